@@ -1,0 +1,347 @@
+"""What we want (recipes) and what a teacher is (its shape), as torch-free pydantic models.
+
+A `Recipe` names parts; `resolve()` turns it and a teacher's ``config.json`` into a `LayerPlan`: one `MixerConfig`, or
+``None`` (the layer stays softmax), per layer. The plan is the only truth after conversion and is stored in the
+student's ``config.json``.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from linearize.errors import UserError
+from linearize.teacher import TeacherShape
+
+FORMAT_VERSION = 1
+
+
+class Part(BaseModel):
+    """Base of every recipe component: immutable, and unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+# --- the parts of a mixer ---------------------------------------------------------------------------------------------
+
+
+class NoSpan(Part):
+    """Pure linear attention: every key is linear."""
+
+    type: Literal["none"] = "none"
+
+
+class SlidingSpan(Part):
+    """Softmax over the last `window_size` keys and the first `sinks` keys of the document, linear below."""
+
+    type: Literal["sliding"] = "sliding"
+    window_size: PositiveInt = 64
+    sinks: int = Field(0, ge=0, description="keys at the start of a document that always stay softmax keys")
+
+
+class TerracedSpan(Part):
+    """Softmax over the query's own block of `window_size` keys and the `blocks` - 1 before it, linear below."""
+
+    type: Literal["terraced"] = "terraced"
+    window_size: PositiveInt = 64
+    blocks: PositiveInt = 2
+    sinks: int = Field(0, ge=0, description="keys at the start of a document that always stay softmax keys")
+
+
+class HedgehogMap(Part):
+    """phi(x) = [softmax(xW), softmax(-xW)] (LoLCATs App. A; Hedgehog eqs. 5-6 without bias)."""
+
+    type: Literal["hedgehog"] = "hedgehog"
+    feature_dim: PositiveInt | None = Field(None, description="features per head, even; the head dimension if null")
+    init: Literal["identity", "kaiming"] = "identity"
+    per: Literal["query_head", "kv_head"] = Field(
+        "query_head", description="one key map per query head (the papers), or per KV head (a smaller state)"
+    )
+
+    @model_validator(mode="after")
+    def _even(self) -> HedgehogMap:
+        if self.feature_dim is not None and self.feature_dim % 2:
+            raise ValueError(f"feature_dim must be even, because the map has two halves; got {self.feature_dim}")
+        return self
+
+
+class SharedDenominator(Part):
+    """LoLCATs eq. 7: one denominator for the window, weighted by a learned factor g per head, and the linear part."""
+
+    type: Literal["shared_denominator"] = "shared_denominator"
+    window_factor_init: float = Field(0.1, gt=0, lt=1, description="initial g = sigmoid(parameter), per query head")
+
+
+class WindowOnly(Part):
+    """The control without a linear part: softmax over the span, nothing else."""
+
+    type: Literal["window_only"] = "window_only"
+
+
+Span = Annotated[NoSpan | SlidingSpan | TerracedSpan, Field(discriminator="type")]
+FeatureMap = HedgehogMap
+Combine = Annotated[SharedDenominator | WindowOnly, Field(discriminator="type")]
+
+
+class MixerConfig(Part):
+    """One layer's token mixer, complete: everything that is needed to rebuild it."""
+
+    span: Span = SlidingSpan()
+    feature_map: FeatureMap | None = HedgehogMap()
+    combine: Combine = SharedDenominator()
+
+    @model_validator(mode="after")
+    def _meaningful(self) -> MixerConfig:
+        if (self.feature_map is None) != isinstance(self.combine, WindowOnly):
+            raise ValueError("combine `window_only` and feature_map null go together: it has no linear part to map for")
+        if isinstance(self.combine, WindowOnly) and isinstance(self.span, NoSpan):
+            raise ValueError("combine `window_only` needs a window: choose span `sliding` or `terraced`")
+        return self
+
+
+# --- stages and data --------------------------------------------------------------------------------------------------
+
+
+class Plateau(Part):
+    """Multiply the learning rate by `factor` after `patience` evaluations without improvement."""
+
+    type: Literal["plateau"] = "plateau"
+    factor: float = Field(0.1, gt=0, lt=1)
+    patience: PositiveInt = 10
+    min_lr: float = Field(1e-5, ge=0)
+
+
+class Cosine(Part):
+    """Linear warm-up, then a cosine from the learning rate down to `min_lr` over the stage."""
+
+    type: Literal["cosine"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    min_lr: float = Field(0.0, ge=0)
+
+
+class Constant(Part):
+    """Linear warm-up, then the learning rate as it is."""
+
+    type: Literal["constant"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+
+
+Schedule = Annotated[Plateau | Cosine | Constant, Field(discriminator="type")]
+
+
+class TrainConfig(Part):
+    """What every training stage has in common; the loop reads nothing else."""
+
+    lr: float = Field(gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    epochs: PositiveInt = 2
+    max_tokens: PositiveInt | None = Field(None, description="stop after this many training tokens, if sooner")
+    batch_size: PositiveInt = Field(8, description="sequences per optimizer step")
+    micro_batch_size: PositiveInt | None = Field(None, description="sequences per forward pass; batch_size if null")
+    clip_norm: float | None = Field(1.0, gt=0, description="gradient norm clip; null for none")
+    schedule: Schedule = Plateau()
+    eval_every: PositiveInt = Field(100, description="optimizer steps between evaluations (and checkpoints)")
+    early_stopping: PositiveInt | None = Field(
+        None, description="stop after this many evaluations without improvement; null to never stop early"
+    )
+
+    @model_validator(mode="after")
+    def _divisible(self) -> TrainConfig:
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size ({self.batch_size}) must be a multiple of micro_batch_size ({self.micro_batch_size})"
+            )
+        return self
+
+
+class TransferConfig(TrainConfig):
+    """Stage 1, attention transfer: mixers learn to match softmax attention outputs (LoLCATs eq. 4, App. A.1)."""
+
+    lr: float = Field(1e-2, gt=0)
+    output_mse: float = Field(1000.0, gt=0, description="weight of the output MSE")
+
+
+class LoRAConfig(Part):
+    """Low-rank adapters on the attention projections; `targets` are roles, found by name in each architecture."""
+
+    rank: PositiveInt = 8
+    alpha: float = Field(16.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: tuple[Literal["q", "k", "v", "o"], ...] = ("q", "k", "v", "o")
+
+    @model_validator(mode="after")
+    def _some(self) -> LoRAConfig:
+        if not self.targets:
+            raise ValueError("targets is empty; name at least one of q, k, v, o")
+        return self
+
+
+class FinetuneConfig(TrainConfig):
+    """Stage 2: LoRA on the projections with the next-token loss; feature maps and mix stay frozen."""
+
+    lr: float = Field(1e-4, gt=0)
+    lora: LoRAConfig = LoRAConfig()
+
+
+class DataConfig(Part):
+    """Text in, packed rows out. `dataset` is a hub id or a local txt / json / jsonl / parquet file or folder."""
+
+    dataset: str | None = Field(None, description="set by --dataset")
+    format: Literal["auto", "text", "alpaca", "chat"] = Field(
+        "auto", description="auto: `messages` -> chat, `instruction` and `output` -> alpaca, else the text column"
+    )
+    text_column: str = "text"
+    split: str = Field("train", description="the split of a hub dataset")
+    sequence_length: PositiveInt = 1024
+    max_documents: PositiveInt | None = Field(None, description="read at most this many documents")
+    validation_fraction: float = Field(0.05, gt=0, lt=1, description="share of the documents held out")
+    validation_rows: PositiveInt = Field(64, description="at most this many packed held-out rows")
+
+
+class EvaluationConfig(Part):
+    """What `run` measures at the end."""
+
+    trained_controls: bool = Field(True, description="train the LoRA controls: teacher and window only, same budget")
+    bootstrap_samples: PositiveInt = 1000
+    copy_rows: PositiveInt = Field(16, description="random sequences of the copying test")
+
+
+class LayersConfig(Part):
+    """Which layers are linearized."""
+
+    keep_softmax: tuple[int, ...] = Field((), description="layer indices that stay softmax; negative from the end")
+    convert_sliding: bool = Field(False, description="also convert layers whose teacher attention slides already")
+
+
+class Recipe(Part):
+    """A method, as data: which mixer, on which layers, trained how."""
+
+    name: str
+    description: str = ""
+    mixer: MixerConfig = MixerConfig()
+    layers: LayersConfig = LayersConfig()
+    transfer: TransferConfig | None = TransferConfig()
+    finetune: FinetuneConfig | None = FinetuneConfig()
+    data: DataConfig = DataConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    seed: int = Field(0, ge=0)
+
+    @classmethod
+    def load(cls, name_or_path: str, overrides: dict[str, Any] | None = None) -> Recipe:
+        """Read a recipe by name (see `recipe_names`) or from a YAML file, with dotted `overrides` applied.
+
+        Raises:
+            UserError: no such recipe, unreadable YAML, an unknown field, or a value of the wrong type.
+        """
+        path = Path(name_or_path)
+        if path.suffix in {".yaml", ".yml"}:
+            if not path.is_file():
+                raise UserError(f"recipe: expected a YAML file, found nothing at {name_or_path!r}; check the path")
+            text = path.read_text(encoding="utf-8")
+        elif name_or_path in recipe_names():
+            text = (_RECIPES / f"{name_or_path}.yaml").read_text(encoding="utf-8")
+        else:
+            raise UserError(
+                f"recipe: expected one of {', '.join(recipe_names())} or a path that ends in .yaml; "
+                f"found {name_or_path!r}"
+            )
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UserError(f"recipe {name_or_path}: not valid YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(data, dict):
+            raise UserError(f"recipe {name_or_path}: expected a mapping of fields, found {type(data).__name__}")
+        for field, value in (overrides or {}).items():
+            _assign(data, field, value)
+        return cls.parse(data)
+
+    @classmethod
+    def parse(cls, data: dict[str, Any]) -> Recipe:
+        """Validate plain data as a recipe; `UserError` with one line for the first field that is wrong."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise UserError(_one_line(error)) from None
+
+    def to_yaml(self) -> str:
+        """The recipe as YAML, every field written out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=110)
+
+
+_RECIPES = resources.files("linearize") / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in _RECIPES.iterdir() if entry.name.endswith(".yaml"))
+
+
+def parse_overrides(assignments: list[str]) -> dict[str, Any]:
+    """``["mixer.span.window_size=32"]`` as ``{"mixer.span.window_size": 32}``; values are read as YAML."""
+    overrides = {}
+    for assignment in assignments:
+        field, equals, value = assignment.partition("=")
+        if not equals or not field:
+            raise UserError(f"--set: expected field=value, found {assignment!r}")
+        try:
+            overrides[field] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UserError(f"--set {field}: expected a YAML value, found {value!r}") from None
+    return overrides
+
+
+def _assign(data: dict[str, Any], field: str, value: Any) -> None:
+    *parents, last = field.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise UserError(f"--set {field}: {parent} is not a group of fields")
+    data[last] = value
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    # Pydantic puts the discriminator's value into the location; it is not part of the field's name.
+    field = ".".join(str(part) for part in first["loc"]) or "recipe"
+    found = "" if first["type"] in {"missing", "extra_forbidden"} else f"; found {first['input']!r}"
+    message = {"extra_forbidden": "unknown field", "missing": "missing"}.get(first["type"], first["msg"])
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"recipe field {field}: {message}{found}{more}; `linearize recipes` prints a valid recipe"
+
+
+# --- recipe x teacher -> layer plan -----------------------------------------------------------------------------------
+
+LayerPlan = tuple[MixerConfig | None, ...]
+
+
+def resolve(recipe: Recipe, teacher: TeacherShape) -> LayerPlan:
+    """One complete `MixerConfig`, or None for a layer that stays softmax, per layer of the teacher.
+
+    Raises:
+        UserError: a layer index the teacher does not have, or nothing left to convert.
+    """
+    kept = set()
+    for index in recipe.layers.keep_softmax:
+        if not -teacher.num_layers <= index < teacher.num_layers:
+            raise UserError(
+                f"layers.keep_softmax: expected indices from {-teacher.num_layers} to {teacher.num_layers - 1}, "
+                f"found {index}"
+            )
+        kept.add(index % teacher.num_layers)
+    if not recipe.layers.convert_sliding:
+        kept |= set(teacher.sliding_layers)
+    if len(kept) == teacher.num_layers:
+        raise UserError(
+            "layers: nothing to convert, every layer stays softmax; shorten layers.keep_softmax, or set "
+            "layers.convert_sliding=true to convert layers that already attend within a sliding window"
+        )
+    mixer = recipe.mixer
+    if mixer.feature_map is not None and mixer.feature_map.feature_dim is None:
+        feature_map = mixer.feature_map.model_copy(update={"feature_dim": teacher.head_dim})
+        mixer = mixer.model_copy(update={"feature_map": feature_map})
+    return tuple(None if index in kept else mixer for index in range(teacher.num_layers))

@@ -1,0 +1,66 @@
+"""Which implementation evaluates a primitive: the first that supports the call, unless one is forced.
+
+``LINEARIZE_IMPL=reference`` (or any other name below) forces one, for debugging and for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from linearize.ops import chunked, reference
+from linearize.ops.partial import Partial
+
+ENVIRONMENT = "LINEARIZE_IMPL"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One implementation; `supports(device)` returns None, or the reason why it cannot serve the call."""
+
+    name: str
+    linear_scan: Callable[..., Partial]
+    window_softmax: Callable[..., Partial]
+    supports: Callable[[torch.device], str | None]
+
+
+IMPLS = (
+    Impl("chunked", chunked.linear_scan, chunked.window_softmax, lambda device: None),
+    Impl("reference", reference.linear_scan, reference.window_softmax, lambda device: None),
+)
+
+
+@functools.cache
+def choose(device: torch.device, forced: str | None) -> Impl:
+    """The implementation for `device`; the choice is logged once.
+
+    Raises:
+        ValueError: `forced` names no implementation, or one that cannot serve this device.
+    """
+    candidates = [impl for impl in IMPLS if forced in (None, impl.name)]
+    if not candidates:
+        raise ValueError(f"{ENVIRONMENT}: expected one of {', '.join(i.name for i in IMPLS)}; found {forced!r}")
+    reasons = []
+    for impl in candidates:
+        reason = impl.supports(device)
+        if reason is None:
+            logger.info("linear attention on %s: %s", device, impl.name)
+            return impl
+        reasons.append(f"{impl.name}: {reason}")
+    raise ValueError(f"no implementation of linear attention for {device}: {'; '.join(reasons)}")
+
+
+def linear_scan(phi_q, phi_k, v, **options) -> Partial:
+    """The linear part of every query; see `reference.linear_scan` for shapes and definition."""
+    return choose(v.device, os.environ.get(ENVIRONMENT)).linear_scan(phi_q, phi_k, v, **options)
+
+
+def window_softmax(q, k, v, **options) -> Partial:
+    """The softmax part of every query; see `reference.window_softmax` for shapes and definition."""
+    return choose(v.device, os.environ.get(ENVIRONMENT)).window_softmax(q, k, v, **options)

@@ -1,0 +1,102 @@
+"""Which slot holds which token of which document: padding, packing and carried context in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from linearize.ops.span import Span
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Positions and documents of the K key slots; the last `length` slots are the queries' own tokens.
+
+    Attributes:
+        key_position: [B, K] int64, position within the slot's own document, counted over valid tokens from 0; -1 for a
+            slot without a key (padding, or context before the document began). B may be 1 and broadcast.
+        key_document: [B, K] int64, nondecreasing along a row; 0 is the document carried over from an earlier call.
+        length: T, the number of queries.
+        uniform: every row is one document without padding (known from the construction, so no device sync).
+        sink_slots: the first slots hold the carried document's sinks, once these have left the slots behind them.
+    """
+
+    key_position: Int[Tensor, "B K"]
+    key_document: Int[Tensor, "B K"]
+    length: int
+    uniform: bool = False
+    sink_slots: int = 0
+
+    @classmethod
+    def full(cls, length: int, device: torch.device | str | None = None) -> Layout:
+        """One full document per row, from its start; the batch axis is 1 and broadcasts."""
+        position = torch.arange(length, device=device)[None]
+        return cls(position, torch.zeros_like(position), length, uniform=True)
+
+    @classmethod
+    def from_positions(cls, position: Int[Tensor, "B T"]) -> Layout:
+        """A document starts wherever `position` is 0; -1 is padding, anywhere in the row."""
+        return cls(position, (position == 0).cumsum(-1), position.shape[1])
+
+    def with_context(self, seen: Int[Tensor, " B"], span: Span) -> Layout:
+        """The same queries behind `span.sinks + span.context` slots with keys of a carried document of `seen` tokens.
+
+        Tokens of document 0 go on in the carried document; a token at position 0 starts a new one.
+        """
+        context = context_positions(seen, span)
+        # Below lo(seen - 1) no later query looks through its window, and the carried linear state holds the key.
+        recent = context[:, span.sinks :]
+        context = torch.cat([context[:, : span.sinks], recent.where(recent >= span.lo(seen[:, None] - 1), -1)], dim=1)
+        position = torch.cat([context, self.key_position.expand(len(seen), -1)], dim=1)
+        document = torch.cat([torch.zeros_like(context), self.key_document.expand(len(seen), -1)], dim=1)
+        return Layout(position, document, self.length, sink_slots=span.sinks)
+
+    @property
+    def query_position(self) -> Int[Tensor, "B T"]:
+        return self.key_position[:, self.key_position.shape[1] - self.length :]
+
+    @property
+    def query_document(self) -> Int[Tensor, "B T"]:
+        return self.key_document[:, self.key_document.shape[1] - self.length :]
+
+    @cached_property
+    def compaction(self) -> Int[Tensor, "B K"] | None:
+        """Slot order that moves keys before padding, or None where each document's keys already lie side by side.
+
+        Chunked evaluation needs slot distance = position distance within a document; padding between two tokens of one
+        document (a left-padded second turn, say) breaks that.
+        """
+        if self.uniform:
+            return None
+        position, valid = self.key_position[:, self.sink_slots :], self.key_position >= 0
+        gap = (position[:, 1:] > 0) & (position[:, :-1] != position[:, 1:] - 1)
+        # The first key of a row may stand at any position: what precedes it is in the carried state.
+        gap &= (position >= 0).cumsum(1)[:, :-1] > 0
+        if not bool(gap.any()):
+            return None
+        return torch.argsort((~valid).to(torch.int8), dim=1, stable=True)
+
+    @cached_property
+    def count(self) -> Int[Tensor, " B"]:
+        """Tokens of each row's last document so far, that is the position a next token would have."""
+        last = self.key_document == self.last_document
+        return torch.where(last, self.key_position, -1).amax(1) + 1
+
+    @cached_property
+    def last_document(self) -> Int[Tensor, "B 1"]:
+        """Document of each row's last token (0, the carried one, for a row without tokens)."""
+        return torch.where(self.key_position >= 0, self.key_document, 0).amax(1, keepdim=True)
+
+
+def context_positions(seen: Int[Tensor, " B"], span: Span) -> Int[Tensor, "B S"]:
+    """Positions of the keys that a state keeps after `seen` tokens: sinks first, then the last `span.context` tokens.
+
+    -1 is an empty slot; a sink fills its own slot only when it has left the recent ones.
+    """
+    recent = seen[:, None] - span.context + torch.arange(span.context, device=seen.device)
+    sinks = torch.arange(span.sinks, device=seen.device).expand(len(seen), -1)
+    return torch.cat([sinks.where(sinks < seen[:, None] - span.context, -1), recent.clamp_min(-1)], dim=1)

@@ -1,0 +1,27 @@
+"""The unnormalised result of one part of an attention layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Partial:
+    """``num`` and ``den`` of a weighted mean of values; both stand for themselves times ``exp(log_scale)``.
+
+    Shapes: num [B, H, T, D], den and log_scale [B, H, T]; fp32, or fp64 for fp64 inputs. A query that sees no key has
+    num = den = log_scale = 0.
+    """
+
+    num: Float[Tensor, "B H T D"]
+    den: Float[Tensor, "B H T"]
+    log_scale: Float[Tensor, "B H T"]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Features, states and denominators are fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
