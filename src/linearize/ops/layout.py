@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from linearize.ops.span import Span
@@ -42,16 +42,24 @@ class Layout:
         """A document starts wherever `position` is 0; -1 is padding, anywhere in the row."""
         return cls(position, (position == 0).cumsum(-1), position.shape[1])
 
+    @classmethod
+    def from_valid(cls, valid: Bool[Tensor, "B T"]) -> Layout:
+        """One document per row, that of a carried state where there is one; False is padding, anywhere in the row."""
+        position = torch.where(valid, valid.cumsum(-1) - 1, -1)
+        return cls(position, torch.zeros_like(position), valid.shape[1])
+
     def with_context(self, seen: Int[Tensor, " B"], span: Span) -> Layout:
         """The same queries behind `span.sinks + span.context` slots with keys of a carried document of `seen` tokens.
 
-        Tokens of document 0 go on in the carried document; a token at position 0 starts a new one.
+        Tokens of document 0 go on in the carried document: their positions count from `seen`.
         """
         context = context_positions(seen, span)
         # Below lo(seen - 1) no later query looks through its window, and the carried linear state holds the key.
         recent = context[:, span.sinks :]
         context = torch.cat([context[:, : span.sinks], recent.where(recent >= span.lo(seen[:, None] - 1), -1)], dim=1)
-        position = torch.cat([context, self.key_position.expand(len(seen), -1)], dim=1)
+        goes_on = (self.key_document == 0) & (self.key_position >= 0)
+        own = self.key_position + seen[:, None] * goes_on
+        position = torch.cat([context, own], dim=1)
         document = torch.cat([torch.zeros_like(context), self.key_document.expand(len(seen), -1)], dim=1)
         return Layout(position, document, self.length, sink_slots=span.sinks)
 

@@ -7,11 +7,12 @@ keys of a document are softmax keys always and linear keys never.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 
+@runtime_checkable
 class Span(Protocol):
     """The split of the keys, and what follows from it for chunks and for the carried state."""
 

@@ -1,0 +1,48 @@
+# Needs Python (>= 3.10) and make; `make setup` brings the rest into .venv.
+PYTHON ?= python3
+PYTEST_ARGS ?= -n auto --maxprocesses 4
+OUTPUT_DIR ?= demo-output
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint quick-lint format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv and install linearize into it, with everything for development
+
+# Starts afresh: an environment of another Python or of half an installation is not worth mending.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; choose one: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv --clear .venv
+	@echo 'installing; the first time takes some minutes'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: setup ## linearize the bundled teacher, start to finish on a CPU
+	$(BIN)/linearize demo --output-dir $(OUTPUT_DIR)
+
+test: setup quick-lint ## quick lint, then all tests but the slow ones
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: setup ## the slow tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
+
+quick-lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
+
+lint: quick-lint ## ruff, import directions and types
+	$(BIN)/pyright
+
+format: setup ## format, and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove everything that was made here, .venv included
+	rm -rf .venv $(OUTPUT_DIR) build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Everything that faces transformers, and nothing else does."""

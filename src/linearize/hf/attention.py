@@ -1,0 +1,244 @@
+"""A converted attention layer: the model's own attention class with only the math between q, k, v and the output new.
+
+The private surface of transformers that we rely on (swapping ``module.__class__``, a per-layer config with its own
+``_attn_implementation_internal``) is touched in this file and nowhere else.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from linearize.hf.cache import cache_layer
+from linearize.mixers import AttnInputs, LinearMixer
+from linearize.ops import Layout
+
+IMPLEMENTATION = "linearize"
+LAYOUT = "linearize_layout"  # keyword that carries the Layout from the model to its layers
+CALL = "linearize_call"  # keyword that carries a layer's call to the attention function
+
+# Keyword arguments that reach the attention function and change nothing for it.
+IGNORED = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch"}
+    | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "sliding_window"}
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the attention function needs besides q, k, v: the cache and the layout of padding and documents."""
+
+    cache: Any
+    layout: Layout | None
+
+
+Observer = Callable[[nn.Module, AttnInputs, Layout | None], Tensor]
+
+
+class LinearizedAttention:
+    """Mixed into a model's own attention class; `mixer` is its child module."""
+
+    mixer: LinearMixer
+    softmax_implementation: str
+    observer: Observer | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The parent's forward with the cache kept from it: the mixer carries a state instead of keys and values."""
+        call = Call(kwargs.get("past_key_values"), kwargs.pop(LAYOUT, None))
+        if "past_key_values" in kwargs:
+            kwargs["past_key_values"] = None
+        return super().forward(*args, **kwargs, **{CALL: call})  # type: ignore[misc]
+
+
+def linearized_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention function: [B, H, T, D] in, [B, T, H, D] out.
+
+    `attention_mask` (4D, built for layers that stay softmax) is not read: padding and documents come with the layout.
+    Attention dropout does not apply, since no attention weights exist.
+
+    Raises:
+        ValueError: a keyword argument that would change the result, and that linear attention does not know.
+    """
+    call = kwargs.pop(CALL)
+    unknown = [name for name, value in kwargs.items() if name not in IGNORED and value is not None]
+    if unknown or is_causal is False:
+        raise ValueError(
+            f"{type(module).__name__}: expected causal attention without {', '.join(unknown) or 'is_causal=False'}; "
+            "a linearized layer cannot honour it"
+        )
+    inputs = AttnInputs(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
+    if module.observer is not None:
+        y = module.observer(module, inputs, call.layout)
+    elif call.cache is None:
+        y = module.mixer(inputs, call.layout)
+    else:
+        layer = cache_layer(call.cache, module.layer_idx)
+        y, state = module.mixer.step(inputs, layer.state, call.layout)
+        layer.advance(state, query.shape[2])
+    return y.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(IMPLEMENTATION, linearized_attention)
+
+
+def attach(module: Any, mixer: LinearMixer, linearized_class: type, config: Any) -> None:
+    """Turn one attention module into its linearized class, in place."""
+    module.mixer = mixer
+    module.softmax_implementation = config._attn_implementation
+    module.config = copy.copy(config)
+    module.config._attn_implementation_internal = IMPLEMENTATION
+    module.__class__ = linearized_class
+
+
+def linearized_layers(model: nn.Module) -> dict[str, Any]:
+    """The converted attention modules of `model`, by name, in order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LinearizedAttention)}
+
+
+def hide_masks(model: PreTrainedModel, layers: int) -> None:
+    """Where no layer stays softmax, keep transformers from building T x T masks: it builds none for our function."""
+    if len(linearized_layers(model)) == layers:
+        model.config._attn_implementation_internal = IMPLEMENTATION
+
+
+@contextmanager
+def softmax_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Within, `model` computes softmax attention exactly as it did before conversion."""
+    layers = list(linearized_layers(model).values())
+    saved = [(layer.__class__, layer.config) for layer in layers]
+    implementation = model.config._attn_implementation_internal
+    try:
+        if layers:
+            model.config._attn_implementation_internal = layers[0].softmax_implementation
+        for layer in layers:
+            layer.__class__, layer.config = layer.__class__.__mro__[2], model.config
+        yield model
+    finally:
+        model.config._attn_implementation_internal = implementation
+        for layer, (cls, config) in zip(layers, saved, strict=True):
+            layer.__class__, layer.config = cls, config
+
+
+@contextmanager
+def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
+    """Within, every converted layer's output is what `observer(layer, inputs, layout)` returns for its q, k, v."""
+    layers = list(linearized_layers(model).values())
+    try:
+        for layer in layers:
+            layer.observer = observer
+        yield
+    finally:
+        for layer in layers:
+            layer.observer = None
+
+
+@contextmanager
+def replaced_mixers(model: nn.Module, make: Callable[[LinearMixer], LinearMixer]) -> Iterator[None]:
+    """Within, every converted layer uses `make(its mixer)`: the controls share all other weights."""
+    layers = list(linearized_layers(model).values())
+    saved = [layer.mixer for layer in layers]
+    try:
+        for layer in layers:
+            layer.mixer = make(layer.mixer)
+        yield
+    finally:
+        for layer, mixer in zip(layers, saved, strict=True):
+            layer.mixer = mixer
+
+
+def softmax_output(module: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+    """What the layer's original attention gives for `inputs`, [B, H, T, D]; each document by itself, no T x T mask."""
+    if layout is None:
+        return _causal_softmax(module, inputs)
+    y = torch.zeros_like(inputs.q)
+    position, document = layout.key_position, layout.key_document
+    for row in range(len(y)):
+        valid = (position[row] >= 0).nonzero().squeeze(1)
+        _, lengths = document[row, valid].unique_consecutive(return_counts=True)
+        for slots in valid.split(lengths.tolist()):
+            part = AttnInputs(
+                *(x[row : row + 1].index_select(2, slots) for x in (inputs.q, inputs.k, inputs.v)),
+                inputs.scaling,
+                inputs.softcap,
+            )
+            y[row : row + 1, :, slots] = _causal_softmax(module, part)
+    return y
+
+
+def _causal_softmax(module: Any, inputs: AttnInputs) -> Tensor:
+    implementation, length = module.softmax_implementation, inputs.q.shape[2]
+    base = type(module).__mro__[2]
+    eager = sys.modules[base.__module__].eager_attention_forward
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+    mask = None
+    if function is eager:
+        mask = torch.full((length, length), torch.finfo(inputs.q.dtype).min, device=inputs.q.device).triu(1)[None, None]
+        mask = mask.to(inputs.q.dtype)
+    options = {} if inputs.softcap is None else {"softcap": inputs.softcap}
+    y = function(module, inputs.q, inputs.k, inputs.v, mask, scaling=inputs.scaling, dropout=0.0, **options)[0]
+    return y.transpose(1, 2)
+
+
+def layout_hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook of the base model: hands padding and document boundaries to the linearized layers."""
+    names = inspect.signature(type(model).forward).parameters
+    given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
+    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if tokens is None:
+        return args, kwargs  # the model itself says what is missing
+    mask, cached = given.get("attention_mask"), given.get("past_key_values") is not None
+    layout = read_layout(mask, None if cached else given.get("position_ids"), *tokens.shape[:2])
+    return args, kwargs | {LAYOUT: layout}
+
+
+def read_layout(mask: Any, position_ids: Tensor | None, batch: int, length: int) -> Layout | None:
+    """Where the padding and the documents are; None where every row is one full document.
+
+    Args:
+        mask: None, or the 2D attention mask [B, past + T], 1 for tokens.
+        position_ids: [B or 1, T]; without a mask, a step other than 1 starts a new document, as in transformers.
+
+    Raises:
+        ValueError: a mask of another kind, which linear attention cannot honour.
+    """
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            found = f"{mask.ndim}D" if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(
+                f"attention_mask: expected a 2D mask [batch, tokens], found {found}; a linearized layer "
+                "cannot apply an arbitrary mask"
+            )
+        valid = mask[:, -length:].bool()
+        # One token at a time generation only ever appends tokens; reading the mask would break a compiled graph.
+        if (length == 1 and torch.compiler.is_compiling()) or bool(valid.all()):
+            return None
+        return Layout.from_valid(valid)
+    if position_ids is None or length == 1:
+        return None
+    starts = (position_ids.diff(dim=-1) != 1).expand(batch, -1)
+    if not bool(starts.any()):
+        return None
+    starts = torch.cat([torch.zeros_like(starts[:, :1]), starts], dim=1)
+    slot = torch.arange(length, device=starts.device)
+    return Layout(slot - torch.where(starts, slot, 0).cummax(1).values, starts.cumsum(1), length)

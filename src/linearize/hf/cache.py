@@ -1,0 +1,97 @@
+"""The cache layer of a linearized layer; nothing else imports ``transformers.cache_utils``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from linearize.mixers import MixerState
+
+
+class LinearizedCacheLayer(CacheLayerMixin):
+    """Holds one mixer's `MixerState` inside an ordinary transformers `Cache`. Constant in size.
+
+    It counts as a sliding layer, so that transformers sizes attention masks after the layers that stay softmax.
+    """
+
+    is_compileable = True
+    is_croppable = False
+    is_sliding = True
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: MixerState | None = None
+        self.length = 0  # slots seen, padding included: what transformers counts positions by
+
+    def advance(self, state: MixerState, tokens: int) -> None:
+        """Take the state after `tokens` more slots."""
+        self.state, self.length, self.is_initialized = state, self.length + tokens, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to prepare: the mixer makes the first state."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("a linearized layer keeps a state, not keys and values; its mixer advances it")
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0 if self.state is None else self.state.nbytes
+
+    def offload(self) -> None:
+        """A constant-size state stays where it is."""
+
+    def prefetch(self) -> None:
+        """A constant-size state stays where it is."""
+
+    def reset(self) -> None:
+        self.state, self.length, self.is_initialized = None, 0, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise RuntimeError(
+                f"cannot take {abs(tokens_to_remove)} tokens back out of a linear attention state; copy the cache "
+                "before the tokens you may want to undo (copy.deepcopy), and go on from the copy"
+            )
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None:
+            self.state = self.state.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.state = self.state.repeat(repeats)
+
+
+def cache_layer(cache: Cache, index: int) -> LinearizedCacheLayer:
+    """The linearized layer `index` of `cache`, put there if the layer is still empty.
+
+    Raises:
+        ValueError: the layer already holds keys and values of a softmax model.
+    """
+    while len(cache.layers) <= index:
+        cache.layers.append(DynamicLayer())
+    layer = cache.layers[index]
+    if isinstance(layer, LinearizedCacheLayer):
+        return layer
+    if layer.is_initialized and layer.get_seq_length():
+        raise ValueError(
+            f"cache layer {index}: expected an empty or a linearized layer, found {type(layer).__name__} with "
+            f"{layer.get_seq_length()} tokens; a softmax model's cache cannot be continued, start from an empty one"
+        )
+    cache.layers[index] = LinearizedCacheLayer()
+    return cache.layers[index]

@@ -1,0 +1,180 @@
+"""The registered classes: ``model_type: linearized_<base>``, one config and one class per head of each architecture.
+
+They are made from the base's own classes and are attributes of this module, so pickling finds them. Parameter names
+stay the base model's; a linearized layer adds ``<attention>.mixer.*``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import guard_torch_init_functions
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from linearize.config import FORMAT_VERSION, LayerPlan, MixerConfig
+from linearize.hf import checkpoint
+from linearize.hf.attention import LinearizedAttention, attach, hide_masks, layout_hook, linearized_layers
+from linearize.hf.cache import cache_layer
+from linearize.mixers import LinearMixer
+from linearize.teacher import TeacherShape
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A supported base: its attention class, and the prefix of its config and model classes."""
+
+    attention: type[nn.Module]
+    prefix: str
+
+
+ARCHITECTURES = {
+    "llama": Architecture(LlamaAttention, "Llama"),
+    "mistral": Architecture(MistralAttention, "Mistral"),
+    "qwen3": Architecture(Qwen3Attention, "Qwen3"),
+    "gpt2": Architecture(GPT2Attention, "GPT2"),
+}
+# Auto class -> how the model class is called behind the prefix; gpt2 calls its language model head differently.
+HEADS = {
+    "AutoModel": ("Model",),
+    "AutoModelForCausalLM": ("ForCausalLM", "LMHeadModel"),
+    "AutoModelForSequenceClassification": ("ForSequenceClassification",),
+    "AutoModelForTokenClassification": ("ForTokenClassification",),
+}
+
+
+def write_plan(plan: LayerPlan) -> dict[str, Any]:
+    """A layer plan as the plain data that a config stores under `linearize`."""
+    layers = [None if mixer is None else mixer.model_dump(mode="json") for mixer in plan]
+    return {"format_version": FORMAT_VERSION, "layers": layers}
+
+
+def read_plan(config: PreTrainedConfig) -> LayerPlan:
+    """The layer plan stored in a linearized config.
+
+    Raises:
+        ValueError: no plan, or one of a version this package does not know.
+    """
+    stored = getattr(config, "linearize", None)
+    if not stored:
+        raise ValueError(f"config.linearize: expected a layer plan, found {stored!r}; convert a model with linearize")
+    if stored.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"config.linearize.format_version: expected {FORMAT_VERSION}, found {stored.get('format_version')!r}; "
+            "install the version of linearize that wrote this checkpoint, or a newer one"
+        )
+    return tuple(None if mixer is None else MixerConfig.model_validate(mixer) for mixer in stored["layers"])
+
+
+class LinearizedModel(PreTrainedModel):
+    """Mixed into the base's model classes: builds the mixers, initialises them, and prepares generation."""
+
+    _keep_in_fp32_modules_strict = {"mixer"}
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        install(self)
+
+    @torch.no_grad()
+    @guard_torch_init_functions()
+    def initialize_weights(self) -> None:
+        """Also initialises mixers that a checkpoint does not have (all of them, when it is the softmax teacher's)."""
+        for layer in linearized_layers(self).values():
+            for part in layer.mixer.children():
+                if not all(getattr(p, "_is_hf_initialized", False) for p in part.parameters()):
+                    part.reset_parameters()
+                part._is_hf_initialized = True
+            layer.mixer._is_hf_initialized = True
+        super().initialize_weights()
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """As in transformers, and the model also loads with ``trust_remote_code=True`` where linearize is installed."""
+        self.config.auto_map = checkpoint.auto_map(type(self.config).__name__, type(self).__name__, auto_class(self))
+        super().save_pretrained(save_directory, **kwargs)
+        checkpoint.write_auto_module(save_directory, type(self.config).__name__, type(self).__name__)
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            for layer in linearized_layers(self).values():
+                cache_layer(cache, layer.layer_idx)
+        return result
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        """Keep the 2D mask: linearized layers read padding from it, and the others make their own from it."""
+        return attention_mask
+
+
+def attention_modules(model: nn.Module, architecture: Architecture) -> Iterator[Any]:
+    """The self-attention modules of a base model, in order of their layer index."""
+    found = [m for m in model.modules() if isinstance(m, architecture.attention)]
+    yield from sorted(found, key=lambda m: m.layer_idx)
+
+
+def install(model: PreTrainedModel) -> None:
+    """Build the mixers that `model.config` plans, beside the model's own projections, in place."""
+    base_type = model.config.model_type.removeprefix("linearized_")
+    shape, plan = TeacherShape.from_config(model.config.to_dict()), read_plan(model.config)
+    architecture = ARCHITECTURES[base_type]
+    modules = list(attention_modules(model, architecture))
+    if len(modules) != len(plan):
+        raise ValueError(f"config.linearize.layers: expected {len(modules)} layers, found {len(plan)}")
+    for module, mixer_config in zip(modules, plan, strict=True):
+        if mixer_config is None:
+            continue
+        weight = next(module.parameters())
+        with torch.device(weight.device):
+            mixer = LinearMixer(mixer_config, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        # fp64 models keep fp64 mixers; everything else keeps them in fp32, whatever the model's dtype.
+        mixer.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
+        attach(module, mixer, ATTENTION_CLASSES[base_type], model.config)
+    hide_masks(model, len(plan))
+    model.base_model.register_forward_pre_hook(layout_hook, with_kwargs=True)
+
+
+def auto_class(model: PreTrainedModel) -> str:
+    """The Auto class that loads a linearized model."""
+    return next(auto for auto, cls in MODEL_CLASSES[model.config.model_type].items() if type(model) is cls)
+
+
+ATTENTION_CLASSES: dict[str, type] = {}
+CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {}
+MODEL_CLASSES: dict[str, dict[str, type[PreTrainedModel]]] = {}
+
+
+def _define(base: type, mixin: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+    name = f"Linearized{base.__name__}"
+    namespace = {"__module__": __name__, "__qualname__": name, "__doc__": f"{base.__name__}, linearized."} | namespace
+    globals()[name] = type(name, (*mixin, base), namespace)
+    return globals()[name]
+
+
+def _register() -> None:
+    """Make and register the classes of every architecture; runs once, on import."""
+    for base_type, architecture in ARCHITECTURES.items():
+        model_type = f"linearized_{base_type}"
+        namespace = {"model_type": model_type, "__annotations__": {"linearize": "dict | None"}, "linearize": None}
+        config = _define(getattr(transformers, f"{architecture.prefix}Config"), (), namespace)
+        CONFIG_CLASSES[base_type] = config
+        ATTENTION_CLASSES[base_type] = _define(architecture.attention, (LinearizedAttention,), {})
+        AutoConfig.register(model_type, config)
+        MODEL_CLASSES[model_type] = {}
+        for auto, suffixes in HEADS.items():
+            bases = [getattr(transformers, architecture.prefix + suffix, None) for suffix in suffixes]
+            for base in filter(None, bases):
+                model_class = _define(base, (LinearizedModel,), {"config_class": config})
+                getattr(transformers, auto).register(config, model_class)
+                MODEL_CLASSES[model_type][auto] = model_class
+
+
+_register()

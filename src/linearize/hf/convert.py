@@ -1,0 +1,50 @@
+"""Conversion: a softmax model in, a model with mixers beside its own projections out."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from linearize.config import Recipe, resolve
+from linearize.errors import UserError
+from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, write_plan
+from linearize.teacher import TeacherShape
+
+
+def convert(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
+    """A student that shares the teacher's storage; the teacher itself is left as it is.
+
+    Mixers are new and initialised as the recipe says. Training the shared weights in place would change the teacher
+    too; `linearize.finetune` copies what it changes.
+
+    Raises:
+        UserError: an architecture or head that is not supported, or a plan that does not fit the teacher.
+    """
+    config = teacher.config
+    shape = TeacherShape.from_config(config.to_dict())
+    if config.model_type not in ARCHITECTURES:
+        raise UserError(f"model: expected a softmax model, found {config.model_type!r}, which is linearized already")
+    if getattr(config, "add_cross_attention", False):
+        raise UserError("model: expected a decoder alone, found one with cross-attention (add_cross_attention)")
+    classes = MODEL_CLASSES[f"linearized_{config.model_type}"].values()
+    student_class = next((cls for cls in classes if cls.__mro__[2] is type(teacher)), None)
+    if student_class is None:
+        known = ", ".join(cls.__mro__[2].__name__ for cls in classes)
+        raise UserError(f"model: expected one of {known}; found {type(teacher).__name__}")
+    plan = resolve(recipe, shape)
+
+    fields = {k: v for k, v in config.to_dict().items() if k not in {"model_type", "transformers_version"}}
+    student_config = CONFIG_CLASSES[config.model_type](**fields, linearize=write_plan(plan))
+    student_config._attn_implementation_internal = config._attn_implementation
+    # Copy the module tree, not the tensors: the copies' parameters are new objects over the same storage.
+    shared: dict[int, object] = {id(config): student_config}
+    for parameter in teacher.parameters():
+        shared[id(parameter)] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+    for buffer in teacher.buffers():
+        shared[id(buffer)] = buffer
+    student = copy.deepcopy(teacher, shared)
+    student.__class__ = student_class
+    install(student)
+    return student

@@ -1,0 +1,9 @@
+"""Token mixers: learned feature maps, the way window and linear part combine, and the carried state.
+
+Nothing here knows of transformers, teachers or training.
+"""
+
+from linearize.mixers.linear import AttnInputs, LinearMixer
+from linearize.mixers.state import MixerState
+
+__all__ = ["AttnInputs", "LinearMixer", "MixerState"]

@@ -1,0 +1,367 @@
+"""What a run would cost, from the recipe and the teacher's shape alone: no weights, no torch.
+
+Letters: H query heads, G KV heads, D head dimension, F features per head, Hk linear heads (H, or G where the key map is
+per KV head), h hidden size, I intermediate size. Parameters, bytes of state and bytes per token are exact (a teacher's
+optional attention biases apart); FLOPs, training memory and disk are estimates, and the docstrings say how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from linearize.config import (
+    FeatureMap,
+    LayerPlan,
+    LoRAConfig,
+    MixerConfig,
+    NoSpan,
+    Recipe,
+    SharedDenominator,
+    SlidingSpan,
+    TerracedSpan,
+    TrainConfig,
+)
+from linearize.teacher import TeacherShape
+
+_FP32 = 4
+# In memory: a trained parameter, its gradient and AdamW's two moments. On disk: its latest and best value, the moments.
+_TRAINED = 4 * _FP32
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One training stage.
+
+    `tokens`: trained on, over all epochs; None where the size of the data is not known. `flops`: floating-point
+    operations for these tokens, evaluations apart. `memory_bytes`: weights in the model's dtype, 16 bytes per trainable
+    parameter, and the activations of one micro batch.
+    """
+
+    trainable_parameters: int
+    tokens: int | None
+    flops: int | None
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What converting a teacher by a recipe means and costs; bytes of state and cache are per sequence.
+
+    `control_flops`: the evaluation's two trained controls (teacher; window only), each with the finetuning budget.
+    `state_bytes`: constant, over the converted layers. `student_cache_bytes_per_token`: what the student still grows
+    by, in its kept layers; 0 is constant memory. A layer whose teacher attention slides is bounded already and counts
+    as no growth, here and in `teacher_cache_bytes_per_token`. `break_even_tokens`: the length from which the state is
+    smaller than the teacher's cache of the same layers; None where that cache does not grow. `disk_bytes`: the model in
+    its dtype (new parameters fp32), and 16 bytes per trainable parameter in the stages' checkpoints.
+    """
+
+    recipe: str
+    model_type: str
+    converted_layers: tuple[int, ...]
+    kept_layers: tuple[int, ...]
+    teacher_parameters: int
+    new_parameters: int
+    transfer: StageCost | None
+    finetune: StageCost | None
+    control_flops: int | None
+    state_bytes: int
+    student_cache_bytes_per_token: int
+    teacher_cache_bytes_per_token: int
+    break_even_tokens: int | None
+    disk_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_plan(
+    recipe: Recipe,
+    teacher: TeacherShape,
+    layers: LayerPlan,
+    *,
+    kv_bytes_per_element: int = 2,
+    training_tokens: int | None,
+) -> Plan:
+    """The plan for a recipe that was resolved to `layers`.
+
+    Args:
+        kv_bytes_per_element: bytes of one number in the model's dtype, which weights and K/V cache share (bf16: 2).
+        training_tokens: tokens of the packed training rows, once through; None where the data are not known.
+    """
+    if len(layers) != teacher.num_layers:
+        raise ValueError(f"layers: expected one entry per teacher layer ({teacher.num_layers}), found {len(layers)}")
+    converted = {index: mixer for index, mixer in enumerate(layers) if mixer is not None}
+    kept = {index for index, mixer in enumerate(layers) if mixer is None}
+    growing = set(range(teacher.num_layers)) - set(teacher.sliding_layers)
+    cache = 2 * teacher.num_kv_heads * teacher.head_dim * kv_bytes_per_element
+    state = sum(state_bytes(mixer, teacher, kv_bytes_per_element) for mixer in converted.values())
+    saved = cache * len(growing & set(converted))
+    total = teacher_parameters(teacher)
+    new = sum(new_parameters(mixer, teacher) for mixer in converted.values())
+    rows = recipe.data.sequence_length
+
+    def stage(config: TrainConfig, trainable: int, flops: int, activations: int) -> StageCost:
+        tokens = _tokens(config, training_tokens)
+        weights = (total + new) * kv_bytes_per_element + trainable * _TRAINED
+        pass_tokens = (config.micro_batch_size or config.batch_size) * rows
+        return StageCost(
+            trainable, tokens, None if tokens is None else tokens * flops, weights + pass_tokens * activations
+        )
+
+    transfer = finetune = None
+    if recipe.transfer is not None:
+        flops = _transfer_flops(teacher, layers, rows)
+        transfer = stage(recipe.transfer, new, flops, _transfer_activations(teacher, layers, kv_bytes_per_element))
+    if recipe.finetune is not None:
+        lora = lora_parameters(recipe.finetune.lora, teacher)
+        flops = _finetune_flops(teacher, layers, rows, lora)
+        finetune = stage(recipe.finetune, lora, flops, _finetune_activations(teacher, layers, kv_bytes_per_element))
+    controls: int | None = 0
+    if finetune is not None and recipe.evaluation.trained_controls:
+        controls = None if finetune.flops is None else 2 * finetune.flops
+    trainable = sum(cost.trainable_parameters for cost in (transfer, finetune) if cost is not None)
+    return Plan(
+        recipe=recipe.name,
+        model_type=teacher.model_type,
+        converted_layers=tuple(converted),
+        kept_layers=tuple(sorted(kept)),
+        teacher_parameters=total,
+        new_parameters=new,
+        transfer=transfer,
+        finetune=finetune,
+        control_flops=controls,
+        state_bytes=state,
+        student_cache_bytes_per_token=cache * len(growing & kept),
+        teacher_cache_bytes_per_token=cache * len(growing),
+        break_even_tokens=state // saved + 1 if saved else None,
+        disk_bytes=total * kv_bytes_per_element + new * _FP32 + trainable * _TRAINED,
+    )
+
+
+# --- exact: parameters and state --------------------------------------------------------------------------------------
+
+
+def teacher_parameters(teacher: TeacherShape) -> int:
+    """P: every weight of the language model, tied ones once. A head that is tied to the embeddings adds nothing."""
+    projections, rest = _ARCHITECTURES[teacher.model_type]
+    attention = sum(inputs * outputs for inputs, outputs in projections(teacher).values())
+    return teacher.num_layers * attention + rest(teacher)
+
+
+def new_parameters(mixer: MixerConfig, teacher: TeacherShape) -> int:
+    """One layer's mixer: query maps [H, D, F/2], key maps [Hk, D, F/2], one window factor per query head."""
+    maps = 0
+    if mixer.feature_map is not None:
+        heads = teacher.num_heads + _linear_heads(mixer.feature_map, teacher)
+        maps = heads * teacher.head_dim * _features(mixer.feature_map) // 2
+    return maps + (teacher.num_heads if isinstance(mixer.combine, SharedDenominator) else 0)
+
+
+def lora_parameters(lora: LoRAConfig, teacher: TeacherShape) -> int:
+    """rank x (inputs + outputs) per adapted projection, in every layer; a fused projection is adapted as a whole."""
+    projections, _ = _ARCHITECTURES[teacher.model_type]
+    sizes = [sum(size) for roles, size in projections(teacher).items() if set(roles) & set(lora.targets)]
+    return teacher.num_layers * lora.rank * sum(sizes)
+
+
+def state_bytes(mixer: MixerConfig, teacher: TeacherShape, kv_bytes_per_element: int) -> int:
+    """One converted layer's state per sequence, in bytes.
+
+    S [Hk, F, D] and z [Hk, F] in fp32, twice for a terraced span (the block that is being folded), and K and V of
+    [G, slots, D] in the model's dtype, where slots = window (terraced: blocks x window) + sinks.
+    """
+    window = 2 * teacher.num_kv_heads * teacher.head_dim * kv_bytes_per_element * _slots(mixer)
+    if mixer.feature_map is None:
+        return window
+    states = 2 if isinstance(mixer.span, TerracedSpan) else 1
+    heads, features = _linear_heads(mixer.feature_map, teacher), _features(mixer.feature_map)
+    return window + states * _FP32 * heads * features * (teacher.head_dim + 1)
+
+
+def _slots(mixer: MixerConfig) -> int:
+    match mixer.span:
+        case NoSpan():
+            return 0
+        case SlidingSpan(window_size=window, sinks=sinks):
+            return window + sinks
+        case TerracedSpan(window_size=window, blocks=blocks, sinks=sinks):
+            return blocks * window + sinks
+
+
+def _linear_heads(feature_map: FeatureMap, teacher: TeacherShape) -> int:
+    return teacher.num_heads if feature_map.per == "query_head" else teacher.num_kv_heads
+
+
+def _features(feature_map: FeatureMap) -> int:
+    if feature_map.feature_dim is None:
+        raise ValueError("feature_dim is null: plan the layers that `resolve` returned, not the recipe's mixer")
+    return feature_map.feature_dim
+
+
+# Attention projections as (inputs, outputs), named by the roles (q, k, v, o) that each holds.
+
+
+def _separate(t: TeacherShape) -> dict[str, tuple[int, int]]:
+    queries, keys = t.num_heads * t.head_dim, t.num_kv_heads * t.head_dim
+    h = t.hidden_size
+    return {"q": (h, queries), "k": (h, keys), "v": (h, keys), "o": (queries, h)}
+
+
+def _fused(t: TeacherShape) -> dict[str, tuple[int, int]]:
+    return {"qkv": (t.hidden_size, 3 * t.hidden_size), "o": (t.hidden_size, t.hidden_size)}
+
+
+# Every other parameter: embeddings, head, norms, MLPs, biases.
+
+
+def _gated(t: TeacherShape) -> int:
+    embeddings = (1 if t.tied_embeddings else 2) * t.vocab_size * t.hidden_size
+    layer = 3 * t.hidden_size * t.intermediate_size + 2 * t.hidden_size
+    return embeddings + t.num_layers * layer + t.hidden_size
+
+
+def _gated_qk_norm(t: TeacherShape) -> int:
+    return _gated(t) + t.num_layers * 2 * t.head_dim
+
+
+def _gpt2(t: TeacherShape) -> int:
+    embeddings = ((1 if t.tied_embeddings else 2) * t.vocab_size + t.max_positions) * t.hidden_size
+    biases = 5 * t.hidden_size + t.intermediate_size
+    norms = 4 * t.hidden_size
+    layer = 2 * t.hidden_size * t.intermediate_size + biases + norms
+    return embeddings + t.num_layers * layer + 2 * t.hidden_size
+
+
+_Projections = Callable[[TeacherShape], dict[str, tuple[int, int]]]
+_ARCHITECTURES: dict[str, tuple[_Projections, Callable[[TeacherShape], int]]] = {
+    "llama": (_separate, _gated),
+    "mistral": (_separate, _gated),
+    "qwen3": (_separate, _gated_qk_norm),
+    "gpt2": (_fused, _gpt2),
+}
+
+
+# --- estimates: tokens, FLOPs, memory ---------------------------------------------------------------------------------
+
+
+def _tokens(stage: TrainConfig, training_tokens: int | None) -> int | None:
+    """epochs x the data, `max_tokens` at most."""
+    if training_tokens is None:
+        return stage.max_tokens
+    tokens = stage.epochs * training_tokens
+    return tokens if stage.max_tokens is None else min(tokens, stage.max_tokens)
+
+
+def _softmax_flops(teacher: TeacherShape, keys: int) -> int:
+    """Scores and weighted values of one query token over `keys` keys: 2 x 2 x H x D x keys, forward."""
+    return 4 * teacher.num_heads * teacher.head_dim * keys
+
+
+def _mixer_flops(mixer: MixerConfig, teacher: TeacherShape, sequence_length: int) -> int:
+    """One token through one mixer, forward: window, maps (2 x parameters), fold S (2 Hk F D), read S (2 H F D)."""
+    window = _softmax_flops(teacher, min(_slots(mixer), sequence_length))
+    if mixer.feature_map is None:
+        return window
+    heads = teacher.num_heads + _linear_heads(mixer.feature_map, teacher)
+    state = 2 * heads * _features(mixer.feature_map) * teacher.head_dim
+    return window + 2 * new_parameters(mixer, teacher) + state
+
+
+def _model_flops(teacher: TeacherShape) -> int:
+    """One token through the weights, forward: 2 FLOPs per parameter; looking up an untied embedding costs none."""
+    lookup = 0 if teacher.tied_embeddings else teacher.vocab_size * teacher.hidden_size
+    return 2 * (teacher_parameters(teacher) - lookup)
+
+
+def _transfer_flops(teacher: TeacherShape, layers: LayerPlan, sequence_length: int) -> int:
+    """Per token: the teacher forward (causal softmax sees half a row on average), mixers forward and backward (3x)."""
+    softmax = teacher.num_layers * _softmax_flops(teacher, sequence_length // 2)
+    mixers = sum(_mixer_flops(mixer, teacher, sequence_length) for mixer in layers if mixer is not None)
+    return _model_flops(teacher) + softmax + 3 * mixers
+
+
+def _finetune_flops(teacher: TeacherShape, layers: LayerPlan, sequence_length: int, lora: int) -> int:
+    """Per token: 4 per frozen weight (forward, and back to its input), 6 per LoRA weight, each layer's attention 3x."""
+    softmax = _softmax_flops(teacher, sequence_length // 2)
+    attention = sum(softmax if mixer is None else _mixer_flops(mixer, teacher, sequence_length) for mixer in layers)
+    return 2 * _model_flops(teacher) + 6 * lora + 3 * attention
+
+
+def _mixer_activations(mixer: MixerConfig, teacher: TeacherShape) -> int:
+    """Bytes per token that one mixer keeps for backward: features, window scores, numerators and output, in fp32."""
+    keys = _slots(mixer) * teacher.num_heads
+    outputs = 3 * teacher.num_heads * teacher.head_dim
+    features = 0
+    if mixer.feature_map is not None:
+        features = (teacher.num_heads + _linear_heads(mixer.feature_map, teacher)) * _features(mixer.feature_map)
+    return _FP32 * (keys + outputs + features)
+
+
+def _layer_activations(teacher: TeacherShape, bytes_per_element: int) -> int:
+    """Bytes per token inside one layer: residual and norms (4 h), q, k, v, y (2 (H + G) D) and the MLP (3 I)."""
+    attention = 2 * (teacher.num_heads + teacher.num_kv_heads) * teacher.head_dim
+    return bytes_per_element * (4 * teacher.hidden_size + attention + 3 * teacher.intermediate_size)
+
+
+def _transfer_activations(teacher: TeacherShape, layers: LayerPlan, bytes_per_element: int) -> int:
+    """Per token: inference (one layer at a time), the logits, and the graph of the largest single mixer."""
+    mixers = max((_mixer_activations(mixer, teacher) for mixer in layers if mixer is not None), default=0)
+    return _layer_activations(teacher, bytes_per_element) + bytes_per_element * teacher.vocab_size + mixers
+
+
+def _finetune_activations(teacher: TeacherShape, layers: LayerPlan, bytes_per_element: int) -> int:
+    """Per token: all layers and mixers kept for backward (no checkpointing); logits and their gradient in fp32."""
+    mixers = sum(_mixer_activations(mixer, teacher) for mixer in layers if mixer is not None)
+    layer = _layer_activations(teacher, bytes_per_element)
+    return teacher.num_layers * layer + mixers + 2 * _FP32 * teacher.vocab_size
+
+
+# --- presentation -----------------------------------------------------------------------------------------------------
+
+
+def render(plan: Plan) -> Table:
+    """The plan as a two-column table for the terminal."""
+    converted, kept = len(plan.converted_layers), len(plan.kept_layers)
+    growth = plan.student_cache_bytes_per_token
+    start = plan.break_even_tokens
+    table = Table(title=f"{plan.recipe} on {plan.model_type}", show_header=False)
+    table.add_row("layers converted", f"{converted} of {converted + kept}")
+    if kept:
+        table.add_row("layers that stay softmax", ", ".join(map(str, plan.kept_layers)))
+    table.add_row("parameters", f"{_count(plan.teacher_parameters)}, and {_count(plan.new_parameters)} new")
+    for label, stage in (("attention transfer", plan.transfer), ("finetune", plan.finetune)):
+        if stage is not None:
+            table.add_row(label, _describe(stage))
+    if plan.control_flops:
+        table.add_row("trained controls", f"about {plan.control_flops:.2g} FLOPs")
+    table.add_row("teacher's cache", f"{_size(plan.teacher_cache_bytes_per_token)} per token of each sequence")
+    grows = f", and {_size(growth)} per token" if growth else " at any length"
+    table.add_row("student's state", f"{_size(plan.state_bytes)} per sequence{grows}")
+    table.add_row("memory is saved", "at no length" if start is None else f"from {start:,} tokens on")
+    table.add_row("disk", f"about {_size(plan.disk_bytes)}")
+    return table
+
+
+def _describe(stage: StageCost) -> str:
+    work = "amount of data not known"
+    if stage.tokens is not None and stage.flops is not None:
+        work = f"{_count(stage.tokens)} tokens, about {stage.flops:.2g} FLOPs"
+    return f"{_count(stage.trainable_parameters)} parameters, {work}, about {_size(stage.memory_bytes)} of memory"
+
+
+def _count(number: int) -> str:
+    for power, suffix in ((9, "billion"), (6, "million"), (3, "thousand")):
+        if number >= 10**power:
+            return f"{number / 10**power:.3g} {suffix}"
+    return str(number)
+
+
+def _size(number: int) -> str:
+    for power, suffix in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if number >= 2**power:
+            return f"{number / 2**power:.3g} {suffix}"
+    return f"{number} B"

@@ -1,0 +1,230 @@
+"""Text in, packed rows out: documents are tokenised, split into train and held out, concatenated and cut into rows."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from jaxtyping import Int64
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from linearize.config import DataConfig
+from linearize.errors import UserError
+from linearize.training.sources import Row, read_rows
+from linearize.training.templates import IGNORED, TokenDocument, encoder_for
+
+_BATCH = 64  # documents per tokenizer call: enough for its threads, little enough for its memory
+_QUIET_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """N rows of L tokens: whole documents and parts of documents, one after the other, without padding.
+
+    `position_ids` restart at 0 at every document start and at every row start. `labels` hold the token at the same
+    place (the model shifts them); they are -100 where there is no loss, and wherever `position_ids` is 0, so that no
+    prediction crosses from one document into the next.
+    """
+
+    input_ids: Int64[Tensor, "N L"]
+    position_ids: Int64[Tensor, "N L"]
+    labels: Int64[Tensor, "N L"]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.numel()
+
+    def rows(self, indices: Tensor | Sequence[int] | slice) -> PackedRows:
+        """These rows, in this order."""
+        return PackedRows(self.input_ids[indices], self.position_ids[indices], self.labels[indices])
+
+    def batch(self) -> dict[str, Int64[Tensor, "N L"]]:
+        """Arguments for ``model(**batch, use_cache=False)``: without a mask, the positions tell documents apart."""
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "labels": self.labels}
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Rows to train on and rows held out, the sha256 of their tokens, and the number of documents on each side."""
+
+    train: PackedRows
+    validation: PackedRows
+    fingerprint: str
+    documents: tuple[int, int]
+
+
+def build_dataset(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Dataset:
+    """Read, tokenise, split and pack `config.dataset`.
+
+    `config.validation_fraction` of the documents is held out, whatever the format (the papers hold out the first 200
+    rows of Alpaca; a fraction serves any size). Exact duplicates fall on the same side. A source that is one document,
+    repeated or not, is cut: the last `validation_fraction` of its tokens is held out.
+
+    Raises:
+        UserError: nothing to read, unreadable or malformed data, a missing column, too few tokens for a row.
+    """
+    documents = list(_tokenised(islice(read_rows(config), config.max_documents), tokenizer, config))
+    if not documents:
+        raise UserError(f"data.dataset: expected documents, found no text in {config.dataset!r}")
+    train, validation = _split(documents, config.validation_fraction, seed)
+    return _dataset(train, validation, config, seed)
+
+
+def dataset_from_documents(
+    train_texts: Iterable[str],
+    validation_texts: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    seed: int,
+) -> Dataset:
+    """The same from plain texts whose split is given; training documents that are also held out are left out.
+
+    `config.max_documents` limits the training texts.
+
+    Raises:
+        UserError: too few tokens for a row.
+    """
+    as_text = config.model_copy(update={"format": "text"})
+
+    def tokenised(texts: Iterable[str]) -> list[TokenDocument]:
+        return list(_tokenised(({as_text.text_column: text} for text in texts), tokenizer, as_text))
+
+    validation = tokenised(validation_texts)
+    held_out = {_digest(document) for document in validation}
+    train = [
+        document
+        for document in tokenised(islice(train_texts, config.max_documents))
+        if _digest(document) not in held_out
+    ]
+    return _dataset(train, validation, config, seed)
+
+
+def pack(documents: Iterable[TokenDocument], sequence_length: int) -> PackedRows:
+    """Concatenate the documents and cut them into rows; the tail that does not fill a row is dropped."""
+    documents = list(documents)
+    num_rows = sum(len(document) for document in documents) // sequence_length
+    shape = (num_rows, sequence_length)
+
+    def cut(pieces: Iterable[Tensor]) -> Int64[Tensor, "N L"]:
+        # The empty piece is there for an empty list of documents.
+        return torch.cat([torch.empty(0, dtype=torch.int64), *pieces])[: num_rows * sequence_length].view(shape)
+
+    positions = cut(torch.arange(len(document)) for document in documents)
+    # Where a document runs on into another row, the column within that row is the smaller of the two.
+    positions = torch.minimum(positions, torch.arange(sequence_length))
+    labels = cut(document.labels for document in documents)
+    return PackedRows(
+        input_ids=cut(document.input_ids for document in documents),
+        position_ids=positions,
+        labels=labels.masked_fill(positions == 0, IGNORED),
+    )
+
+
+def _dataset(train: list[TokenDocument], validation: list[TokenDocument], config: DataConfig, seed: int) -> Dataset:
+    train_rows = _rows(_shuffled(train, f"train {seed}"), config, "training", "use more data")
+    validation_rows = _rows(
+        _shuffled(validation, f"validation {seed}"), config, "held-out", "use more data, or hold out more of it"
+    ).rows(slice(config.validation_rows))
+    digest = hashlib.sha256()
+    for side, packed in (("training", train_rows), ("held-out", validation_rows)):
+        if not (packed.labels != IGNORED).any():
+            raise UserError(
+                f"data: expected {side} tokens that carry a loss, found none in {packed.num_tokens}; check that the "
+                "rows have outputs or assistant turns, and set a longer data.sequence_length if their prompts fill it"
+            )
+        digest.update(f"{tuple(packed.input_ids.shape)}".encode())
+        digest.update(packed.input_ids.contiguous().numpy())
+    return Dataset(train_rows, validation_rows, digest.hexdigest(), (len(train), len(validation)))
+
+
+def _rows(documents: list[TokenDocument], config: DataConfig, side: str, advice: str) -> PackedRows:
+    packed = pack(documents, config.sequence_length)
+    if not len(packed):
+        found = sum(len(document) for document in documents)
+        shorter = f"set data.sequence_length to {found} or less, or " if found > 1 else ""
+        raise UserError(
+            f"data: expected at least {config.sequence_length} {side} tokens (data.sequence_length, one row), "
+            f"found {found} in {len(documents)} documents; {shorter}{advice}"
+        )
+    return packed
+
+
+def _split(
+    documents: list[TokenDocument], fraction: float, seed: int
+) -> tuple[list[TokenDocument], list[TokenDocument]]:
+    copies: dict[bytes, list[TokenDocument]] = {}
+    for document in documents:
+        copies.setdefault(_digest(document), []).append(document)
+    if len(copies) == 1:
+        cuts = [document.cut(len(document) - max(1, round(fraction * len(document)))) for document in documents]
+        return [head for head, _ in cuts], [tail for _, tail in cuts]
+    goal = max(1, round(fraction * len(documents)))
+    held_out: set[bytes] = set()
+    count = 0
+    for key in _shuffled(list(copies), f"split {seed}"):
+        if count + len(copies[key]) <= goal and len(held_out) + 1 < len(copies):
+            held_out.add(key)
+            count += len(copies[key])
+    # Where every document is repeated more often than the goal, the least repeated one comes nearest to it.
+    held_out = held_out or {min(copies, key=lambda key: len(copies[key]))}
+    train = [document for key, group in copies.items() if key not in held_out for document in group]
+    validation = [document for key, group in copies.items() if key in held_out for document in group]
+    return train, validation
+
+
+def _shuffled(items: list, stream: str) -> list:
+    # One stream per purpose, so that no shuffle depends on what another one drew.
+    return random.Random(stream).sample(items, len(items))
+
+
+def _digest(document: TokenDocument) -> bytes:
+    return hashlib.blake2b(document.input_ids.numpy(), digest_size=16).digest()
+
+
+def _tokenised(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Iterator[TokenDocument]:
+    numbered = enumerate(rows, 1)
+    encode = None
+    with _progress() as advance:
+        while batch := list(islice(numbered, _BATCH)):
+            encode = encode or encoder_for(batch[0][1].keys(), config)
+            yield from (document for document in encode(batch, tokenizer, config) if len(document))
+            advance(len(batch))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int], None]]:
+    """A count of documents on stderr, shown when the work goes on for longer than `_QUIET_SECONDS`."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("tokenising"),
+        SpinnerColumn(),
+        TextColumn("{task.completed:,.0f} documents"),
+        TimeElapsedColumn(),
+    )
+    progress = Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
+    )
+    task = progress.add_task("tokenising", total=None)
+    begin = time.monotonic()
+
+    def advance(documents: int) -> None:
+        progress.advance(task, documents)
+        if time.monotonic() - begin > _QUIET_SECONDS:
+            progress.start()
+
+    try:
+        yield advance
+    finally:
+        progress.stop()

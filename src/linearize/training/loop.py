@@ -1,0 +1,326 @@
+"""The training loop of every stage: optimizer steps, held-out evaluations, best snapshots, resume."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from linearize.config import TrainConfig
+from linearize.errors import UserError
+from linearize.training.checkpoint import MetricsLog, StageFolder, restore_rng_state, rng_state, run_identity
+from linearize.training.data import PackedRows
+from linearize.training.schedules import build_schedule
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters (by their names in the model) that are clipped, scheduled and best-checkpointed on their own."""
+
+    name: str
+    parameters: dict[str, nn.Parameter]
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """Losses, and the parameters that they train. Mixed precision and train / eval mode are its business."""
+
+    @property
+    def units(self) -> Sequence[Unit]: ...
+
+    def backward(self, micro_batches: list[PackedRows]) -> dict[str, float]:
+        """Add the gradients of the mean loss over one optimizer step's rows; the loss per unit."""
+        ...
+
+    def evaluate(self, rows: PackedRows) -> dict[str, float]:
+        """The held-out loss per unit."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a stage did. Losses are held-out ones per unit, `initial_loss` before the first step."""
+
+    steps: int
+    tokens: int
+    best_loss: dict[str, float]
+    initial_loss: dict[str, float]
+    seconds: float
+    stopped_early: bool
+
+
+def train(
+    objective: Objective,
+    train_rows: PackedRows,
+    validation_rows: PackedRows,
+    config: TrainConfig,
+    *,
+    output_dir: Path,
+    seed: int,
+    title: str,
+) -> TrainResult:
+    """Train the parameters of `objective` in place; each unit ends with those of its lowest held-out loss.
+
+    Every epoch is a new permutation of the rows, cut into steps of `batch_size` rows (of all rows, if there are fewer);
+    rows left over are dropped. `max_tokens` shortens the stage to whole steps, at least one. Held-out losses are
+    measured before the first step, every `eval_every` steps and after the last; `early_stopping` counts evaluations at
+    which no unit improved. Seeds torch's global generator, so that a stage does not depend on what ran before it.
+
+    `output_dir` receives ``metrics.jsonl`` (an object per step and per evaluation, told apart by ``event``), a
+    checkpoint at each evaluation, and at the end ``trained.safetensors`` and ``result.json``. Called again, it goes on
+    from the checkpoint (on a CPU: bit for bit as if never stopped); a finished stage is loaded and returned at once.
+
+    Raises:
+        UserError: a loss or gradient that is not finite, a full disk, or an `output_dir` that belongs to another run.
+        ValueError: no rows, losses that do not match the units, or names or parameters that two units share.
+    """
+    parameters = _parameters(objective.units)
+    rows = [tensor for r in (train_rows, validation_rows) for tensor in (r.input_ids, r.position_ids, r.labels)]
+    stage = StageFolder(output_dir, run_identity(parameters, rows, config.model_dump(mode="json"), seed))
+    finished = stage.finished()
+    if finished is not None:
+        _copy_into(parameters, finished[0])
+        return TrainResult(**finished[1])
+
+    torch.manual_seed(seed)
+    run = _Run(objective, _Batches(train_rows, config, seed), validation_rows, config)
+    checkpoint = stage.latest()
+    if checkpoint is not None:
+        run.load(*checkpoint)
+    metrics_bytes = checkpoint[1]["metrics_bytes"] if checkpoint is not None else 0
+    with MetricsLog(output_dir / "metrics.jsonl", metrics_bytes) as metrics, _progress() as progress:
+        bar = progress.add_task(title, total=run.batches.num_steps, completed=run.step, status="")
+
+        def evaluate() -> None:
+            progress.update(bar, status="evaluating")
+            record = run.evaluate()
+            metrics.write(record)
+            tensors, state = run.state()
+            stage.save(run.step, tensors, state | {"metrics_bytes": metrics.sync()})
+            held_out = f"held-out loss {record['loss']:.5g}"
+            progress.update(bar, status=held_out)
+            line = f"{title}: step {run.step} of {run.batches.num_steps}, {held_out}"
+            progress.console.print(f"{line}, {run.seconds:.0f} s", soft_wrap=True, markup=False, highlight=False)
+
+        if checkpoint is None:
+            evaluate()
+        while not run.done:
+            record = run.update()
+            metrics.write(record)
+            status = f"loss {record['loss']:.5g}, {record['tokens_per_second']:,.0f} tokens/s"
+            progress.update(bar, completed=run.step, status=status)
+            if run.step % config.eval_every == 0 or run.step == run.batches.num_steps:
+                evaluate()
+
+    best = {name: tensor for unit in run.units for name, tensor in unit.best.items()}
+    result = run.result()
+    stage.finish(best, asdict(result))
+    _copy_into(parameters, best)
+    return result
+
+
+class _Batches:
+    """Which rows each step sees, in micro batches: a function of the seed and the step alone."""
+
+    def __init__(self, rows: PackedRows, config: TrainConfig, seed: int) -> None:
+        if not len(rows):
+            raise ValueError("there are no rows to train on")
+        self._rows, self._seed = rows, seed
+        self._batch_size = min(config.batch_size, len(rows))
+        self._micro_batch_size = config.micro_batch_size or config.batch_size
+        self._steps_per_epoch = len(rows) // self._batch_size
+        self.tokens_per_step = self._batch_size * rows.num_tokens // len(rows)
+        self.num_steps = config.epochs * self._steps_per_epoch
+        if config.max_tokens is not None:
+            self.num_steps = max(1, min(self.num_steps, config.max_tokens // self.tokens_per_step))
+
+    def at(self, step: int) -> list[PackedRows]:
+        epoch, index = divmod(step, self._steps_per_epoch)
+        order = _permutation(len(self._rows), self._seed, epoch)
+        chosen = order[index * self._batch_size : (index + 1) * self._batch_size]
+        starts = range(0, self._batch_size, self._micro_batch_size)
+        return [self._rows.rows(chosen[start : start + self._micro_batch_size]) for start in starts]
+
+
+@lru_cache(maxsize=1)
+def _permutation(length: int, seed: int, epoch: int) -> list[int]:
+    return random.Random(f"{seed}, epoch {epoch}").sample(range(length), length)
+
+
+class _UnitRun:
+    """One unit with its optimizer, schedule and best snapshot."""
+
+    def __init__(self, unit: Unit, config: TrainConfig, num_steps: int) -> None:
+        self.name, self.parameters, self._clip_norm = unit.name, unit.parameters, config.clip_norm
+        self.optimizer = torch.optim.AdamW(
+            list(unit.parameters.values()), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        )
+        self.schedule = build_schedule(config.schedule, self.optimizer, num_steps)
+        self.initial_loss = self.best_loss = math.inf
+        self.best: dict[str, Tensor] = {}
+
+    def update(self, step: int) -> dict[str, float]:
+        """One optimizer step on the gradients, which are then cleared; the learning rate and the gradient norm."""
+        self.schedule.before_step(step)
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
+        grad_norm = self.finite(norm.item(), "gradient norm", step + 1)
+        if self._clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(self.parameters.values(), self._clip_norm, norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"lr": self.schedule.lr, "grad_norm": grad_norm}
+
+    def observe(self, loss: float) -> bool:
+        """Take in a held-out loss; True if it is the lowest so far, and so the parameters are kept."""
+        self.schedule.after_evaluation(loss)
+        if math.isinf(self.initial_loss):
+            self.initial_loss = loss
+        improved = loss < self.best_loss
+        if improved:
+            self.best_loss = loss
+            self.best = {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()}
+        return improved
+
+    def finite(self, value: float, what: str, step: int) -> float:
+        if not math.isfinite(value):
+            advice = f"lower lr (now {self.schedule.lr:g})" if step else "nothing is trained yet, so check the model"
+            raise UserError(f"{what} of {self.name} is not finite at step {step}: found {value}; {advice}")
+        return value
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {f"best/{name}": tensor for name, tensor in self.best.items()}
+        for name, parameter in self.parameters.items():
+            tensors[f"parameter/{name}"] = parameter.detach()
+            tensors |= {f"{key}/{name}": value for key, value in self.optimizer.state[parameter].items()}
+        losses = {"initial_loss": self.initial_loss, "best_loss": self.best_loss}
+        return tensors, losses | {"schedule": self.schedule.state()}
+
+    def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self.initial_loss, self.best_loss = state["initial_loss"], state["best_loss"]
+        self.best = {name: tensors[f"best/{name}"] for name in self.parameters}
+        _copy_into(self.parameters, {name: tensors[f"parameter/{name}"] for name in self.parameters})
+        moments = {
+            index: {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            for index, name in enumerate(self.parameters)
+            if f"step/{name}" in tensors  # torch keeps no state for a parameter that has had no gradient yet
+        }
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        self.schedule.load(state["schedule"])
+
+
+class _Run:
+    """A stage under way: its units, and how far it is."""
+
+    def __init__(
+        self, objective: Objective, batches: _Batches, validation_rows: PackedRows, config: TrainConfig
+    ) -> None:
+        self._objective, self._validation_rows, self.batches = objective, validation_rows, batches
+        self._early_stopping = config.early_stopping
+        self.units = [_UnitRun(unit, config, batches.num_steps) for unit in objective.units]
+        self._devices = sorted({str(p.device) for unit in self.units for p in unit.parameters.values() if p.is_cuda})
+        self.step = self._stale_evaluations = 0
+        self._started = time.perf_counter()
+        for unit in self.units:
+            unit.optimizer.zero_grad()
+
+    @property
+    def tokens(self) -> int:
+        return self.step * self.batches.tokens_per_step
+
+    @property
+    def seconds(self) -> float:
+        """Time spent so far, runs before a resume included."""
+        return time.perf_counter() - self._started
+
+    @property
+    def done(self) -> bool:
+        stale = self._early_stopping is not None and self._stale_evaluations >= self._early_stopping
+        return stale or self.step == self.batches.num_steps
+
+    def update(self) -> dict[str, Any]:
+        """One optimizer step; its line of the metrics."""
+        started = time.perf_counter()
+        losses = self._checked(self._objective.backward(self.batches.at(self.step)), "loss", self.step + 1)
+        units = {unit.name: {"loss": losses[unit.name], **unit.update(self.step)} for unit in self.units}
+        self.step += 1
+        speed = self.batches.tokens_per_step / (time.perf_counter() - started)
+        return self._record("step", units) | {"tokens_per_second": speed}
+
+    def evaluate(self) -> dict[str, Any]:
+        """Held-out losses, passed on to schedules and snapshots; their line of the metrics."""
+        losses = self._checked(self._objective.evaluate(self._validation_rows), "held-out loss", self.step)
+        improved = [unit.observe(losses[unit.name]) for unit in self.units]
+        self._stale_evaluations = 0 if any(improved) else self._stale_evaluations + 1
+        return self._record(
+            "evaluation", {unit.name: {"loss": losses[unit.name], "best_loss": unit.best_loss} for unit in self.units}
+        )
+
+    def _checked(self, losses: dict[str, float], what: str, step: int) -> dict[str, float]:
+        if losses.keys() != {unit.name for unit in self.units}:
+            raise ValueError(f"expected a {what} for each of {[unit.name for unit in self.units]}, got {list(losses)}")
+        return {unit.name: unit.finite(losses[unit.name], what, step) for unit in self.units}
+
+    def _record(self, event: str, units: dict[str, dict[str, float]]) -> dict[str, Any]:
+        loss = sum(unit["loss"] for unit in units.values()) / len(units)
+        progress = {"event": event, "step": self.step, "tokens": self.tokens, "seconds": self.seconds}
+        return progress | {"loss": loss, "units": units}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, states = rng_state(self._devices), {}
+        for unit in self.units:
+            unit_tensors, states[unit.name] = unit.state()
+            tensors |= unit_tensors
+        progress = {"step": self.step, "stale_evaluations": self._stale_evaluations, "seconds": self.seconds}
+        return tensors, progress | {"units": states}
+
+    def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self.step, self._stale_evaluations = state["step"], state["stale_evaluations"]
+        self._started -= state["seconds"]
+        for unit in self.units:
+            unit.load(tensors, state["units"][unit.name])
+        restore_rng_state(tensors, self._devices)
+
+    def result(self) -> TrainResult:
+        return TrainResult(
+            steps=self.step,
+            tokens=self.tokens,
+            best_loss={unit.name: unit.best_loss for unit in self.units},
+            initial_loss={unit.name: unit.initial_loss for unit in self.units},
+            seconds=self.seconds,
+            stopped_early=self.step < self.batches.num_steps,
+        )
+
+
+def _parameters(units: Sequence[Unit]) -> dict[str, nn.Parameter]:
+    named = [item for unit in units for item in unit.parameters.items()]
+    parameters = dict(named)
+    distinct = len({unit.name for unit in units}), len(parameters), len({id(p) for p in parameters.values()})
+    if distinct != (len(units), len(named), len(named)):
+        raise ValueError("units must differ in name and share neither parameters nor the names of parameters")
+    return parameters
+
+
+def _copy_into(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+def _progress() -> Progress:
+    """A bar on standard error, if that is a terminal; standard output is left to the command's result."""
+    console = Console(stderr=True)
+    status = TextColumn("{task.fields[status]}", markup=False)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), status
+    return Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, redirect_stdout=False
+    )

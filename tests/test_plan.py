@@ -1,0 +1,272 @@
+"""Costs against published sizes, against sums done by hand, and against the modules themselves."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from linearize import config
+from linearize.config import LayerPlan, MixerConfig, Recipe, parse_overrides, resolve
+from linearize.mixers import AttnInputs, LinearMixer
+from linearize.plan import Plan, lora_parameters, make_plan, new_parameters, render, state_bytes, teacher_parameters
+from linearize.teacher import SUPPORTED, TeacherShape
+
+
+def llama_like(model_type: str, layers: int, heads: int, kv: int, h: int, inner: int, vocab: int, **more: Any) -> dict:
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv}
+    sizes |= {"hidden_size": h, "intermediate_size": inner, "vocab_size": vocab}
+    return {"model_type": model_type, "tie_word_embeddings": False, **sizes, **more}
+
+
+LLAMA_3_8B = TeacherShape.from_config(llama_like("llama", 32, 32, 8, 4096, 14336, 128256))
+MISTRAL_7B = TeacherShape.from_config(llama_like("mistral", 32, 32, 8, 4096, 14336, 32000, sliding_window=4096))
+QWEN3_8B = TeacherShape.from_config(llama_like("qwen3", 36, 32, 8, 4096, 12288, 151936, head_dim=128))
+QWEN3_0_6B = TeacherShape.from_config(
+    llama_like("qwen3", 28, 16, 8, 1024, 3072, 151936, head_dim=128, tie_word_embeddings=True)
+)
+GPT2 = TeacherShape.from_config(
+    {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
+)
+
+
+def planned(teacher: TeacherShape, *assignments: str, training_tokens: int | None = None, **more: int) -> Plan:
+    recipe = Recipe.load("lolcats", parse_overrides(list(assignments)))
+    return make_plan(recipe, teacher, resolve(recipe, teacher), training_tokens=training_tokens, **more)
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("teacher", "parameters"),
+    [
+        (LLAMA_3_8B, 8_030_261_248),
+        (MISTRAL_7B, 7_241_732_096),
+        (QWEN3_8B, 8_190_735_360),
+        (QWEN3_0_6B, 596_049_920),
+        (GPT2, 124_439_808),
+    ],
+)
+def test_published_parameter_counts(teacher: TeacherShape, parameters: int) -> None:
+    assert teacher_parameters(teacher) == parameters
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("model_type", SUPPORTED)
+def test_parameters_of_the_models_themselves(model_type: str, tied: bool) -> None:
+    sizes = llama_like(model_type, 3, 4, 2, 48, 80, 101, head_dim=16)
+    if model_type == "gpt2":
+        sizes = {"n_layer": 3, "n_head": 4, "n_embd": 48, "n_inner": 80, "n_positions": 64, "vocab_size": 101}
+    made = AutoConfig.for_model(**(sizes | {"model_type": model_type, "tie_word_embeddings": tied}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made)
+    assert teacher_parameters(TeacherShape.from_config(made.to_dict())) == model.num_parameters()
+
+
+def test_lora_on_llama_3_8b() -> None:
+    # Rank 8: q and o 8 x (4096 + 4096), k and v 8 x (4096 + 1024), in 32 layers.
+    lora = config.LoRAConfig()
+    assert lora_parameters(lora, LLAMA_3_8B) == 32 * 8 * (2 * 8192 + 2 * 5120) == 6_815_744
+    assert lora_parameters(config.LoRAConfig(rank=4, targets=("k",)), LLAMA_3_8B) == 32 * 4 * 5120
+
+
+def test_lora_on_a_fused_projection_counts_it_once() -> None:
+    # c_attn 768 -> 2304, c_proj 768 -> 768.
+    assert lora_parameters(config.LoRAConfig(), GPT2) == 12 * 8 * (768 + 2304 + 768 + 768)
+    for targets in (("q",), ("k", "v"), ("q", "k", "v")):
+        assert lora_parameters(config.LoRAConfig(targets=targets), GPT2) == 12 * 8 * (768 + 2304)
+    assert lora_parameters(config.LoRAConfig(targets=("o",)), GPT2) == 12 * 8 * (768 + 768)
+
+
+# --- the mixers -------------------------------------------------------------------------------------------------------
+
+MIXERS = {
+    "sliding": MixerConfig(span=config.SlidingSpan(window_size=5), feature_map=config.HedgehogMap(feature_dim=6)),
+    "per KV head, sinks": MixerConfig(
+        span=config.SlidingSpan(window_size=5, sinks=3), feature_map=config.HedgehogMap(feature_dim=6, per="kv_head")
+    ),
+    "terraced": MixerConfig(
+        span=config.TerracedSpan(window_size=5, blocks=3, sinks=2), feature_map=config.HedgehogMap(feature_dim=6)
+    ),
+    "no window": MixerConfig(span=config.NoSpan(), feature_map=config.HedgehogMap(feature_dim=6)),
+    "window only": MixerConfig(span=config.SlidingSpan(window_size=5), feature_map=None, combine=config.WindowOnly()),
+}
+# H = 4, G = 2, D = 8, F = 6: maps of 8 x 3 per head; S and z of 6 x 9 numbers per linear head; a slot of 2 x 2 x 8.
+BY_HAND = {
+    "sliding": (4 * 24 + 4 * 24 + 4, 4 * (4 * 54) + 2 * (5 * 32)),
+    "per KV head, sinks": (4 * 24 + 2 * 24 + 4, 4 * (2 * 54) + 2 * (8 * 32)),
+    "terraced": (4 * 24 + 4 * 24 + 4, 4 * (2 * 4 * 54) + 2 * (17 * 32)),
+    "no window": (4 * 24 + 4 * 24 + 4, 4 * (4 * 54)),
+    "window only": (0, 2 * (5 * 32)),
+}
+SMALL = TeacherShape.from_config(llama_like("llama", 2, 4, 2, 32, 80, 101))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixer_by_hand(name: str) -> None:
+    parameters, state = BY_HAND[name]
+    assert new_parameters(MIXERS[name], SMALL) == parameters
+    assert state_bytes(MIXERS[name], SMALL, kv_bytes_per_element=2) == state
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixer_itself(name: str) -> None:
+    mixer = LinearMixer(MIXERS[name], num_heads=4, num_kv_heads=2, head_dim=8)
+    assert new_parameters(MIXERS[name], SMALL) == sum(parameter.numel() for parameter in mixer.parameters())
+    q, kv = torch.zeros(1, 4, 40, 8, dtype=torch.bfloat16), torch.zeros(1, 2, 40, 8, dtype=torch.bfloat16)
+    _, state = mixer.step(AttnInputs(q, kv, kv, scaling=1.0), None)
+    assert state_bytes(MIXERS[name], SMALL, kv_bytes_per_element=2) == state.nbytes - state.seen.nbytes
+
+
+# --- state against cache ----------------------------------------------------------------------------------------------
+
+
+def test_llama_3_8b() -> None:
+    plan = planned(LLAMA_3_8B)
+    assert plan.converted_layers == tuple(range(32)) and plan.kept_layers == ()
+    # 2 (K and V) x 32 layers x 8 heads x 128 x 2 bytes.
+    assert plan.teacher_cache_bytes_per_token == 131_072
+    assert plan.student_cache_bytes_per_token == 0
+    # Per layer: S and z 32 x 128 x 129 x 4 bytes; 64 slots x 2 x 8 x 128 x 2 bytes.
+    assert plan.state_bytes == 32 * (2_113_536 + 262_144) == 76_021_760
+    # Equal at 580 tokens, smaller from the next on.
+    assert plan.state_bytes == 580 * 131_072 and plan.break_even_tokens == 581
+    # Query and key maps 32 x 128 x 64 each and 32 window factors.
+    assert plan.new_parameters == 32 * (2 * 262_144 + 32)
+
+
+def test_per_kv_head_maps_quarter_the_linear_state() -> None:
+    plan = planned(LLAMA_3_8B, "mixer.feature_map.per=kv_head")
+    assert plan.state_bytes == 32 * (2_113_536 // 4 + 262_144)
+    assert plan.break_even_tokens == plan.state_bytes // 131_072 + 1
+
+
+def test_fp32_doubles_cache_and_slots_but_not_the_linear_state() -> None:
+    plan = planned(LLAMA_3_8B, kv_bytes_per_element=4)
+    assert plan.teacher_cache_bytes_per_token == 262_144
+    assert plan.state_bytes == 32 * (2_113_536 + 2 * 262_144)
+
+
+def test_kept_layers_go_on_growing() -> None:
+    whole, plan = planned(LLAMA_3_8B), planned(LLAMA_3_8B, "layers.keep_softmax=[-1, 0]")
+    assert plan.kept_layers == (0, 31) and plan.converted_layers == tuple(range(1, 31))
+    assert plan.student_cache_bytes_per_token == 2 * 4096
+    assert plan.teacher_cache_bytes_per_token == 131_072
+    assert plan.state_bytes * 32 == whole.state_bytes * 30
+    assert plan.break_even_tokens == 581, "the layers that are kept cost the same on both sides"
+
+
+def test_sliding_layers_do_not_grow() -> None:
+    plan = planned(MISTRAL_7B, "layers.convert_sliding=true")
+    assert plan.teacher_cache_bytes_per_token == plan.student_cache_bytes_per_token == 0
+    assert plan.break_even_tokens is None
+    half = TeacherShape(**{**vars(LLAMA_3_8B), "sliding_layers": tuple(range(0, 32, 2))})
+    plan = planned(half)
+    assert plan.kept_layers == tuple(range(0, 32, 2))
+    assert plan.teacher_cache_bytes_per_token == 65_536 and plan.student_cache_bytes_per_token == 0
+    assert plan.break_even_tokens == 581
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens() -> None:
+    def tokens(*assignments: str, training_tokens: int | None) -> tuple[int | None, int | None]:
+        plan = planned(GPT2, *assignments, training_tokens=training_tokens)
+        assert plan.transfer is not None and plan.finetune is not None
+        for stage in (plan.transfer, plan.finetune):
+            assert (stage.flops is None) == (stage.tokens is None)
+        return plan.transfer.tokens, plan.finetune.tokens
+
+    assert tokens(training_tokens=1000) == (2000, 2000)
+    assert tokens("transfer.epochs=3", "finetune.max_tokens=1500", training_tokens=1000) == (3000, 1500)
+    assert tokens("transfer.max_tokens=500", training_tokens=None) == (500, None)
+
+
+def test_flops_by_hand() -> None:
+    # One layer, everything small: L = 16 tokens a row.
+    teacher = TeacherShape.from_config(llama_like("llama", 1, 2, 1, 8, 12, 10))
+    recipe = ["data.sequence_length=16", "mixer.span.window_size=4", "transfer.epochs=1", "finetune.epochs=1"]
+    plan = planned(teacher, *recipe, training_tokens=1)
+    # q, o 8 x 8; k, v 8 x 4; MLP 3 x 8 x 12; norms 3 x 8; head 8 x 10. The embedding is only looked up.
+    weights = 2 * 64 + 2 * 32 + 288 + 24 + 80
+    assert plan.teacher_parameters == weights + 80
+    # H D = 8. Softmax: 4 x 8 x keys. Maps: 2 per parameter of 2 x (2 x 4 x 2) + 2. Fold and read: 2 x 2 x 4 x 4 each.
+    mixer = 4 * 8 * 4 + 2 * 34 + 2 * (2 * 2 * 4 * 4)
+    assert plan.transfer is not None and plan.transfer.flops == 2 * weights + 4 * 8 * 8 + 3 * mixer
+    lora = 8 * (16 + 12 + 12 + 16)
+    assert plan.finetune is not None and plan.finetune.trainable_parameters == lora
+    assert plan.finetune.flops == 4 * weights + 6 * lora + 3 * mixer
+    assert plan.control_flops == 2 * plan.finetune.flops
+
+
+def test_controls() -> None:
+    assert planned(GPT2).control_flops is None, "as unknown as the data"
+    assert planned(GPT2, "evaluation.trained_controls=false", training_tokens=10).control_flops == 0
+    assert planned(GPT2, "finetune=null", training_tokens=10).control_flops == 0
+
+
+def test_memory_and_disk() -> None:
+    plan = planned(LLAMA_3_8B)
+    transfer, finetune = plan.transfer, plan.finetune
+    assert transfer is not None and finetune is not None
+    assert (transfer.trainable_parameters, finetune.trainable_parameters) == (plan.new_parameters, 6_815_744)
+    weights = 2 * (plan.teacher_parameters + plan.new_parameters)
+    assert weights + 16 * plan.new_parameters < transfer.memory_bytes < finetune.memory_bytes
+    smaller = planned(LLAMA_3_8B, "finetune.micro_batch_size=1").finetune
+    assert smaller is not None
+    fixed = weights + 16 * 6_815_744
+    assert finetune.memory_bytes - fixed == 8 * (smaller.memory_bytes - fixed), "activations go with the micro batch"
+    checkpoints = 16 * (plan.new_parameters + 6_815_744)
+    assert plan.disk_bytes == 2 * plan.teacher_parameters + 4 * plan.new_parameters + checkpoints
+
+
+def test_stages_that_a_recipe_leaves_out() -> None:
+    plan = planned(GPT2, "transfer=null", "finetune=null", training_tokens=10)
+    assert plan.transfer is None and plan.finetune is None
+    assert plan.disk_bytes == 2 * plan.teacher_parameters + 4 * plan.new_parameters
+
+
+# --- faults and presentation ------------------------------------------------------------------------------------------
+
+
+def test_programmer_faults() -> None:
+    recipe = Recipe.load("lolcats")
+    layers: LayerPlan = resolve(recipe, GPT2)
+    with pytest.raises(ValueError, match="12"):
+        make_plan(recipe, GPT2, layers[1:], training_tokens=None)
+    with pytest.raises(ValueError, match="feature_dim is null"):
+        make_plan(recipe, GPT2, (recipe.mixer,) * 12, training_tokens=None)
+
+
+def test_json() -> None:
+    plan = planned(GPT2, training_tokens=10)
+    written = json.loads(json.dumps(plan.to_json(), allow_nan=False))
+    assert written["state_bytes"] == plan.state_bytes and written["converted_layers"] == list(range(12))
+    assert plan.finetune is not None and written["finetune"]["flops"] == plan.finetune.flops
+
+
+def rendered(plan: Plan) -> str:
+    text = StringIO()
+    Console(file=text, width=200).print(render(plan))
+    return text.getvalue()
+
+
+def test_render() -> None:
+    text = rendered(planned(LLAMA_3_8B, training_tokens=20_000_000))
+    for part in ("32 of 32", "8.03 billion", "16.8 million new", "128 KiB per token", "72.5 MiB", "from 581 tokens on"):
+        assert part in text
+    assert "40 million tokens" in text and "at any length" in text
+
+
+def test_render_says_what_is_not_known_or_not_won() -> None:
+    assert "amount of data not known" in rendered(planned(LLAMA_3_8B))
+    assert "at no length" in rendered(planned(MISTRAL_7B, "layers.convert_sliding=true"))
+    kept = rendered(planned(LLAMA_3_8B, "layers.keep_softmax=[0, 31]"))
+    assert "0, 31" in kept and "and 8 KiB per token" in kept

@@ -1,0 +1,439 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from linearize.config import DataConfig
+from linearize.errors import UserError
+from linearize.training.data import Dataset, PackedRows, build_dataset, dataset_from_documents, pack
+from linearize.training.templates import TokenDocument, encode_alpaca, encode_chat
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_BLOCKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETFUL = (  # replies lose their thoughts as soon as the conversation goes on
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+REFUSING = "{% if messages[0].role != 'user' %}{{ raise_exception('starts with\n a user') }}{% endif %}" + CHATML
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello, you — über."},
+    {"role": "user", "content": "assistant"},
+    {"role": "assistant", "content": " No."},
+    {"role": "user", "content": "Bye"},
+]
+
+
+def byte_tokenizer(*, bos: str | None = "<s>", eos: str | None = "<|im_end|>", template: str | None = None):
+    """One token per UTF-8 byte, and the special tokens: every expected sequence can be written down as text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in ("<s>", "<|im_start|>", "<|im_end|>")]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, chat_template=template)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def config(dataset: Path | str | None, **fields) -> DataConfig:
+    return DataConfig(dataset=None if dataset is None else str(dataset), **{"sequence_length": 16, **fields})
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def words(count: int) -> list[str]:
+    """Distinct texts of various lengths."""
+    return [f"<{index}>" + "ab" * (index % 13) for index in range(count)]
+
+
+def documents_of(rows: PackedRows, tokenizer) -> list[str]:
+    """The texts between <s> and <|im_end|> that lie within the rows, in order."""
+    text = tokenizer.decode(rows.input_ids.flatten())
+    return [piece.split("<|im_end|>")[0] for piece in text.split("<s>")[1:] if "<|im_end|>" in piece]
+
+
+def labelled(rows: PackedRows, tokenizer) -> str:
+    return tokenizer.decode(rows.labels[rows.labels != -100])
+
+
+def document(*ids: int, prompt: int = 0) -> TokenDocument:
+    input_ids = torch.tensor(ids, dtype=torch.int64)
+    return TokenDocument(input_ids, input_ids.masked_fill(torch.arange(len(ids)) < prompt, -100))
+
+
+def fails(pattern: str):
+    """A UserError of one line."""
+    return pytest.raises(UserError, match=rf"\A(?=.*{pattern})[^\n]*\Z")
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+def test_pack_known_answer():
+    rows = pack([document(1, 2, 3), document(4), document(5, 6, 7, 8, 9, 10, prompt=2), document(11, 12)], 4)
+    assert rows.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert rows.position_ids.tolist() == [[0, 1, 2, 0], [0, 1, 2, 3], [0, 1, 0, 1]]
+    assert rows.labels.tolist() == [[-100, 2, 3, -100], [-100, -100, 7, 8], [-100, 10, -100, 12]]
+    assert len(rows) == 3 and rows.num_tokens == 12
+
+
+def test_pack_drops_the_tail_and_may_be_empty():
+    assert pack([document(1, 2, 3, 4, 5)], 4).input_ids.tolist() == [[1, 2, 3, 4]]
+    assert pack([document(1, 2, 3)], 4).input_ids.shape == (0, 4)
+    assert pack([], 4).labels.shape == (0, 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8),
+    sequence_length=st.integers(1, 7),
+)
+def test_pack_token_by_token(lengths, sequence_length):
+    documents, expected = [], []
+    for index, (length, prompt) in enumerate(lengths):
+        ids = [100 * index + place for place in range(length)]
+        documents.append(document(*ids, prompt=min(prompt, length)))
+        expected += [(token, place, place >= prompt) for place, token in enumerate(ids)]
+    rows = pack(documents, sequence_length)
+    assert len(rows) == len(expected) // sequence_length
+    position = 0
+    for index in range(rows.num_tokens):
+        token, place, has_loss = expected[index]
+        row, column = divmod(index, sequence_length)
+        position = 0 if place == 0 or column == 0 else position + 1
+        label = token if has_loss and position > 0 else -100
+        assert rows.input_ids[row, column] == token
+        assert rows.position_ids[row, column] == position
+        # Nothing is predicted from another document or row, and nothing that the document does not ask for.
+        assert rows.labels[row, column] == label
+
+
+def test_rows_and_batch():
+    rows = pack([document(*range(12))], 3)
+    picked = rows.rows([3, 0])
+    assert picked.input_ids.tolist() == [[9, 10, 11], [0, 1, 2]]
+    assert picked.labels.tolist() == [[-100, 10, 11], [-100, 1, 2]]
+    assert rows.rows(torch.tensor([1])).position_ids.tolist() == [[0, 1, 2]]
+    assert set(picked.batch()) == {"input_ids", "position_ids", "labels"}
+    assert torch.equal(picked.batch()["labels"], picked.labels)
+
+
+# --- plain text -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bos", ["<s>", None])
+@pytest.mark.parametrize("eos", ["<|im_end|>", None])
+def test_text_gets_the_special_tokens_that_exist(bos, eos):
+    tokenizer = byte_tokenizer(bos=bos, eos=eos)
+    dataset = dataset_from_documents(["ab"] * 8, ["cd"] * 8, tokenizer, config(None), 0)
+    expected = ((bos or "") + "ab" + (eos or "")) * 8
+    assert expected.startswith(tokenizer.decode(dataset.train.input_ids.flatten()))
+
+
+def test_text_file_with_separators(tmp_path, tokenizer):
+    path = tmp_path / "stories.txt"
+    path.write_text("<|endoftext|>\n".join(f"  {text}\n" for text in words(40)) + "<|endoftext|>\n\n", "utf-8")
+    dataset = build_dataset(config(path), tokenizer, seed=0)
+    assert dataset.documents == (38, 2)
+    found = documents_of(dataset.train, tokenizer) + documents_of(dataset.validation, tokenizer)
+    assert len(found) >= 36 and set(found) <= {f"  {text}" for text in words(40)}
+
+
+def test_a_single_document_is_cut(tmp_path, tokenizer):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(chr(97 + index % 26) for index in range(998)), "utf-8")
+    dataset = build_dataset(config(path, validation_fraction=0.1, sequence_length=10), tokenizer, seed=0)
+    tokens = tokenizer("<s>" + path.read_text() + "<|im_end|>")["input_ids"]
+    assert len(tokens) == 1000
+    assert dataset.train.input_ids.flatten().tolist() == tokens[:900]
+    assert dataset.validation.input_ids.flatten().tolist() == tokens[900:]
+    assert dataset.documents == (1, 1)
+
+
+def test_a_single_repeated_document_is_cut(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "0123456789abcdefghijklmnopqrstuv"}] * 3)
+    dataset = build_dataset(config(path, validation_fraction=0.5, sequence_length=17), tokenizer, seed=0)
+    assert tokenizer.decode(dataset.train.input_ids.flatten()) == "<s>0123456789abcdef" * 3
+    assert tokenizer.decode(dataset.validation.input_ids.flatten()) == "ghijklmnopqrstuv<|im_end|>" * 3
+
+
+def test_blank_documents_are_left_out(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in ["", " \n", *words(30)]])
+    assert sum(build_dataset(config(path), tokenizer, seed=0).documents) == 30
+
+
+def test_max_documents_stops_reading(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(30)])
+    path.write_text(path.read_text() + "{this line is never read\n")
+    dataset = build_dataset(config(path, max_documents=30), tokenizer, seed=0)
+    assert sum(dataset.documents) == 30
+
+
+# --- split, seed, fingerprint -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    repeats=st.lists(st.integers(1, 6), min_size=2, max_size=12),
+    fraction=st.sampled_from([0.01, 0.2, 0.5, 0.9]),
+    seed=st.integers(0, 5),
+)
+def test_the_split_never_overlaps(tmp_path_factory, repeats, fraction, seed):
+    texts = [chr(65 + index) * 20 for index, count in enumerate(repeats) for _ in range(count)]
+    path = write_rows(tmp_path_factory.mktemp("split") / "rows.jsonl", [{"text": text} for text in texts])
+    fields = dict(validation_fraction=fraction, sequence_length=22, validation_rows=1000)
+    tokenizer = byte_tokenizer()
+    dataset = build_dataset(config(path, **fields), tokenizer, seed=seed)
+    train, validation = (documents_of(rows, tokenizer) for rows in (dataset.train, dataset.validation))
+    assert sorted(train + validation) == sorted(texts)  # rows are exactly one document long: nothing is lost
+    assert not set(train) & set(validation)
+    assert dataset.documents == (len(train), len(validation)) and train and validation
+
+
+@pytest.mark.parametrize("fraction, held_out", [(0.001, 1), (0.1, 20), (0.25, 50), (0.999, 199)])
+def test_the_fraction_is_met(tmp_path, tokenizer, fraction, held_out):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": f"{index:020}"} for index in range(200)])
+    dataset = build_dataset(config(path, validation_fraction=fraction), tokenizer, seed=0)
+    assert dataset.documents == (200 - held_out, held_out)
+
+
+def test_the_seed_decides(tmp_path, tokenizer):
+    texts = [f"{index:020}" for index in range(100)]
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+
+    def sides(dataset: Dataset) -> list[list[str]]:
+        return [documents_of(rows, tokenizer) for rows in (dataset.train, dataset.validation)]
+
+    def read(seed: int) -> Dataset:
+        return build_dataset(config(path, sequence_length=22), tokenizer, seed=seed)
+
+    assert sides(read(1)) == sides(read(1))
+    assert read(1).fingerprint == read(1).fingerprint != read(2).fingerprint
+    assert set(sides(read(1))[1]) != set(sides(read(2))[1])
+
+    def given_sides(seed: int) -> Dataset:
+        return dataset_from_documents(texts[:60], texts[60:], tokenizer, config(None, sequence_length=22), seed)
+
+    for one, two, side in zip(sides(given_sides(1)), sides(given_sides(2)), (texts[:60], texts[60:]), strict=True):
+        assert one != two and sorted(one) == sorted(two) == side
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_the_fingerprint_is_of_the_tokens(tokenizer, side):
+    sides = [["first text of one side"], ["other text of one side"]]
+    changed = [list(texts) for texts in sides]
+    changed[side] = [changed[side][0].replace("text", "test")]
+    one, two = (dataset_from_documents(*given, tokenizer, config(None), 0) for given in (sides, changed))
+    assert one.train.input_ids.shape == two.train.input_ids.shape and one.fingerprint != two.fingerprint
+
+
+def test_validation_rows_are_limited(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(100)])
+    fields = dict(validation_fraction=0.5)
+    everything = build_dataset(config(path, validation_rows=1000, **fields), tokenizer, seed=0)
+    limited = build_dataset(config(path, validation_rows=3, **fields), tokenizer, seed=0)
+    assert len(everything.validation) > 3 == len(limited.validation)
+    assert torch.equal(limited.validation.input_ids, everything.validation.input_ids[:3])
+    assert limited.fingerprint != everything.fingerprint
+
+
+def test_given_documents_keep_their_sides(tokenizer):
+    held_out = ["held out, not trained on", "another text of this side"]
+    train = [*words(30), held_out[0]]
+    dataset = dataset_from_documents(iter(train), iter(held_out), tokenizer, config(None, format="chat"), 0)
+    assert dataset.documents == (30, 2)
+    assert set(documents_of(dataset.train, tokenizer)) <= set(words(30))
+    assert "held out" in tokenizer.decode(dataset.validation.input_ids.flatten())
+    capped = dataset_from_documents(iter(train), held_out, tokenizer, config(None, max_documents=7), 0)
+    assert capped.documents == (7, 2)
+
+
+def test_nothing_is_printed(tmp_path, tokenizer, capfd):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(100)])
+    build_dataset(config(path), tokenizer, seed=0)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_long_work_shows_on_stderr(tmp_path, tokenizer, capfd, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("linearize.training.data._QUIET_SECONDS", -1.0)
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(100)])
+    build_dataset(config(path), tokenizer, seed=0)
+    out, err = capfd.readouterr()
+    assert out == "" and "100 documents" in err
+
+
+# --- alpaca -----------------------------------------------------------------------------------------------------------
+
+
+def loss_and_rest(document: TokenDocument, tokenizer) -> tuple[str, str]:
+    """The whole document as text, and the part of it that carries the loss."""
+    assert torch.equal(document.labels[document.labels != -100], document.input_ids[document.labels != -100])
+    return tokenizer.decode(document.input_ids), tokenizer.decode(document.labels[document.labels != -100])
+
+
+def test_alpaca_prompts_carry_no_loss(tokenizer):
+    rows = [
+        {"instruction": "Add {input}.", "input": "1 and 1", "output": "2"},
+        {"instruction": "Say hi.", "input": "", "output": "hi"},
+        {"instruction": "Say ho.", "output": "ho ho"},
+        {"instruction": "Say hu.", "input": None, "output": "hu"},
+    ]
+    documents = encode_alpaca(list(enumerate(rows, 1)), tokenizer, config(None))
+    start = "Below is an instruction that describes a task"
+    request = "rite a response that appropriately completes the request.\n\n### Instruction:\n"
+    prompts = [
+        f"{start}, paired with an input that provides further context. W{request}Add {{input}}.\n\n"
+        "### Input:\n1 and 1\n\n### Response:\n",
+        *(f"{start}. W{request}Say {word}.\n\n### Response:\n" for word in ("hi", "ho", "hu")),
+    ]
+    for row, prompt, document in zip(rows, prompts, documents, strict=True):
+        reply = row["output"] + "<|im_end|>"
+        assert loss_and_rest(document, tokenizer) == ("<s>" + prompt + reply, reply)
+
+
+def test_alpaca_is_recognised_by_its_columns(tmp_path, tokenizer):
+    rows = [{"instruction": f"Say {text}", "output": text, "text": "not this"} for text in words(40)]
+    dataset = build_dataset(config(write_rows(tmp_path / "rows.jsonl", rows)), tokenizer, seed=0)
+    assert tokenizer.decode(dataset.train.input_ids[0]) == "<s>Below is an ins"
+    assert "Below" not in labelled(dataset.train, tokenizer)
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS])
+def test_chat_loss_on_the_assistant_only(template):
+    tokenizer = byte_tokenizer(template=template)
+    (document,) = encode_chat([(1, {"messages": CONVERSATION})], tokenizer, config(None))
+    text, loss = loss_and_rest(document, tokenizer)
+    assert text == "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CONVERSATION)
+    assert loss == "Hello, you — über.<|im_end|> No.<|im_end|>"
+
+
+def test_chat_replies_of_templates_without_an_end_token():
+    template = (
+        "{{ bos_token }}{% for m in messages %}{{ 'Q:' if m.role == 'user' else 'A:' }} {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}A: {% endif %}"
+    )
+    tokenizer = byte_tokenizer(template=template, eos=None)
+    (document,) = encode_chat([(1, {"messages": CONVERSATION[1:4]})], tokenizer, config(None))
+    assert loss_and_rest(document, tokenizer) == (
+        "<s>Q: Hi\nA: Hello, you — über.\nQ: assistant\n",
+        "Hello, you — über.\n",  # the line break ends the reply, so it is learned
+    )
+
+
+def test_chat_opening_turn_has_no_prompt_and_no_loss():
+    tokenizer = byte_tokenizer(template=CHATML)
+    messages = [{"role": "assistant", "content": "Welcome"}, *CONVERSATION[1:3]]
+    (document,) = encode_chat([(1, {"messages": messages})], tokenizer, config(None))
+    assert loss_and_rest(document, tokenizer)[1] == "Hello, you — über.<|im_end|>"
+
+
+def test_chat_is_recognised_by_its_column(tmp_path):
+    tokenizer = byte_tokenizer(template=CHATML)
+    rows = [{"messages": CONVERSATION[:3], "text": "not this"}, {"messages": CONVERSATION[1:5]}] * 2
+    dataset = build_dataset(config(write_rows(tmp_path / "rows.jsonl", rows), sequence_length=64), tokenizer, seed=0)
+    assert "not this" not in tokenizer.decode(dataset.train.input_ids.flatten())
+    assert set(dataset.train.labels.unique().tolist()) > {-100}
+
+
+def test_chat_forgetful_template_is_fine_for_one_reply():
+    tokenizer = byte_tokenizer(template=FORGETFUL)
+    (document,) = encode_chat([(1, {"messages": CONVERSATION[:3]})], tokenizer, config(None))
+    assert loss_and_rest(document, tokenizer)[1] == "<think></think>Hello, you — über.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "template, messages, pattern",
+    [
+        (None, CONVERSATION, "data.format chat: .*chat template, found none.*data.format=text"),
+        ({"tool_use": CHATML}, CONVERSATION, "chat template, found none"),
+        (FORGETFUL, CONVERSATION, "data row 7: .*only appends.*message 3"),
+        (REFUSING, CONVERSATION, "data row 7: the tokenizer's chat template refuses it: starts with a user"),
+        (CHATML, [], "data row 7: expected messages to be a list of objects with role and content"),
+        (CHATML, ["Hi"], r"data row 7: .*role and content, found \['Hi'\]"),
+        (CHATML, [{"from": "gpt", "value": "Hi"}], "data row 7: .*role and content, found"),
+        (CHATML, "Hi", "data row 7: .*role and content, found 'Hi'"),
+    ],
+)
+def test_chat_errors(template, messages, pattern):
+    with fails(pattern):
+        encode_chat([(7, {"messages": messages})], byte_tokenizer(template=template), config(None))
+
+
+def test_chat_needs_offsets(monkeypatch):
+    tokenizer = byte_tokenizer(template=CHATML)
+    monkeypatch.setattr(type(tokenizer), "is_fast", False)
+    with fails("data.format chat: expected a fast tokenizer"):
+        encode_chat([(1, {"messages": CONVERSATION})], tokenizer, config(None))
+
+
+# --- what the user can fix --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rows, fields, pattern",
+    [
+        ([{"id": 1, "body": "x"}], {}, "data row 1: .*column 'text', found id, body; set data.text_column"),
+        ([{"text": "x"}, {"text": 3}], {}, "data row 2: expected text in the column text, found 3"),
+        ([{"text": "x"}], {"format": "alpaca"}, "data row 1: .*column 'instruction', found text; data.format alpaca"),
+        ([{"instruction": "x", "output": None}], {}, "data row 1: expected text in the column output, found None"),
+        ([{"text": "x"}], {"format": "chat"}, "data row 1: .*column 'messages', found text; data.format chat"),
+        ([], {}, "expected documents, found no text"),
+        ([{"text": " "}], {}, "expected documents, found no text"),
+        (
+            [{"text": "x" * 8}] * 2 + [{"text": "y" * 18}],
+            {"sequence_length": 30, "validation_fraction": 0.4},
+            "expected at least 30 training tokens .data.sequence_length, one row., found 20 in 2 documents; "
+            "set data.sequence_length to 20 or less, or use more data",
+        ),
+        (
+            [{"text": f"{index:08}"} for index in range(20)],
+            {},
+            "at least 16 held-out tokens .*found 10 in 1 documents; set data.sequence_length to 10 or less, or .*more",
+        ),
+        (
+            [{"instruction": "x", "output": "yes"}, {"instruction": "y", "output": "no"}],
+            {"sequence_length": 140},
+            "expected training tokens that carry a loss, found none in .*longer data.sequence_length",
+        ),
+    ],
+)
+def test_unusable_rows(tmp_path, rows, fields, pattern):
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    with fails(pattern):
+        build_dataset(config(path, **fields), byte_tokenizer(template=CHATML), seed=0)
+
+
+def test_given_documents_that_are_too_short(tokenizer):
+    with fails("at least 16 training tokens .*found 0 in 0 documents; use more data"):
+        dataset_from_documents(["the same"], ["the same"], tokenizer, config(None), 0)
