@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from linearize import config
 from linearize.config import LayerPlan, MixerConfig, Recipe, parse_overrides, resolve
+from linearize.hf.classes import projections
 from linearize.mixers import AttnInputs, LinearMixer
 from linearize.plan import Plan, lora_parameters, make_plan, new_parameters, render, state_bytes, teacher_parameters
 from linearize.teacher import SUPPORTED, TeacherShape
@@ -66,7 +67,12 @@ def test_parameters_of_the_models_themselves(model_type: str, tied: bool) -> Non
     made = AutoConfig.for_model(**(sizes | {"model_type": model_type, "tie_word_embeddings": tied}))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made)
-    assert teacher_parameters(TeacherShape.from_config(made.to_dict())) == model.num_parameters()
+    teacher = TeacherShape.from_config(made.to_dict())
+    assert teacher_parameters(teacher) == model.num_parameters()
+    for targets in (("q",), ("v", "o")):
+        adapted = projections(model, targets).values()
+        lora = config.LoRAConfig(rank=3, targets=targets)
+        assert lora_parameters(lora, teacher) == 3 * sum(sum(module.weight.shape) for module in adapted)
 
 
 def test_lora_on_llama_3_8b() -> None:

@@ -192,6 +192,9 @@ class DataConfig(Part):
     """Text in, packed rows out. `dataset` is a hub id or a local txt / json / jsonl / parquet file or folder."""
 
     dataset: str | None = Field(None, description="set by --dataset")
+    validation_dataset: str | None = Field(
+        None, description="held-out text from a source of its own, instead of a share of `dataset`"
+    )
     format: Literal["auto", "text", "alpaca", "chat"] = Field(
         "auto", description="auto: `messages` -> chat, `instruction` and `output` -> alpaca, else the text column"
     )
@@ -267,6 +270,13 @@ class Recipe(Part):
             return cls.model_validate(data)
         except ValidationError as error:
             raise UserError(_one_line(error)) from None
+
+    def override(self, overrides: dict[str, Any]) -> Recipe:
+        """This recipe with dotted fields replaced; `UserError` as in `load`."""
+        data = self.model_dump(mode="json")
+        for field, value in overrides.items():
+            _assign(data, field, value)
+        return Recipe.parse(data)
 
     def to_yaml(self) -> str:
         """The recipe as YAML, every field written out."""

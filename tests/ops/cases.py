@@ -14,6 +14,8 @@ from tests.oracles.attention import Documents
 from tests.oracles.spans import SpanSpec
 
 STYLES = ("full", "left", "right", "interior", "packed", "mixed")
+# Rows without padding inside a document, and rows with it: the chunked form reorders slots only for the latter.
+SIDE_BY_SIDE, WITH_GAPS = ("full", "left", "right", "packed"), ("interior", "mixed", "left")
 SPANS = [
     SpanSpec("none"),
     SpanSpec("sliding", 1),

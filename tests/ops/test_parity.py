@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from linearize.ops import chunked, reference
 from linearize.ops.layout import Layout
-from tests.ops.cases import HEADS, SINK_SPANS, SPANS, STYLES, Case, make_case
+from tests.ops.cases import HEADS, SIDE_BY_SIDE, SINK_SPANS, SPANS, STYLES, WITH_GAPS, Case, make_case
 from tests.ops.parity import (
     FP32,
     FP64,
@@ -27,8 +27,6 @@ from tests.ops.parity import (
 )
 from tests.oracles.spans import SpanSpec
 
-# Rows without padding inside a document, and rows with it: the chunked form reorders slots only for the latter.
-SIDE_BY_SIDE, WITH_GAPS = ("full", "left", "right", "packed"), ("interior", "mixed", "left")
 each_implementation = pytest.mark.parametrize("ops", [reference, chunked], ids=["reference", "chunked"])
 
 

@@ -7,50 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from linearize.config import DataConfig
 from linearize.errors import UserError
 from linearize.training.data import Dataset, PackedRows, build_dataset, dataset_from_documents, pack
-from linearize.training.templates import TokenDocument, encode_alpaca, encode_chat
+from linearize.training.templates import TokenDocument
+from tests.training.byte_tokenizer import CHATML, byte_tokenizer
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-CHATML_BLOCKS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-FORGETFUL = (  # replies lose their thoughts as soon as the conversation goes on
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-REFUSING = "{% if messages[0].role != 'user' %}{{ raise_exception('starts with\n a user') }}{% endif %}" + CHATML
-CONVERSATION = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello, you — über."},
-    {"role": "user", "content": "assistant"},
-    {"role": "assistant", "content": " No."},
-    {"role": "user", "content": "Bye"},
-]
-
-
-def byte_tokenizer(*, bos: str | None = "<s>", eos: str | None = "<|im_end|>", template: str | None = None):
-    """One token per UTF-8 byte, and the special tokens: every expected sequence can be written down as text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in ("<s>", "<|im_start|>", "<|im_end|>")]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, chat_template=template)
+GREETING = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, you."}]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +73,7 @@ def test_pack_drops_the_tail_and_may_be_empty():
     assert pack([], 4).labels.shape == (0, 4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=8),
     sequence_length=st.integers(1, 7),
@@ -198,7 +162,7 @@ def test_max_documents_stops_reading(tmp_path, tokenizer):
 # --- split, seed, fingerprint -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     repeats=st.lists(st.integers(1, 6), min_size=2, max_size=12),
     fraction=st.sampled_from([0.01, 0.2, 0.5, 0.9]),
@@ -290,33 +254,7 @@ def test_long_work_shows_on_stderr(tmp_path, tokenizer, capfd, monkeypatch):
     assert out == "" and "100 documents" in err
 
 
-# --- alpaca -----------------------------------------------------------------------------------------------------------
-
-
-def loss_and_rest(document: TokenDocument, tokenizer) -> tuple[str, str]:
-    """The whole document as text, and the part of it that carries the loss."""
-    assert torch.equal(document.labels[document.labels != -100], document.input_ids[document.labels != -100])
-    return tokenizer.decode(document.input_ids), tokenizer.decode(document.labels[document.labels != -100])
-
-
-def test_alpaca_prompts_carry_no_loss(tokenizer):
-    rows = [
-        {"instruction": "Add {input}.", "input": "1 and 1", "output": "2"},
-        {"instruction": "Say hi.", "input": "", "output": "hi"},
-        {"instruction": "Say ho.", "output": "ho ho"},
-        {"instruction": "Say hu.", "input": None, "output": "hu"},
-    ]
-    documents = encode_alpaca(list(enumerate(rows, 1)), tokenizer, config(None))
-    start = "Below is an instruction that describes a task"
-    request = "rite a response that appropriately completes the request.\n\n### Instruction:\n"
-    prompts = [
-        f"{start}, paired with an input that provides further context. W{request}Add {{input}}.\n\n"
-        "### Input:\n1 and 1\n\n### Response:\n",
-        *(f"{start}. W{request}Say {word}.\n\n### Response:\n" for word in ("hi", "ho", "hu")),
-    ]
-    for row, prompt, document in zip(rows, prompts, documents, strict=True):
-        reply = row["output"] + "<|im_end|>"
-        assert loss_and_rest(document, tokenizer) == ("<s>" + prompt + reply, reply)
+# --- formats ----------------------------------------------------------------------------------------------------------
 
 
 def test_alpaca_is_recognised_by_its_columns(tmp_path, tokenizer):
@@ -326,75 +264,15 @@ def test_alpaca_is_recognised_by_its_columns(tmp_path, tokenizer):
     assert "Below" not in labelled(dataset.train, tokenizer)
 
 
-# --- chat -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS])
-def test_chat_loss_on_the_assistant_only(template):
-    tokenizer = byte_tokenizer(template=template)
-    (document,) = encode_chat([(1, {"messages": CONVERSATION})], tokenizer, config(None))
-    text, loss = loss_and_rest(document, tokenizer)
-    assert text == "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CONVERSATION)
-    assert loss == "Hello, you — über.<|im_end|> No.<|im_end|>"
-
-
-def test_chat_replies_of_templates_without_an_end_token():
-    template = (
-        "{{ bos_token }}{% for m in messages %}{{ 'Q:' if m.role == 'user' else 'A:' }} {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}A: {% endif %}"
-    )
-    tokenizer = byte_tokenizer(template=template, eos=None)
-    (document,) = encode_chat([(1, {"messages": CONVERSATION[1:4]})], tokenizer, config(None))
-    assert loss_and_rest(document, tokenizer) == (
-        "<s>Q: Hi\nA: Hello, you — über.\nQ: assistant\n",
-        "Hello, you — über.\n",  # the line break ends the reply, so it is learned
-    )
-
-
-def test_chat_opening_turn_has_no_prompt_and_no_loss():
-    tokenizer = byte_tokenizer(template=CHATML)
-    messages = [{"role": "assistant", "content": "Welcome"}, *CONVERSATION[1:3]]
-    (document,) = encode_chat([(1, {"messages": messages})], tokenizer, config(None))
-    assert loss_and_rest(document, tokenizer)[1] == "Hello, you — über.<|im_end|>"
-
-
 def test_chat_is_recognised_by_its_column(tmp_path):
     tokenizer = byte_tokenizer(template=CHATML)
-    rows = [{"messages": CONVERSATION[:3], "text": "not this"}, {"messages": CONVERSATION[1:5]}] * 2
+    rows = [
+        {"messages": [*GREETING, {"role": "user", "content": "Bye"}], "text": "not this"},
+        {"messages": GREETING},
+    ] * 2
     dataset = build_dataset(config(write_rows(tmp_path / "rows.jsonl", rows), sequence_length=64), tokenizer, seed=0)
     assert "not this" not in tokenizer.decode(dataset.train.input_ids.flatten())
     assert set(dataset.train.labels.unique().tolist()) > {-100}
-
-
-def test_chat_forgetful_template_is_fine_for_one_reply():
-    tokenizer = byte_tokenizer(template=FORGETFUL)
-    (document,) = encode_chat([(1, {"messages": CONVERSATION[:3]})], tokenizer, config(None))
-    assert loss_and_rest(document, tokenizer)[1] == "<think></think>Hello, you — über.<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    "template, messages, pattern",
-    [
-        (None, CONVERSATION, "data.format chat: .*chat template, found none.*data.format=text"),
-        ({"tool_use": CHATML}, CONVERSATION, "chat template, found none"),
-        (FORGETFUL, CONVERSATION, "data row 7: .*only appends.*message 3"),
-        (REFUSING, CONVERSATION, "data row 7: the tokenizer's chat template refuses it: starts with a user"),
-        (CHATML, [], "data row 7: expected messages to be a list of objects with role and content"),
-        (CHATML, ["Hi"], r"data row 7: .*role and content, found \['Hi'\]"),
-        (CHATML, [{"from": "gpt", "value": "Hi"}], "data row 7: .*role and content, found"),
-        (CHATML, "Hi", "data row 7: .*role and content, found 'Hi'"),
-    ],
-)
-def test_chat_errors(template, messages, pattern):
-    with fails(pattern):
-        encode_chat([(7, {"messages": messages})], byte_tokenizer(template=template), config(None))
-
-
-def test_chat_needs_offsets(monkeypatch):
-    tokenizer = byte_tokenizer(template=CHATML)
-    monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    with fails("data.format chat: expected a fast tokenizer"):
-        encode_chat([(1, {"messages": CONVERSATION})], tokenizer, config(None))
 
 
 # --- what the user can fix --------------------------------------------------------------------------------------------

@@ -364,10 +364,14 @@ def resume(folder: Path, config: TrainConfig = CONFIG) -> Regressions:
     return objective
 
 
+class Interrupted(Exception):
+    pass
+
+
 def interrupt_at(step: int) -> Callable[[int], None]:
     def on_step(calls: int) -> None:
         if calls == step:
-            raise KeyboardInterrupt
+            raise Interrupted
 
     return on_step
 
@@ -376,9 +380,9 @@ def interrupt_at(step: int) -> Callable[[int], None]:
 def test_an_interrupted_run_goes_on_as_if_unbroken(tmp_path: Path, schedule: Plateau | Cosine | Constant) -> None:
     config = with_(schedule=schedule, lr=1.5, eval_every=2)  # large, so that a plateau is reached before the break
     run(Regressions(), tmp_path / "unbroken", config)
-    with pytest.raises(KeyboardInterrupt):
-        run(Regressions(on_step=interrupt_at(11)), tmp_path / "broken", config)
-    assert [line["step"] for line in metrics(tmp_path / "broken", "step")] == list(range(1, 11))
+    with pytest.raises(Interrupted):
+        run(Regressions(on_step=interrupt_at(12)), tmp_path / "broken", config)
+    assert [line["step"] for line in metrics(tmp_path / "broken", "step")] == list(range(1, 12))
     objective = resume(tmp_path / "broken", config)
     assert len(objective.seen) == 15 - 10  # from the checkpoint of step 10, not from the start
     assert {unit["lr"] for unit in metrics(tmp_path / "broken", "step")[10]["units"].values()} != {1.5}
@@ -387,12 +391,12 @@ def test_an_interrupted_run_goes_on_as_if_unbroken(tmp_path: Path, schedule: Pla
 
 def test_a_run_that_died_after_stopping_early_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise Interrupted
 
     config = with_(early_stopping=1)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_module.StageFolder, "finish", killed)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Interrupted):
             run(Scripted(first=[1.0, 2.0], second=[1.0, 2.0]), tmp_path, config)
     objective = Regressions()
     result = run(objective, tmp_path, config)
@@ -487,7 +491,7 @@ def test_another_runs_folder_is_refused(tmp_path: Path, finished: bool, changes:
     if finished:
         run(Regressions(), tmp_path)
     else:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Interrupted):
             run(Regressions(on_step=interrupt_at(6)), tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=message):

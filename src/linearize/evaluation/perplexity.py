@@ -45,15 +45,15 @@ class TokenLosses:
     position: Int[Tensor, "N L"]  # of token t in its document, 0-based
 
     def beyond(self, window_size: int) -> TokenLosses:
-        """The same losses with only the tokens that stand `window_size` or more tokens into their document."""
+        """Only tokens whose query has keys beyond the window: the query that predicts position p stands at p - 1."""
         return TokenLosses(self.loss, self.mask & (self.position > window_size), self.position)
 
     def beyond_missing(self, window_size: int) -> str | None:
         """Why there is no interval beyond the window, or None where there is one."""
         rows = int(self.beyond(window_size).mask.any(dim=1).sum())
         reasons = {
-            0: f"no token stands {window_size} or more tokens into its document",
-            1: f"only one sequence has tokens {window_size} or more into a document, and an interval needs two",
+            0: f"no token stands more than {window_size} tokens into its document",
+            1: f"only one sequence has tokens more than {window_size} into a document, and an interval needs two",
         }
         return reasons.get(rows)
 

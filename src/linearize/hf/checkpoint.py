@@ -2,10 +2,110 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from linearize.errors import UserError
 
 AUTO_MODULE = "modeling_linearize"
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The contents of a model's ``config.json``: of a local folder, or of a hub id.
+
+    Raises:
+        UserError: no such folder, a folder that is not a model, or a hub id that cannot be read.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        path = folder / "config.json"
+        if not path.is_file():
+            raise UserError(f"model: expected a folder with a config.json, found none in {model!r}; is it a model?")
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"model: {path}: expected JSON, found {error}") from None
+        if not isinstance(config, dict):
+            raise UserError(f"model: {path}: expected a JSON object, found {type(config).__name__}")
+        return config
+    if folder.exists():
+        raise UserError(f"model: expected a folder or a hub id, found the file {model!r}")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise UserError(f"model: expected a model folder, found nothing at {model!r}; check the path")
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(model)
+    except Exception as error:  # the hub client raises many kinds; each means that there is no such model to read
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"model: no folder {model!r}, and the hub gave no config for it: {reason}") from None
+    return config
+
+
+def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A causal language model, softmax or linearized, in eval mode.
+
+    Raises:
+        UserError: weights are missing or unreadable.
+    """
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"model {model}: expected readable weights; {reason}") from None
+    return loaded.to(device).eval()
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer beside a model.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"model {model}: expected a tokenizer beside the weights; {reason}") from None
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that becomes `folder` when the block ends well, and disappears when it does not.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    scratch = folder.with_name(f".{folder.name}.incomplete")
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(scratch, folder)
+    except Exception as error:
+        # safetensors reports a full disk in an error of its own.
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+            raise UserError(f"{folder}: the disk is full; free some space and run the same command again") from None
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def save_student(student: PreTrainedModel, tokenizer: Tokenizer, card: str, folder: Path) -> None:
+    """Weights, config, tokenizer and model card, all or nothing."""
+    with atomic_folder(folder) as scratch:
+        student.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        (scratch / "README.md").write_text(card, encoding="utf-8")
 
 
 def auto_map(config_class: str, model_class: str, auto_class: str) -> dict[str, str]:
@@ -15,5 +115,6 @@ def auto_map(config_class: str, model_class: str, auto_class: str) -> dict[str, 
 
 def write_auto_module(folder: str | os.PathLike[str], config_class: str, model_class: str) -> None:
     """The module that `auto_map` names. It only imports: without the package, transformers says what to install."""
-    text = f"from linearize.hf.classes import {config_class}, {model_class}\n\n__all__ = [{config_class!r}, {model_class!r}]\n"
-    (Path(folder) / f"{AUTO_MODULE}.py").write_text(text.replace("'", '"'), encoding="utf-8")
+    names = f'"{config_class}", "{model_class}"'
+    text = f"from linearize.hf.classes import {config_class}, {model_class}\n\n__all__ = [{names}]\n"
+    (Path(folder) / f"{AUTO_MODULE}.py").write_text(text, encoding="utf-8")

@@ -6,7 +6,7 @@ stay the base model's; a linearized layer adds ``<attention>.mixer.*``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +30,19 @@ from linearize.teacher import TeacherShape
 
 @dataclass(frozen=True)
 class Architecture:
-    """A supported base: its attention class, and the prefix of its config and model classes."""
+    """A supported base: its attention class, the prefix of its class names, and what its projections are for."""
 
     attention: type[nn.Module]
     prefix: str
+    projections: dict[str, str]  # child of the attention module -> which of q, k, v, o it computes
 
 
+_SEPARATE = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
 ARCHITECTURES = {
-    "llama": Architecture(LlamaAttention, "Llama"),
-    "mistral": Architecture(MistralAttention, "Mistral"),
-    "qwen3": Architecture(Qwen3Attention, "Qwen3"),
-    "gpt2": Architecture(GPT2Attention, "GPT2"),
+    "llama": Architecture(LlamaAttention, "Llama", _SEPARATE),
+    "mistral": Architecture(MistralAttention, "Mistral", _SEPARATE),
+    "qwen3": Architecture(Qwen3Attention, "Qwen3", _SEPARATE),
+    "gpt2": Architecture(GPT2Attention, "GPT2", {"c_attn": "qkv", "c_proj": "o"}),
 }
 # Auto class -> how the model class is called behind the prefix; gpt2 calls its language model head differently.
 HEADS = {
@@ -119,6 +121,18 @@ def attention_modules(model: nn.Module, architecture: Architecture) -> Iterator[
     """The self-attention modules of a base model, in order of their layer index."""
     found = [m for m in model.modules() if isinstance(m, architecture.attention)]
     yield from sorted(found, key=lambda m: m.layer_idx)
+
+
+def projections(model: PreTrainedModel, roles: Collection[str]) -> dict[str, nn.Module]:
+    """The attention projections of `model`, softmax or linearized, that compute any of `roles` (q, k, v, o), by name."""
+    architecture = ARCHITECTURES[model.config.model_type.removeprefix("linearized_")]
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, architecture.attention):
+            for child, computes in architecture.projections.items():
+                if set(computes) & set(roles):
+                    found[f"{name}.{child}"] = getattr(module, child)
+    return found
 
 
 def install(model: PreTrainedModel) -> None:

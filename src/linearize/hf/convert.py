@@ -7,7 +7,7 @@ import copy
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearize.config import Recipe, resolve
+from linearize.config import LayerPlan, Recipe, resolve
 from linearize.errors import UserError
 from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, write_plan
 from linearize.teacher import TeacherShape
@@ -22,8 +22,12 @@ def convert(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
     Raises:
         UserError: an architecture or head that is not supported, or a plan that does not fit the teacher.
     """
+    return convert_layers(teacher, resolve(recipe, TeacherShape.from_config(teacher.config.to_dict())))
+
+
+def convert_layers(teacher: PreTrainedModel, plan: LayerPlan) -> PreTrainedModel:
+    """The same for a layer plan that is resolved already."""
     config = teacher.config
-    shape = TeacherShape.from_config(config.to_dict())
     if config.model_type not in ARCHITECTURES:
         raise UserError(f"model: expected a softmax model, found {config.model_type!r}, which is linearized already")
     if getattr(config, "add_cross_attention", False):
@@ -33,7 +37,6 @@ def convert(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
     if student_class is None:
         known = ", ".join(cls.__mro__[2].__name__ for cls in classes)
         raise UserError(f"model: expected one of {known}; found {type(teacher).__name__}")
-    plan = resolve(recipe, shape)
 
     fields = {k: v for k, v in config.to_dict().items() if k not in {"model_type", "transformers_version"}}
     student_config = CONFIG_CLASSES[config.model_type](**fields, linearize=write_plan(plan))

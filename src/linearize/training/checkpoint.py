@@ -213,12 +213,12 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        # Cloned, because safetensors maps the file into memory and the checkpoint is deleted while we go on.
+        # Cloned, because safetensors maps the file, and a mapped checkpoint would keep its disk space when deleted.
         return {name: tensor.clone() for name, tensor in load_file(path).items()}
     except (OSError, SafetensorError):
         raise UserError(
             f"{path}: expected the tensors of a training stage, found no such file or one that cannot be read; "
-            f"delete the stage's folder to train again"
+            "delete the stage's folder to train again"
         ) from None
 
 

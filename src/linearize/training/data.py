@@ -70,7 +70,8 @@ def build_dataset(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, see
 
     `config.validation_fraction` of the documents is held out, whatever the format (the papers hold out the first 200
     rows of Alpaca; a fraction serves any size). Exact duplicates fall on the same side. A source that is one document,
-    repeated or not, is cut: the last `validation_fraction` of its tokens is held out.
+    repeated or not, is cut: the last `validation_fraction` of its tokens is held out. With a `validation_dataset`, that
+    is held out instead, and training documents that are also in it are left out.
 
     Raises:
         UserError: nothing to read, unreadable or malformed data, a missing column, too few tokens for a row.
@@ -78,7 +79,14 @@ def build_dataset(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, see
     documents = list(_tokenised(islice(read_rows(config), config.max_documents), tokenizer, config))
     if not documents:
         raise UserError(f"data.dataset: expected documents, found no text in {config.dataset!r}")
-    train, validation = _split(documents, config.validation_fraction, seed)
+    if config.validation_dataset is None:
+        train, validation = _split(documents, config.validation_fraction, seed)
+    else:
+        source = config.model_copy(update={"dataset": config.validation_dataset})
+        validation = list(_tokenised(read_rows(source), tokenizer, source))
+        if not validation:
+            raise UserError(f"data.validation_dataset: expected documents, found no text in {source.dataset!r}")
+        train = _without(documents, validation)
     return _dataset(train, validation, config, seed)
 
 
@@ -102,12 +110,7 @@ def dataset_from_documents(
         return list(_tokenised(({as_text.text_column: text} for text in texts), tokenizer, as_text))
 
     validation = tokenised(validation_texts)
-    held_out = {_digest(document) for document in validation}
-    train = [
-        document
-        for document in tokenised(islice(train_texts, config.max_documents))
-        if _digest(document) not in held_out
-    ]
+    train = _without(tokenised(islice(train_texts, config.max_documents)), validation)
     return _dataset(train, validation, config, seed)
 
 
@@ -145,7 +148,7 @@ def _dataset(train: list[TokenDocument], validation: list[TokenDocument], config
                 "rows have outputs or assistant turns, and set a longer data.sequence_length if their prompts fill it"
             )
         digest.update(f"{tuple(packed.input_ids.shape)}".encode())
-        digest.update(packed.input_ids.contiguous().numpy())
+        digest.update(packed.input_ids.contiguous().numpy().data)
     return Dataset(train_rows, validation_rows, digest.hexdigest(), (len(train), len(validation)))
 
 
@@ -184,13 +187,18 @@ def _split(
     return train, validation
 
 
+def _without(documents: list[TokenDocument], held_out: list[TokenDocument]) -> list[TokenDocument]:
+    excluded = {_digest(document) for document in held_out}
+    return [document for document in documents if _digest(document) not in excluded]
+
+
 def _shuffled(items: list, stream: str) -> list:
     # One stream per purpose, so that no shuffle depends on what another one drew.
     return random.Random(stream).sample(items, len(items))
 
 
 def _digest(document: TokenDocument) -> bytes:
-    return hashlib.blake2b(document.input_ids.numpy(), digest_size=16).digest()
+    return hashlib.blake2b(document.input_ids.numpy().data, digest_size=16).digest()
 
 
 def _tokenised(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Iterator[TokenDocument]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from linearize.config import TrainConfig
@@ -127,6 +128,21 @@ def train(
     stage.finish(best, asdict(result))
     _copy_into(parameters, best)
     return result
+
+
+def load_trained(units: Sequence[Unit], output_dir: Path) -> None:
+    """Load what a finished stage trained into the parameters of `units`.
+
+    Raises:
+        UserError: the stage is missing, unfinished, or of other parameters.
+    """
+    path, parameters = output_dir / "trained.safetensors", _parameters(units)
+    if not path.is_file():
+        raise UserError(f"{output_dir}: expected a finished stage, found no trained.safetensors; run it to the end")
+    tensors = load_file(path)
+    if tensors.keys() != parameters.keys():
+        raise UserError(f"{path}: expected the parameters of this model, found {len(tensors)} others")
+    _copy_into(parameters, tensors)
 
 
 class _Batches:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import torch
 from jaxtyping import Int64
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from linearize.config import DataConfig
 from linearize.errors import UserError
@@ -144,15 +144,18 @@ def encode_chat(
 
 
 def _encode_by_block(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    encoded = tokenizer.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+    encoded = cast(
+        BatchEncoding,
+        tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+        ),
     )
     return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
 
 
 def _encode_by_prefix(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
     def render(count: int, *, prompt: bool = False) -> str:
-        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
+        return cast(str, tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt))
 
     conversation = render(len(messages))
     spans = []
@@ -168,7 +171,7 @@ def _encode_by_prefix(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -
             )
         turn = after[len(before) :]
         # Templates break the line after the end-of-turn token; the model stops before that and need not learn it.
-        if tokenizer.eos_token and turn.rstrip().endswith(tokenizer.eos_token):
+        if isinstance(eos := tokenizer.eos_token, str) and turn.rstrip().endswith(eos):
             turn = turn.rstrip()
         spans.append((len(before), len(before) + len(turn)))
     encoded = tokenizer(conversation, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -220,5 +223,6 @@ def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list
     return encoded["input_ids"]
 
 
-def _special(token_id: int | None) -> list[int]:
-    return [] if token_id is None else [token_id]
+def _special(token_id: object) -> list[int]:
+    """The id as a list, empty where the tokenizer has no such token."""
+    return [token_id] if isinstance(token_id, int) else []

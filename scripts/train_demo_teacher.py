@@ -1,0 +1,322 @@
+"""Train a small Llama on Python sources from scratch, tokenizer included: how the demo's teacher can be made again.
+
+The defaults are the shape and the budget of the bundled teacher, which took 75 minutes on two cores over the standard
+library and some permissively licensed packages:
+
+    python scripts/train_demo_teacher.py --output-dir teacher --packages torch transformers numpy scipy networkx
+
+A minute or so shows that it learns:
+
+    python scripts/train_demo_teacher.py --output-dir teacher --tokens 200000 --context 256
+
+Whatever the sources, the modules that the bundled teacher never saw are left out, and the loss at the end is measured
+on those of the standard library, so that two teachers of one tokenizer can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, track
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from linearize.config import DataConfig
+from linearize.demo.corpus import (
+    HELD_OUT_MODULES,
+    module_sources,
+    standard_library_folder,
+    standard_library_texts,
+)
+from linearize.errors import UserError
+from linearize.training.data import PackedRows, dataset_from_documents
+
+END_OF_TEXT = "<|endoftext|>"
+HELD_OUT_IN_PACKAGES = frozenset(
+    {
+        "matplotlib.backends._backend_tk",
+        "matplotlib.backends.backend_cairo",
+        "matplotlib.hatch",
+        "networkx.algorithms.approximation.maxcut",
+        "networkx.algorithms.centrality.current_flow_betweenness",
+        "networkx.algorithms.chains",
+        "networkx.algorithms.components.weakly_connected",
+        "networkx.algorithms.connectivity.edge_kcomponents",
+        "networkx.algorithms.dominating",
+        "networkx.algorithms.link_analysis.hits_alg",
+        "networkx.algorithms.moral",
+        "networkx.algorithms.traversal.edgedfs",
+        "networkx.algorithms.wiener",
+        "networkx.classes.graphviews",
+        "networkx.generators.trees",
+        "networkx.readwrite.graph6",
+        "nltk.classify.naivebayes",
+        "nltk.corpus.reader.comparative_sents",
+        "nltk.corpus.reader.timit",
+        "nltk.draw.table",
+        "nltk.grammar",
+        "nltk.jsontags",
+        "nltk.tbl.erroranalysis",
+        "nltk.tokenize.sonority_sequencing",
+        "nltk.tree.tree",
+    }
+)
+"""Modules of packages that the bundled teacher never saw; `HELD_OUT_MODULES` are those of the standard library."""
+
+console = Console(stderr=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 2 something the user can fix, said in one line."""
+    args = parser().parse_args(arguments)
+    try:
+        run(args)
+    except UserError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog=__doc__.split("\n", 2)[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output-dir", type=Path, required=True, help="a folder that does not exist yet")
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--sources",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        default=[standard_library_folder()],
+        help="folders of .py files; test folders and held-out modules in them are left out (the standard library)",
+    )
+    data.add_argument(
+        "--packages",
+        nargs="+",
+        metavar="NAME",
+        default=[],
+        help="installed packages to train on as well; see to it yourself that their licences are permissive",
+    )
+    data.add_argument("--vocab-size", type=positive, default=4096, help="of the byte-level BPE tokenizer (%(default)s)")
+    data.add_argument("--context", type=positive, default=1024, help="tokens per row (%(default)s)")
+    shape = parser.add_argument_group("shape")
+    shape.add_argument("--layers", type=positive, default=6, help="number of layers (%(default)s)")
+    shape.add_argument("--hidden-size", type=positive, default=256, help="width of the residual stream (%(default)s)")
+    shape.add_argument("--heads", type=positive, default=4, help="query heads (%(default)s)")
+    shape.add_argument("--kv-heads", type=positive, default=2, help="key and value heads (%(default)s)")
+    shape.add_argument("--head-dim", type=positive, default=64, help="width of one head (%(default)s)")
+    shape.add_argument(
+        "--intermediate-size", type=positive, default=704, help="width of the SwiGLU layer (%(default)s)"
+    )
+    shape.add_argument("--rope-theta", type=float, default=1e4, help="base of the rotary embedding (%(default)s)")
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--tokens", type=positive, default=18_000_000, help="to train on, repeats included (%(default)s)"
+    )
+    training.add_argument("--batch-size", type=positive, default=4, help="rows per step (%(default)s)")
+    training.add_argument("--muon-lr", type=float, default=0.02, help="learning rate of the matrices (%(default)s)")
+    training.add_argument(
+        "--adamw-lr", type=float, default=3e-3, help="learning rate of the embeddings and norms (%(default)s)"
+    )
+    training.add_argument(
+        "--held-out-rows", type=positive, default=80, help="rows of the loss at the end (%(default)s)"
+    )
+    training.add_argument(
+        "--seed", type=int, default=0, help="of the initial weights and the order of the rows (%(default)s)"
+    )
+    training.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="a torch device (%(default)s)"
+    )
+    return parser
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, found {text!r}")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Sources -> tokenizer -> packed rows -> model -> an ordinary Hugging Face folder, and its held-out loss."""
+    if args.output_dir.exists():
+        raise UserError(f"--output-dir: expected a folder that does not exist yet, found {args.output_dir}")
+    if args.heads % args.kv_heads:
+        raise UserError(f"--kv-heads: expected a divisor of --heads ({args.heads}), found {args.kv_heads}")
+    texts = training_texts([*args.sources, *map(package_folder, args.packages)])
+    _, held_out = standard_library_texts()
+    console.print(f"{len(texts)} files to train on, {sum(map(len, texts)) / 1e6:.1f} MB; {len(held_out)} held out")
+    tokenizer = train_tokenizer(texts, args.vocab_size, args.context)
+    data = DataConfig(sequence_length=args.context, validation_rows=args.held_out_rows)
+    dataset = dataset_from_documents(texts, held_out, tokenizer, data, args.seed)
+    model = build_model(args, len(tokenizer)).to(args.device)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    console.print(f"{size / 1e6:.2f}M parameters; one epoch is {dataset.train.num_tokens / 1e6:.2f}M tokens")
+    train(model, dataset.train, args)
+    with atomic_folder(args.output_dir) as folder:
+        model.to(torch.bfloat16).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        # What was written is what is measured.
+        stored = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(args.device)
+        loss = held_out_loss(stored, dataset.validation)
+    console.print(
+        f"{args.output_dir}: held-out loss {loss:.3f} nats per token ({dataset.validation.num_tokens} tokens)"
+    )
+
+
+def training_texts(folders: Sequence[Path]) -> list[str]:
+    """The sources in the folders, without the modules that are held out.
+
+    Raises:
+        UserError: not a folder, or no sources in any.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"--sources: expected a folder, found {str(folder)!r}; check the path")
+    held_out = HELD_OUT_MODULES | HELD_OUT_IN_PACKAGES
+    texts = [text for folder in folders for module, text in module_sources(folder) if module not in held_out]
+    if not texts:
+        raise UserError(f"--sources: expected .py files to train on, found none in {', '.join(map(str, folders))}")
+    return texts
+
+
+def package_folder(name: str) -> Path:
+    """Where an installed package lies; it is not imported."""
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(f"--packages: expected the import name of an installed package, found {name!r}; install it")
+    return Path(spec.submodule_search_locations[0])
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int, context: int) -> PreTrainedTokenizerBase:
+    """Byte-level BPE; `END_OF_TEXT`, id 0, begins, ends and pads."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=console.is_terminal,
+    )
+    with console.status("training the tokenizer"):
+        tokenizer.train_from_iterator(texts, trainer, length=len(texts))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=context,
+    )
+
+
+def build_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
+    torch.manual_seed(args.seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=args.hidden_size,
+            intermediate_size=args.intermediate_size,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.heads,
+            num_key_value_heads=args.kv_heads,
+            head_dim=args.head_dim,
+            max_position_embeddings=args.context,
+            rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+    )
+
+
+def train(model: LlamaForCausalLM, rows: PackedRows, args: argparse.Namespace) -> None:
+    """Muon on the matrices, AdamW on the rest; the learning rates fall linearly to 0 over the second half."""
+    steps = max(1, args.tokens // (args.batch_size * args.context))
+    optimizers = build_optimizers(model, args.muon_lr, args.adamw_lr)
+    schedules = [LambdaLR(optimizer, lambda step: min(1.0, 2 * (1 - step / steps))) for optimizer in optimizers]
+    batches = shuffled_batches(rows, args.batch_size, args.seed)
+    columns = (TextColumn("training"), BarColumn(), TextColumn("loss {task.fields[loss]:.3f}"), TimeRemainingColumn())
+    model.train()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("training", total=steps, loss=float("nan"))
+        for step in range(1, steps + 1):
+            batch = {name: tensor.to(args.device) for name, tensor in next(batches).batch().items()}
+            with torch.autocast(torch.device(args.device).type, torch.bfloat16):
+                loss = model(**batch, use_cache=False).loss
+            loss.backward()
+            for optimizer, schedule in zip(optimizers, schedules, strict=True):
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            progress.update(task, advance=1, loss=loss.item())
+            if step == 1 or step % max(1, steps // 20) == 0:  # also for logs, where there is no bar
+                console.print(f"step {step}/{steps}: loss {loss.item():.3f}")
+
+
+def build_optimizers(model: LlamaForCausalLM, muon_lr: float, adamw_lr: float) -> list[Optimizer]:
+    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    in_muon = {id(parameter) for parameter in matrices}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in in_muon]
+    return [
+        Muon(matrices, lr=muon_lr, momentum=0.95, weight_decay=0.0),
+        AdamW(others, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def shuffled_batches(rows: PackedRows, batch_size: int, seed: int) -> Iterator[PackedRows]:
+    """Batches without end, each epoch in an order of its own; the rows that do not fill a batch wait for the next."""
+    generator = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    while True:
+        while len(order) < batch_size:
+            order += torch.randperm(len(rows), generator=generator).tolist()
+        yield rows.rows(order[:batch_size])
+        del order[:batch_size]
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaForCausalLM, rows: PackedRows) -> float:
+    """Mean loss in nats per predicted token."""
+    model.eval()
+    total, count = 0.0, 0
+    for index in track(range(len(rows)), "held-out loss", console=console, disable=not console.is_terminal):
+        batch = {name: tensor.to(model.device) for name, tensor in rows.rows([index]).batch().items()}
+        predicted = int((batch["labels"][:, 1:] != -100).sum())
+        total += model(**batch, use_cache=False).loss.item() * predicted
+        count += predicted
+    return total / count
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A folder that is moved to `path` once the block is left without an error, and deleted otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
+        folder = Path(scratch, path.name)
+        folder.mkdir()
+        yield folder
+        folder.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Measure a student beside its teacher and its controls, and say in plain words what was kept and what was lost."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from linearize.config import EvaluationConfig
+from linearize.evaluation.perplexity import Interval, Quality, Rows, TokenLosses, paired_difference, token_losses
+from linearize.evaluation.recall import (
+    CopyLosses,
+    CopyRows,
+    Recall,
+    Verdict,
+    copy_losses,
+    copy_rows,
+    copy_verdict,
+    far_context_verdict,
+    ordinary_tokens,
+)
+from linearize.evaluation.table import in_words
+
+BATCH_SIZE = 8
+LABELS = {
+    "teacher": "teacher",
+    "teacher_lora": "teacher + LoRA",
+    "swapped": "student, untrained",
+    "transferred": "student after transfer",
+    "student": "student",
+    "ablated": "student, linear part cut out",
+    "window": "window only, untrained",
+    "window_sinks": "window + sinks, untrained",
+    "window_lora": "window only + LoRA",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model to measure; `open` yields it, and what it made for that is gone afterwards."""
+
+    name: str
+    open: Callable[[], AbstractContextManager[PreTrainedModel]]
+    note: str = ""
+
+    @property
+    def label(self) -> str:
+        return LABELS[self.name]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One line of the table."""
+
+    name: str
+    label: str
+    note: str
+    quality: Quality
+    copying: Recall | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Student against another, paired on the same rows: the student's loss minus the other's."""
+
+    other: str
+    overall: Interval
+    beyond: Interval | None
+    words: str
+
+
+@dataclass(frozen=True)
+class ReportCard:
+    """Everything measured about a student."""
+
+    window_size: int
+    measured: list[Measured]
+    comparisons: list[Comparison]
+    far_context: Verdict | None
+    copying: Verdict | None
+    copying_missing: str | None
+    missing: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The findings, a sentence each."""
+        lines = [comparison.words for comparison in self.comparisons]
+        if self.far_context is not None:
+            lines.append(f"Context beyond the window of {self.window_size} tokens: {self.far_context.words}.")
+        if self.copying is not None:
+            lines.append(f"Copying from beyond the window: {self.copying.words}.")
+        elif self.copying_missing:
+            lines.append(f"Copying from beyond the window: {self.copying_missing}.")
+        if self.missing:
+            lines.append(f"Not measured, for want of the run's files: {', '.join(self.missing)}.")
+        return lines
+
+    def render(self) -> Group:
+        """The table and the findings, for a terminal."""
+        table = Table(title="Held-out loss, nats per token, with 95 % intervals (lower is better)", title_justify="left")
+        for name in self._header():
+            table.add_column(name)
+        for line in self._cells():
+            table.add_row(*map(Text, line))
+        return Group(table, *(Text(f"- {line}") for line in self.lines()))
+
+    def to_markdown(self) -> str:
+        """The same as Markdown."""
+        header = self._header()
+        lines = [header, ["---"] * len(header), *self._cells()]
+        table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+        return f"{table}\n" + "".join(f"- {line}\n" for line in self.lines())
+
+    def _header(self) -> list[str]:
+        return ["model", "loss", f"beyond {self.window_size} tokens", "copying: 1st, 2nd copy", "what it is"]
+
+    def _cells(self) -> list[list[str]]:
+        return [
+            [m.label, _text(m.quality.loss), _text(m.quality.beyond), _copying(m.copying), m.note]
+            for m in self.measured
+        ]
+
+
+def _text(interval: Interval | None) -> str:
+    return "-" if interval is None else f"{interval.mean:.3f} [{interval.low:.2f}, {interval.high:.2f}]"
+
+
+def _copying(recall: Recall | None) -> str:
+    return "-" if recall is None else f"{recall.first.mean:.2f}, {recall.second.mean:.2f}"
+
+
+def measure(
+    candidates: Sequence[Candidate],
+    rows: Rows,
+    tokenizer: Tokenizer,
+    *,
+    window_size: int,
+    max_positions: int,
+    config: EvaluationConfig,
+    seed: int,
+    missing: Sequence[str] = (),
+) -> ReportCard:
+    """Held-out loss and copying of every candidate on the same rows, then the comparisons that decide.
+
+    Args:
+        candidates: opened one after another; "student" must be among them.
+        rows: packed held-out rows.
+        window_size: what counts as "beyond the window".
+        missing: names of controls that could not be had.
+    """
+    copies, copying_missing = _copy_test(tokenizer, window_size, max_positions, config, seed)
+    losses: dict[str, TokenLosses] = {}
+    copied: dict[str, CopyLosses] = {}
+    measured = []
+    for candidate in candidates:
+        with candidate.open() as model:
+            title = f"measuring: {candidate.label}"
+            losses[candidate.name] = token_losses(model, rows, batch_size=BATCH_SIZE, title=title)
+            if copies is not None:
+                copied[candidate.name] = copy_losses(model, copies, batch_size=BATCH_SIZE)
+        del model
+        gc.collect()
+        quality = Quality.of(losses[candidate.name], window_size, samples=config.bootstrap_samples, seed=seed)
+        recall = None
+        if candidate.name in copied:
+            recall = Recall.of(copied[candidate.name], samples=config.bootstrap_samples, seed=seed)
+        measured.append(Measured(candidate.name, candidate.label, candidate.note, quality, recall))
+
+    samples = {"samples": config.bootstrap_samples, "seed": seed}
+    far_context = copying = None
+    if {"teacher", "window"} <= losses.keys():
+        trio = losses["teacher"], losses["student"], losses["window"]
+        far_context = far_context_verdict(*trio, window_size, **samples)
+    if "teacher" in copied:
+        copying = copy_verdict(copied["teacher"], copied["student"], **samples)
+    others = [name for name in ("teacher", "window_lora", "ablated") if name in losses]
+    comparisons = [_compare(losses, name, window_size, samples) for name in others]
+    labels = [LABELS[name] for name in missing]
+    return ReportCard(window_size, measured, comparisons, far_context, copying, copying_missing, labels)
+
+
+def _compare(losses: dict[str, TokenLosses], other: str, window_size: int, samples: dict[str, int]) -> Comparison:
+    student = losses["student"]
+    overall = paired_difference(student, losses[other], **samples)
+    words, beyond = in_words("The student", f"the {LABELS[other]}", overall), None
+    if student.beyond_missing(window_size) is None:
+        beyond = paired_difference(student.beyond(window_size), losses[other].beyond(window_size), **samples)
+        words += f" Beyond the window: {beyond.mean:+.3f} [{beyond.low:+.3f}, {beyond.high:+.3f}]."
+    return Comparison(other, overall, beyond, words)
+
+
+def _copy_test(
+    tokenizer: Tokenizer, window_size: int, max_positions: int, config: EvaluationConfig, seed: int
+) -> tuple[CopyRows | None, str | None]:
+    """Rows of the copying test, or the reason why these models cannot take it."""
+    distance = 2 * window_size
+    length = min(window_size, max_positions - distance)
+    if length < 2:
+        return None, f"not measurable: a repeat at {distance} tokens does not fit the model's {max_positions} positions"
+    vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
+    rows = copy_rows(
+        vocabulary,
+        length=length,
+        distance=distance,
+        rows=config.copy_rows,
+        seed=seed,
+        window_size=window_size,
+        max_positions=max_positions,
+    )
+    return rows, None

@@ -1,0 +1,339 @@
+"""`run`: a teacher and a recipe in, a student and the measure of it out, stage by stage; the same again resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from linearize import plan as planning
+from linearize.config import LayerPlan, Recipe, resolve
+from linearize.errors import UserError
+from linearize.evaluation.controls import SINKS, window_only_plan, window_reach, without_linear_part
+from linearize.evaluation.report_card import Candidate, ReportCard, measure
+from linearize.hf.checkpoint import load_model, load_tokenizer, read_config, save_student
+from linearize.hf.classes import read_plan
+from linearize.hf.convert import convert_layers
+from linearize.teacher import TeacherShape
+from linearize.training.attention_transfer import attention_transfer, load_transferred
+from linearize.training.data import Dataset, build_dataset
+from linearize.training.finetune import finetune, load_finetuned
+
+STAGES = ("transfer", "finetune", "evaluate")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder and what it is about: enough to start, resume or evaluate it."""
+
+    recipe: Recipe
+    model: str
+    folder: Path
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def read(cls, folder: Path, dtype: torch.dtype, device: torch.device) -> Run:
+        """The run that `folder` holds, on this machine's device."""
+        recipe = Recipe.parse(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")))
+        model = json.loads((folder / "run.json").read_text(encoding="utf-8"))["model"]
+        return cls(recipe, model, folder, dtype, device)
+
+    def load_teacher(self) -> PreTrainedModel:
+        return load_model(self.model, dtype=self.dtype, device=self.device)
+
+    @property
+    def controls(self) -> dict[str, Path]:
+        """Folders of the trained controls, by the name of their candidate; none where the recipe wants none."""
+        if self.recipe.finetune is None or not self.recipe.evaluation.trained_controls:
+            return {}
+        return {name: self.folder / "controls" / name for name in ("teacher_lora", "window_lora")}
+
+
+def run(run: Run, *, dataset: Dataset | None = None, until: str = "evaluate") -> ReportCard | None:
+    """Linearize `run.model` as `run.recipe` says; returns the measure of it, or None if `until` ends before.
+
+    Args:
+        dataset: rows to use instead of what the recipe names.
+        until: the last stage to run, one of `STAGES`.
+
+    Raises:
+        UserError: anything that the user can fix; nothing is half-written then.
+    """
+    shape = TeacherShape.from_config(read_config(run.model))
+    layers = resolve(run.recipe, shape)
+    check_output(run)
+    tokenizer = load_tokenizer(run.model)
+    dataset = load_dataset(run.recipe, tokenizer, shape) if dataset is None else dataset
+    teacher = run.load_teacher()
+    claim(run, dataset)
+    plan = planning.make_plan(
+        run.recipe, shape, layers, kv_bytes_per_element=run.dtype.itemsize, training_tokens=dataset.train.num_tokens
+    )
+    write_json(run.folder / "plan.json", plan.to_json())
+
+    student = train_student(run, teacher, layers, dataset, until)
+    if until != "evaluate":
+        return None
+    train_controls(run, teacher, layers, dataset)
+    saved = run.folder / "model"
+    if not saved.exists():
+        save_student(student, tokenizer, model_card(run), saved)
+    found, missing = candidates(teacher, student, layers, run)
+    card = measure(
+        found,
+        dataset.validation,
+        tokenizer,
+        window_size=window_reach(layers),
+        max_positions=shape.max_positions,
+        config=run.recipe.evaluation,
+        seed=run.recipe.seed,
+        missing=missing,
+    )
+    write_json(run.folder / "evaluation.json", card.to_json())
+    write_text(run.folder / "evaluation.md", card.to_markdown())
+    return card
+
+
+def load_dataset(recipe: Recipe, tokenizer: Tokenizer, shape: TeacherShape) -> Dataset:
+    """The recipe's data, packed.
+
+    Raises:
+        UserError: no dataset named, rows longer than the model's positions, or data that cannot be used.
+    """
+    if recipe.data.dataset is None:
+        raise UserError("data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
+    if recipe.data.sequence_length > shape.max_positions:
+        raise UserError(
+            f"data.sequence_length: expected at most the model's {shape.max_positions} positions, found "
+            f"{recipe.data.sequence_length}; pass --set data.sequence_length={shape.max_positions}"
+        )
+    return build_dataset(recipe.data, tokenizer, seed=recipe.seed)
+
+
+def check_output(run: Run) -> None:
+    """See that the folder is empty or holds this very recipe and model.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    recipe_file, run_file = run.folder / "recipe.yaml", run.folder / "run.json"
+    if recipe_file.is_file() and run_file.is_file():
+        found = json.loads(run_file.read_text(encoding="utf-8"))
+        if recipe_file.read_text(encoding="utf-8") != run.recipe.to_yaml():
+            raise UserError(
+                f"output folder {run.folder}: expected a run of this recipe, found one of another ({recipe_file}); "
+                "use another folder"
+            )
+        for name, expected in _identity(run).items():
+            if found.get(name) != expected:
+                raise UserError(
+                    f"output folder {run.folder}: {name}: expected {expected}, found {found.get(name)}; "
+                    "use another folder"
+                )
+    elif run.folder.exists() and (not run.folder.is_dir() or any(run.folder.iterdir())):
+        raise UserError(f"output folder {run.folder}: expected an empty folder or a run to resume, found other files")
+
+
+def claim(run: Run, dataset: Dataset) -> None:
+    """Make the folder this run's own, and see that a resumed run has the same data.
+
+    Raises:
+        UserError: the data have changed.
+    """
+    run_file = run.folder / "run.json"
+    if run_file.is_file():
+        found = json.loads(run_file.read_text(encoding="utf-8")).get("data")
+        if found != dataset.fingerprint:
+            raise UserError(
+                f"output folder {run.folder}: data: expected tokens with sha256 {dataset.fingerprint[:12]}, found a "
+                f"run on {str(found)[:12]}; use the same data or another folder"
+            )
+        return
+    run.folder.mkdir(parents=True, exist_ok=True)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    write_text(run.folder / "recipe.yaml", run.recipe.to_yaml())
+    write_json(run_file, _identity(run) | {"data": dataset.fingerprint, "versions": versions})
+
+
+def _identity(run: Run) -> dict[str, str]:
+    return {"model": run.model, "dtype": str(run.dtype).removeprefix("torch."), "device": run.device.type}
+
+
+def train_student(
+    run: Run, teacher: PreTrainedModel, layers: LayerPlan, dataset: Dataset, until: str
+) -> PreTrainedModel:
+    """The student after the recipe's stages up to `until`; finished stages are loaded, begun ones resumed."""
+    recipe, rows = run.recipe, (dataset.train, dataset.validation)
+    student = convert_layers(teacher, layers)
+    if recipe.transfer is not None:
+        attention_transfer(student, *rows, recipe.transfer, output_dir=run.folder / "transfer", seed=recipe.seed)
+    if recipe.finetune is not None and until != "transfer":
+        finetune(student, *rows, recipe.finetune, output_dir=run.folder / "finetune", seed=recipe.seed)
+    return student
+
+
+def train_controls(run: Run, teacher: PreTrainedModel, layers: LayerPlan, dataset: Dataset) -> None:
+    """Train what the student must be compared with: the same LoRA budget on the teacher, and on its window alone."""
+    for name, folder in run.controls.items():
+        model = convert_layers(teacher, window_only_plan(layers)) if name == "window_lora" else run.load_teacher()
+        config, title = run.recipe.finetune, f"control: {name.replace('_', ' ')}"
+        assert config is not None
+        rows = dataset.train, dataset.validation
+        finetune(model, *rows, config, output_dir=folder, seed=run.recipe.seed, title=title)
+
+
+def candidates(
+    teacher: PreTrainedModel | None, student: PreTrainedModel, layers: LayerPlan, run: Run | None
+) -> tuple[list[Candidate], list[str]]:
+    """Everything to measure the student against, and the names of what is not to be had.
+
+    Trained controls are loaded from the run's folder; a student without one is measured without them.
+    """
+
+    @contextmanager
+    def loaded(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+        yield model
+
+    @contextmanager
+    def untrained() -> Iterator[PreTrainedModel]:
+        assert teacher is not None
+        yield convert_layers(teacher, layers)
+
+    @contextmanager
+    def windowed(sinks: int | None) -> Iterator[PreTrainedModel]:
+        with untrained() as model, without_linear_part(model, sinks):
+            yield model
+
+    @contextmanager
+    def transferred() -> Iterator[PreTrainedModel]:
+        with untrained() as model:
+            assert run is not None and run.recipe.transfer is not None
+            load_transferred(model, run.recipe.transfer, run.folder / "transfer")
+            yield model
+
+    @contextmanager
+    def tuned(name: str) -> Iterator[PreTrainedModel]:
+        assert run is not None and run.recipe.finetune is not None and teacher is not None
+        model = convert_layers(teacher, window_only_plan(layers)) if name == "window_lora" else run.load_teacher()
+        load_finetuned(model, run.recipe.finetune, run.controls[name])
+        yield model
+
+    sunk = f"softmax in the window and on the first {SINKS} tokens, nothing trained"
+    every = {
+        "teacher": Candidate("teacher", lambda: loaded(teacher), "softmax attention, as it came"),  # type: ignore[arg-type]
+        "teacher_lora": Candidate("teacher_lora", lambda: tuned("teacher_lora"), "softmax attention, same LoRA budget"),
+        "swapped": Candidate("swapped", untrained, "mixers swapped in, nothing trained"),
+        "transferred": Candidate("transferred", transferred, "mixers trained to match softmax outputs"),
+        "student": Candidate("student", lambda: loaded(student), "the finished student"),
+        "ablated": Candidate("ablated", lambda: without_linear_part(student), "the student without its linear part"),
+        "window": Candidate("window", lambda: windowed(None), "softmax in the window, nothing trained"),
+        "window_sinks": Candidate("window_sinks", lambda: windowed(SINKS), sunk),
+        "window_lora": Candidate("window_lora", lambda: tuned("window_lora"), "softmax in the window, same LoRA budget"),
+    }
+    trained = set() if run is None else {name for name, folder in run.controls.items() if _finished(folder)}
+    if run is not None and _finished(run.folder / "transfer"):
+        trained.add("transferred")
+    at_hand = {"student", "ablated"} | ({"teacher", "swapped", "window", "window_sinks"} | trained if teacher else set())
+    return [c for name, c in every.items() if name in at_hand], [name for name in every if name not in at_hand]
+
+
+def _finished(stage: Path) -> bool:
+    return (stage / "trained.safetensors").is_file()
+
+
+def evaluate(
+    model: str,
+    *,
+    teacher: str | None,
+    dataset: str | None,
+    overrides: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ReportCard:
+    """Measure a linearized model folder beside its teacher and, where it lies in a run folder, the trained controls.
+
+    Args:
+        teacher: the softmax model; by default the one of the run folder.
+        dataset: held-out text is taken from it; by default the run's own data.
+        overrides: dotted recipe fields under `data` and `evaluation`.
+
+    Raises:
+        UserError: not a linearized model, or no data to measure on.
+    """
+    config = read_config(model)
+    if not config.get("linearize"):
+        raise UserError(f"model {model}: expected a linearized model, found model_type {config.get('model_type')!r}")
+    folder = Path(model).resolve().parent
+    run = Run.read(folder, dtype, device) if (folder / "run.json").is_file() else None
+    recipe = Recipe(name="evaluation") if run is None else run.recipe
+    if dataset is not None:
+        overrides = {"data.dataset": dataset, "data.validation_dataset": None} | overrides
+    recipe = recipe.override(overrides)
+    teacher = teacher or (run.model if run else None)
+    student = load_model(model, dtype=dtype, device=device)
+    tokenizer, shape = load_tokenizer(model), TeacherShape.from_config(config)
+    rows = load_dataset(recipe, tokenizer, shape).validation
+    layers = read_plan(student.config)
+    teacher_model = load_model(teacher, dtype=dtype, device=device) if teacher else None
+    found, missing = candidates(teacher_model, student, layers, replace(run, model=teacher) if run else None)
+    return measure(
+        found,
+        rows,
+        tokenizer,
+        window_size=window_reach(layers),
+        max_positions=shape.max_positions,
+        config=recipe.evaluation,
+        seed=recipe.seed,
+        missing=missing,
+    )
+
+
+def model_card(run: Run) -> str:
+    """The README.md beside the student's weights."""
+    name = run.folder.name
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [linearize, linear-attention]
+---
+
+# {name}
+
+`{run.model}`, linearized with the recipe `{run.recipe.name}`: {run.recipe.description}.
+Generation takes constant memory and constant time per token.
+
+```python
+import linearize  # registers the classes; or pass trust_remote_code=True
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+```
+
+How it compares with its teacher and its controls: `evaluation.md` in the run's folder. The recipe, complete:
+
+```yaml
+{run.recipe.to_yaml()}```
+"""
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON atomically."""
+    write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    scratch = path.with_name(f".{path.name}.incomplete")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)

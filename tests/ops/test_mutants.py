@@ -1,0 +1,248 @@
+"""Tests of the tests: each way of breaking the ops must make the check that guards against it fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from linearize.ops import chunked, reference
+from linearize.ops.layout import Layout
+from linearize.ops.span import SlidingSpan, TerracedSpan
+from tests.ops import parity
+from tests.ops.cases import SIDE_BY_SIDE, WITH_GAPS, Case, make_case
+from tests.oracles.spans import SpanSpec
+
+Check = Callable[[ModuleType], None]
+SLIDING, TERRACED = SpanSpec("sliding", 7), SpanSpec("terraced", 7, 2)
+
+
+def against_oracle(span: SpanSpec, styles: tuple[str, ...], **options) -> Check:
+    return lambda ops: parity.check_oracle(ops, make_case(span, styles, 30, **options))
+
+
+def in_two_calls(span: SpanSpec) -> Check:
+    return lambda ops: parity.check_split(ops, make_case(span, ("full", "interior"), 40), [21])
+
+
+def gradients(ops: ModuleType) -> None:
+    """The definition is not checked against itself: only the chunked form has gradients of its own making."""
+    assert ops is chunked
+    parity.check_chunked(make_case(SLIDING, SIDE_BY_SIDE, 200), parity.FP64)
+
+
+def token_by_token(ops: ModuleType) -> None:
+    parity.check_steps(make_case(TERRACED, ("full",), 40), 9)
+
+
+# --- mutants: each takes (monkeypatch, ops) and breaks something ------------------------------------------------------
+
+
+def later_window(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    _shift_lo(patch, 1)
+
+
+def earlier_window(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    _shift_lo(patch, -1)
+
+
+def _shift_lo(patch: pytest.MonkeyPatch, by: int) -> None:
+    for span in (SlidingSpan, TerracedSpan):
+        lo = span.lo
+        patch.setattr(span, "lo", lambda self, position, lo=lo: (lo(self, position) + by).clamp_min(0))
+
+
+def state_dropped(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    scan = ops.linear_scan
+    patch.setattr(ops, "linear_scan", lambda *args, **options: scan(*args, **{**options, "state": None}))
+
+
+def carried_state_forgotten(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    fold = parity.linear_state
+    patch.setattr(parity, "linear_state", lambda *args, **options: fold(*args, **{**options, "state": None}))
+
+
+def context_dropped(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    with_context = Layout.with_context
+
+    def blank(self: Layout, *args) -> Layout:
+        layout = with_context(self, *args)
+        position = layout.key_position.clone()
+        position[:, : position.shape[1] - layout.length] = -1
+        return replace(layout, key_position=position)
+
+    patch.setattr(Layout, "with_context", blank)
+
+
+def documents_ignored(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    def one_document(position: torch.Tensor) -> Layout:
+        return Layout(position, torch.zeros_like(position), position.shape[1])
+
+    patch.setattr(Layout, "from_positions", one_document)
+
+
+def padding_read(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    """Positions are right, but padding slots are read as if they held the token before them."""
+    from_positions = Layout.from_positions
+
+    def filled(position: torch.Tensor) -> Layout:
+        layout = from_positions(position)
+        return replace(layout, key_position=position.where(position >= 0, position.cummax(1).values))
+
+    patch.setattr(Layout, "from_positions", filled)
+
+
+def padding_counted(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    """Padding inside a document moves the positions of the tokens after it."""
+    from_positions = Layout.from_positions
+
+    def slots(position: torch.Tensor) -> Layout:
+        starts = torch.arange(position.shape[1]).where(position == 0, 0).cummax(1).values
+        return from_positions((torch.arange(position.shape[1]) - starts).where(position >= 0, -1))
+
+    patch.setattr(Layout, "from_positions", slots)
+
+
+def heads_interleaved(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    """Query head h reads KV head h % G."""
+    scan = ops.linear_scan
+
+    def wrong(phi_q, phi_k, v, **options):
+        tiles = phi_q.shape[1] // v.shape[1]
+        phi_k = phi_k if phi_k.shape[1] == phi_q.shape[1] else phi_k.tile(1, tiles, 1, 1)
+        return scan(phi_q, phi_k, v.tile(1, tiles, 1, 1), **options)
+
+    patch.setattr(ops, "linear_scan", wrong)
+
+
+def sinks_ignored(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    for name in ("linear_scan", "window_softmax"):
+        op = getattr(ops, name)
+
+        def without(*args, op=op, **options):
+            return op(*args, **{**options, "span": replace(options["span"], sinks=0)})
+
+        patch.setattr(ops, name, without)
+
+
+def softcap_ignored(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    softmax = ops.window_softmax
+    patch.setattr(ops, "window_softmax", lambda *args, **options: softmax(*args, **{**options, "softcap": None}))
+
+
+def maximum_detached(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    """log_scale without its gradient, which eq. 7 needs."""
+    softmax = ops.window_softmax
+
+    def wrong(*args, **options):
+        part = softmax(*args, **options)
+        return replace(part, log_scale=part.log_scale.detach())
+
+    patch.setattr(ops, "window_softmax", wrong)
+
+
+def blocks_detached(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    """No gradient from a block of the sequence to the state of the one before."""
+    patch.setattr(chunked, "MAX_CHUNKS_PER_BLOCK", 1)
+    blockwise = chunked.blockwise
+
+    def wrong(block, *args):
+        return blockwise(
+            lambda start, stop, carry, inputs: block(start, stop, [x.detach() for x in carry], inputs), *args
+        )
+
+    patch.setattr(chunked, "blockwise", wrong)
+
+
+def pending_lost(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    """The block that is being folded never reaches the state."""
+    step = parity.linear_step
+
+    def wrong(*args, state, **options):
+        nothing = torch.zeros_like
+        empty = replace(state, pending_S=nothing(state.pending_S), pending_z=nothing(state.pending_z))
+        return step(*args, state=empty, **options)
+
+    patch.setattr(parity, "linear_step", wrong)
+
+
+def small_error(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    """One output element off by a millionth."""
+    scan = ops.linear_scan
+
+    def wrong(*args, **options):
+        part = scan(*args, **options)
+        num = part.num.clone()
+        num[0, 0, -1, 0] += 1e-6
+        return replace(part, num=num)
+
+    patch.setattr(ops, "linear_scan", wrong)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """`mutant` must make `check` fail, for each of the implementations `ops`."""
+
+    mutant: Callable[[pytest.MonkeyPatch, ModuleType], None]
+    check: Check
+    ops: tuple[ModuleType, ...] = (reference, chunked)
+
+
+GUARDS = [
+    Guard(later_window, against_oracle(SLIDING, ("full",))),
+    Guard(later_window, against_oracle(TERRACED, ("full",))),
+    Guard(earlier_window, against_oracle(SLIDING, ("full",))),
+    Guard(earlier_window, against_oracle(TERRACED, ("full",))),
+    Guard(state_dropped, in_two_calls(SLIDING)),
+    Guard(state_dropped, in_two_calls(SpanSpec("none"))),
+    Guard(carried_state_forgotten, in_two_calls(TERRACED)),
+    Guard(context_dropped, in_two_calls(SLIDING)),
+    Guard(context_dropped, in_two_calls(TERRACED)),
+    Guard(documents_ignored, against_oracle(SLIDING, ("packed", "packed"), seed=6)),
+    Guard(padding_read, against_oracle(SLIDING, WITH_GAPS, seed=1)),
+    Guard(padding_read, against_oracle(SLIDING, ("right",), seed=1)),
+    Guard(padding_counted, against_oracle(SLIDING, ("interior",), seed=1)),
+    Guard(heads_interleaved, against_oracle(SLIDING, ("full",), heads=(4, 2, 2))),
+    Guard(heads_interleaved, against_oracle(SLIDING, ("full",), heads=(4, 2, 4))),
+    Guard(sinks_ignored, against_oracle(SpanSpec("sliding", 7, sinks=2), ("full",))),
+    Guard(softcap_ignored, against_oracle(SLIDING, ("full",), softcap=2.0)),
+    Guard(small_error, against_oracle(SLIDING, ("full",))),
+    Guard(maximum_detached, gradients, ops=(chunked,)),
+    Guard(blocks_detached, gradients, ops=(chunked,)),
+    Guard(pending_lost, token_by_token, ops=(reference,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("guard", "ops"),
+    [
+        pytest.param(guard, ops, id=f"{guard.mutant.__name__}-{index}-{ops.__name__.rpartition('.')[2]}")
+        for index, guard in enumerate(GUARDS)
+        for ops in guard.ops
+    ],
+)
+def test_broken_ops_are_caught(guard: Guard, ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    guard.check(ops)
+    guard.mutant(monkeypatch, ops)
+    with pytest.raises(AssertionError):
+        guard.check(ops)
+
+
+def test_case_styles_hold_what_they_say() -> None:
+    """The generator itself: padding inside documents, several documents, and documents of length 1 all occur."""
+    case: Case = make_case(SLIDING, ("full", "left", "right", "interior", "packed", "mixed"), 130, seed=1)
+    full, left, right, interior, packed, mixed = case.documents
+    assert full == [list(range(130))]
+    assert left[0][-1] == 129
+    assert left[0][0] > 0
+    assert right[0][0] == 0
+    assert right[0][-1] < 129
+    assert len(interior) == 1
+    assert len(interior[0]) < interior[0][-1] - interior[0][0] + 1
+    assert [slot for slots in packed for slot in slots] == list(range(130))
+    assert any(len(slots) == 1 for slots in packed)
+    assert len(mixed) > 1
+    assert sum(len(slots) for slots in mixed) < 130
