@@ -7,5 +7,16 @@ from linearize.config import Recipe
 from linearize.errors import UserError
 from linearize.hf.attention import softmax_attention
 from linearize.hf.convert import convert
+from linearize.training.attention_transfer import attention_transfer
+from linearize.training.data import build_dataset
+from linearize.training.finetune import finetune
 
-__all__ = ["Recipe", "UserError", "convert", "softmax_attention"]
+__all__ = [
+    "Recipe",
+    "UserError",
+    "attention_transfer",
+    "build_dataset",
+    "convert",
+    "finetune",
+    "softmax_attention",
+]

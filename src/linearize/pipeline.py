@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -232,19 +231,21 @@ def candidates(
     sunk = f"softmax in the window and on the first {SINKS} tokens, nothing trained"
     every = {
         "teacher": Candidate("teacher", lambda: loaded(teacher), "softmax attention, as it came"),  # type: ignore[arg-type]
-        "teacher_lora": Candidate("teacher_lora", lambda: tuned("teacher_lora"), "softmax attention, same LoRA budget"),
+        "teacher_lora": Candidate("teacher_lora", lambda: tuned("teacher_lora"), "softmax attention, same LoRA"),
         "swapped": Candidate("swapped", untrained, "mixers swapped in, nothing trained"),
         "transferred": Candidate("transferred", transferred, "mixers trained to match softmax outputs"),
         "student": Candidate("student", lambda: loaded(student), "the finished student"),
         "ablated": Candidate("ablated", lambda: without_linear_part(student), "the student without its linear part"),
         "window": Candidate("window", lambda: windowed(None), "softmax in the window, nothing trained"),
         "window_sinks": Candidate("window_sinks", lambda: windowed(SINKS), sunk),
-        "window_lora": Candidate("window_lora", lambda: tuned("window_lora"), "softmax in the window, same LoRA budget"),
+        "window_lora": Candidate("window_lora", lambda: tuned("window_lora"), "softmax in the window, same LoRA"),
     }
     trained = set() if run is None else {name for name, folder in run.controls.items() if _finished(folder)}
     if run is not None and _finished(run.folder / "transfer"):
         trained.add("transferred")
-    at_hand = {"student", "ablated"} | ({"teacher", "swapped", "window", "window_sinks"} | trained if teacher else set())
+    at_hand = {"student", "ablated"}
+    if teacher is not None:
+        at_hand |= {"teacher", "swapped", "window", "window_sinks"} | trained
     return [c for name, c in every.items() if name in at_hand], [name for name in every if name not in at_hand]
 
 
@@ -336,4 +337,25 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     scratch = path.with_name(f".{path.name}.incomplete")
     scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
+    scratch.replace(path)
+
+
+def generate(
+    model: str,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> None:
+    """Print a continuation of `prompt` as it comes; `temperature` 0 takes the likeliest token."""
+    tokenizer, loaded = load_tokenizer(model), load_model(model, dtype=dtype, device=device)
+    inputs = tokenizer(prompt, return_tensors="pt").to(device)
+    if not inputs["input_ids"].shape[1]:
+        raise UserError("--prompt: expected some text, found none")
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    streamer = transformers.TextStreamer(tokenizer, skip_special_tokens=True)
+    loaded.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)

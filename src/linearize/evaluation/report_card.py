@@ -27,9 +27,11 @@ from linearize.evaluation.recall import (
     far_context_verdict,
     ordinary_tokens,
 )
+from linearize.evaluation.speed import Speed, generation_speed
 from linearize.evaluation.table import in_words
 
 BATCH_SIZE = 8
+NEW_TOKENS = 16
 LABELS = {
     "teacher": "teacher",
     "teacher_lora": "teacher + LoRA",
@@ -41,6 +43,9 @@ LABELS = {
     "window_sinks": "window + sinks, untrained",
     "window_lora": "window only + LoRA",
 }
+
+
+SPEED_HEADER = ("model", "prompt tokens", "prefill, ms", "tokens/s", "cache bytes")
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class ReportCard:
     far_context: Verdict | None
     copying: Verdict | None
     copying_missing: str | None
+    speed: list[Speed]
     missing: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -108,19 +114,26 @@ class ReportCard:
 
     def render(self) -> Group:
         """The table and the findings, for a terminal."""
-        table = Table(title="Held-out loss, nats per token, with 95 % intervals (lower is better)", title_justify="left")
+        table = Table(
+            title="Held-out loss, nats per token, with 95 % intervals (lower is better)", title_justify="left"
+        )
         for name in self._header():
             table.add_column(name)
         for line in self._cells():
             table.add_row(*map(Text, line))
-        return Group(table, *(Text(f"- {line}") for line in self.lines()))
+        costs = Table(title="Generation, batch of one: medians, with least and greatest", title_justify="left")
+        for name in SPEED_HEADER:
+            costs.add_column(name)
+        for line in map(_speed_cells, self.speed):
+            costs.add_row(*map(Text, line))
+        tables = [table, costs] if self.speed else [table]
+        return Group(*tables, *(Text(f"- {line}") for line in self.lines()))
 
     def to_markdown(self) -> str:
         """The same as Markdown."""
-        header = self._header()
-        lines = [header, ["---"] * len(header), *self._cells()]
-        table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-        return f"{table}\n" + "".join(f"- {line}\n" for line in self.lines())
+        findings = "".join(f"- {line}\n" for line in self.lines())
+        costs = _markdown(SPEED_HEADER, [_speed_cells(speed) for speed in self.speed]) if self.speed else ""
+        return "\n".join(filter(None, [_markdown(self._header(), self._cells()), costs, findings]))
 
     def _header(self) -> list[str]:
         return ["model", "loss", f"beyond {self.window_size} tokens", "copying: 1st, 2nd copy", "what it is"]
@@ -130,6 +143,21 @@ class ReportCard:
             [m.label, _text(m.quality.loss), _text(m.quality.beyond), _copying(m.copying), m.note]
             for m in self.measured
         ]
+
+
+def _markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    return "".join("| " + " | ".join(line) + " |\n" for line in [header, ["---"] * len(header), *cells])
+
+
+def _speed_cells(speed: Speed) -> list[str]:
+    prefill, decode = speed.prefill, speed.decode
+    return [
+        speed.model,
+        f"{speed.prompt_length}",
+        f"{1e3 * prefill.median:.1f} [{1e3 * prefill.low:.1f}, {1e3 * prefill.high:.1f}]",
+        f"{1 / decode.median:.0f} [{1 / decode.high:.0f}, {1 / decode.low:.0f}]",
+        f"{speed.cache_bytes:,}",
+    ]
 
 
 def _text(interval: Interval | None) -> str:
@@ -177,6 +205,14 @@ def measure(
             recall = Recall.of(copied[candidate.name], samples=config.bootstrap_samples, seed=seed)
         measured.append(Measured(candidate.name, candidate.label, candidate.note, quality, recall))
 
+    speed: list[Speed] = []
+    opened = {candidate.name: candidate for candidate in candidates}
+    if "teacher" in opened:
+        # A quarter of the positions and nearly all of them.
+        lengths = (max_positions // 4, max_positions - NEW_TOKENS)
+        with opened["teacher"].open() as teacher, opened["student"].open() as student:
+            models = {"teacher": teacher, "student": student}
+            speed = generation_speed(models, lengths, new_tokens=NEW_TOKENS, repeats=3, seed=seed)
     samples = {"samples": config.bootstrap_samples, "seed": seed}
     far_context = copying = None
     if {"teacher", "window"} <= losses.keys():
@@ -187,7 +223,7 @@ def measure(
     others = [name for name in ("teacher", "window_lora", "ablated") if name in losses]
     comparisons = [_compare(losses, name, window_size, samples) for name in others]
     labels = [LABELS[name] for name in missing]
-    return ReportCard(window_size, measured, comparisons, far_context, copying, copying_missing, labels)
+    return ReportCard(window_size, measured, comparisons, far_context, copying, copying_missing, speed, labels)
 
 
 def _compare(losses: dict[str, TokenLosses], other: str, window_size: int, samples: dict[str, int]) -> Comparison:

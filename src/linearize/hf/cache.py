@@ -32,7 +32,9 @@ class LinearizedCacheLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the mixer makes the first state."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         raise RuntimeError("a linearized layer keeps a state, not keys and values; its mixer advances it")
 
     def get_seq_length(self) -> int:

@@ -90,7 +90,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         scratch.mkdir(parents=True)
         yield scratch
         shutil.rmtree(folder, ignore_errors=True)
-        os.replace(scratch, folder)
+        scratch.replace(folder)
     except Exception as error:
         # safetensors reports a full disk in an error of its own.
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):

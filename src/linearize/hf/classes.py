@@ -79,7 +79,7 @@ def read_plan(config: PreTrainedConfig) -> LayerPlan:
 class LinearizedModel(PreTrainedModel):
     """Mixed into the base's model classes: builds the mixers, initialises them, and prepares generation."""
 
-    _keep_in_fp32_modules_strict = {"mixer"}
+    _keep_in_fp32_modules_strict = frozenset({"mixer"})
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -103,7 +103,9 @@ class LinearizedModel(PreTrainedModel):
         super().save_pretrained(save_directory, **kwargs)
         checkpoint.write_auto_module(save_directory, type(self.config).__name__, type(self).__name__)
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
@@ -124,7 +126,7 @@ def attention_modules(model: nn.Module, architecture: Architecture) -> Iterator[
 
 
 def projections(model: PreTrainedModel, roles: Collection[str]) -> dict[str, nn.Module]:
-    """The attention projections of `model`, softmax or linearized, that compute any of `roles` (q, k, v, o), by name."""
+    """The attention projections of `model`, softmax or linearized, that compute any of `roles` (q, k, v, o)."""
     architecture = ARCHITECTURES[model.config.model_type.removeprefix("linearized_")]
     found = {}
     for name, module in model.named_modules():

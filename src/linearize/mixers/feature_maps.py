@@ -37,7 +37,9 @@ class Hedgehog(nn.Module):
         else:
             nn.init.kaiming_uniform_(self.key_weight)
         # Query heads that share a key map start from the same one.
-        self.query_weight.copy_(self.key_weight.repeat_interleave(len(self.query_weight) // len(self.key_weight), dim=0))
+        self.query_weight.copy_(
+            self.key_weight.repeat_interleave(len(self.query_weight) // len(self.key_weight), dim=0)
+        )
 
     def q(self, x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T F"]:
         """Features of queries."""

@@ -117,7 +117,9 @@ class LinearMixer(nn.Module):
 
     def _one_token(self, inputs: AttnInputs, state: MixerState) -> tuple[Tensor, MixerState]:
         span, sinks, position = self.span, self.span.sinks, state.seen
-        k, v = (torch.cat([x.to(new.dtype), new], dim=2) for x, new in ((state.keys, inputs.k), (state.values, inputs.v)))
+        k, v = (
+            torch.cat([x.to(new.dtype), new], dim=2) for x, new in ((state.keys, inputs.k), (state.values, inputs.v))
+        )
         window = linear = None
         if span.max_lag or sinks:
             slots = torch.cat([context_positions(position, span), position[:, None]], dim=1)

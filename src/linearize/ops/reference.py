@@ -1,4 +1,4 @@
-"""The definition: both primitives written out with explicit T x K weights. Quadratic; what every other form is held to."""
+"""The definition: both primitives with explicit T x K weights. Quadratic; what every other form is held to."""
 
 from __future__ import annotations
 

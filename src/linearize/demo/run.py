@@ -1,0 +1,47 @@
+"""What `linearize demo` runs: the bundled teacher, LoLCATs on a small budget, and every control."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from linearize.config import Recipe
+from linearize.demo.corpus import standard_library_texts, teacher_path
+from linearize.hf.checkpoint import load_model, load_tokenizer
+from linearize.pipeline import Run, run
+from linearize.training.data import dataset_from_documents
+
+PROMPT = "def read_config(path):\n"
+# Small enough for two CPU cores and six minutes, the two trained controls included.
+BUDGET = {
+    "data.sequence_length": 512,
+    "data.validation_rows": 48,
+    "transfer.max_tokens": 200_000,
+    "transfer.eval_every": 20,
+    "finetune.max_tokens": 100_000,
+    "finetune.eval_every": 10,
+    "evaluation.copy_rows": 16,
+}
+
+
+def run_demo(output_dir: Path, dtype: torch.dtype, device: torch.device) -> RenderableType:
+    """The table, and a sample of the student's."""
+    torch.manual_seed(0)
+    teacher = str(teacher_path())
+    recipe = Recipe.load("lolcats", BUDGET)
+    tokenizer = load_tokenizer(teacher)
+    dataset = dataset_from_documents(*standard_library_texts(), tokenizer, recipe.data, recipe.seed)
+    card = run(Run(recipe, teacher, output_dir, dtype, device), dataset=dataset)
+    assert card is not None
+
+    student = load_model(str(output_dir / "model"), dtype=dtype, device=device)
+    inputs = tokenizer(PROMPT, return_tensors="pt").to(device)
+    sample = student.generate(**inputs, max_new_tokens=80, do_sample=False)
+    return Group(
+        card.render(),
+        Text("\nThe student continues a prompt (a 5M-parameter model: the shape of code, not its sense):\n"),
+        Text(tokenizer.decode(sample[0], skip_special_tokens=True)),
+    )

@@ -1,0 +1,234 @@
+"""The command line. One function per command and no logic; heavy imports wait until a command runs.
+
+It lies beside the package, because importing `linearize` registers classes with transformers, and ``--help`` should not
+wait for that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    help="Turn a softmax Transformer into one with linear-time prefill and constant-memory generation, "
+    "and say what was kept and what was lost. Try `linearize demo` first.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RecipeName = Annotated[
+    str, typer.Argument(help="a recipe's name (see `linearize recipes`) or a YAML file", metavar="RECIPE")
+]
+Model = Annotated[str, typer.Option(help="the softmax model: a Hugging Face folder or hub id")]
+Student = Annotated[str, typer.Argument(help="a linearized model's folder", metavar="MODEL")]
+OutputDir = Annotated[Path, typer.Option(help="the run's folder; the same command again resumes it")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="override a recipe field, e.g. mixer.span.window_size=32")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output and nothing else")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto: bfloat16 on a GPU, float32 on a CPU")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")]
+Seed = Annotated[int | None, typer.Option(help="seed of everything random; the recipe's own by default")]
+Text = Annotated[
+    str | None, typer.Option(help="text: a txt, json, jsonl or parquet file, a folder of them, or a hub dataset id")
+]
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(help="print this one as YAML, to edit")] = None) -> None:
+    """List the recipes, or print one as YAML."""
+    from linearize.config import Recipe, recipe_names
+
+    if name is not None:
+        typer.echo(Recipe.load(name).to_yaml(), nl=False)
+        return
+    for known in recipe_names():
+        typer.echo(f"{known:16} {Recipe.load(known).description}")
+
+
+@app.command()
+def plan(
+    recipe: RecipeName,
+    model: Model,
+    set_: Set = None,
+    dtype: Dtype = "bfloat16",
+    as_json: Json = False,
+) -> None:
+    """Say what a run would do and cost, and from which length on memory is saved. Touches no weights."""
+    import torch
+
+    from linearize import plan as planning
+    from linearize.config import Recipe, parse_overrides, resolve
+    from linearize.hf.checkpoint import read_config
+    from linearize.teacher import TeacherShape
+
+    chosen = Recipe.load(recipe, parse_overrides(set_ or []))
+    shape = TeacherShape.from_config(read_config(model))
+    size = _dtype(dtype, torch.device("cpu")).itemsize
+    result = planning.make_plan(chosen, shape, resolve(chosen, shape), kv_bytes_per_element=size, training_tokens=None)
+    _show(result.to_json() if as_json else planning.render(result), as_json)
+
+
+@app.command()
+def run(
+    recipe: RecipeName,
+    model: Model,
+    output_dir: OutputDir,
+    dataset: Text = None,
+    until: Annotated[str, typer.Option(help="last stage to run: transfer, finetune or evaluate")] = "evaluate",
+    set_: Set = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = None,
+    as_json: Json = False,
+) -> None:
+    """Linearize a model: convert, train, measure beside every control, and write an ordinary Hugging Face folder."""
+    from linearize import pipeline
+    from linearize.config import Recipe, parse_overrides
+    from linearize.errors import UserError
+
+    if until not in pipeline.STAGES:
+        raise UserError(f"--until: expected one of {', '.join(pipeline.STAGES)}; found {until!r}")
+    overrides = parse_overrides(set_ or [])
+    if dataset is not None:
+        overrides["data.dataset"] = dataset
+    if seed is not None:
+        overrides["seed"] = seed
+    where = _device(device)
+    job = pipeline.Run(Recipe.load(recipe, overrides), model, output_dir, _dtype(dtype, where), where)
+    card = pipeline.run(job, until=until)
+    if card is not None:
+        _show(card.to_json() if as_json else card.render(), as_json)
+    _note(f"run folder: {output_dir}" + ("" if card is None else f"; the model: {output_dir / 'model'}"))
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Student,
+    teacher: Annotated[str | None, typer.Option(help="the softmax model; the run folder's own by default")] = None,
+    dataset: Text = None,
+    set_: Set = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Measure a linearized model beside its teacher and controls, on held-out text and on copying."""
+    from linearize import pipeline
+    from linearize.config import parse_overrides
+
+    where = _device(device)
+    card = pipeline.evaluate(
+        model,
+        teacher=teacher,
+        dataset=dataset,
+        overrides=parse_overrides(set_ or []),
+        dtype=_dtype(dtype, where),
+        device=where,
+    )
+    _show(card.to_json() if as_json else card.render(), as_json)
+
+
+@app.command()
+def generate(
+    model: Student,
+    prompt: Annotated[str, typer.Option(help="the text to continue")],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = None,
+) -> None:
+    """Continue a prompt, printing tokens as they come."""
+    from linearize import pipeline
+
+    where = _device(device)
+    pipeline.generate(
+        model,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        dtype=_dtype(dtype, where),
+        device=where,
+        seed=seed or 0,
+    )
+
+
+@app.command()
+def demo(
+    output_dir: Annotated[Path, typer.Option(help="the run's folder; the same command again resumes it")] = Path(
+        "demo-output"
+    ),
+    device: Device = "cpu",
+) -> None:
+    """Linearize the small bundled model on Python's own sources: start to finish in minutes on a CPU, no network."""
+    from linearize.demo.run import run_demo
+
+    where = _device(device)
+    _show(run_demo(output_dir, _dtype("auto", where), where), as_json=False)
+    _note(f"run folder: {output_dir}; the model: {output_dir / 'model'}")
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    from linearize.errors import UserError
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(f"--device: expected a device of this machine, found {name!r}: {reason}") from None
+    return device
+
+
+def _dtype(name: str, device: Any) -> Any:
+    import torch
+
+    from linearize.errors import UserError
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in known:
+        raise UserError(f"--dtype: expected auto or one of {', '.join(known)}; found {name!r}")
+    return known[name]
+
+
+def _show(result: Any, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    from rich.console import Console
+
+    Console().print(result)
+
+
+def _note(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def main() -> None:
+    """Exit status 0: done. 2: the user can fix it, one line says how. 1: a bug, with its traceback."""
+    try:
+        app()
+    except ValueError as error:
+        # Not imported at the top: the module is free of heavy imports, but its package is not.
+        from linearize.errors import UserError
+
+        if not isinstance(error, UserError):
+            raise
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        _note("interrupted; the same command again resumes")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
