@@ -5,9 +5,9 @@ library and some permissively licensed packages:
 
     python scripts/train_demo_teacher.py --output-dir teacher --packages torch transformers numpy scipy networkx
 
-A minute or so shows that it learns:
+A few minutes show that it learns:
 
-    python scripts/train_demo_teacher.py --output-dir teacher --tokens 200000 --context 256
+    python scripts/train_demo_teacher.py --output-dir teacher --tokens 100000 --context 256
 
 Whatever the sources, the modules that the bundled teacher never saw are left out, and the loss at the end is measured
 on those of the standard library, so that two teachers of one tokenizer can be compared.

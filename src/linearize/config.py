@@ -23,7 +23,7 @@ FORMAT_VERSION = 1
 class Part(BaseModel):
     """Base of every recipe component: immutable, and unknown fields are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 # --- the parts of a mixer ---------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class SlidingSpan(Part):
 
     type: Literal["sliding"] = "sliding"
     window_size: PositiveInt = 64
-    sinks: int = Field(0, ge=0, description="keys at the start of a document that always stay softmax keys")
+    sinks: int = Field(default=0, ge=0, description="keys at the start of a document that always stay softmax keys")
 
 
 class TerracedSpan(Part):
@@ -49,17 +49,19 @@ class TerracedSpan(Part):
     type: Literal["terraced"] = "terraced"
     window_size: PositiveInt = 64
     blocks: PositiveInt = 2
-    sinks: int = Field(0, ge=0, description="keys at the start of a document that always stay softmax keys")
+    sinks: int = Field(default=0, ge=0, description="keys at the start of a document that always stay softmax keys")
 
 
 class HedgehogMap(Part):
     """phi(x) = [softmax(xW), softmax(-xW)] (LoLCATs App. A; Hedgehog eqs. 5-6 without bias)."""
 
     type: Literal["hedgehog"] = "hedgehog"
-    feature_dim: PositiveInt | None = Field(None, description="features per head, even; the head dimension if null")
+    feature_dim: PositiveInt | None = Field(
+        default=None, description="features per head, even; the head dimension if null"
+    )
     init: Literal["identity", "kaiming"] = "identity"
     per: Literal["query_head", "kv_head"] = Field(
-        "query_head", description="one key map per query head (the papers), or per KV head (a smaller state)"
+        default="query_head", description="one key map per query head (the papers), or per KV head (a smaller state)"
     )
 
     @model_validator(mode="after")
@@ -73,7 +75,9 @@ class SharedDenominator(Part):
     """LoLCATs eq. 7: one denominator for the window, weighted by a learned factor g per head, and the linear part."""
 
     type: Literal["shared_denominator"] = "shared_denominator"
-    window_factor_init: float = Field(0.1, gt=0, lt=1, description="initial g = sigmoid(parameter), per query head")
+    window_factor_init: float = Field(
+        default=0.1, gt=0, lt=1, description="initial g = sigmoid(parameter), per query head"
+    )
 
 
 class WindowOnly(Part):
@@ -110,24 +114,24 @@ class Plateau(Part):
     """Multiply the learning rate by `factor` after `patience` evaluations without improvement."""
 
     type: Literal["plateau"] = "plateau"
-    factor: float = Field(0.1, gt=0, lt=1)
+    factor: float = Field(default=0.1, gt=0, lt=1)
     patience: PositiveInt = 10
-    min_lr: float = Field(1e-5, ge=0)
+    min_lr: float = Field(default=1e-5, ge=0)
 
 
 class Cosine(Part):
     """Linear warm-up, then a cosine from the learning rate down to `min_lr` over the stage."""
 
     type: Literal["cosine"] = "cosine"
-    warmup_steps: int = Field(0, ge=0)
-    min_lr: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    min_lr: float = Field(default=0.0, ge=0)
 
 
 class Constant(Part):
     """Linear warm-up, then the learning rate as it is."""
 
     type: Literal["constant"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
 
 
 Schedule = Annotated[Plateau | Cosine | Constant, Field(discriminator="type")]
@@ -137,21 +141,25 @@ class TrainConfig(Part):
     """What every training stage has in common; the loop reads nothing else."""
 
     lr: float = Field(gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     epochs: PositiveInt = 2
-    max_tokens: PositiveInt | None = Field(None, description="stop after this many training tokens, if sooner")
-    batch_size: PositiveInt = Field(8, description="sequences per optimizer step")
-    micro_batch_size: PositiveInt | None = Field(None, description="sequences per forward pass; batch_size if null")
-    clip_norm: float | None = Field(1.0, gt=0, description="gradient norm clip; null for none")
+    max_tokens: PositiveInt | None = Field(default=None, description="stop after this many training tokens, if sooner")
+    batch_size: PositiveInt = Field(default=8, description="sequences per optimizer step")
+    micro_batch_size: PositiveInt | None = Field(
+        default=None, description="sequences per forward pass; batch_size if null"
+    )
+    clip_norm: float | None = Field(default=1.0, gt=0, description="gradient norm clip; null for none")
     schedule: Schedule = Plateau()
-    eval_every: PositiveInt = Field(100, description="optimizer steps between evaluations (and checkpoints)")
+    eval_every: PositiveInt = Field(default=100, description="optimizer steps between evaluations (and checkpoints)")
     early_stopping: PositiveInt | None = Field(
-        None, description="stop after this many evaluations without improvement; null to never stop early"
+        default=None, description="stop after this many evaluations without improvement; null to never stop early"
     )
 
     @model_validator(mode="after")
-    def _divisible(self) -> TrainConfig:
+    def _consistent(self) -> TrainConfig:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1); got {list(self.betas)}")
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size ({self.batch_size}) must be a multiple of micro_batch_size ({self.micro_batch_size})"
@@ -162,16 +170,16 @@ class TrainConfig(Part):
 class TransferConfig(TrainConfig):
     """Stage 1, attention transfer: mixers learn to match softmax attention outputs (LoLCATs eq. 4, App. A.1)."""
 
-    lr: float = Field(1e-2, gt=0)
-    output_mse: float = Field(1000.0, gt=0, description="weight of the output MSE")
+    lr: float = Field(default=1e-2, gt=0)
+    output_mse: float = Field(default=1000.0, gt=0, description="weight of the output MSE")
 
 
 class LoRAConfig(Part):
     """Low-rank adapters on the attention projections; `targets` are roles, found by name in each architecture."""
 
     rank: PositiveInt = 8
-    alpha: float = Field(16.0, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
+    alpha: float = Field(default=16.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: tuple[Literal["q", "k", "v", "o"], ...] = ("q", "k", "v", "o")
 
     @model_validator(mode="after")
@@ -184,41 +192,48 @@ class LoRAConfig(Part):
 class FinetuneConfig(TrainConfig):
     """Stage 2: LoRA on the projections with the next-token loss; feature maps and mix stay frozen."""
 
-    lr: float = Field(1e-4, gt=0)
+    lr: float = Field(default=1e-4, gt=0)
     lora: LoRAConfig = LoRAConfig()
 
 
 class DataConfig(Part):
     """Text in, packed rows out. `dataset` is a hub id or a local txt / json / jsonl / parquet file or folder."""
 
-    dataset: str | None = Field(None, description="set by --dataset")
+    dataset: str | None = Field(default=None, description="set by --dataset")
     validation_dataset: str | None = Field(
-        None, description="held-out text from a source of its own, instead of a share of `dataset`"
+        default=None, description="held-out text from a source of its own, instead of a share of `dataset`"
     )
     format: Literal["auto", "text", "alpaca", "chat"] = Field(
-        "auto", description="auto: `messages` -> chat, `instruction` and `output` -> alpaca, else the text column"
+        default="auto",
+        description="auto: `messages` -> chat, `instruction` and `output` -> alpaca, else the text column",
     )
     text_column: str = "text"
-    split: str = Field("train", description="the split of a hub dataset")
-    sequence_length: PositiveInt = 1024
-    max_documents: PositiveInt | None = Field(None, description="read at most this many documents")
-    validation_fraction: float = Field(0.05, gt=0, lt=1, description="share of the documents held out")
-    validation_rows: PositiveInt = Field(64, description="at most this many packed held-out rows")
+    split: str = Field(default="train", description="the split of a hub dataset")
+    sequence_length: int = Field(default=1024, ge=2, description="tokens per packed row")
+    max_documents: PositiveInt | None = Field(default=None, description="read at most this many documents")
+    validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="share of the documents held out")
+    validation_rows: PositiveInt = Field(default=64, description="at most this many packed held-out rows")
 
 
 class EvaluationConfig(Part):
     """What `run` measures at the end."""
 
-    trained_controls: bool = Field(True, description="train the LoRA controls: teacher and window only, same budget")
+    trained_controls: bool = Field(
+        default=True, description="train the LoRA controls: teacher and window only, same budget"
+    )
     bootstrap_samples: PositiveInt = 1000
-    copy_rows: PositiveInt = Field(16, description="random sequences of the copying test")
+    copy_rows: PositiveInt = Field(default=16, description="random sequences of the copying test")
 
 
 class LayersConfig(Part):
     """Which layers are linearized."""
 
-    keep_softmax: tuple[int, ...] = Field((), description="layer indices that stay softmax; negative from the end")
-    convert_sliding: bool = Field(False, description="also convert layers whose teacher attention slides already")
+    keep_softmax: tuple[int, ...] = Field(
+        default=(), description="layer indices that stay softmax; negative from the end"
+    )
+    convert_sliding: bool = Field(
+        default=False, description="also convert layers whose teacher attention slides already"
+    )
 
 
 class Recipe(Part):
@@ -232,7 +247,7 @@ class Recipe(Part):
     finetune: FinetuneConfig | None = FinetuneConfig()
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
 
     @classmethod
     def load(cls, name_or_path: str, overrides: dict[str, Any] | None = None) -> Recipe:
@@ -245,7 +260,10 @@ class Recipe(Part):
         if path.suffix in {".yaml", ".yml"}:
             if not path.is_file():
                 raise UserError(f"recipe: expected a YAML file, found nothing at {name_or_path!r}; check the path")
-            text = path.read_text(encoding="utf-8")
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"recipe {name_or_path}: expected a UTF-8 text file; {error}") from None
         elif name_or_path in recipe_names():
             text = (_RECIPES / f"{name_or_path}.yaml").read_text(encoding="utf-8")
         else:
@@ -269,7 +287,7 @@ class Recipe(Part):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise UserError(_one_line(error)) from None
+            raise UserError(_one_line(error, data)) from None
 
     def override(self, overrides: dict[str, Any]) -> Recipe:
         """This recipe with dotted fields replaced; `UserError` as in `load`."""
@@ -297,7 +315,7 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
     for assignment in assignments:
         field, equals, value = assignment.partition("=")
         if not equals or not field:
-            raise UserError(f"--set: expected field=value, found {assignment!r}")
+            raise UserError(f"--set: expected field=value, found {assignment!r}; e.g. --set finetune.lr=2e-4")
         try:
             overrides[field] = yaml.safe_load(value)
         except yaml.YAMLError:
@@ -310,18 +328,28 @@ def _assign(data: dict[str, Any], field: str, value: Any) -> None:
     for parent in parents:
         data = data.setdefault(parent, {})
         if not isinstance(data, dict):
-            raise UserError(f"--set {field}: {parent} is not a group of fields")
+            raise UserError(f"--set {field}: expected a group of fields at {parent}, found {data!r}; set it first")
+    if last == "type" and data.get("type") != value:
+        data.clear()  # another part: the fields of the one before do not belong to it
     data[last] = value
 
 
-def _one_line(error: ValidationError) -> str:
+def _one_line(error: ValidationError, data: Any) -> str:
     first = error.errors(include_url=False)[0]
-    # Pydantic puts the discriminator's value into the location; it is not part of the field's name.
-    field = ".".join(str(part) for part in first["loc"]) or "recipe"
-    found = "" if first["type"] in {"missing", "extra_forbidden"} else f"; found {first['input']!r}"
+    # Pydantic puts the type of a part into the location; it is not part of the field's name.
+    names = []
+    for name in first["loc"]:
+        if isinstance(data, dict) and name not in data and data.get("type") == name:
+            continue
+        names.append(str(name))
+        data = data.get(name) if isinstance(data, dict) else None
     message = {"extra_forbidden": "unknown field", "missing": "missing"}.get(first["type"], first["msg"])
+    silent = {"missing", "extra_forbidden", "value_error"}
+    found = "" if first["type"] in silent else f"; found {first['input']!r}"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"recipe field {field}: {message}{found}{more}; `linearize recipes` prints a valid recipe"
+    message = message.removeprefix("Value error, ")
+    where = ".".join(names) or "(all)"
+    return f"recipe field {where}: {message}{found}{more}; `linearize recipes lolcats` shows a valid one"
 
 
 # --- recipe x teacher -> layer plan -----------------------------------------------------------------------------------
@@ -352,6 +380,11 @@ def resolve(recipe: Recipe, teacher: TeacherShape) -> LayerPlan:
         )
     mixer = recipe.mixer
     if mixer.feature_map is not None and mixer.feature_map.feature_dim is None:
+        if teacher.head_dim % 2:
+            raise UserError(
+                f"mixer.feature_map.feature_dim: expected an even number; the teacher's head dimension, "
+                f"{teacher.head_dim}, is odd, so set one"
+            )
         feature_map = mixer.feature_map.model_copy(update={"feature_dim": teacher.head_dim})
         mixer = mixer.model_copy(update={"feature_map": feature_map})
     return tuple(None if index in kept else mixer for index in range(teacher.num_layers))

@@ -351,7 +351,8 @@ def generate(
     seed: int,
 ) -> None:
     """Print a continuation of `prompt` as it comes; `temperature` 0 takes the likeliest token."""
-    tokenizer, loaded = load_tokenizer(model), load_model(model, dtype=dtype, device=device)
+    tokenizer = load_tokenizer(model)
+    loaded: Any = load_model(model, dtype=dtype, device=device)
     inputs = tokenizer(prompt, return_tensors="pt").to(device)
     if not inputs["input_ids"].shape[1]:
         raise UserError("--prompt: expected some text, found none")

@@ -36,7 +36,7 @@ class TeacherShape:
         Raises:
             UserError: the architecture is not supported, or a size is missing.
         """
-        model_type = config.get("model_type", "").removeprefix("linearized_")
+        model_type = str(config.get("model_type") or "").removeprefix("linearized_")
         if model_type not in SUPPORTED:
             raise UserError(
                 f"model_type: expected one of {', '.join(SUPPORTED)}; found {model_type or 'nothing'!r}; "

@@ -165,7 +165,7 @@ def test_chunked_with_context_and_a_carried_state(case: Case, data: st.DataObjec
 @pytest.mark.parametrize("span", [SpanSpec("sliding", 3, sinks=1), SpanSpec("terraced", 2, 2)], ids=str)
 def test_gradients_of_the_definition_against_finite_differences(span: SpanSpec) -> None:
     """The maximum c_n carries gradient: eq. 7 depends on it."""
-    case = make_case(span, ("interior", "packed"), 9, heads=(2, 1, 2), softcap=3.0)
+    case = make_case(span, ("mixed",), 9, heads=(2, 1, 2), seed=58, softcap=3.0)
     leaves = [x.requires_grad_() for x in (case.q, case.k, case.v, case.phi_q, case.phi_k)]
 
     def fields(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

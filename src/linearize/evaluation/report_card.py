@@ -38,7 +38,7 @@ LABELS = {
     "swapped": "student, untrained",
     "transferred": "student after transfer",
     "student": "student",
-    "ablated": "student, linear part cut out",
+    "ablated": "student, no linear part",
     "window": "window only, untrained",
     "window_sinks": "window + sinks, untrained",
     "window_lora": "window only + LoRA",
@@ -117,10 +117,10 @@ class ReportCard:
         table = Table(
             title="Held-out loss, nats per token, with 95 % intervals (lower is better)", title_justify="left"
         )
-        for name in self._header():
+        for name in self._header()[:-1]:
             table.add_column(name)
         for line in self._cells():
-            table.add_row(*map(Text, line))
+            table.add_row(*map(Text, line[:-1]))
         costs = Table(title="Generation, batch of one: medians, with least and greatest", title_justify="left")
         for name in SPEED_HEADER:
             costs.add_column(name)
@@ -136,7 +136,7 @@ class ReportCard:
         return "\n".join(filter(None, [_markdown(self._header(), self._cells()), costs, findings]))
 
     def _header(self) -> list[str]:
-        return ["model", "loss", f"beyond {self.window_size} tokens", "copying: 1st, 2nd copy", "what it is"]
+        return ["model", "loss", f"beyond {self.window_size} tokens", "1st, 2nd copy", "what it is"]
 
     def _cells(self) -> list[list[str]]:
         return [

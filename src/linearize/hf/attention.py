@@ -122,6 +122,12 @@ def hide_masks(model: PreTrainedModel, layers: int) -> None:
         model.config._attn_implementation_internal = IMPLEMENTATION
 
 
+def unhide_masks(config: Any) -> None:
+    """Undo `hide_masks` on a config that a new model is made from: transformers chooses its implementation anew."""
+    if config._attn_implementation == IMPLEMENTATION:
+        config._attn_implementation_internal = None
+
+
 @contextmanager
 def softmax_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Within, `model` computes softmax attention exactly as it did before conversion."""
@@ -191,11 +197,16 @@ def _causal_softmax(module: Any, inputs: AttnInputs) -> Tensor:
     base = type(module).__mro__[2]
     eager = sys.modules[base.__module__].eager_attention_forward
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+    # The window of the layer's own sliding attention, if it has one; only masks tell it to eager and sdpa.
+    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+    slides = window is not None and window < length
     mask = None
-    if function is eager:
-        mask = torch.full((length, length), torch.finfo(inputs.q.dtype).min, device=inputs.q.device).triu(1)[None, None]
-        mask = mask.to(inputs.q.dtype)
-    options = {} if inputs.softcap is None else {"softcap": inputs.softcap}
+    if function is eager or (slides and implementation == "sdpa"):
+        slot = torch.arange(length, device=inputs.q.device)
+        lag = slot[:, None] - slot
+        hidden = (lag < 0) | (lag >= (window if slides else length))
+        mask = inputs.q.new_zeros(length, length).masked_fill(hidden, torch.finfo(inputs.q.dtype).min)[None, None]
+    options = {"sliding_window": window} | ({} if inputs.softcap is None else {"softcap": inputs.softcap})
     y = function(module, inputs.q, inputs.k, inputs.v, mask, scaling=inputs.scaling, dropout=0.0, **options)[0]
     return y.transpose(1, 2)
 

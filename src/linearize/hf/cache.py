@@ -10,14 +10,13 @@ from linearize.mixers import MixerState
 
 
 class LinearizedCacheLayer(CacheLayerMixin):
-    """Holds one mixer's `MixerState` inside an ordinary transformers `Cache`. Constant in size.
-
-    It counts as a sliding layer, so that transformers sizes attention masks after the layers that stay softmax.
-    """
+    """Holds one mixer's `MixerState` inside an ordinary transformers `Cache`. Constant in size."""
 
     is_compileable = True
     is_croppable = False
-    is_sliding = True
+    # transformers sizes the masks of softmax layers after the cache's first sliding layer (== True) and its first full one
+    # (== False, or falsy). Neither may be a linearized layer, whose sizes are others.
+    is_sliding = "neither"
     supports_early_init = False
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
                 "before the tokens you may want to undo (copy.deepcopy), and go on from the copy"
             )
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:

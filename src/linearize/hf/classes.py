@@ -22,7 +22,14 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from linearize.config import FORMAT_VERSION, LayerPlan, MixerConfig
 from linearize.hf import checkpoint
-from linearize.hf.attention import LinearizedAttention, attach, hide_masks, layout_hook, linearized_layers
+from linearize.hf.attention import (
+    LinearizedAttention,
+    attach,
+    hide_masks,
+    layout_hook,
+    linearized_layers,
+    unhide_masks,
+)
 from linearize.hf.cache import cache_layer
 from linearize.mixers import LinearMixer
 from linearize.teacher import TeacherShape
@@ -82,8 +89,11 @@ class LinearizedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = frozenset({"mixer"})
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        unhide_masks(config)
         super().__init__(config, *args, **kwargs)
-        install(self)
+        # Some heads make their base model through AutoModel: a linearized model, which has its mixers already.
+        if not linearized_layers(self):
+            install(self)
 
     @torch.no_grad()
     @guard_torch_init_functions()

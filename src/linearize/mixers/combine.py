@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -51,7 +53,7 @@ class WindowOnlyCombine(nn.Module):
         return window.num / window.den.clamp_min(MIN_DENOMINATOR)[..., None]
 
 
-COMBINES: dict[type, type[SharedDenominatorCombine] | type[WindowOnlyCombine]] = {
+COMBINES: dict[type, Callable[..., Any]] = {
     SharedDenominator: SharedDenominatorCombine,
     WindowOnly: WindowOnlyCombine,
 }

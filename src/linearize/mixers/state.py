@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -30,8 +30,8 @@ class MixerState:
         """The state with `fn` applied to every tensor."""
         linear = self.linear
         if linear is not None:
-            parts = {field.name: getattr(linear, field.name) for field in fields(linear)}
-            linear = LinearState(**{name: x if x is None else fn(x) for name, x in parts.items()})
+            pending = (None if x is None else fn(x) for x in (linear.pending_S, linear.pending_z))
+            linear = LinearState(fn(linear.S), fn(linear.z), *pending)
         return MixerState(fn(self.keys), fn(self.values), fn(self.seen), linear)
 
     def tensors(self) -> list[Tensor]:

@@ -167,7 +167,7 @@ def window_softmax(
     dtype, heads, group = accumulation_dtype(v.dtype), k.shape[1], q.shape[1] // k.shape[1]
     slots = _Slots(layout)
     chunk = slots.chunk
-    q, k, v = (slots.spread(x.to(dtype)) for x in (q * scaling, k, v))
+    q, k, v = (slots.spread(x) for x in (q.to(dtype) * scaling, k.to(dtype), v.to(dtype)))
     first = -((1 - span.max_lag) // chunk)
     k_position = F.pad(slots.position, (first * chunk, 0), value=-1)
     k_document = F.pad(slots.document, (first * chunk, 0))

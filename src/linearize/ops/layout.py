@@ -23,6 +23,7 @@ class Layout:
         length: T, the number of queries.
         uniform: every row is one document without padding (known from the construction, so no device sync).
         sink_slots: the first slots hold the carried document's sinks, once these have left the slots behind them.
+        seen: tokens of the carried document before this call, where there is one.
     """
 
     key_position: Int[Tensor, "B K"]
@@ -30,6 +31,7 @@ class Layout:
     length: int
     uniform: bool = False
     sink_slots: int = 0
+    seen: Int[Tensor, " B"] | None = None
 
     @classmethod
     def full(cls, length: int, device: torch.device | str | None = None) -> Layout:
@@ -54,14 +56,16 @@ class Layout:
         Tokens of document 0 go on in the carried document: their positions count from `seen`.
         """
         context = context_positions(seen, span)
-        # Below lo(seen - 1) no later query looks through its window, and the carried linear state holds the key.
+        # Below lo(seen - 1) no later query looks through its window, and the carried linear state holds the key, unless
+        # it is a sink that has not moved to its own slot yet.
         recent = context[:, span.sinks :]
-        context = torch.cat([context[:, : span.sinks], recent.where(recent >= span.lo(seen[:, None] - 1), -1)], dim=1)
+        needed = (recent >= span.lo(seen[:, None] - 1)) | (recent < span.sinks)
+        context = torch.cat([context[:, : span.sinks], recent.where(needed, -1)], dim=1)
         goes_on = (self.key_document == 0) & (self.key_position >= 0)
         own = self.key_position + seen[:, None] * goes_on
         position = torch.cat([context, own], dim=1)
         document = torch.cat([torch.zeros_like(context), self.key_document.expand(len(seen), -1)], dim=1)
-        return Layout(position, document, self.length, sink_slots=span.sinks)
+        return Layout(position, document, self.length, sink_slots=span.sinks, seen=seen)
 
     @property
     def query_position(self) -> Int[Tensor, "B T"]:
@@ -92,7 +96,9 @@ class Layout:
     def count(self) -> Int[Tensor, " B"]:
         """Tokens of each row's last document so far, that is the position a next token would have."""
         last = self.key_document == self.last_document
-        return torch.where(last, self.key_position, -1).amax(1) + 1
+        count = torch.where(last, self.key_position, -1).amax(1) + 1
+        # A row without tokens in this call stays where it was, whether or not context slots show it.
+        return count if self.seen is None else count.where(self.last_document[:, 0] > 0, count.maximum(self.seen))
 
     @cached_property
     def last_document(self) -> Int[Tensor, "B 1"]:

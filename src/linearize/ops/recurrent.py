@@ -50,7 +50,7 @@ def window_step(
 ) -> Partial:
     """Softmax over the slots that the query sees (always its own at least, unless the span is none)."""
     dtype, heads = accumulation_dtype(v.dtype), k.shape[1]
-    q, k, v = (q * scaling).to(dtype).unflatten(1, (heads, -1)).squeeze(-2), k.to(dtype), v.to(dtype)
+    q, k, v = (q.to(dtype) * scaling).unflatten(1, (heads, -1)).squeeze(-2), k.to(dtype), v.to(dtype)
     scores = q @ k.transpose(-1, -2)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -60,6 +61,7 @@ def _adapted(model: PreTrainedModel, config: FinetuneConfig, seed: int) -> PeftM
 
 
 def _merge(adapted: PeftModel, model: PreTrainedModel, config: FinetuneConfig) -> None:
+    module: Any
     for module in projections(model, config.lora.targets).values():
         weight = module.base_layer.weight
         module.base_layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)

@@ -1,0 +1,141 @@
+"""Tiny random teachers and their students: fp64, attention far from uniform, mixers far from their initial values."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+import linearize
+from linearize.hf.attention import linearized_layers
+
+VOCABULARY = 60
+LAYERS = 3
+_TOKENS = dict(vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+_ROPE = _TOKENS | dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
+_GPT2 = _TOKENS | dict(n_embd=32, n_layer=LAYERS, n_head=4, n_positions=256)
+_NO_DROPOUT = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, summary_first_dropout=0.0)
+# Prefix of the class names, and the fields of the config.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _ROPE),
+    "mistral": ("Mistral", _ROPE | dict(sliding_window=None)),
+    "qwen3": ("Qwen3", _ROPE | dict(head_dim=8)),
+    "gpt2": ("GPT2", _GPT2 | _NO_DROPOUT),
+}
+SPANS: dict[str, dict[str, Any]] = {
+    "none": dict(type="none"),
+    "sliding": dict(type="sliding", window_size=6),
+    "sinks": dict(type="sliding", window_size=5, sinks=2),
+    "terraced": dict(type="terraced", window_size=4, blocks=2, sinks=1),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A teacher and how it is converted; `teacher` are fields of its config."""
+
+    name: str
+    architecture: str = "llama"
+    span: str = "sliding"
+    per: str = "query_head"
+    window_only: bool = False
+    keep_softmax: tuple[int, ...] = ()
+    convert_sliding: bool = False
+    teacher: dict[str, Any] = field(default_factory=dict, hash=False)
+    overrides: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def recipe(self) -> linearize.Recipe:
+        fields = {
+            "mixer.span": dict(SPANS[self.span]),
+            "mixer.feature_map.per": self.per,
+            "layers.keep_softmax": self.keep_softmax,
+            "layers.convert_sliding": self.convert_sliding,
+        }
+        if self.window_only:
+            fields |= {"mixer.feature_map": None, "mixer.combine": dict(type="window_only")}
+        return linearize.Recipe.load("lolcats", fields | self.overrides)
+
+
+CASES = [
+    Case("llama-none", span="none", per="kv_head"),
+    Case("llama-sliding"),
+    Case("llama-sinks", span="sinks", per="kv_head"),
+    Case("llama-terraced", span="terraced"),
+    Case("llama-window-only", span="terraced", window_only=True),
+    Case("llama-mixed", keep_softmax=(1,)),
+    Case("mistral-terraced", "mistral", span="terraced", per="kv_head"),
+    Case("qwen3-sinks", "qwen3", span="sinks"),
+    Case("gpt2-sliding", "gpt2"),
+    Case("gpt2-mixed", "gpt2", span="none", keep_softmax=(0, -1)),
+]
+# Softmax layers that slide stay beside linearized ones: by their own choice (Qwen3), or because they are told to.
+SLIDING_TEACHERS = [
+    Case("qwen3-sliding-kept", "qwen3", teacher=dict(use_sliding_window=True, sliding_window=8, max_window_layers=2)),
+    Case("mistral-sliding-kept", "mistral", convert_sliding=True, keep_softmax=(1,), teacher=dict(sliding_window=8)),
+]
+
+
+def make_teacher(architecture: str, head: str = "ForCausalLM", **fields: Any) -> PreTrainedModel:
+    """A new fp64 teacher in eval mode, the same weights every time."""
+    prefix, defaults = ARCHITECTURES[architecture]
+    if architecture == "gpt2" and head == "ForCausalLM":
+        head = "LMHeadModel"
+    config = getattr(transformers, f"{prefix}Config")(**(defaults | fields))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, prefix + head)(config).double().eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=0.4)
+                else:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+                if name.endswith(("q_norm.weight", "k_norm.weight")):
+                    parameter.mul_(2)  # normalised queries and keys are short
+    return model
+
+
+def make_student(case: Case, teacher: PreTrainedModel) -> PreTrainedModel:
+    """A new student in eval mode with random mixers, so that no two maps or heads are alike."""
+    student = linearize.convert(teacher, case.recipe()).eval()
+    randomize_mixers(student)
+    return student
+
+
+@torch.no_grad()
+def randomize_mixers(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for layer in linearized_layers(model).values():
+        for parameter in layer.mixer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.7)
+
+
+_teachers = functools.cache(lambda architecture, fields: make_teacher(architecture, **dict(fields)))
+
+
+def teacher_of(case: Case) -> PreTrainedModel:
+    """The teacher of `case`, made once: not to be changed."""
+    return _teachers(case.architecture, tuple(case.teacher.items()))
+
+
+@functools.cache
+def student_of(case: Case) -> PreTrainedModel:
+    """The student of `case`, made once: not to be changed."""
+    return make_student(case, teacher_of(case))
+
+
+def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Token ids, never the padding token."""
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))

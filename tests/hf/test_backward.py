@@ -1,0 +1,73 @@
+"""Gradients through a converted model: checkpointing, autocast, adapters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.hf.attention import linearized_layers
+from tests.hf.checks import assert_close, left_padding, positions
+from tests.hf.models import CASES, Case, make_student, make_teacher, random_tokens
+
+SOME = [case for case in CASES if case.name in {"llama-terraced", "llama-mixed", "qwen3-sinks", "gpt2-sliding"}]
+
+
+def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Of the next-token loss on left-padded rows."""
+    ids, mask = random_tokens(2, 24), left_padding([6, 0], 24)
+    labels = ids.masked_fill(mask == 0, -100)
+    model.zero_grad()
+    model(ids, attention_mask=mask, position_ids=positions(mask), labels=labels, use_cache=False).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_gradient_checkpointing(case: Case) -> None:
+    model = make_student(case, make_teacher(case.architecture)).train()
+    plain = gradients(model)
+    # The old name warns in newer releases, the new one is not in older releases.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    calls = []
+    for layer in linearized_layers(model).values():
+        layer.mixer.register_forward_hook(lambda *_: calls.append(1))
+    checkpointed = gradients(model)
+    assert len(calls) == 2 * len(linearized_layers(model))  # it does recompute
+    assert list(checkpointed) == list(plain)
+    for name, gradient in plain.items():
+        assert_close(checkpointed[name], gradient)
+        assert gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_autocast(case: Case) -> None:
+    model = make_student(case, make_teacher(case.architecture).float())
+    ids, mask = random_tokens(2, 40), left_padding([6, 0], 40)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(ids, attention_mask=mask, labels=ids, use_cache=False).loss
+    exact = model(ids, attention_mask=mask, labels=ids, use_cache=False).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(exact.item(), rel=0.1)
+    assert loss.item() != exact.item()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+# peft asks transformers under a name that newer releases deprecate.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_adapters(case: Case) -> None:
+    model = make_student(case, make_teacher(case.architecture).float())
+    model.requires_grad_(False)
+    conv1d = case.architecture == "gpt2"
+    targets = ["c_attn"] if conv1d else ["q_proj", "v_proj"]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, fan_in_fan_out=conv1d))
+    ids = random_tokens(2, 20)
+    adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * len(targets) * 3
+    assert all("lora" in name for name in trained)
+    # B starts at zero, so only its own gradient is there at first.
+    assert all(p.grad.abs().max() > 0 for name, p in trained.items() if "lora_B" in name)

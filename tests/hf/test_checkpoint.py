@@ -1,0 +1,202 @@
+"""Saved and loaded again: here, in a fresh process, without the package, from the teacher's own checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import linearize
+from linearize.hf.attention import linearized_layers
+from linearize.hf.classes import MODEL_CLASSES
+from linearize.mixers import LinearMixer
+from tests.hf.checks import assert_close, left_padding, positions, uncached
+from tests.hf.models import ARCHITECTURES, CASES, Case, make_student, make_teacher, random_tokens, student_of
+
+CASE = {case.name: case for case in CASES}
+SAVED = [CASE[name] for name in ("llama-mixed", "mistral-terraced", "qwen3-sinks", "gpt2-sliding")]
+HEADS = {
+    "AutoModel": "Model",
+    "AutoModelForSequenceClassification": "ForSequenceClassification",
+    "AutoModelForTokenClassification": "ForTokenClassification",
+}
+
+
+def outputs(model: PreTrainedModel) -> Tensor:
+    """Logits, or hidden states where there is no head, of left-padded rows."""
+    ids, mask = random_tokens(2, 20), left_padding([6, 0], 20)
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, position_ids=positions(mask), use_cache=False)[0]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of students, one per architecture."""
+    folder = tmp_path_factory.mktemp("students")
+    for case in SAVED:
+        copy.deepcopy(student_of(case)).save_pretrained(folder / case.architecture)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fresh_process(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """What `fresh_process.py` says and the folder with the logits that it wrote."""
+    folder = tmp_path_factory.mktemp("loaded")
+    environment = os.environ | dict(HF_HOME=str(folder), HF_MODULES_CACHE=str(folder / "modules"), HF_HUB_OFFLINE="1")
+    command = [sys.executable, Path(__file__).with_name("fresh_process.py"), checkpoints, folder]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), folder
+
+
+@pytest.mark.parametrize("case", SAVED, ids=lambda case: case.name)
+def test_loads_in_a_fresh_process(case: Case, fresh_process: tuple[dict[str, Any], Path]) -> None:
+    report, folder = fresh_process
+    assert report[case.architecture] == type(student_of(case)).__name__
+    ids = torch.arange(1, 31)[None]
+    assert_close(load_file(folder / f"{case.architecture}.safetensors")["logits"], uncached(student_of(case), ids))
+
+
+def test_loads_with_remote_code(fresh_process: tuple[dict[str, Any], Path]) -> None:
+    """Nothing imported, `trust_remote_code=True`: the module beside the weights finds the package."""
+    report, folder = fresh_process
+    assert report["remote"] == "linearize.hf.classes.LinearizedLlamaForCausalLM"
+    logits = load_file(folder / "remote.safetensors")["logits"]
+    assert_close(logits, uncached(student_of(CASE["llama-mixed"]), torch.arange(1, 31)[None]))
+
+
+def test_without_the_package_it_says_what_to_install(fresh_process: tuple[dict[str, Any], Path]) -> None:
+    assert "pip install linearize" in fresh_process[0]["without the package"]
+
+
+@pytest.mark.parametrize("auto", HEADS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_head_comes_back(architecture: str, auto: str, tmp_path: Path) -> None:
+    teacher = make_teacher(architecture, HEADS[auto])
+    student = make_student(Case("", architecture), teacher)
+    student.save_pretrained(tmp_path)
+    loaded = getattr(transformers, auto).from_pretrained(tmp_path, dtype=torch.float64)
+    assert type(loaded) is type(student)
+    assert_close(outputs(loaded), outputs(student))
+    assert not torch.allclose(outputs(loaded), outputs(teacher))
+    with linearize.softmax_attention(loaded):
+        assert_close(outputs(loaded), outputs(teacher))
+
+
+def test_every_registered_class_is_an_attribute_of_its_module() -> None:
+    for heads in MODEL_CLASSES.values():
+        for cls in heads.values():
+            assert getattr(sys.modules[cls.__module__], cls.__name__) is cls
+
+
+def test_bfloat16_keeps_mixers_in_float32(checkpoints: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoints / "qwen3", dtype=torch.bfloat16)
+    saved = dict(student_of(CASE["qwen3-sinks"]).named_parameters())
+    for name, parameter in loaded.named_parameters():
+        dtype = torch.float32 if ".mixer." in name else torch.bfloat16
+        assert parameter.dtype == dtype
+        assert torch.equal(parameter, saved[name].to(dtype))
+    assert outputs(loaded).isfinite().all()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_teacher_s_folder_with_a_linearized_config_is_a_conversion(architecture: str, tmp_path: Path) -> None:
+    teacher = make_teacher(architecture).float()
+    teacher.save_pretrained(tmp_path)
+    student = linearize.convert(teacher, Case("", architecture, keep_softmax=(2,)).recipe())
+    loaded, report = type(student).from_pretrained(
+        tmp_path, config=student.config, dtype=torch.float32, output_loading_info=True
+    )
+    assert report["missing_keys"] == {name for name in student.state_dict() if ".mixer." in name}
+    assert not report["unexpected_keys"]
+    for name, parameter in student.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter)
+    assert torch.equal(outputs(loaded), outputs(student))
+    with linearize.softmax_attention(loaded):
+        assert torch.equal(outputs(loaded), outputs(teacher))
+
+
+def test_random_mixers_that_a_checkpoint_lacks(tmp_path: Path) -> None:
+    teacher = make_teacher("llama").float()
+    teacher.save_pretrained(tmp_path)
+    case = Case("", overrides={"mixer.feature_map.init": "kaiming"})
+    student = linearize.convert(teacher, case.recipe())
+    loaded = type(student).from_pretrained(tmp_path, config=student.config)
+    for layers in zip(*(linearized_layers(model).values() for model in (loaded, student)), strict=True):
+        found, expected = (layer.mixer.feature_map.query_weight.detach() for layer in layers)
+        assert found.isfinite().all()
+        assert not torch.equal(found, expected)
+        assert found.abs().max().item() == pytest.approx(expected.abs().max().item(), rel=0.1)
+
+
+def test_a_config_makes_more_than_one_model() -> None:
+    """hide_masks writes into the config that a model is made from."""
+    student = student_of(CASE["llama-sliding"])
+    again = type(student)(copy.deepcopy(student.config)).double()
+    again.load_state_dict(student.state_dict())
+    assert_close(outputs(again), outputs(student))
+    with linearize.softmax_attention(again), linearize.softmax_attention(student):
+        assert_close(outputs(again), outputs(student))
+
+
+@pytest.mark.parametrize("case", [CASE["llama-sliding"], CASE["gpt2-mixed"]], ids=lambda case: case.name)
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(through: Any, case: Case) -> None:
+    student = student_of(case)
+    copied = through(student)
+    assert type(copied) is type(student)
+    assert torch.equal(outputs(copied), outputs(student))
+    expected = outputs(student)
+    with linearize.softmax_attention(copied):
+        assert torch.equal(outputs(student), expected)
+        assert not torch.allclose(outputs(copied), expected)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert torch.equal(outputs(student), expected)
+
+
+def test_a_checkpoint_of_another_version(checkpoints: Path, tmp_path: Path) -> None:
+    config = json.loads((checkpoints / "llama" / "config.json").read_text(encoding="utf-8"))
+    config["linearize"]["format_version"] = 99
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"format_version: expected 1, found 99; install the version"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    del config["linearize"]
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"expected a layer plan, found None"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+
+
+def test_a_plan_for_another_depth(checkpoints: Path) -> None:
+    config = AutoConfig.from_pretrained(checkpoints / "llama")
+    config.num_hidden_layers = 2
+    with pytest.raises(ValueError, match=r"layers: expected 2 layers, found 3"):
+        AutoModelForCausalLM.from_config(config)
+
+
+def test_what_is_written(checkpoints: Path) -> None:
+    config = json.loads((checkpoints / "qwen3" / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == "linearized_qwen3"
+    assert config["linearize"]["format_version"] == 1
+    assert [layer["span"] for layer in config["linearize"]["layers"]] == 3 * [
+        dict(type="sliding", window_size=5, sinks=2)
+    ]
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_linearize.LinearizedQwen3ForCausalLM"
+    module = (checkpoints / "qwen3" / "modeling_linearize.py").read_text(encoding="utf-8")
+    assert "from linearize.hf.classes import LinearizedQwen3Config, LinearizedQwen3ForCausalLM" in module
+    assert len(list(linearized_layers(student_of(CASE["qwen3-sinks"])))) == 3
+    mixers = [m for m in student_of(CASE["llama-mixed"]).modules() if isinstance(m, LinearMixer)]
+    assert len(mixers) == 2

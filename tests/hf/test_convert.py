@@ -1,0 +1,140 @@
+"""Conversion: exact where it must be, and nothing of the teacher changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain, combinations
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+import linearize
+from linearize.hf.attention import linearized_layers, observed, softmax_output
+from linearize.hf.classes import projections
+from tests.hf import checks
+from tests.hf.models import (
+    ARCHITECTURES,
+    CASES,
+    LAYERS,
+    SLIDING_TEACHERS,
+    Case,
+    make_teacher,
+    random_tokens,
+    student_of,
+    teacher_of,
+)
+
+# One case per architecture, among them a mixed model and a sliding teacher, and every span with a window.
+SOME = [
+    case
+    for case in CASES + SLIDING_TEACHERS
+    if case.name in {"llama-sliding", "llama-mixed", "mistral-terraced", "mistral-sliding-kept", "qwen3-sinks"}
+    or case.architecture == "gpt2"
+]
+
+
+def named(cases: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+@pytest.mark.parametrize("per", ["query_head", "kv_head"])
+@pytest.mark.parametrize("span", ["sliding", "terraced"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_window_over_everything_is_the_teacher(architecture: str, span: str, per: str) -> None:
+    checks.whole_window(Case("", architecture, span, per, overrides={"mixer.span.window_size": 30}))
+
+
+KEPT = list(chain.from_iterable(combinations(range(LAYERS), count) for count in range(LAYERS)))
+
+
+@pytest.mark.parametrize("keep", KEPT, ids=str)
+def test_any_layers_stay_softmax(keep: tuple[int, ...]) -> None:
+    case = Case("", keep_softmax=keep, overrides={"mixer.span.window_size": 30})
+    layers = linearized_layers(student_of(case)).values()
+    assert [layer.layer_idx for layer in layers] == [index for index in range(LAYERS) if index not in keep]
+    checks.whole_window(case)
+    checks.in_chunks(replace(case, overrides={}))
+
+
+def test_teachers_attend_far_from_uniformly() -> None:
+    for architecture in ARCHITECTURES:
+        teacher = make_teacher(architecture)
+        teacher.set_attn_implementation("eager")
+        with torch.no_grad():
+            weights = torch.stack(teacher(random_tokens(2, 40), output_attentions=True).attentions)
+        # Uniform attention would have 0.025 as its greatest weight in the last row.
+        assert weights[..., -1, :].amax(-1).mean() > 0.4
+
+
+@named(SOME)
+def test_softmax_attention_is_the_teacher(case: Case) -> None:
+    checks.softmax_restored(case)
+
+
+@named(SOME)
+def test_the_teacher_is_left_alone(case: Case) -> None:
+    checks.teacher_untouched(case)
+    checks.storage_shared(case)
+
+
+# Eager attention takes its softmax in fp32.
+@pytest.mark.parametrize("implementation, tolerance", [("sdpa", checks.TOLERANCE), ("eager", 1e-4)])
+@named([CASES[1], CASES[8], SLIDING_TEACHERS[1]])
+def test_softmax_outputs_are_the_layer_s_own(case: Case, implementation: str, tolerance: float) -> None:
+    """What attention transfer learns from: each document by itself, within the layer's own window if it has one."""
+    teacher = make_teacher(case.architecture, **case.teacher)
+    teacher.set_attn_implementation(implementation)
+    student = linearize.convert(teacher, case.recipe()).eval()
+    position_ids = torch.cat([torch.arange(17), torch.arange(13)])[None]
+    options = dict(input_ids=random_tokens(2, 30), position_ids=position_ids, use_cache=False)
+    with torch.no_grad(), observed(student, softmax_output):
+        checks.assert_close(student(**options).logits, teacher(**options).logits, tolerance)
+
+
+def test_embeddings_instead_of_tokens() -> None:
+    model, ids, mask = student_of(CASES[1]), random_tokens(2, 20), checks.left_padding([6, 0], 20)
+    embeddings = model.get_input_embeddings()(ids)
+    with torch.no_grad():
+        found = model(inputs_embeds=embeddings, attention_mask=mask, position_ids=checks.positions(mask)).logits
+    checks.assert_close(found, checks.uncached(model, ids, mask))
+
+
+def test_a_row_of_padding_alone_stays_finite() -> None:
+    mask = checks.left_padding([12, 0], 12)
+    assert checks.uncached(student_of(CASES[1]), random_tokens(2, 12), mask).isfinite().all()
+
+
+def test_projections_are_found_by_role() -> None:
+    def names(architecture: str, roles: str) -> list[str]:
+        found = projections(student_of(next(c for c in CASES if c.architecture == architecture)), roles)
+        return [name.rpartition(".")[2] for name in list(found)[: len(found) // LAYERS]]
+
+    assert names("llama", "qv") == ["q_proj", "v_proj"]
+    assert names("gpt2", "qv") == ["c_attn"]
+    assert names("gpt2", "o") == ["c_proj"]
+
+
+def _bert() -> PreTrainedModel:
+    return BertModel(BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+
+
+def _gpt2_with_cross_attention() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, add_cross_attention=True))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (_bert, "model_type: expected one of llama, .*found 'bert'"),
+        (_gpt2_with_cross_attention, "expected a decoder alone, found one with cross-attention"),
+        (lambda: make_teacher("llama", "ForQuestionAnswering"), "found LlamaForQuestionAnswering"),
+        (lambda: student_of(CASES[1]), "found 'linearized_llama', which is linearized already"),
+        (lambda: teacher_of(SLIDING_TEACHERS[1]), "nothing to convert, .*layers.convert_sliding=true"),
+    ],
+)
+def test_models_that_cannot_be_converted(make: Callable[[], PreTrainedModel], message: str) -> None:
+    with pytest.raises(linearize.UserError, match=message) as error:
+        linearize.convert(make(), CASES[1].recipe())
+    assert "\n" not in str(error.value)

@@ -1,0 +1,239 @@
+"""The checks of conversion and generation can fail: each is run on a way to break what it guards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.hf import attention, convert
+from linearize.hf.cache import LinearizedCacheLayer
+from linearize.mixers import LinearMixer, MixerState
+from linearize.ops import SlidingSpan, TerracedSpan
+from tests.hf import checks
+from tests.hf.models import CASES, SLIDING_TEACHERS, student_of
+
+CASE = {case.name: case for case in CASES + SLIDING_TEACHERS}
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+def carrying(change: Callable[[MixerState], MixerState]) -> Mutant:
+    """A mutant that carries `change(state)` instead of the state."""
+
+    def mutant(patch: pytest.MonkeyPatch) -> None:
+        advance = LinearizedCacheLayer.advance
+        patch.setattr(
+            LinearizedCacheLayer, "advance", lambda layer, state, tokens: advance(layer, change(state), tokens)
+        )
+
+    mutant.__name__ = change.__name__
+    return mutant
+
+
+def linear_state_lost(state: MixerState) -> MixerState:
+    return replace(state, linear=state.map(torch.zeros_like).linear)
+
+
+def window_lost(state: MixerState) -> MixerState:
+    return replace(state, keys=torch.zeros_like(state.keys), values=torch.zeros_like(state.values))
+
+
+def position_lost(state: MixerState) -> MixerState:
+    return replace(state, seen=torch.zeros_like(state.seen))
+
+
+def sinks_lost(state: MixerState) -> MixerState:
+    keys = state.keys.clone()
+    keys[:, :, :2] = 0
+    return replace(state, keys=keys)
+
+
+def pending_lost(state: MixerState) -> MixerState:
+    return replace(state, linear=replace(state.linear, pending_S=torch.zeros_like(state.linear.pending_S)))
+
+
+def nothing_carried(patch: pytest.MonkeyPatch) -> None:
+    """Tokens are counted, and that is all."""
+
+    def wrong(layer: LinearizedCacheLayer, state: MixerState, tokens: int) -> None:
+        layer.length += tokens
+
+    patch.setattr(LinearizedCacheLayer, "advance", wrong)
+
+
+def one_step_window_late(patch: pytest.MonkeyPatch) -> None:
+    """The window is off by one, but only where a token comes alone."""
+    one_token = LinearMixer._one_token
+
+    def wrong(mixer: LinearMixer, *args: Any) -> Any:
+        base = type(mixer.span)
+        late = type("Late", (base,), {"lo": lambda span, position: base.lo(span, position) + 1})
+        span, mixer.span = mixer.span, late(**vars(mixer.span))
+        try:
+            return one_token(mixer, *args)
+        finally:
+            mixer.span = span
+
+    patch.setattr(LinearMixer, "_one_token", wrong)
+
+
+def window_late(patch: pytest.MonkeyPatch) -> None:
+    """The window is off by one everywhere: consistent with itself, so only softmax attention can tell."""
+    for span in (SlidingSpan, TerracedSpan):
+        lo = span.lo
+        patch.setattr(span, "lo", lambda span, position, lo=lo: lo(span, position) + 1)
+
+
+def reading(change: Callable[..., dict[str, Any]]) -> Mutant:
+    """A mutant that reads padding and documents from changed arguments."""
+
+    def mutant(patch: pytest.MonkeyPatch) -> None:
+        read = attention.read_layout
+        patch.setattr(attention, "read_layout", lambda *args: read(*change(*args)))
+
+    mutant.__name__ = change.__name__
+    return mutant
+
+
+def padding_ignored(mask: Tensor | None, position_ids: Tensor | None, batch: int, length: int) -> tuple:
+    return None, None, batch, length
+
+
+def first_turn_s_mask_read(mask: Tensor | None, position_ids: Tensor | None, batch: int, length: int) -> tuple:
+    return None if mask is None else mask[:, :length], position_ids, batch, length
+
+
+def padding_counted(patch: pytest.MonkeyPatch) -> None:
+    """Padding is not attended to, but counts as distance."""
+    from_valid = attention.Layout.from_valid
+
+    def wrong(valid: Tensor) -> Any:
+        slot = torch.arange(valid.shape[1]).expand_as(valid)
+        return replace(from_valid(valid), key_position=torch.where(valid, slot, -1))
+
+    patch.setattr(attention.Layout, "from_valid", wrong)
+
+
+def documents_ignored(mask: Tensor | None, position_ids: Tensor | None, batch: int, length: int) -> tuple:
+    return mask, None, batch, length
+
+
+def beams_not_reordered(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LinearizedCacheLayer, "reorder_cache", lambda layer, index: None)
+
+
+def first_rows_selected(patch: pytest.MonkeyPatch) -> None:
+    select = MixerState.select
+    patch.setattr(MixerState, "select", lambda state, index: select(state, torch.arange(len(index)).clamp_max(2)))
+
+
+def rows_tiled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MixerState, "repeat", lambda state, repeats: state.map(lambda x: torch.cat([x] * repeats)))
+
+
+def copies_shared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LinearizedCacheLayer, "__deepcopy__", lambda layer, memo: layer, raising=False)
+
+
+def reset_forgets_the_state(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LinearizedCacheLayer, "reset", lambda layer: setattr(layer, "length", 0))
+
+
+def masks_sized_after_linearized_layers(is_sliding: bool) -> Mutant:
+    def mutant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(LinearizedCacheLayer, "is_sliding", is_sliding)
+
+    mutant.__name__ = f"counts_as_{'sliding' if is_sliding else 'full'}"
+    return mutant
+
+
+def softmax_not_restored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attention, "linearized_layers", lambda model: {})
+
+
+def teacher_converted(patch: pytest.MonkeyPatch) -> None:
+    """The student is the teacher itself."""
+
+    def itself(teacher: PreTrainedModel, memo: dict[int, Any]) -> PreTrainedModel:
+        student_config = memo[id(teacher.config)]
+        for module in teacher.modules():
+            if hasattr(module, "config"):
+                module.config = student_config
+        return teacher
+
+    patch.setattr(convert, "copy", SimpleNamespace(deepcopy=itself))
+
+
+def storage_copied(patch: pytest.MonkeyPatch) -> None:
+    def copied(data: Tensor, requires_grad: bool) -> torch.nn.Parameter:
+        return torch.nn.Parameter(data.clone(), requires_grad)
+
+    patch.setattr(convert, "nn", SimpleNamespace(Parameter=copied))
+
+
+@dataclass(frozen=True)
+class Guard:
+    """`mutant` must make `check` fail on `case`."""
+
+    mutant: Mutant
+    check: checks.Check
+    case: str
+
+
+WHOLE = replace(CASE["llama-sliding"], overrides={"mixer.span.window_size": 30})
+GUARDS = [
+    Guard(nothing_carried, checks.in_chunks, "llama-sliding"),
+    Guard(nothing_carried, checks.token_by_token, "gpt2-mixed"),
+    Guard(nothing_carried, checks.greedy, "llama-none"),
+    Guard(nothing_carried, checks.next_turn, "llama-sliding"),
+    Guard(carrying(linear_state_lost), checks.in_chunks, "qwen3-sinks"),
+    Guard(carrying(linear_state_lost), checks.sampling, "llama-none"),
+    Guard(carrying(window_lost), checks.in_chunks, "llama-window-only"),
+    Guard(carrying(window_lost), checks.chunked_prefill, "llama-sliding"),
+    Guard(carrying(position_lost), checks.in_chunks, "llama-sliding"),
+    Guard(carrying(sinks_lost), checks.in_chunks, "qwen3-sinks"),
+    Guard(carrying(pending_lost), checks.token_by_token, "llama-terraced"),
+    Guard(one_step_window_late, checks.token_by_token, "llama-sliding"),
+    Guard(one_step_window_late, checks.token_by_token, "llama-terraced"),
+    Guard(one_step_window_late, checks.greedy, "gpt2-sliding"),
+    Guard(reading(padding_ignored), checks.left_padded, "llama-none"),
+    Guard(reading(padding_ignored), checks.interior_padding, "llama-sliding"),
+    Guard(reading(first_turn_s_mask_read), checks.two_turns, "llama-sliding"),
+    Guard(reading(first_turn_s_mask_read), checks.next_turn, "qwen3-sinks"),
+    Guard(padding_counted, checks.interior_padding, "llama-sliding"),
+    Guard(reading(documents_ignored), checks.packed, "llama-sliding"),
+    Guard(reading(documents_ignored), checks.packed, "gpt2-mixed"),
+    Guard(beams_not_reordered, checks.beams, "llama-terraced"),
+    Guard(first_rows_selected, checks.rows_selected, "llama-terraced"),
+    Guard(rows_tiled, checks.rows_repeated, "llama-terraced"),
+    Guard(copies_shared, checks.copied, "llama-sliding"),
+    Guard(reset_forgets_the_state, checks.emptied, "llama-sliding"),
+    Guard(masks_sized_after_linearized_layers(True), checks.in_chunks, "qwen3-sliding-kept"),
+    Guard(masks_sized_after_linearized_layers(False), checks.static_cache, "llama-mixed"),
+    Guard(softmax_not_restored, checks.softmax_restored, "llama-sliding"),
+    Guard(teacher_converted, checks.teacher_untouched, "llama-sliding"),
+    Guard(storage_copied, checks.storage_shared, "gpt2-sliding"),
+]
+
+
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda g: f"{g.mutant.__name__}-{g.check.__name__}-{g.case}")
+def test_what_is_broken_is_noticed(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASE[guard.case]
+    student_of(case)  # made before it is broken
+    guard.mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        guard.check(case)
+
+
+@pytest.mark.parametrize("mutant", [window_late, reading(padding_ignored), reading(documents_ignored)])
+def test_what_differs_from_softmax_is_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks.whole_window(WHOLE)
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        checks.whole_window(WHOLE)

@@ -1,0 +1,165 @@
+"""The parts of transformers that we rely on without a promise. When one of these fails, read `hf` first."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AttentionInterface, Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.initialization import guard_torch_init_functions
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from linearize.hf.attention import IMPLEMENTATION, LAYOUT, linearized_attention, linearized_layers
+from linearize.hf.cache import LinearizedCacheLayer
+from linearize.hf.classes import (
+    ARCHITECTURES,
+    ATTENTION_CLASSES,
+    CONFIG_CLASSES,
+    HEADS,
+    MODEL_CLASSES,
+    LinearizedModel,
+)
+from tests.hf.checks import left_padding
+from tests.hf.models import CASES, Case, make_student, make_teacher, random_tokens, student_of
+
+SLIDING, MIXED = CASES[1], CASES[5]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_attention_classes(architecture: str) -> None:
+    """Their class can be swapped, and they find the function, the cache and their place where we look for them."""
+    base, linearized = ARCHITECTURES[architecture].attention, ATTENTION_CLASSES[architecture]
+    module = next(m for m in make_teacher(architecture).modules() if isinstance(m, base))
+    module.__class__ = linearized
+    assert linearized.__mro__[2] is base
+    assert module.layer_idx == 0
+    parameters = inspect.signature(base.forward).parameters
+    assert "past_key_values" in parameters
+    assert parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
+    assert callable(sys.modules[base.__module__].eager_attention_forward)
+    assert set(ARCHITECTURES[architecture].projections) <= set(dict(module.named_children()))
+
+
+def test_attention_functions() -> None:
+    assert AttentionInterface()[IMPLEMENTATION] is linearized_attention
+    assert ALL_ATTENTION_FUNCTIONS.get_interface(IMPLEMENTATION, None) is linearized_attention
+    assert ALL_ATTENTION_FUNCTIONS.get_interface("eager", test_attention_functions) is test_attention_functions
+
+
+def test_the_implementation_is_one_private_attribute_of_the_config() -> None:
+    config = make_teacher("llama").config
+    assert config._attn_implementation == "sdpa"
+    config._attn_implementation_internal = "eager"
+    assert config._attn_implementation == "eager"
+    assert not any("attn_implementation" in name for name in config.to_dict())
+
+
+def test_no_mask_is_built_for_our_function() -> None:
+    config = make_teacher("llama").config
+    embeddings, mask = torch.zeros(1, 5, 32), torch.tensor([[0, 0, 1, 1, 1]])
+    options = dict(
+        config=config, inputs_embeds=embeddings, attention_mask=mask, past_key_values=None, position_ids=None
+    )
+    assert create_causal_mask(**options).shape == (1, 1, 5, 5)
+    config._attn_implementation_internal = IMPLEMENTATION
+    assert create_causal_mask(**options) is None
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_layers_get_what_a_hook_of_the_base_model_adds(architecture: str) -> None:
+    """Keyword arguments reach every attention module, through the models with a head as well."""
+    student, seen = make_student(Case("", architecture), make_teacher(architecture)), []
+    for layer in linearized_layers(student).values():
+        layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs[LAYOUT]), with_kwargs=True)
+    student(random_tokens(1, 6), attention_mask=left_padding([2], 6))
+    assert [layout.key_position.tolist() for layout in seen] == 3 * [[[-1, -1, 0, 1, 2, 3]]]
+
+
+def test_cache_layers() -> None:
+    """What a cache layer must define; and that ours defines everything that other layers do."""
+    required = {"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"}
+    assert CacheLayerMixin.__abstractmethods__ == required
+    public = {
+        name for cls in (CacheLayerMixin, DynamicLayer, StaticLayer) for name in vars(cls) if not name.startswith("_")
+    }
+    assert public - set(vars(LinearizedCacheLayer)) == set()
+
+
+def test_caches_are_lists_of_layers() -> None:
+    assert DynamicCache().layers == []
+    cache = DynamicCache(config=student_of(SLIDING).config)
+    assert [type(layer) for layer in cache.layers] == 3 * [DynamicLayer]
+    assert not any(layer.is_initialized for layer in cache.layers)
+    with torch.no_grad():
+        student_of(MIXED)(random_tokens(1, 5), past_key_values=cache)
+    assert [type(layer) for layer in cache.layers] == [LinearizedCacheLayer, DynamicLayer, LinearizedCacheLayer]
+    # Masks are sized after the one softmax layer, as both ways of looking for it find.
+    assert cache.is_sliding.count(True) == 0
+    assert cache.is_sliding.index(False) == 1
+    assert cache.get_seq_length() == 5
+
+
+def test_generation_prepares_a_cache_through_a_private_method() -> None:
+    parameters = list(inspect.signature(GenerationMixin._prepare_cache_for_generation).parameters)
+    assert parameters[:3] == ["self", "generation_config", "model_kwargs"]
+    made: list[list[type]] = []
+
+    def forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, Cache]) -> None:
+        made.append([type(layer) for layer in kwargs["past_key_values"].layers])
+
+    student = make_student(MIXED, make_teacher("llama"))
+    student.register_forward_pre_hook(forward, with_kwargs=True)
+    student.generate(random_tokens(1, 4), max_new_tokens=1)
+    assert made == [[LinearizedCacheLayer, DynamicLayer, LinearizedCacheLayer]]
+
+
+def test_generation_asks_the_model_for_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a cache is compileable, as ours is; else a 4D mask would be built and handed to the model."""
+    asked = []
+
+    def spy(attention_mask: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        asked.append(attention_mask.shape)
+        return attention_mask
+
+    student = student_of(SLIDING)
+    monkeypatch.setattr(type(student), "create_masks_for_generate", staticmethod(spy))
+    student.generate(random_tokens(1, 4), attention_mask=left_padding([1], 4), max_new_tokens=2)
+    assert asked == [(1, 4), (1, 5)]
+
+
+def test_missing_weights_are_initialised_by_a_method_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`initialize_weights`, with initialisers that leave loaded weights alone."""
+    teacher = make_teacher("llama")
+    teacher.save_pretrained(tmp_path)
+    called, initialize = [], LinearizedModel.initialize_weights
+
+    def spy(model: PreTrainedModel) -> None:
+        mixer = next(iter(linearized_layers(model).values())).mixer
+        called.append({getattr(p, "_is_hf_initialized", False) for p in mixer.parameters()})
+        initialize(model)
+
+    monkeypatch.setattr(LinearizedModel, "initialize_weights", spy)
+    student = make_student(SLIDING, teacher)
+    type(student).from_pretrained(tmp_path, config=student.config)
+    assert {False} in called
+    loaded = nn.Parameter(torch.zeros(3))
+    loaded._is_hf_initialized = True
+    with guard_torch_init_functions():
+        nn.init.ones_(loaded)
+    assert loaded.sum() == 0
+
+
+def test_auto_classes_know_our_classes() -> None:
+    for architecture in ARCHITECTURES:
+        assert set(MODEL_CLASSES[f"linearized_{architecture}"]) == set(HEADS)
+        for auto, model_class in MODEL_CLASSES[f"linearized_{architecture}"].items():
+            assert getattr(transformers, auto)._model_mapping[CONFIG_CLASSES[architecture]] is model_class
