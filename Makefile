@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint quick-lint format clean
+.PHONY: help setup demo test test-slow test-gpu lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,10 @@ test: setup quick-lint ## quick lint, then all tests but the slow ones
 
 test-slow: setup ## the slow tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
+
+test-gpu: setup ## a smoke of some minutes on a CUDA device: tests, then the demo
+	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
+	$(BIN)/linearize demo --device cuda --output-dir $(OUTPUT_DIR)-cuda
 
 quick-lint: setup
 	$(BIN)/ruff check .

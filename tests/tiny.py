@@ -64,10 +64,13 @@ def recipe(**overrides: Any) -> Recipe:
     return Recipe.load("lolcats", RECIPE | {name.replace("__", "."): value for name, value in overrides.items()})
 
 
-def packed(documents: list[list[int]], *, seed: int = 0) -> PackedRows:
-    """One row of random tokens per list of document lengths; no loss on the first token of a document."""
+def packed(documents: list[list[int]], *, seed: int = 0, vocabulary: int = VOCABULARY) -> PackedRows:
+    """One row of random tokens per list of document lengths; no loss on the first token of a document.
+
+    From a small `vocabulary` there is something to learn: that the other tokens do not occur.
+    """
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in documents])
-    tokens = torch.randint(VOCABULARY, positions.shape, generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(vocabulary, positions.shape, generator=torch.Generator().manual_seed(seed))
     return PackedRows(tokens, positions, tokens.masked_fill(positions == 0, -100))
 
 

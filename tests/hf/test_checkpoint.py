@@ -115,7 +115,7 @@ def test_bfloat16_keeps_mixers_in_float32(checkpoints: Path) -> None:
 def test_a_teacher_s_folder_with_a_linearized_config_is_a_conversion(architecture: str, tmp_path: Path) -> None:
     teacher = make_teacher(architecture).float()
     teacher.save_pretrained(tmp_path)
-    student = linearize.convert(teacher, Case("", architecture, keep_softmax=(2,)).recipe())
+    student = linearize.convert(teacher, Case("", architecture).recipe())
     loaded, report = type(student).from_pretrained(
         tmp_path, config=student.config, dtype=torch.float32, output_loading_info=True
     )

@@ -183,11 +183,8 @@ def softmax_output(module: Any, inputs: AttnInputs, layout: Layout | None) -> Te
         valid = (position[row] >= 0).nonzero().squeeze(1)
         _, lengths = document[row, valid].unique_consecutive(return_counts=True)
         for slots in valid.split(lengths.tolist()):
-            part = AttnInputs(
-                *(x[row : row + 1].index_select(2, slots) for x in (inputs.q, inputs.k, inputs.v)),
-                inputs.scaling,
-                inputs.softcap,
-            )
+            q, k, v = (x[row : row + 1].index_select(2, slots) for x in (inputs.q, inputs.k, inputs.v))
+            part = AttnInputs(q, k, v, inputs.scaling, inputs.softcap)
             y[row : row + 1, :, slots] = _causal_softmax(module, part)
     return y
 
@@ -198,13 +195,13 @@ def _causal_softmax(module: Any, inputs: AttnInputs) -> Tensor:
     eager = sys.modules[base.__module__].eager_attention_forward
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
     # The window of the layer's own sliding attention, if it has one; only masks tell it to eager and sdpa.
-    window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
-    slides = window is not None and window < length
+    window: int | None = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+    reach = length if window is None else min(window, length)
     mask = None
-    if function is eager or (slides and implementation == "sdpa"):
+    if function is eager or (reach < length and implementation == "sdpa"):
         slot = torch.arange(length, device=inputs.q.device)
         lag = slot[:, None] - slot
-        hidden = (lag < 0) | (lag >= (window if slides else length))
+        hidden = (lag < 0) | (lag >= reach)
         mask = inputs.q.new_zeros(length, length).masked_fill(hidden, torch.finfo(inputs.q.dtype).min)[None, None]
     options = {"sliding_window": window} | ({} if inputs.softcap is None else {"softcap": inputs.softcap})
     y = function(module, inputs.q, inputs.k, inputs.v, mask, scaling=inputs.scaling, dropout=0.0, **options)[0]

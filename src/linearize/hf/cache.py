@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
@@ -14,8 +15,8 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     is_compileable = True
     is_croppable = False
-    # transformers sizes the masks of softmax layers after the cache's first sliding layer (== True) and its first full one
-    # (== False, or falsy). Neither may be a linearized layer, whose sizes are others.
+    # transformers sizes the masks of softmax layers after the cache's first sliding layer (== True) and its first full
+    # one (== False, or falsy). Neither may be a linearized layer, whose sizes are others.
     is_sliding = "neither"
     supports_early_init = False
 
@@ -59,10 +60,10 @@ class LinearizedCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.state, self.length, self.is_initialized = None, 0, False
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         if tokens_to_remove:
             raise RuntimeError(
-                f"cannot take {abs(tokens_to_remove)} tokens back out of a linear attention state; copy the cache "
+                f"cannot take {abs(int(tokens_to_remove))} tokens back out of a linear attention state; copy the cache "
                 "before the tokens you may want to undo (copy.deepcopy), and go on from the copy"
             )
 
@@ -86,7 +87,7 @@ def cache_layer(cache: Cache, index: int) -> LinearizedCacheLayer:
     """
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
-    layer = cache.layers[index]
+    layer: Any = cache.layers[index]
     if isinstance(layer, LinearizedCacheLayer):
         return layer
     if layer.is_initialized and layer.get_seq_length():
@@ -94,5 +95,5 @@ def cache_layer(cache: Cache, index: int) -> LinearizedCacheLayer:
             f"cache layer {index}: expected an empty or a linearized layer, found {type(layer).__name__} with "
             f"{layer.get_seq_length()} tokens; a softmax model's cache cannot be continued, start from an empty one"
         )
-    cache.layers[index] = LinearizedCacheLayer()
-    return cache.layers[index]
+    cache.layers[index] = layer = LinearizedCacheLayer()
+    return layer

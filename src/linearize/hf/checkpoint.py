@@ -57,7 +57,7 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> PreTr
         UserError: weights are missing or unreadable.
     """
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model {model}: expected readable weights; {reason}") from None

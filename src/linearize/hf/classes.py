@@ -86,7 +86,7 @@ def read_plan(config: PreTrainedConfig) -> LayerPlan:
 class LinearizedModel(PreTrainedModel):
     """Mixed into the base's model classes: builds the mixers, initialises them, and prepares generation."""
 
-    _keep_in_fp32_modules_strict = frozenset({"mixer"})
+    _keep_in_fp32_modules_strict = {"mixer"}  # noqa: RUF012 (transformers declares it so)
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         unhide_masks(config)
@@ -116,7 +116,9 @@ class LinearizedModel(PreTrainedModel):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        result = super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, *args, **kwargs
+        )
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             for layer in linearized_layers(self).values():
@@ -131,7 +133,7 @@ class LinearizedModel(PreTrainedModel):
 
 def attention_modules(model: nn.Module, architecture: Architecture) -> Iterator[Any]:
     """The self-attention modules of a base model, in order of their layer index."""
-    found = [m for m in model.modules() if isinstance(m, architecture.attention)]
+    found: list[Any] = [m for m in model.modules() if isinstance(m, architecture.attention)]
     yield from sorted(found, key=lambda m: m.layer_idx)
 
 

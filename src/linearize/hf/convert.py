@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -39,7 +40,8 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan) -> PreTrainedModel
         raise UserError(f"model: expected one of {known}; found {type(teacher).__name__}")
 
     fields = {k: v for k, v in config.to_dict().items() if k not in {"model_type", "transformers_version"}}
-    student_config = CONFIG_CLASSES[config.model_type](**fields | {"linearize": write_plan(plan)})
+    config_class: Any = CONFIG_CLASSES[config.model_type]
+    student_config = config_class(**fields, linearize=write_plan(plan))
     student_config._attn_implementation_internal = config._attn_implementation
     # Copy the module tree, not the tensors: the copies' parameters are new objects over the same storage.
     shared: dict[int, object] = {id(config): student_config}

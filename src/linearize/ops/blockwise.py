@@ -1,87 +1,134 @@
-"""Run a function over a sequence block by block, forward and backward, in memory that is linear in the sequence.
+"""Cut rows and slots into blocks, and blocks into chunks.
 
-Only inputs and the state carried between blocks are kept; the backward pass recomputes each block.
+Only what one block needs exists at any time, forward and backward, so memory is linear in the sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
-import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-# block(start, stop, carry, inputs) -> (outputs for slots start..stop, carry)
-Block = Callable[[int, int, Sequence[Tensor], Sequence[Tensor]], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+from linearize.ops.slots import Slots
+
+Masks = TypeVar("Masks")
 
 
-def blockwise(
-    block: Block, inputs: Sequence[Tensor], reaches: Sequence[int], carry: Sequence[Tensor], block_size: int
-) -> tuple[Tensor, ...]:
-    """Concatenated outputs of `block` over all slots (axis 2 of every input and output).
+class Block(NamedTuple):
+    """What is worked on at once: slots start..stop, the `index`-th such stretch, of some batch entries and key heads."""
 
-    Args:
-        inputs: tensors with axis 2 of one common length, a multiple of nothing in particular.
-        reaches: for each input, how many slots before `start` the block reads as well; there are fewer at the start of
-            the sequence.
-        carry: tensors handed from block to block.
-        block_size: slots per block; the last block may be shorter.
+    index: int
+    batch: slice
+    heads: slice
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> tuple[slice, slice]:
+        return self.batch, self.heads
+
+
+class Grid:
+    """Chunks of queries, each beside the `count` chunks of keys near it, the first of them `first` chunks back.
+
+    Axes within a block: b batch entries, h key heads with g query heads each, n chunks of C query slots, m = n + first
+    chunks of key slots, W = count C near keys.
+
+    Attributes:
+        position, document: of the key slots, with `first` chunks in front for the first queries to look back on.
+        owner: [B, N + 1], document of the slot before the near keys of each chunk, and of the chunk after the last.
     """
-    return _Blockwise.apply(block, tuple(reaches), block_size, len(carry), *carry, *inputs)  # type: ignore[no-any-return]
+
+    def __init__(
+        self, slots: Slots, rows: tuple[int, int], group: int, first: int, count: int, max_scores: int, max_chunks: int
+    ) -> None:
+        """`rows`: batch entries and key heads; a block holds about `max_scores` scores and at most `max_chunks` chunks."""
+        self.rows, self.group, self.first, self.count = rows, group, first, count
+        self.chunk, self.length = slots.chunk, slots.num_chunks * slots.chunk
+        self.position = F.pad(slots.position.int(), (first * self.chunk, 0), value=-1)
+        self.document = F.pad(slots.document.int(), (first * self.chunk, 0))
+        self.owner = F.pad(self.document, (1, 0))[:, : self.length + 1 : self.chunk]
+        scores = group * count * self.chunk**2
+        chunks = max(1, min(max_scores // scores, max_chunks, slots.num_chunks))
+        self.size, self.max_rows = chunks * self.chunk, max(1, max_scores // (chunks * scores))
+
+    @property
+    def num_stretches(self) -> int:
+        return -(-self.length // self.size)
+
+    def blocks(self, masks: Callable[[slice, int, int], Masks], reverse: bool = False) -> Iterator[tuple[Block, Masks]]:
+        """All blocks, each with the `masks(batch, start, stop)` that its heads share; slots ascend, or descend."""
+        stretches = range(self.num_stretches)
+        for index in reversed(stretches) if reverse else stretches:
+            start, stop = index * self.size, min((index + 1) * self.size, self.length)
+            for batch in _slices(self.rows[0], self.max_rows // self.rows[1]):
+                shared = masks(batch, start, stop)
+                for heads in _slices(self.rows[1], self.max_rows):
+                    yield Block(index, batch, heads, start, stop), shared
+
+    def around(
+        self, x: Int[Tensor, "#B Q"], batch: slice, start: int, stop: int
+    ) -> tuple[Int[Tensor, "b n C"], Int[Tensor, "b n W"], Int[Tensor, "b m C"]]:
+        """`position` or `document` of the queries in each chunk, of the keys near each, and of the keys in each."""
+        keys = pick(x, batch)[:, start : stop + self.first * self.chunk]
+        queries = keys[:, self.first * self.chunk :].unflatten(1, (-1, self.chunk))
+        near = keys.unfold(1, self.count * self.chunk, self.chunk)[:, : queries.shape[1]]
+        return queries, near, keys.unflatten(1, (-1, self.chunk))
+
+    def per_query_head(self, x: Shaped[Tensor, "b n C Y"]) -> Shaped[Tensor, "b 1 n gC Y"]:
+        """A mask for the rows of `queries`."""
+        return x[:, :, None].expand(-1, -1, self.group, -1, -1).flatten(2, 3)[:, None]
+
+    def queries(self, x: Float[Tensor, "B H P X"], block: Block) -> Float[Tensor, "b h n gC X"]:
+        """The queries by chunk; those of heads that share a key head side by side."""
+        x = self._query_rows(x, block).unflatten(2, (-1, self.chunk)).unflatten(1, (-1, self.group))
+        return x.transpose(2, 3).flatten(3, 4)
+
+    def put_queries(self, out: Float[Tensor, "B H P X"], block: Block, x: Float[Tensor, "b h n gC X"]) -> None:
+        """The inverse of `queries`."""
+        x = x.unflatten(3, (self.group, -1)).transpose(2, 3)
+        self._query_rows(out, block).copy_(x.flatten(3, 4).flatten(1, 2))
+
+    def keys(self, x: Float[Tensor, "B Hk P X"], block: Block) -> Float[Tensor, "b h m C X"]:
+        """The keys by chunk, and the `first` chunks before them: zeros where the sequence has not begun."""
+        missing = max(0, self.first * self.chunk - block.start)
+        x = self._key_rows(x, block)
+        return (F.pad(x, (0, 0, missing, 0)) if missing else x).unflatten(2, (-1, self.chunk))
+
+    def add_keys(self, out: Float[Tensor, "B Hk P X"], block: Block, x: Float[Tensor, "b h m C X"]) -> None:
+        """Add to what `keys` reads."""
+        rows = self._key_rows(out, block)
+        rows += x.flatten(2, 3)[:, :, -rows.shape[2] :]
+
+    def near(self, keys: Float[Tensor, "b h m C X"]) -> Float[Tensor, "b h n W X"]:
+        """Per query chunk, its near keys side by side."""
+        n = keys.shape[2] - self.first
+        return keys.flatten(2, 3).unfold(2, self.count * self.chunk, self.chunk)[:, :, :n].mT
+
+    def fold(self, near: Float[Tensor, "b h n W X"]) -> Float[Tensor, "b h m C X"]:
+        """The adjoint of `near`: each key chunk gets the sum over the query chunks that it is near to."""
+        n = near.shape[2]
+        out = near.new_zeros(*near.shape[:2], n + self.first, self.chunk, near.shape[4])
+        for i, part in enumerate(near.split(self.chunk, dim=3)):
+            out[:, :, i : i + n] += part
+        return out
+
+    def _query_rows(self, x: Tensor, block: Block) -> Tensor:
+        heads = slice(block.heads.start * self.group, block.heads.stop * self.group)
+        return x[block.batch, heads, block.start : block.stop]
+
+    def _key_rows(self, x: Tensor, block: Block) -> Tensor:
+        return x[block.batch, block.heads, max(0, block.start - self.first * self.chunk) : block.stop]
 
 
-def _bounds(length: int, block_size: int) -> list[tuple[int, int]]:
-    return [(start, min(start + block_size, length)) for start in range(0, length, block_size)]
+def pick(x: Shaped[Tensor, "#B *X"], batch: slice) -> Shaped[Tensor, "b *X"]:
+    """Batch entries of something that may be the same for all."""
+    return x[batch] if len(x) > 1 else x
 
 
-class _Blockwise(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, block: Block, reaches: tuple[int, ...], block_size: int, n_carry: int, *tensors: Tensor):
-        carry, inputs = tensors[:n_carry], tensors[n_carry:]
-        bounds = _bounds(inputs[0].shape[2], block_size)
-        outputs: list[Tensor] = []
-        carries: list[Tensor] = []
-        for start, stop in bounds:
-            carries += carry
-            slices = [x[:, :, max(0, start - reach) : stop] for x, reach in zip(inputs, reaches, strict=True)]
-            parts, carry = block(start, stop, carry, slices)
-            if not outputs:
-                length = inputs[0].shape[2]
-                outputs = [part.new_empty(*part.shape[:2], length, *part.shape[3:]) for part in parts]
-            for output, part in zip(outputs, parts, strict=True):
-                output[:, :, start:stop] = part
-        ctx.block, ctx.reaches, ctx.bounds, ctx.n_carry = block, reaches, bounds, n_carry
-        ctx.save_for_backward(*inputs, *carries)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
-        n_inputs = len(ctx.reaches)
-        saved = ctx.saved_tensors
-        inputs, carries = saved[:n_inputs], saved[n_inputs:]
-        needs = ctx.needs_input_grad[4 + ctx.n_carry :]
-        grads = [torch.zeros_like(x) if need else None for x, need in zip(inputs, needs, strict=True)]
-        grad_carry: list[Tensor | None] = [None] * ctx.n_carry
-        for index in reversed(range(len(ctx.bounds))):
-            start, stop = ctx.bounds[index]
-            windows = [slice(max(0, start - reach), stop) for reach in ctx.reaches]
-            with torch.enable_grad():
-                slices = [
-                    x[:, :, window].detach().requires_grad_(need)
-                    for x, window, need in zip(inputs, windows, needs, strict=True)
-                ]
-                carry = [x.detach().requires_grad_() for x in carries[index * ctx.n_carry : (index + 1) * ctx.n_carry]]
-                parts, after = ctx.block(start, stop, carry, slices)
-            pairs = list(zip(parts, (g[:, :, start:stop] for g in grad_outputs), strict=True))
-            pairs += [(x, g) for x, g in zip(after, grad_carry, strict=True) if g is not None]
-            pairs = [(x, g) for x, g in pairs if x.requires_grad]
-            if not pairs:
-                continue
-            values, value_grads = zip(*pairs, strict=True)
-            wanted = [x for x in slices if x.requires_grad] + carry
-            found = iter(torch.autograd.grad(values, wanted, value_grads, allow_unused=True))
-            for grad, window, x in zip(grads, windows, slices, strict=True):
-                if x.requires_grad and grad is not None and (g := next(found)) is not None:
-                    grad[:, :, window] += g
-            grad_carry = list(found)
-        return (None, None, None, None, *grad_carry, *grads)
+def _slices(length: int, step: int) -> list[slice]:
+    step = max(1, step)
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]

@@ -2,89 +2,33 @@
 
 A query's linear keys are those in whole chunks that lie below every lo(n) of its chunk (read through the state) and the
 few chunks above, read through masked scores. For a window as long as a chunk that is one chunk of scores, the same as
-for pure linear attention.
+for pure linear attention. The backward passes compute a block's scores and states again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from linearize.ops.blockwise import blockwise
+from linearize.ops.blockwise import Block, Grid, pick
 from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial, accumulation_dtype
+from linearize.ops.slots import Slots
 from linearize.ops.span import Span
 from linearize.ops.state import LinearState, expand_values
 
 CHUNK = 64
 # Scores per block: large enough to fill the device, small enough on a CPU to stay in cache and off fresh pages.
-BLOCK_SCORES = {"cpu": 2**21, "cuda": 2**26}
-MAX_CHUNKS_PER_BLOCK = 64
-
-
-class _Slots:
-    """The K key slots, put in order, as whole chunks; queries take the slots of their own keys."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.length = layout.key_position.shape[1]
-        self.chunk = CHUNK if self.length >= CHUNK else -(-self.length // 16) * 16
-        self.padding = -self.length % self.chunk
-        position, document = layout.key_position, layout.key_document
-        if layout.compaction is not None:
-            position, document = position.gather(1, layout.compaction), document.gather(1, layout.compaction)
-            document = document.where(position >= 0, layout.last_document)
-        self.position = F.pad(position, (0, self.padding), value=-1)
-        self.document = F.pad(document, (0, self.padding), mode="replicate") if self.padding else document
-
-    def spread(self, x: Float[Tensor, "B h N X"]) -> Float[Tensor, "B h P X"]:
-        """Keys (N = K) or queries (N = T) on ordered slots, zeros elsewhere."""
-        before = self.length - x.shape[2]
-        if self.layout.compaction is None:
-            return F.pad(x, (0, 0, before, self.padding)) if before or self.padding else x
-        x = F.pad(x, (0, 0, before, 0)) if before else x
-        x = x.gather(2, self.layout.compaction[:, None, :, None].expand_as(x))
-        return F.pad(x, (0, 0, 0, self.padding))
-
-    def collect(self, x: Float[Tensor, "B H P X"]) -> Float[Tensor, "B H T X"]:
-        """Query outputs, back from ordered slots; rows of padding queries are zero already."""
-        if self.layout.compaction is None:
-            return x[:, :, self.length - self.layout.length : self.length]
-        back = self.layout.compaction.argsort(1)[:, None, self.length - self.layout.length :, None]
-        return x[:, :, : self.length].gather(2, back.expand(-1, x.shape[1], -1, x.shape[3]))
-
-    def block_size(self, scores_per_slot: int, device: torch.device) -> int:
-        """Slots per block, a whole number of chunks."""
-        budget = BLOCK_SCORES.get(device.type, BLOCK_SCORES["cuda"])
-        chunks = min(MAX_CHUNKS_PER_BLOCK, max(1, budget // (scores_per_slot * self.chunk)))
-        return chunks * self.chunk
-
-
-def _chunk_heads(x: Tensor, heads: int, n: int) -> Tensor:
-    """[B, H, n C, X] -> [B, h, n, (H/h) C, X]: query heads that share a key head lie side by side."""
-    x = x.unflatten(2, (n, -1)).unflatten(1, (heads, -1))
-    return x.transpose(2, 3).flatten(3, 4)
-
-
-def _unchunk_heads(x: Tensor, group: int) -> Tensor:
-    """[B, h, n, g C, X] -> [B, h g, n C, X], the inverse of `_chunk_heads`."""
-    return x.unflatten(3, (group, -1)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
-
-
-def _near(x: Tensor, axis: int, n: int, count: int) -> Tensor:
-    """Per query chunk, the `count` chunks of keys that begin at its own index, side by side along `axis` + 1."""
-    parts = [x.narrow(axis, i, n) for i in range(count)]
-    return parts[0] if count == 1 else torch.cat(parts, dim=axis + 1)
-
-
-def _key_chunks(x: Tensor, chunks: int, chunk: int) -> Tensor:
-    """Keys as [B, h, chunks, C, X], zeros in front where the sequence has not begun."""
-    missing = chunks * chunk - x.shape[2]
-    return (F.pad(x, (0, 0, missing, 0)) if missing else x).unflatten(2, (chunks, chunk))
+BLOCK_SCORES = {"cpu": 2**18, "cuda": 2**26}
+MAX_CHUNKS_PER_BLOCK = 32  # carrying the state from chunk to chunk costs the square of their number
+LOG2_E = math.log2(math.e)
 
 
 def linear_scan(
@@ -97,58 +41,15 @@ def linear_scan(
     state: LinearState | None = None,
 ) -> Partial:
     """The linear part (`reference.linear_scan`) in O(T) time and memory, forward and backward."""
-    dtype, heads, group = accumulation_dtype(v.dtype), phi_k.shape[1], phi_q.shape[1] // phi_k.shape[1]
-    slots = _Slots(layout)
-    chunk = slots.chunk
-    phi_q, phi_k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, expand_values(v, heads)))
-    if not layout.uniform or span.sinks:
-        phi_k = phi_k * (slots.position >= span.sinks)[:, None, :, None]
+    dtype, slots = accumulation_dtype(v.dtype), Slots(layout, CHUNK)
+    phi_q, phi_k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, expand_values(v, phi_k.shape[1])))
     # Keys of query chunk c: chunks c - first .. c - last through scores, all before through the state.
-    first, last = -((1 - span.max_lag) // chunk), -((chunk - 1 - span.min_lag) // chunk)
-    k_position = F.pad(slots.position, (first * chunk, 0), value=-1)
-    k_document = F.pad(slots.document, (first * chunk, 0))
-    # Document of the slot before each chunk: it owns the state there. The carried document, 0, before the first.
-    boundary = F.pad(k_document, (1, 0))[:, ::chunk]
-
-    def block(start: int, stop: int, carry: Sequence[Tensor], inputs: Sequence[Tensor]):
-        S, z = carry
-        n = (stop - start) // chunk
-        q = _chunk_heads(inputs[0], heads, n)
-        keys, values = (_key_chunks(x, n + first, chunk) for x in inputs[1:])
-        near_k, near_v = (_near(x, 2, n, first - last + 1) for x in (keys, values))
-
-        q_position, q_document = (x[:, start:stop].unflatten(1, (n, chunk)) for x in (slots.position, slots.document))
-        k_chunks = [x[:, start : stop + first * chunk].unflatten(1, (n + first, chunk)) for x in (k_position, k_document)]
-        near_position, near_document = (_near(x, 1, n, first - last + 1)[:, :, None] for x in k_chunks)
-        mask = near_position < span.lo(q_position)[..., None]
-        if not layout.uniform:
-            mask &= (near_document == q_document[..., None]) & (q_position >= 0)[..., None]
-        scores = q @ near_k.transpose(-1, -2)
-        scores = (scores.unflatten(3, (group, chunk)) * mask[:, None, :, None]).flatten(3, 4)
-
-        # The state before old chunk i, for i = 0 .. n: of the document that owns the slot before it, nothing else.
-        old_k, old_v = keys[:, :, :n], values[:, :, :n]
-        owner = boundary[:, start // chunk : start // chunk + n + 1]
-        if not layout.uniform:
-            old_k = old_k * (k_chunks[1][:, :n] == owner[:, 1:, None])[:, None, ..., None]
-        folded = torch.cat([S[:, :, None], old_k.transpose(-1, -2) @ old_v], dim=2)
-        folded_z = torch.cat([z[:, :, None], old_k.sum(-2)], dim=2)
-        into = (owner[:, :, None] == owner[:, None, :]).tril()[:, None].to(dtype)
-        states = (into @ folded.flatten(3)).unflatten(3, S.shape[2:])
-        sums = into @ folded_z
-
-        reads = q
-        if not layout.uniform:
-            own = (q_document == owner[:, :n, None]) & (q_position >= 0)
-            reads = (q.unflatten(3, (group, chunk)) * own[:, None, :, None, :, None]).flatten(3, 4)
-        num = scores @ near_v + reads @ states[:, :, :n]
-        den = scores.sum(-1, keepdim=True) + reads @ sums[:, :, :n, :, None]
-        return (_unchunk_heads(num, group), _unchunk_heads(den, group)), (states[:, :, n], sums[:, :, n])
-
-    S = phi_k.new_zeros(*phi_k.shape[:2], phi_k.shape[-1], v.shape[-1]) if state is None else state.S.to(dtype)
-    z = phi_k.new_zeros(*phi_k.shape[:2], phi_k.shape[-1]) if state is None else state.z.to(dtype)
-    size = slots.block_size(phi_q.shape[0] * phi_q.shape[1] * (first - last + 1) * chunk, phi_q.device)
-    num, den = blockwise(block, (phi_q, phi_k, v), (0, first * chunk, first * chunk), (S, z), size)
+    first = min(_chunks_back(slots, span), slots.num_chunks - 1)
+    last = min(-((slots.chunk - 1 - span.min_lag) // slots.chunk), first)
+    grid = _grid(slots, phi_q, phi_k, first, first - last + 1)
+    S = v.new_zeros(*phi_k.shape[:2], phi_k.shape[3], v.shape[3]) if state is None else state.S.to(dtype)
+    z = v.new_zeros(*phi_k.shape[:2], phi_k.shape[3]) if state is None else state.z.to(dtype)
+    num, den = _LinearScan.apply(grid, partial(_linear_masks, grid, span, dtype), phi_q, phi_k, v, S, z)
     den = slots.collect(den).squeeze(-1)
     return Partial(slots.collect(num), den, torch.zeros_like(den))
 
@@ -164,64 +65,247 @@ def window_softmax(
     layout: Layout,
 ) -> Partial:
     """The softmax part (`reference.window_softmax`) in O(T w) time and O(T) memory, forward and backward."""
-    dtype, heads, group = accumulation_dtype(v.dtype), k.shape[1], q.shape[1] // k.shape[1]
-    slots = _Slots(layout)
-    chunk = slots.chunk
-    q, k, v = (slots.spread(x) for x in (q.to(dtype) * scaling, k.to(dtype), v.to(dtype)))
-    first = -((1 - span.max_lag) // chunk)
-    k_position = F.pad(slots.position, (first * chunk, 0), value=-1)
-    k_document = F.pad(slots.document, (first * chunk, 0))
-    sink_keys, sink_seen = _sink_keys(slots, span, (k, v)) if span.sinks else ((), None)
-
-    def cap(scores: Tensor) -> Tensor:
-        return scores if softcap is None else softcap * torch.tanh(scores / softcap)
-
-    def block(start: int, stop: int, carry: Sequence[Tensor], inputs: Sequence[Tensor]):
-        n = (stop - start) // chunk
-        q = _chunk_heads(inputs[0], heads, n)
-        near_k, near_v = (_near(_key_chunks(x, n + first, chunk), 2, n, first + 1) for x in inputs[1:3])
-        q_position, q_document = (x[:, start:stop].unflatten(1, (n, chunk)) for x in (slots.position, slots.document))
-        k_chunks = [x[:, start : stop + first * chunk].unflatten(1, (n + first, chunk)) for x in (k_position, k_document)]
-        near_position, near_document = (_near(x, 1, n, first + 1)[:, :, None] for x in k_chunks)
-        mask = (near_position >= span.lo(q_position).clamp_min(0)[..., None]) & (near_position <= q_position[..., None])
-        if not layout.uniform:
-            mask &= near_document == q_document[..., None]
-        scores = cap(q @ near_k.transpose(-1, -2)).unflatten(3, (group, chunk))
-        scores = scores.masked_fill(~mask[:, None, :, None], -torch.inf)
-        if sink_seen is not None:
-            sink_k, sink_v = (x.unflatten(2, (n, chunk))[:, :, :, None] for x in inputs[3:])
-            sink_scores = cap((q.unflatten(3, (group, chunk))[..., None, :] * sink_k).sum(-1))
-            seen = sink_seen[:, start:stop].unflatten(1, (n, chunk))[:, None, :, None]
-            scores = torch.cat([scores, sink_scores.masked_fill(~seen, -torch.inf)], dim=-1)
-        top = scores.amax(-1, keepdim=True)
-        top = torch.where(top == -torch.inf, 0, top)
-        weights = torch.exp(scores - top)
-        num = weights[..., : near_k.shape[3]].flatten(3, 4) @ near_v
-        if sink_seen is not None:
-            num = num + (weights[..., near_k.shape[3] :, None] * sink_v).sum(-2).flatten(3, 4)
-        rest = torch.stack([weights.sum(-1), top.squeeze(-1)], dim=-1).flatten(3, 4)
-        return (_unchunk_heads(num, group), _unchunk_heads(rest, group)), ()
-
-    size = slots.block_size(q.shape[0] * q.shape[1] * (first + 1) * chunk, q.device)
-    reach = first * chunk
-    inputs, reaches = (q, k, v, *sink_keys), (0, reach, reach, *(0 for _ in sink_keys))
-    num, rest = (slots.collect(x) for x in blockwise(block, inputs, reaches, (), size))
-    return Partial(num, *rest.unbind(-1))
+    dtype, slots = accumulation_dtype(v.dtype), Slots(layout, CHUNK)
+    q, k, v = (slots.spread(x.to(dtype)) for x in (q, k, v))
+    first = min(_chunks_back(slots, span), slots.num_chunks - 1)
+    grid = _grid(slots, q, k, first, first + 1)
+    slot, sinks_seen = _far_sinks(grid, slots, span)
+    sink_k, sink_v = (_take(x, slot) for x in (k, v))
+    bias = partial(_window_bias, grid, span, sinks_seen, dtype)
+    num, rest = _WindowSoftmax.apply(grid, bias, scaling, softcap, q, k, v, sink_k, sink_v)
+    return Partial(slots.collect(num), *slots.collect(rest).unbind(-1))
 
 
-def _sink_keys(slots: _Slots, span: Span, keys: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Per query slot the sinks of its document, [B, h, P, sinks, X], and which of them lie outside its window."""
-    sink = torch.arange(span.sinks, device=slots.position.device)
-    position = slots.position[:, :, None]
-    slot = torch.arange(slots.position.shape[1], device=position.device)[None, :, None] - position + sink
+def _chunks_back(slots: Slots, span: Span) -> int:
+    """The chunk of a query's first softmax key is at most that many chunks before its own."""
+    return -((1 - span.max_lag) // slots.chunk)
+
+
+def _grid(slots: Slots, q: Tensor, k: Tensor, first: int, count: int) -> Grid:
+    max_scores = BLOCK_SCORES["cpu" if q.device.type == "cpu" else "cuda"]
+    group = q.shape[1] // k.shape[1]
+    return Grid(slots, (k.shape[0], k.shape[1]), group, first, count, max_scores, MAX_CHUNKS_PER_BLOCK)
+
+
+class _LinearMasks(NamedTuple):
+    """1 where something counts, 0 elsewhere."""
+
+    near: Float[Tensor, "b 1 n gC W"]  # a query reads a near key
+    reads: Float[Tensor, "b 1 n gC 1"]  # a query reads the state before its chunk's near keys
+    enters: Float[Tensor, "b 1 n C 1"]  # a key enters the state
+    into: Float[Tensor, "b 1 N1 N1"]  # what an old chunk adds (first: the carried state) is in the state of a chunk
+
+
+def _linear_masks(grid: Grid, span: Span, dtype: torch.dtype, batch: slice, start: int, stop: int) -> _LinearMasks:
+    q_position, near_position, k_position = grid.around(grid.position, batch, start, stop)
+    q_document, near_document, k_document = grid.around(grid.document, batch, start, stop)
+    near = near_position[:, :, None] < span.lo(q_position)[..., None]
+    near &= (near_position >= span.sinks)[:, :, None]
+    near &= near_document[:, :, None] == q_document[..., None]
+    # The document of the slot before a chunk's near keys owns the state there, which holds its keys and no others.
+    owner = pick(grid.owner, batch)[:, start // grid.chunk : stop // grid.chunk + 1]
+    n = q_position.shape[1]
+    reads = (q_document == owner[:, :n, None]) & (q_position >= 0)
+    enters = (k_document[:, :n] == owner[:, 1:, None]) & (k_position[:, :n] >= span.sinks)
+    into = (owner[:, :, None] == owner[:, None, :]).tril()
+    masks = grid.per_query_head(near), grid.per_query_head(reads[..., None]), enters[:, None, ..., None], into[:, None]
+    return _LinearMasks(*(x.to(dtype) for x in masks))
+
+
+class _LinearBlock:
+    """What forward and backward of a block share."""
+
+    def __init__(self, grid: Grid, block: Block, masks: _LinearMasks, phi_q: Tensor, phi_k: Tensor, v: Tensor) -> None:
+        self.into = masks.into
+        keys, values = grid.keys(phi_k, block), grid.keys(v, block)
+        self.q, self.near_k, self.near_v = grid.queries(phi_q, block), grid.near(keys), grid.near(values)
+        self.scores = (self.q @ self.near_k.mT).mul_(masks.near)
+        n = self.q.shape[2]
+        self.old_k, self.old_v, self.reads = keys[:, :, :n] * masks.enters, values[:, :, :n], self.q * masks.reads
+
+    def states(
+        self, S: Float[Tensor, "b h F D"], z: Float[Tensor, "b h F"]
+    ) -> tuple[Float[Tensor, "b h N1 F D"], Float[Tensor, "b h N1 F"]]:
+        """The state before the near keys of each chunk, and of the chunk after the last; S, z is that of the first."""
+        S = torch.cat([S[:, :, None], self.old_k.mT @ self.old_v], dim=2)
+        z = torch.cat([z[:, :, None], self.old_k.sum(-2)], dim=2)
+        return (self.into @ S.flatten(3)).view_as(S), self.into @ z
+
+
+class _LinearScan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grid: Grid,
+        masks: Callable[[slice, int, int], _LinearMasks],
+        phi_q: Tensor,
+        phi_k: Tensor,
+        v: Tensor,
+        S: Tensor,
+        z: Tensor,
+    ) -> tuple[Float[Tensor, "B H P D"], Float[Tensor, "B H P 1"]]:
+        num, den = v.new_empty(*phi_q.shape[:3], v.shape[3]), v.new_empty(*phi_q.shape[:3], 1)
+        # The state before each stretch of slots.
+        all_S, all_z = (x.expand(grid.num_stretches + 1, *x.shape).clone() for x in (S, z))
+        for block, mask in grid.blocks(masks):
+            x = _LinearBlock(grid, block, mask, phi_q, phi_k, v)
+            S, z = x.states(all_S[block.index][block.rows], all_z[block.index][block.rows])
+            all_S[block.index + 1][block.rows], all_z[block.index + 1][block.rows] = S[:, :, -1], z[:, :, -1]
+            from_state = (x.reads * z[:, :, :-1, None]).sum(-1, keepdim=True)
+            grid.put_queries(den, block, from_state.add_(x.scores.sum(-1, keepdim=True)))
+            grid.put_queries(num, block, (x.reads @ S[:, :, :-1]).add_(x.scores @ x.near_v))
+        ctx.save_for_backward(phi_q, phi_k, v, all_S, all_z)
+        ctx.grid, ctx.masks = grid, masks
+        return num, den
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_num: Tensor, grad_den: Tensor) -> tuple[Tensor | None, ...]:
+        phi_q, phi_k, v, all_S, all_z = ctx.saved_tensors
+        grid: Grid = ctx.grid
+        grad_q, grad_k, grad_v = torch.empty_like(phi_q), torch.zeros_like(phi_k), torch.zeros_like(v)
+        grad_S, grad_z = torch.zeros_like(all_S[0]), torch.zeros_like(all_z[0])
+        for block, mask in grid.blocks(ctx.masks, reverse=True):
+            x, n = _LinearBlock(grid, block, mask, phi_q, phi_k, v), (block.stop - block.start) // grid.chunk
+            S, z = (y[:, :, :-1] for y in x.states(all_S[block.index][block.rows], all_z[block.index][block.rows]))
+            g_num, g_den = grid.queries(grad_num, block), grid.queries(grad_den, block)
+            # Of the states: a chunk's own reads, and what comes back from the slots behind; then of what they sum.
+            g_S = torch.cat([x.reads.mT @ g_num, grad_S[block.rows][:, :, None]], dim=2)
+            g_z = torch.cat([(x.reads * g_den).sum(-2), grad_z[block.rows][:, :, None]], dim=2)
+            g_S, g_z = (mask.into.mT @ g_S.flatten(3)).view_as(g_S), mask.into.mT @ g_z
+            grad_S[block.rows], grad_z[block.rows] = g_S[:, :, 0], g_z[:, :, 0]
+            g_S, g_z = g_S[:, :, 1:], g_z[:, :, 1:, None]
+
+            g_scores = (g_num @ x.near_v.mT).add_(g_den).mul_(mask.near)
+            g_reads = (g_num @ S.mT).addcmul_(g_den, z[:, :, :, None]).mul_(mask.reads)
+            grid.put_queries(grad_q, block, g_reads.add_(g_scores @ x.near_k))
+            g_keys = grid.fold(g_scores.mT @ x.q)
+            g_keys[:, :, :n] += (x.old_v @ g_S.mT).add_(g_z).mul_(mask.enters)
+            grid.add_keys(grad_k, block, g_keys)
+            g_values = grid.fold(x.scores.mT @ g_num)
+            g_values[:, :, :n] += x.old_k @ g_S
+            grid.add_keys(grad_v, block, g_values)
+        return None, None, grad_q, grad_k, grad_v, grad_S, grad_z
+
+
+def _far_sinks(grid: Grid, slots: Slots, span: Span) -> tuple[Int[Tensor, "#B N s"], Bool[Tensor, "#B N s"]]:
+    """Slots of the sinks that lie below the near keys of each chunk, and which of them there are.
+
+    They belong to one document, that of the slot before: the others that a chunk holds begin among its near keys.
+    """
+    owner = grid.owner[:, :-1, None].long()
+    start = (torch.arange(slots.num_chunks, device=owner.device)[:, None] - grid.first) * slots.chunk
+    before = torch.nn.functional.pad(grid.position, (1, 0), value=-1)[:, : slots.num_chunks * slots.chunk : slots.chunk]
+    sink = torch.arange(span.sinks, device=owner.device)
+    slot = start - 1 - before[..., None] + sink
     if slots.layout.sink_slots:
-        moved = (slots.position[:, None, : span.sinks] == sink) & (slots.document == 0)[:, :, None]
+        moved = (slots.position[:, None, : span.sinks] == sink) & (owner == 0)
         slot = torch.where(moved, sink, slot)
-    seen = (position >= 0) & (sink < span.lo(position)) & (sink <= position)
-    slot = torch.where(seen, slot, 0)
+    there = (slot >= 0) & (slot < start)
+    slot = torch.where(there, slot, 0)
+    position, document = (x.gather(1, slot.flatten(1)).view_as(slot) for x in (slots.position, slots.document))
+    return slot, there & (position == sink) & (document == owner)
 
-    def take(x: Tensor) -> Tensor:
-        index = slot.flatten(1)[:, None, :, None].expand(len(x), x.shape[1], -1, x.shape[3])
-        return x.gather(2, index).unflatten(2, (-1, span.sinks))
 
-    return tuple(take(x) for x in keys), seen
+def _take(x: Float[Tensor, "B G P D"], slot: Int[Tensor, "#B N s"]) -> Float[Tensor, "B G N s D"]:
+    index = slot.flatten(1)[:, None, :, None].expand(len(x), x.shape[1], -1, x.shape[3])
+    return x.gather(2, index).unflatten(2, slot.shape[1:])
+
+
+def _window_bias(
+    grid: Grid, span: Span, sinks_seen: Bool[Tensor, "#B N s"], dtype: torch.dtype, batch: slice, start: int, stop: int
+) -> Float[Tensor, "b 1 n gC Ws"]:
+    """0 where a query sees a near key or a far sink, -inf elsewhere."""
+    position, near_position, _ = grid.around(grid.position, batch, start, stop)
+    document, near_document, _ = grid.around(grid.document, batch, start, stop)
+    position, near_position = position[..., None], near_position[:, :, None]
+    seen = (near_position >= span.lo(position).clamp_min(0)) & (near_position <= position)
+    if span.sinks:
+        seen |= (near_position >= 0) & (near_position < span.sinks) & (near_position <= position)
+    seen &= near_document[:, :, None] == document[..., None]
+    if span.sinks:
+        chunks = slice(start // grid.chunk, stop // grid.chunk)
+        reads = (document == pick(grid.owner, batch)[:, chunks, None])[..., None] & (position >= 0)
+        seen = torch.cat([seen, reads & pick(sinks_seen, batch)[:, chunks, None]], dim=3)
+    bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+    return grid.per_query_head(bias)
+
+
+class _WindowBlock:
+    """What forward and backward of a block share; in powers of 2, which take a fourth of the time of those of e."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        block: Block,
+        bias: Float[Tensor, "b 1 n gC Ws"],
+        scaling: float,
+        softcap: float | None,
+        *tensors: Tensor,
+    ) -> None:
+        q, k, v, sink_k, sink_v = tensors
+        self.chunks = slice(block.start // grid.chunk, block.stop // grid.chunk)
+        self.k, self.v = grid.near(grid.keys(k, block)), grid.near(grid.keys(v, block))
+        if sink_k.shape[3]:
+            self.k = torch.cat([self.k, sink_k[block.rows][:, :, self.chunks]], dim=3)
+            self.v = torch.cat([self.v, sink_v[block.rows][:, :, self.chunks]], dim=3)
+        self.unit = LOG2_E if softcap is None else 1 / softcap
+        self.q = grid.queries(q, block) * (scaling * self.unit)
+        scores = self.q @ self.k.mT
+        self.slope = None
+        if softcap is not None:
+            scores.tanh_()
+            self.slope = 1 - scores.square()
+            scores.mul_(softcap * LOG2_E)
+        top = scores.add_(bias).amax(-1, keepdim=True)
+        top.masked_fill_(top == -torch.inf, 0)
+        self.weights = scores.sub_(top).exp2_()
+        self.log_scale = top.div_(LOG2_E)
+
+
+class _WindowSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grid: Grid,
+        bias: Callable[[slice, int, int], Float[Tensor, "b 1 n gC Ws"]],
+        scaling: float,
+        softcap: float | None,
+        *tensors: Tensor,
+    ) -> tuple[Float[Tensor, "B H P D"], Float[Tensor, "B H P 2"]]:
+        """num, and den beside log_scale, of the tensors q, k, v and the far sinks of k and v."""
+        q, _, v, *_ = tensors
+        num, rest = v.new_empty(*q.shape[:3], v.shape[3]), v.new_empty(*q.shape[:3], 2)
+        for block, mask in grid.blocks(bias):
+            x = _WindowBlock(grid, block, mask, scaling, softcap, *tensors)
+            grid.put_queries(num, block, x.weights @ x.v)
+            grid.put_queries(rest, block, torch.cat([x.weights.sum(-1, keepdim=True), x.log_scale], dim=-1))
+        ctx.save_for_backward(*tensors)
+        ctx.grid, ctx.bias, ctx.scaling, ctx.softcap = grid, bias, scaling, softcap
+        return num, rest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_num: Tensor, grad_rest: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, grid = ctx.saved_tensors, ctx.grid
+        grad_q, *grad_keys = torch.empty_like(tensors[0]), *(torch.zeros_like(x) for x in tensors[1:])
+        grad_k, grad_v, grad_sink_k, grad_sink_v = grad_keys
+        for block, mask in grid.blocks(ctx.bias, reverse=True):
+            x = _WindowBlock(grid, block, mask, ctx.scaling, ctx.softcap, *tensors)
+            g_num = grid.queries(grad_num, block)
+            g_den, g_log_scale = grid.queries(grad_rest, block).split(1, dim=-1)
+            g_values = x.weights.mT @ g_num
+            g_scores = (g_num @ x.v.mT).add_(g_den).mul_(x.weights)
+            # The largest score (weight 1) is log_scale and is taken off all others; equals share, as in amax.
+            is_top = x.weights.floor_()
+            share = (g_log_scale - g_scores.sum(-1, keepdim=True)) / is_top.sum(-1, keepdim=True).clamp_min(1)
+            g_scores.addcmul_(is_top, share)
+            if x.slope is not None:
+                g_scores.mul_(x.slope)
+            grid.put_queries(grad_q, block, (g_scores @ x.k).mul_(ctx.scaling))
+            g_keys = (g_scores.mT @ x.q).div_(x.unit)
+            near = grid.count * grid.chunk
+            for grad, grad_sink, g in ((grad_k, grad_sink_k, g_keys), (grad_v, grad_sink_v, g_values)):
+                grid.add_keys(grad, block, grid.fold(g[:, :, :, :near]))
+                grad_sink[block.rows][:, :, x.chunks] = g[:, :, :, near:]
+        return None, None, None, None, grad_q, grad_k, grad_v, grad_sink_k, grad_sink_v

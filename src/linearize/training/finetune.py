@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,10 @@ def _adapted(model: PreTrainedModel, config: FinetuneConfig, seed: int) -> PeftM
         target_modules=list(targets),
         fan_in_fan_out=all(not isinstance(module, nn.Linear) for module in targets.values()),
     )
-    return get_peft_model(model, lora)  # type: ignore[return-value]
+    with warnings.catch_warnings():
+        # PEFT asks transformers by a name that it has since deprecated; the user can do nothing about that.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return get_peft_model(model, lora)  # type: ignore[return-value]
 
 
 def _merge(adapted: PeftModel, model: PreTrainedModel, config: FinetuneConfig) -> None:
@@ -90,7 +94,8 @@ class NextTokenObjective:
 
     def _loss(self, batches: list[PackedRows], learn: bool) -> float:
         device = next(self._model.parameters()).device
-        labels = sum(int((batch.labels != -100).sum()) for batch in batches)
+        # At least 1: long prompts can fill all rows of a step, whose loss is then 0.
+        labels = max(1, sum(int((batch.labels != -100).sum()) for batch in batches))
         total = 0.0
         for batch in batches:
             inputs = {name: tensor.to(device) for name, tensor in batch.batch().items()}

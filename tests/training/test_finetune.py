@@ -1,0 +1,220 @@
+"""Fine-tuning: which weights train, on which loss, and that merging them changes nothing but their form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import linearize
+from linearize.config import FinetuneConfig
+from linearize.training.data import PackedRows
+from linearize.training.finetune import NextTokenObjective, finetune, load_finetuned
+from linearize.training.loop import TrainResult
+from tests import tiny
+
+TOLERANCE = 1e-10
+ROUNDING = 2e-6  # transformers computes the loss in fp32 whatever the model's dtype
+TRAIN = tiny.packed([[64], [20, 44]] * 8, seed=1, vocabulary=4)
+VALIDATION = tiny.packed([[64], [1, 30, 33]], seed=2, vocabulary=4)
+CONFIG = tiny.recipe(finetune__lora__rank=3, finetune__lora__alpha=12.0).finetune
+ALL = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
+
+
+def students() -> list[Any]:
+    """How to make a teacher, and how to make of it what is trained."""
+
+    def as_it_is(teacher: PreTrainedModel) -> PreTrainedModel:
+        return teacher
+
+    def converted(teacher: PreTrainedModel) -> PreTrainedModel:
+        return linearize.convert(teacher, tiny.recipe())
+
+    makers = (tiny.llama, as_it_is), (tiny.llama, converted), (tiny.gpt2, converted)
+    return [pytest.param(*made, id=name) for name, made in zip(("teacher", "llama", "gpt2"), makers, strict=True)]
+
+
+each_model = pytest.mark.parametrize("make, prepare", students())
+Make, Prepare = Callable[[], PreTrainedModel], Callable[[PreTrainedModel], PreTrainedModel]
+
+
+def config(**changes: Any) -> FinetuneConfig:
+    assert CONFIG is not None
+    return CONFIG.model_copy(update=changes)
+
+
+def tune(model: PreTrainedModel, folder: Path, chosen: FinetuneConfig | None = None) -> TrainResult:
+    return finetune(model, TRAIN, VALIDATION, chosen or config(), output_dir=folder)
+
+
+def next_token_loss(model: PreTrainedModel, rows: PackedRows) -> Tensor:
+    """Mean over all labels of -log p(label | tokens before it), one row at a time."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for index in range(len(rows)):
+        row = rows.rows([index])
+        logits = model(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False).logits
+        for slot in range(1, row.labels.shape[1]):
+            label = int(row.labels[0, slot])
+            if label != -100:
+                total = total - logits[0, slot - 1].log_softmax(-1)[label]
+                count += 1
+    return total / count
+
+
+def changed(model: PreTrainedModel, before: dict[str, Tensor]) -> set[str]:
+    after = tiny.snapshot(model)
+    assert after.keys() == before.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+# --- what is trained --------------------------------------------------------------------------------------------------
+
+
+@each_model
+def test_the_merged_model_is_the_adapted_one(tmp_path: Path, make: Make, prepare: Prepare) -> None:
+    model = prepare(make().double())
+    before = tiny.snapshot(model)
+    result = tune(model, tmp_path)
+    assert result.best_loss["model"] < result.initial_loss["model"] - 0.1
+    # The loss with adapters, as the training saw it, is that of the model without them.
+    with torch.no_grad():
+        assert abs(next_token_loss(model, VALIDATION).item() - result.best_loss["model"]) < ROUNDING
+
+    adapters, seen = load_file(tmp_path / "trained.safetensors"), 0
+    for name, weight in tiny.snapshot(model).items():
+        path = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{path}.lora_A.default.weight" in adapters:
+            A, B = (adapters[f"{path}.lora_{letter}.default.weight"].double() for letter in "AB")
+            assert A.shape[0] == B.shape[1] == 3
+            delta = 12 / 3 * B @ A  # [out, in]; a Conv1D keeps its weight as [in, out]
+            expected = before[name] + (delta.T if model.config.model_type == "linearized_gpt2" else delta)
+            torch.testing.assert_close(weight, expected, rtol=0, atol=TOLERANCE)
+            seen += 1
+        else:
+            assert torch.equal(weight, before[name])
+    assert len(adapters) == 2 * seen > 0
+
+
+@pytest.mark.parametrize(
+    "make, targets, expected",
+    [
+        (tiny.llama, "qkvo", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        (tiny.llama, "vq", {"q_proj", "v_proj"}),
+        (tiny.gpt2, "qkvo", {"attn.c_attn", "attn.c_proj"}),
+        (tiny.gpt2, "k", {"attn.c_attn"}),
+        (tiny.gpt2, "o", {"attn.c_proj"}),  # the other c_proj, the MLP's, stays as it is
+    ],
+)
+def test_only_the_targets_change(tmp_path: Path, make: Make, targets: str, expected: set[str]) -> None:
+    teacher = make()
+    given, shared = tiny.snapshot(teacher), {p.data_ptr() for p in teacher.parameters()}
+    student = linearize.convert(teacher, tiny.recipe())
+    before = tiny.snapshot(student)
+    lora = config().lora.model_copy(update={"targets": tuple(targets)})
+    tune(student, tmp_path, config(lora=lora))
+
+    found = changed(student, before)
+    assert len(found) == 2 * len(expected)
+    assert {name for name in found if name.endswith(tuple(f"{module}.weight" for module in expected))} == found
+    # The teacher's own weights are as they were, and what did not change is still one storage with them.
+    assert not changed(teacher, given)
+    own = {name for name, p in student.named_parameters() if p.data_ptr() not in shared}
+    assert own == found | {name for name in before if ".mixer." in name}
+
+
+def test_only_adapters_have_gradients(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    student = linearize.convert(tiny.llama(), tiny.recipe())
+    with_gradient = set()
+    original = NextTokenObjective.backward
+
+    def backward(self: NextTokenObjective, micro_batches: list[PackedRows]) -> dict[str, float]:
+        losses = original(self, micro_batches)
+        with_gradient.update(name for name, p in student.named_parameters() if p.grad is not None)
+        return losses
+
+    monkeypatch.setattr(NextTokenObjective, "backward", backward)
+    tune(student, tmp_path)
+    assert len(with_gradient) == 2 * 4 * 2  # layers, projections, A and B
+    assert all(".lora_" in name for name in with_gradient)
+    assert not any(p.requires_grad for p in student.parameters())
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def uneven() -> PackedRows:
+    """Rows of 47, 45 and 5 labels."""
+    rows = tiny.packed([[48], [20, 1, 27], [48]], seed=3)
+    rows.labels[2, 6:] = -100
+    return rows
+
+
+def gradients(micro_batches: list[PackedRows]) -> tuple[float, list[Tensor]]:
+    model = linearize.convert(tiny.llama().double(), tiny.recipe())
+    objective = NextTokenObjective(model, config())
+    loss = objective.backward(micro_batches)["model"]
+    return loss, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("splits", [[3], [2, 1], [1, 1, 1]], ids=str)
+def test_every_label_of_a_step_counts_the_same(splits: list[int]) -> None:
+    rows, model = uneven(), linearize.convert(tiny.llama().double(), tiny.recipe())
+    expected = next_token_loss(model, rows)
+    starts = [sum(splits[:index]) for index in range(len(splits))]
+    loss, found = gradients([rows.rows(slice(a, a + n)) for a, n in zip(starts, splits, strict=True)])
+    assert abs(loss - expected.item()) < ROUNDING
+    torch.testing.assert_close(
+        found, list(torch.autograd.grad(expected, list(model.parameters()))), rtol=ROUNDING, atol=ROUNDING
+    )
+
+
+def test_rows_without_labels_teach_nothing() -> None:
+    """A chat's prompts can fill all rows of a step: no loss, no gradient, and not a division by zero."""
+    rows = uneven()
+    rows.labels[:] = -100
+    loss, found = gradients([rows])
+    assert loss == 0
+    assert found
+    assert not any(gradient.any() for gradient in found)
+
+
+def test_held_out_losses_are_without_dropout() -> None:
+    model = linearize.convert(tiny.gpt2(resid_pdrop=0.5), tiny.recipe()).double()
+    with torch.no_grad():
+        expected = next_token_loss(model.eval(), VALIDATION).item()
+    objective = NextTokenObjective(model, config(micro_batch_size=1))
+    objective.backward([TRAIN])  # in training mode, with dropout
+    assert abs(objective.evaluate(VALIDATION)["model"] - expected) < ROUNDING
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+@each_model
+def test_a_finished_stage_is_loaded(tmp_path: Path, make: Make, prepare: Prepare) -> None:
+    trained = prepare(make())
+    result = tune(trained, tmp_path)
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    loaded = prepare(make())
+    load_finetuned(loaded, config(), tmp_path)
+    assert not changed(loaded, tiny.snapshot(trained))
+
+    again = prepare(make())
+    assert tune(again, tmp_path) == result
+    assert not changed(again, tiny.snapshot(trained))
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
+def test_nothing_that_ran_before_matters(tmp_path: Path) -> None:
+    models = [linearize.convert(tiny.llama(), tiny.recipe()) for _ in range(2)]
+    for index, model in enumerate(models):
+        torch.manual_seed(index + 17)
+        tune(model, tmp_path / str(index))
+    assert not changed(models[0], tiny.snapshot(models[1]))
