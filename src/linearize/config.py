@@ -7,6 +7,7 @@ student's ``config.json``.
 
 from __future__ import annotations
 
+import copy
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -278,7 +279,7 @@ class Recipe(Part):
         if not isinstance(data, dict):
             raise UserError(f"recipe {name_or_path}: expected a mapping of fields, found {type(data).__name__}")
         for field, value in (overrides or {}).items():
-            _assign(data, field, value)
+            _assign(data, field, copy.deepcopy(value))
         return cls.parse(data)
 
     @classmethod
@@ -293,7 +294,7 @@ class Recipe(Part):
         """This recipe with dotted fields replaced; `UserError` as in `load`."""
         data = self.model_dump(mode="json")
         for field, value in overrides.items():
-            _assign(data, field, value)
+            _assign(data, field, copy.deepcopy(value))
         return Recipe.parse(data)
 
     def to_yaml(self) -> str:

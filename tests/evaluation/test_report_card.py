@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,12 @@ def candidate(name: str, model: nn.Module, opened: list[str] | None = None, note
 def card(candidates: list[Candidate], rows: Any = None, **options: Any) -> ReportCard:
     chosen = dict(window_size=WINDOW, max_positions=POSITIONS, config=CONFIG, seed=0) | options
     return measure(candidates, periodic_rows() if rows is None else rows, byte_tokenizer(), **chosen)
+
+
+@pytest.fixture(autouse=True)
+def _uncollected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting garbage after every model would be nearly all that these tests do."""
+    monkeypatch.setattr(report_card, "gc", SimpleNamespace(collect=lambda: None))
 
 
 @pytest.fixture

@@ -215,8 +215,11 @@ def layout_hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
     if tokens is None:
         return args, kwargs  # the model itself says what is missing
-    mask, cached = given.get("attention_mask"), given.get("past_key_values") is not None
-    layout = read_layout(mask, None if cached else given.get("position_ids"), *tokens.shape[:2])
+    # As in transformers, position ids tell documents apart only where no cache is used, not even a new one.
+    use_cache = model.config.use_cache if given.get("use_cache") is None else given["use_cache"]
+    cached = use_cache or given.get("past_key_values") is not None
+    position_ids = None if cached else given.get("position_ids")
+    layout = read_layout(given.get("attention_mask"), position_ids, *tokens.shape[:2])
     return args, kwargs | {LAYOUT: layout}
 
 
