@@ -225,9 +225,10 @@ def main() -> None:
             raise
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        _note("interrupted; the same command again resumes")
-        sys.exit(130)
+    except SystemExit as status:
+        if status.code == 130:  # typer's own for Ctrl-C
+            _note("interrupted; the same command again resumes")
+        raise
 
 
 if __name__ == "__main__":

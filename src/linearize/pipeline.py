@@ -25,6 +25,7 @@ from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.teacher import TeacherShape
 from linearize.training.attention_transfer import attention_transfer, load_transferred
+from linearize.training.checkpoint import full_disk_is_user_error
 from linearize.training.data import Dataset, build_dataset
 from linearize.training.finetune import finetune, load_finetuned
 
@@ -75,13 +76,14 @@ def run(run: Run, *, dataset: Dataset | None = None, until: str = "evaluate") ->
     tokenizer = load_tokenizer(run.model)
     dataset = load_dataset(run.recipe, tokenizer, shape) if dataset is None else dataset
     teacher = run.load_teacher()
+    student = convert_layers(teacher, layers)
     claim(run, dataset)
     plan = planning.make_plan(
         run.recipe, shape, layers, kv_bytes_per_element=run.dtype.itemsize, training_tokens=dataset.train.num_tokens
     )
     write_json(run.folder / "plan.json", plan.to_json())
 
-    student = train_student(run, teacher, layers, dataset, until)
+    train_student(run, student, dataset, until)
     if until != "evaluate":
         return None
     train_controls(run, teacher, layers, dataset)
@@ -140,15 +142,24 @@ def check_output(run: Run) -> None:
                     f"output folder {run.folder}: {name}: expected {expected}, found {found.get(name)}; "
                     "use another folder"
                 )
-    elif run.folder.exists() and (not run.folder.is_dir() or any(run.folder.iterdir())):
+    elif not _unclaimed(run):
         raise UserError(f"output folder {run.folder}: expected an empty folder or a run to resume, found other files")
+
+
+def _unclaimed(run: Run) -> bool:
+    """Whether there is no folder, an empty one, or one in which `claim` was killed before its last file."""
+    if not run.folder.is_dir():
+        return not run.folder.exists()
+    recipe, begun = run.folder / "recipe.yaml", {_scratch(run.folder / name) for name in ("recipe.yaml", "run.json")}
+    found = set(run.folder.iterdir()) - begun
+    return not found or (found == {recipe} and recipe.read_text(encoding="utf-8") == run.recipe.to_yaml())
 
 
 def claim(run: Run, dataset: Dataset) -> None:
     """Make the folder this run's own, and see that a resumed run has the same data.
 
     Raises:
-        UserError: the data have changed.
+        UserError: the data have changed, or the folder cannot be written to.
     """
     run_file = run.folder / "run.json"
     if run_file.is_file():
@@ -159,27 +170,28 @@ def claim(run: Run, dataset: Dataset) -> None:
                 f"run on {str(found)[:12]}; use the same data or another folder"
             )
         return
-    run.folder.mkdir(parents=True, exist_ok=True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    write_text(run.folder / "recipe.yaml", run.recipe.to_yaml())
-    write_json(run_file, _identity(run) | {"data": dataset.fingerprint, "versions": versions})
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_text(run.folder / "recipe.yaml", run.recipe.to_yaml())
+        write_json(run_file, _identity(run) | {"data": dataset.fingerprint, "versions": versions})
+    except OSError as error:
+        raise UserError(
+            f"output folder {run.folder}: expected a folder that can be written to, found: {error.strerror}; use another"
+        ) from None
 
 
 def _identity(run: Run) -> dict[str, str]:
     return {"model": run.model, "dtype": str(run.dtype).removeprefix("torch."), "device": run.device.type}
 
 
-def train_student(
-    run: Run, teacher: PreTrainedModel, layers: LayerPlan, dataset: Dataset, until: str
-) -> PreTrainedModel:
-    """The student after the recipe's stages up to `until`; finished stages are loaded, begun ones resumed."""
+def train_student(run: Run, student: PreTrainedModel, dataset: Dataset, until: str) -> None:
+    """Run the recipe's stages up to `until` on `student`; finished ones are loaded, begun ones resumed."""
     recipe, rows = run.recipe, (dataset.train, dataset.validation)
-    student = convert_layers(teacher, layers)
     if recipe.transfer is not None:
         attention_transfer(student, *rows, recipe.transfer, output_dir=run.folder / "transfer", seed=recipe.seed)
     if recipe.finetune is not None and until != "transfer":
         finetune(student, *rows, recipe.finetune, output_dir=run.folder / "finetune", seed=recipe.seed)
-    return student
 
 
 def train_controls(run: Run, teacher: PreTrainedModel, layers: LayerPlan, dataset: Dataset) -> None:
@@ -334,10 +346,22 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    scratch = path.with_name(f".{path.name}.incomplete")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
+    """Write a text file atomically.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    scratch = _scratch(path)
+    try:
+        with full_disk_is_user_error(path.parent, len(text)):
+            scratch.write_text(text, encoding="utf-8")
+            scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _scratch(path: Path) -> Path:
+    return path.with_name(f".{path.name}.incomplete")
 
 
 def generate(

@@ -208,7 +208,7 @@ def _causal_softmax(module: Any, inputs: AttnInputs) -> Tensor:
     return y.transpose(1, 2)
 
 
-def layout_hook(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of the base model: hands padding and document boundaries to the linearized layers."""
     names = inspect.signature(type(model).forward).parameters
     given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
