@@ -1,6 +1,6 @@
 """Time window + linear attention against softmax attention on random inputs, in one process.
 
-One layer of LoLCATs' shape, B = 1, H = 8, D = 64, fp32: features phi_q and phi_k are given, the last `--window` keys are
+One layer of LoLCATs' shape, B = 1, H = 8, D = 64, fp32: features phi_q and phi_k are given, the last `--window` are
 read by softmax and all earlier ones through the linear state, with one denominator. Beside it runs torch's own
 `scaled_dot_product_attention(is_causal=True)` over the same q, k, v. "Forward + backward" adds the gradients of all
 inputs: q, k, v, phi_q and phi_k here, q, k and v there.

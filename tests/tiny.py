@@ -1,13 +1,20 @@
 """A tiny random Llama and all that a run needs beside it: a tokenizer of bytes, text, rows, and a recipe of few steps.
 
-The fixtures are for modules that say ``pytest_plugins = ["tests.tiny"]``; the folders are written once per session.
+What lies in files is written once per test session, and removed at its end.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +22,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from linearize.config import Recipe
+from linearize.evaluation import report_card
+from linearize.hf.checkpoint import load_tokenizer, read_config
+from linearize.pipeline import Run, run
+from linearize.teacher import TeacherShape
 from linearize.training.data import PackedRows
 from tests.training.byte_tokenizer import byte_tokenizer
 
@@ -74,6 +85,11 @@ def packed(documents: list[list[int]], *, seed: int = 0, vocabulary: int = VOCAB
     return PackedRows(tokens, positions, tokens.masked_fill(positions == 0, -100))
 
 
+def tokens(text: str) -> torch.Tensor:
+    """[1, T] token ids, as the tokenizer of `teacher_folder` makes them."""
+    return byte_tokenizer()(text, return_tensors="pt")["input_ids"]
+
+
 def snapshot(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """A copy of every parameter and buffer, by name."""
     return {name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
@@ -88,15 +104,61 @@ def write_text(path: Path, *, documents: int = 40, seed: int = 0) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quick_measures(new_tokens: int = 2) -> Iterator[None]:
+    """Measure without what takes longest: collecting garbage after every model, and generating many tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report_card, "gc", SimpleNamespace(collect=lambda: None))
+        patch.setattr(report_card, "NEW_TOKENS", new_tokens)
+        yield
+
+
+def untimed(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """An evaluation.json without what differs between two runs of the same."""
+    speed = [{k: v for k, v in line.items() if k not in ("prefill", "decode")} for line in evaluation["speed"]]
+    return evaluation | {"speed": speed}
+
+
+def untimed_metrics(stage: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, likewise."""
+    lines = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
+
+
+def data_arguments(of: Run) -> tuple[Recipe, Any, TeacherShape]:
+    """What `pipeline.load_dataset` takes to make the data of a run."""
+    return of.recipe, load_tokenizer(of.model), TeacherShape.from_config(read_config(of.model))
+
+
+@functools.cache
+def _scratch() -> Path:
+    folder = tempfile.mkdtemp(prefix="linearize-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+@functools.cache
+def teacher_folder() -> str:
     """The Llama and its tokenizer as an ordinary model folder."""
-    folder = tmp_path_factory.mktemp("tiny") / "teacher"
+    folder = _scratch() / "teacher"
     llama().save_pretrained(folder)
-    byte_tokenizer(eos="<|im_end|>").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
-@pytest.fixture(scope="session")
-def text_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_text(tmp_path_factory.mktemp("tiny") / "text.jsonl"))
+@functools.cache
+def text_file() -> str:
+    return str(write_text(_scratch() / "text.jsonl"))
+
+
+@functools.cache
+def finished_run() -> Run:
+    """A whole run, with every stage, control and measure: not to be changed."""
+    device = torch.device("cpu")
+    made = Run(recipe(data__dataset=text_file()), teacher_folder(), _scratch() / "run", torch.float32, device)
+    with quick_measures():
+        run(made)
+    return made

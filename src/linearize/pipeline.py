@@ -177,7 +177,7 @@ def claim(run: Run, dataset: Dataset) -> None:
         write_json(run_file, _identity(run) | {"data": dataset.fingerprint, "versions": versions})
     except OSError as error:
         raise UserError(
-            f"output folder {run.folder}: expected a folder that can be written to, found: {error.strerror}; use another"
+            f"output folder {run.folder}: expected one that can be written to, found: {error.strerror}; use another"
         ) from None
 
 

@@ -18,7 +18,8 @@ from torch import nn
 import linearize
 from linearize.config import EvaluationConfig
 from linearize.evaluation import report_card
-from linearize.evaluation.report_card import LABELS, Candidate, ReportCard, measure
+from linearize.evaluation.report_card import LABELS, Candidate, ReportCard, measure, memory_in_words
+from linearize.evaluation.speed import Speed, Spread
 from tests import tiny
 from tests.evaluation.fakes import Fake, FakeRows
 from tests.training.byte_tokenizer import byte_tokenizer
@@ -240,3 +241,27 @@ def test_the_terminal_shows_the_same(real_card: ReportCard) -> None:
 def test_every_candidate_has_a_label() -> None:
     assert len(LABELS) == 9
     assert len(set(LABELS.values())) == 9
+
+
+def test_memory_is_told_from_two_lengths() -> None:
+    second = Spread(1.0, 1.0, 1.0)
+
+    def held(teacher: tuple[int, int], student: tuple[int, int]) -> str:
+        pairs = [("teacher", teacher), ("student", student)]
+        lengths = (100, 100 + 200)
+        return memory_in_words(
+            [Speed(n, length, second, second, b) for n, both in pairs for length, b in zip(lengths, both, strict=True)]
+        )
+
+    # 10 bytes per token against a constant 500: 50 tokens are as much, 51 are more.
+    tokens = (100 + report_card.NEW_TOKENS, 300 + report_card.NEW_TOKENS)
+    constant = held((10 * tokens[0], 10 * tokens[1]), (500, 500))
+    assert "grows by 10 bytes per token; the student holds 500 bytes, " in constant
+    assert constant.endswith("from 51 tokens on.")
+    # A layer that stays softmax: 4 bytes per token are left, 6 are saved.
+    mixed = held((10 * tokens[0], 10 * tokens[1]), (500 + 4 * tokens[0], 500 + 4 * tokens[1]))
+    assert "500 bytes and 4 per token" in mixed
+    assert mixed.endswith("from 84 tokens on.")
+    assert held((10 * tokens[0], 10 * tokens[1]), (10 * tokens[0], 10 * tokens[1])).endswith(
+        "never less than the teacher."
+    )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from linearize.ops import chunked, reference
+from linearize.ops.blockwise import Grid
 from linearize.ops.layout import Layout
 from linearize.ops.span import SlidingSpan, TerracedSpan
 from tests.ops import parity
@@ -145,16 +146,10 @@ def maximum_detached(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
 
 
 def blocks_detached(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
-    """No gradient from a block of the sequence to the state of the one before."""
+    """The backward pass goes through the blocks from the first to the last, so no gradient reaches the one before."""
     patch.setattr(chunked, "MAX_CHUNKS_PER_BLOCK", 1)
-    blockwise = chunked.blockwise
-
-    def wrong(block, *args):
-        return blockwise(
-            lambda start, stop, carry, inputs: block(start, stop, [x.detach() for x in carry], inputs), *args
-        )
-
-    patch.setattr(chunked, "blockwise", wrong)
+    blocks = Grid.blocks
+    patch.setattr(Grid, "blocks", lambda self, masks, reverse=False: blocks(self, masks))
 
 
 def pending_lost(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:

@@ -27,7 +27,7 @@ from linearize.evaluation.recall import (
     far_context_verdict,
     ordinary_tokens,
 )
-from linearize.evaluation.speed import Speed, generation_speed
+from linearize.evaluation.speed import Speed, break_even, generation_speed
 from linearize.evaluation.table import in_words
 
 BATCH_SIZE = 8
@@ -108,6 +108,8 @@ class ReportCard:
             lines.append(f"Copying from beyond the window: {self.copying.words}.")
         elif self.copying_missing:
             lines.append(f"Copying from beyond the window: {self.copying_missing}.")
+        if self.speed:
+            lines.append(memory_in_words(self.speed))
         if self.missing:
             lines.append(f"Not measured, for want of the run's files: {', '.join(self.missing)}.")
         return lines
@@ -143,6 +145,22 @@ class ReportCard:
             [m.label, _text(m.quality.loss), _text(m.quality.beyond), _copying(m.copying), m.note]
             for m in self.measured
         ]
+
+
+def memory_in_words(speed: Sequence[Speed]) -> str:
+    """What teacher and student hold, and from which length on the student holds less; from two lengths of each."""
+    growth, constant = {}, {}
+    for name in ("teacher", "student"):
+        short, long = (s for s in speed if s.model == name)
+        growth[name] = (long.cache_bytes - short.cache_bytes) // (long.prompt_length - short.prompt_length)
+        constant[name] = long.cache_bytes - growth[name] * (long.prompt_length + NEW_TOKENS)
+    words = f"Memory: the teacher's cache grows by {growth['teacher']:,} bytes per token; the student holds "
+    words += f"{constant['student']:,} bytes" + (f" and {growth['student']:,} per token" if growth["student"] else "")
+    saved = growth["teacher"] - growth["student"]
+    if saved <= 0:
+        return f"{words}, never less than the teacher."
+    length = break_even(constant["student"] - constant["teacher"], saved)
+    return f"{words}, however long the text: less than the teacher from {length:,} tokens on."
 
 
 def _markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:

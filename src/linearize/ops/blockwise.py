@@ -18,7 +18,7 @@ Masks = TypeVar("Masks")
 
 
 class Block(NamedTuple):
-    """What is worked on at once: slots start..stop, the `index`-th such stretch, of some batch entries and key heads."""
+    """Worked on at once: slots start..stop, the `index`-th such stretch, of some batch entries and key heads."""
 
     index: int
     batch: slice
@@ -45,7 +45,7 @@ class Grid:
     def __init__(
         self, slots: Slots, rows: tuple[int, int], group: int, first: int, count: int, max_scores: int, max_chunks: int
     ) -> None:
-        """`rows`: batch entries and key heads; a block holds about `max_scores` scores and at most `max_chunks` chunks."""
+        """`rows`: batch entries and key heads; a block holds about `max_scores` scores and at most `max_chunks`."""
         self.rows, self.group, self.first, self.count = rows, group, first, count
         self.chunk, self.length = slots.chunk, slots.num_chunks * slots.chunk
         self.position = F.pad(slots.position.int(), (first * self.chunk, 0), value=-1)
@@ -124,7 +124,7 @@ class Grid:
         return x[block.batch, block.heads, max(0, block.start - self.first * self.chunk) : block.stop]
 
 
-def pick(x: Shaped[Tensor, "#B *X"], batch: slice) -> Shaped[Tensor, "b *X"]:
+def pick(x: Shaped[Tensor, "#B ..."], batch: slice) -> Shaped[Tensor, "b ..."]:
     """Batch entries of something that may be the same for all."""
     return x[batch] if len(x) > 1 else x
 

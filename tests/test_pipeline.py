@@ -1,0 +1,363 @@
+"""A whole run in process: what it writes, that it resumes and refuses, and that its numbers can be had again."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import linearize
+from linearize import pipeline
+from linearize.config import Recipe
+from linearize.errors import UserError
+from linearize.evaluation.report_card import LABELS, ReportCard
+from linearize.pipeline import Run, evaluate, run
+from linearize.training import loop
+from tests import tiny
+
+FINISHED = {"metrics.jsonl", "result.json", "trained.safetensors"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    with tiny.quick_measures():
+        yield
+
+
+@pytest.fixture
+def finished() -> Run:
+    return tiny.finished_run()
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(self: Any) -> None:
+        raise AssertionError("an optimizer step was taken")
+
+    monkeypatch.setattr(loop._Run, "update", update)
+
+
+@pytest.fixture
+def copied(finished: Run, tmp_path: Path) -> Run:
+    """The finished run in a folder of the test's own."""
+    shutil.copytree(finished.folder, tmp_path / "run")
+    return dataclasses.replace(finished, folder=tmp_path / "run")
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def numbers(card: ReportCard | None) -> dict[str, Any]:
+    assert card is not None
+    return tiny.untimed(card.to_json())
+
+
+def evaluation(folder: Path) -> dict[str, Any]:
+    return tiny.untimed(json.loads((folder / "evaluation.json").read_text()))
+
+
+def evaluated(model: Path, **options: Any) -> ReportCard:
+    chosen = dict(teacher=None, dataset=None, overrides={}, dtype=torch.float32, device=torch.device("cpu"))
+    return evaluate(str(model), **(chosen | options))
+
+
+# --- what a run writes ------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_written(finished: Run) -> None:
+    teacher_folder = tiny.teacher_folder()
+    stages = {"transfer", "finetune"}
+    reports = {"recipe.yaml", "run.json", "plan.json", "evaluation.json", "evaluation.md"}
+    assert names(finished.folder) == stages | reports | {"controls", "model"}
+    assert names(finished.folder / "controls") == {"teacher_lora", "window_lora"}
+    for stage in ("transfer", "finetune", "controls/teacher_lora", "controls/window_lora"):
+        assert names(finished.folder / stage) == FINISHED
+    assert Recipe.load(str(finished.folder / "recipe.yaml")) == finished.recipe
+    assert Run.read(finished.folder, finished.dtype, finished.device) == finished
+
+    about = json.loads((finished.folder / "run.json").read_text())
+    assert about["model"] == teacher_folder
+    assert (about["dtype"], about["device"]) == ("float32", "cpu")
+    assert set(about) == {"model", "dtype", "device", "data", "versions"}
+    plan = json.loads((finished.folder / "plan.json").read_text())
+    assert (plan["transfer"]["tokens"], plan["finetune"]["tokens"]) == (6 * 4 * 64, 4 * 4 * 64)
+    card = (finished.folder / "model" / "README.md").read_text()
+    assert f"`{teacher_folder}`, linearized with the recipe `lolcats`" in card
+    assert finished.recipe.to_yaml() in card
+
+
+def test_every_candidate_is_measured_and_is_its_own_model(finished: Run) -> None:
+    found = evaluation(finished.folder)
+    assert [measured["name"] for measured in found["measured"]] == list(LABELS)
+    assert found["missing"] == []
+    assert all(measured["copying"] is not None for measured in found["measured"])
+    losses = {measured["name"]: measured["quality"]["loss"]["mean"] for measured in found["measured"]}
+    assert len(set(losses.values())) == 9
+
+    def held_out(stage: str, which: str) -> float:
+        return json.loads((finished.folder / stage / "result.json").read_text())[f"{which}_loss"]["model"]
+
+    # The stages measured the same models on the same rows, at their begin and end.
+    assert losses["teacher"] == pytest.approx(held_out("controls/teacher_lora", "initial"), abs=1e-5)
+    assert losses["teacher_lora"] == pytest.approx(held_out("controls/teacher_lora", "best"), abs=1e-5)
+    assert losses["window"] == pytest.approx(held_out("controls/window_lora", "initial"), abs=1e-5)
+    assert losses["window_lora"] == pytest.approx(held_out("controls/window_lora", "best"), abs=1e-5)
+    assert losses["transferred"] == pytest.approx(held_out("finetune", "initial"), abs=1e-5)
+    assert losses["student"] == pytest.approx(held_out("finetune", "best"), abs=1e-5)
+
+    markdown = (finished.folder / "evaluation.md").read_text()
+    for measured in found["measured"]:
+        assert f"| {measured['label']} | {measured['quality']['loss']['mean']:.3f} [" in markdown
+
+
+def test_the_model_loads_in_a_fresh_process(finished: Run) -> None:
+    folder = finished.folder / "model"
+    code = (
+        "import json, sys, linearize, torch; from transformers import AutoModelForCausalLM, AutoTokenizer;"
+        "tokenizer, model = (auto.from_pretrained(sys.argv[1]) for auto in (AutoTokenizer, AutoModelForCausalLM));"
+        "print(json.dumps(model(**tokenizer('some text', return_tensors='pt')).logits[0, -1].tolist()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(linearize.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    child = subprocess.run([sys.executable, "-c", code, folder], env=environment, capture_output=True, check=True)
+    model, tokens = AutoModelForCausalLM.from_pretrained(folder), tiny.tokens("some text")
+    assert type(model).__name__ == "LinearizedLlamaForCausalLM"
+    with torch.no_grad():
+        expected = model(tokens).logits[0, -1]
+    torch.testing.assert_close(torch.tensor(json.loads(child.stdout)), expected)
+
+
+# --- once more --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_training")
+def test_once_more_does_not_train_again(copied: Run) -> None:
+    expected = evaluation(copied.folder)
+    before = contents(copied.folder)
+    assert numbers(run(copied)) == expected
+    after = contents(copied.folder)
+    changed = {path.name for path in before | after if before.get(path) != after.get(path)}
+    assert changed <= {"evaluation.json", "evaluation.md"}  # their timings
+    assert evaluation(copied.folder) == expected
+
+
+@pytest.mark.usefixtures("no_training")
+def test_the_model_s_folder_gives_the_same_numbers(finished: Run) -> None:
+    before = contents(finished.folder)
+    assert numbers(evaluated(finished.folder / "model")) == evaluation(finished.folder)
+    assert contents(finished.folder) == before
+
+
+@pytest.mark.usefixtures("no_training")
+def test_on_other_text(finished: Run, tmp_path: Path) -> None:
+    other = str(tiny.write_text(tmp_path / "other.jsonl", seed=5))
+    overrides = {"data.validation_rows": 3, "evaluation.copy_rows": 2}
+    found = numbers(evaluated(finished.folder / "model", dataset=other, overrides=overrides))
+    assert [measured["name"] for measured in found["measured"]] == list(LABELS)
+    expected = evaluation(finished.folder)
+    for measured, original in zip(found["measured"], expected["measured"], strict=True):
+        assert measured["quality"]["loss"] != original["quality"]["loss"]
+        assert measured["quality"]["tokens"] < original["quality"]["tokens"]
+
+
+@pytest.mark.usefixtures("no_training")
+def test_apart_from_its_run(finished: Run, tmp_path: Path) -> None:
+    text_file = tiny.text_file()
+    model = tmp_path / "elsewhere" / "model"
+    shutil.copytree(finished.folder / "model", model)
+    with pytest.raises(UserError, match=r"data\.dataset: expected a file, folder or hub id, found nothing"):
+        evaluated(model)
+    overrides = {name: value for name, value in tiny.RECIPE.items() if name.startswith(("data.", "evaluation."))}
+    expected = {measured["name"]: measured for measured in evaluation(finished.folder)["measured"]}
+
+    alone = numbers(evaluated(model, dataset=text_file, overrides=overrides))
+    assert [measured["name"] for measured in alone["measured"]] == ["student", "ablated"]
+    assert alone["missing"] == [label for name, label in LABELS.items() if name not in ("student", "ablated")]
+    beside = numbers(evaluated(model, dataset=text_file, overrides=overrides, teacher=finished.model))
+    assert beside["missing"] == [LABELS[name] for name in ("teacher_lora", "transferred", "window_lora")]
+    assert len(beside["measured"]) == 6
+    for found in (alone, beside):
+        assert all(measured == expected[measured["name"]] for measured in found["measured"])
+
+
+def test_stage_by_stage(finished: Run, tmp_path: Path) -> None:
+    parts = dataclasses.replace(finished, folder=tmp_path / "run")
+    assert run(parts, until="transfer") is None
+    claimed = {"recipe.yaml", "run.json", "plan.json"}
+    assert names(parts.folder) == claimed | {"transfer"}
+    transferred = contents(parts.folder / "transfer")
+    assert run(parts, until="finetune") is None
+    assert names(parts.folder) == claimed | {"transfer", "finetune"}
+    assert numbers(run(parts)) == evaluation(finished.folder)
+    assert contents(parts.folder / "transfer") == transferred
+    assert names(parts.folder) == names(finished.folder)
+    for stage in ("transfer", "finetune", "controls/teacher_lora", "controls/window_lora"):
+        assert tiny.untimed_metrics(parts.folder / stage) == tiny.untimed_metrics(finished.folder / stage)
+
+
+@pytest.mark.parametrize(
+    "changes, missing",
+    [
+        ({"transfer": None, "evaluation.trained_controls": False}, {"teacher_lora", "transferred", "window_lora"}),
+        ({"finetune": None}, {"teacher_lora", "window_lora"}),
+    ],
+    ids=["no transfer", "no fine-tuning"],
+)
+def test_recipes_of_one_stage(finished: Run, tmp_path: Path, changes: dict[str, Any], missing: set[str]) -> None:
+    part = dataclasses.replace(finished, recipe=finished.recipe.override(changes), folder=tmp_path / "run")
+    found = numbers(run(part))
+    assert found["missing"] == [label for name, label in LABELS.items() if name in missing]
+    assert [measured["name"] for measured in found["measured"]] == [name for name in LABELS if name not in missing]
+    assert not (part.folder / "controls").exists()
+    losses = {measured["name"]: measured["quality"]["loss"]["mean"] for measured in found["measured"]}
+    if "transferred" in losses:
+        assert losses["student"] == losses["transferred"]
+    assert losses["student"] != losses["swapped"]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def with_recipe(**changes: Any) -> Callable[[Run, Path], Run]:
+    named = {name.replace("__", "."): value for name, value in changes.items()}
+    return lambda given, _: dataclasses.replace(given, recipe=given.recipe.override(named))
+
+
+def other_model(given: Run, scratch: Path) -> Run:
+    shutil.copytree(given.model, scratch / "teacher")
+    return dataclasses.replace(given, model=str(scratch / "teacher"))
+
+
+def other_dtype(given: Run, _: Path) -> Run:
+    return dataclasses.replace(given, dtype=torch.bfloat16)
+
+
+def other_data(given: Run, scratch: Path) -> Run:
+    """The same file, by its name."""
+    run_file = given.folder / "run.json"
+    about = json.loads(run_file.read_text())
+    run_file.write_text(json.dumps(about | {"data": "0" * 64}))
+    return given
+
+
+def other_files(given: Run, _: Path) -> Run:
+    shutil.rmtree(given.folder)
+    given.folder.mkdir()
+    (given.folder / "notes.txt").write_text("mine")
+    return given
+
+
+def other_recipe_file(given: Run, _: Path) -> Run:
+    """Not a run: somebody keeps recipes here."""
+    shutil.rmtree(given.folder)
+    given.folder.mkdir()
+    (given.folder / "recipe.yaml").write_text("name: mine\n")
+    return given
+
+
+def a_file(given: Run, _: Path) -> Run:
+    shutil.rmtree(given.folder)
+    given.folder.write_text("mine")
+    return given
+
+
+@pytest.mark.usefixtures("no_training")
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (with_recipe(transfer__lr=0.5), "expected a run of this recipe, found one of another"),
+        (with_recipe(seed=1), "expected a run of this recipe, found one of another"),
+        (other_model, "model: expected .*/teacher, found .*/teacher; use another folder"),
+        (other_dtype, "dtype: expected bfloat16, found float32; use another folder"),
+        (other_data, "data: expected tokens with sha256 [0-9a-f]{12}, found a run on 000000000000; use the same data"),
+        (other_files, "expected an empty folder or a run to resume, found other files"),
+        (other_recipe_file, "expected an empty folder or a run to resume, found other files"),
+        (a_file, "expected an empty folder or a run to resume, found other files"),
+    ],
+)
+def test_another_s_folder_is_refused(
+    copied: Run, tmp_path: Path, change: Callable[[Run, Path], Run], message: str
+) -> None:
+    changed = change(copied, tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=f"^output folder {copied.folder}: {message}") as error:
+        run(changed)
+    assert "\n" not in str(error.value)
+    assert contents(tmp_path) == before
+
+
+def test_a_linearized_model_is_refused_before_anything_is_written(finished: Run, tmp_path: Path) -> None:
+    again = dataclasses.replace(finished, model=str(finished.folder / "model"), folder=tmp_path / "run")
+    with pytest.raises(UserError, match="linearized already"):
+        run(again)
+    assert not again.folder.exists()
+
+
+def test_a_softmax_model_is_not_evaluated() -> None:
+    with pytest.raises(UserError, match="expected a linearized model, found model_type 'llama'"):
+        evaluated(Path(tiny.teacher_folder()))
+
+
+# --- claiming a folder ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["recipe.yaml", "run.json"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_claim_that_was_killed_is_taken_up(
+    finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, replaced: bool
+) -> None:
+    begun = dataclasses.replace(finished, folder=tmp_path / "run")
+    replace = Path.replace
+
+    def killed(self: Path, target: Path) -> Path:
+        if Path(target).name != moment:
+            return replace(self, target)
+        if replaced:
+            replace(self, target)
+        raise Interrupted
+
+    dataset = pipeline.load_dataset(*tiny.data_arguments(finished))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        patch.setattr(Path, "unlink", lambda self, missing_ok: None)  # nothing is cleaned up after a kill
+        with pytest.raises(Interrupted):
+            pipeline.claim(begun, dataset)
+    assert names(begun.folder)
+    pipeline.check_output(begun)
+    pipeline.claim(begun, dataset)
+    assert names(begun.folder) <= {"recipe.yaml", "run.json", ".run.json.incomplete"}
+    for name in ("recipe.yaml", "run.json"):
+        assert (begun.folder / name).read_bytes() == (finished.folder / name).read_bytes()
+
+
+def test_a_full_disk_leaves_no_half_file(finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text = Path.write_text
+
+    def full(self: Path, text: str, **options: Any) -> int:
+        write_text(self, text[: len(text) // 2], **options)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    begun = dataclasses.replace(finished, folder=tmp_path / "run")
+    with pytest.raises(UserError, match=f"^{begun.folder}: the disk is full"):
+        pipeline.claim(begun, pipeline.load_dataset(*tiny.data_arguments(finished)))
+    assert contents(begun.folder) == {}
