@@ -91,12 +91,13 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
 def test_beyond_reads_positions_within_documents() -> None:
     losses = token_losses(Fake(), packed([[20], [6, 14], [10, 10]]), batch_size=3)
     beyond = losses.beyond(8).mask
-    assert beyond[0].tolist() == [False] * 8 + [True] * 12
-    assert beyond[1].tolist() == [False] * 14 + [True] * 6
-    assert beyond[2].tolist() == ([False] * 8 + [True] * 2) * 2
+    # Position 8 is predicted by the query at 7, which sees all of its 8 keys.
+    assert beyond[0].tolist() == [False] * 9 + [True] * 11
+    assert beyond[1].tolist() == [False] * 15 + [True] * 5
+    assert beyond[2].tolist() == ([False] * 9 + [True]) * 2
     assert losses.beyond(0).mask.equal(losses.mask)  # the first token of a document is never predicted
     quality = Quality.of(losses, 8)
-    assert (quality.tokens, quality.tokens_beyond) == (19 + 18 + 18, 12 + 6 + 4)
+    assert (quality.tokens, quality.tokens_beyond) == (19 + 18 + 18, 11 + 5 + 2)
 
 
 def test_quality_is_weighted_by_tokens() -> None:
@@ -109,7 +110,7 @@ def test_quality_is_weighted_by_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("documents", "tokens_beyond", "reason"),
-    [([[8, 8], [8, 8]], 0, "no token stands 8 or more"), ([[16], [8, 8]], 8, "only one sequence")],
+    [([[8, 8], [8, 8]], 0, "no token stands more than 8"), ([[16], [8, 8]], 7, "only one sequence")],
 )
 def test_no_interval_beyond_the_window_says_why(documents, tokens_beyond, reason) -> None:
     quality = Quality.of(token_losses(Fake(), packed(documents), batch_size=2), 8)

@@ -6,14 +6,17 @@ import errno
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import logging
 
 from linearize.errors import UserError
 
@@ -57,8 +60,9 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> PreTr
         UserError: weights are missing or unreadable.
     """
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    except (OSError, ValueError, RuntimeError) as error:
+        with _bars_on_terminals_only():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model {model}: expected readable weights; {reason}") from None
     return loaded.to(device).eval()
@@ -102,10 +106,23 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 def save_student(student: PreTrainedModel, tokenizer: Tokenizer, card: str, folder: Path) -> None:
     """Weights, config, tokenizer and model card, all or nothing."""
-    with atomic_folder(folder) as scratch:
+    with atomic_folder(folder) as scratch, _bars_on_terminals_only():
         student.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         (scratch / "README.md").write_text(card, encoding="utf-8")
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    """Keep transformers' progress bars out of logs, as ours are."""
+    hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hidden:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            logging.enable_progress_bar()
 
 
 def auto_map(config_class: str, model_class: str, auto_class: str) -> dict[str, str]:

@@ -1,0 +1,470 @@
+"""The command line: what it prints where, with which status, and that a killed run goes on as if unbroken.
+
+Also run as a script, by the tests that kill it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import linearize
+import linearize_cli
+from linearize import pipeline
+from linearize.config import Recipe
+from linearize.training import checkpoint
+from tests import tiny
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": f"{Path(linearize.__file__).parents[1]}{os.pathsep}{ROOT}",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    status: Any
+    out: str
+    err: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    with tiny.quick_measures():
+        yield
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `linearize` with these arguments, in this process."""
+
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: Any) -> Done:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["linearize", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            linearize_cli.main()
+        return Done(exit_.value.code, *capsys.readouterr())
+
+    return call
+
+
+def settings(**changes: Any) -> list[str]:
+    """The recipe of few steps as options, some of them changed; two underscores stand for a dot."""
+    recipe = tiny.RECIPE | {name.replace("__", "."): value for name, value in changes.items()}
+    return [word for name, value in recipe.items() for word in ("--set", f"{name}={value}")]
+
+
+def run_arguments(output_dir: Path, **changes: Any) -> list[str]:
+    given = ["--model", tiny.teacher_folder(), "--dataset", tiny.text_file(), "--output-dir", str(output_dir)]
+    return ["run", "lolcats", *given, *settings(**changes)]
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def assert_refused(done: Done, message: str = "") -> None:
+    """Status 2 and one line that says so."""
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith(f"error: {message}")
+    assert done.err.count("\n") == 1 and done.err.endswith("\n")
+
+
+# --- quick commands ---------------------------------------------------------------------------------------------------
+
+HELP = """
+import resource, sys
+import linearize_cli
+
+for words in ([], ["recipes"], ["plan"], ["run"], ["eval"], ["generate"], ["demo"]):
+    sys.argv = ["linearize", *words, "--help"]
+    try:
+        linearize_cli.main()
+    except SystemExit as status:
+        assert not status.code
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(used.ru_utime + used.ru_stime, "torch" in sys.modules, "linearize" in sys.modules, file=sys.stderr)
+"""
+
+
+def test_help_is_quick_and_loads_nothing() -> None:
+    child = subprocess.run([sys.executable, "-c", HELP], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    seconds, *loaded = child.stderr.split()
+    assert loaded == ["False", "False"]
+    assert float(seconds) < 1.0  # of processor time, for all seven
+    assert child.stdout.count("Usage: ") == 7
+    assert "the same command again resumes it" in " ".join(child.stdout.split()).replace("│ │ ", "")
+
+
+def test_no_command_is_help(command: Command) -> None:
+    done = command()
+    assert "Usage: " in done.out + done.err
+    assert done.status == 2
+
+
+def test_recipes_are_listed(command: Command) -> None:
+    done = command("recipes")
+    assert (done.status, done.err) == (0, "")
+    assert done.out.startswith("lolcats          Sliding window + Hedgehog linear attention")
+
+
+def test_a_printed_recipe_is_the_recipe(command: Command, tmp_path: Path) -> None:
+    done = command("recipes", "lolcats")
+    assert (done.status, done.err) == (0, "")
+    path = tmp_path / "mine.yaml"
+    path.write_text(done.out)
+    assert Recipe.load(str(path)) == Recipe.load("lolcats")
+    assert command("recipes", path).out == done.out
+
+
+def test_a_plan_as_json_is_one_object(command: Command) -> None:
+    arguments = ("plan", "lolcats", "--model", tiny.teacher_folder(), "--dtype", "float32")
+    done = command(*arguments, "--set", "mixer.span.window_size=8", "--json")
+    assert (done.status, done.err) == (0, "")
+    assert done.out.count("\n") == 1
+    plan = json.loads(done.out)
+    assert (plan["recipe"], plan["converted_layers"]) == ("lolcats", [0, 1])
+    # The window's keys and values, and S and z of 4 heads with 8 features; layers, bytes.
+    assert plan["state_bytes"] == 2 * 4 * (2 * 2 * 8 * 8 + 4 * 8 * (8 + 1))
+
+    shown = command(*arguments)
+    assert (shown.status, shown.err) == (0, "")
+    assert "lolcats" in shown.out
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_as_json_is_one_object(command: Command, tmp_path: Path) -> None:
+    finished = tiny.finished_run()
+    shutil.copytree(finished.folder, tmp_path / "run")
+    done = command(*run_arguments(tmp_path / "run"), "--json")
+    assert done.status == 0
+    assert done.out.count("\n") == 1
+    printed = json.loads(done.out)
+    assert printed == json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert tiny.untimed(printed) == tiny.untimed(json.loads((finished.folder / "evaluation.json").read_text()))
+    assert done.err.splitlines()[-1] == f"run folder: {tmp_path / 'run'}; the model: {tmp_path / 'run' / 'model'}"
+
+
+def test_a_run_up_to_a_stage(command: Command, tmp_path: Path) -> None:
+    done = command(*run_arguments(tmp_path / "run"), "--until", "transfer", "--seed", 3)
+    assert (done.status, done.out) == (0, "")
+    assert "attention transfer: step 6 of 6, held-out loss" in done.err
+    assert done.err.splitlines()[-1] == f"run folder: {tmp_path / 'run'}"
+    assert Recipe.load(str(tmp_path / "run" / "recipe.yaml")).seed == 3
+    assert not (tmp_path / "run" / "finetune").exists()
+
+
+def test_eval_shows_a_table(command: Command) -> None:
+    finished = tiny.finished_run()
+    done = command("eval", finished.folder / "model", "--set", "data.validation_rows=2")
+    assert done.status == 0
+    assert "Held-out loss" in done.out
+    for measured in json.loads((finished.folder / "evaluation.json").read_text())["measured"]:
+        assert measured["label"] in done.out
+
+
+def test_generate_continues_a_prompt(command: Command) -> None:
+    arguments = ("generate", tiny.finished_run().folder / "model", "--prompt", "abc", "--max-new-tokens", 8)
+    first, second = command(*arguments), command(*arguments)
+    assert first.status == 0
+    assert first.out == second.out
+    assert first.out.startswith("abc")
+    assert len(first.out.strip()) > len("abc")
+    warm = [command(*arguments, "--temperature", 5, "--seed", seed).out for seed in (1, 1, 2)]
+    assert warm[0] == warm[1] != warm[2]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def folder_with(folder: Path, **files: str) -> Path:
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    return folder
+
+
+def without(folder: Path, pattern: str) -> Path:
+    """The teacher's folder, some files of it missing."""
+    shutil.copytree(tiny.teacher_folder(), folder)
+    for path in folder.glob(pattern):
+        path.unlink()
+    return folder
+
+
+def text(folder: Path, name: str, content: str) -> Path:
+    (folder / name).write_text(content)
+    return folder / name
+
+
+BAD_RUNS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
+    "unknown field": (lambda _: ["--set", "mixer.window=3"], "recipe field mixer.window: unknown field"),
+    "wrong type": (lambda _: ["--set", "transfer.lr=fast"], "recipe field transfer.lr: .*; found 'fast'"),
+    "no assignment": (lambda _: ["--set", "transfer.lr"], "--set: expected field=value, found 'transfer.lr'"),
+    "seed": (lambda _: ["--seed", -1], "recipe field seed: .*; found -1"),
+    "until": (lambda _: ["--until", "end"], "--until: expected one of transfer, finetune, evaluate; found 'end'"),
+    "dtype": (lambda _: ["--dtype", "int8"], "--dtype: expected auto or one of float32, .*; found 'int8'"),
+    "device": (lambda _: ["--device", "abacus"], "--device: expected a device of this machine, found 'abacus': "),
+    "no model": (lambda tmp: ["--model", tmp / "none"], "model: expected a model folder, found nothing at '.*none'"),
+    "not a model": (
+        lambda tmp: ["--model", folder_with(tmp / "empty")],
+        "model: expected a folder with a config.json, found none in '.*empty'",
+    ),
+    "not json": (
+        lambda tmp: ["--model", folder_with(tmp / "broken", config__json="{")],
+        "model: .*config.json: expected JSON, found ",
+    ),
+    "unsupported architecture": (
+        lambda tmp: ["--model", folder_with(tmp / "bert", config__json='{"model_type": "bert"}')],
+        "model_type: expected one of llama, .*; found 'bert'",
+    ),
+    "no weights": (
+        lambda tmp: ["--model", without(tmp / "light", "*.safetensors")],
+        "model .*light: expected readable weights; ",
+    ),
+    "half the weights": (
+        lambda tmp: ["--model", text(without(tmp / "half", "*.safetensors"), "model.safetensors", "abc").parent],
+        "model .*half: expected readable weights; ",
+    ),
+    "no tokenizer": (
+        lambda tmp: ["--model", without(tmp / "mute", "tokenizer*")],
+        "model .*mute: expected a tokenizer beside the weights; ",
+    ),
+    "linearized": (
+        lambda _: ["--model", tiny.finished_run().folder / "model"],
+        "model: expected a softmax model, found 'linearized_llama', which is linearized already",
+    ),
+    "no dataset": (lambda tmp: ["--dataset", tmp / "none.txt"], "data.dataset: .*found nothing at '.*none.txt'"),
+    "empty dataset": (lambda tmp: ["--dataset", text(tmp, "empty.txt", "")], "data.dataset: .*found no text in "),
+    "short dataset": (
+        lambda tmp: ["--dataset", text(tmp, "short.txt", "a few words")],
+        r"data: expected at least 64 training tokens \(data.sequence_length, one row\), found ",
+    ),
+    "unknown file": (lambda tmp: ["--dataset", text(tmp, "text.csv", "a")], "data.dataset: expected a file that ends"),
+    "long rows": (
+        lambda _: ["--set", "data.sequence_length=257"],
+        "data.sequence_length: expected at most the model's 256 positions, found 257; pass --set ",
+    ),
+    "a file in the way": (
+        lambda tmp: ["--output-dir", text(tmp, "file", "mine") / "run"],
+        "output folder .*file/run: expected one that can be written to, found: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RUNS)
+def test_bad_input_is_one_line_and_nothing_written(command: Command, tmp_path: Path, case: str) -> None:
+    arguments, message = BAD_RUNS[case]
+    options = arguments(tmp_path)  # the last of an option counts
+    before = contents(tmp_path)
+    done = command(*run_arguments(tmp_path / "run"), *options)
+    assert_refused(done)
+    assert re.match(f"error: {message}", done.err)
+    assert contents(tmp_path) == before
+
+
+def test_a_recipe_that_does_not_exist(command: Command, tmp_path: Path) -> None:
+    message = "recipe: expected one of lolcats or a path that ends in .yaml; found 'alchemy'"
+    arguments = run_arguments(tmp_path / "run")
+    assert_refused(command("run", "alchemy", *arguments[2:]), message)
+    assert_refused(command("plan", "alchemy", "--model", tiny.teacher_folder()), message)
+    assert_refused(command("recipes", "alchemy"), message)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_text_at_all(command: Command, tmp_path: Path) -> None:
+    arguments = run_arguments(tmp_path / "run")
+    at = arguments.index("--dataset")
+    done = command(*arguments[:at], *arguments[at + 2 :])
+    assert_refused(done, "data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_folder_of_another_recipe(command: Command, tmp_path: Path) -> None:
+    shutil.copytree(tiny.finished_run().folder, tmp_path / "run")
+    before = contents(tmp_path)
+    done = command(*run_arguments(tmp_path / "run", transfer__lr=0.5))
+    assert_refused(done, f"output folder {tmp_path / 'run'}: expected a run of this recipe, found one of another")
+    assert contents(tmp_path) == before
+
+
+def test_a_gpu_that_is_not_there(command: Command, tmp_path: Path) -> None:
+    missing = "cuda:99" if torch.cuda.is_available() else "cuda"
+    done = command(*run_arguments(tmp_path / "run"), "--device", missing)
+    assert_refused(done, f"--device: expected a device of this machine, found '{missing}': ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_linearized_models_are_evaluated(command: Command, tmp_path: Path) -> None:
+    teacher = tiny.teacher_folder()
+    message = f"model {teacher}: expected a linearized model, found model_type 'llama'"
+    assert_refused(command("eval", teacher), message)
+    assert_refused(command("eval", tmp_path / "none"), "model: expected a model folder, found nothing at ")
+
+
+def test_prompts_need_a_model_and_text(command: Command, tmp_path: Path) -> None:
+    assert_refused(command("generate", tmp_path / "none", "--prompt", "a"), f"model {tmp_path / 'none'}: ")
+    model = tiny.finished_run().folder / "model"
+    assert_refused(command("generate", model, "--prompt", ""), "--prompt: expected some text, found none")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "lolcats"],
+        ["walk"],
+        ["plan", "lolcats", "--modle", "x"],
+        ["generate", "x", "--prompt", "a", "--seed", "b"],
+    ],
+    ids=" ".join,
+)
+def test_usage_errors(command: Command, arguments: list[str]) -> None:
+    done = command(*arguments)
+    assert (done.status, done.out) == (2, "")
+    assert "Usage: " in done.err
+
+
+def test_bugs_are_not_hidden(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("a programmer's fault")
+
+    monkeypatch.setattr(pipeline, "run", fail)
+    with pytest.raises(ValueError, match="a programmer's fault"):
+        command(*run_arguments(tmp_path / "run"))
+
+
+def test_an_interrupt_says_how_to_go_on(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "run", interrupt)
+    done = command(*run_arguments(tmp_path / "run"))
+    assert (done.status, done.err) == (130, "interrupted; the same command again resumes\n")
+
+
+# --- broken off -------------------------------------------------------------------------------------------------------
+
+STAGES = ("transfer", "finetune", "controls/teacher_lora", "controls/window_lora")
+
+
+def assert_as_if_unbroken(folder: Path) -> None:
+    """The same metrics, evaluation and weights as the run that nothing broke, timings apart."""
+    unbroken = tiny.finished_run().folder
+    assert {path.relative_to(folder) for path in contents(folder)} == {
+        path.relative_to(unbroken) for path in contents(unbroken)
+    }
+    for stage in STAGES:
+        assert tiny.untimed_metrics(folder / stage) == tiny.untimed_metrics(unbroken / stage)
+    found, expected = (tiny.untimed(json.loads((at / "evaluation.json").read_text())) for at in (folder, unbroken))
+    assert found == expected
+    weights = "model/model.safetensors"
+    assert (folder / weights).read_bytes() == (unbroken / weights).read_bytes()
+
+
+def full_after(calls: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, until the disk is full: the next call writes half a file and fails."""
+    done = []
+
+    def wrapper(tensors: dict[str, Any], path: Path, *arguments: Any, **options: Any) -> Any:
+        if len(done) == calls:
+            Path(path).write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done.append(path)
+        return function(tensors, path, *arguments, **options)
+
+    return wrapper
+
+
+def test_a_full_disk_loses_nothing(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+
+    def refused_at(calls: int) -> set[str]:
+        """Start or go on with `calls` more files of tensors; what the stages then hold."""
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "save_file", full_after(calls, checkpoint.save_file))
+            done = command(*run_arguments(folder))
+        assert (done.status, done.out) == (2, "")
+        *progress, last = done.err.splitlines()
+        assert last.startswith(f"error: {folder}/") and ": the disk is full: expected room for " in last
+        assert "run the same command again, which goes on from the last checkpoint" in last
+        assert all("held-out loss" in line for line in progress)
+        return {str(path.relative_to(folder)) for path in folder.glob("*/*")} - {"transfer/metrics.jsonl"}
+
+    assert refused_at(2) == {"transfer/checkpoint-000000002"}
+    stage = {"transfer/result.json", "transfer/trained.safetensors"}
+    # Two more checkpoints and the result; then the first of fine-tuning does not fit.
+    assert refused_at(3) == stage | {"finetune/metrics.jsonl"}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(linearize.hf.checkpoint.PreTrainedModel, "save_pretrained", full)
+        done = command(*run_arguments(folder))
+    assert done.status == 2
+    assert done.err.splitlines()[-1].startswith(f"error: {folder / 'model'}: the disk is full; ")
+    assert not (folder / "model").exists() and not (folder / ".model.incomplete").exists()
+
+    assert command(*run_arguments(folder)).status == 0
+    assert_as_if_unbroken(folder)
+
+
+# Stage: its title, the step at whose end the process is killed, and the steps of the last checkpoint.
+KILLS = {"transfer": ("attention transfer", 5, 4), "finetune": ("fine-tuning", 3, 2)}
+
+
+@pytest.mark.parametrize("stage", [pytest.param("transfer", marks=pytest.mark.slow), "finetune"])
+def test_a_killed_run_goes_on_as_if_unbroken(command: Command, tmp_path: Path, stage: str) -> None:
+    title, step, resumed = KILLS[stage]
+    folder = tmp_path / "run"
+    killed = [sys.executable, __file__, stage, str(step), *run_arguments(folder)]
+    child = subprocess.run(killed, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    assert [path.name for path in (folder / stage).glob("checkpoint-*")] == [f"checkpoint-{resumed:09d}"]
+    steps = [line["step"] for line in tiny.untimed_metrics(folder / stage) if line["event"] == "step"]
+    assert steps == list(range(1, step + 1))
+    assert not (folder / "model").exists()
+
+    done = command(*run_arguments(folder))
+    assert done.status == 0
+    assert done.err.startswith(f"{title}: step {resumed + 2} of ")  # not from the start
+    assert_as_if_unbroken(folder)
+
+
+def run_until_killed(stage: str, step: int) -> None:
+    """The body of the child process: SIGKILL itself when the metrics of `stage` have reached `step`."""
+    write = checkpoint.MetricsLog.write
+
+    def write_then_die(self: checkpoint.MetricsLog, record: dict[str, Any]) -> None:
+        write(self, record)
+        if (self._path.parent.name, record["event"], record["step"]) == (stage, "step", step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.MetricsLog.write = write_then_die  # type: ignore[method-assign]
+    linearize_cli.main()
+
+
+if __name__ == "__main__":
+    _, chosen_stage, chosen_step, *sys.argv[1:] = sys.argv
+    run_until_killed(chosen_stage, int(chosen_step))
