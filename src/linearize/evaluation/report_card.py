@@ -28,7 +28,7 @@ from linearize.evaluation.recall import (
     ordinary_tokens,
 )
 from linearize.evaluation.speed import Speed, break_even, generation_speed
-from linearize.evaluation.table import in_words
+from linearize.evaluation.words import in_words, interval_text
 
 BATCH_SIZE = 8
 NEW_TOKENS = 16
@@ -179,7 +179,7 @@ def _speed_cells(speed: Speed) -> list[str]:
 
 
 def _text(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{interval.mean:.3f} [{interval.low:.2f}, {interval.high:.2f}]"
+    return "-" if interval is None else interval_text(interval)
 
 
 def _copying(recall: Recall | None) -> str:
