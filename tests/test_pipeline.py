@@ -251,8 +251,8 @@ def other_dtype(given: Run, _: Path) -> Run:
     return dataclasses.replace(given, dtype=torch.bfloat16)
 
 
-def other_data(given: Run, scratch: Path) -> Run:
-    """The same file, by its name."""
+def other_data(given: Run, _: Path) -> Run:
+    """As if the file had been another one then."""
     run_file = given.folder / "run.json"
     about = json.loads(run_file.read_text())
     run_file.write_text(json.dumps(about | {"data": "0" * 64}))
@@ -280,20 +280,20 @@ def a_file(given: Run, _: Path) -> Run:
     return given
 
 
+ANOTHERS: dict[str, tuple[Callable[[Run, Path], Run], str]] = {
+    "recipe": (with_recipe(transfer__lr=0.5), "expected a run of this recipe, found one of another"),
+    "seed": (with_recipe(seed=1), "expected a run of this recipe, found one of another"),
+    "model": (other_model, "model: expected .*/teacher, found .*/teacher; use another folder"),
+    "dtype": (other_dtype, "dtype: expected bfloat16, found float32; use another folder"),
+    "data": (other_data, "data: expected tokens with sha256 [0-9a-f]{12}, found a run on 000000000000; use the same"),
+    "files": (other_files, "expected an empty folder or a run to resume, found other files"),
+    "recipe.yaml": (other_recipe_file, "expected an empty folder or a run to resume, found other files"),
+    "not a folder": (a_file, "expected an empty folder or a run to resume, found other files"),
+}
+
+
 @pytest.mark.usefixtures("no_training")
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (with_recipe(transfer__lr=0.5), "expected a run of this recipe, found one of another"),
-        (with_recipe(seed=1), "expected a run of this recipe, found one of another"),
-        (other_model, "model: expected .*/teacher, found .*/teacher; use another folder"),
-        (other_dtype, "dtype: expected bfloat16, found float32; use another folder"),
-        (other_data, "data: expected tokens with sha256 [0-9a-f]{12}, found a run on 000000000000; use the same data"),
-        (other_files, "expected an empty folder or a run to resume, found other files"),
-        (other_recipe_file, "expected an empty folder or a run to resume, found other files"),
-        (a_file, "expected an empty folder or a run to resume, found other files"),
-    ],
-)
+@pytest.mark.parametrize("change, message", ANOTHERS.values(), ids=ANOTHERS)
 def test_another_s_folder_is_refused(
     copied: Run, tmp_path: Path, change: Callable[[Run, Path], Run], message: str
 ) -> None:

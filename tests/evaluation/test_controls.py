@@ -78,20 +78,20 @@ def test_a_window_over_everything_is_the_teacher(make: Make, window_size: int) -
         assert_close(logits(model), logits(teacher))
 
 
+# What a student has, the sinks asked for, and what its queries then see.
+SPANS: dict[str, tuple[SlidingSpan | TerracedSpan, int | None, SpanSpec]] = {
+    "sliding": (SlidingSpan(window_size=6), None, SpanSpec("sliding", 6)),
+    "oneself": (SlidingSpan(window_size=1), None, SpanSpec("sliding", 1)),
+    "own sinks": (SlidingSpan(window_size=6, sinks=2), None, SpanSpec("sliding", 6, sinks=2)),
+    "given sinks": (SlidingSpan(window_size=6), 3, SpanSpec("sliding", 6, sinks=3)),
+    "no sinks": (SlidingSpan(window_size=6, sinks=2), 0, SpanSpec("sliding", 6)),
+    "terraced": (TerracedSpan(window_size=5, blocks=2), None, SpanSpec("terraced", 5, 2)),
+    "terraced and sinks": (TerracedSpan(window_size=5, blocks=3), SINKS, SpanSpec("terraced", 5, 3, SINKS)),
+}
+
+
 @each_teacher
-@pytest.mark.parametrize(
-    "span, sinks, spec",
-    [
-        (SlidingSpan(window_size=6), None, SpanSpec("sliding", 6)),
-        (SlidingSpan(window_size=1), None, SpanSpec("sliding", 1)),
-        (SlidingSpan(window_size=6, sinks=2), None, SpanSpec("sliding", 6, sinks=2)),
-        (SlidingSpan(window_size=6), 3, SpanSpec("sliding", 6, sinks=3)),
-        (SlidingSpan(window_size=6, sinks=2), 0, SpanSpec("sliding", 6)),
-        (TerracedSpan(window_size=5, blocks=2), None, SpanSpec("terraced", 5, 2)),
-        (TerracedSpan(window_size=5, blocks=3), SINKS, SpanSpec("terraced", 5, 3, SINKS)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("span, sinks, spec", SPANS.values(), ids=SPANS)
 def test_without_the_linear_part_softmax_is_masked(
     make: Make, span: SlidingSpan | TerracedSpan, sinks: int | None, spec: SpanSpec
 ) -> None:
