@@ -98,9 +98,10 @@ def our_call(inputs: tuple[Tensor, ...], grad: Tensor, window: int, backward: bo
 
 def softmax_call(inputs: tuple[Tensor, ...], grad: Tensor, backward: bool) -> Callable[[], object]:
     leaves = [x.detach().requires_grad_(backward) for x in inputs]
+    q, k, v = leaves
 
     def attention() -> Tensor:
-        return scaled_dot_product_attention(*leaves, is_causal=True)
+        return scaled_dot_product_attention(q, k, v, is_causal=True)
 
     return (lambda: torch.autograd.grad(attention(), leaves, grad)) if backward else attention
 

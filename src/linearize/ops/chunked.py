@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -25,9 +26,10 @@ from linearize.ops.span import Span
 from linearize.ops.state import LinearState, expand_values
 
 CHUNK = 64
+WINDOW_CHUNK = 32  # shorter: fewer of the near keys' scores are masked
 # Scores per block: large enough to fill the device, small enough on a CPU to stay in cache and off fresh pages.
 BLOCK_SCORES = {"cpu": 2**18, "cuda": 2**26}
-MAX_CHUNKS_PER_BLOCK = 32  # carrying the state from chunk to chunk costs the square of their number
+MAX_CHUNKS_PER_BLOCK = 64  # carrying the state from chunk to chunk costs the square of their number
 LOG2_E = math.log2(math.e)
 
 
@@ -65,7 +67,7 @@ def window_softmax(
     layout: Layout,
 ) -> Partial:
     """The softmax part (`reference.window_softmax`) in O(T w) time and O(T) memory, forward and backward."""
-    dtype, slots = accumulation_dtype(v.dtype), Slots(layout, CHUNK)
+    dtype, slots = accumulation_dtype(v.dtype), Slots(layout, WINDOW_CHUNK)
     q, k, v = (slots.spread(x.to(dtype)) for x in (q, k, v))
     first = min(_chunks_back(slots, span), slots.num_chunks - 1)
     grid = _grid(slots, q, k, first, first + 1)
@@ -163,8 +165,9 @@ class _LinearScan(torch.autograd.Function):
     def backward(ctx: Any, grad_num: Tensor, grad_den: Tensor) -> tuple[Tensor | None, ...]:
         phi_q, phi_k, v, all_S, all_z = ctx.saved_tensors
         grid: Grid = ctx.grid
-        grad_q, grad_k, grad_v = torch.empty_like(phi_q), torch.zeros_like(phi_k), torch.zeros_like(v)
-        grad_S, grad_z = torch.zeros_like(all_S[0]), torch.zeros_like(all_z[0])
+        grad_q, grad_k, grad_S, grad_z = torch.empty_like(phi_q), *map(torch.zeros_like, (phi_k, all_S[0], all_z[0]))
+        # Attention transfer trains nothing but the features.
+        grad_v = torch.zeros_like(v) if ctx.needs_input_grad[4] else None
         for block, mask in grid.blocks(ctx.masks, reverse=True):
             x, n = _LinearBlock(grid, block, mask, phi_q, phi_k, v), (block.stop - block.start) // grid.chunk
             S, z = (y[:, :, :-1] for y in x.states(all_S[block.index][block.rows], all_z[block.index][block.rows]))
@@ -182,9 +185,10 @@ class _LinearScan(torch.autograd.Function):
             g_keys = grid.fold(g_scores.mT @ x.q)
             g_keys[:, :, :n] += (x.old_v @ g_S.mT).add_(g_z).mul_(mask.enters)
             grid.add_keys(grad_k, block, g_keys)
-            g_values = grid.fold(x.scores.mT @ g_num)
-            g_values[:, :, :n] += x.old_k @ g_S
-            grid.add_keys(grad_v, block, g_values)
+            if grad_v is not None:
+                g_values = grid.fold(x.scores.mT @ g_num)
+                g_values[:, :, :n] += x.old_k @ g_S
+                grid.add_keys(grad_v, block, g_values)
         return None, None, grad_q, grad_k, grad_v, grad_S, grad_z
 
 
@@ -195,7 +199,7 @@ def _far_sinks(grid: Grid, slots: Slots, span: Span) -> tuple[Int[Tensor, "#B N 
     """
     owner = grid.owner[:, :-1, None].long()
     start = (torch.arange(slots.num_chunks, device=owner.device)[:, None] - grid.first) * slots.chunk
-    before = torch.nn.functional.pad(grid.position, (1, 0), value=-1)[:, : slots.num_chunks * slots.chunk : slots.chunk]
+    before = F.pad(grid.position, (1, 0), value=-1)[:, : slots.num_chunks * slots.chunk : slots.chunk]
     sink = torch.arange(span.sinks, device=owner.device)
     slot = start - 1 - before[..., None] + sink
     if slots.layout.sink_slots:
