@@ -24,7 +24,7 @@ import torch
 import linearize
 import linearize_cli
 from linearize import pipeline
-from linearize.config import Recipe
+from linearize.config import Recipe, recipe_names
 from linearize.training import checkpoint
 from tests import tiny
 
@@ -124,7 +124,9 @@ def test_no_command_is_help(command: Command) -> None:
 def test_recipes_are_listed(command: Command) -> None:
     done = command("recipes")
     assert (done.status, done.err) == (0, "")
-    assert done.out.startswith("lolcats          Sliding window + Hedgehog linear attention")
+    lines = {line.split()[0]: line for line in done.out.splitlines()}
+    assert list(lines) == recipe_names()
+    assert "Sliding window + Hedgehog linear attention" in lines["lolcats"]
 
 
 def test_a_printed_recipe_is_the_recipe(command: Command, tmp_path: Path) -> None:
@@ -285,7 +287,8 @@ def test_bad_input_is_one_line_and_nothing_written(command: Command, tmp_path: P
 
 
 def test_a_recipe_that_does_not_exist(command: Command, tmp_path: Path) -> None:
-    message = "recipe: expected one of lolcats or a path that ends in .yaml; found 'alchemy'"
+    names = ", ".join(recipe_names())
+    message = f"recipe: expected one of {names} or a path that ends in .yaml; found 'alchemy'"
     arguments = run_arguments(tmp_path / "run")
     assert_refused(command("run", "alchemy", *arguments[2:]), message)
     assert_refused(command("plan", "alchemy", "--model", tiny.teacher_folder()), message)

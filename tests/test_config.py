@@ -7,20 +7,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-from linearize.config import (
+from linearize.config import Plateau, Recipe, parse_overrides, recipe_names, resolve
+from linearize.errors import UserError
+from linearize.parts import (
+    Add,
+    DeltaUpdate,
+    FeatureGate,
     HedgehogMap,
+    IdentityMap,
     NoSpan,
-    Plateau,
-    Recipe,
+    RmsNormalizer,
     SharedDenominator,
     SlidingSpan,
     TerracedSpan,
     WindowOnly,
-    parse_overrides,
-    recipe_names,
-    resolve,
 )
-from linearize.errors import UserError
 from linearize.teacher import TeacherShape
 
 FOUR_LAYERS = TeacherShape(
@@ -100,6 +101,21 @@ def test_overrides_are_read_as_yaml() -> None:
     assert recipe.layers.keep_softmax == (0, -1)
 
 
+def test_every_part_of_a_mixer_can_be_chosen() -> None:
+    mixer = load(
+        "mixer.feature_map={type: identity, rotation: none}",
+        "mixer.decay={type: feature, rank: 4}",
+        "mixer.update.type=delta",
+        "mixer.scale=head_dim",
+        "mixer.normalizer={type: rms_norm, output_gate: true}",
+        "mixer.combine.type=add",
+    ).mixer
+    assert mixer.feature_map == IdentityMap(rotation="none")
+    assert (mixer.decay, mixer.update) == (FeatureGate(rank=4), DeltaUpdate(key_norm="l2"))
+    assert (mixer.normalizer, mixer.combine) == (RmsNormalizer(output_gate=True), Add())
+    assert mixer.span == SlidingSpan(window_size=64), "what is not named stays"
+
+
 def test_a_recipe_cannot_change() -> None:
     recipe = Recipe.load("lolcats")
     with pytest.raises(ValueError, match="frozen"):
@@ -144,10 +160,20 @@ def test_bad_file(text: str, expected: str, tmp_path: Path) -> None:
         ("mixer.span.sinks=-1", "sinks", "found -1"),
         ("mixer.span.type=ring", "mixer.span", "'none', 'sliding', 'terraced'"),
         ("mixer.feature_map.feature_dim=15", "mixer.feature_map", "even"),
+        ("mixer.feature_map={type: rfa, feature_dim: 15}", "mixer.feature_map", "even"),
+        ("mixer.feature_map.type=fourier", "mixer.feature_map", "'cosformer', 'taylor2', 'rfa', 'dpfp'"),
+        ("mixer.feature_map={type: cosformer, rotation: before}", "mixer.feature_map.rotation", "'none'"),
+        ("mixer.feature_map={type: hedgehog, rotation: after}", "mixer.feature_map.rotation", "'before' or 'none'"),
+        ("mixer.feature_map={type: t2r, init: zero}", "mixer.feature_map.init", "found 'zero'"),
+        ("mixer.decay={type: fixed, rank: 3}", "mixer.decay.rank", "unknown field"),
+        ("mixer.decay.temperature=2", "mixer.decay", "discriminator"),
+        ("mixer.update={type: delta, key_norm: max}", "mixer.update.key_norm", "'sum' or 'l2'"),
+        ("mixer.scale=2", "mixer.scale", "'none', 'head_dim' or 'regla'"),
+        ("mixer.feature_map={type: identity}", "mixer", "normalizer `sum` needs weights"),
         ("mixer.combine.window_factor_init=1", "window_factor_init", "found 1"),
         ("mixer.feature_map=null", "mixer", "go together"),
         ("mixer.combine={type: window_only}", "mixer", "go together"),
-        ("mixer={span: {type: none}, feature_map: null, combine: {type: window_only}}", "mixer", "needs a window"),
+        ("mixer={span: {type: none}, feature_map: null, combine: {type: window_only}}", "mixer", "need a window"),
         ("transfer.micro_batch_size=3", "transfer", "multiple of micro_batch_size"),
         ("finetune.lora.targets=[]", "finetune.lora", "targets is empty"),
         ("finetune.lora.targets=[x]", "finetune.lora.targets", "found 'x'"),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import linearize
-from linearize.config import Recipe
+from linearize.config import Recipe, recipe_names
+from linearize.mixers import AttnInputs, LinearMixer
 from linearize.ops import Layout, SlidingSpan, TerracedSpan, chunked, reference
+from linearize.ops.dispatch import ENVIRONMENT
+from linearize.teacher import LayerShape
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +57,51 @@ def test_chunked_equals_the_definition(span: SlidingSpan | TerracedSpan) -> None
         for grad, expected_grad in zip(grads, expected_grads, strict=True):
             scale = expected_grad.abs().max()
             torch.testing.assert_close(grad / scale, expected_grad / scale, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_mixer_in_every_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Definition = chunked form, outputs and gradients of the inputs; one call = a prompt and single tokens."""
+    torch.manual_seed(0)
+    shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, hidden_size=64, max_positions=512)
+    length, prompt = 200, 190
+
+    def normal(heads: int) -> torch.Tensor:
+        return torch.randn(2, heads, length, 32, device="cuda")
+
+    angle = torch.randn(1, length, 32, device="cuda")
+    inputs = AttnInputs(
+        q=normal(4),
+        k=normal(2),
+        v=normal(2),
+        scaling=0.2,
+        hidden=torch.randn(2, length, 64, device="cuda"),
+        unrotated=(normal(4), normal(2)),
+        rope=(angle.cos(), angle.sin()),
+    )
+    mixer = LinearMixer(Recipe.load(name).mixer.resolved(shape), shape).cuda()
+    results = {}
+    for implementation in ("reference", "chunked"):
+        monkeypatch.setenv(ENVIRONMENT, implementation)
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.hidden)]
+        y = mixer(replace(inputs, **dict(zip(("q", "k", "v", "hidden"), leaves, strict=True))))
+        results[implementation] = y, torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+    (y, gradients), (expected, expected_gradients) = results["chunked"], results["reference"]
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
+    for found, gradient in zip(gradients, expected_gradients, strict=True):
+        assert (found is None) == (gradient is None)
+        if found is not None and gradient is not None:
+            scale = gradient.abs().max().clamp_min(1e-6)
+            torch.testing.assert_close(found / scale, gradient / scale, rtol=2e-2, atol=2e-2)
+    with torch.no_grad():
+        state, pieces = None, []
+        for start, stop in [(0, prompt), *((n, n + 1) for n in range(prompt, length))]:
+            q, k, v, q0, k0 = (x[:, :, start:stop] for x in (inputs.q, inputs.k, inputs.v, *(inputs.unrotated or ())))
+            rope = tuple(x[:, start:stop] for x in (inputs.rope or ()))
+            hidden = inputs.hidden[:, start:stop]
+            piece, state = mixer.step(AttnInputs(q, k, v, 0.2, None, hidden, (q0, k0), rope), state)
+            pieces.append(piece)
+    torch.testing.assert_close(torch.cat(pieces, dim=2), y.detach(), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.25)], ids=str)

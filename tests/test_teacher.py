@@ -8,7 +8,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from linearize.errors import UserError
-from linearize.teacher import SUPPORTED, TeacherShape
+from linearize.teacher import SUPPORTED, LayerShape, TeacherShape
 
 LLAMA_3_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -85,6 +85,8 @@ def test_agrees_with_transformers(model_type: str) -> None:
     assert shape.max_positions == config.max_position_embeddings
     assert shape.tied_embeddings == config.tie_word_embeddings
     assert shape.sliding_layers == ()
+    assert shape.layer == LayerShape(4, shape.num_kv_heads, shape.head_dim, 64, config.max_position_embeddings)
+    assert shape.has_rope == ("rope_parameters" in config.to_dict())
 
 
 def test_a_linearized_checkpoint_has_its_bases_shape() -> None:

@@ -13,99 +13,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from linearize.errors import UserError
+from linearize.part import Part
+from linearize.parts import MixerConfig
 from linearize.teacher import TeacherShape
 
 FORMAT_VERSION = 1
-
-
-class Part(BaseModel):
-    """Base of every recipe component: immutable, and unknown fields are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-# --- the parts of a mixer ---------------------------------------------------------------------------------------------
-
-
-class NoSpan(Part):
-    """Pure linear attention: every key is linear."""
-
-    type: Literal["none"] = "none"
-
-
-class SlidingSpan(Part):
-    """Softmax over the last `window_size` keys and the first `sinks` keys of the document, linear below."""
-
-    type: Literal["sliding"] = "sliding"
-    window_size: PositiveInt = 64
-    sinks: int = Field(default=0, ge=0, description="keys at the start of a document that always stay softmax keys")
-
-
-class TerracedSpan(Part):
-    """Softmax over the query's own block of `window_size` keys and the `blocks` - 1 before it, linear below."""
-
-    type: Literal["terraced"] = "terraced"
-    window_size: PositiveInt = 64
-    blocks: PositiveInt = 2
-    sinks: int = Field(default=0, ge=0, description="keys at the start of a document that always stay softmax keys")
-
-
-class HedgehogMap(Part):
-    """phi(x) = [softmax(xW), softmax(-xW)] (LoLCATs App. A; Hedgehog eqs. 5-6 without bias)."""
-
-    type: Literal["hedgehog"] = "hedgehog"
-    feature_dim: PositiveInt | None = Field(
-        default=None, description="features per head, even; the head dimension if null"
-    )
-    init: Literal["identity", "kaiming"] = "identity"
-    per: Literal["query_head", "kv_head"] = Field(
-        default="query_head", description="one key map per query head (the papers), or per KV head (a smaller state)"
-    )
-
-    @model_validator(mode="after")
-    def _even(self) -> HedgehogMap:
-        if self.feature_dim is not None and self.feature_dim % 2:
-            raise ValueError(f"feature_dim must be even, because the map has two halves; got {self.feature_dim}")
-        return self
-
-
-class SharedDenominator(Part):
-    """LoLCATs eq. 7: one denominator for the window, weighted by a learned factor g per head, and the linear part."""
-
-    type: Literal["shared_denominator"] = "shared_denominator"
-    window_factor_init: float = Field(
-        default=0.1, gt=0, lt=1, description="initial g = sigmoid(parameter), per query head"
-    )
-
-
-class WindowOnly(Part):
-    """The control without a linear part: softmax over the span, nothing else."""
-
-    type: Literal["window_only"] = "window_only"
-
-
-Span = Annotated[NoSpan | SlidingSpan | TerracedSpan, Field(discriminator="type")]
-FeatureMap = HedgehogMap
-Combine = Annotated[SharedDenominator | WindowOnly, Field(discriminator="type")]
-
-
-class MixerConfig(Part):
-    """One layer's token mixer, complete: everything that is needed to rebuild it."""
-
-    span: Span = SlidingSpan()
-    feature_map: FeatureMap | None = HedgehogMap()
-    combine: Combine = SharedDenominator()
-
-    @model_validator(mode="after")
-    def _meaningful(self) -> MixerConfig:
-        if (self.feature_map is None) != isinstance(self.combine, WindowOnly):
-            raise ValueError("combine `window_only` and feature_map null go together: it has no linear part to map for")
-        if isinstance(self.combine, WindowOnly) and isinstance(self.span, NoSpan):
-            raise ValueError("combine `window_only` needs a window: choose span `sliding` or `terraced`")
-        return self
 
 
 # --- stages and data --------------------------------------------------------------------------------------------------
@@ -362,7 +277,8 @@ def resolve(recipe: Recipe, teacher: TeacherShape) -> LayerPlan:
     """One complete `MixerConfig`, or None for a layer that stays softmax, per layer of the teacher.
 
     Raises:
-        UserError: a layer index the teacher does not have, or nothing left to convert.
+        UserError: a layer index the teacher does not have, nothing left to convert, or a size that makes no sense for
+            these layers.
     """
     kept = set()
     for index in recipe.layers.keep_softmax:
@@ -379,13 +295,5 @@ def resolve(recipe: Recipe, teacher: TeacherShape) -> LayerPlan:
             "layers: nothing to convert, every layer stays softmax; shorten layers.keep_softmax, or set "
             "layers.convert_sliding=true to convert layers that already attend within a sliding window"
         )
-    mixer = recipe.mixer
-    if mixer.feature_map is not None and mixer.feature_map.feature_dim is None:
-        if teacher.head_dim % 2:
-            raise UserError(
-                f"mixer.feature_map.feature_dim: expected an even number; the teacher's head dimension, "
-                f"{teacher.head_dim}, is odd, so set one"
-            )
-        feature_map = mixer.feature_map.model_copy(update={"feature_dim": teacher.head_dim})
-        mixer = mixer.model_copy(update={"feature_map": feature_map})
+    mixer = recipe.mixer.resolved(teacher.layer)
     return tuple(None if index in kept else mixer for index in range(teacher.num_layers))

@@ -76,7 +76,7 @@ def run(run: Run, *, dataset: Dataset | None = None, until: str = "evaluate") ->
     tokenizer = load_tokenizer(run.model)
     dataset = load_dataset(run.recipe, tokenizer, shape) if dataset is None else dataset
     teacher = run.load_teacher()
-    student = convert_layers(teacher, layers)
+    student = convert_layers(teacher, layers, seed=run.recipe.seed)
     claim(run, dataset)
     plan = planning.make_plan(
         run.recipe, shape, layers, kv_bytes_per_element=run.dtype.itemsize, training_tokens=dataset.train.num_tokens
@@ -219,7 +219,7 @@ def candidates(
     @contextmanager
     def untrained() -> Iterator[PreTrainedModel]:
         assert teacher is not None
-        yield convert_layers(teacher, layers)
+        yield convert_layers(teacher, layers, seed=0 if run is None else run.recipe.seed)
 
     @contextmanager
     def windowed(sinks: int | None) -> Iterator[PreTrainedModel]:

@@ -1,8 +1,8 @@
 """What a run would cost, from the recipe and the teacher's shape alone: no weights, no torch.
 
-Letters: H query heads, G KV heads, D head dimension, F features per head, Hk linear heads (H, or G where the key map is
-per KV head), h hidden size, I intermediate size. Parameters, bytes of state and bytes per token are exact (a teacher's
-optional attention biases apart); FLOPs, training memory and disk are estimates, and the docstrings say how.
+Letters: H query heads, G KV heads, D head dimension, h hidden size, I intermediate size. Parameters, bytes of state and
+bytes per token are exact (a teacher's optional attention biases apart); FLOPs, training memory and disk are estimates,
+and the docstrings say how. What one mixer costs stands in `costs`.
 """
 
 from __future__ import annotations
@@ -13,23 +13,12 @@ from typing import Any
 
 from rich.table import Table
 
-from linearize.config import (
-    FeatureMap,
-    LayerPlan,
-    LoRAConfig,
-    MixerConfig,
-    NoSpan,
-    Recipe,
-    SharedDenominator,
-    SlidingSpan,
-    TerracedSpan,
-    TrainConfig,
-)
+from linearize.config import LayerPlan, LoRAConfig, Recipe, TrainConfig
+from linearize.costs import FP32, mixer_activations, mixer_flops, new_parameters, softmax_flops, state_bytes
 from linearize.teacher import TeacherShape
 
-_FP32 = 4
 # In memory: a trained parameter, its gradient and AdamW's two moments. On disk: its latest and best value, the moments.
-_TRAINED = 4 * _FP32
+_TRAINED = 4 * FP32
 
 
 @dataclass(frozen=True)
@@ -138,11 +127,11 @@ def make_plan(
         student_cache_bytes_per_token=cache * len(growing & kept),
         teacher_cache_bytes_per_token=cache * len(growing),
         break_even_tokens=state // saved + 1 if saved else None,
-        disk_bytes=total * kv_bytes_per_element + new * _FP32 + trainable * _TRAINED,
+        disk_bytes=total * kv_bytes_per_element + new * FP32 + trainable * _TRAINED,
     )
 
 
-# --- exact: parameters and state --------------------------------------------------------------------------------------
+# --- exact: parameters ------------------------------------------------------------------------------------------------
 
 
 def teacher_parameters(teacher: TeacherShape) -> int:
@@ -152,54 +141,11 @@ def teacher_parameters(teacher: TeacherShape) -> int:
     return teacher.num_layers * attention + rest(teacher)
 
 
-def new_parameters(mixer: MixerConfig, teacher: TeacherShape) -> int:
-    """One layer's mixer: query maps [H, D, F/2], key maps [Hk, D, F/2], one window factor per query head."""
-    maps = 0
-    if mixer.feature_map is not None:
-        heads = teacher.num_heads + _linear_heads(mixer.feature_map, teacher)
-        maps = heads * teacher.head_dim * _features(mixer.feature_map) // 2
-    return maps + (teacher.num_heads if isinstance(mixer.combine, SharedDenominator) else 0)
-
-
 def lora_parameters(lora: LoRAConfig, teacher: TeacherShape) -> int:
     """rank x (inputs + outputs) per adapted projection, in every layer; a fused projection is adapted as a whole."""
     projections, _ = _ARCHITECTURES[teacher.model_type]
     sizes = [sum(size) for roles, size in projections(teacher).items() if set(roles) & set(lora.targets)]
     return teacher.num_layers * lora.rank * sum(sizes)
-
-
-def state_bytes(mixer: MixerConfig, teacher: TeacherShape, kv_bytes_per_element: int) -> int:
-    """One converted layer's state per sequence, in bytes.
-
-    S [Hk, F, D] and z [Hk, F] in fp32, twice for a terraced span (the block that is being folded), and K and V of
-    [G, slots, D] in the model's dtype, where slots = window (terraced: blocks x window) + sinks.
-    """
-    window = 2 * teacher.num_kv_heads * teacher.head_dim * kv_bytes_per_element * _slots(mixer)
-    if mixer.feature_map is None:
-        return window
-    states = 2 if isinstance(mixer.span, TerracedSpan) else 1
-    heads, features = _linear_heads(mixer.feature_map, teacher), _features(mixer.feature_map)
-    return window + states * _FP32 * heads * features * (teacher.head_dim + 1)
-
-
-def _slots(mixer: MixerConfig) -> int:
-    match mixer.span:
-        case NoSpan():
-            return 0
-        case SlidingSpan(window_size=window, sinks=sinks):
-            return window + sinks
-        case TerracedSpan(window_size=window, blocks=blocks, sinks=sinks):
-            return blocks * window + sinks
-
-
-def _linear_heads(feature_map: FeatureMap, teacher: TeacherShape) -> int:
-    return teacher.num_heads if feature_map.per == "query_head" else teacher.num_kv_heads
-
-
-def _features(feature_map: FeatureMap) -> int:
-    if feature_map.feature_dim is None:
-        raise ValueError("feature_dim is null: plan the layers that `resolve` returned, not the recipe's mixer")
-    return feature_map.feature_dim
 
 
 # Attention projections as (inputs, outputs), named by the roles (q, k, v, o) that each holds.
@@ -256,21 +202,6 @@ def _tokens(stage: TrainConfig, training_tokens: int | None) -> int | None:
     return tokens if stage.max_tokens is None else min(tokens, stage.max_tokens)
 
 
-def _softmax_flops(teacher: TeacherShape, keys: int) -> int:
-    """Scores and weighted values of one query token over `keys` keys: 2 x 2 x H x D x keys, forward."""
-    return 4 * teacher.num_heads * teacher.head_dim * keys
-
-
-def _mixer_flops(mixer: MixerConfig, teacher: TeacherShape, sequence_length: int) -> int:
-    """One token through one mixer, forward: window, maps (2 x parameters), fold S (2 Hk F D), read S (2 H F D)."""
-    window = _softmax_flops(teacher, min(_slots(mixer), sequence_length))
-    if mixer.feature_map is None:
-        return window
-    heads = teacher.num_heads + _linear_heads(mixer.feature_map, teacher)
-    state = 2 * heads * _features(mixer.feature_map) * teacher.head_dim
-    return window + 2 * new_parameters(mixer, teacher) + state
-
-
 def _model_flops(teacher: TeacherShape) -> int:
     """One token through the weights, forward: 2 FLOPs per parameter; looking up an untied embedding costs none."""
     lookup = 0 if teacher.tied_embeddings else teacher.vocab_size * teacher.hidden_size
@@ -279,26 +210,16 @@ def _model_flops(teacher: TeacherShape) -> int:
 
 def _transfer_flops(teacher: TeacherShape, layers: LayerPlan, sequence_length: int) -> int:
     """Per token: the teacher forward (causal softmax sees half a row on average), mixers forward and backward (3x)."""
-    softmax = teacher.num_layers * _softmax_flops(teacher, sequence_length // 2)
-    mixers = sum(_mixer_flops(mixer, teacher, sequence_length) for mixer in layers if mixer is not None)
+    softmax = teacher.num_layers * softmax_flops(teacher, sequence_length // 2)
+    mixers = sum(mixer_flops(mixer, teacher, sequence_length) for mixer in layers if mixer is not None)
     return _model_flops(teacher) + softmax + 3 * mixers
 
 
 def _finetune_flops(teacher: TeacherShape, layers: LayerPlan, sequence_length: int, lora: int) -> int:
     """Per token: 4 per frozen weight (forward, and back to its input), 6 per LoRA weight, each layer's attention 3x."""
-    softmax = _softmax_flops(teacher, sequence_length // 2)
-    attention = sum(softmax if mixer is None else _mixer_flops(mixer, teacher, sequence_length) for mixer in layers)
+    softmax = softmax_flops(teacher, sequence_length // 2)
+    attention = sum(softmax if mixer is None else mixer_flops(mixer, teacher, sequence_length) for mixer in layers)
     return 2 * _model_flops(teacher) + 6 * lora + 3 * attention
-
-
-def _mixer_activations(mixer: MixerConfig, teacher: TeacherShape) -> int:
-    """Bytes per token that one mixer keeps for backward: features, window scores, numerators and output, in fp32."""
-    keys = _slots(mixer) * teacher.num_heads
-    outputs = 3 * teacher.num_heads * teacher.head_dim
-    features = 0
-    if mixer.feature_map is not None:
-        features = (teacher.num_heads + _linear_heads(mixer.feature_map, teacher)) * _features(mixer.feature_map)
-    return _FP32 * (keys + outputs + features)
 
 
 def _layer_activations(teacher: TeacherShape, bytes_per_element: int) -> int:
@@ -309,15 +230,15 @@ def _layer_activations(teacher: TeacherShape, bytes_per_element: int) -> int:
 
 def _transfer_activations(teacher: TeacherShape, layers: LayerPlan, bytes_per_element: int) -> int:
     """Per token: inference (one layer at a time), the logits, and the graph of the largest single mixer."""
-    mixers = max((_mixer_activations(mixer, teacher) for mixer in layers if mixer is not None), default=0)
+    mixers = max((mixer_activations(mixer, teacher) for mixer in layers if mixer is not None), default=0)
     return _layer_activations(teacher, bytes_per_element) + bytes_per_element * teacher.vocab_size + mixers
 
 
 def _finetune_activations(teacher: TeacherShape, layers: LayerPlan, bytes_per_element: int) -> int:
     """Per token: all layers and mixers kept for backward (no checkpointing); logits and their gradient in fp32."""
-    mixers = sum(_mixer_activations(mixer, teacher) for mixer in layers if mixer is not None)
+    mixers = sum(mixer_activations(mixer, teacher) for mixer in layers if mixer is not None)
     layer = _layer_activations(teacher, bytes_per_element)
-    return teacher.num_layers * layer + mixers + 2 * _FP32 * teacher.vocab_size
+    return teacher.num_layers * layer + mixers + 2 * FP32 * teacher.vocab_size
 
 
 # --- presentation -----------------------------------------------------------------------------------------------------

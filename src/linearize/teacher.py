@@ -11,6 +11,19 @@ from linearize.errors import UserError
 _GPT2_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 _GPT2_NAMES |= {"intermediate_size": "n_inner", "max_position_embeddings": "n_positions"}
 SUPPORTED: dict[str, dict[str, str]] = {"llama": {}, "mistral": {}, "qwen3": {}, "gpt2": _GPT2_NAMES}
+# Where positions are embeddings, added to the tokens once; all others rotate queries and keys in every layer (RoPE).
+_WITHOUT_ROPE = frozenset({"gpt2"})
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one attention layer; `hidden_size` and `max_positions` are the model's."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    max_positions: int
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,16 @@ class TeacherShape:
     max_positions: int
     tied_embeddings: bool
     sliding_layers: tuple[int, ...]
+
+    @property
+    def layer(self) -> LayerShape:
+        """What one attention layer, and the mixer that takes its place, needs to know."""
+        return LayerShape(self.num_heads, self.num_kv_heads, self.head_dim, self.hidden_size, self.max_positions)
+
+    @property
+    def has_rope(self) -> bool:
+        """Whether the model rotates queries and keys (RoPE); then they exist unrotated as well."""
+        return self.model_type not in _WITHOUT_ROPE
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> TeacherShape:

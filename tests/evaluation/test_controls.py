@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
-from linearize.config import MixerConfig, NoSpan, SlidingSpan, TerracedSpan, WindowOnly
 from linearize.evaluation import controls
 from linearize.evaluation.controls import (
     SINKS,
@@ -24,6 +23,7 @@ from linearize.evaluation.controls import (
 )
 from linearize.hf.attention import linearized_layers, observed, softmax_attention, softmax_output
 from linearize.hf.convert import convert_layers
+from linearize.parts import MixerConfig, NoSpan, SlidingSpan, TerracedSpan, WindowOnly
 from tests import tiny
 from tests.oracles.spans import SpanSpec, span_keys
 

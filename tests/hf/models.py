@@ -40,11 +40,68 @@ SPANS: dict[str, dict[str, Any]] = {
     "sinks": dict(type="sliding", window_size=5, sinks=2),
     "terraced": dict(type="terraced", window_size=4, blocks=2, sinks=1),
 }
+_RMS = dict(type="rms_norm")
+# Mixers that between them ask for everything that a layer can hand them, with every kind of state and of parameter.
+MIXERS: dict[str, dict[str, Any]] = {
+    "supra": dict(
+        span=SPANS["none"],
+        feature_map=dict(type="t2r", rotation="after", per="model", init="linear"),
+        decay=dict(type="fixed"),
+        scale="head_dim",
+        normalizer=dict(type="group_norm"),
+        combine=dict(type="add"),
+    ),
+    "gla": dict(
+        span=SPANS["none"],
+        feature_map=dict(type="identity", rotation="none"),
+        decay=dict(type="feature", rank=3),
+        scale="head_dim",
+        normalizer=_RMS | dict(output_gate=True),
+        combine=dict(type="add"),
+    ),
+    "regla": dict(
+        span=SPANS["none"],
+        feature_map=dict(type="regla", feature_dim=12, per="kv_head"),
+        decay=dict(type="refined"),
+        scale="regla",
+        normalizer=_RMS,
+        combine=dict(type="add"),
+    ),
+    "rfa": dict(
+        span=SPANS["none"],
+        feature_map=dict(type="rfa", rotation="none", feature_dim=12),
+        decay=dict(type="scalar"),
+        combine=dict(type="add"),
+    ),
+    "cosformer": dict(span=SPANS["sliding"], feature_map=dict(type="cosformer")),
+    "performer": dict(span=SPANS["sinks"], feature_map=dict(type="performer", feature_dim=11, rotation="none")),
+    "gated-delta": dict(
+        span=SPANS["terraced"],
+        feature_map=dict(type="identity", rotation="after"),
+        decay=dict(type="scalar", input_scale=False),
+        update=dict(type="delta"),
+        normalizer=_RMS,
+        combine=dict(type="add"),
+    ),
+    "mix": dict(
+        span=SPANS["sliding"],
+        feature_map=dict(type="lolcat", rotation="none", per="kv_head"),
+        decay=dict(type="scalar"),
+        combine=dict(type="mix", weights_over="all_keys"),
+    ),
+    "fast-decay": dict(
+        span=SPANS["sinks"],
+        feature_map=dict(type="elu1", rotation="after"),
+        decay=dict(type="outer"),
+        normalizer=dict(type="none"),
+        combine=dict(type="mix"),
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A teacher and how it is converted; `teacher` are fields of its config."""
+    """A teacher and how it is converted, to LoLCATs or to a mixer of `MIXERS`; `teacher` are fields of its config."""
 
     name: str
     architecture: str = "llama"
@@ -55,14 +112,14 @@ class Case:
     convert_sliding: bool = False
     teacher: dict[str, Any] = field(default_factory=dict, hash=False)
     overrides: dict[str, Any] = field(default_factory=dict, hash=False)
+    mixer: str | None = None
 
     def recipe(self) -> linearize.Recipe:
-        fields = {
-            "mixer.span": dict(SPANS[self.span]),
-            "mixer.feature_map.per": self.per,
-            "layers.keep_softmax": self.keep_softmax,
-            "layers.convert_sliding": self.convert_sliding,
-        }
+        fields = {"layers.keep_softmax": self.keep_softmax, "layers.convert_sliding": self.convert_sliding}
+        if self.mixer is None:
+            fields |= {"mixer.span": dict(SPANS[self.span]), "mixer.feature_map.per": self.per}
+        else:
+            fields |= {"mixer": MIXERS[self.mixer]}
         if self.window_only:
             fields |= {"mixer.feature_map": None, "mixer.combine": dict(type="window_only")}
         return linearize.Recipe.load("lolcats", fields | self.overrides)
@@ -79,6 +136,13 @@ CASES = [
     Case("qwen3-sinks", "qwen3", span="sinks"),
     Case("gpt2-sliding", "gpt2"),
     Case("gpt2-mixed", "gpt2", span="none", keep_softmax=(0, -1)),
+]
+# Every mixer on every architecture, two layers each.
+_DEPTH = {name: {"n_layer" if name == "gpt2" else "num_hidden_layers": 2} for name in ARCHITECTURES}
+MIXER_CASES = [
+    Case(f"{name}-{architecture}", architecture, mixer=name, teacher=_DEPTH[architecture])
+    for name in MIXERS
+    for architecture in ARCHITECTURES
 ]
 # Softmax layers that slide stay beside linearized ones: by their own choice (Qwen3), or because they are told to.
 SLIDING_TEACHERS = [

@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 from linearize.hf.attention import linearized_layers
 from tests.hf.checks import assert_close, left_padding, positions
-from tests.hf.models import CASES, Case, make_student, make_teacher, random_tokens
+from tests.hf.models import CASES, MIXER_CASES, Case, make_student, make_teacher, random_tokens
 
 SOME = [case for case in CASES if case.name in {"llama-terraced", "llama-mixed", "qwen3-sinks", "gpt2-sliding"}]
+SOME += [case for case in MIXER_CASES if case.name in {"gated-delta-llama", "regla-mistral", "performer-gpt2"}]
 
 
 def gradients(model: PreTrainedModel) -> dict[str, Tensor]:

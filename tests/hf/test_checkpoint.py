@@ -23,10 +23,23 @@ from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import MODEL_CLASSES
 from linearize.mixers import LinearMixer
 from tests.hf.checks import assert_close, left_padding, positions, uncached
-from tests.hf.models import ARCHITECTURES, CASES, Case, make_student, make_teacher, random_tokens, student_of
+from tests.hf.models import (
+    ARCHITECTURES,
+    CASES,
+    MIXER_CASES,
+    Case,
+    make_student,
+    make_teacher,
+    random_tokens,
+    student_of,
+)
 
 CASE = {case.name: case for case in CASES}
-SAVED = [CASE[name] for name in ("llama-mixed", "mistral-terraced", "qwen3-sinks", "gpt2-sliding")]
+# By the name of their folder.
+SAVED = {
+    CASE[name].architecture: CASE[name] for name in ("llama-mixed", "mistral-terraced", "qwen3-sinks", "gpt2-sliding")
+}
+SAVED |= {case.name: case for case in MIXER_CASES if case.name in ("performer-qwen3", "rfa-gpt2", "gated-delta-llama")}
 HEADS = {
     "AutoModel": "Model",
     "AutoModelForSequenceClassification": "ForSequenceClassification",
@@ -43,10 +56,10 @@ def outputs(model: PreTrainedModel) -> Tensor:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of students, one per architecture."""
+    """A folder of students, one per architecture and some with other mixers."""
     folder = tmp_path_factory.mktemp("students")
-    for case in SAVED:
-        copy.deepcopy(student_of(case)).save_pretrained(folder / case.architecture)
+    for name, case in SAVED.items():
+        copy.deepcopy(student_of(case)).save_pretrained(folder / name)
     return folder
 
 
@@ -61,12 +74,12 @@ def fresh_process(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -
     return json.loads(done.stdout), folder
 
 
-@pytest.mark.parametrize("case", SAVED, ids=lambda case: case.name)
-def test_loads_in_a_fresh_process(case: Case, fresh_process: tuple[dict[str, Any], Path]) -> None:
+@pytest.mark.parametrize("name", SAVED)
+def test_loads_in_a_fresh_process(name: str, fresh_process: tuple[dict[str, Any], Path]) -> None:
     report, folder = fresh_process
-    assert report[case.architecture] == type(student_of(case)).__name__
-    ids = torch.arange(1, 31)[None]
-    assert_close(load_file(folder / f"{case.architecture}.safetensors")["logits"], uncached(student_of(case), ids))
+    student = student_of(SAVED[name])
+    assert report[name] == type(student).__name__
+    assert_close(load_file(folder / f"{name}.safetensors")["logits"], uncached(student, torch.arange(1, 31)[None]))
 
 
 def test_loads_with_remote_code(fresh_process: tuple[dict[str, Any], Path]) -> None:

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from linearize.evaluation.speed import cache_bytes
 from linearize.hf.cache import LinearizedCacheLayer
-from tests.hf.models import CASES, Case, make_student, make_teacher, random_tokens
+from tests.hf.models import CASES, MIXER_CASES, Case, make_student, make_teacher, random_tokens
 
 SHORT, LONG, CHUNK = 100, 10_000, 495
 
@@ -35,14 +35,18 @@ def student(case: Case) -> PreTrainedModel:
     return make_student(case, teacher.float())
 
 
-@pytest.mark.parametrize("case", CASES[:5], ids=lambda case: case.name)
+# With slots of every kind, a running maximum and totals.
+MIXED = [case for case in MIXER_CASES if case.name in {"gated-delta-llama", "mix-llama"}]
+
+
+@pytest.mark.parametrize("case", CASES[:5] + MIXED, ids=lambda case: case.name)
 def test_a_linearized_model_s_state_is_constant(case: Case) -> None:
     cache, (short, long) = held(student(case))
     assert short == long
     total, layers = long
     # A step leaves its own slot's storage behind it, at most.
-    slots = 2 * 2 * 8 * 4
-    assert sum(layers) <= total <= sum(layers) + len(layers) * slots
+    slots = [x for layer in cache.layers for x in layer.state.slots.values()]
+    assert sum(layers) <= total <= sum(layers) + sum(x.shape[1] * x.shape[3] * x.element_size() for x in slots)
     assert all(
         layer.nbytes == sum(t.numel() * t.element_size() for t in layer.state.tensors()) for layer in cache.layers
     )

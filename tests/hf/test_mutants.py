@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from linearize.hf import attention, convert
 from linearize.hf.cache import LinearizedCacheLayer
-from linearize.mixers import LinearMixer, MixerState
+from linearize.mixers import AttnInputs, LinearMixer, MixerState
 from linearize.ops import SlidingSpan, TerracedSpan
 from tests.hf import checks
-from tests.hf.models import CASES, SLIDING_TEACHERS, student_of
+from tests.hf.models import CASES, MIXER_CASES, SLIDING_TEACHERS, student_of
 
-CASE = {case.name: case for case in CASES + SLIDING_TEACHERS}
+CASE = {case.name: case for case in CASES + MIXER_CASES + SLIDING_TEACHERS}
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -41,7 +41,7 @@ def linear_state_lost(state: MixerState) -> MixerState:
 
 
 def window_lost(state: MixerState) -> MixerState:
-    return replace(state, keys=torch.zeros_like(state.keys), values=torch.zeros_like(state.values))
+    return replace(state, slots=state.map(torch.zeros_like).slots)
 
 
 def position_lost(state: MixerState) -> MixerState:
@@ -49,13 +49,13 @@ def position_lost(state: MixerState) -> MixerState:
 
 
 def sinks_lost(state: MixerState) -> MixerState:
-    keys = state.keys.clone()
+    keys = state.slots["keys"].clone()
     keys[:, :, :2] = 0
-    return replace(state, keys=keys)
+    return replace(state, slots=state.slots | {"keys": keys})
 
 
 def pending_lost(state: MixerState) -> MixerState:
-    return replace(state, linear=replace(state.linear, pending_S=torch.zeros_like(state.linear.pending_S)))
+    return replace(state, linear=replace(state.linear, next_S=torch.zeros_like(state.linear.next_S)))
 
 
 def nothing_carried(patch: pytest.MonkeyPatch) -> None:
@@ -65,6 +65,27 @@ def nothing_carried(patch: pytest.MonkeyPatch) -> None:
         layer.length += tokens
 
     patch.setattr(LinearizedCacheLayer, "advance", wrong)
+
+
+def slot_lost(name: str) -> Callable[[MixerState], MixerState]:
+    def change(state: MixerState) -> MixerState:
+        return replace(state, slots=state.slots | {name: torch.zeros_like(state.slots[name])})
+
+    change.__name__ = f"{name}_lost"
+    return change
+
+
+def maximum_lost(state: MixerState) -> MixerState:
+    return replace(state, maximum=torch.full_like(state.maximum, -torch.inf))
+
+
+def totals_lost(state: MixerState) -> MixerState:
+    return replace(state, totals=replace(state, linear=state.totals).map(torch.zeros_like).linear)
+
+
+def hidden_states_late(patch: pytest.MonkeyPatch) -> None:
+    """Gates read the token before."""
+    patch.setattr(attention, "AttnInputs", lambda *args: AttnInputs(*args[:5], args[5].roll(1, dims=1), *args[6:]))
 
 
 def one_step_window_late(patch: pytest.MonkeyPatch) -> None:
@@ -200,6 +221,18 @@ GUARDS = [
     Guard(carrying(position_lost), checks.in_chunks, "llama-sliding"),
     Guard(carrying(sinks_lost), checks.in_chunks, "qwen3-sinks"),
     Guard(carrying(pending_lost), checks.token_by_token, "llama-terraced"),
+    Guard(carrying(slot_lost("map_keys")), checks.in_chunks, "cosformer-llama"),
+    Guard(carrying(slot_lost("map_keys")), checks.token_by_token, "performer-qwen3"),
+    Guard(carrying(slot_lost("sin")), checks.token_by_token, "gated-delta-mistral"),
+    Guard(carrying(slot_lost("beta")), checks.token_by_token, "gated-delta-gpt2"),
+    Guard(carrying(slot_lost("log_decay_k")), checks.beams, "gated-delta-llama"),
+    Guard(carrying(slot_lost("log_decay_v")), checks.in_chunks, "fast-decay-llama"),
+    Guard(carrying(slot_lost("input_scale")), checks.two_turns, "mix-llama"),
+    Guard(carrying(slot_lost("offset")), checks.token_by_token, "performer-gpt2"),
+    Guard(carrying(maximum_lost), checks.token_by_token, "regla-llama"),
+    Guard(carrying(totals_lost), checks.token_by_token, "mix-qwen3"),
+    Guard(hidden_states_late, checks.token_by_token, "gla-llama"),
+    Guard(hidden_states_late, checks.left_padded, "rfa-gpt2"),
     Guard(one_step_window_late, checks.token_by_token, "llama-sliding"),
     Guard(one_step_window_late, checks.token_by_token, "llama-terraced"),
     Guard(one_step_window_late, checks.greedy, "gpt2-sliding"),

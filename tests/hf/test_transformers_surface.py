@@ -12,7 +12,6 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
-from transformers.initialization import guard_torch_init_functions
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -45,6 +44,19 @@ def test_attention_classes(architecture: str) -> None:
     assert parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
     assert callable(sys.modules[base.__module__].eager_attention_forward)
     assert set(ARCHITECTURES[architecture].projections) <= set(dict(module.named_children()))
+    assert linearized.arguments[0] == "hidden_states"
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "gpt2"])
+def test_rope(architecture: str) -> None:
+    """It is one function of the attention class's module, and angles of zero change no bit."""
+    base = ARCHITECTURES[architecture].attention
+    assert "position_embeddings" in inspect.signature(base.forward).parameters
+    rotate = sys.modules[base.__module__].apply_rotary_pos_emb
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        q, k = torch.randn(2, 4, 5, 8).to(dtype), torch.randn(2, 2, 5, 8).to(dtype)
+        cos, sin = torch.ones(1, 5, 8, dtype=dtype), torch.zeros(1, 5, 8, dtype=dtype)
+        assert all(torch.equal(a, b) for a, b in zip(rotate(q, k, cos, sin), (q, k), strict=True))
 
 
 def test_attention_functions() -> None:
@@ -138,25 +150,25 @@ def test_generation_asks_the_model_for_its_masks(monkeypatch: pytest.MonkeyPatch
 def test_missing_weights_are_initialised_by_a_method_of_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`initialize_weights`, with initialisers that leave loaded weights alone."""
+    """`initialize_weights`, when every parameter and buffer that was loaded bears a mark."""
     teacher = make_teacher("llama")
     teacher.save_pretrained(tmp_path)
     called, initialize = [], LinearizedModel.initialize_weights
 
     def spy(model: PreTrainedModel) -> None:
         mixer = next(iter(linearized_layers(model).values())).mixer
-        called.append({getattr(p, "_is_hf_initialized", False) for p in mixer.parameters()})
+        called.append([getattr(x, "_is_hf_initialized", False) for x in (*mixer.parameters(), *mixer.buffers())])
         initialize(model)
 
     monkeypatch.setattr(LinearizedModel, "initialize_weights", spy)
-    student = make_student(SLIDING, teacher)
+    student = make_student(Case("", mixer="performer"), teacher)
+    count = len(mixer_state := next(iter(linearized_layers(student).values())).mixer.state_dict())
     type(student).from_pretrained(tmp_path, config=student.config)
-    assert {False} in called
-    loaded = nn.Parameter(torch.zeros(3))
-    loaded._is_hf_initialized = True
-    with guard_torch_init_functions():
-        nn.init.ones_(loaded)
-    assert loaded.sum() == 0
+    assert called == [count * [False]]
+    student.save_pretrained(tmp_path / "student")
+    type(student).from_pretrained(tmp_path / "student")
+    assert called[1:] == [count * [True]]
+    assert len(mixer_state) > len(list(next(iter(linearized_layers(student).values())).mixer.parameters()))
 
 
 def test_auto_classes_know_our_classes() -> None:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linearize.config import HedgehogMap, MixerConfig, NoSpan, SlidingSpan, TerracedSpan, WindowOnly
 from linearize.mixers import AttnInputs, LinearMixer, MixerState
 from linearize.ops import Layout
+from linearize.parts import HedgehogMap, LayerShape, MixerConfig, NoSpan, SlidingSpan, TerracedSpan, WindowOnly
 from tests.ops.cases import SIDE_BY_SIDE, WITH_GAPS, Case, make_case
 from tests.oracles.attention import lolcats_layer, window_partial
 from tests.oracles.spans import SpanSpec
@@ -43,7 +43,8 @@ def make_mixer(span: SpanSpec, case: Case, *, linear: bool = True, per: str = "q
         mixer_config = MixerConfig(span=config, feature_map=HedgehogMap(feature_dim=4, per=per))
     else:
         mixer_config = MixerConfig(span=config, feature_map=None, combine=WindowOnly())
-    mixer = LinearMixer(mixer_config, case.q.shape[1], case.k.shape[1], HEAD_DIM).double()
+    shape = LayerShape(case.q.shape[1], case.k.shape[1], HEAD_DIM, hidden_size=8, max_positions=64)
+    mixer = LinearMixer(mixer_config, shape).double()
     generator = torch.Generator().manual_seed(5)
     for parameter in mixer.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))

@@ -35,12 +35,19 @@ SINK_SPANS = [
     SpanSpec("terraced", 7, 2, sinks=1),
     SpanSpec("terraced", 1, 3, sinks=5),
 ]
+INPUTS = ("q", "k", "v", "phi_q", "phi_k")
+DECAYS = ("log_decay_k", "log_decay_v", "beta")
+# What a case's linear part does besides adding: "gates" is a decay of both axes, "delta" alone or with a decay.
+RULES = ("none", "scalar", "features", "values", "gates", "delta", "delta scalar", "delta features")
 HEADS = [(2, 2, 2), (4, 2, 2), (4, 2, 4), (4, 1, 1), (4, 1, 4)]  # query heads, KV heads, heads of phi_k
 
 
 @dataclass(frozen=True)
 class Case:
-    """q [B,H,T,D], k, v [B,G,T,D], phi_q [B,H,T,F], phi_k [B,Hk,T,F], and which slots hold which document."""
+    """q [B,H,T,D], k, v [B,G,T,D], phi_q [B,H,T,F], phi_k [B,Hk,T,F], and which slots hold which document.
+
+    Where the case has them: log_decay_k [B,Hk,T,1 or F], log_decay_v [B,Hk,T,D], beta (delta rule) [B,Hk,T,1].
+    """
 
     q: Tensor
     k: Tensor
@@ -51,10 +58,25 @@ class Case:
     span: SpanSpec
     softcap: float | None = None
     scaling: float = 0.4
+    log_decay_k: Tensor | None = None
+    log_decay_v: Tensor | None = None
+    beta: Tensor | None = None
 
     def __repr__(self) -> str:
         heads = (self.q.shape[1], self.k.shape[1], self.phi_k.shape[1])
-        return f"Case({self.span}, heads={heads}, softcap={self.softcap}, documents={self.documents})"
+        linear = {name: x.shape[-1] for name, x in self.tensors.items() if name in DECAYS}
+        return f"Case({self.span}, heads={heads}, {linear}, softcap={self.softcap}, documents={self.documents})"
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that there are, by name."""
+        found = {name: getattr(self, name) for name in (*INPUTS, *DECAYS)}
+        return {name: x for name, x in found.items() if x is not None}
+
+    @property
+    def decays(self) -> dict[str, Tensor | None]:
+        """What the ops call the log decays."""
+        return {"log_decay_k": self.log_decay_k, "log_decay_v": self.log_decay_v}
 
     @property
     def length(self) -> int:
@@ -85,14 +107,12 @@ class Case:
 
     def to(self, dtype: torch.dtype) -> Case:
         """The same numbers, rounded to `dtype`."""
-        tensors = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "phi_q", "phi_k")}
-        return replace(self, **tensors)
+        return replace(self, **{name: x.to(dtype) for name, x in self.tensors.items()})
 
     def grown(self, factor: float) -> Case:
         """The same numbers, with everything that lies in padding slots multiplied by `factor`."""
         padding = (self.position < 0)[:, None, :, None]
-        tensors = {name: getattr(self, name) for name in ("q", "k", "v", "phi_q", "phi_k")}
-        return replace(self, **{name: x.where(~padding, x * factor) for name, x in tensors.items()})
+        return replace(self, **{name: x.where(~padding, x * factor) for name, x in self.tensors.items()})
 
 
 def documents_of(style: str, length: int, rng: random.Random) -> list[list[int]]:
@@ -130,16 +150,26 @@ def make_case(
     heads: tuple[int, int, int] = (2, 1, 2),
     seed: int = 0,
     softcap: float | None = None,
+    rule: str = "none",
 ) -> Case:
-    """Float64 inputs, one row per style; features are positive, as feature maps give them. D = 6, F = 4."""
+    """Float64 inputs, one row per style; features are positive, as feature maps give them. D = 6, F = 4.
+
+    Log decays lie between -20 and 0; half of the steps decay little, some not at all.
+    """
     generator = torch.Generator().manual_seed(seed)
     rng = random.Random(seed)
 
     def normal(h: int, width: int) -> Tensor:
         return torch.randn(len(styles), h, length, width, generator=generator, dtype=torch.float64)
 
+    def log_decay(width: int) -> Tensor:
+        shape = len(styles), feature_heads, length, width
+        kind = torch.rand(shape, generator=generator, dtype=torch.float64)
+        much, little = (torch.rand(shape, generator=generator, dtype=torch.float64) * x for x in (20, 0.2))
+        return -torch.where(kind < 0.1, 0, torch.where(kind < 0.6, little, much))
+
     query_heads, kv_heads, feature_heads = heads
-    return Case(
+    case = Case(
         q=2 * normal(query_heads, 6),
         k=normal(kv_heads, 6),
         v=normal(kv_heads, 6),
@@ -149,3 +179,12 @@ def make_case(
         span=span,
         softcap=softcap,
     )
+    decay, linear = rule.removeprefix("delta").strip(), {}
+    if decay in ("scalar", "features", "gates"):
+        linear["log_decay_k"] = log_decay(1 if decay == "scalar" else 4)
+    if decay in ("values", "gates"):
+        linear["log_decay_v"] = log_decay(6)
+    if rule.startswith("delta"):
+        linear["beta"] = torch.rand(len(styles), feature_heads, length, 1, generator=generator, dtype=torch.float64)
+        linear["phi_k"] = torch.nn.functional.normalize(case.phi_k, dim=-1)
+    return replace(case, **linear)

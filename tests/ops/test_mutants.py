@@ -158,7 +158,7 @@ def pending_lost(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
 
     def wrong(*args, state, **options):
         nothing = torch.zeros_like
-        empty = replace(state, pending_S=nothing(state.pending_S), pending_z=nothing(state.pending_z))
+        empty = replace(state, next_S=nothing(state.next_S), next_z=nothing(state.next_z))
         return step(*args, state=empty, **options)
 
     patch.setattr(parity, "linear_step", wrong)

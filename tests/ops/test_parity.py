@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from linearize.ops import chunked, reference
 from linearize.ops.layout import Layout
-from tests.ops.cases import HEADS, SIDE_BY_SIDE, SINK_SPANS, SPANS, STYLES, WITH_GAPS, Case, make_case
+from tests.ops.cases import HEADS, RULES, SIDE_BY_SIDE, SINK_SPANS, SPANS, STYLES, WITH_GAPS, Case, make_case
 from tests.ops.parity import (
     FP32,
+    FP32_DECAYED,
     FP64,
     assert_partials_near,
     both_parts,
@@ -56,7 +57,7 @@ def spans(draw: st.DrawFn) -> SpanSpec:
     return SpanSpec("terraced", window_size, draw(st.integers(1, 3)), sinks)
 
 
-def cases(max_length: int) -> st.SearchStrategy[Case]:
+def cases(max_length: int, *, rules: bool = False) -> st.SearchStrategy[Case]:
     return st.builds(
         make_case,
         spans(),
@@ -65,6 +66,7 @@ def cases(max_length: int) -> st.SearchStrategy[Case]:
         heads=st.sampled_from(HEADS),
         seed=st.integers(0, 2**20),
         softcap=st.sampled_from([None, 2.0]),
+        rule=st.sampled_from(["none", *RULES]) if rules else st.just("none"),
     )
 
 
@@ -138,22 +140,34 @@ def test_chunked_grouped_queries(span: SpanSpec, heads: tuple[int, int, int]) ->
     check_chunked(make_case(span, ("full",), 130, heads=heads), FP64, layout=Layout.full(130))
 
 
+@pytest.mark.parametrize("rule", RULES[1:])
+@pytest.mark.parametrize("span", [*SPANS[::2], *SINK_SPANS[::3]], ids=str)
+def test_chunked_with_decays_and_the_delta_rule(span: SpanSpec, rule: str, small_blocks: None) -> None:
+    for length in (1, 64, 131):
+        for styles in (SIDE_BY_SIDE, WITH_GAPS):
+            case = make_case(span, styles, length, heads=(4, 2, 2), seed=length, rule=rule)
+            check_chunked(case, FP64)
+            check_chunked(case.to(torch.float32), FP32_DECAYED)
+    case = make_case(span, ("full", "full"), 200, heads=(2, 1, 2), seed=7, rule=rule)
+    check_chunked(case, FP64, layout=Layout.full(200))
+
+
 @modest(25)
-@given(case=cases(max_length=200))
+@given(case=cases(max_length=200, rules=True))
 def test_chunked_on_random_cases(case: Case, small_blocks: None) -> None:
     check_chunked(case, FP64)
 
 
 @pytest.mark.slow
 @modest(400)
-@given(case=cases(max_length=400))
+@given(case=cases(max_length=400, rules=True))
 def test_chunked_on_many_random_cases(case: Case, small_blocks: None) -> None:
     check_chunked(case, FP64)
-    check_chunked(case.to(torch.float32), FP32)
+    check_chunked(case.to(torch.float32), FP32_DECAYED)
 
 
 @modest(25)
-@given(case=cases(max_length=150), data=st.data())
+@given(case=cases(max_length=150, rules=True), data=st.data())
 def test_chunked_with_context_and_a_carried_state(case: Case, data: st.DataObject, small_blocks: None) -> None:
     """More keys than queries, and gradients of the state too."""
     if case.length == 1:
@@ -226,7 +240,7 @@ def test_a_sequence_cut_at_every_place(ops: ModuleType, span: SpanSpec) -> None:
 
 @each_implementation
 @modest(15)
-@given(case=cases(max_length=100), data=st.data())
+@given(case=cases(max_length=100, rules=True), data=st.data())
 def test_a_sequence_in_random_calls(ops: ModuleType, case: Case, data: st.DataObject) -> None:
     points = st.sets(st.integers(1, max(1, case.length - 1)), max_size=6)
     check_split(ops, case, [cut for cut in data.draw(points) if cut < case.length])
@@ -235,7 +249,7 @@ def test_a_sequence_in_random_calls(ops: ModuleType, case: Case, data: st.DataOb
 @each_implementation
 @pytest.mark.slow
 @modest(300)
-@given(case=cases(max_length=250), data=st.data())
+@given(case=cases(max_length=250, rules=True), data=st.data())
 def test_a_sequence_in_many_random_calls(ops: ModuleType, case: Case, data: st.DataObject, small_blocks: None) -> None:
     points = st.sets(st.integers(1, max(1, case.length - 1)), max_size=12)
     check_split(ops, case, [cut for cut in data.draw(points) if cut < case.length])
@@ -245,3 +259,16 @@ def test_a_sequence_in_many_random_calls(ops: ModuleType, case: Case, data: st.D
 @pytest.mark.parametrize("span", SPANS + SINK_SPANS, ids=str)
 def test_token_by_token(span: SpanSpec, start: int) -> None:
     check_steps(make_case(span, ("full", "full"), start + 40, heads=(4, 2, 2), seed=start, softcap=2.0), start)
+
+
+@pytest.mark.parametrize("rule", RULES[1:])
+@pytest.mark.parametrize("span", SPANS[::2] + SINK_SPANS[::2], ids=str)
+def test_token_by_token_with_decays_and_the_delta_rule(span: SpanSpec, rule: str) -> None:
+    check_steps(make_case(span, ("full", "full"), 61, heads=(4, 2, 2), seed=3, rule=rule), 21)
+
+
+@each_implementation
+@pytest.mark.parametrize("rule", RULES[1:])
+@pytest.mark.parametrize("span", SPANS[::3] + SINK_SPANS[::3], ids=str)
+def test_several_calls_with_decays_and_the_delta_rule(ops: ModuleType, span: SpanSpec, rule: str) -> None:
+    check_split(ops, make_case(span, ("packed", "mixed", "left"), 90, heads=(2, 1, 1), rule=rule), [3, 40, 41, 70])

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import linearize
-from linearize.config import NoSpan
 from linearize.hf.attention import linearized_layers
 from linearize.mixers import AttnInputs
 from linearize.ops import Layout
+from linearize.parts import NoSpan
 from linearize.training.attention_transfer import TransferObjective, attention_transfer, load_transferred
 from linearize.training.data import PackedRows
 from tests import tiny

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-from linearize.config import LayerPlan, MixerConfig, NoSpan, SlidingSpan, TerracedSpan, WindowOnly
+from linearize.config import LayerPlan
 from linearize.hf.attention import replaced_mixers
 from linearize.mixers import LinearMixer
+from linearize.parts import MixerConfig, NoSpan, SlidingSpan, TerracedSpan, WindowOnly
 
 DEFAULT_WINDOW = 64  # the window of the controls where a mixer has none
 SINKS = 4
@@ -40,11 +41,9 @@ def window_only_plan(plan: LayerPlan) -> LayerPlan:
 @contextmanager
 def without_linear_part(student: PreTrainedModel, sinks: int | None = None) -> Iterator[PreTrainedModel]:
     """Within, every converted layer attends within its window only; all weights stay as they are."""
-    num_heads = student.config.num_attention_heads
 
     def ablated(mixer: LinearMixer) -> LinearMixer:
-        # Without a linear part a mixer has no parameters, so the key heads and the head dimension do not matter.
-        return LinearMixer(window_only(mixer.config, sinks), num_heads, num_heads, 1)
+        return LinearMixer(window_only(mixer.config, sinks), mixer.shape)
 
     with replaced_mixers(student, ablated):
         yield student

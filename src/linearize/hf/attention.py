@@ -36,10 +36,16 @@ IGNORED = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """What the attention function needs besides q, k, v: the cache and the layout of padding and documents."""
+    """What the attention function needs besides q, k, v.
+
+    `hidden` [B, T, E] is there for mixers that ask for it; `rope`, each of [B or 1, T, R], where q and k arrive
+    unrotated, because the mixer asks for those.
+    """
 
     cache: Any
     layout: Layout | None
+    hidden: Tensor | None
+    rope: tuple[Tensor, Tensor] | None
 
 
 Observer = Callable[[nn.Module, AttnInputs, Layout | None], Tensor]
@@ -51,13 +57,25 @@ class LinearizedAttention:
     mixer: LinearMixer
     softmax_implementation: str
     observer: Observer | None = None
+    arguments: tuple[str, ...]  # names of the parent's forward's arguments, in order
+
+    def __init_subclass__(cls) -> None:
+        cls.arguments = tuple(inspect.signature(cls.__mro__[2].forward).parameters)[1:]  # type: ignore[attr-defined]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The parent's forward with the cache kept from it: the mixer carries a state instead of keys and values."""
-        call = Call(kwargs.get("past_key_values"), kwargs.pop(LAYOUT, None))
+        """The parent's forward with the cache kept from it: the mixer carries a state instead of keys and values.
+
+        Where the mixer asks for unrotated q and k, RoPE is kept from it too: by angles of zero, which change no bit.
+        """
+        kwargs |= dict(zip(self.arguments, args, strict=False))
+        hidden = kwargs["hidden_states"] if self.mixer.wants_hidden else None
+        rope = kwargs.get("position_embeddings") if self.mixer.wants_unrotated else None
+        if rope is not None:
+            kwargs["position_embeddings"] = (torch.ones_like(rope[0]), torch.zeros_like(rope[1]))
+        call = Call(kwargs.get("past_key_values"), kwargs.pop(LAYOUT, None), hidden, rope)
         if "past_key_values" in kwargs:
             kwargs["past_key_values"] = None
-        return super().forward(*args, **kwargs, **{CALL: call})  # type: ignore[misc]
+        return super().forward(**kwargs, **{CALL: call})  # type: ignore[misc]
 
 
 def linearized_attention(
@@ -87,7 +105,12 @@ def linearized_attention(
             f"{type(module).__name__}: expected causal attention without {', '.join(unknown) or 'is_causal=False'}; "
             "a linearized layer cannot honour it"
         )
-    inputs = AttnInputs(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
+    unrotated = None
+    if call.rope is not None:
+        unrotated = query, key
+        query, key = _teacher_module(module).apply_rotary_pos_emb(query, key, *call.rope)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    inputs = AttnInputs(query, key, value, scale, softcap, call.hidden, unrotated, call.rope)
     if module.observer is not None:
         y = module.observer(module, inputs, call.layout)
     elif call.cache is None:
@@ -100,6 +123,11 @@ def linearized_attention(
 
 
 AttentionInterface.register(IMPLEMENTATION, linearized_attention)
+
+
+def _teacher_module(module: Any) -> Any:
+    """The Python module of the attention class that `module` had before it was linearized."""
+    return sys.modules[type(module).__mro__[2].__module__]
 
 
 def attach(module: Any, mixer: LinearMixer, linearized_class: type, config: Any) -> None:
@@ -191,8 +219,7 @@ def softmax_output(module: Any, inputs: AttnInputs, layout: Layout | None) -> Te
 
 def _causal_softmax(module: Any, inputs: AttnInputs) -> Tensor:
     implementation, length = module.softmax_implementation, inputs.q.shape[2]
-    base = type(module).__mro__[2]
-    eager = sys.modules[base.__module__].eager_attention_forward
+    eager = _teacher_module(module).eager_attention_forward
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
     # The window of the layer's own sliding attention, if it has one; only masks tell it to eager and sdpa.
     window: int | None = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))

@@ -7,6 +7,7 @@ stay the base model's; a linearized layer adds ``<attention>.mixer.*``.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.initialization import guard_torch_init_functions
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from linearize.config import FORMAT_VERSION, LayerPlan, MixerConfig
+from linearize.config import FORMAT_VERSION, LayerPlan
 from linearize.hf import checkpoint
 from linearize.hf.attention import (
     LinearizedAttention,
@@ -32,6 +32,7 @@ from linearize.hf.attention import (
 )
 from linearize.hf.cache import cache_layer
 from linearize.mixers import LinearMixer
+from linearize.parts import MixerConfig
 from linearize.teacher import TeacherShape
 
 
@@ -95,16 +96,13 @@ class LinearizedModel(PreTrainedModel):
         if not linearized_layers(self):
             install(self)
 
-    @torch.no_grad()
-    @guard_torch_init_functions()
     def initialize_weights(self) -> None:
         """Also initialises mixers that a checkpoint does not have (all of them, when it is the softmax teacher's)."""
         for layer in linearized_layers(self).values():
             for part in layer.mixer.children():
-                if not all(getattr(p, "_is_hf_initialized", False) for p in part.parameters()):
-                    part.reset_parameters()
-                part._is_hf_initialized = True
-            layer.mixer._is_hf_initialized = True
+                _initialize_missing(part)
+            for module in layer.mixer.modules():
+                module._is_hf_initialized = True
         super().initialize_weights()
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
@@ -129,6 +127,17 @@ class LinearizedModel(PreTrainedModel):
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
         """Keep the 2D mask: linearized layers read padding from it, and the others make their own from it."""
         return attention_mask
+
+
+@torch.no_grad()
+def _initialize_missing(part: Any) -> None:
+    """Reset what a checkpoint lacks of one part of a mixer, learned or random; what was loaded stays."""
+    tensors = [*part.parameters(), *part.buffers()]
+    loaded = [(tensor, tensor.clone()) for tensor in tensors if getattr(tensor, "_is_hf_initialized", False)]
+    if len(loaded) < len(tensors):
+        part.reset_parameters()
+        for tensor, value in loaded:
+            tensor.copy_(value)
 
 
 def attention_modules(model: nn.Module, architecture: Architecture) -> Iterator[Any]:
@@ -161,13 +170,25 @@ def install(model: PreTrainedModel) -> None:
         if mixer_config is None:
             continue
         weight = next(module.parameters())
-        with torch.device(weight.device):
-            mixer = LinearMixer(mixer_config, shape.num_heads, shape.num_kv_heads, shape.head_dim)
         # fp64 models keep fp64 mixers; everything else keeps them in fp32, whatever the model's dtype.
-        mixer.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
-        attach(module, mixer, ATTENTION_CLASSES[base_type], model.config)
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        # Drawn on the CPU in fp32, so that a seed means the same random numbers on every device and in every dtype.
+        with torch.device("meta" if weight.is_meta else "cpu"), _default_dtype(torch.float32):
+            mixer = LinearMixer(mixer_config, shape.layer)
+        attach(module, mixer.to(weight.device, dtype), ATTENTION_CLASSES[base_type], model.config)
     hide_masks(model, len(plan))
     model.base_model.register_forward_pre_hook(layout_hook, with_kwargs=True)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The dtype of new tensors within; transformers makes it the model's, and bf16 has no orthogonal matrices."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def auto_class(model: PreTrainedModel) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -23,11 +24,16 @@ def convert(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
     Raises:
         UserError: an architecture or head that is not supported, or a plan that does not fit the teacher.
     """
-    return convert_layers(teacher, resolve(recipe, TeacherShape.from_config(teacher.config.to_dict())))
+    plan = resolve(recipe, TeacherShape.from_config(teacher.config.to_dict()))
+    return convert_layers(teacher, plan, seed=recipe.seed)
 
 
-def convert_layers(teacher: PreTrainedModel, plan: LayerPlan) -> PreTrainedModel:
-    """The same for a layer plan that is resolved already."""
+def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) -> PreTrainedModel:
+    """The same for a layer plan that is resolved already.
+
+    What is random about the mixers is a function of the seed: the files of a training stage hold learned numbers only,
+    so the random projections beside them must come out the same when the stage is resumed or loaded.
+    """
     config = teacher.config
     if config.model_type not in ARCHITECTURES:
         raise UserError(f"model: expected a softmax model, found {config.model_type!r}, which is linearized already")
@@ -51,5 +57,7 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan) -> PreTrainedModel
         shared[id(buffer)] = buffer
     student = copy.deepcopy(teacher, shared)
     student.__class__ = student_class
-    install(student)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        install(student)
     return student

@@ -3,7 +3,9 @@
 Nothing here knows of transformers, teachers or training.
 """
 
-from linearize.mixers.linear import AttnInputs, LinearMixer
+from linearize.mixers.bidirectional import BidirectionalMixer
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
 from linearize.mixers.state import MixerState
 
-__all__ = ["AttnInputs", "LinearMixer", "MixerState"]
+__all__ = ["AttnInputs", "BidirectionalMixer", "LinearMixer", "MixerState"]

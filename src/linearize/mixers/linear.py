@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linearize import config as cfg
-from linearize.config import MixerConfig
-from linearize.mixers.combine import COMBINES
+from linearize import parts
+from linearize.mixers.combine import COMBINES, NORMALIZERS, scale_of
 from linearize.mixers.feature_maps import FEATURE_MAPS
-from linearize.mixers.state import MixerState, keep_slots
+from linearize.mixers.gates import DECAYS, DeltaRule
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.rope import apply_rope, map_inputs
+from linearize.mixers.running_maximum import running_maximum
+from linearize.mixers.state import MixerState, Slots, keep_slots, push_slot
 from linearize.ops import (
     Layout,
     LinearState,
     NoSpan,
+    Partial,
     SlidingSpan,
     Span,
     TerracedSpan,
+    delta_values,
     linear_scan,
     linear_state,
     linear_step,
@@ -28,50 +34,69 @@ from linearize.ops import (
 )
 from linearize.ops.layout import context_positions
 from linearize.ops.partial import accumulation_dtype
+from linearize.ops.state import expand_heads
+from linearize.parts import MixerConfig
+from linearize.teacher import LayerShape
 
-
-@dataclass(frozen=True)
-class AttnInputs:
-    """What an attention layer hands its mixer, after its own projections, QK-norm and RoPE.
-
-    `scaling` and `softcap` are the model's own; softmax scores are softcap * tanh(q.k * scaling / softcap).
-    """
-
-    q: Float[Tensor, "B H T D"]
-    k: Float[Tensor, "B G T D"]
-    v: Float[Tensor, "B G T D"]
-    scaling: float
-    softcap: float | None = None
+SEGMENT_NUMBERS = {"cpu": 2**22, "cuda": 2**28}  # of the features of one segment's tokens
 
 
 class LinearMixer(nn.Module):
-    """Window + linear attention, or either alone, as its config says.
+    """Window + linear attention, or either alone, with any of the parts that its config names.
 
     With a window of at least T tokens the output equals softmax attention exactly.
+
+    A token is a set of slots by name: `keys` and `values`; where its parts ask for them, `map_keys` (keys before RoPE),
+    `cos` and `sin`, `log_decay_k` and `log_decay_v` of its step, `input_scale`, `beta` (delta rule), and `offset` (the
+    running maximum of an exponential key map).
     """
 
-    def __init__(self, config: MixerConfig, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, config: MixerConfig, shape: LayerShape) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.shape = config, shape
         self.span = build_span(config.span)
-        self.feature_map = None
+        self.feature_map = self.gate = self.delta = None
+        self.state_heads = config.state_heads(shape)
         if config.feature_map is not None:
-            feature_map = FEATURE_MAPS[type(config.feature_map)]
-            self.feature_map = feature_map(config.feature_map, num_heads, num_kv_heads, head_dim)
-        self.combine = COMBINES[type(config.combine)](config.combine, num_heads)
+            self.feature_map = FEATURE_MAPS[type(config.feature_map)](config.feature_map, shape)
+            features = self.feature_map.feature_dim
+            self.scale = scale_of(config, shape, features)
+            if config.decay is not None:
+                self.gate = DECAYS[type(config.decay)](config.decay, shape, self.state_heads, features)
+            if isinstance(config.update, parts.DeltaUpdate):
+                self.delta = DeltaRule(config.update, shape, self.state_heads)
+        self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
+        self.combine = COMBINES[type(config.combine)](config.combine, shape)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter as the config says."""
-        if self.feature_map is not None:
-            self.feature_map.reset_parameters()
-        self.combine.reset_parameters()
+        part: Any
+        for part in self.children():
+            part.reset_parameters()
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether `AttnInputs.hidden` is read."""
+        output_gate = isinstance(self.config.normalizer, parts.RmsNormalizer) and self.config.normalizer.output_gate
+        return (
+            self.delta is not None or output_gate or (self.config.decay is not None and not self.config.decay.constant)
+        )
+
+    @property
+    def wants_unrotated(self) -> bool:
+        """Whether `AttnInputs.unrotated` and `.rope` are read, in a model with RoPE."""
+        return self.config.feature_map is not None and self.config.feature_map.rotation != "before"
 
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs for whole documents, without a state. `layout` None: one full document per row."""
+        if layout is None and self._segment(inputs) < inputs.q.shape[2]:
+            return self.step(inputs, None)[0]
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         with torch.autocast(inputs.q.device.type, enabled=False):
-            phi_k = None if self.feature_map is None else self.feature_map.k(inputs.k)
-            return self._attend(inputs, inputs.k, inputs.v, phi_k, layout, None)
+            dtype, inputs = inputs.v.dtype, inputs.accumulated()
+            tokens, phi_k, _ = self._tokens(inputs, layout, layout, None)
+            y = self._attend(inputs, tokens, phi_k, self._written(tokens, phi_k, layout, None), layout, None)
+        return y.to(dtype)
 
     def step(
         self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None
@@ -80,94 +105,274 @@ class LinearMixer(nn.Module):
 
         `layout` None: every row's tokens are valid and go on in its document.
         """
+        length, segment = inputs.q.shape[2], self._segment(inputs)
         with torch.autocast(inputs.q.device.type, enabled=False):
-            if state is not None and layout is None and inputs.q.shape[2] == 1:
-                return self._one_token(inputs, state)
-            return self._prefill(inputs, state, layout)
+            if layout is not None or segment >= length:
+                if state is not None and layout is None and length == 1:
+                    return self._one_token(inputs, state)
+                return self._prefill(inputs, state, layout)
+            y = torch.empty_like(inputs.q, memory_format=torch.contiguous_format)
+            for start in range(0, length, segment):
+                piece = inputs.tokens(start, min(start + segment, length))
+                y[:, :, start : start + segment], state = self._prefill(piece, state, None)
+            assert state is not None
+            return y, state
+
+    def _segment(self, inputs: AttnInputs) -> int:
+        """How many tokens to work on at a time: all, if gradients are wanted.
+
+        Without them, memory beyond inputs and output does not grow with the length, and on a CPU, tensors that are
+        small enough to be used again spare the time for fresh pages.
+        """
+        length = inputs.q.shape[2]
+        if torch.is_grad_enabled() or self.feature_map is None:
+            return length
+        numbers = SEGMENT_NUMBERS["cpu" if inputs.q.device.type == "cpu" else "cuda"]
+        width = len(inputs.q) * self.shape.num_heads * max(self.shape.head_dim, self.feature_map.feature_dim)
+        return max(numbers // width // 64 * 64, 1024, 4 * self.span.context)
+
+    # --- features and gates of tokens ---------------------------------------------------------------------------------
+
+    def _new_tokens(self, inputs: AttnInputs) -> Slots:
+        """What the inputs say of their tokens."""
+        slots = {"keys": inputs.k, "values": inputs.v}
+        if self.config.feature_map is None:
+            return slots
+        if self.wants_unrotated and inputs.unrotated is not None:
+            slots["map_keys"] = inputs.unrotated[1]
+            if self.config.feature_map.rotation == "after":
+                assert inputs.rope is not None
+                slots |= {"cos": inputs.rope[0][:, None], "sin": inputs.rope[1][:, None]}
+        if self.gate is not None:
+            gates = self.gate(inputs)
+            found = {"log_decay_k": gates.log_decay_k, "log_decay_v": gates.log_decay_v}
+            found["input_scale"] = gates.input_scale
+            slots |= {name: x for name, x in found.items() if x is not None}
+        if self.delta is not None:
+            slots["beta"] = self.delta(inputs)
+        return {name: x.expand(len(inputs.k), -1, -1, -1) for name, x in slots.items()}
+
+    def _tokens(
+        self, inputs: AttnInputs, own: Layout, layout: Layout, state: MixerState | None
+    ) -> tuple[Slots, Tensor | None, Tensor | None]:
+        """All tokens behind their context, their key features, and the running maximum after them.
+
+        `own` is the layout of the inputs alone, `layout` that with the context of `state`.
+        """
+        slots, maximum = self._new_tokens(inputs), None
+        if self.config.keeps_maximum:
+            before = None if state is None else state.maximum
+            # With a context, whose keys are few, the maximum is found first; without, logarithms are used twice.
+            logs = self._map_keys(slots, own.key_position)
+            offset, log_decay, maximum = running_maximum(logs.amax(-1), own, before)
+            slots["offset"] = offset[..., None]
+            slots["log_decay_k"] = self._with_step(slots, log_decay)
+            if state is None:
+                return slots, self._key_features(slots, logs, layout), maximum
+        if state is not None:
+            slots = {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in slots.items()}
+        if self.feature_map is None:
+            return slots, None, None
+        return slots, self._key_features(slots, self._map_keys(slots, layout.key_position), layout), maximum
+
+    def _with_step(self, slots: Slots, log_decay: Float[Tensor, "B Hk T"]) -> Float[Tensor, "B Hs T X"]:
+        """The gate's log decay and that of the running maximum in one."""
+        step = expand_heads(log_decay[..., None], self.state_heads).to(accumulation_dtype(slots["values"].dtype))
+        return step + slots["log_decay_k"] if "log_decay_k" in slots else step
+
+    def _map_keys(self, slots: Slots, position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
+        """The key map's features, or for an exponential map their logarithms."""
+        assert self.feature_map is not None
+        return self.feature_map.k(slots.get("map_keys", slots["keys"]), position)
+
+    def _key_features(self, slots: Slots, phi_k: Tensor, layout: Layout | None) -> Float[Tensor, "B Hs K F"]:
+        """phi_k as it is written to the state, from what the map gave."""
+        assert self.feature_map is not None
+        dtype = accumulation_dtype(slots["values"].dtype)
+        if self.feature_map.exponential:
+            phi_k = phi_k - (slots["offset"] if self.config.keeps_maximum else phi_k.amax(-1, keepdim=True))
+            if layout is not None and not layout.uniform:
+                # Padding takes no part in the maximum and could be anything.
+                phi_k = phi_k.masked_fill((layout.key_position < 0)[:, None, :, None], -torch.inf)
+            phi_k = phi_k.to(dtype).exp_()
+        if self.delta is not None:
+            phi_k = self.delta.normalize(phi_k)
+        if "cos" in slots:
+            phi_k = apply_rope(phi_k, (slots["cos"][:, 0], slots["sin"][:, 0]))
+        phi_k = expand_heads(phi_k, self.state_heads)
+        return phi_k * slots["input_scale"] if "input_scale" in slots else phi_k
+
+    def _query_features(self, inputs: AttnInputs, position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
+        assert self.feature_map is not None and self.config.feature_map is not None
+        rotation = self.config.feature_map.rotation
+        phi_q = self.feature_map.q(map_inputs(rotation, inputs)[0], position)
+        if self.delta is not None:
+            phi_q = self.delta.normalize(phi_q)
+        if rotation == "after" and inputs.rope is not None:
+            phi_q = apply_rope(phi_q, inputs.rope)
+        return phi_q if self.scale == 1 else phi_q * self.scale
+
+    # --- many tokens --------------------------------------------------------------------------------------------------
+
+    def _written(
+        self, tokens: Slots, phi_k: Tensor | None, layout: Layout, state: LinearState | None
+    ) -> Float[Tensor, "B h K D"]:
+        """What is written to the state with each key: its value, or what the delta rule makes of it."""
+        if phi_k is None or self.delta is None:
+            return tokens["values"]
+        decay = tokens.get("log_decay_k")
+        options = {"span": self.span, "layout": layout, "state": state}
+        return delta_values(phi_k, tokens["values"], tokens["beta"], log_decay_k=decay, **options)
 
     def _attend(
-        self, inputs: AttnInputs, k: Tensor, v: Tensor, phi_k: Tensor | None, layout: Layout, state: LinearState | None
-    ) -> Tensor:
+        self,
+        inputs: AttnInputs,
+        tokens: Slots,
+        phi_k: Tensor | None,
+        written: Tensor,
+        layout: Layout,
+        state: MixerState | None,
+    ) -> Float[Tensor, "B H T D"]:
         window = linear = None
         if self.span.max_lag or self.span.sinks:
-            window = window_softmax(
-                inputs.q, k, v, span=self.span, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout
-            )
-        if self.feature_map is not None:
-            phi_q = self.feature_map.q(inputs.q)
-            linear = linear_scan(phi_q, phi_k, v, span=self.span, layout=layout, state=state)
-        return self.combine(window, linear).to(inputs.v.dtype)
-
-    def _prefill(
-        self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None
-    ) -> tuple[Tensor, MixerState]:
-        k, v = inputs.k, inputs.v
-        layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
-        if state is not None:
-            layout = layout.with_context(state.seen, self.span)
-            k, v = torch.cat([state.keys.to(k.dtype), k], dim=2), torch.cat([state.values.to(v.dtype), v], dim=2)
-        phi_k = linear = before = None
-        if self.feature_map is not None:
+            softmax: dict[str, Any] = {"scaling": inputs.scaling, "softcap": inputs.softcap, "layout": layout}
+            window = window_softmax(inputs.q, tokens["keys"], tokens["values"], span=self.span, **softmax)
+        if phi_k is not None:
+            phi_q = self._query_features(inputs, layout.query_position)
             before = None if state is None else state.linear
-            phi_k = self.feature_map.k(k)
-            linear = linear_state(phi_k, v, span=self.span, layout=layout, state=before)
-        y = self._attend(inputs, k, v, phi_k, layout, before)
-        keys, values = keep_slots(k, v, layout, self.span)
-        return y, MixerState(keys, values, layout.count.expand(len(k)).clone(), linear)
+            options: dict[str, Any] = _decays(tokens) | {"span": self.span, "layout": layout, "state": before}
+            linear = linear_scan(phi_q, phi_k, written, **options)
+            if self.config.sums_all_keys:
+                own, own_layout = self._without_context(tokens, phi_k, layout)
+                totals = None if state is None else state.totals
+                options = _decays(own) | {"span": NoSpan(), "layout": own_layout, "state": totals}
+                over_all = linear_scan(phi_q, own["phi_k"], own["values"][..., :0], **options)
+                linear = replace(linear, den=over_all.den)
+        return self._combine(inputs, window, linear, self._has_linear(layout.query_position))
+
+    def _without_context(self, tokens: Slots, phi_k: Tensor, layout: Layout) -> tuple[Slots, Layout]:
+        """The inputs' own tokens, and their layout: the same documents, no context slots."""
+        length = layout.length
+        own = {name: x[:, :, x.shape[2] - length :] for name, x in (tokens | {"phi_k": phi_k}).items()}
+        if length == layout.key_position.shape[1]:
+            return own, layout
+        return own, Layout(layout.query_position, layout.query_document, length, seen=layout.seen)
+
+    def _combine(
+        self, inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: Bool[Tensor, "#B T"]
+    ) -> Float[Tensor, "B H T D"]:
+        least = 0.0 if self.feature_map is None else self.feature_map.min_denominator
+
+        def normalize(partial: Partial) -> Tensor:
+            return self.normalizer(partial, inputs, least)
+
+        return self.combine(window, linear, normalize, has_linear).to(inputs.v.dtype)
+
+    def _has_linear(self, position: Int[Tensor, "#B T"]) -> Bool[Tensor, "#B T"]:
+        return (self.span.lo(position) > self.span.sinks) & (position >= 0)
+
+    def _prefill(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> tuple[Tensor, MixerState]:
+        batch, length = len(inputs.q), inputs.q.shape[2]
+        own = Layout.full(length, inputs.q.device) if own is None else own
+        layout = own if state is None else own.with_context(state.seen, self.span)
+        tokens, phi_k, maximum = self._tokens(inputs, own, layout, state)
+        before = None if state is None else state.linear
+        written = self._written(tokens, phi_k, layout, before)
+        linear = totals = None
+        if phi_k is not None:
+            linear = linear_state(phi_k, written, **_decays(tokens), span=self.span, layout=layout, state=before)
+            if self.config.sums_all_keys:
+                mine, mine_layout = self._without_context(tokens, phi_k, layout)
+                options: dict[str, Any] = _decays(mine) | {"span": NoSpan(), "layout": mine_layout}
+                options["state"] = None if state is None else state.totals
+                totals = linear_state(mine["phi_k"], mine["values"][..., :0], **options)
+        y = self._attend(inputs, tokens, phi_k, written, layout, state)
+        slots = keep_slots(tokens, layout, self.span, batch)
+        return y, MixerState(slots, layout.count.expand(batch).clone(), linear, maximum, totals)
+
+    # --- one token ----------------------------------------------------------------------------------------------------
 
     def _one_token(self, inputs: AttnInputs, state: MixerState) -> tuple[Tensor, MixerState]:
-        span, sinks, position = self.span, self.span.sinks, state.seen
-        k, v = (
-            torch.cat([x.to(new.dtype), new], dim=2) for x, new in ((state.keys, inputs.k), (state.values, inputs.v))
-        )
-        window = linear = None
-        if span.max_lag or sinks:
-            slots = torch.cat([context_positions(position, span), position[:, None]], dim=1)
-            seen = (slots >= 0) & ((slots >= span.lo(position)[:, None]) | (slots < sinks))
-            window = window_step(inputs.q, k, v, seen=seen, scaling=inputs.scaling, softcap=inputs.softcap)
-        after = state.linear
+        span, position = self.span, state.seen
+        new, maximum = self._new_tokens(inputs), None
+        if self.config.keeps_maximum:
+            assert state.maximum is not None
+            top = self._map_keys(new, position[:, None]).amax(-1)
+            offset, log_decay, maximum = running_maximum(top, Layout.full(1, top.device), state.maximum)
+            new["offset"], new["log_decay_k"] = offset[..., None], self._with_step(new, log_decay)
+        tokens = {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in new.items()}
+        places = torch.cat([context_positions(position, span), position[:, None]], dim=1)
+        below = places < span.lo(position)[:, None]
+        window = None
+        if span.max_lag or span.sinks:
+            seen = (places >= 0) & (~below | (places < span.sinks))
+            softmax = {"scaling": inputs.scaling, "softcap": inputs.softcap}
+            window = window_step(inputs.q, tokens["keys"], tokens["values"], seen=seen, **softmax)
+        linear, after, totals = None, state.linear, state.totals
         if self.feature_map is not None:
             assert state.linear is not None
-            entering = k.shape[2] - 1 - span.fold_lag
-            k_in, v_in = k[:, :, entering : entering + 1], v[:, :, entering : entering + 1]
-            phi_q, phi_k = self.feature_map.q(inputs.q), self.feature_map.k(k_in)
-            linear, after = linear_step(phi_q, phi_k, v_in, span=span, position=position, state=state.linear)
-        keys, values = (_shift(x, sinks, position - span.context) for x in (k, v))
-        y = self.combine(window, linear).to(inputs.v.dtype)
-        return y, MixerState(keys, values, state.seen + 1, after)
+            entering = places.shape[1] - 1 - span.fold_lag
+            one = {name: x[:, :, entering : entering + 1] for name, x in tokens.items()}
+            phi_q = self._query_features(inputs, position[:, None])
+            phi_k = self._key_features(one, self._map_keys(one, position[:, None] - span.fold_lag), None)
+            options: dict[str, Any] = {"beta": one.get("beta"), "span": span, "position": position}
+            options |= {"state": state.linear} | _decays(one) | _skipped(tokens, below if span.max_lag else None)
+            linear, after = linear_step(phi_q, phi_k, one["values"], **options)
+            if self.config.sums_all_keys:
+                assert state.totals is not None
+                phi_k = self._key_features(new, self._map_keys(new, position[:, None]), None)
+                options = _decays(new) | {"span": NoSpan(), "position": position, "state": state.totals}
+                over_all, totals = linear_step(phi_q, phi_k, new["values"][..., :0], **options)
+                linear = replace(linear, den=over_all.den)
+        slots = push_slot(tokens, span, position - span.context)
+        y = self._combine(inputs, window, linear, self._has_linear(position[:, None]))
+        return y, MixerState(slots, position + 1, after, maximum, totals)
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape: what stands before the first token."""
-        batch, groups, _, head_dim = inputs.k.shape
-        slots = self.span.sinks + self.span.context
-        empty = inputs.k.new_zeros(batch, groups, slots, head_dim)
-        seen = torch.zeros(batch, dtype=torch.int64, device=inputs.k.device)
-        linear = None
+        batch, _, _, head_dim = inputs.k.shape
+        dtype, device = accumulation_dtype(inputs.v.dtype), inputs.k.device
+        new, maximum = self._new_tokens(inputs), None
+        seen = torch.zeros(batch, dtype=torch.int64, device=device)
+        linear = totals = None
+        if self.config.keeps_maximum:
+            logs = self._map_keys(new, seen[:, None].expand(-1, inputs.k.shape[2]))
+            maximum = logs.new_full(logs.shape[:2], -torch.inf)
+            new["offset"] = logs[..., :1]
+            new["log_decay_k"] = self._with_step(new, logs[..., 0])
         if self.feature_map is not None:
-            heads = len(self.feature_map.key_weight)
-            dtype = accumulation_dtype(inputs.v.dtype)
-            S = inputs.v.new_zeros(batch, heads, self.feature_map.feature_dim, head_dim, dtype=dtype)
-            pending = (S, S[..., 0]) if isinstance(self.span, TerracedSpan) else (None, None)
-            linear = LinearState(S, S[..., 0], *pending)
-        return MixerState(empty, empty, seen, linear)
+            S = torch.zeros(batch, self.state_heads, self.feature_map.feature_dim, head_dim, dtype=dtype, device=device)
+            following = (S, S[..., 0]) if isinstance(self.span, TerracedSpan) else (None, None)
+            linear = LinearState(S, S[..., 0], *following)
+            totals = LinearState(S[..., :0], S[..., 0]) if self.config.sums_all_keys else None
+        size = self.span.sinks + self.span.context
+        slots = {name: x.new_zeros(batch, x.shape[1], size, x.shape[3]) for name, x in new.items()}
+        return MixerState(slots, seen, linear, maximum, totals)
 
 
-def _shift(x: Float[Tensor, "B G S D"], sinks: int, leaving: Tensor) -> Tensor:
-    """Slots after one more token; the token that leaves the recent ones fills its sink slot if it is a sink."""
-    kept = x[:, :, sinks + 1 :]
-    if not sinks:
-        return kept
-    is_slot = (torch.arange(sinks, device=x.device) == leaving[:, None])[:, None, :, None]
-    return torch.cat([torch.where(is_slot, x[:, :, sinks : sinks + 1], x[:, :, :sinks]), kept], dim=2)
+def _decays(tokens: Slots) -> dict[str, Tensor | None]:
+    return {name: tokens.get(name) for name in ("log_decay_k", "log_decay_v")}
 
 
-def build_span(config: cfg.NoSpan | cfg.SlidingSpan | cfg.TerracedSpan) -> Span:
+def _skipped(tokens: Slots, below: Bool[Tensor, "B S"] | None) -> dict[str, Tensor]:
+    """Log decays of the steps within the window, which no key below it has been through; None: there is no window."""
+    if below is None:
+        return {}
+    steps = {"skipped_k": tokens.get("log_decay_k"), "skipped_v": tokens.get("log_decay_v")}
+    return {
+        name: x.masked_fill(below[:, None, :, None], 0).sum(2, keepdim=True)
+        for name, x in steps.items()
+        if x is not None
+    }
+
+
+def build_span(config: parts.NoSpan | parts.SlidingSpan | parts.TerracedSpan) -> Span:
     """The ops-level span that a span config describes."""
     return SPANS[type(config)](**config.model_dump(exclude={"type"}))
 
 
 SPANS: dict[type, type[NoSpan] | type[SlidingSpan] | type[TerracedSpan]] = {
-    cfg.NoSpan: NoSpan,
-    cfg.SlidingSpan: SlidingSpan,
-    cfg.TerracedSpan: TerracedSpan,
+    parts.NoSpan: NoSpan,
+    parts.SlidingSpan: SlidingSpan,
+    parts.TerracedSpan: TerracedSpan,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -12,27 +12,43 @@ from torch import Tensor
 from linearize.ops import Layout, LinearState, Span
 from linearize.ops.layout import context_positions
 
+Slots = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
+
 
 @dataclass(frozen=True)
 class MixerState:
-    """Key/value slots of the sinks and the window, the linear part's state, and how many tokens were seen.
+    """The tokens of the sinks and the window, the linear part's state, and how many tokens were seen.
 
     All tensors are batch-first and of fixed shape. Slots are ordered: `span.sinks` sinks, then the last `span.context`
     tokens; `seen` alone says which slots are filled, so padding leaves no trace.
+
+    Attributes:
+        slots: `keys` and `values` [B, G, S, D], and what gates and feature maps need of a token that enters the linear
+            state later than it was written (see `LinearMixer`).
+        seen: tokens of the document so far.
+        linear: S and z of the keys below the window, where there is a linear part.
+        maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
+        totals: z over all keys, where weights are normalised over these.
     """
 
-    keys: Float[Tensor, "B G S D"]
-    values: Float[Tensor, "B G S D"]
+    slots: Slots
     seen: Int[Tensor, " B"]
-    linear: LinearState | None
+    linear: LinearState | None = None
+    maximum: Float[Tensor, "B Hk"] | None = None
+    totals: LinearState | None = None
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> MixerState:
         """The state with `fn` applied to every tensor."""
-        linear = self.linear
-        if linear is not None:
-            pending = (None if x is None else fn(x) for x in (linear.pending_S, linear.pending_z))
-            linear = LinearState(fn(linear.S), fn(linear.z), *pending)
-        return MixerState(fn(self.keys), fn(self.values), fn(self.seen), linear)
+
+        def each(state: LinearState | None) -> LinearState | None:
+            if state is None:
+                return None
+            parts = {field.name: getattr(state, field.name) for field in fields(LinearState)}
+            return replace(state, **{name: fn(part) for name, part in parts.items() if part is not None})
+
+        slots = {name: fn(x) for name, x in self.slots.items()}
+        maximum = None if self.maximum is None else fn(self.maximum)
+        return MixerState(slots, fn(self.seen), each(self.linear), maximum, each(self.totals))
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the state."""
@@ -54,17 +70,29 @@ class MixerState:
         return sum(x.numel() * x.element_size() for x in self.tensors())
 
 
-def keep_slots(
-    k: Float[Tensor, "B G K D"], v: Float[Tensor, "B G K D"], layout: Layout, span: Span
-) -> tuple[Float[Tensor, "B G S D"], Float[Tensor, "B G S D"]]:
-    """Keys and values that later queries can still see: each row's sinks and last tokens, zero where there are none."""
-    wanted = context_positions(layout.count.expand(len(k)), span)
+def keep_slots(slots: Slots, layout: Layout, span: Span, batch: int) -> Slots:
+    """What later queries can still see: each row's sinks and last tokens, zero where there are none."""
+    wanted = context_positions(layout.count.expand(batch), span)
     same = (layout.key_document == layout.last_document)[:, None, :] & (layout.key_position >= 0)[:, None, :]
     match = same & (layout.key_position[:, None, :] == wanted[:, :, None])
     index, found = match.to(torch.uint8).argmax(-1), match.any(-1)
 
     def take(x: Tensor) -> Tensor:
-        slots = index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        return x.gather(2, slots) * found[:, None, :, None]
+        chosen = index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+        return x.expand(batch, -1, -1, -1).gather(2, chosen) * found[:, None, :, None]
 
-    return take(k), take(v)
+    return {name: take(x) for name, x in slots.items()}
+
+
+def push_slot(slots: Slots, span: Span, leaving: Int[Tensor, " B"]) -> Slots:
+    """Slots that had one more token at the end, moved up; the token `leaving` the window fills its slot as a sink."""
+
+    def shift(x: Tensor) -> Tensor:
+        kept = x[:, :, span.sinks + 1 :]
+        if not span.sinks:
+            return kept
+        is_slot = (torch.arange(span.sinks, device=x.device) == leaving[:, None])[:, None, :, None]
+        left = x[:, :, span.sinks : span.sinks + 1]
+        return torch.cat([torch.where(is_slot, left, x[:, :, : span.sinks]), kept], dim=2)
+
+    return {name: shift(x) for name, x in slots.items()}

@@ -3,7 +3,7 @@
 Axes, throughout: B batch, H query heads, G key/value heads, T queries, K keys, D head dim, F feature dim. Torch only.
 """
 
-from linearize.ops.dispatch import linear_scan, window_softmax
+from linearize.ops.dispatch import delta_values, linear_scan, window_softmax
 from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial
 from linearize.ops.recurrent import linear_step, window_step
@@ -18,6 +18,7 @@ __all__ = [
     "SlidingSpan",
     "Span",
     "TerracedSpan",
+    "delta_values",
     "linear_scan",
     "linear_state",
     "linear_step",

@@ -37,23 +37,42 @@ class Grid:
     Axes within a block: b batch entries, h key heads with g query heads each, n chunks of C query slots, m = n + first
     chunks of key slots, W = count C near keys.
 
+    Keys may be delayed: they lie `delay` slots behind their own.
+
     Attributes:
-        position, document: of the key slots, with `first` chunks in front for the first queries to look back on.
+        query_position, query_document: of the slots.
+        position, document: of the keys where they lie, with `first` chunks in front for the first queries to look back
+            on.
+        uniform: every row is one document without padding.
         owner: [B, N + 1], document of the slot before the near keys of each chunk, and of the chunk after the last.
     """
 
     def __init__(
-        self, slots: Slots, rows: tuple[int, int], group: int, first: int, count: int, max_scores: int, max_chunks: int
+        self,
+        slots: Slots,
+        rows: tuple[int, int],
+        group: int,
+        first: int,
+        count: int,
+        max_scores: int,
+        max_chunks: int,
+        delay: int = 0,
     ) -> None:
         """`rows`: batch entries and key heads; a block holds about `max_scores` scores and at most `max_chunks`."""
-        self.rows, self.group, self.first, self.count = rows, group, first, count
-        self.chunk, self.length = slots.chunk, slots.num_chunks * slots.chunk
-        self.position = F.pad(slots.position.int(), (first * self.chunk, 0), value=-1)
-        self.document = F.pad(slots.document.int(), (first * self.chunk, 0))
+        self.rows, self.group, self.first, self.count, self.delay = rows, group, first, count, delay
+        self.chunk, self.length, self.uniform = slots.chunk, slots.num_chunks * slots.chunk, slots.layout.uniform
+        self.query_position, self.query_document = slots.position.int(), slots.document.int()
+        self.position = self.lay_keys(self.query_position, empty=-1)
+        self.document = self.lay_keys(self.query_document, empty=0)
         self.owner = F.pad(self.document, (1, 0))[:, : self.length + 1 : self.chunk]
         scores = group * count * self.chunk**2
         chunks = max(1, min(max_scores // scores, max_chunks, slots.num_chunks))
         self.size, self.max_rows = chunks * self.chunk, max(1, max_scores // (chunks * scores))
+
+    def lay_keys(self, x: Shaped[Tensor, "*rows P"], empty: int) -> Shaped[Tensor, "*rows Q"]:
+        """What the slots say of their keys, where the keys lie; `empty` in front."""
+        front = self.first * self.chunk
+        return F.pad(x, (front + self.delay, 0), value=empty)[..., : front + self.length]
 
     @property
     def num_stretches(self) -> int:
@@ -70,17 +89,21 @@ class Grid:
                     yield Block(index, batch, heads, start, stop), shared
 
     def around(
-        self, x: Int[Tensor, "#B Q"], batch: slice, start: int, stop: int
+        self, queries: Int[Tensor, "#B P"], keys: Int[Tensor, "#B Q"], batch: slice, start: int, stop: int
     ) -> tuple[Int[Tensor, "b n C"], Int[Tensor, "b n W"], Int[Tensor, "b m C"]]:
-        """`position` or `document` of the queries in each chunk, of the keys near each, and of the keys in each."""
-        keys = pick(x, batch)[:, start : stop + self.first * self.chunk]
-        queries = keys[:, self.first * self.chunk :].unflatten(1, (-1, self.chunk))
+        """Position or document of the queries in each chunk, of the keys near each, and of the keys in each."""
+        keys = pick(keys, batch)[:, start : stop + self.first * self.chunk]
+        queries = pick(queries, batch)[:, start:stop].unflatten(1, (-1, self.chunk))
         near = keys.unfold(1, self.count * self.chunk, self.chunk)[:, : queries.shape[1]]
         return queries, near, keys.unflatten(1, (-1, self.chunk))
 
     def per_query_head(self, x: Shaped[Tensor, "b n C Y"]) -> Shaped[Tensor, "b 1 n gC Y"]:
         """A mask for the rows of `queries`."""
-        return x[:, :, None].expand(-1, -1, self.group, -1, -1).flatten(2, 3)[:, None]
+        return self.repeat_queries(x[:, None])
+
+    def repeat_queries(self, x: Shaped[Tensor, "b h n C Y"]) -> Shaped[Tensor, "b h n gC Y"]:
+        """The same for each query head that shares a key head, as `queries` orders them."""
+        return x if self.group == 1 else x[:, :, :, None].expand(-1, -1, -1, self.group, -1, -1).flatten(3, 4)
 
     def queries(self, x: Float[Tensor, "B H P X"], block: Block) -> Float[Tensor, "b h n gC X"]:
         """The queries by chunk; those of heads that share a key head side by side."""
@@ -94,14 +117,14 @@ class Grid:
 
     def keys(self, x: Float[Tensor, "B Hk P X"], block: Block) -> Float[Tensor, "b h m C X"]:
         """The keys by chunk, and the `first` chunks before them: zeros where the sequence has not begun."""
-        missing = max(0, self.first * self.chunk - block.start)
         x = self._key_rows(x, block)
+        missing = block.stop - block.start + self.first * self.chunk - x.shape[2]
         return (F.pad(x, (0, 0, missing, 0)) if missing else x).unflatten(2, (-1, self.chunk))
 
     def add_keys(self, out: Float[Tensor, "B Hk P X"], block: Block, x: Float[Tensor, "b h m C X"]) -> None:
         """Add to what `keys` reads."""
-        rows = self._key_rows(out, block)
-        rows += x.flatten(2, 3)[:, :, -rows.shape[2] :]
+        rows, x = self._key_rows(out, block), x.flatten(2, 3)
+        rows += x[:, :, x.shape[2] - rows.shape[2] :]
 
     def near(self, keys: Float[Tensor, "b h m C X"]) -> Float[Tensor, "b h n W X"]:
         """Per query chunk, its near keys side by side."""
@@ -121,7 +144,8 @@ class Grid:
         return x[block.batch, heads, block.start : block.stop]
 
     def _key_rows(self, x: Tensor, block: Block) -> Tensor:
-        return x[block.batch, block.heads, max(0, block.start - self.first * self.chunk) : block.stop]
+        start, stop = block.start - self.first * self.chunk - self.delay, block.stop - self.delay
+        return x[block.batch, block.heads, max(0, start) : max(0, stop)]
 
 
 def pick(x: Shaped[Tensor, "#B ..."], batch: slice) -> Shaped[Tensor, "b ..."]:

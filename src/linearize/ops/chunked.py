@@ -1,8 +1,8 @@
 """Linear time and memory, any length: softmax scores and linear scores by chunks, the linear state carried between.
 
-A query's linear keys are those in whole chunks that lie below every lo(n) of its chunk (read through the state) and the
-few chunks above, read through masked scores. For a window as long as a chunk that is one chunk of scores, the same as
-for pure linear attention. The backward passes compute a block's scores and states again.
+Linear keys lie as late as the first query that reads them, so a window costs the scan nothing: each query reads its own
+chunk through masked scores and all chunks before through the state (a terrace is read as a whole, so there are some
+more chunks of scores). The backward passes compute a block's scores and states again.
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from linearize.ops import vector
 from linearize.ops.blockwise import Block, Grid, pick
+from linearize.ops.decay import ticking
 from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.slots import Slots
 from linearize.ops.span import Span
-from linearize.ops.state import LinearState, expand_values
+from linearize.ops.state import LinearState, expand_heads
 
 CHUNK = 64
 WINDOW_CHUNK = 32  # shorter: fewer of the near keys' scores are masked
 # Scores per block: large enough to fill the device, small enough on a CPU to stay in cache and off fresh pages.
 BLOCK_SCORES = {"cpu": 2**18, "cuda": 2**26}
 MAX_CHUNKS_PER_BLOCK = 64  # carrying the state from chunk to chunk costs the square of their number
+# Decays of less than e to this are 0: arithmetic with denormal numbers, which their products are, takes twice the time.
+NEGLIGIBLE = {torch.float32: -80.0, torch.float64: -700.0}
 LOG2_E = math.log2(math.e)
 
 
@@ -38,20 +42,29 @@ def linear_scan(
     phi_k: Float[Tensor, "B Hk K F"],
     v: Float[Tensor, "B G K D"],
     *,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
+    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
     span: Span,
     layout: Layout,
     state: LinearState | None = None,
 ) -> Partial:
     """The linear part (`reference.linear_scan`) in O(T) time and memory, forward and backward."""
+    if log_decay_v is not None or (log_decay_k is not None and log_decay_k.shape[-1] > 1):
+        decays = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v}
+        return vector.linear_scan(phi_q, phi_k, v, **decays, span=span, layout=layout, state=state)
     dtype, slots = accumulation_dtype(v.dtype), Slots(layout, CHUNK)
-    phi_q, phi_k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, expand_values(v, phi_k.shape[1])))
-    # Keys of query chunk c: chunks c - first .. c - last through scores, all before through the state.
-    first = min(_chunks_back(slots, span), slots.num_chunks - 1)
-    last = min(-((slots.chunk - 1 - span.min_lag) // slots.chunk), first)
-    grid = _grid(slots, phi_q, phi_k, first, first - last + 1)
+    sums = None
+    if log_decay_k is not None:
+        ticks = slots.spread(ticking(log_decay_k, span, layout).expand(len(phi_k), -1, -1, -1))
+        sums = ticks.squeeze(-1).double().cumsum(-1)
+    phi_q, phi_k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, expand_heads(v, phi_k.shape[1])))
+    # Keys lie beside the first query that reads them, at the latest. Of query chunk c, keys in chunks c - first .. c
+    # are read through scores, all before through the state.
+    first = min(_chunks_back(slots, span.max_lag - span.fold_lag), slots.num_chunks - 1)
+    grid = _grid(slots, phi_q, phi_k, first, delay=min(span.fold_lag, slots.num_chunks * slots.chunk))
     S = v.new_zeros(*phi_k.shape[:2], phi_k.shape[3], v.shape[3]) if state is None else state.S.to(dtype)
     z = v.new_zeros(*phi_k.shape[:2], phi_k.shape[3]) if state is None else state.z.to(dtype)
-    num, den = _LinearScan.apply(grid, partial(_linear_masks, grid, span, dtype), phi_q, phi_k, v, S, z)
+    num, den = _LinearScan.apply(grid, partial(_linear_masks, grid, span, dtype), sums, phi_q, phi_k, v, S, z)
     den = slots.collect(den).squeeze(-1)
     return Partial(slots.collect(num), den, torch.zeros_like(den))
 
@@ -69,8 +82,8 @@ def window_softmax(
     """The softmax part (`reference.window_softmax`) in O(T w) time and O(T) memory, forward and backward."""
     dtype, slots = accumulation_dtype(v.dtype), Slots(layout, WINDOW_CHUNK)
     q, k, v = (slots.spread(x.to(dtype)) for x in (q, k, v))
-    first = min(_chunks_back(slots, span), slots.num_chunks - 1)
-    grid = _grid(slots, q, k, first, first + 1)
+    first = min(_chunks_back(slots, span.max_lag), slots.num_chunks - 1)
+    grid = _grid(slots, q, k, first)
     slot, sinks_seen = _far_sinks(grid, slots, span)
     sink_k, sink_v = (_take(x, slot) for x in (k, v))
     bias = partial(_window_bias, grid, span, sinks_seen, dtype)
@@ -78,40 +91,87 @@ def window_softmax(
     return Partial(slots.collect(num), *slots.collect(rest).unbind(-1))
 
 
-def _chunks_back(slots: Slots, span: Span) -> int:
-    """The chunk of a query's first softmax key is at most that many chunks before its own."""
-    return -((1 - span.max_lag) // slots.chunk)
+def _chunks_back(slots: Slots, max_lag: int) -> int:
+    """What lies less than `max_lag` slots before a query is at most that many chunks before its own."""
+    return -((1 - max(1, max_lag)) // slots.chunk)
 
 
-def _grid(slots: Slots, q: Tensor, k: Tensor, first: int, count: int) -> Grid:
+def _grid(slots: Slots, q: Tensor, k: Tensor, first: int, delay: int = 0) -> Grid:
     max_scores = BLOCK_SCORES["cpu" if q.device.type == "cpu" else "cuda"]
-    group = q.shape[1] // k.shape[1]
-    return Grid(slots, (k.shape[0], k.shape[1]), group, first, count, max_scores, MAX_CHUNKS_PER_BLOCK)
+    rows, group = (k.shape[0], k.shape[1]), q.shape[1] // k.shape[1]
+    return Grid(slots, rows, group, first, first + 1, max_scores, MAX_CHUNKS_PER_BLOCK, delay)
 
 
 class _LinearMasks(NamedTuple):
-    """1 where something counts, 0 elsewhere."""
+    """0 where something does not count; 1, or what its decays leave of it, where it does. None: everything counts.
 
-    near: Float[Tensor, "b 1 n gC W"]  # a query reads a near key
-    reads: Float[Tensor, "b 1 n gC 1"]  # a query reads the state before its chunk's near keys
-    enters: Float[Tensor, "b 1 n C 1"]  # a key enters the state
-    into: Float[Tensor, "b 1 N1 N1"]  # what an old chunk adds (first: the carried state) is in the state of a chunk
+    y is h, or 1 where there are no decays, and all heads share the masks.
+    """
+
+    near: Float[Tensor, "b y n gC W"]  # a query reads a near key
+    reads: Float[Tensor, "b y n gC 1"] | None  # a query reads the state before its chunk's near keys
+    enters: Float[Tensor, "b y n C 1"] | None  # a key enters the state
+    into: Float[Tensor, "b y N1 N1"]  # what an old chunk adds (first: the carried state) is in the state of a chunk
 
 
 def _linear_masks(grid: Grid, span: Span, dtype: torch.dtype, batch: slice, start: int, stop: int) -> _LinearMasks:
-    q_position, near_position, k_position = grid.around(grid.position, batch, start, stop)
-    q_document, near_document, k_document = grid.around(grid.document, batch, start, stop)
+    q_position, near_position, k_position = grid.around(grid.query_position, grid.position, batch, start, stop)
+    q_document, near_document, k_document = grid.around(grid.query_document, grid.document, batch, start, stop)
     near = near_position[:, :, None] < span.lo(q_position)[..., None]
     near &= (near_position >= span.sinks)[:, :, None]
     near &= near_document[:, :, None] == q_document[..., None]
+    near = grid.per_query_head(near.to(dtype))
     # The document of the slot before a chunk's near keys owns the state there, which holds its keys and no others.
     owner = pick(grid.owner, batch)[:, start // grid.chunk : stop // grid.chunk + 1]
+    into = (owner[:, :, None] == owner[:, None, :]).tril().to(dtype)[:, None]
+    if grid.uniform and not span.sinks:
+        return _LinearMasks(near, None, None, into)
     n = q_position.shape[1]
     reads = (q_document == owner[:, :n, None]) & (q_position >= 0)
     enters = (k_document[:, :n] == owner[:, 1:, None]) & (k_position[:, :n] >= span.sinks)
-    into = (owner[:, :, None] == owner[:, None, :]).tril()
-    masks = grid.per_query_head(near), grid.per_query_head(reads[..., None]), enters[:, None, ..., None], into[:, None]
-    return _LinearMasks(*(x.to(dtype) for x in masks))
+    return _LinearMasks(
+        near, grid.per_query_head(reads[..., None].to(dtype)), enters[:, None, ..., None].to(dtype), into
+    )
+
+
+def _decayed(
+    masks: _LinearMasks, grid: Grid, block: Block, sums: Float[Tensor, "B Hk P"], key_sums: Float[Tensor, "B Hk Q"]
+) -> _LinearMasks:
+    """The masks with the decays between the step that writes and the step that reads.
+
+    `sums` are those of the log decays up to each slot, `key_sums` the same where the keys lie, behind one more 0.
+    Differences of sums are taken in float64, and no exponent is positive where something counts.
+    """
+    dtype, chunk, first = masks.near.dtype, grid.chunk, grid.first * grid.chunk
+    queries = sums[block.rows][..., block.start : block.stop].unflatten(2, (-1, chunk))
+    rows = key_sums[block.rows][..., block.start : block.stop + first + 1]
+    n = (block.stop - block.start) // chunk
+    boundary = rows[..., : (n + 1) * chunk : chunk]  # before the near keys of each chunk, and of the one after the last
+    rows = rows[..., 1:]
+    old = rows[..., : n * chunk].unflatten(2, (-1, chunk))
+
+    def left(later: Tensor, earlier: Tensor) -> Tensor:
+        exponent = (later - earlier).clamp_max_(0).to(dtype)
+        return torch.threshold_(exponent, NEGLIGIBLE[dtype], -torch.inf).exp_()
+
+    keys = rows.unfold(2, grid.count * chunk, chunk)[:, :, :n]
+    near = left(queries[..., None], keys[:, :, :, None])
+    reads = grid.repeat_queries(left(queries, boundary[..., :n, None])[..., None])
+    enters = left(boundary[..., 1:, None], old)[..., None]
+    return _LinearMasks(
+        grid.repeat_queries(near).mul_(masks.near),
+        reads if masks.reads is None else reads.mul_(masks.reads),
+        enters if masks.enters is None else enters.mul_(masks.enters),
+        left(boundary[..., None], boundary[:, :, None]).mul_(masks.into),
+    )
+
+
+def _key_sums(grid: Grid, sums: Float[Tensor, "B Hk P"]) -> Float[Tensor, "B Hk Q"]:
+    return F.pad(grid.lay_keys(sums, empty=0), (1, 0))
+
+
+def _times(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else x * mask
 
 
 class _LinearBlock:
@@ -123,7 +183,8 @@ class _LinearBlock:
         self.q, self.near_k, self.near_v = grid.queries(phi_q, block), grid.near(keys), grid.near(values)
         self.scores = (self.q @ self.near_k.mT).mul_(masks.near)
         n = self.q.shape[2]
-        self.old_k, self.old_v, self.reads = keys[:, :, :n] * masks.enters, values[:, :, :n], self.q * masks.reads
+        self.old_k, self.old_v = _times(keys[:, :, :n], masks.enters), values[:, :, :n]
+        self.reads = _times(self.q, masks.reads)
 
     def states(
         self, S: Float[Tensor, "b h F D"], z: Float[Tensor, "b h F"]
@@ -140,6 +201,7 @@ class _LinearScan(torch.autograd.Function):
         ctx: Any,
         grid: Grid,
         masks: Callable[[slice, int, int], _LinearMasks],
+        sums: Float[Tensor, "B Hk P"] | None,
         phi_q: Tensor,
         phi_k: Tensor,
         v: Tensor,
@@ -149,26 +211,30 @@ class _LinearScan(torch.autograd.Function):
         num, den = v.new_empty(*phi_q.shape[:3], v.shape[3]), v.new_empty(*phi_q.shape[:3], 1)
         # The state before each stretch of slots.
         all_S, all_z = (x.expand(grid.num_stretches + 1, *x.shape).clone() for x in (S, z))
+        key_sums = None if sums is None else _key_sums(grid, sums)
         for block, mask in grid.blocks(masks):
+            mask = mask if sums is None or key_sums is None else _decayed(mask, grid, block, sums, key_sums)
             x = _LinearBlock(grid, block, mask, phi_q, phi_k, v)
             S, z = x.states(all_S[block.index][block.rows], all_z[block.index][block.rows])
             all_S[block.index + 1][block.rows], all_z[block.index + 1][block.rows] = S[:, :, -1], z[:, :, -1]
             from_state = (x.reads * z[:, :, :-1, None]).sum(-1, keepdim=True)
             grid.put_queries(den, block, from_state.add_(x.scores.sum(-1, keepdim=True)))
             grid.put_queries(num, block, (x.reads @ S[:, :, :-1]).add_(x.scores @ x.near_v))
-        ctx.save_for_backward(phi_q, phi_k, v, all_S, all_z)
+        ctx.save_for_backward(sums, phi_q, phi_k, v, all_S, all_z)
         ctx.grid, ctx.masks = grid, masks
         return num, den
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_num: Tensor, grad_den: Tensor) -> tuple[Tensor | None, ...]:
-        phi_q, phi_k, v, all_S, all_z = ctx.saved_tensors
+        sums, phi_q, phi_k, v, all_S, all_z = ctx.saved_tensors
         grid: Grid = ctx.grid
         grad_q, grad_k, grad_S, grad_z = torch.empty_like(phi_q), *map(torch.zeros_like, (phi_k, all_S[0], all_z[0]))
         # Attention transfer trains nothing but the features.
-        grad_v = torch.zeros_like(v) if ctx.needs_input_grad[4] else None
+        grad_v = torch.zeros_like(v) if ctx.needs_input_grad[5] else None
+        key_sums = None if sums is None else _key_sums(grid, sums)
         for block, mask in grid.blocks(ctx.masks, reverse=True):
+            mask = mask if sums is None or key_sums is None else _decayed(mask, grid, block, sums, key_sums)
             x, n = _LinearBlock(grid, block, mask, phi_q, phi_k, v), (block.stop - block.start) // grid.chunk
             S, z = (y[:, :, :-1] for y in x.states(all_S[block.index][block.rows], all_z[block.index][block.rows]))
             g_num, g_den = grid.queries(grad_num, block), grid.queries(grad_den, block)
@@ -180,16 +246,21 @@ class _LinearScan(torch.autograd.Function):
             g_S, g_z = g_S[:, :, 1:], g_z[:, :, 1:, None]
 
             g_scores = (g_num @ x.near_v.mT).add_(g_den).mul_(mask.near)
-            g_reads = (g_num @ S.mT).addcmul_(g_den, z[:, :, :, None]).mul_(mask.reads)
+            g_reads = _times((g_num @ S.mT).addcmul_(g_den, z[:, :, :, None]), mask.reads)
             grid.put_queries(grad_q, block, g_reads.add_(g_scores @ x.near_k))
             g_keys = grid.fold(g_scores.mT @ x.q)
-            g_keys[:, :, :n] += (x.old_v @ g_S.mT).add_(g_z).mul_(mask.enters)
+            g_keys[:, :, :n] += _times((x.old_v @ g_S.mT).add_(g_z), mask.enters)
             grid.add_keys(grad_k, block, g_keys)
             if grad_v is not None:
                 g_values = grid.fold(x.scores.mT @ g_num)
                 g_values[:, :, :n] += x.old_k @ g_S
                 grid.add_keys(grad_v, block, g_values)
-        return None, None, grad_q, grad_k, grad_v, grad_S, grad_z
+        grad_sums = None
+        if sums is not None and ctx.needs_input_grad[2]:
+            # The sum G_n appears as e^{G_n} phi_q(n) and e^{-G_n} phi_k(n) only.
+            reads = (phi_q * grad_q).sum(-1).unflatten(1, (-1, grid.group)).sum(2)
+            grad_sums = reads.double() - (phi_k * grad_k).sum(-1)
+        return None, None, grad_sums, grad_q, grad_k, grad_v, grad_S, grad_z
 
 
 def _far_sinks(grid: Grid, slots: Slots, span: Span) -> tuple[Int[Tensor, "#B N s"], Bool[Tensor, "#B N s"]]:
@@ -220,8 +291,8 @@ def _window_bias(
     grid: Grid, span: Span, sinks_seen: Bool[Tensor, "#B N s"], dtype: torch.dtype, batch: slice, start: int, stop: int
 ) -> Float[Tensor, "b 1 n gC Ws"]:
     """0 where a query sees a near key or a far sink, -inf elsewhere."""
-    position, near_position, _ = grid.around(grid.position, batch, start, stop)
-    document, near_document, _ = grid.around(grid.document, batch, start, stop)
+    position, near_position, _ = grid.around(grid.query_position, grid.position, batch, start, stop)
+    document, near_document, _ = grid.around(grid.query_document, grid.document, batch, start, stop)
     position, near_position = position[..., None], near_position[:, :, None]
     seen = (near_position >= span.lo(position).clamp_min(0)) & (near_position <= position)
     if span.sinks:
@@ -263,7 +334,7 @@ class _WindowBlock:
             scores.mul_(softcap * LOG2_E)
         top = scores.add_(bias).amax(-1, keepdim=True)
         top.masked_fill_(top == -torch.inf, 0)
-        self.weights = scores.sub_(top).exp2_()
+        self.below_top = scores.sub_(top)  # of which the weights are powers of 2
         self.log_scale = top.div_(LOG2_E)
 
 
@@ -282,8 +353,9 @@ class _WindowSoftmax(torch.autograd.Function):
         num, rest = v.new_empty(*q.shape[:3], v.shape[3]), v.new_empty(*q.shape[:3], 2)
         for block, mask in grid.blocks(bias):
             x = _WindowBlock(grid, block, mask, scaling, softcap, *tensors)
-            grid.put_queries(num, block, x.weights @ x.v)
-            grid.put_queries(rest, block, torch.cat([x.weights.sum(-1, keepdim=True), x.log_scale], dim=-1))
+            weights = x.below_top.exp2_()
+            grid.put_queries(num, block, weights @ x.v)
+            grid.put_queries(rest, block, torch.cat([weights.sum(-1, keepdim=True), x.log_scale], dim=-1))
         ctx.save_for_backward(*tensors)
         ctx.grid, ctx.bias, ctx.scaling, ctx.softcap = grid, bias, scaling, softcap
         return num, rest
@@ -296,12 +368,13 @@ class _WindowSoftmax(torch.autograd.Function):
         grad_k, grad_v, grad_sink_k, grad_sink_v = grad_keys
         for block, mask in grid.blocks(ctx.bias, reverse=True):
             x = _WindowBlock(grid, block, mask, ctx.scaling, ctx.softcap, *tensors)
+            # The largest score is log_scale and is taken off all others; equals share, as in amax.
+            is_top = (x.below_top == 0).to(grad_num.dtype)
+            weights = x.below_top.exp2_()
             g_num = grid.queries(grad_num, block)
             g_den, g_log_scale = grid.queries(grad_rest, block).split(1, dim=-1)
-            g_values = x.weights.mT @ g_num
-            g_scores = (g_num @ x.v.mT).add_(g_den).mul_(x.weights)
-            # The largest score (weight 1) is log_scale and is taken off all others; equals share, as in amax.
-            is_top = x.weights.floor_()
+            g_values = weights.mT @ g_num
+            g_scores = (g_num @ x.v.mT).add_(g_den).mul_(weights)
             share = (g_log_scale - g_scores.sum(-1, keepdim=True)) / is_top.sum(-1, keepdim=True).clamp_min(1)
             g_scores.addcmul_(is_top, share)
             if x.slope is not None:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from linearize.ops import chunked, reference
+from linearize.ops import chunked, delta, reference
 from linearize.ops.partial import Partial
 
 ENVIRONMENT = "LINEARIZE_IMPL"
@@ -26,13 +27,14 @@ class Impl:
 
     name: str
     linear_scan: Callable[..., Partial]
+    delta_values: Callable[..., Tensor]
     window_softmax: Callable[..., Partial]
     supports: Callable[[torch.device], str | None]
 
 
 IMPLS = (
-    Impl("chunked", chunked.linear_scan, chunked.window_softmax, lambda device: None),
-    Impl("reference", reference.linear_scan, reference.window_softmax, lambda device: None),
+    Impl("chunked", chunked.linear_scan, delta.delta_values, chunked.window_softmax, lambda device: None),
+    Impl("reference", reference.linear_scan, reference.delta_values, reference.window_softmax, lambda device: None),
 )
 
 
@@ -59,6 +61,11 @@ def choose(device: torch.device, forced: str | None) -> Impl:
 def linear_scan(phi_q, phi_k, v, **options) -> Partial:
     """The linear part of every query; see `reference.linear_scan` for shapes and definition."""
     return choose(v.device, os.environ.get(ENVIRONMENT)).linear_scan(phi_q, phi_k, v, **options)
+
+
+def delta_values(phi_k, v, beta, **options) -> Tensor:
+    """What the delta rule writes instead of v; see `reference.delta_values` for shapes and definition."""
+    return choose(v.device, os.environ.get(ENVIRONMENT)).delta_values(phi_k, v, beta, **options)
 
 
 def window_softmax(q, k, v, **options) -> Partial:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.span import Span, TerracedSpan
-from linearize.ops.state import LinearState, expand_values
+from linearize.ops.state import LinearState, expand_heads
 
 
 def linear_step(
@@ -16,27 +16,45 @@ def linear_step(
     phi_k: Float[Tensor, "B Hk 1 F"],
     v: Float[Tensor, "B G 1 D"],
     *,
+    beta: Float[Tensor, "B Hk 1 1"] | None = None,
+    log_decay_k: Float[Tensor, "#B Hk 1 X"] | None = None,
+    log_decay_v: Float[Tensor, "#B Hk 1 D"] | None = None,
+    skipped_k: Float[Tensor, "#B Hk 1 X"] | None = None,
+    skipped_v: Float[Tensor, "#B Hk 1 D"] | None = None,
     span: Span,
     position: Int[Tensor, " B"],
     state: LinearState,
 ) -> tuple[Partial, LinearState]:
-    """Read the linear part for the query at `position`; `phi_k` and `v` are of the key at position - span.fold_lag."""
+    """Read the linear part for the query at `position`.
+
+    `phi_k`, `v`, `beta` (of the delta rule) and the log decays are those of the token that enters the state, at
+    position - span.fold_lag; `skipped` are the log decays of the steps lo(position) .. position, summed.
+    """
     dtype, heads = accumulation_dtype(v.dtype), phi_k.shape[1]
-    phi_q, phi_k, v = phi_q.to(dtype), phi_k.to(dtype), expand_values(v, heads).to(dtype)
+    phi_q, phi_k, v = phi_q.to(dtype), phi_k.to(dtype), expand_heads(v, heads).to(dtype)
     phi_k = phi_k * (position - span.fold_lag >= span.sinks)[:, None, None, None]
-    S, z, added_S, added_z = state.S, state.z, phi_k.transpose(-1, -2) @ v, phi_k.squeeze(-2)
+    S, z = state.S, state.z
+    readable = S, z
     if isinstance(span, TerracedSpan):
-        assert state.pending_S is not None and state.pending_z is not None
+        assert state.next_S is not None and state.next_z is not None
         flush = (position % span.window_size == 0)[:, None, None]
-        S, z = S + state.pending_S * flush[..., None], z + state.pending_z * flush
-        pending_S = state.pending_S * ~flush[..., None] + added_S
-        state = LinearState(S, z, pending_S, state.pending_z * ~flush + added_z)
-    else:
-        state = LinearState(S + added_S, z + added_z)
+        readable = torch.where(flush[..., None], state.next_S, S), torch.where(flush, state.next_z, z)
+        S, z = state.next_S, state.next_z
+    if log_decay_k is not None:
+        S, z = S * log_decay_k.mT.exp().to(dtype), z * log_decay_k.squeeze(2).exp().to(dtype)
+    if log_decay_v is not None:
+        S = S * log_decay_v.exp().to(dtype)
+    if beta is not None:
+        v = beta.to(dtype) * (v - phi_k @ S)
+    S, z = S + phi_k.mT @ v, z + phi_k.squeeze(2)
+    state = LinearState(*readable, S, z) if isinstance(span, TerracedSpan) else LinearState(S, z)
     q = phi_q.unflatten(1, (heads, -1)).squeeze(-2)
-    num = (q @ state.S).flatten(1, 2)[:, :, None]
-    den = (q @ state.z[..., None]).flatten(1, 2)
-    return Partial(num, den, torch.zeros_like(den)), state
+    if skipped_k is not None:
+        q = q * skipped_k.exp().to(dtype)
+    num, den = q @ state.S, (q @ state.z[..., None]).flatten(1, 2)
+    if skipped_v is not None:
+        num = num * skipped_v.exp().to(dtype)
+    return Partial(num.flatten(1, 2)[:, :, None], den, torch.zeros_like(den)), state
 
 
 def window_step(

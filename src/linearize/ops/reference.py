@@ -1,4 +1,4 @@
-"""The definition: both primitives with explicit T x K weights. Quadratic; what every other form is held to."""
+"""The definition: the primitives with explicit T x K weights. Quadratic; what every other form is held to."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from linearize.ops.decay import cumulative
 from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.span import Span
-from linearize.ops.state import LinearState, expand_values
+from linearize.ops.state import LinearState, expand_heads
 
 
 def visible_keys(span: Span, layout: Layout) -> tuple[Bool[Tensor, "B T K"], Bool[Tensor, "B T K"]]:
@@ -26,24 +27,87 @@ def linear_scan(
     phi_k: Float[Tensor, "B Hk K F"],
     v: Float[Tensor, "B G K D"],
     *,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
+    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
     span: Span,
     layout: Layout,
     state: LinearState | None = None,
 ) -> Partial:
-    """num_n = sum_{j < lo(n)} phi_q(q_n).phi_k(k_j) v_j and den_n, the same with 1 for v_j (METHODS, common form)."""
-    dtype = accumulation_dtype(v.dtype)
-    heads = phi_q.shape[1]
-    phi_q, phi_k = phi_q.to(dtype), expand_values(phi_k, heads).to(dtype)
-    v = expand_values(v, heads).to(dtype)
+    """num_n = sum_j (phi_q(n) . D_k(n,j) phi_k(j)) D_v(n,j) v_j over sinks <= j < lo(n) (METHODS, common form).
+
+    D(n,j) is exp of the sum of the log decays of steps j+1 .. n, elementwise: one number per head (X = 1) or per
+    feature (X = F) on the feature axis, and one per value on the value axis; log decays are <= 0. den_n is the same
+    with 1 for v_j and without D_v. `state` stands before the first slot.
+    """
+    dtype, heads, length = accumulation_dtype(v.dtype), phi_q.shape[1], phi_q.shape[2]
+    phi_q, phi_k, v = phi_q.to(dtype), expand_heads(phi_k, heads).to(dtype), expand_heads(v, heads).to(dtype)
     mask = visible_keys(span, layout)[1][:, None]
-    weights = (phi_q @ phi_k.transpose(-1, -2)) * mask
-    num, den = weights @ v, weights.sum(-1)
+    sums_k, sums_v = (
+        None if x is None else expand_heads(cumulative(x, span, layout), heads) for x in (log_decay_k, log_decay_v)
+    )
+    weights = _weights(phi_q, phi_k, sums_k, mask)
+    den = weights.sum(-1)
+    if sums_v is None:
+        num = weights @ v
+    else:
+        num = torch.einsum("bhtk,bhtkd,bhkd->bhtd", weights, _pairwise(sums_v, length, mask).to(dtype), v)
     if state is not None:
         carried = ((layout.query_document == 0) & (layout.query_position >= 0))[:, None, :, None]
         read = phi_q * carried
-        num = num + read @ expand_values(state.S, heads)
-        den = den + (read @ expand_values(state.z[..., None], heads)).squeeze(-1)
+        if sums_k is not None:
+            read = read * sums_k[:, :, -length:].exp().to(dtype)
+        carried_num = read @ expand_heads(state.S, heads).to(dtype)
+        if sums_v is not None:
+            carried_num = carried_num * sums_v[:, :, -length:].exp().to(dtype)
+        num = num + carried_num
+        den = den + (read @ expand_heads(state.z[..., None], heads).to(dtype)).squeeze(-1)
     return Partial(num, den, torch.zeros_like(den))
+
+
+def delta_values(
+    phi_k: Float[Tensor, "B Hk K F"],
+    v: Float[Tensor, "B G K D"],
+    beta: Float[Tensor, "B Hk K 1"],
+    *,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
+    span: Span,
+    layout: Layout,
+    state: LinearState | None = None,
+) -> Float[Tensor, "B Hk K D"]:
+    """u_j = beta_j (v_j - (D_k S)^T phi_k(j)): what the delta rule adds to S as phi_k(j) u_j^T.
+
+    With u for v, `linear_scan` and `linear_state` are those of the (gated) delta rule. 0 in slots whose keys never
+    enter the state.
+    """
+    dtype, heads = accumulation_dtype(v.dtype), phi_k.shape[1]
+    phi_k, v, beta = phi_k.to(dtype), expand_heads(v, heads).to(dtype), beta.to(dtype)
+    enters = layout.key_position >= span.sinks
+    pairs = (layout.key_document[:, :, None] == layout.key_document[:, None]) & enters[:, :, None] & enters[:, None]
+    sums = None if log_decay_k is None else cumulative(log_decay_k, span, layout)
+    beta = beta * enters[:, None, :, None]
+    u = beta * v
+    if state is not None:
+        read = phi_k * (layout.key_document == 0)[:, None, :, None]
+        if sums is not None:
+            read = read * sums.exp().to(dtype)
+        u = u - beta * (read @ state.S.to(dtype))
+    overlaps = beta * _weights(phi_k, phi_k, sums, pairs.tril(-1)[:, None])
+    return torch.linalg.solve_triangular(overlaps, u, upper=False, unitriangular=True)
+
+
+def _weights(q: Tensor, k: Tensor, sums: Tensor | None, mask: Bool[Tensor, "#B 1 T K"]) -> Float[Tensor, "B H T K"]:
+    """q_n . D(n,j) k_j where `mask` is true, 0 elsewhere; the queries' slots are the last ones of the keys'."""
+    if sums is None:
+        return (q @ k.mT) * mask
+    decay = _pairwise(sums, q.shape[2], mask).to(q.dtype)
+    if decay.shape[-1] == 1:
+        return (q @ k.mT) * mask * decay.squeeze(-1)
+    return torch.einsum("bhtf,bhtkf,bhkf->bhtk", q, decay, k) * mask
+
+
+def _pairwise(sums: Float[Tensor, "B H K X"], length: int, mask: Tensor) -> Float[Tensor, "B H T K X"]:
+    difference = sums[:, :, -length:, None] - sums[:, :, None]
+    return difference.masked_fill(~mask[..., None], 0).exp()
 
 
 def window_softmax(
@@ -58,7 +122,7 @@ def window_softmax(
 ) -> Partial:
     """num_n = sum_j e^{s_nj - c_n} v_j over the softmax keys, den_n likewise, c_n the largest of the scores s_nj."""
     dtype = accumulation_dtype(v.dtype)
-    q, k, v = q.to(dtype), expand_values(k, q.shape[1]).to(dtype), expand_values(v, q.shape[1]).to(dtype)
+    q, k, v = q.to(dtype), expand_heads(k, q.shape[1]).to(dtype), expand_heads(v, q.shape[1]).to(dtype)
     mask = visible_keys(span, layout)[0][:, None]
     scores = (q * scaling) @ k.transpose(-1, -2)
     if softcap is not None:

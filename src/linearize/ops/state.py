@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from linearize.ops.decay import remaining
 from linearize.ops.layout import Layout
 from linearize.ops.partial import accumulation_dtype
 from linearize.ops.span import Span, TerracedSpan
@@ -14,51 +15,60 @@ from linearize.ops.span import Span, TerracedSpan
 
 @dataclass(frozen=True)
 class LinearState:
-    """S = sum phi(k) v^T and z = sum phi(k) over the keys that the last query could read (METHODS, recurrence).
+    """S and z as of the last key that the last query could read, at lo(n) - 1, with the decays up to that step.
 
-    For terraced spans `pending_S` and `pending_z` hold the block that is being folded: it becomes readable as a whole
-    when the next block of queries begins, and one key is added to it per step, so a step costs the same at any
+    For terraced spans `next_S` and `next_z` are the same recurrence some keys further: they become readable as a whole
+    when the next block of queries begins, and one key is added to them per step, so a step costs the same at any
     position.
     """
 
     S: Float[Tensor, "B Hk F D"]
     z: Float[Tensor, "B Hk F"]
-    pending_S: Float[Tensor, "B Hk F D"] | None = None
-    pending_z: Float[Tensor, "B Hk F"] | None = None
+    next_S: Float[Tensor, "B Hk F D"] | None = None
+    next_z: Float[Tensor, "B Hk F"] | None = None
 
 
-def expand_values(v: Float[Tensor, "B G K D"], heads: int) -> Float[Tensor, "B Hk K D"]:
-    """Values per linear head: repeated where the key map is per query head and heads share values (GQA)."""
-    return v if v.shape[1] == heads else v.repeat_interleave(heads // v.shape[1], dim=1)
+def expand_heads(x: Float[Tensor, "B h K X"], heads: int) -> Float[Tensor, "B H K X"]:
+    """Each head repeated for those that share it: KV heads for query heads (GQA), values for heads of keys."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def linear_state(
     phi_k: Float[Tensor, "B Hk K F"],
     v: Float[Tensor, "B G K D"],
     *,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
+    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
     span: Span,
     layout: Layout,
     state: LinearState | None = None,
 ) -> LinearState:
     """The state after the last token: keys of its document with sinks <= position < lo(its position).
 
-    `state` counts only where a row is still in the carried document.
+    `state` counts only where a row is still in the carried document. For the delta rule, v are its `delta_values`.
     """
     dtype = accumulation_dtype(v.dtype)
-    phi_k, v = phi_k.to(dtype), expand_values(v, phi_k.shape[1]).to(dtype)
+    phi_k, v = phi_k.to(dtype), expand_heads(v, phi_k.shape[1]).to(dtype)
     last = layout.count[:, None] - 1
-    position, lo = layout.key_position, span.lo(last)
-    mine = (layout.key_document == layout.last_document) & (position >= span.sinks)
+    mine = layout.key_document == layout.last_document
+    goes_on = (layout.last_document == 0)[:, :, None, None].to(dtype)
 
-    def fold(member: Bool[Tensor, "#B K"]) -> tuple[Tensor, Tensor]:
-        masked = phi_k * member[:, None, :, None]
-        return masked.transpose(-1, -2) @ v, masked.sum(-2)
+    def up_to(bound: Bool[Tensor, "#B K"]) -> tuple[Tensor, Tensor]:
+        keys, values = phi_k * (bound & (layout.key_position >= span.sinks))[:, None, :, None], v
+        S, z = None if state is None else state.S * goes_on, None if state is None else state.z[..., None] * goes_on
+        if log_decay_k is not None:
+            after, total = remaining(log_decay_k, span, layout, bound)
+            keys = keys * after.exp().to(dtype)
+            if S is not None and z is not None:
+                S, z = S * total.mT.exp().to(dtype), z * total.mT.exp().to(dtype)
+        if log_decay_v is not None:
+            after, total = remaining(log_decay_v, span, layout, bound)
+            values = values * after.exp().to(dtype)
+            S = None if S is None else S * total.exp().to(dtype)
+        added_S, added_z = keys.mT @ values, keys.sum(2)
+        return (added_S, added_z) if S is None or z is None else (S + added_S, z.squeeze(-1) + added_z)
 
-    S, z = fold(mine & (position < lo))
-    if state is not None:
-        goes_on = (layout.last_document == 0)[:, :, None].to(dtype)
-        S, z = S + state.S * goes_on[..., None], z + state.z * goes_on
+    readable = up_to(mine & (layout.key_position < span.lo(last)))
     if not isinstance(span, TerracedSpan):
-        return LinearState(S, z)
-    # A carried pending block needs no carrying over: its keys are still among the context slots.
-    return LinearState(S, z, *fold(mine & (position >= lo) & (position <= last - span.fold_lag)))
+        return LinearState(*readable)
+    return LinearState(*readable, *up_to(mine & (layout.key_position <= last - span.fold_lag)))

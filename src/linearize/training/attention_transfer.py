@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.config import TransferConfig
+from linearize.errors import UserError
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.mixers import AttnInputs
 from linearize.ops import Layout
@@ -53,7 +54,11 @@ def load_transferred(student: PreTrainedModel, config: TransferConfig, output_di
 class TransferObjective:
     """The loss of each converted layer: `config.output_mse` times the MSE of outputs before the output projection.
 
-    The mean is over tokens, heads and head dimension (LoLCATs eq. 5 for one layer).
+    The mean is over tokens, heads and head dimension (LoLCATs eq. 5 for one layer). Layers without a parameter are left
+    out.
+
+    Raises:
+        UserError: no layer has any.
     """
 
     def __init__(self, student: PreTrainedModel, config: TransferConfig) -> None:
@@ -62,7 +67,10 @@ class TransferObjective:
         units = []
         for name, layer in linearized_layers(student).items():
             layer.mixer.requires_grad_(True)
-            units.append(Unit(name, {f"{name}.mixer.{key}": p for key, p in layer.mixer.named_parameters()}))
+            if parameters := {f"{name}.mixer.{key}": p for key, p in layer.mixer.named_parameters()}:
+                units.append(Unit(name, parameters))
+        if not units:
+            raise UserError("transfer: expected mixers that learn, found none with parameters; set transfer=null")
         self.units: Sequence[Unit] = units
 
     def backward(self, micro_batches: list[PackedRows]) -> dict[str, float]:
@@ -76,20 +84,20 @@ class TransferObjective:
         return self._losses(batches, learn=False)
 
     def _losses(self, batches: list[PackedRows], learn: bool) -> dict[str, float]:
-        total = sum(len(batch) for batch in batches)
+        total, learners = sum(len(batch) for batch in batches), {unit.name for unit in self.units}
         sums: dict[str, Tensor] = {}
 
         for batch in batches:
             share = len(batch) / total
 
             def observe(layer: Any, inputs: AttnInputs, layout: Layout | None, share: float = share) -> Tensor:
-                target = softmax_output(layer, inputs, layout)
-                with torch.set_grad_enabled(learn):
-                    loss = share * self._config.output_mse * mean_squared_error(layer.mixer(inputs, layout), target)
-                    if learn:
-                        loss.backward()
-                name = self._names[id(layer)]
-                sums[name] = sums.get(name, 0) + loss.detach()
+                target, name = softmax_output(layer, inputs, layout), self._names[id(layer)]
+                if name in learners:
+                    with torch.set_grad_enabled(learn):
+                        loss = share * self._config.output_mse * mean_squared_error(layer.mixer(inputs, layout), target)
+                        if loss.requires_grad:  # without a window, nothing depends on how it is weighted
+                            loss.backward()
+                    sums[name] = sums.get(name, 0) + loss.detach()
                 return target
 
             with torch.no_grad(), observed(self._student, observe):

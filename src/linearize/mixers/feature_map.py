@@ -1,0 +1,77 @@
+"""What every feature map is: the base class."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from linearize.maps import FeatureMapPart
+from linearize.ops.partial import accumulation_dtype
+from linearize.teacher import LayerShape
+
+
+class FeatureMap(nn.Module, ABC):
+    """phi for queries and keys. Features are fp32, or fp64 for fp64 inputs; to be called outside autocast.
+
+    Only the kernel phi_q.phi_k has a meaning: the order of features is each map's own.
+
+    Attributes:
+        exponential: features are exponentials, and `k` returns their logarithms.
+        feature_dim: F. key_heads: Hk, the heads of key features.
+        min_denominator: the least that a sum normaliser divides by.
+    """
+
+    min_denominator: float = 1e-6
+
+    def __init__(self, config: FeatureMapPart, shape: LayerShape) -> None:
+        super().__init__()
+        self.exponential = config.exponential
+        self.feature_dim, self.key_heads = config.features(shape), config.key_heads(shape)
+
+    def reset_parameters(self) -> None:
+        """Initialise weights and fixed random numbers; most maps have none."""
+
+    def q(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
+        """Features of queries; those of an exponential map are divided by their largest, exp(e - max e).
+
+        `position` counts from the document's first token; -1 is padding.
+        """
+        phi = self._queries(_accumulated(x), position)
+        return over_largest(phi) if self.exponential else phi
+
+    def k(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
+        """Features of keys; of an exponential map their logarithms e, from which a running maximum is to be taken.
+
+        Logarithms may be fp64 where fp32 cannot hold their differences (Performer): subtract the maximum in the dtype
+        they come in, and only then round.
+        """
+        return self._keys(_accumulated(x), position)
+
+    @abstractmethod
+    def _queries(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
+        """Features, or logarithms (up to a constant per query), of x in the dtype of the features."""
+
+    @abstractmethod
+    def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
+        """Features, or logarithms, of x in the dtype of the features."""
+
+
+def _accumulated(x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
+    # One pass for the cast and for the order that matrix products want.
+    return x.to(accumulation_dtype(x.dtype), memory_format=torch.contiguous_format)
+
+
+def over_largest(logs: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape F"]:
+    """exp(e - max e) over the last axis, differentiable in the maximum too. May overwrite `logs`."""
+    largest = logs.amax(-1, keepdim=True)
+    # amax needs its input again for the gradient; without one, a second tensor of this size costs more than the sums.
+    logs = logs - largest if logs.requires_grad else logs.sub_(largest)
+    return logs.exp_()
+
+
+def elu1(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """elu(x) + 1 without the 1 in which a small exp(x) would drown."""
+    return x.relu() + x.clamp_max(0).exp_()

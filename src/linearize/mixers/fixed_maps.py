@@ -1,0 +1,206 @@
+"""Maps without a learned projection: pointwise ones, random features, cosFormer, Taylor, DPFP."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from linearize.maps import CosformerMap, DpfpMap, ExpMap, PerformerMap, RfaMap
+from linearize.mixers.feature_map import FeatureMap, elu1
+from linearize.teacher import LayerShape
+
+
+class Symmetric(FeatureMap):
+    """A map that does the same to queries and keys."""
+
+    @abstractmethod
+    def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T F"]:
+        """Features, or logarithms, of queries or keys."""
+
+    def _queries(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
+        return self._map(x, position)
+
+    def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B G K F"]:
+        return self._map(x, position)
+
+
+class Identity(Symmetric):
+    """phi(x) = x (RetNet, GLA, fast decay)."""
+
+    def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T D"]:
+        return x
+
+
+class Elu1(Symmetric):
+    """phi(x) = elu(x) + 1 (Katharopoulos et al. 2020)."""
+
+    def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T D"]:
+        return elu1(x)
+
+
+class Exp(Symmetric):
+    """phi(x) = exp(t x) (Hedgehog sec. 3.2)."""
+
+    def __init__(self, config: ExpMap, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        self.temperature = config.temperature
+
+    def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T D"]:
+        return x * self.temperature
+
+
+class Performer(FeatureMap):
+    """phi(x) = m^-1/2 exp(W x' - |x'|^2 / 2), x' = x D^-1/4 (Choromanski et al. 2021).
+
+    W [m, D] is fixed, and the same for all heads, queries and keys: blocks of orthogonal rows, the last one cut off,
+    whose norms are those of normal vectors.
+    """
+
+    weight: Tensor
+
+    def __init__(self, config: PerformerMap, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        self.register_buffer("weight", torch.empty(self.feature_dim, shape.head_dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw W."""
+        m, D = self.weight.shape
+        Q, R = torch.linalg.qr(torch.randn(-(-m // D), D, D, device=self.weight.device))
+        # Without the signs Q is not uniform over rotations, and the features would not be free of bias.
+        Q = Q * R.diagonal(dim1=-2, dim2=-1).sign()[:, None]
+        norms = torch.randn(m, D, device=self.weight.device).norm(dim=1, keepdim=True)
+        self.weight.copy_(Q.flatten(0, 1)[:m] * norms)
+
+    def _queries(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
+        # |x'|^2 is the same for all features of a query: it goes with the maximum.
+        return x @ (self.weight.mT.to(x.dtype) * x.shape[-1] ** -0.25)
+
+    def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B G K F"]:
+        # Keys are weighed against each other by |x'|^2 / 2, which reaches 1e9 for inputs of 1e4, where fp32 numbers lie
+        # 64 apart; for inputs of 1e3 still 0.5.
+        x = x.double()
+        logs = self._queries(x, position)
+        half_square = x.square().sum(-1, keepdim=True) * (x.shape[-1] ** -0.5 / 2)
+        return logs.sub_(half_square + math.log(self.feature_dim) / 2)
+
+
+class Cosformer(Symmetric):
+    """phi(x_i) = [relu(x) cos(pi i / 2M), relu(x) sin(pi i / 2M)] (Qin et al. 2022)."""
+
+    def __init__(self, config: CosformerMap, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        self.max_length = config.max_length or shape.max_positions
+
+    def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T F"]:
+        angle = position.clamp_min(0).to(x.dtype)[:, None, :, None, None] * (math.pi / 2 / self.max_length)
+        return (x.relu()[..., None, :] * torch.cat([angle.cos(), angle.sin()], dim=-2)).flatten(-2)
+
+
+class Taylor(Symmetric):
+    """phi.phi = 1 + u + u^2 / 2, u = q.k D^-1/2: products of pairs of (1, x'), x' = x D^-1/4."""
+
+    def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T F"]:
+        x = x * x.shape[-1] ** -0.25
+        return _PairProducts.apply(torch.cat([torch.ones_like(x[..., :1]), x], dim=-1))
+
+
+def _pairs(y: Float[Tensor, "*shape n"]) -> tuple[int, int, Float[Tensor, "*shape m"]]:
+    """n; for how many j all pairs are there once; and y twice, so that y moved by j places is a slice."""
+    return y.shape[-1], y.shape[-1] // 2 + 1, torch.cat([y, y], dim=-1)
+
+
+def _square_weights(y: Float[Tensor, "*shape n"]) -> Float[Tensor, " n"]:
+    """Of the squares of (1, x'): 1, and 2^-1/2 where the pair (i, i) stands for x_i^2 / 2 in the kernel."""
+    weights = y.new_full(y.shape[-1:], 0.5**0.5)
+    weights[0] = 1
+    return weights
+
+
+class _PairProducts(torch.autograd.Function):
+    """y_i y_i+j (indices modulo n) for j = 0 .. n / 2: every pair once. y [..., n] -> [..., n (n + 1) / 2].
+
+    All at once, into their place, and back without a tensor for each pair: autograd takes five times as long.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Float[Tensor, "*shape n"]) -> Float[Tensor, "*shape F"]:
+        ctx.save_for_backward(y)
+        n, rows, twice = _pairs(y)
+        # Left to itself the product would be laid out j first, because of the overlap.
+        phi = y.new_empty(*y.shape[:-1], rows, n)
+        torch.mul(y[..., None, :], twice.unfold(-1, n, 1)[..., :rows, :], out=phi)
+        phi[..., 0, :].mul_(_square_weights(y))
+        # Of an even n the last row has every pair twice.
+        return phi.flatten(-2)[..., : n * (n + 1) // 2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape n"]:
+        (y,) = ctx.saved_tensors
+        n, rows, twice = _pairs(y)
+        g_first, g_twice = torch.zeros_like(y), torch.zeros_like(twice)
+        for j in range(rows):
+            g = grad[..., j * n : (j + 1) * n]
+            g = g if j else g * _square_weights(y)
+            size = g.shape[-1]
+            g_first[..., :size].addcmul_(g, twice[..., j : j + size])
+            g_twice[..., j : j + size].addcmul_(g, y[..., :size])
+        return g_first.add_(g_twice[..., :n]).add_(g_twice[..., n:])
+
+
+class Rfa(FeatureMap):
+    """phi(x) = m^-1/2 [sin(W x^), cos(W x^)], x^ = x / (|x| + 1e-3), W = sigma N(0, 1) (Peng et al. 2021).
+
+    The normal numbers [G, m, D] are fixed and sigma [G] learned, both per KV head.
+    """
+
+    min_denominator = 1.0
+    weight: Tensor
+
+    def __init__(self, config: RfaMap, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        self.sigma = nn.Parameter(torch.empty(shape.num_kv_heads))
+        self.register_buffer("weight", torch.empty(shape.num_kv_heads, self.feature_dim // 2, shape.head_dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw W; sigma starts at 1."""
+        self.sigma.fill_(1)
+        self.weight.normal_()
+
+    def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B G K F"]:
+        return self._queries(x, position)
+
+    def _queries(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
+        weight = self.sigma.to(x.dtype)[:, None, None] * self.weight.to(x.dtype)
+        weight = weight.repeat_interleave(x.shape[1] // len(weight), dim=0)
+        # The derivative of this norm at 0 is 0, not NaN.
+        unit = x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1e-3)
+        angle = unit @ weight.mT
+        return torch.cat([angle.sin(), angle.cos()], dim=-1).mul_(weight.shape[1] ** -0.5)
+
+
+class Dpfp(Symmetric):
+    """phi(x) = r * roll(r, j) for j = 1 .. nu, side by side, r = [relu(x), relu(-x)] (Schlag et al. 2021)."""
+
+    def __init__(self, config: DpfpMap, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        self.nu = config.nu
+
+    def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T F"]:
+        # r behind a part of itself, long enough that r rolled by up to nu is a slice.
+        twice = [x, -x] * 2
+        r = torch.cat(twice[1:] if self.nu <= x.shape[-1] else twice, dim=-1).relu_()
+        n = 2 * x.shape[-1]
+        start = r.shape[-1] - n
+        products = [r[..., start:] * r[..., start - j : start - j + n] for j in range(1, self.nu + 1)]
+        return products[0] if self.nu == 1 else torch.cat(products, dim=-1)  # cat would copy even one

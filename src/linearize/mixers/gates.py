@@ -1,0 +1,231 @@
+"""Gates: how fast the linear state forgets, how much is written, how much the delta rule replaces.
+
+Decays leave here as logarithms, computed as such: log(sigmoid(x)) is -inf or 0 where logsigmoid(x) still counts.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from linearize import parts
+from linearize.mixers.inputs import AttnInputs
+from linearize.ops.partial import accumulation_dtype
+from linearize.parts import LayerShape
+
+MIN_NORM = 1e-6
+
+
+@dataclass(frozen=True)
+class GateOut:
+    """Log decays of each step on the feature and the value axis of S, never positive; the factor of what is written.
+
+    fp32, or fp64 for fp64 inputs; None where the gate has no say.
+    """
+
+    log_decay_k: Float[Tensor, "#B Hk T X"] | None = None
+    log_decay_v: Float[Tensor, "#B Hk T D"] | None = None
+    input_scale: Float[Tensor, "#B Hk T 1"] | None = None
+
+
+class Affine(nn.Module):
+    """W x + b, `width` numbers per head. W starts as that of a linear layer, b at `bias_init`; None: there is no b."""
+
+    def __init__(self, inputs: int, heads: int, width: int, bias_init: float | None) -> None:
+        super().__init__()
+        self.heads, self.bias_init = heads, bias_init or 0.0
+        self.weight = nn.Parameter(torch.empty(inputs, heads * width))
+        self.bias = None if bias_init is None else nn.Parameter(torch.empty(heads * width))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        bound = len(self.weight) ** -0.5
+        self.weight.uniform_(-bound, bound)
+        if self.bias is not None:
+            self.bias.fill_(self.bias_init)
+
+    def forward(self, x: Float[Tensor, "B T N"]) -> Float[Tensor, "B Hk T X"]:
+        y = x @ self.weight.to(x.dtype)
+        if self.bias is not None:
+            y = y + self.bias.to(x.dtype)
+        return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class Gate(nn.Module, ABC):
+    """What a decay says of each step; its children are what it reads from the layer's input."""
+
+    @abstractmethod
+    def forward(self, inputs: AttnInputs) -> GateOut: ...
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter as the config says."""
+        for affine in self.children():
+            assert isinstance(affine, Affine)
+            affine.reset_parameters()
+
+
+class FixedGate(Gate):
+    """Constants per query head (SUPRA sec. 3; RetNet): nothing to learn, and the layer's input is not read."""
+
+    def __init__(self, config: parts.FixedDecay, shape: LayerShape, heads: int, feature_dim: int) -> None:
+        super().__init__()
+        self.config, self.heads = config, heads
+
+    def forward(self, inputs: AttnInputs) -> GateOut:
+        # Computed at every call rather than kept in a buffer, which a student in bfloat16 would round.
+        log_decay = SCHEDULES[self.config.schedule](self.heads, inputs.v.device)
+        log_decay = log_decay.to(accumulation_dtype(inputs.v.dtype))
+        return GateOut(log_decay_k=log_decay[None, :, None, None].expand(-1, -1, inputs.v.shape[2], -1))
+
+
+def lightning(heads: int, device: torch.device) -> Float[Tensor, " H"]:
+    """log gamma_h = -r^(h+1), r = 2^(-8/H), as ALiBi's slopes: between those for the power of two below H come others.
+
+    With c = 2^floor(log2 H) heads: the slopes for c, then every second one for 2c.
+    """
+    whole = 2 ** (heads.bit_length() - 1)
+    step = torch.arange(1, heads + 1, device=device, dtype=torch.float64)
+    step = torch.where(step > whole, step - whole - 0.5, step)
+    return -torch.exp2(-8 / whole * step)
+
+
+def retnet(heads: int, device: torch.device) -> Float[Tensor, " H"]:
+    """log gamma_h = log(1 - 2^(-5-h))."""
+    return torch.log1p(-torch.exp2(-5 - torch.arange(heads, device=device, dtype=torch.float64)))
+
+
+SCHEDULES: dict[str, Callable[[int, torch.device], Tensor]] = {"lightning": lightning, "retnet": retnet}
+
+
+class ScalarGate(Gate):
+    """g = sigmoid(w.x + b) per head: S = g S + (1 - g) phi v^T (RFA), or without the factor 1 - g."""
+
+    def __init__(self, config: parts.ScalarGate, shape: LayerShape, heads: int, feature_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.g = Affine(shape.hidden_size, heads, 1, config.bias_init)
+
+    def forward(self, inputs: AttnInputs) -> GateOut:
+        g = self.g(layer_input(inputs))
+        return GateOut(log_decay_k=logsigmoid(g), input_scale=torch.sigmoid(-g) if self.config.input_scale else None)
+
+
+class FeatureGate(Gate):
+    """alpha = sigmoid(W2 W1 x + b)^(1 / temperature) per feature: S = (alpha 1^T) * S + phi v^T (GLA)."""
+
+    def __init__(self, config: parts.FeatureGate, shape: LayerShape, heads: int, feature_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.down = Affine(shape.hidden_size, 1, config.rank, None)
+        self.up = Affine(config.rank, heads, feature_dim, config.bias_init)
+
+    def forward(self, inputs: AttnInputs) -> GateOut:
+        alpha = self.up(self.down(layer_input(inputs)).squeeze(1))
+        return GateOut(log_decay_k=logsigmoid(alpha) / self.config.temperature)
+
+
+class OuterGate(Gate):
+    """S = (sigmoid(W_f x + b_f) sigmoid(W_z x + b_z)^T) * S + phi v^T (fast decay, Mao 2022)."""
+
+    def __init__(self, config: parts.OuterGate, shape: LayerShape, heads: int, feature_dim: int) -> None:
+        super().__init__()
+        self.f = Affine(shape.hidden_size, heads, feature_dim, config.bias_init)
+        self.z = Affine(shape.hidden_size, heads, shape.head_dim, config.bias_init)
+
+    def forward(self, inputs: AttnInputs) -> GateOut:
+        x = layer_input(inputs)
+        return GateOut(log_decay_k=logsigmoid(self.f(x)), log_decay_v=logsigmoid(self.z(x)))
+
+
+class RefinedGate(Gate):
+    """f = (1 - r) g^2 + r (1 - (1 - g)^2), g = sigmoid(W_g x + b_g), r = sigmoid(W_r x + b_r) (ReGLA eqs. 15-18).
+
+    f gates the value axis, S = S * (1 f^T) + phi v^T, as printed, or the feature axis, S = (f 1^T) * S + phi v^T.
+    """
+
+    def __init__(self, config: parts.RefinedGate, shape: LayerShape, heads: int, feature_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        width = shape.head_dim if config.values else feature_dim
+        self.g = Affine(shape.hidden_size, heads, width, config.bias_init)
+        self.r = Affine(shape.hidden_size, heads, width, 0.0)
+
+    def forward(self, inputs: AttnInputs) -> GateOut:
+        x = layer_input(inputs)
+        log_f = refined_log_decay(self.g(x), self.r(x))
+        return GateOut(log_decay_v=log_f) if self.config.values else GateOut(log_decay_k=log_f)
+
+
+def refined_log_decay(g: Float[Tensor, "*s"], r: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+    """log f for f = (1 - r) g^2 + r (1 - (1 - g)^2), from what is inside the sigmoids of g and r.
+
+    f = g (g + 2 r (1 - g)) and 1 - f = (1 - g) ((1 - g) + 2 g (1 - r)) have no differences, so neither loses digits:
+    the first, in logarithms, where f is small, the second where log f is.
+    """
+    forgets = torch.sigmoid(-g)
+    lost = forgets * (forgets + 2 * torch.sigmoid(g) * torch.sigmoid(-r))
+    log_g = logsigmoid(g)
+    of_small = log_g + torch.logaddexp(log_g, logsigmoid(-g) + logsigmoid(r) + math.log(2))
+    # The clamp keeps the branch that is not taken from a logarithm of 0, whose gradient would be nan.
+    return torch.where(lost > 0.5, of_small, torch.log1p(-lost.clamp_max(0.5)))
+
+
+def layer_input(inputs: AttnInputs) -> Float[Tensor, "B T E"]:
+    """What gates read, in fp32, or fp64 for fp64 inputs."""
+    if inputs.hidden is None:
+        raise ValueError(
+            "AttnInputs.hidden: expected the layer's input, which this mixer's gates read; found None. "
+            "Pass it (mixer.wants_hidden says when), or choose a mixer without a learned decay and the delta rule"
+        )
+    return inputs.hidden.to(accumulation_dtype(inputs.v.dtype))
+
+
+DECAYS: dict[type, Callable[[Any, LayerShape, int, int], Gate]] = {
+    parts.FixedDecay: FixedGate,
+    parts.ScalarGate: ScalarGate,
+    parts.FeatureGate: FeatureGate,
+    parts.OuterGate: OuterGate,
+    parts.RefinedGate: RefinedGate,
+}
+
+
+class DeltaRule(nn.Module):
+    """b = sigmoid(w.x) per head, and the norm of features that it needs (DeltaNet; gated DeltaNet)."""
+
+    def __init__(self, config: parts.DeltaUpdate, shape: LayerShape, heads: int) -> None:
+        super().__init__()
+        self.config = config
+        self.strength = Affine(shape.hidden_size, heads, 1, None)
+
+    def reset_parameters(self) -> None:
+        """Initialise w."""
+        self.strength.reset_parameters()
+
+    def forward(self, inputs: AttnInputs) -> Float[Tensor, "B Hk T 1"]:
+        """b, how much of what the state recalls of a key is replaced."""
+        return self.strength(layer_input(inputs)).sigmoid()
+
+    def normalize(self, phi: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
+        """`phi` over its sum or its Euclidean norm, of which there is at least 1e-6."""
+        return KEY_NORMS[self.config.key_norm](phi)
+
+
+def over_sum(phi: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
+    return phi / phi.sum(-1, keepdim=True).clamp_min(MIN_NORM)
+
+
+def over_norm(phi: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
+    # By way of the square, whose gradient at 0 is 0 where that of the root is infinite.
+    return phi * phi.square().sum(-1, keepdim=True).clamp_min(MIN_NORM**2).rsqrt()
+
+
+KEY_NORMS: dict[str, Callable[[Tensor], Tensor]] = {"sum": over_sum, "l2": over_norm}

@@ -1,0 +1,70 @@
+"""The delta rule, as values for the additive recurrence: chunk by chunk, in O(T) time and memory."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from linearize.ops.decay import ticking
+from linearize.ops.halving import decayed_scores
+from linearize.ops.layout import Layout
+from linearize.ops.partial import accumulation_dtype
+from linearize.ops.span import NoSpan, Span
+from linearize.ops.state import LinearState, expand_heads
+from linearize.ops.stretches import DelayedSlots, Masks, scan
+
+
+def delta_values(
+    phi_k: Float[Tensor, "B Hk K F"],
+    v: Float[Tensor, "B G K D"],
+    beta: Float[Tensor, "B Hk K 1"],
+    *,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
+    span: Span,
+    layout: Layout,
+    state: LinearState | None = None,
+) -> Float[Tensor, "B Hk K D"]:
+    """u_j = beta_j (v_j - (D_k S)^T phi_k(j)), as `reference.delta_values`.
+
+    A key is written when it comes, whatever its window: the span only says which keys are sinks.
+    """
+    dtype, slots = accumulation_dtype(v.dtype), DelayedSlots(layout, NoSpan(span.sinks))
+    batch, heads, _, features = phi_k.shape
+    tensors = [slots.spread(x.to(dtype)) for x in (phi_k, expand_heads(v, heads), beta)]
+    if log_decay_k is not None:
+        tensors.append(slots.spread(ticking(log_decay_k.to(dtype), span, layout).expand(batch, -1, -1, -1)))
+    S = v.new_zeros(batch, heads, features, v.shape[3], dtype=dtype) if state is None else state.S.to(dtype)
+    return slots.collect_keys(scan(slots, _stretch, v.shape[3], S, *tensors))
+
+
+def _stretch(
+    masks: Masks,
+    S: Float[Tensor, "b h F D"],
+    k: Float[Tensor, "b h L F"],
+    v: Float[Tensor, "b h L D"],
+    beta: Float[Tensor, "b h L 1"],
+    log_decay: Float[Tensor, "b h L X"] | None = None,
+) -> tuple[Float[Tensor, "b h L D"], Float[Tensor, "b h F D"]]:
+    """u of n chunks of C slots, and the next S. Within a chunk u solves a triangular system (the UT transform):
+
+    u_i + beta_i sum_{j < i} (k_i . e^{G_i - G_j} k_j) u_j = beta_i (v_i - (e^{G_i} S)^T k_i).
+    """
+    k, v, beta = (x.unflatten(2, masks.key.shape[2:4]) for x in (k, v, beta))
+    log_decay = None if log_decay is None else log_decay.unflatten(2, masks.key.shape[2:4])
+    beta = beta * masks.key
+    overlaps, reading, entering, kept = decayed_scores(k[..., None, :], k, log_decay)
+    overlaps = _flush(overlaps.squeeze(-2) * masks.near * beta)
+    identity = torch.eye(k.shape[3], dtype=k.dtype, device=k.device).expand_as(overlaps)
+    inverse = _flush(torch.linalg.solve_triangular(overlaps, identity, upper=False, unitriangular=True)) * beta.mT
+    written, erasing = inverse @ v, _flush(inverse @ (reading.squeeze(-2) * masks.reads))
+    entering, kept, u = (entering * masks.enters).mT, (kept * masks.keeps)[..., None], []
+    for c in range(k.shape[2]):
+        u.append(written[:, :, c] - erasing[:, :, c] @ S)
+        S = S * kept[:, :, c] + entering[:, :, c] @ u[-1]
+    return torch.cat(u, dim=2), S
+
+
+def _flush(x: Tensor) -> Tensor:
+    """0 for numbers whose products would be denormal, with which arithmetic is up to a hundred times slower."""
+    return torch.nn.functional.hardshrink(x, torch.finfo(x.dtype).tiny * 1e8)

@@ -1,0 +1,119 @@
+"""The linear part where features or values decay each at their own rate: chunk by chunk, in O(T) time and memory.
+
+A query reads the state from before its window, and what it reads decays on through the window. So keys are delayed by
+the window, queries take in the decays of the steps that they skip, and what is left is a scan without a window.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from linearize.ops.decay import ticking
+from linearize.ops.halving import decay_factor, decayed_scores, decayed_sums
+from linearize.ops.layout import Layout
+from linearize.ops.partial import Partial, accumulation_dtype
+from linearize.ops.span import Span
+from linearize.ops.state import LinearState, expand_heads
+from linearize.ops.stretches import DelayedSlots, Masks, scan
+
+
+def linear_scan(
+    phi_q: Float[Tensor, "B H T F"],
+    phi_k: Float[Tensor, "B Hk K F"],
+    v: Float[Tensor, "B G K D"],
+    *,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
+    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
+    span: Span,
+    layout: Layout,
+    state: LinearState | None = None,
+) -> Partial:
+    """The linear part (`reference.linear_scan`) with decays on the feature axis, the value axis, or both."""
+    dtype, slots = accumulation_dtype(v.dtype), DelayedSlots(layout, span)
+    batch, heads, _, features = phi_k.shape
+    q, k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, expand_heads(v, heads)))
+    decays, skipped = {}, {}
+    for name, log_decay in (("log_decay_k", log_decay_k), ("log_decay_v", log_decay_v)):
+        if log_decay is not None:
+            steps = slots.spread(ticking(log_decay.to(dtype), span, layout).expand(batch, -1, -1, -1))
+            decays[name] = slots.delay(steps)
+            if slots.lag:
+                skipped[name] = decay_factor(expand_heads(_last(steps, slots.lag, slots.chunk), phi_q.shape[1]))
+    if "log_decay_k" in skipped:
+        q = q * skipped["log_decay_k"]
+    if state is None:
+        S = phi_k.new_zeros(batch, heads, features, v.shape[3] + 1, dtype=dtype)
+    else:
+        S = torch.cat([state.S, state.z[..., None]], dim=-1).to(dtype)
+
+    def stretch(masks: Masks, S: Tensor, q: Tensor, k: Tensor, v: Tensor, *logs: Tensor) -> tuple[Tensor, Tensor]:
+        return _stretch(masks, S, q, k, v, **dict(zip(decays, logs, strict=True)))
+
+    S = S[:, :, None].expand(-1, -1, slots.registers, -1, -1)
+    out = scan(slots, stretch, S.shape[-1], S, q, slots.delay(k), slots.delay(v), *decays.values())
+    num, den = out[..., :-1], out[..., -1:]
+    if "log_decay_v" in skipped:
+        num = num * skipped["log_decay_v"]
+    den = slots.collect(den).squeeze(-1)
+    return Partial(slots.collect(num), den, torch.zeros_like(den))
+
+
+def _last(steps: Float[Tensor, "B h P X"], count: int, chunk: int) -> Float[Tensor, "B h P X"]:
+    """The sum of the last `count` steps at each slot: by products with 0 and 1, much faster than a running sum."""
+    chunks, slot = steps.unflatten(2, (-1, chunk)), torch.arange(chunk, device=steps.device)
+    n, whole = chunks.shape[2], count // chunk
+    # The chunks between the slot's own and those that may hold the first step count as a whole. In float64, since these
+    # are differences.
+    before = torch.nn.functional.pad(chunks.sum(3).double().cumsum(2), (0, 0, 1, 0))[:, :, :n]
+    last = before - torch.nn.functional.pad(before, (0, 0, max(whole - 1, 0), 0))[:, :, :n]
+    last = last.to(steps.dtype)[:, :, :, None]
+    for back in sorted({0, whole, whole + 1}):
+        distance = slot[:, None] - slot + back * chunk
+        inside = ((distance >= 0) & (distance < count)).to(steps.dtype)
+        last = last + torch.nn.functional.pad(inside @ chunks, (0, 0, 0, 0, back, 0))[:, :, :n]
+    return last.flatten(2, 3)
+
+
+def _stretch(
+    masks: Masks,
+    S: Float[Tensor, "b h R F E"],
+    q: Float[Tensor, "b H L F"],
+    k: Float[Tensor, "b h L F"],
+    v: Float[Tensor, "b h L D"],
+    *,
+    log_decay_k: Float[Tensor, "b h L X"] | None = None,
+    log_decay_v: Float[Tensor, "b h L D"] | None = None,
+) -> tuple[Float[Tensor, "b H L E"], Float[Tensor, "b h R F E"]]:
+    """num beside den (E = D + 1: den is the num of a value that is always 1 and does not decay), and the next S.
+
+    Axes: n chunks of C slots, g = H / h query heads per key head, R registers.
+    """
+    n, chunk = masks.key.shape[2:4]
+    heads, (registers, features) = k.shape[1], S.shape[2:4]
+    q = q.unflatten(2, (n, chunk)).unflatten(1, (heads, -1)).movedim(2, 4) * masks.query[..., None]
+    k = k.unflatten(2, (n, chunk)) * masks.key
+    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1).unflatten(2, (n, chunk))
+    if log_decay_k is not None:
+        log_decay_k = log_decay_k.unflatten(2, (n, chunk))
+    scores, q, k, kept = decayed_scores(q, k, log_decay_k)
+    scores, kept = scores * masks.near[:, :, :, :, None], (kept * masks.keeps)[..., None]
+    if log_decay_v is None:
+        near, into = (scores.flatten(3, 4) @ v).unflatten(3, (chunk, -1)), None
+    else:
+        log_decay_v = torch.nn.functional.pad(log_decay_v, (0, 1)).unflatten(2, (n, chunk))
+        near, into, v, kept_v = decayed_sums(scores, v, log_decay_v)
+        kept = kept * kept_v[..., None, :]
+
+    entering = (k[..., None, :] * masks.enters[..., None]).flatten(4)
+    added, states = (entering.mT @ v).unflatten(3, (registers, features)), []
+    for c in range(n):
+        states.append(S)
+        if masks.catches_up is not None:
+            S = torch.where(masks.catches_up[:, :, c, None, None, None], S[:, :, :1], S)
+        S = torch.addcmul(added[:, :, c], S, kept[:, :, c, None])
+    reading = (q[..., None, :] * masks.reads[:, :, :, :, None, :, None]).flatten(5).flatten(3, 4)
+    far = (reading @ torch.stack(states, dim=2).flatten(3, 4)).unflatten(3, (chunk, -1))
+    out = near + (far if into is None else far * into[..., None, :])
+    return out.movedim(4, 2).flatten(3, 4).flatten(1, 2), S

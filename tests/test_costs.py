@@ -1,0 +1,192 @@
+"""What a mixer costs, against sums done by hand and against the mixers themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from linearize import parts
+from linearize.costs import mixer_flops, new_parameters, state_bytes
+from linearize.mixers import AttnInputs, LinearMixer
+from linearize.parts import MixerConfig
+from linearize.teacher import TeacherShape
+
+# H = 4, G = 2, D = 8, hidden size 32; and without RoPE, and without GQA.
+SMALL = TeacherShape("llama", 2, 4, 2, 8, 32, 80, 101, 64, False, ())
+SMALL_GPT2 = TeacherShape("gpt2", 2, 4, 4, 8, 32, 128, 101, 64, True, ())
+SLIDING, SINKS = parts.SlidingSpan(window_size=5), parts.SlidingSpan(window_size=5, sinks=3)
+TERRACED = parts.TerracedSpan(window_size=5, blocks=3, sinks=2)
+SIX = parts.HedgehogMap(feature_dim=6)
+GROUP, RMS, ADD = parts.GroupNormalizer(), parts.RmsNormalizer(), parts.Add()
+PLAIN = dict(normalizer=parts.NoNormalizer(), combine=parts.Mix())
+MIXERS = {
+    "sliding": MixerConfig(span=SLIDING, feature_map=SIX),
+    "per KV head, sinks": MixerConfig(span=SINKS, feature_map=parts.HedgehogMap(feature_dim=6, per="kv_head")),
+    "terraced": MixerConfig(span=TERRACED, feature_map=SIX),
+    "no window": MixerConfig(span=parts.NoSpan(), feature_map=SIX),
+    "window only": MixerConfig(span=SLIDING, feature_map=None, combine=parts.WindowOnly()),
+    "window only, sinks": MixerConfig(span=SINKS, feature_map=None, combine=parts.WindowOnly()),
+    # Exponentials carry their running maximum: a step and an offset per slot, and the last one.
+    "maximum": MixerConfig(span=SLIDING, feature_map=parts.ReglaMap(feature_dim=6, per="kv_head")),
+    "maximum, all keys": MixerConfig(
+        span=TERRACED, feature_map=parts.LolcatMap(tied=True), combine=parts.Mix(weights_over="all_keys")
+    ),
+    "maximum, fixed decay": MixerConfig(span=SINKS, feature_map=parts.ExpMap(), decay=parts.FixedDecay(), combine=ADD),
+    "maximum, feature gate": MixerConfig(
+        span=SLIDING, feature_map=parts.PerformerMap(feature_dim=6), decay=parts.FeatureGate(rank=3)
+    ),
+    "maximum, refined gate of values": MixerConfig(
+        span=SLIDING, feature_map=parts.ReglaMap(feature_dim=6), decay=parts.RefinedGate(), scale="regla", **PLAIN
+    ),
+    # Maps that see unrotated keys, and features that are rotated themselves.
+    "unrotated": MixerConfig(span=SINKS, feature_map=parts.CosformerMap()),
+    "rotated after": MixerConfig(
+        span=SLIDING,
+        feature_map=parts.T2RMap(rotation="after", per="model"),
+        decay=parts.FixedDecay(schedule="retnet"),
+        normalizer=GROUP,
+        combine=parts.Mix(),
+    ),
+    "rotated after, tied": MixerConfig(
+        feature_map=parts.T2RMap(rotation="after", per="kv_head", tied=True, bias=False),
+        span=TERRACED,
+        normalizer=RMS,
+        combine=ADD,
+    ),
+    "maximum, rotated after": MixerConfig(span=SLIDING, feature_map=parts.ExpMap(rotation="after"), **PLAIN),
+    # Gates and the delta rule.
+    "input scale": MixerConfig(span=SLIDING, feature_map=parts.RfaMap(), decay=parts.ScalarGate(), combine=ADD),
+    "input scale, all keys": MixerConfig(
+        span=SINKS,
+        feature_map=parts.TaylorMap(),
+        decay=parts.ScalarGate(),
+        combine=parts.Mix(weights_over="all_keys"),
+    ),
+    "outer gate": MixerConfig(span=SINKS, feature_map=parts.Elu1Map(), decay=parts.OuterGate(), **PLAIN),
+    "refined gate of features": MixerConfig(
+        span=TERRACED, feature_map=parts.Elu1Map(), decay=parts.RefinedGate(axis="feature")
+    ),
+    "delta": MixerConfig(
+        span=SLIDING, feature_map=parts.DpfpMap(nu=2), update=parts.DeltaUpdate(key_norm="sum"), **PLAIN
+    ),
+    "delta of exponentials": MixerConfig(
+        span=TERRACED,
+        feature_map=parts.HedgehogMap(feature_dim=6, activation="exp", bias=True),
+        update=parts.DeltaUpdate(),
+        normalizer=GROUP,
+        combine=ADD,
+    ),
+    "gated delta, output gate": MixerConfig(
+        span=SINKS,
+        feature_map=parts.IdentityMap(rotation="none"),
+        decay=parts.FeatureGate(rank=3),
+        update=parts.DeltaUpdate(),
+        scale="head_dim",
+        normalizer=parts.RmsNormalizer(output_gate=True),
+        combine=ADD,
+    ),
+    "pure delta": MixerConfig(
+        span=parts.NoSpan(),
+        feature_map=parts.IdentityMap(),
+        decay=parts.ScalarGate(input_scale=False),
+        update=parts.DeltaUpdate(),
+        normalizer=RMS,
+        combine=ADD,
+    ),
+}
+# A slot has 2 x 2 x 8 numbers in bf16, 16 more with unrotated keys, and 2 x 8 with cosines
+# and sines. S and z have F x 9 numbers per head of the state.
+BY_HAND = {
+    "sliding": (4 * 24 + 4 * 24 + 4, 4 * (4 * 54) + 2 * (5 * 32)),
+    "per KV head, sinks": (4 * 24 + 2 * 24 + 4, 4 * (2 * 54) + 2 * (8 * 32)),
+    "terraced": (4 * 24 + 4 * 24 + 4, 4 * (2 * 4 * 54) + 2 * (17 * 32)),
+    "no window": (4 * 24 + 4 * 24 + 4, 4 * (4 * 54)),
+    "window only": (0, 2 * (5 * 32)),
+    "window only, sinks": (0, 2 * (8 * 32)),
+    "maximum": (4 * 48 + 2 * 48 + 4, 4 * (2 * 54 + 2) + 5 * (2 * 32 + 4 * (2 + 2))),
+    "maximum, all keys": (4 * 64 + 4, 4 * (2 * 4 * 72 + 4 + 4 * 8) + 17 * (2 * 32 + 4 * (4 + 4))),
+    # One state per query head, though keys have one map per KV head.
+    "maximum, fixed decay": (0, 4 * (4 * 72 + 2) + 8 * (2 * 32 + 4 * (4 + 2))),
+    # Performer's maximum is fp64.
+    "maximum, feature gate": (
+        3 * 32 + 2 * 6 * 4 + 4,
+        4 * (2 * 54) + 8 * 2 + 5 * (2 * 32 + 4 * (2 * 6) + 8 * 2),
+    ),
+    "maximum, refined gate of values": (
+        2 * 4 * 48 + 2 * 4 * 8 * 33 + 4,
+        4 * (4 * 54 + 4) + 5 * (2 * 32 + 4 * (4 + 4 * 8 + 4)),
+    ),
+    "unrotated": (4, 4 * (2 * 16 * 9) + 8 * (2 * 48)),
+    "rotated after": (32 * 33 + 16 * 17 + 4, 4 * (4 * 72) + 5 * (2 * 64 + 4 * 4)),
+    "rotated after, tied": (2 * 64 + 32, 4 * (2 * 2 * 72) + 17 * (2 * 64)),
+    "maximum, rotated after": (4, 4 * (2 * 72 + 2) + 5 * (2 * 64 + 4 * (2 + 2))),
+    "input scale": (2 + 2 * 33, 4 * (2 * 16 * 9) + 5 * (2 * 32 + 4 * (2 + 2))),
+    "input scale, all keys": (2 * 33 + 4, 4 * (2 * 45 * 9 + 2 * 45) + 8 * (2 * 32 + 4 * (2 + 2))),
+    "outer gate": (2 * 16 * 33 + 4, 4 * (2 * 72) + 8 * (2 * 32 + 4 * (2 * 8 + 2 * 8))),
+    "refined gate of features": (2 * 2 * 8 * 33 + 4, 4 * (2 * 2 * 72) + 17 * (2 * 32 + 4 * 2 * 8)),
+    "delta": (2 * 32 + 4, 4 * (2 * 32 * 9) + 5 * (2 * 32 + 4 * 2)),
+    "delta of exponentials": (2 * 4 * 27 + 4 * 32, 4 * (2 * 4 * 54) + 17 * (2 * 32 + 4 * 4)),
+    "gated delta, output gate": (
+        3 * 32 + 2 * 8 * 4 + 2 * 32 + 32 * 33,
+        4 * (2 * 72) + 8 * (2 * 48 + 4 * (2 * 8 + 2)),
+    ),
+    "pure delta": (2 * 33 + 2 * 32 + 32, 4 * (2 * 72)),
+}
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixer_by_hand(name: str) -> None:
+    parameters, state = BY_HAND[name]
+    assert new_parameters(MIXERS[name], SMALL) == parameters
+    assert state_bytes(MIXERS[name], SMALL, kv_bytes_per_element=2) == state
+
+
+def test_without_rope_there_is_nothing_unrotated_to_keep() -> None:
+    for rotation in ("before", "after", "none"):
+        mixer = MixerConfig(span=SINKS, feature_map=parts.Elu1Map(rotation=rotation), **PLAIN)
+        # 8 slots of 2 x 4 x 8 numbers; S and z of 4 heads.
+        assert state_bytes(mixer, SMALL_GPT2, kv_bytes_per_element=2) == 2 * 8 * 64 + 4 * (4 * 72)
+
+
+def inputs_of(teacher: TeacherShape, length: int) -> AttnInputs:
+    """All that a layer can hand its mixer, in bf16."""
+
+    def zeros(*sizes: int) -> torch.Tensor:
+        return torch.zeros(1, *sizes, dtype=torch.bfloat16)
+
+    q, kv = (zeros(heads, length, 8) for heads in (teacher.num_heads, teacher.num_kv_heads))
+    rope = dict(unrotated=(q, kv), rope=(zeros(length, 8), zeros(length, 8))) if teacher.has_rope else {}
+    return AttnInputs(q, kv, kv, scaling=1.0, hidden=zeros(length, 32), **rope)
+
+
+@pytest.mark.parametrize("teacher", [SMALL, SMALL_GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixer_itself(name: str, teacher: TeacherShape) -> None:
+    mixer = LinearMixer(MIXERS[name], teacher.layer)
+    assert new_parameters(MIXERS[name], teacher) == sum(parameter.numel() for parameter in mixer.parameters())
+    expected = state_bytes(MIXERS[name], teacher, kv_bytes_per_element=2)
+    empty = mixer.state_like(inputs_of(teacher, 1))
+    assert empty.nbytes - empty.seen.nbytes == expected
+    _, state = mixer.step(inputs_of(teacher, 40), None)
+    assert state.nbytes - state.seen.nbytes == expected, "as much as at the start"
+
+
+# Window of 5: 4 x 32 x 5 = 640. H F D = 4 x 8 x F, twice: read S, and for 4 heads also fold it; half of it for G = 2.
+FLOPS_BY_HAND = {
+    "sliding": 640 + 2 * (2 * 4 * 24 + 4) + 2 * (4 + 4) * 6 * 8,
+    "window only": 640,
+    # A tied projection is used twice, by queries and by keys.
+    "maximum, all keys": 4 * 32 * 17 + 2 * (2 * 4 * 64 + 4) + 2 * (4 + 4) * 8 * 8,
+    "maximum, feature gate": 640 + 2 * (4 + 2) * 6 * 8 + 2 * (3 * 32 + 2 * 6 * 4 + 4) + 2 * (4 + 2) * 6 * 8,
+    "rotated after": 640 + 2 * (32 * 32 + 16 * 16) + 2 * 4 + 2 * (4 + 4) * 8 * 8,
+    "rotated after, tied": 4 * 32 * 17 + 2 * (4 + 2) * 64 + 2 * 32 + 2 * (4 + 2) * 8 * 8,
+    "input scale": 640 + 2 * (4 + 2) * 8 * 8 + 2 * 2 * 33 + 2 * (4 + 2) * 16 * 8,
+    # The delta rule reads S twice.
+    "delta": 640 + 2 * (2 * 32 + 4) + 2 * (4 + 2 + 2) * 32 * 8,
+    "pure delta": 2 * (2 * 33 + 2 * 32 + 32) + 2 * (4 + 2 + 2) * 8 * 8,
+}
+
+
+@pytest.mark.parametrize("name", FLOPS_BY_HAND)
+def test_mixer_flops_by_hand(name: str) -> None:
+    assert mixer_flops(MIXERS[name], SMALL, sequence_length=64) == FLOPS_BY_HAND[name]
