@@ -1,0 +1,131 @@
+"""What every mixer promises, each as a function that raises AssertionError when it does not hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from linearize.mixers import BidirectionalMixer, LinearMixer, MixerState
+from linearize.ops import chunked, dispatch
+from linearize.ops.layout import context_positions
+from linearize.parts import Add, AdditiveUpdate, NoSpan
+from tests.mixers.space import Drawn, own_layout, pieces, with_tensors
+from tests.mixers.weights import weights_of
+from tests.oracles.heads import Inputs
+from tests.oracles.mixer import bidirectional_layer, mixer_layer
+
+FP64, FP32 = 1e-10, 1e-4
+
+
+def assert_near(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    """Largest difference at most `tolerance` times the largest expected value, or 1 where that is less."""
+    assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
+    assert found.isfinite().all(), f"{what}: not finite"
+    if expected.numel():
+        error, scale = float((found - expected).detach().abs().max()), float(expected.detach().abs().max())
+        assert error <= tolerance * max(1.0, scale), f"{what}: off by {error:.3g} at a scale of {scale:.3g}"
+
+
+def check_oracle(case: Drawn) -> None:
+    """The whole layer equals the loops transcribed from the papers."""
+    x = case.inputs
+    inputs = Inputs(x.q, x.k, x.v, x.scaling, x.softcap, x.hidden, x.unrotated, x.rope)
+    expected = mixer_layer(case.mixer.config, weights_of(case.mixer), inputs, case.documents)
+    assert_near(case.mixer(x, case.layout), expected, FP64, "output")
+
+
+def check_bidirectional(case: Drawn) -> None:
+    """The encoder's mixer with the same map and normalizer equals its oracle."""
+    config = case.mixer.config.model_copy(update={"span": NoSpan(), "decay": None, "combine": Add()})
+    config = config.model_copy(update={"update": AdditiveUpdate()})
+    mixer = BidirectionalMixer(config, case.mixer.shape).double()
+    mixer.load_state_dict(case.mixer.state_dict(), strict=False)
+    mixer.requires_grad_(False)
+    x = case.inputs
+    inputs = Inputs(x.q, x.k, x.v, x.scaling, x.softcap, x.hidden, x.unrotated, x.rope)
+    expected = bidirectional_layer(config, weights_of(mixer), inputs, case.documents)
+    assert_near(mixer(x, case.layout), expected, FP64, "output")
+
+
+def outputs_and_gradients(case: Drawn, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Outputs, and gradients of a random linear function of them in all inputs and parameters."""
+    leaves = {name: x.detach().requires_grad_() for name, x in case.tensors().items()}
+    weights = {name: x.detach().requires_grad_() for name, x in case.mixer.named_parameters()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(dispatch.ENVIRONMENT, implementation)
+        arguments = with_tensors(case.inputs, leaves), case.layout
+        y = torch.func.functional_call(case.mixer, weights, arguments)
+        generator = torch.Generator().manual_seed(2)
+        loss = (y * torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)).sum()
+        named = leaves | weights
+        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return y.detach(), {
+        name: torch.zeros_like(x) if g is None else g for (name, x), g in zip(named.items(), gradients, strict=True)
+    }
+
+
+def check_chunked(case: Drawn, tolerance: float = FP64) -> None:
+    """The chunked form equals the definition: outputs and gradients of all inputs and parameters."""
+    found, found_gradients = outputs_and_gradients(case, "chunked")
+    expected, expected_gradients = outputs_and_gradients(case, "reference")
+    assert_near(found, expected, tolerance, "output")
+    for name, gradient in expected_gradients.items():
+        assert_near(found_gradients[name], gradient, tolerance, f"gradient of {name}")
+
+
+def in_calls(case: Drawn, cuts: Sequence[int]) -> tuple[Tensor, MixerState]:
+    """Outputs of `step` over the pieces between the cuts, and the last state."""
+    state: MixerState | None = None
+    outputs = []
+    for start, stop in pieces(case.length, cuts):
+        layout = own_layout(case.documents, start, stop)
+        goes_on = bool((layout.key_position >= 0).all()) and not bool(layout.key_document.any())
+        y, state = case.mixer.step(case.part(start, stop), state, None if goes_on and state else layout)
+        outputs.append(y)
+    assert state is not None
+    return torch.cat(outputs, dim=2), state
+
+
+def check_calls(case: Drawn, cuts: Sequence[int]) -> None:
+    """Several calls, one token at a time among them, give the outputs and the final state of one call."""
+    found, found_state = in_calls(case, cuts)
+    assert_near(found, case.mixer(case.inputs, case.layout), FP64, "output")
+    expected_state = in_calls(case, [])[1]
+    empty = case.mixer.state_like(case.part(0, 1))
+    assert [x.shape for x in empty.tensors()] == [x.shape for x in expected_state.tensors()]
+    assert_near(found_state.seen, expected_state.seen, 0, "tokens seen")
+    # A slot below every later query's window may hold a token or not.
+    span, seen = case.mixer.span, expected_state.seen[:, None]
+    position = context_positions(seen[:, 0], span)
+    needed = (position >= 0) & ((position >= span.lo(seen - 1)) | (position < span.sinks))
+    for name, x in expected_state.slots.items():
+        mask = needed[:, None, :, None]
+        assert_near(found_state.slots[name] * mask, x * mask, FP64, f"slots of {name}")
+    rest = (replace(state, slots={}).tensors() for state in (found_state, expected_state))
+    for index, (one, other) in enumerate(zip(*rest, strict=True)):
+        unset = -math.inf  # a maximum before the first token
+        assert_near(one.masked_fill(one == unset, 0), other.masked_fill(other == unset, 0), FP64, f"state {index}")
+
+
+def check_segments(case: Drawn) -> None:
+    """Without gradients, rows of whole documents are worked on in segments: the same outputs and final state."""
+    expected, expected_state = case.mixer.step(case.inputs, None, case.layout)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(LinearMixer, "_segment", lambda self, inputs: 16)
+        assert_near(case.mixer(case.inputs), expected, FP64, "output")
+        found, found_state = case.mixer.step(case.inputs, None)
+    assert_near(found, expected, FP64, "output of a step")
+    for index, (one, other) in enumerate(zip(found_state.tensors(), expected_state.tensors(), strict=True)):
+        assert_near(one, other, FP64, f"state {index}")
+
+
+def small_chunks(patch: pytest.MonkeyPatch) -> None:
+    """Short sequences cross chunk and block boundaries too."""
+    patch.setattr(chunked, "CHUNK", 16)
+    patch.setattr(chunked, "WINDOW_CHUNK", 16)
+    patch.setattr(chunked, "MAX_CHUNKS_PER_BLOCK", 2)

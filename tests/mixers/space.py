@@ -1,0 +1,254 @@
+"""Mixers drawn from the whole space of parts, with inputs for them: what the property test is made of."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from linearize import parts
+from linearize.mixers import AttnInputs, LinearMixer
+from linearize.mixers.rope import apply_rope
+from linearize.ops import Layout
+from linearize.parts import LayerShape, MixerConfig
+from tests.ops.cases import STYLES, documents_of
+from tests.oracles.attention import Documents
+
+PER = st.sampled_from(["query_head", "kv_head", "model"])
+ROTATIONS = st.sampled_from(["before", "none", "after"])
+BEFORE_OR_NONE = st.sampled_from(["before", "none"])
+LEARNED = {"per": PER, "tied": st.booleans(), "bias": st.booleans()}
+EVEN = st.sampled_from([2, 4, 6])
+
+MAPS = st.one_of(
+    st.builds(parts.IdentityMap, rotation=ROTATIONS),
+    st.builds(parts.Elu1Map, rotation=ROTATIONS),
+    st.builds(parts.ExpMap, rotation=ROTATIONS, temperature=st.sampled_from([1.0, 2.0])),
+    st.builds(
+        parts.T2RMap, **LEARNED, rotation=BEFORE_OR_NONE, feature_dim=EVEN, activation=st.sampled_from(["relu", "none"])
+    ),
+    st.builds(parts.T2RMap, **LEARNED, rotation=st.just("after")),
+    st.builds(
+        parts.HedgehogMap,
+        **LEARNED,
+        rotation=BEFORE_OR_NONE,
+        feature_dim=EVEN,
+        activation=st.sampled_from(["softmax_halves", "softmax", "exp"]),
+    ),
+    st.builds(parts.LolcatMap, **LEARNED, rotation=BEFORE_OR_NONE, activation=st.sampled_from(["exp", "relu", "elu1"])),
+    st.builds(parts.ReglaMap, **LEARNED, rotation=BEFORE_OR_NONE, feature_dim=st.integers(1, 6)),
+    st.builds(parts.PerformerMap, rotation=BEFORE_OR_NONE),
+    st.builds(parts.CosformerMap, max_length=st.just(256)),
+    st.builds(parts.TaylorMap, rotation=BEFORE_OR_NONE),
+    st.builds(parts.RfaMap, rotation=BEFORE_OR_NONE),
+    st.builds(parts.DpfpMap, rotation=BEFORE_OR_NONE, nu=st.integers(1, 2)),
+)
+SPANS = st.one_of(
+    st.builds(parts.NoSpan),
+    st.builds(
+        parts.SlidingSpan, window_size=st.sampled_from([1, 3, 7, 16, 17, 40]), sinks=st.sampled_from([0, 0, 2, 5])
+    ),
+    st.builds(
+        parts.TerracedSpan,
+        window_size=st.sampled_from([1, 4, 7, 16]),
+        blocks=st.integers(1, 2),
+        sinks=st.sampled_from([0, 0, 1, 9]),
+    ),
+)
+BIAS = st.sampled_from([0.0, 3.0, -3.0])
+DECAYS = st.one_of(
+    st.none(),
+    st.builds(parts.FixedDecay, schedule=st.sampled_from(["lightning", "retnet"])),
+    st.builds(parts.ScalarGate, input_scale=st.booleans(), bias_init=BIAS),
+    st.builds(parts.FeatureGate, rank=st.integers(1, 3), temperature=st.sampled_from([1.0, 16.0]), bias_init=BIAS),
+    st.builds(parts.OuterGate, bias_init=BIAS),
+    st.builds(parts.RefinedGate, axis=st.sampled_from(["value", "feature"]), bias_init=BIAS),
+)
+UPDATES = st.one_of(
+    st.builds(parts.AdditiveUpdate), st.builds(parts.DeltaUpdate, key_norm=st.sampled_from(["l2", "sum"]))
+)
+NORMALIZERS = st.one_of(
+    st.builds(parts.SumNormalizer),
+    st.builds(parts.NoNormalizer),
+    st.builds(parts.GroupNormalizer),
+    st.builds(parts.RmsNormalizer, output_gate=st.booleans()),
+)
+COMBINES = st.one_of(
+    st.builds(parts.SharedDenominator),
+    st.builds(parts.Mix, weights_over=st.sampled_from(["linear_keys", "all_keys"])),
+    st.builds(parts.Add),
+)
+SHAPES = st.builds(
+    lambda heads, head_dim: LayerShape(*heads, head_dim, hidden_size=5, max_positions=256),
+    st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    st.sampled_from([2, 4, 6]),
+)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> MixerConfig:
+    """Any combination that is not refused."""
+    named = {"span": SPANS, "feature_map": MAPS, "decay": DECAYS, "update": UPDATES, "normalizer": NORMALIZERS}
+    named |= {"combine": COMBINES, "scale": st.sampled_from(["none", "head_dim", "regla"])}
+    chosen = {name: draw(strategy) for name, strategy in named.items()}
+    # Half of all combinations are refused: change one part after the other until one is not.
+    for name in ("normalizer", "combine", "update", "decay", "span", "feature_map"):
+        try:
+            return MixerConfig(**chosen)
+        except ValidationError:
+            chosen[name] = draw(
+                {
+                    "normalizer": st.sampled_from([parts.GroupNormalizer(), parts.NoNormalizer()]),
+                    "combine": st.just(parts.Add()),
+                    "update": st.just(parts.DeltaUpdate(key_norm="l2")),
+                    "decay": st.none(),
+                }.get(name, st.just(chosen[name]))
+            )
+    return MixerConfig(**chosen)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A mixer with random float64 parameters, inputs, and which slots hold which document."""
+
+    mixer: LinearMixer
+    inputs: AttnInputs
+    documents: Documents
+
+    def __repr__(self) -> str:
+        return f"Drawn({self.mixer.config!r}, {self.mixer.shape}, documents={self.documents})"
+
+    @property
+    def length(self) -> int:
+        return self.inputs.q.shape[2]
+
+    @property
+    def layout(self) -> Layout:
+        return own_layout(self.documents, 0, self.length)
+
+    def part(self, start: int, stop: int) -> AttnInputs:
+        """The inputs of some slots."""
+        return self.inputs.tokens(start, stop)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every input that is differentiable, by name."""
+        x = self.inputs
+        assert x.hidden is not None and x.unrotated is not None
+        return {"q": x.q, "k": x.k, "v": x.v, "hidden": x.hidden, "q0": x.unrotated[0], "k0": x.unrotated[1]}
+
+    def to(self, dtype: torch.dtype) -> Drawn:
+        """The same numbers, rounded to `dtype`."""
+        tensors = {name: x.to(dtype) for name, x in self.tensors().items()}
+        assert self.inputs.rope is not None
+        cos, sin = (x.to(dtype) for x in self.inputs.rope)
+        state = {name: x.to(dtype) for name, x in self.mixer.state_dict().items()}
+        mixer = LinearMixer(self.mixer.config, self.mixer.shape).to(dtype)
+        mixer.load_state_dict(state)
+        return Drawn(mixer.requires_grad_(False), with_tensors(self.inputs, tensors, (cos, sin)), self.documents)
+
+
+def with_tensors(inputs: AttnInputs, named: dict[str, Tensor], rope: tuple[Tensor, Tensor] | None = None) -> AttnInputs:
+    """`inputs` with the tensors of `Drawn.tensors` exchanged."""
+    unrotated = (named["q0"], named["k0"])
+    rope = inputs.rope if rope is None else rope
+    rest = {name: named[name] for name in ("q", "k", "v", "hidden")}
+    return replace(inputs, **rest, unrotated=unrotated, rope=rope)
+
+
+def own_layout(documents: Documents, start: int, stop: int) -> Layout:
+    """The slots start..stop: document 0 goes on where an earlier call left it, its positions counted from there."""
+    position = torch.full((len(documents), stop - start), -1)
+    document = torch.zeros_like(position)
+    for b, row in enumerate(documents):
+        new = 0
+        for slots in row:
+            own = [slot - start for slot in slots if start <= slot < stop]
+            if not own:
+                continue
+            if slots[0] >= start:
+                new += 1
+                document[b, own[0] :] = new
+            position[b, own] = torch.arange(len(own))
+    return Layout(position, document, stop - start)
+
+
+def make_drawn(config: MixerConfig, shape: LayerShape, documents: Documents, length: int, seed: int) -> Drawn:
+    """Parameters and inputs for `config`; gates range from hardly forgetting to forgetting at once."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+    mixer = LinearMixer(config, shape).double()
+    for name, x in mixer.named_parameters():
+        # Gates' pre-activations from about -20 to 20 at some steps; biases stay as the config says.
+        x.data.copy_(normal(*x.shape) * (2.0 if name.startswith("gate.") else 0.7) if x.ndim > 1 else x.data)
+        if name in ("combine.window_factor", "combine.window_weight", "normalizer.weight"):
+            x.data.copy_(normal(*x.shape))
+    for x in mixer.buffers():
+        x.copy_(normal(*x.shape))
+    rows, groups, dim = len(documents), shape.num_kv_heads, shape.head_dim
+    position = torch.zeros(rows, length, dtype=torch.int64)
+    for b, row in enumerate(documents):
+        for slots in row:
+            position[b, slots] = torch.arange(len(slots))
+    angle = position[..., None] * 0.3 ** torch.arange(1, dim // 2 + 1)
+    angle = torch.cat([angle, angle], dim=-1).double()
+    rope = angle.cos(), angle.sin()
+    q, k = normal(rows, shape.num_heads, length, dim), normal(rows, groups, length, dim)
+    burst = torch.where(torch.rand(rows, length, 1, generator=generator, dtype=torch.float64) < 0.2, 5.0, 0.5)
+    inputs = AttnInputs(
+        q=apply_rope(q, rope),
+        k=apply_rope(k, rope),
+        v=normal(rows, groups, length, dim),
+        scaling=0.7,
+        softcap=2.0 if seed % 3 == 0 else None,
+        hidden=normal(rows, length, shape.hidden_size) * burst,
+        unrotated=(q, k),
+        rope=rope,
+    )
+    return Drawn(mixer.requires_grad_(False), inputs, documents)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What hypothesis chooses; the mixer itself is made in the test."""
+
+    config: MixerConfig
+    shape: LayerShape
+    styles: list[str]
+    length: int
+    seed: int
+
+    def make(self) -> Drawn:
+        config = self.config
+        if config.feature_map is not None and getattr(config.feature_map, "per", None) == "model":
+            # One projection over all heads can be shared only where there are as many KV heads as query heads.
+            tied = config.feature_map.tied and self.shape.num_heads == self.shape.num_kv_heads
+            config = replace_part(config, tied=tied)
+        rng = random.Random(self.seed)
+        documents = [documents_of(style, self.length, rng) for style in self.styles]
+        return make_drawn(config, self.shape, documents, self.length, self.seed)
+
+
+def draws(max_length: int) -> st.SearchStrategy[Draw]:
+    """Any mixer with rows of documents and padding of any kind."""
+    styles = st.lists(st.sampled_from(STYLES), min_size=1, max_size=2)
+    return st.builds(Draw, configs(), SHAPES, styles, st.integers(1, max_length), st.integers(0, 2**20))
+
+
+def replace_part(config: MixerConfig, **changes: object) -> MixerConfig:
+    """`config` with fields of its feature map changed."""
+    assert config.feature_map is not None
+    return config.model_copy(update={"feature_map": config.feature_map.model_copy(update=changes)})
+
+
+def pieces(length: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
+    """[(start, stop), ...] between the cuts."""
+    return list(itertools.pairwise([0, *sorted(cuts), length]))

@@ -1,0 +1,207 @@
+"""The property test over the product of all parts: one function, whichever way it is evaluated.
+
+The oracles (loops transcribed from the papers) = the definition (quadratic) = the chunked form = calls that carry a
+state, down to one token at a time; on outputs, final states, and the gradients of every input and parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from linearize import parts
+from linearize.mixers import AttnInputs, LinearMixer, linear
+from linearize.parts import MixerConfig
+from linearize.teacher import LayerShape
+from tests.mixers.forms import (
+    FP32,
+    FP64,
+    assert_near,
+    check_bidirectional,
+    check_calls,
+    check_chunked,
+    check_oracle,
+    check_segments,
+    in_calls,
+    outputs_and_gradients,
+    small_chunks,
+)
+from tests.mixers.space import Draw, Drawn, draws, make_drawn
+from tests.ops.test_memory_time import peak_bytes
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    small_chunks(monkeypatch)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def cases(examples: int) -> settings:
+    """The same cases on every run; chunk sizes are patched once per test, which is what is wanted."""
+    health = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=health)
+
+
+def cut(draw: Draw, data: st.DataObject) -> list[int]:
+    points = data.draw(st.sets(st.integers(1, max(1, draw.length - 1)), max_size=8))
+    return sorted(point for point in points if point < draw.length)
+
+
+# --- a few in every run -----------------------------------------------------------------------------------------------
+
+
+@cases(40)
+@given(draw=draws(24))
+def test_oracle(draw: Draw) -> None:
+    check_oracle(draw.make())
+
+
+@cases(30)
+@given(draw=draws(24))
+def test_bidirectional(draw: Draw) -> None:
+    check_bidirectional(draw.make())
+
+
+@cases(60)
+@given(draw=draws(60))
+def test_chunked(draw: Draw) -> None:
+    check_chunked(draw.make())
+
+
+@cases(30)
+@given(draw=draws(60))
+def test_chunked_in_single_precision(draw: Draw) -> None:
+    check_chunked(draw.make().to(torch.float32), FP32)
+
+
+@cases(40)
+@given(draw=draws(40), data=st.data())
+def test_calls(draw: Draw, data: st.DataObject) -> None:
+    check_calls(draw.make(), cut(draw, data))
+
+
+@cases(15)
+@given(draw=draws(20))
+def test_token_by_token(draw: Draw) -> None:
+    check_calls(draw.make(), range(1, draw.length))
+
+
+@cases(30)
+@given(draw=draws(60))
+def test_in_segments(draw: Draw) -> None:
+    check_segments(replace(draw, styles=["full", "full"]).make())
+
+
+# --- the many: `make test-slow` ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@cases(500)
+@given(draw=draws(36))
+def test_oracle_on_many(draw: Draw) -> None:
+    check_oracle(draw.make())
+
+
+@pytest.mark.slow
+@cases(200)
+@given(draw=draws(36))
+def test_bidirectional_on_many(draw: Draw) -> None:
+    check_bidirectional(draw.make())
+
+
+@pytest.mark.slow
+@cases(800)
+@given(draw=draws(150))
+def test_chunked_on_many(draw: Draw) -> None:
+    check_chunked(draw.make())
+
+
+@pytest.mark.slow
+@cases(300)
+@given(draw=draws(150))
+def test_chunked_in_single_precision_on_many(draw: Draw) -> None:
+    check_chunked(draw.make().to(torch.float32), FP32)
+
+
+@pytest.mark.slow
+@cases(500)
+@given(draw=draws(100), data=st.data())
+def test_calls_on_many(draw: Draw, data: st.DataObject) -> None:
+    check_calls(draw.make(), cut(draw, data))
+
+
+@pytest.mark.slow
+@cases(200)
+@given(draw=draws(40))
+def test_token_by_token_on_many(draw: Draw) -> None:
+    check_calls(draw.make(), range(1, draw.length))
+
+
+# --- long sequences that forget at once -------------------------------------------------------------------------------
+
+LONG = {
+    "scalar": {"decay": parts.ScalarGate(input_scale=False, bias_init=-3.0)},
+    "running maximum": {"feature_map": parts.ExpMap(temperature=2.0)},
+    "feature": {"decay": parts.FeatureGate(rank=2, temperature=1.0, bias_init=-3.0)},
+    "outer": {"decay": parts.OuterGate(bias_init=-3.0)},
+    "refined": {"decay": parts.RefinedGate(bias_init=-3.0)},
+    "gated delta": {
+        "decay": parts.ScalarGate(input_scale=False, bias_init=-3.0),
+        "update": parts.DeltaUpdate(key_norm="l2"),
+    },
+    "vector-gated delta": {
+        "decay": parts.FeatureGate(rank=2, temperature=1.0, bias_init=-3.0),
+        "update": parts.DeltaUpdate(key_norm="l2"),
+    },
+}
+
+
+def long_case(name: str, span: parts.NoSpan | parts.SlidingSpan) -> Drawn:
+    fields = {"feature_map": parts.Elu1Map(), "normalizer": parts.RmsNormalizer(), "combine": parts.Add()} | LONG[name]
+    shape = LayerShape(num_heads=1, num_kv_heads=1, head_dim=2, hidden_size=5, max_positions=4096)
+    return make_drawn(MixerConfig(span=span, **fields), shape, [[list(range(4096))]], 4096, seed=5)
+
+
+def least_log_decay(case: Drawn) -> float:
+    tokens = case.mixer._tokens(case.inputs, case.layout, case.layout, None)[0]
+    return min(float(tokens[key].min()) for key in ("log_decay_k", "log_decay_v") if key in tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("span", [parts.NoSpan(), parts.SlidingSpan(window_size=40)], ids=["none", "sliding"])
+def test_4096_tokens(name: str, span: parts.NoSpan | parts.SlidingSpan) -> None:
+    """Some steps forget by e^-20 and more. The definition is quadratic, and one token at a time takes 4096 calls."""
+    case = long_case(name, span)
+    assert least_log_decay(case) < -20 or name == "running maximum"
+    found, gradients = outputs_and_gradients(case, "chunked")
+    expected, expected_gradients = outputs_and_gradients(case, "reference")
+    assert_near(found, expected, FP64, "output")
+    for key, gradient in expected_gradients.items():
+        assert_near(gradients[key], gradient, FP64, f"gradient of {key}")
+    assert_near(in_calls(case, range(1, case.length))[0], expected, FP64, "output token by token")
+    single = case.to(torch.float32)
+    found = outputs_and_gradients(single, "chunked")[0]
+    assert_near(found, outputs_and_gradients(single, "reference")[0], FP32, "output in single precision")
+
+
+def test_memory_without_gradients_does_not_grow_with_the_length(tmp_path: Path) -> None:
+    """Beyond the output, that is: segments are worked on one after the other."""
+    shape = LayerShape(num_heads=2, num_kv_heads=1, head_dim=16, hidden_size=8, max_positions=8192)
+    mixer, beyond = LinearMixer(MixerConfig(), shape), []
+    for length in (2048, 8192):
+        q, k, v = (torch.randn(1, heads, length, 16) for heads in (2, 1, 1))
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            patch.setitem(linear.SEGMENT_NUMBERS, "cpu", 2**10)
+            peak = peak_bytes(lambda q=q, k=k, v=v: mixer(AttnInputs(q, k, v, 0.25)), tmp_path)
+        beyond.append(peak - q.numel() * q.element_size())
+    assert 0 < beyond[1] < 1.1 * beyond[0]

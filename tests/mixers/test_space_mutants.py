@@ -1,0 +1,161 @@
+"""Test of the test: each way of breaking a mixer makes the property test's checks fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from linearize import parts
+from linearize.mixers import linear
+from linearize.mixers.running_maximum import running_maximum
+from linearize.ops.span import SlidingSpan, TerracedSpan
+from linearize.parts import MixerConfig
+from linearize.teacher import LayerShape
+from tests.mixers.forms import check_calls, check_oracle
+from tests.mixers.space import Drawn, make_drawn
+
+SHAPE = LayerShape(num_heads=2, num_kv_heads=1, head_dim=4, hidden_size=5, max_positions=64)
+DOCUMENTS = [[list(range(9)), list(range(10, 34))], [list(range(1, 34))]]
+WINDOW = parts.SlidingSpan(window_size=5, sinks=2)
+TERRACES = parts.TerracedSpan(window_size=4, sinks=1)
+NORM = {"normalizer": parts.RmsNormalizer(), "combine": parts.Add()}
+GATED = {"decay": parts.ScalarGate(bias_init=1.0), **NORM}
+DELTA = {"update": parts.DeltaUpdate(), **NORM}
+
+Check = Callable[[Drawn], None]
+
+
+def oracle(case: Drawn) -> None:
+    check_oracle(case)
+
+
+def in_two_calls(case: Drawn) -> None:
+    check_calls(case, [20])
+
+
+def token_by_token(case: Drawn) -> None:
+    check_calls(case, range(1, case.length))
+
+
+def after_a_prompt(case: Drawn) -> None:
+    check_calls(case, range(19, case.length))
+
+
+def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    for span in (SlidingSpan, TerracedSpan):
+        lo = span.lo
+        patch.setattr(span, "lo", lambda self, position, lo=lo: (lo(self, position) + 1).clamp_min(0))
+
+
+def state_dropped(patch: pytest.MonkeyPatch) -> None:
+    scan = linear.linear_scan
+    patch.setattr(linear, "linear_scan", lambda *args, **options: scan(*args, **options | {"state": None}))
+
+
+def decays_to_the_wrong_power(patch: pytest.MonkeyPatch) -> None:
+    """As if the step that writes a key decayed it too."""
+    scan = linear.linear_scan
+
+    def wrong(phi_q, phi_k, v, **options):
+        decay = options["log_decay_k"]
+        return scan(phi_q, phi_k * decay.exp(), v, **options)
+
+    patch.setattr(linear, "linear_scan", wrong)
+
+
+def carry_lost(patch: pytest.MonkeyPatch) -> None:
+    """The running maximum starts afresh with every call."""
+    patch.setattr(linear, "running_maximum", lambda top, layout, before: running_maximum(top, layout, None))
+
+
+def sinks_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    scan = linear.linear_scan
+
+    def wrong(*args, **options):
+        return scan(*args, **options | {"span": replace(options["span"], sinks=0)})
+
+    patch.setattr(linear, "linear_scan", wrong)
+
+
+def window_decays_lost(patch: pytest.MonkeyPatch) -> None:
+    """One token at a time, what is read through the window has not decayed there."""
+    patch.setattr(linear, "_skipped", lambda tokens, below: {})
+
+
+def terrace_lost(patch: pytest.MonkeyPatch) -> None:
+    """The state that waits for the next terrace is lost between calls."""
+    fold = linear.linear_state
+
+    def wrong(*args, **options):
+        state = fold(*args, **options)
+        return replace(state, next_S=state.S, next_z=state.z)
+
+    patch.setattr(linear, "linear_state", wrong)
+
+
+def erasures_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """The delta rule adds where it should replace."""
+    patch.setattr(linear, "delta_values", lambda phi_k, v, beta, **options: beta * v)
+
+
+def input_scale_forgotten(patch: pytest.MonkeyPatch) -> None:
+    tokens = linear.LinearMixer._new_tokens
+
+    def wrong(self, inputs):
+        return {name: x for name, x in tokens(self, inputs).items() if name != "input_scale"}
+
+    patch.setattr(linear.LinearMixer, "_new_tokens", wrong)
+
+
+def totals_lost(patch: pytest.MonkeyPatch) -> None:
+    """The weights' sum over all keys forgets the earlier calls."""
+    prefill = linear.LinearMixer._prefill
+
+    def wrong(self, inputs, state, own):
+        y, state = prefill(self, inputs, state, own)
+        empty = replace(state.totals, z=torch.zeros_like(state.totals.z))
+        return y, replace(state, totals=empty)
+
+    patch.setattr(linear.LinearMixer, "_prefill", wrong)
+
+
+EXP = {"feature_map": parts.ExpMap()}
+MIX = {"combine": parts.Mix(weights_over="all_keys")}
+GUARDS = [
+    (window_off_by_one, oracle, {"span": WINDOW}),
+    (window_off_by_one, oracle, {"span": TERRACES}),
+    (window_off_by_one, oracle, {"span": WINDOW} | GATED),
+    (state_dropped, in_two_calls, {"span": WINDOW}),
+    (state_dropped, in_two_calls, {"span": parts.NoSpan()} | GATED),
+    (state_dropped, in_two_calls, {"span": TERRACES} | DELTA),
+    (decays_to_the_wrong_power, oracle, {"span": parts.NoSpan()} | GATED),
+    (decays_to_the_wrong_power, oracle, {"span": WINDOW} | GATED),
+    (carry_lost, in_two_calls, {"span": parts.NoSpan()} | EXP | NORM),
+    (carry_lost, token_by_token, {"span": WINDOW} | EXP),
+    (sinks_counted_twice, oracle, {"span": WINDOW}),
+    (sinks_counted_twice, oracle, {"span": TERRACES} | GATED),
+    (window_decays_lost, token_by_token, {"span": WINDOW} | GATED),
+    (window_decays_lost, token_by_token, {"span": TERRACES} | EXP),
+    (terrace_lost, after_a_prompt, {"span": TERRACES}),
+    (erasures_forgotten, oracle, {"span": WINDOW} | DELTA),
+    (input_scale_forgotten, oracle, {"span": parts.NoSpan()} | GATED),
+    (totals_lost, token_by_token, {"span": WINDOW} | MIX),
+]
+
+
+@pytest.mark.parametrize(
+    "mutant, check, fields",
+    [pytest.param(*guard, id=f"{guard[0].__name__}-{index}") for index, guard in enumerate(GUARDS)],
+)
+def test_broken_mixers_are_caught(
+    mutant: Callable[[pytest.MonkeyPatch], None], check: Check, fields: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = MixerConfig(**{"feature_map": parts.HedgehogMap(feature_dim=4)} | fields)
+    case = make_drawn(config, SHAPE, DOCUMENTS, 34, seed=1)
+    check(case)
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(case)
