@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu lint quick-lint format clean
+.PHONY: help setup demo test test-slow test-gpu test-fla lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,10 @@ test-slow: setup ## the slow tests
 test-gpu: setup ## a smoke of some minutes on a CUDA device: tests, then the demo
 	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
 	$(BIN)/linearize demo --device cuda --output-dir $(OUTPUT_DIR)-cuda
+
+test-fla: setup ## the operators against flash-linear-attention's, which is installed for it (the extra `gpu`)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gpu]'
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_fla.py
 
 quick-lint: setup
 	$(BIN)/ruff check .
