@@ -1,0 +1,244 @@
+"""Time and memory of one layer's mixer, by recipe, beside softmax attention, on random inputs in one process.
+
+A whole mixer is timed, from q, k, v and the layer's input to its output: feature maps, gates, window, linear part,
+normalizer. Beside it runs torch's own `scaled_dot_product_attention(is_causal=True)` over the same q, k, v. "Both" is
+forward and backward, with the gradients of all inputs and parameters.
+
+    python benchmarks/mixers.py                                       # an hour or so: every recipe, 1k to 32k tokens
+    python benchmarks/mixers.py --recipes lolcats gla --lengths 4096  # seconds
+    python benchmarks/mixers.py --json benchmarks/results/mixers.json # keep the numbers
+
+All take turns, round by round; a first round is not counted. Times are medians over rounds, with the least and the
+greatest; "times faster" is the median over rounds of softmax time / ours in the same round. Memory is the most that was
+allocated at once beyond the inputs. On a busy machine, where threads wait for each other, many small operations lose
+more than one large one does: look at the load average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+
+from linearize.config import Recipe, recipe_names
+from linearize.evaluation.speed import Spread
+from linearize.mixers import AttnInputs, LinearMixer
+from linearize.parts import LayerShape
+
+SOFTMAX = "softmax"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One recipe at one length; times in seconds, memory in bytes."""
+
+    recipe: str
+    feature_dim: int
+    length: int
+    backward: bool
+    ours: Spread
+    softmax: Spread
+    times_faster: Spread
+    peak_bytes: int
+    softmax_peak_bytes: int
+
+
+def make_mixer(recipe: str, shape: LayerShape) -> LinearMixer:
+    return LinearMixer(Recipe.load(recipe).mixer.resolved(shape), shape)
+
+
+def make_inputs(shape: LayerShape, length: int) -> AttnInputs:
+    """Random inputs of one sequence; unrotated q and k are others than the rotated ones, which no time depends on."""
+    queries, keys = (1, shape.num_heads, length, shape.head_dim), (1, shape.num_kv_heads, length, shape.head_dim)
+    q, k, v, q0, k0 = (torch.randn(size) for size in (queries, keys, keys, queries, keys))
+    cos, sin = (torch.randn(1, length, shape.head_dim) for _ in range(2))
+    hidden = torch.randn(1, length, shape.hidden_size)
+    return AttnInputs(q, k, v, shape.head_dim**-0.5, None, hidden, (q0, k0), (cos, sin))
+
+
+def mixer_call(mixer: LinearMixer, inputs: AttnInputs, grad: Tensor, backward: bool) -> Callable[[], object]:
+    if not backward:
+        return lambda: mixer(inputs)
+    assert inputs.hidden is not None and inputs.unrotated is not None
+    named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "hidden": inputs.hidden}
+    leaves = {name: x.detach().requires_grad_() for name, x in named.items()}
+    unrotated = tuple(x.detach().requires_grad_() for x in inputs.unrotated)
+    arguments = AttnInputs(**leaves, unrotated=unrotated, rope=inputs.rope, scaling=inputs.scaling)
+    wanted = [*leaves.values(), *unrotated, *mixer.parameters()]
+    return lambda: torch.autograd.grad(mixer(arguments), wanted, grad, allow_unused=True)
+
+
+def softmax_call(inputs: AttnInputs, grad: Tensor, backward: bool) -> Callable[[], object]:
+    leaves = [x.detach().requires_grad_(backward) for x in (inputs.q, inputs.k, inputs.v)]
+
+    def attention() -> Tensor:
+        return scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+
+    return (lambda: torch.autograd.grad(attention(), leaves, grad)) if backward else attention
+
+
+def measure(
+    recipes: Sequence[str], shape: LayerShape, length: int, backward: bool, repeats: int, advance: Callable[[], None]
+) -> list[Result]:
+    """Rounds of softmax attention and of every recipe's mixer, in alternating order."""
+    inputs = make_inputs(shape, length)
+    grad = torch.randn_like(inputs.q)
+    mixers = {name: make_mixer(name, shape) for name in recipes}
+    calls = {SOFTMAX: softmax_call(inputs, grad, backward)}
+    calls |= {name: mixer_call(mixer, inputs, grad, backward) for name, mixer in mixers.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    turns = (list(calls), list(calls)[::-1])
+    with torch.set_grad_enabled(backward):
+        for repeat in range(repeats + 1):
+            for name in turns[repeat % 2]:
+                took = timed(calls[name])
+                if repeat > 0:
+                    seconds[name].append(took)
+                advance()
+        peaks = {}
+        for name, call in calls.items():
+            peaks[name] = peak_bytes(call)
+            advance()
+    softmax, results = seconds.pop(SOFTMAX), []
+    for name, ours in seconds.items():
+        faster = Spread.of([theirs / mine for theirs, mine in zip(softmax, ours, strict=True)])
+        features = mixers[name].feature_map.feature_dim
+        times = Spread.of(ours), Spread.of(softmax), faster
+        results.append(Result(name, features, length, backward, *times, peaks[name], peaks[SOFTMAX]))
+    return results
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of one call, to the end of what it started on a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Most bytes allocated at once beyond what stood before the call."""
+    if torch.get_default_device().type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(trace))
+        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak
+
+
+def markdown(results: Sequence[Result], backward: bool) -> str:
+    """Times faster than softmax attention by length, seconds per doubling, and memory at the greatest length."""
+    lengths = sorted({result.length for result in results})
+    by = {(result.recipe, result.length): result for result in results if result.backward is backward}
+    head = [
+        "recipe",
+        "features",
+        *(f"{length // 1024}k" for length in lengths),
+        "time per doubling",
+        "MiB per 1k tokens",
+    ]
+    rows = [head, ["---"] * len(head)]
+    for recipe in dict.fromkeys(name for name, _ in by):
+        ours = [by[recipe, length] for length in lengths if (recipe, length) in by]
+        cells = [f"{x.times_faster.median:.1f} ({x.times_faster.low:.1f}-{x.times_faster.high:.1f})" for x in ours]
+        cells += ["-"] * (len(lengths) - len(ours))
+        pairs = itertools.pairwise(ours)
+        growth = [f"{b.ours.median / a.ours.median:.2f}" for a, b in pairs if a.length >= 4096]
+        memory = f"{ours[-1].peak_bytes / 2**20 / (ours[-1].length / 1024):.0f}"
+        rows.append([recipe, str(ours[0].feature_dim), *cells, ", ".join(growth), memory])
+    longest = max(by.values(), key=lambda result: result.length)
+    rows.append(
+        [
+            "softmax, MiB",
+            "",
+            *(["" for _ in lengths]),
+            "",
+            f"{longest.softmax_peak_bytes / 2**20 / (longest.length / 1024):.0f}",
+        ]
+    )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", default=recipe_names(), metavar="NAME", help="default: all")
+    lengths = [1024, 2048, 4096, 8192, 16384, 32768]
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=lengths, metavar="T", help="tokens (default: 1k to 32k)"
+    )
+    parser.add_argument("--passes", nargs="+", choices=["forward", "both"], default=["forward", "both"], help="to time")
+    parser.add_argument("--heads", type=int, default=8, metavar="H", help="query heads (default: 8)")
+    parser.add_argument("--kv-heads", type=int, default=8, metavar="G", help="KV heads (default: 8)")
+    parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="default: 64")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="counted rounds (default: 5)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of torch (default: 2)")
+    parser.add_argument("--seed", type=int, default=0, help="of inputs and parameters (default: 0)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    torch.set_default_device(arguments.device)
+    heads, head_dim = arguments.heads, arguments.head_dim
+    shape = LayerShape(heads, arguments.kv_heads, head_dim, heads * head_dim, max(arguments.lengths))
+    results, load, console = [], [os.getloadavg()[0]], Console(stderr=True)
+    total = len(arguments.lengths) * len(arguments.passes) * (len(arguments.recipes) + 1) * (arguments.repeats + 2)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("mixers", total=total)
+        for length in arguments.lengths:
+            for which in arguments.passes:
+                results += measure(
+                    arguments.recipes,
+                    shape,
+                    length,
+                    which == "both",
+                    arguments.repeats,
+                    lambda: progress.advance(task),
+                )
+                load.append(os.getloadavg()[0])
+                write(arguments, results, load)
+    for which in arguments.passes:
+        print(f"\n{which}, times faster than softmax attention\n")  # noqa: T201 (the result)
+        print(markdown(results, which == "both"))  # noqa: T201
+
+
+def write(arguments: argparse.Namespace, results: Sequence[Result], load: Sequence[float]) -> None:
+    """What there is so far: a run can be stopped."""
+    if arguments.json is None:
+        return
+    setting = {name: value for name, value in vars(arguments).items() if name != "json"}
+    setting |= {"torch": torch.__version__, "load": list(load)}
+    scratch = arguments.json.with_name(f".{arguments.json.name}.incomplete")
+    scratch.write_text(json.dumps(setting | {"results": [asdict(x) for x in results]}, indent=2) + "\n")
+    scratch.replace(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
