@@ -32,6 +32,7 @@ RECIPES: dict[str, tuple[int, int, int]] = {
     "lolcats-terraced": (16, 4, 2 * 4 * 16 * 8 + 4),
     "regla": (64, 4, 2 * 4 * 16 * 64 + 2 * 4 * 16 * 65 + 64),
     "elu": (16, 2, 0),
+    "relu": (16, 2, 64),
     "performer": (44, 2, 0),
     "cosformer": (32, 2, 0),
     "rfa": (32, 2, 2 + 2 * 65),

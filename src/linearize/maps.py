@@ -115,6 +115,12 @@ class Elu1Map(FlatMap):
     type: Literal["elu1"] = "elu1"
 
 
+class ReluMap(FlatMap):
+    """phi(x) = relu(x)."""
+
+    type: Literal["relu"] = "relu"
+
+
 class ExpMap(FlatMap):
     """phi(x) = exp(t x) (Hedgehog sec. 3.2); keys carry their running maximum."""
 

@@ -22,6 +22,7 @@ from linearize.maps import (
     LolcatMap,
     PerformerMap,
     ReglaMap,
+    ReluMap,
     RfaMap,
     T2RMap,
     TaylorMap,
@@ -182,6 +183,7 @@ Span = Annotated[NoSpan | SlidingSpan | TerracedSpan, Field(discriminator="type"
 FeatureMap = Annotated[
     IdentityMap
     | Elu1Map
+    | ReluMap
     | ExpMap
     | T2RMap
     | HedgehogMap

@@ -29,6 +29,7 @@ EVEN = st.sampled_from([2, 4, 6])
 MAPS = st.one_of(
     st.builds(parts.IdentityMap, rotation=ROTATIONS),
     st.builds(parts.Elu1Map, rotation=ROTATIONS),
+    st.builds(parts.ReluMap, rotation=ROTATIONS),
     st.builds(parts.ExpMap, rotation=ROTATIONS, temperature=st.sampled_from([1.0, 2.0])),
     st.builds(
         parts.T2RMap, **LEARNED, rotation=BEFORE_OR_NONE, feature_dim=EVEN, activation=st.sampled_from(["relu", "none"])

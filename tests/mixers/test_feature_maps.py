@@ -21,6 +21,7 @@ ONE = LayerShape(num_heads=1, num_kv_heads=1, head_dim=2, hidden_size=2, max_pos
 FIXED = [
     maps.IdentityMap(),
     maps.Elu1Map(),
+    maps.ReluMap(),
     maps.ExpMap(temperature=0.5),
     maps.PerformerMap(),
     maps.PerformerMap(feature_dim=8),
@@ -117,6 +118,7 @@ SOFT4 = [math.exp(x) / (math.exp(2) + math.exp(-2) + 2) for x in (2, 0, -2, 0)]
 BY_HAND = [
     (maps.IdentityMap(), [1, -2], [1, -2], [1, -2]),
     (maps.Elu1Map(), [1, -2], [2, E2], [2, E2]),
+    (maps.ReluMap(), [1, -2], [1, 0], [1, 0]),
     (maps.ExpMap(temperature=0.5), [1, -1], [1, E1], [0.5, -0.5]),
     (maps.T2RMap(init="identity"), [1, -2], [1, 0], [1, 0]),
     (maps.T2RMap(init="identity", activation="none"), [1, -2], [1, -2], [1, -2]),

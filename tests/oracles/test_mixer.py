@@ -26,6 +26,7 @@ NORM, ADD, MIX = {"type": "group_norm"}, {"type": "add"}, {"type": "mix"}
 MAPS: dict[str, dict[str, Any]] = {
     "identity": {"type": "identity"},
     "elu1": {"type": "elu1"},
+    "relu": {"type": "relu"},
     "exp": {"type": "exp", "temperature": 2.0},
     "exp after": {"type": "exp", "rotation": "after"},
     "t2r": {"type": "t2r"},

@@ -7,7 +7,7 @@ from typing import Any
 
 from linearize import maps
 from linearize.mixers.feature_map import FeatureMap
-from linearize.mixers.fixed_maps import Cosformer, Dpfp, Elu1, Exp, Identity, Performer, Rfa, Taylor
+from linearize.mixers.fixed_maps import Cosformer, Dpfp, Elu1, Exp, Identity, Performer, Relu, Rfa, Taylor
 from linearize.mixers.learned_maps import T2R, Hedgehog, Lolcat, Regla
 from linearize.teacher import LayerShape
 
@@ -16,6 +16,7 @@ __all__ = ["FEATURE_MAPS", "FeatureMap"]
 FEATURE_MAPS: dict[type, Callable[[Any, LayerShape], FeatureMap]] = {
     maps.IdentityMap: Identity,
     maps.Elu1Map: Elu1,
+    maps.ReluMap: Relu,
     maps.ExpMap: Exp,
     maps.T2RMap: T2R,
     maps.HedgehogMap: Hedgehog,

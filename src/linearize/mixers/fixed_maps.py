@@ -44,6 +44,13 @@ class Elu1(Symmetric):
         return elu1(x)
 
 
+class Relu(Symmetric):
+    """phi(x) = relu(x)."""
+
+    def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T D"]:
+        return x.relu()
+
+
 class Exp(Symmetric):
     """phi(x) = exp(t x) (Hedgehog sec. 3.2)."""
 
