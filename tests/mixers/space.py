@@ -227,6 +227,13 @@ class Draw:
     length: int
     seed: int
 
+    def well_conditioned(self) -> Draw:
+        """The same without norms that blow up what is nearly zero, and its rounding in single precision with it."""
+        if not isinstance(self.config.normalizer, parts.GroupNormalizer | parts.RmsNormalizer):
+            return self
+        normalizer = self.config.normalizer.model_copy(update={"eps": 0.1})
+        return replace(self, config=self.config.model_copy(update={"normalizer": normalizer}))
+
     def make(self) -> Drawn:
         config = self.config
         if config.feature_map is not None and getattr(config.feature_map, "per", None) == "model":

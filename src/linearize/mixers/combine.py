@@ -175,7 +175,7 @@ class MixCombine(nn.Module):
     ) -> Float[Tensor, "B H T D"]:
         s = self.window_weight.to(linear.num.dtype).sigmoid()[:, None]
         s = torch.where(has_linear[:, None], s, 1)[..., None]
-        return s * _softmax(window) + (1 - s) * normalize(linear)
+        return torch.lerp(normalize(linear), _softmax(window), s)
 
 
 class AddCombine(NoParameters):

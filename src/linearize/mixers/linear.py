@@ -38,7 +38,7 @@ from linearize.ops.state import expand_heads
 from linearize.parts import MixerConfig
 from linearize.teacher import LayerShape
 
-SEGMENT_NUMBERS = {"cpu": 2**22, "cuda": 2**28}  # of the features of one segment's tokens
+SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
 
 
 class LinearMixer(nn.Module):
@@ -121,8 +121,7 @@ class LinearMixer(nn.Module):
     def _segment(self, inputs: AttnInputs) -> int:
         """How many tokens to work on at a time: all, if gradients are wanted.
 
-        Without them, memory beyond inputs and output does not grow with the length, and on a CPU, tensors that are
-        small enough to be used again spare the time for fresh pages.
+        Without them, a prompt of any length takes no more memory beyond its inputs and output than one segment.
         """
         length = inputs.q.shape[2]
         if torch.is_grad_enabled() or self.feature_map is None:

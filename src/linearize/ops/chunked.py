@@ -80,7 +80,7 @@ def window_softmax(
     layout: Layout,
 ) -> Partial:
     """The softmax part (`reference.window_softmax`) in O(T w) time and O(T) memory, forward and backward."""
-    dtype, slots = accumulation_dtype(v.dtype), Slots(layout, WINDOW_CHUNK)
+    dtype, slots = accumulation_dtype(v.dtype), Slots(layout, min(WINDOW_CHUNK, max(16, span.max_lag)))
     q, k, v = (slots.spread(x.to(dtype)) for x in (q, k, v))
     first = min(_chunks_back(slots, span.max_lag), slots.num_chunks - 1)
     grid = _grid(slots, q, k, first)

@@ -94,7 +94,7 @@ def _stretch(
     heads, (registers, features) = k.shape[1], S.shape[2:4]
     q = q.unflatten(2, (n, chunk)).unflatten(1, (heads, -1)).movedim(2, 4) * masks.query[..., None]
     k = k.unflatten(2, (n, chunk)) * masks.key
-    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1).unflatten(2, (n, chunk))
+    v = torch.nn.functional.pad(v, (0, 1), value=1).unflatten(2, (n, chunk))
     if log_decay_k is not None:
         log_decay_k = log_decay_k.unflatten(2, (n, chunk))
     scores, q, k, kept = decayed_scores(q, k, log_decay_k)
