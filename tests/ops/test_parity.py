@@ -26,6 +26,7 @@ from tests.ops.parity import (
     check_steps,
     part_of,
 )
+from tests.ops.recurrence import gently
 from tests.oracles.spans import SpanSpec
 
 each_implementation = pytest.mark.parametrize("ops", [reference, chunked], ids=["reference", "chunked"])
@@ -272,3 +273,11 @@ def test_token_by_token_with_decays_and_the_delta_rule(span: SpanSpec, rule: str
 @pytest.mark.parametrize("span", SPANS[::3] + SINK_SPANS[::3], ids=str)
 def test_several_calls_with_decays_and_the_delta_rule(ops: ModuleType, span: SpanSpec, rule: str) -> None:
     check_split(ops, make_case(span, ("packed", "mixed", "left"), 90, heads=(2, 1, 1), rule=rule), [3, 40, 41, 70])
+
+
+@pytest.mark.parametrize("rule", ["scalar", "delta scalar"])
+@pytest.mark.parametrize("span", [SPANS[0], SPANS[3], SPANS[6], SINK_SPANS[2]], ids=str)
+def test_chunked_with_decays_that_reach_across_chunks(span: SpanSpec, rule: str, small_blocks: None) -> None:
+    case = gently(make_case(span, ("full", "packed", "mixed"), 300, heads=(4, 2, 2), seed=3, rule=rule))
+    check_chunked(case, FP64)
+    check_chunked(case.to(torch.float32), FP32_DECAYED)
