@@ -34,7 +34,8 @@ from linearize.config import Recipe, recipe_names
 from linearize.evaluation.speed import Spread
 from linearize.maps import LearnedMap
 from linearize.mixers import AttnInputs, LinearMixer
-from linearize.parts import LayerShape, MixerConfig
+from linearize.parts import MixerConfig
+from linearize.teacher import LayerShape
 
 SHAPE = LayerShape(num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, max_positions=8192)
 

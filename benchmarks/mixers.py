@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 from linearize.config import Recipe, recipe_names
 from linearize.evaluation.speed import Spread
 from linearize.mixers import AttnInputs, LinearMixer
-from linearize.parts import LayerShape
+from linearize.teacher import LayerShape
 
 SOFTMAX = "softmax"
 

@@ -92,7 +92,11 @@ class TerracedSpan(Part):
 
 
 class NormalizerPart(Part):
-    """What every normalizer says of itself."""
+    """What every normalizer says of itself. `reads_hidden`: whether it reads the layer's input."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        return False
 
     def parameters(self, shape: LayerShape) -> int:
         """Trainable numbers in one layer."""
@@ -124,6 +128,10 @@ class RmsNormalizer(NormalizerPart):
     type: Literal["rms_norm"] = "rms_norm"
     eps: PositiveFloat = 1e-5
     output_gate: bool = Field(default=False, description="times swish(W_g x) of the hidden state (GLA)")
+
+    @property
+    def reads_hidden(self) -> bool:
+        return self.output_gate
 
     def parameters(self, shape: LayerShape) -> int:
         return shape.num_heads * shape.head_dim * (1 + (shape.hidden_size if self.output_gate else 0))
@@ -247,6 +255,17 @@ class MixerConfig(Part):
     def sums_all_keys(self) -> bool:
         """Whether the linear part's weights are normalised over the window's keys too."""
         return isinstance(self.combine, Mix) and self.combine.weights_over == "all_keys"
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether any part reads the layer's input."""
+        learned_decay = self.decay is not None and not self.decay.constant
+        return learned_decay or isinstance(self.update, DeltaUpdate) or self.normalizer.reads_hidden
+
+    @property
+    def reads_unrotated(self) -> bool:
+        """Whether the map sees queries and keys as they are before RoPE."""
+        return self.feature_map is not None and self.feature_map.rotation != "before"
 
     def state_heads(self, shape: LayerShape) -> int:
         """Hs: heads of the linear part's state; 0 where there is none."""

@@ -14,8 +14,9 @@ from linearize.mixers import BidirectionalMixer, LinearMixer, MixerState
 from linearize.ops import chunked, dispatch
 from linearize.ops.layout import context_positions
 from linearize.parts import Add, AdditiveUpdate, NoSpan
-from tests.mixers.space import Drawn, own_layout, pieces, with_tensors
+from tests.mixers.space import Drawn, pieces, with_tensors
 from tests.mixers.weights import weights_of
+from tests.ops.cases import own_layout
 from tests.oracles.heads import Inputs
 from tests.oracles.mixer import bidirectional_layer, mixer_layer
 

@@ -16,8 +16,9 @@ from linearize import parts
 from linearize.mixers import AttnInputs, LinearMixer
 from linearize.mixers.rope import apply_rope
 from linearize.ops import Layout
-from linearize.parts import LayerShape, MixerConfig
-from tests.ops.cases import STYLES, documents_of
+from linearize.parts import MixerConfig
+from linearize.teacher import LayerShape
+from tests.ops.cases import STYLES, documents_of, own_layout
 from tests.oracles.attention import Documents
 
 PER = st.sampled_from(["query_head", "kv_head", "model"])
@@ -160,23 +161,6 @@ def with_tensors(inputs: AttnInputs, named: dict[str, Tensor], rope: tuple[Tenso
     rope = inputs.rope if rope is None else rope
     rest = {name: named[name] for name in ("q", "k", "v", "hidden")}
     return replace(inputs, **rest, unrotated=unrotated, rope=rope)
-
-
-def own_layout(documents: Documents, start: int, stop: int) -> Layout:
-    """The slots start..stop: document 0 goes on where an earlier call left it, its positions counted from there."""
-    position = torch.full((len(documents), stop - start), -1)
-    document = torch.zeros_like(position)
-    for b, row in enumerate(documents):
-        new = 0
-        for slots in row:
-            own = [slot - start for slot in slots if start <= slot < stop]
-            if not own:
-                continue
-            if slots[0] >= start:
-                new += 1
-                document[b, own[0] :] = new
-            position[b, own] = torch.arange(len(own))
-    return Layout(position, document, stop - start)
 
 
 def make_drawn(config: MixerConfig, shape: LayerShape, documents: Documents, length: int, seed: int) -> Drawn:

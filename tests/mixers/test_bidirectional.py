@@ -15,7 +15,8 @@ from linearize import parts
 from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops import Layout
-from linearize.parts import LayerShape, MixerConfig
+from linearize.parts import MixerConfig
+from linearize.teacher import LayerShape
 from tests.ops.test_memory_time import LargestTensor, flops, peak_bytes
 from tests.oracles.attention import Documents
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from linearize.mixers import AttnInputs, LinearMixer, MixerState
 from linearize.ops import Layout
-from linearize.parts import HedgehogMap, LayerShape, MixerConfig, NoSpan, SlidingSpan, TerracedSpan, WindowOnly
+from linearize.parts import HedgehogMap, MixerConfig, NoSpan, SlidingSpan, TerracedSpan, WindowOnly
+from linearize.teacher import LayerShape
 from tests.ops.cases import SIDE_BY_SIDE, WITH_GAPS, Case, make_case
 from tests.oracles.attention import lolcats_layer, window_partial
 from tests.oracles.spans import SpanSpec

@@ -142,6 +142,23 @@ def documents_of(style: str, length: int, rng: random.Random) -> list[list[int]]
     return documents
 
 
+def own_layout(documents: Documents, start: int, stop: int) -> Layout:
+    """The slots start..stop: document 0 goes on where an earlier call left it, its positions counted from there."""
+    position = torch.full((len(documents), stop - start), -1)
+    document = torch.zeros_like(position)
+    for b, row in enumerate(documents):
+        new = 0
+        for slots in row:
+            own = [slot - start for slot in slots if start <= slot < stop]
+            if not own:
+                continue
+            if slots[0] >= start:
+                new += 1
+                document[b, own[0] :] = new
+            position[b, own] = torch.arange(len(own))
+    return Layout(position, document, stop - start)
+
+
 def make_case(
     span: SpanSpec,
     styles: tuple[str, ...],

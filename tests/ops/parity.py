@@ -18,7 +18,7 @@ from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial
 from linearize.ops.recurrent import linear_step, window_step
 from linearize.ops.state import LinearState, linear_state
-from tests.ops.cases import DECAYS, INPUTS, Case
+from tests.ops.cases import DECAYS, INPUTS, Case, own_layout
 from tests.oracles.attention import linear_attention_quadratic, window_partial
 from tests.oracles.recurrent import linear_attention_recurrent
 
@@ -172,26 +172,9 @@ def _carried_slots(case: Case, start: int) -> list[list[int]]:
     return [next((slots for slots in reversed(row) if slots), []) for row in before]
 
 
-def _own_layout(case: Case, start: int, stop: int) -> Layout:
-    """The slots start..stop: document 0 goes on where an earlier call left it, its positions counted from there."""
-    position = torch.full((len(case.documents), stop - start), -1)
-    document = torch.zeros_like(position)
-    for b, row in enumerate(case.documents):
-        new = 0
-        for slots in row:
-            own = [slot - start for slot in slots if start <= slot < stop]
-            if not own:
-                continue
-            if slots[0] >= start:
-                new += 1
-                document[b, own[0] :] = new
-            position[b, own] = torch.arange(len(own))
-    return Layout(position, document, stop - start)
-
-
 def part_of(case: Case, start: int, stop: int) -> tuple[Case, Layout]:
     """The call for slots start..stop alone, keys preceded by the context that the span asks to keep."""
-    layout = _own_layout(case, start, stop)
+    layout = own_layout(case.documents, start, stop)
     tensors = {name: x[:, :, start:stop] for name, x in case.tensors.items()}
     if start:
         carried = _carried_slots(case, start)

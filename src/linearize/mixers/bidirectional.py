@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,7 +16,8 @@ from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.ops import Layout, NoSpan, Partial, SlidingSpan, linear_scan
 from linearize.ops.partial import accumulation_dtype
 from linearize.ops.state import expand_heads
-from linearize.parts import LayerShape, MixerConfig
+from linearize.parts import MixerConfig
+from linearize.teacher import LayerShape
 
 
 class BidirectionalMixer(nn.Module):
@@ -37,18 +38,19 @@ class BidirectionalMixer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise every parameter as the config says."""
+        part: Any
         for part in self.children():
-            part.reset_parameters()  # pyright: ignore[reportCallIssue]
+            part.reset_parameters()
 
     @property
     def wants_hidden(self) -> bool:
         """Whether `AttnInputs.hidden` is read."""
-        return isinstance(self.config.normalizer, parts.RmsNormalizer) and self.config.normalizer.output_gate
+        return self.config.reads_hidden
 
     @property
     def wants_unrotated(self) -> bool:
         """Whether `AttnInputs.unrotated` and `.rope` are read, in a model with RoPE."""
-        return self.rotation != "before"
+        return self.config.reads_unrotated
 
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs, 0 for padding. `layout` None: one full document per row."""

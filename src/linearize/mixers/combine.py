@@ -15,7 +15,6 @@ from linearize.ops import Partial
 from linearize.parts import (
     Add,
     GroupNormalizer,
-    LayerShape,
     Mix,
     MixerConfig,
     NoNormalizer,
@@ -24,6 +23,7 @@ from linearize.parts import (
     SumNormalizer,
     WindowOnly,
 )
+from linearize.teacher import LayerShape
 
 MIN_DENOMINATOR = 1e-6
 

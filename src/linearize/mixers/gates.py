@@ -19,7 +19,7 @@ from torch.nn.functional import logsigmoid
 from linearize import parts
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.partial import accumulation_dtype
-from linearize.parts import LayerShape
+from linearize.teacher import LayerShape
 
 MIN_NORM = 1e-6
 

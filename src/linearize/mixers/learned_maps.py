@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from linearize.maps import HedgehogMap, LearnedMap, LolcatMap, ReglaMap, T2RMap
 from linearize.mixers.feature_map import FeatureMap, elu1
+from linearize.ops.state import expand_heads
 from linearize.teacher import LayerShape
 
 MIN_FEATURE = 1e-12  # LoLCATs' clamp
@@ -43,9 +44,9 @@ class Learned(FeatureMap):
         self._initialise(self.key_weight, self.key_bias)
         if self.key_weight.shape[1:] == self.query_weight.shape[1:]:
             heads = len(self.query_weight)
-            self.query_weight.copy_(_repeat(self.key_weight, heads, 0))
+            self.query_weight.copy_(_repeat(self.key_weight, heads))
             if self.query_bias is not None and self.key_bias is not None:
-                self.query_bias.copy_(_repeat(self.key_bias, heads, 0))
+                self.query_bias.copy_(_repeat(self.key_bias, heads))
 
     def _initialise(self, weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None) -> None:
         if bias is not None:
@@ -84,9 +85,8 @@ class Learned(FeatureMap):
             return y.unflatten(-1, (heads, -1)).transpose(1, 2)
         # Query heads of a group share its keys, and where the map is tied, its weights.
         heads = max(x.shape[1], len(weight))
-        x, weight = _repeat(x, heads, 1), _repeat(weight, heads, 0)
-        y = x @ weight
-        return y if bias is None else y.add_(_repeat(bias, heads, 0)[:, None])
+        y = expand_heads(x, heads) @ _repeat(weight, heads)
+        return y if bias is None else y.add_(_repeat(bias, heads)[:, None])
 
     def _columns(self, weight: Float[Tensor, "M I O"], heads: int) -> Float[Tensor, "M I N"]:
         """What inputs are multiplied by; the columns of `heads` heads lie side by side."""
@@ -151,9 +151,9 @@ def _empty(shape: tuple[int, ...]) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape))
 
 
-def _repeat(x: Tensor, heads: int, dim: int) -> Tensor:
-    repeats = heads // x.shape[dim]
-    return x if repeats == 1 else x.repeat_interleave(repeats, dim=dim)
+def _repeat(weight: Tensor, heads: int) -> Tensor:
+    """Each matrix, or bias, once for every head that shares it."""
+    return weight if len(weight) == heads else weight.repeat_interleave(heads // len(weight), dim=0)
 
 
 def _both_signs(x: Float[Tensor, "*shape O"], heads: int) -> Float[Tensor, "*shape N"]:

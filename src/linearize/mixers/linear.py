@@ -77,15 +77,12 @@ class LinearMixer(nn.Module):
     @property
     def wants_hidden(self) -> bool:
         """Whether `AttnInputs.hidden` is read."""
-        output_gate = isinstance(self.config.normalizer, parts.RmsNormalizer) and self.config.normalizer.output_gate
-        return (
-            self.delta is not None or output_gate or (self.config.decay is not None and not self.config.decay.constant)
-        )
+        return self.config.reads_hidden
 
     @property
     def wants_unrotated(self) -> bool:
         """Whether `AttnInputs.unrotated` and `.rope` are read, in a model with RoPE."""
-        return self.config.feature_map is not None and self.config.feature_map.rotation != "before"
+        return self.config.reads_unrotated
 
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs for whole documents, without a state. `layout` None: one full document per row."""
@@ -159,20 +156,19 @@ class LinearMixer(nn.Module):
         `own` is the layout of the inputs alone, `layout` that with the context of `state`.
         """
         slots, maximum = self._new_tokens(inputs), None
+        mapped = None if self.feature_map is None else self._map_keys(slots, layout.query_position)
         if self.config.keeps_maximum:
+            assert mapped is not None
             before = None if state is None else state.maximum
-            # With a context, whose keys are few, the maximum is found first; without, logarithms are used twice.
-            logs = self._map_keys(slots, own.key_position)
-            offset, log_decay, maximum = running_maximum(logs.amax(-1), own, before)
+            offset, log_decay, maximum = running_maximum(mapped.amax(-1), own, before)
             slots["offset"] = offset[..., None]
             slots["log_decay_k"] = self._with_step(slots, log_decay)
-            if state is None:
-                return slots, self._key_features(slots, logs, layout), maximum
         if state is not None:
             slots = {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in slots.items()}
-        if self.feature_map is None:
-            return slots, None, None
-        return slots, self._key_features(slots, self._map_keys(slots, layout.key_position), layout), maximum
+            if mapped is not None:
+                context = layout.key_position[:, : layout.key_position.shape[1] - own.length]
+                mapped = torch.cat([self._map_keys(state.slots, context), mapped], dim=2)
+        return slots, None if mapped is None else self._key_features(slots, mapped, layout), maximum
 
     def _with_step(self, slots: Slots, log_decay: Float[Tensor, "B Hk T"]) -> Float[Tensor, "B Hs T X"]:
         """The gate's log decay and that of the running maximum in one."""
