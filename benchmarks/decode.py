@@ -17,21 +17,21 @@ state is smaller than the cache, for keys and values in bf16 (the linear state i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from mixers import make_inputs, timed
+from mixers import make_inputs
+from records import write_results
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from linearize.config import Recipe, recipe_names
-from linearize.evaluation.speed import Spread
+from linearize.evaluation.speed import Spread, seconds_in_turns
 from linearize.maps import LearnedMap
 from linearize.mixers import AttnInputs, LinearMixer
 from linearize.parts import MixerConfig
@@ -102,20 +102,6 @@ def even(seconds: float, softmax: dict[int, float]) -> int | None:
     return None
 
 
-def measure(
-    calls: dict[object, Callable[[], object]], repeats: int, advance: Callable[[], None]
-) -> dict[object, Spread]:
-    seconds: dict[object, list[float]] = {name: [] for name in calls}
-    turns = (list(calls), list(calls)[::-1])
-    for repeat in range(repeats + 1):
-        for name in turns[repeat % 2]:
-            took = timed(calls[name])
-            if repeat > 0:
-                seconds[name].append(took)
-        advance()
-    return {name: Spread.of(times) for name, times in seconds.items()}
-
-
 def markdown(steps: Sequence[Step], longest: int) -> str:
     rows = [["recipe", "key maps", "ms", "state, MiB", "even in time", "even in bytes"], ["---"] * 6]
     for step in steps:
@@ -143,13 +129,14 @@ def main() -> None:
     torch.set_default_device(arguments.device)
     console, load = Console(stderr=True), [os.getloadavg()[0]]
     with torch.no_grad(), Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("decode", total=arguments.repeats + 1)
         inputs = make_inputs(SHAPE, 128)
         calls: dict[object, Callable[[], object]] = {length: softmax_call(length) for length in arguments.lengths}
         state_bytes = {}
         for name, config in variants(arguments.recipes).items():
             calls[name], state_bytes[name] = step_call(config, inputs)
-        spreads = measure(calls, arguments.repeats, lambda: progress.advance(task))
+        task = progress.add_task("decode", total=len(calls) * (arguments.repeats + 1))
+        seconds = seconds_in_turns(calls, arguments.repeats, lambda: progress.advance(task))
+        spreads = {name: Spread.of(times) for name, times in seconds.items()}
     load.append(os.getloadavg()[0])
     softmax = {length: spreads[length].median for length in arguments.lengths}
     per_token = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * torch.bfloat16.itemsize
@@ -159,12 +146,8 @@ def main() -> None:
     ]
     print(markdown(steps, max(arguments.lengths)))  # noqa: T201 (the result)
     print("\nsoftmax, ms: " + ", ".join(f"{x * 1e3:.2f} at {length:,}" for length, x in softmax.items()))  # noqa: T201
-    if arguments.json is not None:
-        setting = {name: value for name, value in vars(arguments).items() if name != "json"}
-        setting |= {"torch": torch.__version__, "load": load, "softmax": {n: asdict(spreads[n]) for n in softmax}}
-        scratch = arguments.json.with_name(f".{arguments.json.name}.incomplete")
-        scratch.write_text(json.dumps(setting | {"steps": [asdict(x) for x in steps]}, indent=2) + "\n")
-        scratch.replace(arguments.json)
+    curve = {length: asdict(spreads[length]) for length in softmax}
+    write_results(arguments, load, softmax=curve, steps=[asdict(x) for x in steps])
 
 
 if __name__ == "__main__":

@@ -18,23 +18,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from records import write_results
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.profiler import ProfilerActivity, profile
 
 from linearize.config import Recipe, recipe_names
-from linearize.evaluation.speed import Spread
+from linearize.evaluation.speed import Spread, peak_bytes, seconds_in_turns
 from linearize.mixers import AttnInputs, LinearMixer
 from linearize.teacher import LayerShape
 
@@ -99,18 +96,11 @@ def measure(
     mixers = {name: make_mixer(name, shape) for name in recipes}
     calls = {SOFTMAX: softmax_call(inputs, grad, backward)}
     calls |= {name: mixer_call(mixer, inputs, grad, backward) for name, mixer in mixers.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    turns = (list(calls), list(calls)[::-1])
     with torch.set_grad_enabled(backward):
-        for repeat in range(repeats + 1):
-            for name in turns[repeat % 2]:
-                took = timed(calls[name])
-                if repeat > 0:
-                    seconds[name].append(took)
-                advance()
+        seconds = seconds_in_turns(calls, repeats, advance)
         peaks = {}
         for name, call in calls.items():
-            peaks[name] = peak_bytes(call)
+            peaks[name] = peak_bytes(call, torch.get_default_device())
             advance()
     softmax, results = seconds.pop(SOFTMAX), []
     for name, ours in seconds.items():
@@ -119,37 +109,6 @@ def measure(
         times = Spread.of(ours), Spread.of(softmax), faster
         results.append(Result(name, features, length, backward, *times, peaks[name], peaks[SOFTMAX]))
     return results
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of one call, to the end of what it started on a GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """Most bytes allocated at once beyond what stood before the call."""
-    if torch.get_default_device().type == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        call()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(trace))
-        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    return peak
 
 
 def markdown(results: Sequence[Result], backward: bool) -> str:
@@ -223,21 +182,10 @@ def main() -> None:
                     lambda: progress.advance(task),
                 )
                 load.append(os.getloadavg()[0])
-                write(arguments, results, load)
+                write_results(arguments, load, results=[asdict(x) for x in results])
     for which in arguments.passes:
         print(f"\n{which}, times faster than softmax attention\n")  # noqa: T201 (the result)
         print(markdown(results, which == "both"))  # noqa: T201
-
-
-def write(arguments: argparse.Namespace, results: Sequence[Result], load: Sequence[float]) -> None:
-    """What there is so far: a run can be stopped."""
-    if arguments.json is None:
-        return
-    setting = {name: value for name, value in vars(arguments).items() if name != "json"}
-    setting |= {"torch": torch.__version__, "load": list(load)}
-    scratch = arguments.json.with_name(f".{arguments.json.name}.incomplete")
-    scratch.write_text(json.dumps(setting | {"results": [asdict(x) for x in results]}, indent=2) + "\n")
-    scratch.replace(arguments.json)
 
 
 if __name__ == "__main__":

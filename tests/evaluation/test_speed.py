@@ -59,7 +59,7 @@ def test_models_take_turns_and_the_first_run_does_not_count(llama, monkeypatch) 
             with_kwargs=True,
         )
     runs = iter(step for n in range(1, 7) for step in (0.0, n, 3.0 * n))
-    monkeypatch.setattr(speed, "_now", lambda device: next(runs))
+    monkeypatch.setattr(speed, "_now", lambda: next(runs))
     teacher, student = generation_speed(models, [12], new_tokens=4, repeats=2)
     one = [["t12", *["t1"] * 4], ["s12", *["s1"] * 4]]
     assert calls == [*one[0], *one[1], *one[1], *one[0], *one[0], *one[1]]

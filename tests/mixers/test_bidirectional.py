@@ -5,20 +5,20 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from linearize import parts
+from linearize.evaluation.speed import peak_bytes
 from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops import Layout
 from linearize.parts import MixerConfig
 from linearize.teacher import LayerShape
-from tests.ops.test_memory_time import LargestTensor, flops, peak_bytes
 from tests.oracles.attention import Documents
+from tests.probes import LargestTensor, flops
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=10, max_positions=64)
 HALF = 2  # RoPE turns the first 4 of 6 dimensions
@@ -307,7 +307,7 @@ def layout_of(sizes: list[int], length: int) -> Layout:
 
 
 @pytest.mark.parametrize("packing", LENGTHS)
-def test_memory_is_linear_in_length(packing: str, tmp_path: Path) -> None:
+def test_memory_is_linear_in_length(packing: str) -> None:
     shape = LayerShape(2, 1, 16, 10, 64)
     mixer = BidirectionalMixer(config(parts.ReglaMap(feature_dim=16), "rms_norm"), shape)
 
@@ -318,7 +318,7 @@ def test_memory_is_linear_in_length(packing: str, tmp_path: Path) -> None:
     with LargestTensor() as largest:
         call(2048)
     assert 2048 * 32 <= largest.elements < 2048 * 2048 // 8
-    short, long = (peak_bytes(lambda n=n: call(n), tmp_path) for n in (1024, 4096))
+    short, long = (peak_bytes(lambda n=n: call(n)) for n in (1024, 4096))
     assert long < 4.3 * short
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from linearize import parts
+from linearize.evaluation.speed import peak_bytes
 from linearize.mixers import AttnInputs, LinearMixer, linear
 from linearize.parts import MixerConfig
 from linearize.teacher import LayerShape
@@ -33,7 +33,6 @@ from tests.mixers.forms import (
     small_chunks,
 )
 from tests.mixers.space import Draw, Drawn, draws, make_drawn
-from tests.ops.test_memory_time import peak_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +193,7 @@ def test_4096_tokens(name: str, span: parts.NoSpan | parts.SlidingSpan) -> None:
     assert_near(found, outputs_and_gradients(single, "reference")[0], FP32, "output in single precision")
 
 
-def test_memory_without_gradients_does_not_grow_with_the_length(tmp_path: Path) -> None:
+def test_memory_without_gradients_does_not_grow_with_the_length() -> None:
     """Beyond the output, that is: segments are worked on one after the other."""
     shape = LayerShape(num_heads=2, num_kv_heads=1, head_dim=16, hidden_size=8, max_positions=8192)
     mixer, beyond = LinearMixer(MixerConfig(), shape), []
@@ -202,6 +201,6 @@ def test_memory_without_gradients_does_not_grow_with_the_length(tmp_path: Path) 
         q, k, v = (torch.randn(1, heads, length, 16) for heads in (2, 1, 1))
         with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
             patch.setitem(linear.SEGMENT_NUMBERS, "cpu", 2**10)
-            peak = peak_bytes(lambda q=q, k=k, v=v: mixer(AttnInputs(q, k, v, 0.25)), tmp_path)
+            peak = peak_bytes(lambda q=q, k=k, v=v: mixer(AttnInputs(q, k, v, 0.25)))
         beyond.append(peak - q.numel() * q.element_size())
     assert 0 < beyond[1] < 1.1 * beyond[0]

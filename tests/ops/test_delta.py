@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from linearize.evaluation.speed import peak_bytes
 from linearize.ops import delta, reference, stretches, vector
 from linearize.ops.layout import Layout
 from linearize.ops.span import NoSpan
@@ -17,8 +17,8 @@ from linearize.ops.state import LinearState
 from tests.ops.cases import HEADS, SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
 from tests.ops.parity import FP64, assert_near, carried_state, part_of
 from tests.ops.recurrence import assert_all_near, gently, recurrence, with_gradients
-from tests.ops.test_memory_time import LargestTensor, flops, peak_bytes
 from tests.oracles.spans import SpanSpec
+from tests.probes import LargestTensor, flops
 
 RULES = ("delta", "delta scalar", "delta features")
 FP32 = 1e-4
@@ -168,11 +168,11 @@ def call_of(width: int, length: int, *, backward: bool) -> Callable[[], None]:
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
 @pytest.mark.parametrize("width", [1, 16])
-def test_memory_and_arithmetic_are_linear(width: int, backward: bool, tmp_path: Path) -> None:
+def test_memory_and_arithmetic_are_linear(width: int, backward: bool) -> None:
     with LargestTensor() as largest:
         call_of(width, 2048, backward=backward)()
     assert 2048 * 32 <= largest.elements < 2048 * 2048 // 4
-    short, long = (peak_bytes(call_of(width, n, backward=backward), tmp_path) for n in (2048, 8192))
+    short, long = (peak_bytes(call_of(width, n, backward=backward)) for n in (2048, 8192))
     assert long < 4.3 * short
     short, long = (flops(call_of(width, n, backward=backward)) for n in (4096, 8192))
     assert 0 < long < 2.05 * short

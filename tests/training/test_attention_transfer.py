@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import linearize
+from linearize.evaluation.speed import peak_bytes
 from linearize.hf.attention import linearized_layers
 from linearize.mixers import AttnInputs
 from linearize.ops import Layout
@@ -24,6 +21,7 @@ from linearize.parts import NoSpan
 from linearize.training.attention_transfer import TransferObjective, attention_transfer, load_transferred
 from linearize.training.data import PackedRows
 from tests import tiny
+from tests.probes import LargestTensor
 
 ROWS = tiny.packed([[48], [20, 28], [1, 30, 17]])
 SPANS: list[dict[str, Any]] = [
@@ -203,32 +201,6 @@ def test_a_layer_learns_the_same_alone(tmp_path: Path, alone: int) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned, autograd's own operations included."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_iter(result) if isinstance(x, Tensor)]
-        self.elements = max(self.elements, *sizes, 0)
-        return result
-
-
-def peak_bytes(call: Callable[[], Any], folder: Path) -> int:
-    """Most bytes allocated at once beyond what stood before the call."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        call()
-    trace = folder / "trace.json"
-    recorded.export_chrome_trace(str(trace))
-    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        held += event["args"]["Bytes"]
-        peak = max(peak, held)
-    return peak
-
-
 def step(layers: int, length: int, *, explicit: bool = False) -> Callable[[], Any]:
     """One row's gradients on a model whose weights and gradients are there already; packed, as training data are."""
     teacher = tiny.llama(layers=layers, max_position_embeddings=length)
@@ -242,13 +214,13 @@ def step(layers: int, length: int, *, explicit: bool = False) -> Callable[[], An
     return lambda: objective.backward([rows])
 
 
-def test_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
-    shallow, deep = (peak_bytes(step(layers, 512), tmp_path) for layers in (2, 8))
+def test_memory_does_not_grow_with_depth() -> None:
+    shallow, deep = (peak_bytes(step(layers, 512)) for layers in (2, 8))
     assert deep < 1.03 * shallow
 
 
-def test_memory_is_linear_in_length(tmp_path: Path) -> None:
-    short, long = (peak_bytes(step(2, length), tmp_path) for length in (1024, 2048))
+def test_memory_is_linear_in_length() -> None:
+    short, long = (peak_bytes(step(2, length)) for length in (1024, 2048))
     assert long < 2.2 * short
 
 
@@ -258,7 +230,7 @@ def test_no_tensor_is_quadratic() -> None:
     assert 2048 * 32 <= largest.elements < 2048 * 2048 // 2  # at least the hidden states were seen
 
 
-def test_the_definition_grows_with_depth(tmp_path: Path) -> None:
+def test_the_definition_grows_with_depth() -> None:
     """The measurement can tell."""
-    shallow, deep = (peak_bytes(step(layers, 512, explicit=True), tmp_path) for layers in (2, 8))
+    shallow, deep = (peak_bytes(step(layers, 512, explicit=True)) for layers in (2, 8))
     assert deep > 1.8 * shallow

@@ -1,36 +1,83 @@
-"""Seconds and bytes of generation, teacher and student side by side in one process."""
+"""Seconds and bytes: of any calls that take turns in one process, and of generation by teacher and student."""
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, PreTrainedModel
 
 from linearize.errors import UserError
 from linearize.evaluation.perplexity import inference
 
+Name = TypeVar("Name", bound=Hashable)
+
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, least and greatest of repeated timings, in seconds."""
+    """Median, least and greatest of repeated measurements."""
 
     median: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
-        return cls(median(seconds), min(seconds), max(seconds))
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(median(values), min(values), max(values))
+
+
+def seconds_in_turns(
+    calls: Mapping[Name, Callable[[], object]], repeats: int, advance: Callable[[], object] = lambda: None
+) -> dict[Name, list[float]]:
+    """Seconds of each call, `repeats` times; one uncounted round first. `advance` is called after every call.
+
+    The calls take turns, in alternating order, so that a machine that slows down slows all of them, and the numbers of
+    one round can be divided by each other.
+    """
+    seconds: dict[Name, list[float]] = {name: [] for name in calls}
+    turns = (list(calls), list(calls)[::-1])
+    for repeat in range(repeats + 1):
+        for name in turns[repeat % 2]:
+            start = _now()
+            calls[name]()
+            took = _now() - start
+            if repeat > 0:
+                seconds[name].append(took)
+            advance()
+    return seconds
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
+    """The most bytes that `call` holds at once on a device beyond what stood before it."""
+    if torch.device(device).type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        call()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(trace))
+        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        held += event["args"]["Bytes"]
+        peak = max(peak, held)
+    return peak
 
 
 @dataclass(frozen=True)
@@ -113,17 +160,17 @@ def _generate(model: PreTrainedModel, prompt: Int[Tensor, "1 T"], new_tokens: in
             return output.logits[:, -1:].argmax(dim=-1)
 
         prompt = prompt.to(device)
-        start = _now(device)
+        start = _now()
         token = next_token(prompt)
-        prefilled = _now(device)
+        prefilled = _now()
         for _ in range(new_tokens):
             token = next_token(token)
-        return prefilled - start, _now(device) - prefilled, cache_bytes(cache)
+        return prefilled - start, _now() - prefilled, cache_bytes(cache)
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # kernels run behind the program's back
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # kernels run behind the program's back
     return time.perf_counter()
 
 
