@@ -91,8 +91,8 @@ class LinearMixer(nn.Module):
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         with torch.autocast(inputs.q.device.type, enabled=False):
             dtype, inputs = inputs.v.dtype, inputs.accumulated()
-            tokens, phi_k, _ = self._tokens(inputs, layout, layout, None)
-            y = self._attend(inputs, tokens, phi_k, self._written(tokens, phi_k, layout, None), layout, None)
+            window, linear = self.partials(inputs, layout)
+            y = self._combine(inputs, window, linear, self._has_linear(layout.query_position))
         return y.to(dtype)
 
     def step(
@@ -219,7 +219,14 @@ class LinearMixer(nn.Module):
         options = {"span": self.span, "layout": layout, "state": state}
         return delta_values(phi_k, tokens["values"], tokens["beta"], log_decay_k=decay, **options)
 
-    def _attend(
+    def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
+        """The window's part and the linear one of whole documents, None where there is none: what is combined to y."""
+        with torch.autocast(inputs.q.device.type, enabled=False):
+            inputs = inputs.accumulated()
+            tokens, phi_k, _ = self._tokens(inputs, layout, layout, None)
+            return self._partials(inputs, tokens, phi_k, self._written(tokens, phi_k, layout, None), layout, None)
+
+    def _partials(
         self,
         inputs: AttnInputs,
         tokens: Slots,
@@ -227,7 +234,7 @@ class LinearMixer(nn.Module):
         written: Tensor,
         layout: Layout,
         state: MixerState | None,
-    ) -> Float[Tensor, "B H T D"]:
+    ) -> tuple[Partial | None, Partial | None]:
         window = linear = None
         if self.span.max_lag or self.span.sinks:
             softmax: dict[str, Any] = {"scaling": inputs.scaling, "softcap": inputs.softcap, "layout": layout}
@@ -243,7 +250,7 @@ class LinearMixer(nn.Module):
                 options = _decays(own) | {"span": NoSpan(), "layout": own_layout, "state": totals}
                 over_all = linear_scan(phi_q, own["phi_k"], own["values"][..., :0], **options)
                 linear = replace(linear, den=over_all.den)
-        return self._combine(inputs, window, linear, self._has_linear(layout.query_position))
+        return window, linear
 
     def _without_context(self, tokens: Slots, phi_k: Tensor, layout: Layout) -> tuple[Slots, Layout]:
         """The inputs' own tokens, and their layout: the same documents, no context slots."""
@@ -281,7 +288,8 @@ class LinearMixer(nn.Module):
                 options: dict[str, Any] = _decays(mine) | {"span": NoSpan(), "layout": mine_layout}
                 options["state"] = None if state is None else state.totals
                 totals = linear_state(mine["phi_k"], mine["values"][..., :0], **options)
-        y = self._attend(inputs, tokens, phi_k, written, layout, state)
+        read = self._partials(inputs, tokens, phi_k, written, layout, state)
+        y = self._combine(inputs, *read, self._has_linear(layout.query_position))
         slots = keep_slots(tokens, layout, self.span, batch)
         return y, MixerState(slots, layout.count.expand(batch).clone(), linear, maximum, totals)
 
