@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
@@ -115,11 +116,31 @@ class Grid:
         x = x.unflatten(3, (self.group, -1)).transpose(2, 3)
         self._query_rows(out, block).copy_(x.flatten(3, 4).flatten(1, 2))
 
+    def put_product(
+        self,
+        out: Float[Tensor, "B H P X"],
+        block: Block,
+        a: Float[Tensor, "b h n gC Y"],
+        b: Float[Tensor, "b h n Y X"],
+        added: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """`put_queries` of a @ b (+ the product of the pair `added`), written in place where a block is one row."""
+        if self.group > 1 or block.batch.stop - block.batch.start > 1 or block.heads.stop - block.heads.start > 1:
+            y = a @ b
+            self.put_queries(out, block, y if added is None else y.add_(added[0] @ added[1]))
+            return
+        y = self._query_rows(out, block)[0, 0].unflatten(0, (-1, self.chunk))
+        torch.bmm(a[0, 0], b[0, 0], out=y)
+        if added is not None:
+            y.baddbmm_(added[0][0, 0], added[1][0, 0])
+
     def keys(self, x: Float[Tensor, "B Hk P X"], block: Block) -> Float[Tensor, "b h m C X"]:
         """The keys by chunk, and the `first` chunks before them: zeros where the sequence has not begun."""
         x = self._key_rows(x, block)
         missing = block.stop - block.start + self.first * self.chunk - x.shape[2]
-        return (F.pad(x, (0, 0, missing, 0)) if missing else x).unflatten(2, (-1, self.chunk))
+        if missing:  # F.pad would write everything twice
+            x = torch.cat([x.new_zeros(*x.shape[:2], missing, x.shape[3]), x], dim=2)
+        return x.unflatten(2, (-1, self.chunk))
 
     def add_keys(self, out: Float[Tensor, "B Hk P X"], block: Block, x: Float[Tensor, "b h m C X"]) -> None:
         """Add to what `keys` reads."""

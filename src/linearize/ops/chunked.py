@@ -190,9 +190,15 @@ class _LinearBlock:
         self, S: Float[Tensor, "b h F D"], z: Float[Tensor, "b h F"]
     ) -> tuple[Float[Tensor, "b h N1 F D"], Float[Tensor, "b h N1 F"]]:
         """The state before the near keys of each chunk, and of the chunk after the last; S, z is that of the first."""
-        S = torch.cat([S[:, :, None], self.old_k.mT @ self.old_v], dim=2)
-        z = torch.cat([z[:, :, None], self.old_k.sum(-2)], dim=2)
-        return (self.into @ S.flatten(3)).view_as(S), self.into @ z
+        b, h, n = self.old_k.shape[:3]
+        all_S, all_z = S.new_empty(b, h, n + 1, *S.shape[2:]), z.new_empty(b, h, n + 1, z.shape[2])
+        all_S[:, :, 0], all_z[:, :, 0] = S, z
+        if b * h == 1:  # into its place: memory that is touched once costs as much as the product
+            torch.bmm(self.old_k[0, 0].mT, self.old_v[0, 0], out=all_S[0, 0, 1:])
+        else:
+            all_S[:, :, 1:] = self.old_k.mT @ self.old_v
+        torch.sum(self.old_k, -2, out=all_z[:, :, 1:])
+        return (self.into @ all_S.flatten(3)).view_as(all_S), self.into @ all_z
 
 
 class _LinearScan(torch.autograd.Function):
@@ -219,7 +225,7 @@ class _LinearScan(torch.autograd.Function):
             all_S[block.index + 1][block.rows], all_z[block.index + 1][block.rows] = S[:, :, -1], z[:, :, -1]
             from_state = (x.reads * z[:, :, :-1, None]).sum(-1, keepdim=True)
             grid.put_queries(den, block, from_state.add_(x.scores.sum(-1, keepdim=True)))
-            grid.put_queries(num, block, (x.reads @ S[:, :, :-1]).add_(x.scores @ x.near_v))
+            grid.put_product(num, block, x.reads, S[:, :, :-1], added=(x.scores, x.near_v))
         ctx.save_for_backward(sums, phi_q, phi_k, v, all_S, all_z)
         ctx.grid, ctx.masks = grid, masks
         return num, den
@@ -325,14 +331,19 @@ class _WindowBlock:
             self.k = torch.cat([self.k, sink_k[block.rows][:, :, self.chunks]], dim=3)
             self.v = torch.cat([self.v, sink_v[block.rows][:, :, self.chunks]], dim=3)
         self.unit = LOG2_E if softcap is None else 1 / softcap
-        self.q = grid.queries(q, block) * (scaling * self.unit)
-        scores = self.q @ self.k.mT
+        self.q = grid.queries(q, block)
+        scores = torch.baddbmm(
+            bias.expand(*self.q.shape[:2], -1, -1, -1).flatten(0, 2) if softcap is None else bias.new_zeros(()),
+            self.q.flatten(0, 2),
+            self.k.flatten(0, 2).mT,
+            alpha=scaling * self.unit,
+        ).unflatten(0, self.q.shape[:3])
         self.slope = None
         if softcap is not None:
             scores.tanh_()
             self.slope = 1 - scores.square()
-            scores.mul_(softcap * LOG2_E)
-        top = scores.add_(bias).amax(-1, keepdim=True)
+            scores.mul_(softcap * LOG2_E).add_(bias)
+        top = scores.amax(-1, keepdim=True)
         top.masked_fill_(top == -torch.inf, 0)
         self.below_top = scores.sub_(top)  # of which the weights are powers of 2
         self.log_scale = top.div_(LOG2_E)
@@ -354,7 +365,7 @@ class _WindowSoftmax(torch.autograd.Function):
         for block, mask in grid.blocks(bias):
             x = _WindowBlock(grid, block, mask, scaling, softcap, *tensors)
             weights = x.below_top.exp2_()
-            grid.put_queries(num, block, weights @ x.v)
+            grid.put_product(num, block, weights, x.v)
             grid.put_queries(rest, block, torch.cat([weights.sum(-1, keepdim=True), x.log_scale], dim=-1))
         ctx.save_for_backward(*tensors)
         ctx.grid, ctx.bias, ctx.scaling, ctx.softcap = grid, bias, scaling, softcap
@@ -380,7 +391,7 @@ class _WindowSoftmax(torch.autograd.Function):
             if x.slope is not None:
                 g_scores.mul_(x.slope)
             grid.put_queries(grad_q, block, (g_scores @ x.k).mul_(ctx.scaling))
-            g_keys = (g_scores.mT @ x.q).div_(x.unit)
+            g_keys = (g_scores.mT @ x.q).mul_(ctx.scaling)
             near = grid.count * grid.chunk
             for grad, grad_sink, g in ((grad_k, grad_sink_k, g_keys), (grad_v, grad_sink_v, g_values)):
                 grid.add_keys(grad, block, grid.fold(g[:, :, :, :near]))
