@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+# What times depend on.
+ENVIRONMENT = ("GLIBC_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_", "OMP_", "THP_", "TORCH")
+
 
 def write_results(arguments: argparse.Namespace, load: Sequence[float], **results: Any) -> None:
-    """Replace the file `arguments.json`, if one is wanted, with arguments, load averages and `results`."""
+    """Replace the file `arguments.json`, if one is wanted, with arguments, environment, load averages and `results`."""
     if arguments.json is None:
         return
     setting = {name: value for name, value in vars(arguments).items() if name != "json"}
-    setting |= {"torch": torch.__version__, "load": list(load)}
+    environment = {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)}
+    setting |= {"torch": torch.__version__, "load": list(load), "environment": environment}
     scratch = arguments.json.with_name(f".{arguments.json.name}.incomplete")
     scratch.write_text(json.dumps(setting | results, indent=2) + "\n")
     scratch.replace(arguments.json)
