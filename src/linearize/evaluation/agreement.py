@@ -1,0 +1,352 @@
+"""How far a student says what its teacher says: token by token, by position in the document, and left to itself.
+
+A student can keep the teacher's loss and still predict other tokens, and one of those turns a whole generation away.
+
+Axes: N rows, L tokens per row, B rows per forward pass, V vocabulary, C predicted tokens at a time, P prompts, T prompt
+tokens, K new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from linearize.errors import UserError
+from linearize.evaluation.perplexity import (
+    IGNORE,
+    Interval,
+    Rows,
+    TokenLosses,
+    Totals,
+    inference,
+    require_same_tokens,
+    resample,
+)
+
+_CHUNK_ELEMENTS = 2**24  # most fp32 numbers at a time beside the models' own logits: 64 MiB
+_COPIES = 4  # [C, V] tensors of them that live together
+_BATCH_SIZE = 8  # prompts per call of generate()
+_ENDED = -1  # in place of a token: the text ended before
+
+
+# --- token by token ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Of student and teacher, at the same places of the same rows; `_beyond`: beyond the window, None where none is.
+
+    top1: share of tokens whose likeliest one is the same, as greedy decoding would choose. kl: KL(teacher || student),
+    what the student loses by predicting in the teacher's place; reverse_kl: KL(student || teacher); nats per token.
+    """
+
+    top1: Interval
+    kl: Interval
+    reverse_kl: Interval
+    top1_beyond: Interval | None
+    kl_beyond: Interval | None
+    tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The section `agreement`, plain data."""
+        return asdict(self)
+
+
+def logit_agreement(
+    teacher: nn.Module,
+    student: nn.Module,
+    rows: Rows,
+    *,
+    batch_size: int,
+    window_size: int,
+    samples: int = 1000,
+    seed: int = 0,
+) -> Agreement:
+    """Compare the next-token distributions of two models, on the tokens that `token_losses` takes the loss of.
+
+    Both read `batch_size` rows, then the next ones: the logits of one batch of each, in the models' own dtype, are all
+    that is held. Divergences are computed in fp32.
+
+    Raises:
+        UserError: the vocabularies differ in size, or fewer than two rows hold predicted tokens.
+        FloatingPointError: a divergence is not a finite number.
+    """
+    mask = (rows.labels != IGNORE).cpu()
+    mask[:, 0] = False  # nothing stands before the first token
+    batches = []
+    console = Console(stderr=True)
+    with inference(teacher), inference(student):
+        splits = torch.arange(len(mask)).split(batch_size)
+        for index in track(splits, "agreement", console=console, transient=True, disable=not console.is_terminal):
+            batches.append(_compare(_logits(teacher, rows, index), _logits(student, rows, index), mask[index]))
+    measured = [TokenLosses(x, mask, rows.position_ids.cpu()) for x in torch.cat(batches, dim=1)]
+    if bad := int((~torch.stack([x.loss for x in measured]).isfinite().all(dim=0)).sum()):
+        raise FloatingPointError(f"agreement: the divergence of {bad} of {int(mask.sum())} tokens is not finite")
+    top1, kl, reverse_kl = _intervals([x.totals() for x in measured], samples=samples, seed=seed)
+    top1_beyond = kl_beyond = None
+    if measured[0].beyond_missing(window_size) is None:
+        beyond = [x.beyond(window_size).totals() for x in measured[:2]]
+        top1_beyond, kl_beyond = _intervals(beyond, samples=samples, seed=seed)
+    return Agreement(top1, kl, reverse_kl, top1_beyond, kl_beyond, tokens=int(mask.sum()))
+
+
+def _intervals(columns: list[Totals], *, samples: int = 1000, seed: int = 0) -> list[Interval]:
+    means, draws = resample(columns, samples=samples, seed=seed)
+    return [Interval.of(means[i], draws[:, i]) for i in range(len(columns))]
+
+
+def _logits(model: nn.Module, rows: Rows, index: Int[Tensor, " B"]) -> Float[Tensor, "B L V"]:
+    device = next(model.parameters()).device
+    input_ids, position_ids = rows.input_ids[index].to(device), rows.position_ids[index].to(device)
+    # No attention mask: Hugging Face models then read the document boundaries off the positions.
+    return model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+
+
+def _compare(
+    teacher: Float[Tensor, "B L V"], student: Float[Tensor, "B L W"], mask: Bool[Tensor, "B L"]
+) -> Float[Tensor, "3 B L"]:
+    """Same choice (1 or 0), KL(teacher || student) and KL(student || teacher); 0 where the mask is False.
+
+    Entry t compares the logits at t - 1, which predict token t.
+    """
+    vocabulary, found = teacher.shape[-1], student.shape[-1]
+    if found != vocabulary:
+        raise UserError(
+            f"student: expected logits for the teacher's {vocabulary} tokens, found {found}; "
+            "compare it with the teacher that it was made from"
+        )
+    result = torch.zeros(3, *mask.shape)
+    chunk = max(1, _CHUNK_ELEMENTS // (_COPIES * vocabulary))
+    for part in mask.nonzero().split(chunk):
+        row, place = part.T
+        result[:, row, place] = _divergences(teacher, student, row, place - 1).cpu()
+    return result
+
+
+def _divergences(
+    teacher: Float[Tensor, "B L V"], student: Float[Tensor, "B L V"], row: Int[Tensor, " C"], place: Int[Tensor, " C"]
+) -> Float[Tensor, "3 C"]:
+    choice_p, p = _log_probabilities(teacher, row, place, teacher.device)
+    choice_q, q = _log_probabilities(student, row, place, teacher.device)
+    # The difference first: equal logits give exactly 0. Then in place, for the memory.
+    gap = p - q
+    kl = p.exp_().mul_(gap).sum(dim=-1)
+    reverse_kl = -q.exp_().mul_(gap).sum(dim=-1)
+    # A divergence is never negative, but rounding can make it so.
+    return torch.stack([(choice_p == choice_q).float(), kl.clamp_min(0), reverse_kl.clamp_min(0)])
+
+
+def _log_probabilities(
+    logits: Float[Tensor, "B L V"], row: Int[Tensor, " C"], place: Int[Tensor, " C"], device: torch.device
+) -> tuple[Int[Tensor, " C"], Float[Tensor, "C V"]]:
+    """The likeliest token, and log p of all."""
+    chosen = logits[row.to(logits.device), place.to(logits.device)].to(device)
+    return chosen.argmax(dim=-1), chosen.log_softmax(dim=-1, dtype=torch.float32)
+
+
+# --- by position ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PositionLosses:
+    """Mean loss by position in the document. Bin i holds the positions from edges[i] to edges[i + 1] - 1.
+
+    None where fewer than two rows hold tokens of a bin. So it always is in the first one: nothing predicts position 0.
+    """
+
+    edges: list[int]
+    losses: dict[str, list[Interval | None]]
+
+    def to_json(self) -> dict[str, Any]:
+        """The section `positions`, plain data."""
+        return asdict(self)
+
+
+def loss_by_position(losses: Mapping[str, TokenLosses], *, samples: int = 200, seed: int = 0) -> PositionLosses:
+    """Each candidate's loss in nats per token against the position of the predicted token (SUPRA, Fig. 3).
+
+    The edges are 0 and the powers of two, up to the longest position; the last one is that position + 1.
+
+    Raises:
+        ValueError: the candidates were not measured on the same tokens.
+    """
+    require_same_tokens(*losses.values())
+    first = next(iter(losses.values()))
+    longest = int(first.position.max())
+    edges = [0, *(2**i for i in range(longest.bit_length())), longest + 1]
+    result: dict[str, list[Interval | None]] = {name: [] for name in losses}
+    for start, stop in pairwise(edges):
+        mask = first.mask & (first.position >= start) & (first.position < stop)
+        found: list[Interval | None] = [None] * len(losses)
+        if mask.any(dim=1).sum() >= 2:
+            columns = [TokenLosses(x.loss, mask, x.position).totals() for x in losses.values()]
+            found = [*_intervals(columns, samples=samples, seed=seed)]
+        for name, interval in zip(losses, found, strict=True):
+            result[name].append(interval)
+    return PositionLosses(edges, result)
+
+
+# --- left to themselves -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt, how its document goes on, and how the models go on; special tokens are written out."""
+
+    prompt: str
+    reference: str
+    teacher: str
+    student: str
+
+
+@dataclass(frozen=True)
+class Generations:
+    """Greedy continuations of the same prompts by both models, each of `new_tokens` tokens, or fewer if it ends itself.
+
+    agreement: share of the new tokens that are the same at the same place. Where one text is longer, its surplus counts
+    as different; where both have ended, there is nothing to count. The token that ends a text is one of its tokens.
+    common_prefix: tokens before the first difference; `new_tokens` where there is none, though both may have ended.
+    """
+
+    agreement: Interval
+    common_prefix: Interval
+    new_tokens: int
+    samples: list[Sample]
+
+    def to_json(self) -> dict[str, Any]:
+        """The section `generations`, plain data."""
+        return asdict(self)
+
+
+def generation_agreement(
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    tokenizer: Tokenizer,
+    rows: Rows,
+    *,
+    prompts: int,
+    prompt_length: int,
+    new_tokens: int,
+    shown: int,
+    seed: int,
+) -> Generations:
+    """Let both models continue the beginnings of held-out documents, always with the likeliest token.
+
+    Nothing of the models' own generation settings applies (sampling, penalties), but that the tokens which end the
+    teacher's texts end both models' texts.
+
+    Args:
+        prompts: how many documents to take, drawn with `seed`; all that are long enough, where there are fewer.
+        prompt_length: tokens of each prompt.
+        shown: how many of them come back as text.
+
+    Raises:
+        UserError: fewer than two documents have `prompt_length` + `new_tokens` tokens in one row.
+    """
+    if prompts < 2:
+        raise UserError(f"generations: expected at least 2 prompts, found {prompts}; use more")
+    texts = _beginnings(rows, prompt_length + new_tokens, prompts, seed)
+    prompt, reference = texts[:, :prompt_length], texts[:, prompt_length:]
+    ends = _ends(teacher)
+    by_teacher = _continue(teacher, prompt, new_tokens, ends, "teacher")
+    by_student = _continue(student, prompt, new_tokens, ends, "student")
+
+    equal = by_teacher == by_student
+    same = equal & (by_teacher != _ENDED)
+    longer = ((by_teacher != _ENDED) | (by_student != _ENDED)).sum(dim=1).double()
+    prefix = equal.long().cumprod(dim=1).sum(dim=1).double()
+    columns = [Totals(same.sum(dim=1).double(), longer), Totals(prefix, torch.ones_like(prefix))]
+    agreement, common_prefix = _intervals(columns, seed=seed)
+
+    def continuation(index: int, tokens: Int[Tensor, "P K"]) -> str:
+        return _continuation(tokenizer, prompt[index], tokens[index])
+
+    samples = [
+        Sample(_decode(tokenizer, prompt[i]), *(continuation(i, x) for x in (reference, by_teacher, by_student)))
+        for i in range(min(shown, len(prompt)))
+    ]
+    return Generations(agreement, common_prefix, new_tokens, samples)
+
+
+def _beginnings(rows: Rows, length: int, count: int, seed: int) -> Int[Tensor, "P M"]:
+    """The first `length` tokens of up to `count` documents that have so many, in the order of the rows.
+
+    A document that runs on into the next row counts as another one there, for its positions do.
+    """
+    width = rows.input_ids.shape[1]
+    start = (rows.position_ids.cpu() == 0).flatten().nonzero()[:, 0]
+    end_of_row = (start // width + 1) * width
+    following = torch.cat([start[1:], torch.tensor([rows.input_ids.numel()])])
+    size = torch.minimum(following, end_of_row) - start
+    enough = start[size >= length]
+    if len(enough) < 2:
+        longest = int(size.max()) if len(size) else 0
+        raise UserError(
+            f"generations: expected at least 2 held-out documents of {length} tokens (prompt and continuation) in one "
+            f"row, found {len(enough)}, the longest document has {longest}; use longer documents and a longer "
+            "data.sequence_length, or shorter prompts and continuations"
+        )
+    order = torch.randperm(len(enough), generator=torch.Generator().manual_seed(seed))
+    chosen = enough[order[:count]].sort().values
+    return rows.input_ids.cpu().flatten()[chosen[:, None] + torch.arange(length)]
+
+
+def _ends(model: PreTrainedModel) -> list[int]:
+    """The tokens that end the model's texts."""
+    ends: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def _continue(
+    model: PreTrainedModel, prompts: Int[Tensor, "P T"], new_tokens: int, ends: list[int], title: str
+) -> Int[Tensor, "P K"]:
+    """The likeliest next tokens, one after another; `_ENDED` behind the first of `ends`. On the CPU."""
+    batches = []
+    console, title = Console(stderr=True), f"generating: {title}"
+    with inference(model) as device, _greedy(model, new_tokens, ends):
+        split = prompts.split(_BATCH_SIZE)
+        for batch in track(split, title, console=console, transient=True, disable=not console.is_terminal):
+            ids = batch.to(device)
+            # The mask says that nothing is padding: a prompt may hold the token that texts are padded with.
+            made: Any = model.generate(ids, attention_mask=torch.ones_like(ids))  # type: ignore[operator]
+            made = made[:, prompts.shape[1] :].cpu()
+            batches.append(F.pad(made, (0, new_tokens - made.shape[1]), value=_ENDED))
+    tokens = torch.cat(batches)
+    is_end = torch.isin(tokens, torch.tensor(ends, dtype=tokens.dtype)).long()
+    return tokens.masked_fill(is_end.cumsum(dim=1) - is_end > 0, _ENDED)
+
+
+@contextmanager
+def _greedy(model: PreTrainedModel, new_tokens: int, ends: list[int]) -> Iterator[None]:
+    """Within, `model.generate()` decodes greedily; what generate() is not told it takes from the model's own config."""
+    own = model.generation_config
+    # After its end a text is padded up to the others of its batch; any token would do.
+    special = {"eos_token_id": ends, "pad_token_id": ends[0]} if ends else {}
+    model.generation_config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, **special)
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _decode(tokenizer: Tokenizer, tokens: Int[Tensor, " T"]) -> str:
+    return tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)  # type: ignore[return-value]
+
+
+def _continuation(tokenizer: Tokenizer, prompt: Int[Tensor, " T"], tokens: Int[Tensor, " K"]) -> str:
+    """What the tokens add to the prompt's text: by themselves, many tokenizers would drop the space before them."""
+    tokens = tokens[tokens != _ENDED]
+    before, whole = _decode(tokenizer, prompt), _decode(tokenizer, torch.cat([prompt, tokens]))
+    return whole[len(before) :] if whole.startswith(before) else _decode(tokenizer, tokens)
