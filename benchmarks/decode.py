@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from linearize.config import Recipe, recipe_names
-from linearize.evaluation.speed import Spread, seconds_in_turns
+from linearize.evaluation.speed import Spread, even, seconds_in_turns
 from linearize.maps import LearnedMap
 from linearize.mixers import AttnInputs, LinearMixer
 from linearize.parts import MixerConfig
@@ -92,16 +92,6 @@ def softmax_call(length: int) -> Callable[[], object]:
     return lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-def even(seconds: float, softmax: dict[int, float]) -> int | None:
-    """The cache length at which softmax attention takes `seconds`."""
-    before_length, before = 0, 0.0
-    for length, theirs in softmax.items():
-        if theirs >= seconds:
-            return round(before_length + (length - before_length) * (seconds - before) / (theirs - before))
-        before_length, before = length, theirs
-    return None
-
-
 def markdown(steps: Sequence[Step], longest: int) -> str:
     rows = [["recipe", "key maps", "ms", "state, MiB", "even in time", "even in bytes"], ["---"] * 6]
     for step in steps:
@@ -140,10 +130,11 @@ def main() -> None:
     load.append(os.getloadavg()[0])
     softmax = {length: spreads[length].median for length in arguments.lengths}
     per_token = 2 * SHAPE.num_kv_heads * SHAPE.head_dim * torch.bfloat16.itemsize
-    steps = [
-        Step(*name, spreads[name], size, even(spreads[name].median, softmax), size // per_token + 1)
-        for name, size in state_bytes.items()
-    ]
+    from_nothing = {0: 0.0} | softmax  # no cache, no time
+    steps = []
+    for name, size in state_bytes.items():
+        in_time = even(dict.fromkeys(from_nothing, spreads[name].median), from_nothing)
+        steps.append(Step(*name, spreads[name], size, in_time, size // per_token + 1))
     print(markdown(steps, max(arguments.lengths)))  # noqa: T201 (the result)
     print("\nsoftmax, ms: " + ", ".join(f"{x * 1e3:.2f} at {length:,}" for length, x in softmax.items()))  # noqa: T201
     curve = {length: asdict(spreads[length]) for length in softmax}

@@ -3,16 +3,32 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from dataclasses import dataclass
+from io import StringIO
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
+import linearize
+from linearize.config import Recipe
 from linearize.errors import UserError
 from linearize.evaluation import speed
-from linearize.evaluation.speed import Spread, break_even, cache_bytes, generation_speed
+from linearize.evaluation.bench import Bench, bench
+from linearize.evaluation.speed import (
+    Crossover,
+    Speed,
+    Spread,
+    break_even,
+    cache_bytes,
+    even,
+    generation_speed,
+    seconds_in_turns,
+)
+from tests import tiny
 
 
 def test_cache_bytes_of_a_growing_cache_is_the_formula(llama) -> None:
@@ -48,8 +64,18 @@ def test_spread() -> None:
     assert Spread.of([3.0, 1.0, 2.0, 10.0]) == Spread(median=2.5, low=1.0, high=10.0)
 
 
+def test_calls_take_turns_and_the_first_round_does_not_count(monkeypatch) -> None:
+    """With a scripted clock: the n-th call of all takes n s, and what comes between two calls is not counted."""
+    called: list[str] = []
+    clock = iter(time for n in range(1, 7) for time in (100.0 * n, 100.0 * n + n))
+    monkeypatch.setattr(speed, "_now", lambda: next(clock))
+    calls = {name: lambda name=name: called.append(name) for name in "ab"}
+    assert seconds_in_turns(calls, 2, lambda: called.append("|")) == {"a": [4.0, 5.0], "b": [3.0, 6.0]}
+    assert "".join(called) == "a|b|b|a|a|b|"
+
+
 def test_models_take_turns_and_the_first_run_does_not_count(llama, monkeypatch) -> None:
-    """With a scripted clock: the n-th run of all takes n s for the prompt and 2n s for four tokens."""
+    """With a scripted clock: the n-th run takes n s for the prompt and 2n s for four tokens; runs 3 to 6 count."""
     calls: list[str] = []
 
     models = {name: deepcopy(llama) for name in ("t", "s")}
@@ -58,7 +84,7 @@ def test_models_take_turns_and_the_first_run_does_not_count(llama, monkeypatch) 
             lambda module, args, kwargs, name=name: calls.append(f"{name}{kwargs['input_ids'].shape[1]}"),
             with_kwargs=True,
         )
-    runs = iter(step for n in range(1, 7) for step in (0.0, n, 3.0 * n))
+    runs = iter(step for n in range(3, 7) for step in (0.0, n, 3.0 * n))
     monkeypatch.setattr(speed, "_now", lambda: next(runs))
     teacher, student = generation_speed(models, [12], new_tokens=4, repeats=2)
     one = [["t12", *["t1"] * 4], ["s12", *["s1"] * 4]]
@@ -66,6 +92,20 @@ def test_models_take_turns_and_the_first_run_does_not_count(llama, monkeypatch) 
     assert (teacher.model, student.model) == ("t", "s")
     assert teacher.prefill == Spread(4.5, 4.0, 5.0) and student.prefill == Spread(4.5, 3.0, 6.0)
     assert teacher.decode == Spread(2.25, 2.0, 2.5)
+
+
+def test_every_batch_size_meets_every_length(llama, monkeypatch) -> None:
+    """A batch's seconds are not divided by it."""
+    seen: list[tuple[int, ...]] = []
+    model = deepcopy(llama)
+    model.register_forward_pre_hook(lambda *_: seen.append(tuple(_[2]["input_ids"].shape)), with_kwargs=True)
+    runs = iter(step for n in range(1, 7) for step in (0.0, n, 3.0 * n))
+    monkeypatch.setattr(speed, "_now", lambda: next(runs))
+    found = generation_speed({"s": model}, [5, 7], batch_sizes=[1, 3, 2], new_tokens=2, repeats=1)
+    sizes = [(batch, length) for batch in (1, 3, 2) for length in (5, 7)]
+    assert [(s.batch_size, s.prompt_length) for s in found] == sizes and {s.new_tokens for s in found} == {2}
+    assert seen == [shape for b, n in sizes for shape in [(b, n), (b, 1), (b, 1)] * 2]
+    assert [s.prefill.median for s in found] == [s.decode.median for s in found] == [1, 2, 3, 4, 5, 6]
 
 
 def test_real_runs_report_every_model_at_every_length(llama) -> None:
@@ -80,6 +120,7 @@ def test_real_runs_report_every_model_at_every_length(llama) -> None:
         assert 0 < s.prefill.low <= s.prefill.median <= s.prefill.high
         assert 0 < s.decode.low <= s.decode.median <= s.decode.high
         assert s.cache_bytes == 2 * 2 * 2 * 8 * 4 * (s.prompt_length + 3)
+        assert s.prefill_bytes is not None and s.prefill_bytes > 2 * 2 * 2 * 8 * 4 * s.prompt_length
     json.dumps([s.to_json() for s in speeds], allow_nan=False)
 
 
@@ -89,3 +130,127 @@ def test_lengths_beyond_learned_positions_are_refused_beyond_rotary_ones_not(lla
         generation_speed({"teacher": llama, "student": gpt2}, [4, 14], new_tokens=3, repeats=1)
     assert len(generation_speed({"student": gpt2}, [4, 13], new_tokens=3, repeats=1)) == 2
     assert len(generation_speed({"teacher": llama}, [260], new_tokens=1, repeats=1)) == 1
+
+
+def test_bytes_of_a_batch_of_two_are_the_formulas() -> None:
+    """A teacher's keys and values grow; the student's sums (D x D and D) and window of keys and values do not.
+
+    A step puts its token behind the window and cuts off the first one, so that the storage is of one token more.
+    """
+    teacher = tiny.llama()
+    layers, batch, heads, kv_heads, dim, fp32, position = 2, 2, 4, 2, 8, 4, 8
+    sums = dim * (dim + 1) * fp32
+    token = 2 * dim * fp32  # key and value of a head
+    per_layer = {
+        "elu": batch * (kv_heads * (sums + token) + position),
+        "lolcats": batch * (heads * sums + kv_heads * (8 + 1) * token + position),
+    }
+    for recipe, held in per_layer.items():
+        overrides = {"mixer.span.window_size": 8} if recipe == "lolcats" else {}
+        models = {"teacher": teacher, "student": linearize.convert(teacher, Recipe.load(recipe, overrides))}
+        found = generation_speed(models, [16, 32], batch_sizes=[batch], new_tokens=2, repeats=1)
+        assert [(s.model, s.cache_bytes) for s in found] == [
+            ("teacher", layers * batch * 2 * kv_heads * dim * fp32 * (16 + 2)),
+            ("student", layers * held),
+            ("teacher", layers * batch * 2 * kv_heads * dim * fp32 * (32 + 2)),
+            ("student", layers * held),
+        ]
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, expected",
+    [
+        ([5, 5, 5], [1, 3, 7], 30),  # half way between 20 and 40
+        ([5, 6, 7], [1, 4, 15], 24),  # 2 behind, then 8 ahead: a fifth of the way
+        ([5, 4, 5], [1, 4, 7], 20),  # even where it was measured
+        ([1, 2, 3], [2, 3, 4], 10),  # ahead everywhere
+        ([5, 1, 5, 5], [1, 3, 4, 6], 60),  # ahead, behind, and then ahead for good: half way between 40 and 80
+        ([1, 1, 4], [2, 2, 3], None),  # ahead, but not at the longest
+        ([1, 1, 1], [1, 1, 1], None),  # never ahead
+        ([5, 6, 7], [1, 2, 3], None),
+    ],
+)
+def test_even_on_made_up_curves(ours, theirs, expected) -> None:
+    lengths = (10, 20, 40, 80)
+    curves = [dict(zip(lengths, map(float, curve), strict=False)) for curve in (ours, theirs)]
+    assert even(*curves) == expected
+    backwards = [dict(reversed(curve.items())) for curve in curves]
+    assert even(*backwards) == expected
+
+
+def test_even_needs_the_same_lengths() -> None:
+    with pytest.raises(ValueError, match="same lengths"):
+        even({1: 1.0, 2: 1.0}, {1: 1.0, 3: 1.0})
+
+
+def made_up(model: str, length: int, prefill: float, decode: float, held: int, batch_size: int = 1) -> Speed:
+    spreads = Spread(prefill, prefill / 2, 99.0), Spread(decode, decode / 2, 99.0)
+    return Speed(model, length, *spreads, held, batch_size=batch_size, new_tokens=8)
+
+
+def test_crossovers_by_hand() -> None:
+    """Of medians alone. 8 new tokens: 4 of them are behind the average step, and all of them in the cache."""
+    speeds = [
+        made_up("student", 100, 5.0, 1.0, 1000),
+        made_up("teacher", 100, 4.0, 0.5, 540),
+        made_up("student", 200, 10.0, 1.0, 1000),
+        made_up("teacher", 200, 13.0, 0.75, 1040),
+    ]
+    found = Crossover.of(speeds)
+    # prefill: 1 behind, 3 ahead, a quarter of the way; memory: 460 behind at 108, 40 ahead at 208
+    assert (found.prefill, found.decode, found.memory) == (125, None, 200)
+    assert found.words == (
+        "Reading a prompt, the student is faster than its teacher from about 125 tokens on. "
+        "Generating, it is not faster at 204 tokens, the most measured. "
+        "Its cache is smaller from about 200 tokens on."
+    )
+    longest = Crossover.of(speeds[2:])
+    assert (longest.prefill, longest.decode, longest.memory) == (200, None, 208)
+    assert "Its cache is smaller at every length measured, from 208 to 208 tokens." in longest.words
+    with pytest.raises(ValueError, match="one batch size"):
+        Crossover.of([*speeds, made_up("student", 100, 1.0, 1.0, 1, batch_size=2)])
+
+
+def test_bench_of_two_batch_sizes_is_a_table_and_a_crossover_for_each() -> None:
+    teacher = tiny.llama()
+    student = linearize.convert(teacher, Recipe.load("elu"))
+    found = bench(teacher, student, batch_sizes=[2, 1, 2], prompt_lengths=[40, 8], new_tokens=2, repeats=2, seed=0)
+    order = [(b, n, m) for b in (1, 2) for n in (8, 40) for m in ("teacher", "student")]
+    assert [(s.batch_size, s.prompt_length, s.model) for s in found.speeds] == order
+    # The teacher holds 256 bytes per token and sequence, the student 1424: as many as 5.6 tokens.
+    assert {size: crossover.memory for size, crossover in found.crossovers.items()} == {1: 10, 2: 10}
+    data = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert [c["batch_size"] for c in data["crossovers"]] == [1, 2] and len(data["speed"]) == 8
+    assert data["speed"][0].keys() >= {"batch_size", "new_tokens", "prefill_bytes"}
+
+    title, table, findings = found.to_markdown().split("\n\n")
+    assert "2 tokens" in title and "2 rounds" in title and "float32" in title
+    assert len(table.splitlines()) == 2 + 8 and {line.count("|") for line in table.splitlines()} == {8}
+    assert [line[:13] for line in findings.splitlines()] == ["- Batch of 1:", "- Batch of 2:"]
+    output = StringIO()
+    Console(file=output, width=400).print(found.render())
+    for s in found.speeds:
+        assert f"{s.cache_bytes:,}" in output.getvalue() and f"{s.prefill_bytes:,}" in output.getvalue()
+    assert found.crossovers[2].words in output.getvalue()
+
+
+def test_a_step_of_a_batch_gives_as_many_tokens() -> None:
+    one, four = (made_up("student", 100, 0.25, 0.5, 1000, batch_size=size) for size in (1, 4))
+    rows = Bench([one, four], {}, repeats=3, seed=0, setting="").to_markdown().splitlines()[4:6]
+    assert [row.split(" | ")[4] for row in rows] == ["2 [0, 4]", "8 [0, 16]"]
+    assert rows[0] == "| 1 | 100 | student | 250.0 [125.0, 99000.0] | 2 [0, 4] | 1,000 | - |"
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(batch_sizes=[0]), "batch sizes: expected 1 or more, found 0"),
+        (dict(prompt_lengths=[]), "prompt lengths: expected 1 or more, found none"),
+        (dict(new_tokens=0), "new tokens: expected 1 or more, found 0"),
+        (dict(repeats=-1), "repeats: expected 1 or more, found -1"),
+    ],
+)
+def test_bench_of_nothing_is_refused(llama, wrong, message) -> None:
+    right: dict[str, Any] = dict(batch_sizes=[1], prompt_lengths=[4], new_tokens=1, repeats=1, seed=0)
+    with pytest.raises(UserError, match=message):
+        bench(llama, llama, **(right | wrong))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -67,6 +70,7 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
         torch.cuda.reset_peak_memory_stats(device)
         call()
         return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports its start and stop on standard error
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     with tempfile.TemporaryDirectory() as folder:
@@ -82,13 +86,16 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
 
 @dataclass(frozen=True)
 class Speed:
-    """One model at one prompt length, batch of one."""
+    """One model generating `new_tokens` tokens behind each of `batch_size` prompts of `prompt_length` tokens."""
 
     model: str
     prompt_length: int
-    prefill: Spread  # seconds for the whole prompt
-    decode: Spread  # seconds per generated token
-    cache_bytes: int  # held after prompt and generated tokens
+    prefill: Spread  # seconds for all prompts together
+    decode: Spread  # seconds per step, which gives every sequence one token
+    cache_bytes: int  # held after prompts and generated tokens, by all sequences together
+    batch_size: int = 1
+    new_tokens: int = 1
+    prefill_bytes: int | None = None  # most held at once during the prefill, the cache included
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -98,13 +105,18 @@ def generation_speed(
     models: Mapping[str, PreTrainedModel],
     prompt_lengths: Sequence[int],
     *,
+    batch_sizes: Sequence[int] = (1,),
     new_tokens: int = 32,
     repeats: int = 5,
     seed: int = 0,
 ) -> list[Speed]:
     """Time prefill and greedy decoding of random prompts; one uncounted run first, then `repeats` counted ones.
 
-    The models take turns, in alternating order, so that a machine that slows down slows all of them.
+    The models take turns, in alternating order, so that a machine that slows down slows all of them. The uncounted run
+    gives the bytes.
+
+    Returns:
+        By batch size, then by length, then by model, as given.
 
     Raises:
         UserError: a model with learned positions has too few of them.
@@ -117,19 +129,70 @@ def generation_speed(
     speeds = []
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("speed", total=len(prompt_lengths) * (repeats + 1))
-        for length in prompt_lengths:
-            prompt = torch.randint(vocab_size, (1, length), generator=generator)
-            prefill, decode, held = defaultdict(list), defaultdict(list), {}
-            for repeat in range(repeats + 1):
+        task = progress.add_task("speed", total=len(batch_sizes) * len(prompt_lengths) * (repeats + 1))
+        for batch_size, length in product(batch_sizes, prompt_lengths):
+            prompts = torch.randint(vocab_size, (batch_size, length), generator=generator)
+            held = {name: _bytes(models[name], prompts, new_tokens) for name in turns[0]}
+            progress.advance(task)
+            prefill, decode = defaultdict(list), defaultdict(list)
+            for repeat in range(1, repeats + 1):
                 for name in turns[repeat % 2]:
-                    prefill_seconds, decode_seconds, held[name] = _generate(models[name], prompt, new_tokens)
-                    if repeat > 0:
-                        prefill[name].append(prefill_seconds)
-                        decode[name].append(decode_seconds / new_tokens)
+                    prefill_seconds, decode_seconds = _seconds(models[name], prompts, new_tokens)
+                    prefill[name].append(prefill_seconds)
+                    decode[name].append(decode_seconds / new_tokens)
                 progress.advance(task)
-            speeds += [Speed(n, length, Spread.of(prefill[n]), Spread.of(decode[n]), held[n]) for n in turns[0]]
+            for name in turns[0]:
+                spreads = Spread.of(prefill[name]), Spread.of(decode[name])
+                cached, peak = held[name]
+                speeds.append(Speed(name, length, *spreads, cached, batch_size, new_tokens, peak))
     return speeds
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """From how many tokens on the student is ahead of its teacher, for one batch size.
+
+    About as many: medians, interpolated between the lengths measured. None: not ahead at the longest of them.
+    """
+
+    prefill: int | None  # tokens of the prompt
+    decode: int | None  # tokens in the context; half of the generated ones count
+    memory: int | None  # tokens of prompt and answer, from which the student's cache is smaller
+    words: str
+
+    @classmethod
+    def of(cls, speeds: Sequence[Speed]) -> Crossover:
+        """From measurements of "teacher" and "student" at the same lengths."""
+        if len({(s.batch_size, s.new_tokens) for s in speeds}) != 1:
+            raise ValueError("a crossover is of one batch size and one number of new tokens")
+        curves: dict[str, dict[str, dict[int, float]]] = {name: defaultdict(dict) for name in ("teacher", "student")}
+        for s in speeds:
+            if s.model in curves:
+                curves[s.model]["prefill"][s.prompt_length] = s.prefill.median
+                curves[s.model]["decode"][s.prompt_length + s.new_tokens // 2] = s.decode.median
+                curves[s.model]["memory"][s.prompt_length + s.new_tokens] = float(s.cache_bytes)
+        found = {what: even(curves["student"][what], curves["teacher"][what]) for what in _AHEAD}
+        words = [_ahead(*said, found[what], curves["student"][what]) for what, said in _AHEAD.items()]
+        return cls(**found, words=" ".join(words))
+
+
+def even(ours: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
+    """The length from which on ours stays below theirs, interpolated between the lengths of the two curves.
+
+    The shortest length where ours is below throughout, None where it is not below at the longest.
+    """
+    lengths = sorted(ours)
+    if lengths != sorted(theirs):
+        raise ValueError(f"the curves must have the same lengths, got {lengths} and {sorted(theirs)}")
+    gaps = [ours[length] - theirs[length] for length in lengths]
+    behind = [i for i, gap in enumerate(gaps) if gap >= 0]
+    if not behind:
+        return lengths[0]
+    last = behind[-1]
+    if last == len(lengths) - 1:
+        return None
+    share = gaps[last] / (gaps[last] - gaps[last + 1])
+    return round(lengths[last] + share * (lengths[last + 1] - lengths[last]))
 
 
 def cache_bytes(cache: Any) -> int:
@@ -149,23 +212,58 @@ def break_even(state_bytes: int, kv_bytes_per_token: int) -> int:
     return state_bytes // kv_bytes_per_token + 1
 
 
-def _generate(model: PreTrainedModel, prompt: Int[Tensor, "1 T"], new_tokens: int) -> tuple[float, float, int]:
-    """Seconds of prefill, seconds of decoding `new_tokens` tokens, and bytes of the cache afterwards."""
-    with inference(model) as device:
+_AHEAD = {
+    "prefill": ("Reading a prompt, the student is", "faster than its teacher"),
+    "decode": ("Generating, it is", "faster"),
+    "memory": ("Its cache is", "smaller"),
+}
+
+
+def _ahead(subject: str, ahead: str, length: int | None, measured: Mapping[int, float]) -> str:
+    shortest, longest = min(measured), max(measured)
+    if length is None:
+        return f"{subject} not {ahead} at {longest:,} tokens, the most measured."
+    if length == shortest:
+        return f"{subject} {ahead} at every length measured, from {shortest:,} to {longest:,} tokens."
+    return f"{subject} {ahead} from about {length:,} tokens on."
+
+
+@contextmanager
+def _generation(model: PreTrainedModel) -> Iterator[tuple[Callable[[Int[Tensor, "B T"]], Int[Tensor, "B 1"]], Any]]:
+    """Greedy decoding with a cache: a function from new tokens to the next one, and the cache that it fills."""
+    with inference(model):
         cache = DynamicCache(config=model.config)
 
-        def next_token(tokens: Int[Tensor, "1 T"]) -> Int[Tensor, "1 1"]:
+        def next_token(tokens: Int[Tensor, "B T"]) -> Int[Tensor, "B 1"]:
             # As in generate(): no logits of the prompt but the last, which would dominate at long lengths.
             output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
             return output.logits[:, -1:].argmax(dim=-1)
 
-        prompt = prompt.to(device)
+        yield next_token, cache
+
+
+def _seconds(model: PreTrainedModel, prompts: Int[Tensor, "B T"], new_tokens: int) -> tuple[float, float]:
+    """Seconds of prefill, and of decoding `new_tokens` tokens."""
+    prompts = prompts.to(model.device)
+    with _generation(model) as (next_token, _):
         start = _now()
-        token = next_token(prompt)
+        token = next_token(prompts)
         prefilled = _now()
         for _ in range(new_tokens):
             token = next_token(token)
-        return prefilled - start, _now() - prefilled, cache_bytes(cache)
+        return prefilled - start, _now() - prefilled
+
+
+def _bytes(model: PreTrainedModel, prompts: Int[Tensor, "B T"], new_tokens: int) -> tuple[int, int]:
+    """Bytes of the cache after prompts and `new_tokens` tokens, and the most held at once during the prefill."""
+    prompts = prompts.to(model.device)
+    with _generation(model) as (next_token, cache):
+        first: list[Tensor] = []
+        peak = peak_bytes(lambda: first.append(next_token(prompts)), model.device)
+        token = first[0]
+        for _ in range(new_tokens):
+            token = next_token(token)
+        return cache_bytes(cache), peak
 
 
 def _now() -> float:

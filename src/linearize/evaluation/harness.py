@@ -1,0 +1,302 @@
+"""Public benchmarks by lm-evaluation-harness on models in memory, and ROUGE of summaries. Both need the extra `eval`.
+
+A task is one of
+- a ``.jsonl`` file of multiple-choice questions, described at `choice_task`: nothing is asked of any server,
+- a task of lm-eval: its YAML file, a folder of them, or the name of one that comes with lm-eval.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from functools import cache
+from math import isfinite
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from linearize.errors import UserError
+from linearize.evaluation.perplexity import Interval, Totals, inference, resample
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One number of lm-eval. `metric` is lm-eval's own name, with its filter's behind a comma where it has one."""
+
+    task: str
+    metric: str
+    candidate: str
+    value: float
+    stderr: float | None  # None where lm-eval gives none
+    samples: int
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The results of all candidates on all tasks, groups of tasks included."""
+
+    shots: dict[str, int]  # by task; a task that fixes its own number keeps it
+    results: list[TaskResult]
+    versions: dict[str, str]  # of lm-eval ("lm_eval"), and of each task; of a jsonl file, its sha256
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Rouge:
+    """F-measures from 0 to 1, means over examples."""
+
+    rouge1: Interval
+    rouge2: Interval
+    rougeL: Interval
+    examples: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def evaluate_tasks(
+    models: Mapping[str, PreTrainedModel],
+    tokenizer: Tokenizer,
+    tasks: Sequence[str],
+    *,
+    shots: int,
+    limit: int | None,
+    batch_size: int,
+    seed: int,
+) -> Tasks:
+    """What `lm_eval.simple_evaluate` finds for each model, to the last digit.
+
+    Args:
+        models: by candidate; each on its own device.
+        tasks: files, folders or names, see above.
+        shots: solved examples before each question.
+        limit: only the first questions of every task; None for all.
+        batch_size: sequences per forward pass.
+        seed: of the draw of solved examples, and of sampled answers.
+
+    Raises:
+        UserError: lm-eval is not installed, or it does not know or cannot load a task, or a file's columns are wrong.
+        FloatingPointError: a result is not a finite number.
+    """
+    evaluator, hflm = _of_extra("lm_eval.evaluator"), _of_extra("lm_eval.models.huggingface").HFLM
+    results, found = [], {}
+    with _level("lm_eval", logging.WARNING), _first_warnings("lm_eval.models.huggingface"):
+        loaded = _load(tasks, shots)
+        for name, model in models.items():
+            if (console := Console(stderr=True)).is_terminal:
+                console.print(f"tasks: {name}")  # lm-eval's own bars follow
+            for task in loaded["tasks"].values():
+                task.set_fewshot_seed(seed)  # every model gets the same solved examples
+            with inference(model), torch.random.fork_rng():
+                torch.manual_seed(seed)
+                with _level("lm_eval.models", logging.ERROR):  # it warns of models in memory, whatever they are
+                    wrapped = hflm(pretrained=model, tokenizer=deepcopy(tokenizer), batch_size=batch_size)
+                found = evaluator.evaluate(wrapped, loaded, limit=limit, log_samples=False)
+            results += _results(name, found["results"])
+    versions = {task: str(version) for task, version in found["versions"].items() if version is not None}
+    return Tasks(found["n-shot"], results, {"lm_eval": _of_extra("lm_eval").__version__} | versions)
+
+
+def choice_task(path: Path, shots: int) -> dict[str, Any]:
+    """lm-eval's description of a file of multiple-choice questions, one JSON object per line.
+
+    - ``query``: the question, any text,
+    - ``choices``: the possible answers, two texts or more,
+    - ``gold``: which of them is right, counted from 0.
+
+    Other columns are ignored. The model reads ``query``, a new line and ``Answer:``, as in lm-eval's own ``piqa`` and
+    ``arc_easy``; solved examples are other questions of the file. For any other format, write a task YAML of lm-eval.
+
+    Raises:
+        UserError: columns are missing or hold something else, or there are too few questions.
+    """
+    if not path.is_file():
+        raise UserError(f"tasks: expected a file, found none at {path}")
+    text = path.read_bytes()
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if fault := _fault(line):
+            raise UserError(
+                f"{path}, line {number}: expected an object with the columns query (text), choices (two texts or more) "
+                f"and gold (the number of the right one, from 0), found {fault}; for other columns, write a task YAML"
+            )
+    if len(lines) <= shots:
+        raise UserError(
+            f"{path}: expected more than {shots} questions for {shots} solved examples, found {len(lines)}; ask fewer"
+        )
+    mean = {"aggregation": "mean", "higher_is_better": True}
+    return {
+        "task": path.stem,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(path.resolve())}},
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "fewshot_split": "test",  # lm-eval never shows a question as its own example
+        "doc_to_text": "{{query.rstrip()}}\nAnswer:",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "metric_list": [{"metric": metric} | mean for metric in ("acc", "acc_norm")],
+        "metadata": {"version": f"sha256:{hashlib.sha256(text).hexdigest()}"},
+    }
+
+
+def rouge(predictions: Sequence[str], references: Sequence[str], *, samples: int = 1000, seed: int = 0) -> Rouge:
+    """ROUGE-1, -2 and -L (Lin 2004) of summaries, words reduced to their stems, with intervals over examples.
+
+    Raises:
+        UserError: rouge-score is not installed, or there are fewer than two examples.
+    """
+    names = ("rouge1", "rouge2", "rougeL")
+    scorer = _of_extra("rouge_score.rouge_scorer").RougeScorer(names, use_stemmer=True)
+    scores = [scorer.score(wanted, given) for given, wanted in zip(predictions, references, strict=True)]
+    one_each = torch.ones(len(scores), dtype=torch.float64)
+    columns = [torch.tensor([score[name].fmeasure for score in scores], dtype=torch.float64) for name in names]
+    means, draws = resample([Totals(column, one_each) for column in columns], samples=samples, seed=seed)
+    return Rouge(*(Interval.of(means[i], draws[:, i]) for i in range(len(names))), examples=len(scores))
+
+
+def _fault(line: bytes) -> str | None:
+    """What is wrong with a line of `choice_task`'s file."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return f"what is not JSON: {line[:40]!r}"
+    if not isinstance(row, dict):
+        return f"{line[:40]!r}"
+    if missing := [name for name in ("query", "choices", "gold") if name not in row]:
+        return f"no {', '.join(missing)} but {', '.join(row) or 'nothing'}"
+    query, choices, gold = row["query"], row["choices"], row["gold"]
+    if not isinstance(query, str):
+        return f"query {query!r}"
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
+        return f"choices {choices!r}"
+    if type(gold) is not int or not 0 <= gold < len(choices):
+        return f"gold {gold!r} for {len(choices)} choices"
+    return None
+
+
+def _load(tasks: Sequence[str], shots: int) -> dict[str, Any]:
+    """All tasks and groups of tasks, by name, each set to `shots`."""
+    loaded: dict[str, Any] = {"tasks": {}, "groups": {}}
+    for given in tasks:
+        found = _load_one(given, shots)
+        if double := loaded["tasks"].keys() & found["tasks"].keys():
+            raise UserError(f"tasks: expected each task once, found {', '.join(sorted(double))} twice; name it once")
+        for kind, members in loaded.items():
+            members.update(found[kind])
+    for task in loaded["tasks"].values():
+        if task.get_config("num_fewshot") != 0:  # a task that says 0 means it
+            task.set_config("num_fewshot", shots)
+    return loaded
+
+
+def _load_one(given: str, shots: int) -> dict[str, Any]:
+    path, manager = Path(given), _of_extra("lm_eval.tasks").TaskManager
+    if path.suffix == ".jsonl":
+        index, names = manager(include_defaults=False), [choice_task(path, shots)]
+    elif path.is_dir():
+        index = manager(include_path=str(path), include_defaults=False)
+        if not (names := index.all_subtasks):
+            raise UserError(f"tasks: expected a folder with task YAMLs of lm-eval, found none in {path}")
+    elif path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise UserError(f"tasks: expected a file, found none at {path}")
+        index, names = manager(include_defaults=False), [given]
+    else:
+        index, names = _own_tasks(), [given]
+        if given not in index.task_index:
+            near = ", ".join(get_close_matches(given, index.all_tasks, n=3)) or "`lm_eval ls tasks` lists them"
+            raise UserError(
+                f"tasks: expected a .jsonl file, a task YAML, a folder of them or the name of a task of lm-eval, "
+                f"found {given!r}; near: {near}"
+            )
+    try:
+        return index.load(names)
+    except Exception as error:  # a task may hold code, and anything may be wrong with it
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(
+            f"tasks: expected a task that lm-eval can load, found {given}, which it cannot ({reason}); "
+            f"mend it, or give a .jsonl file if its data cannot be downloaded"
+        ) from error
+
+
+@cache
+def _own_tasks() -> Any:
+    """The index of what comes with lm-eval. It reads thousands of files, which takes some seconds."""
+    return _of_extra("lm_eval.tasks").TaskManager()
+
+
+def _results(candidate: str, found: Mapping[str, Mapping[str, Any]]) -> list[TaskResult]:
+    """lm-eval's table: ``{task: {"acc,none": value, "acc_stderr,none": value, "sample_len": count, ...}}``."""
+    results = []
+    for task, metrics in found.items():
+        for key, value in metrics.items():
+            metric, comma, filter_name = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(value, Real):
+                continue
+            if not isfinite(value):
+                raise FloatingPointError(f"{task}: {metric} of {candidate} is not a finite number")
+            stderr = metrics.get(f"{metric}_stderr,{filter_name}")
+            stderr = float(stderr) if isinstance(stderr, Real) else None
+            name = metric if filter_name == "none" else key
+            results.append(TaskResult(task, name, candidate, float(value), stderr, metrics["sample_len"]))
+    return results
+
+
+def _of_extra(module: str) -> Any:
+    """A module that comes with the extra `eval`."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        raise UserError(
+            f"expected the package {package.replace('_', '-')}, found it not installed; pip install 'linearize[eval]'"
+        ) from error
+
+
+@contextmanager
+def _level(logger: str, level: int) -> Iterator[None]:
+    """Nothing below this level from a logger and those under it."""
+    chosen = logging.getLogger(logger)
+    before = chosen.level
+    chosen.setLevel(level)
+    try:
+        yield
+    finally:
+        chosen.setLevel(before)
+
+
+@contextmanager
+def _first_warnings(logger: str) -> Iterator[None]:
+    """Each kind of warning once: that a question was cut off, lm-eval says for every single one."""
+    said: set[int] = set()
+
+    def first(record: logging.LogRecord) -> bool:
+        known = record.lineno in said
+        said.add(record.lineno)
+        return not known
+
+    chosen = logging.getLogger(logger)
+    chosen.addFilter(first)
+    try:
+        yield
+    finally:
+        chosen.removeFilter(first)
