@@ -217,12 +217,17 @@ def softmax_output(module: Any, inputs: AttnInputs, layout: Layout | None) -> Te
     return y
 
 
+def sliding_window(module: Any) -> int | None:
+    """Keys that a query of the layer's original attention sees, its own included; None: all before it."""
+    return getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+
+
 def _causal_softmax(module: Any, inputs: AttnInputs) -> Tensor:
     implementation, length = module.softmax_implementation, inputs.q.shape[2]
     eager = _teacher_module(module).eager_attention_forward
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
     # The window of the layer's own sliding attention, if it has one; only masks tell it to eager and sdpa.
-    window: int | None = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
+    window = sliding_window(module)
     reach = length if window is None else min(window, length)
     mask = None
     if function is eager or (reach < length and implementation == "sdpa"):

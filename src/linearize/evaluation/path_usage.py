@@ -1,0 +1,200 @@
+"""Whether a student uses its linear part: how much of its attention goes there, and what it loses without it.
+
+Window hybrids can learn to ignore their linear part and still score well (arXiv 2510.05901), so attention mass alone
+proves little: what counts is the loss without either part.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.evaluation.controls import DEFAULT_WINDOW, without_linear_part
+from linearize.evaluation.perplexity import Interval, Rows, paired_difference, token_losses
+from linearize.evaluation.weights import Visit, sample_rows, visit_layers, weight_blocks
+from linearize.hf.attention import linearized_layers, replaced_mixers
+from linearize.mixers import LinearMixer
+from linearize.mixers.combine import AddCombine, MixCombine
+from linearize.mixers.linear import build_span
+from linearize.parts import Add, NoSpan
+
+NEGLIGIBLE = 0.01  # nats per token: one percent of perplexity
+
+
+@dataclass(frozen=True)
+class ByDistance:
+    """Per head and distance bin: `mass` is the share of all weight that lies at that distance.
+
+    `linear` is the share of it that the linear part carries; 0 where there is no weight.
+    """
+
+    mass: list[list[float]]
+    linear: list[list[float]]
+
+
+@dataclass(frozen=True)
+class LayerUsage:
+    """One layer, per query head: shares of each query's absolute weights, means over the queries that have any."""
+
+    layer: int
+    linear_share: list[float]
+    by_distance: ByDistance
+
+
+@dataclass(frozen=True)
+class PathUsage:
+    """Attention mass by part, and the loss of the student without either part minus its own, nats per token.
+
+    Attributes:
+        edges: of the distance bins, in tokens from key to query; bin i is edges[i] <= distance < edges[i + 1].
+        without_linear: each layer attends within its window only, or where it has none, in one of 64 tokens.
+        without_window: the linear part reads all keys (`without_window`); None where no layer has both parts.
+    """
+
+    edges: list[int]
+    layers: list[LayerUsage]
+    without_linear: Interval
+    without_window: Interval | None
+    words: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_path_usage(
+    student: PreTrainedModel, rows: Rows, *, max_tokens: int, batch_size: int, seed: int, samples: int = 1000
+) -> PathUsage:
+    """Attention mass on whole rows of at most `max_tokens` together; losses, paired, on all of `rows`.
+
+    Args:
+        batch_size: rows per forward pass.
+        seed: draws the rows and the bootstrap's `samples`.
+
+    Raises:
+        UserError: a model without converted layers, or fewer than two rows with predicted tokens.
+    """
+    sample = sample_rows(rows, max_tokens, seed)
+    edges = distance_edges(sample.position_ids.shape[1])
+    layers: dict[int, _Masses] = {}
+
+    def visit(at: Visit) -> None:
+        layers.setdefault(at.index, _Masses(edges)).add(at)
+
+    visit_layers(student, sample, visit, batch_size=batch_size, title="attention by part")
+    usage = [masses.finish(index) for index, masses in sorted(layers.items())]
+
+    options = {"samples": samples, "seed": seed}
+    own = token_losses(student, rows, batch_size=batch_size, title="student")
+    with without_linear_part(student):
+        ablated = token_losses(student, rows, batch_size=batch_size, title="without linear part")
+    without_linear, windowless = paired_difference(ablated, own, **options), None
+    if any(_has_both(layer.mixer) for layer in linearized_layers(student).values()):
+        with without_window(student):
+            ablated = token_losses(student, rows, batch_size=batch_size, title="without window")
+        windowless = paired_difference(ablated, own, **options)
+    words = usage_in_words(student, usage, without_linear)
+    return PathUsage(edges, usage, without_linear, windowless, words)
+
+
+def distance_edges(length: int) -> list[int]:
+    """0, 1, 2, 4, 8 ... and `length`, which no distance reaches."""
+    powers = [2**i for i in range(length.bit_length()) if 2**i < length]
+    return [0, *powers, length]
+
+
+class _Masses:
+    """Sums over queries of one layer's shares of attention mass."""
+
+    def __init__(self, edges: list[int]) -> None:
+        self.inner = torch.tensor(edges[1:-1])
+        self.queries: Int[Tensor, "H 1"] | int = 0
+        self.mass: Float[Tensor, "H bins"] | float = 0.0
+        self.linear: Float[Tensor, "H bins"] | float = 0.0
+
+    def add(self, at: Visit) -> None:
+        for block in weight_blocks(at):
+            share = block.student.abs().double()
+            total = share.sum(-1, keepdim=True)
+            share = share / total.clamp_min(torch.finfo(share.dtype).tiny)
+            bins = torch.bucketize(block.distance.clamp_min(0), self.inner.to(share.device), right=True)
+            which = torch.nn.functional.one_hot(bins.flatten(), len(self.inner) + 1).to(share.dtype)
+            self.mass = self.mass + (share.flatten(1) @ which).cpu()
+            self.linear = self.linear + ((share * block.linear).flatten(1) @ which).cpu()
+            self.queries = self.queries + (total > 0).sum(1).cpu()
+
+    def finish(self, index: int) -> LayerUsage:
+        assert isinstance(self.mass, Tensor) and isinstance(self.linear, Tensor) and isinstance(self.queries, Tensor)
+        if not self.mass.isfinite().all():
+            raise FloatingPointError(f"attention by part: weights of layer {index} are not finite numbers")
+        queries, of_it = self.queries.clamp_min(1), torch.where(self.mass > 0, self.linear / self.mass, 0)
+        shares = (self.linear / queries).sum(1).tolist()
+        return LayerUsage(index, shares, ByDistance((self.mass / queries).tolist(), of_it.tolist()))
+
+
+# --- without the window -----------------------------------------------------------------------------------------------
+
+
+def _has_both(mixer: LinearMixer) -> bool:
+    return mixer.feature_map is not None and mixer.config.span.slots > 0
+
+
+@contextmanager
+def without_window(student: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Within, the linear part of layers that have both parts reads every key, those of the window too.
+
+    All weights stay as they are. A shared denominator then sums linear weights alone; of a mix or a sum of both parts
+    the normalised linear part is left. Layers with one part only stay as they are.
+    """
+
+    def ablated(mixer: LinearMixer) -> LinearMixer:
+        if not _has_both(mixer):
+            return mixer
+        mixer = copy.deepcopy(mixer)
+        mixer.config = mixer.config.model_copy(update={"span": NoSpan()})
+        if isinstance(mixer.combine, MixCombine):
+            mixer.config = mixer.config.model_copy(update={"combine": Add()})
+            mixer.combine = AddCombine(Add(), mixer.shape)
+        mixer.span = build_span(mixer.config.span)
+        return mixer
+
+    with replaced_mixers(student, ablated):
+        yield student
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def usage_in_words(student: PreTrainedModel, usage: list[LayerUsage], without_linear: Interval) -> str:
+    """Whether the student uses its linear part, in a sentence for a newcomer."""
+    mixers = [layer.mixer for layer in linearized_layers(student).values()]
+    if all(mixer.feature_map is None for mixer in mixers):
+        return "The student has no linear part: each query attends within its window only."
+    shares = [share for layer in usage for share in layer.linear_share]
+    through = f"{sum(shares) / len(shares):.0%} of its attention goes through it"
+    mean, low, high = without_linear.mean, without_linear.low, without_linear.high
+    more = "higher" if mean > 0 else "lower"
+    change = f"the loss is {abs(mean):.3f} nats per token {more} (95 % interval {low:+.3f} to {high:+.3f})"
+    if not any(_has_both(mixer) for mixer in mixers):
+        return (
+            "The student has no window, so all of its attention goes through the linear part; with softmax within "
+            f"{DEFAULT_WINDOW} tokens in its place, {change}."
+        )
+    if low == high == 0:
+        return f"The student does not use its linear part on this text: {through}, and its loss is the same without it."
+    if low <= 0 <= high:
+        return (
+            f"No sign that the student uses its linear part: {through}, but without it {change}, which can be chance."
+        )
+    if mean < 0:
+        return f"The linear part does the student harm: {through}, and without it {change}."
+    if mean < NEGLIGIBLE:
+        return f"The student hardly uses its linear part: {through}, but without it {change}."
+    return f"The student uses its linear part: {through}, and without it {change}."

@@ -1,0 +1,392 @@
+"""Can a model still fetch what it has read, from within the window and from beyond it?
+
+Each test is a grid of cells: the rows are distances, the columns depend on the task. `retrieval_tests` makes the token
+rows of every cell once; `answer` lets one model at a time answer them; `retrieval_result` compares the models.
+
+Distance, for every task: the answer stands in the text twice, where it is given and where it is asked for, and the
+distance is the number of tokens from the one to the other. So the query that has to name it stands `distance` - 1 after
+the token to be named, and a distance greater than the window is beyond the window (of one layer: over several layers,
+a window passes things on a little further).
+
+No text is generated. An answer counts as right where each of its tokens is the most likely one, given the right ones
+before: exactly the answers that greedy decoding gives.
+
+Axes: N trials of a cell, B of them per forward pass, L tokens of the longest, K random tokens that come twice, S and T
+tokens of filler, V ordinary tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product, takewhile
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from linearize.errors import UserError
+from linearize.evaluation.perplexity import Interval, Totals, inference, resample
+from linearize.evaluation.recall import ordinary_tokens
+
+# A teacher that beats the floor by so little can fetch next to nothing, and a share of that says nothing.
+NEGLIGIBLE = 0.05
+
+_FILLER = (
+    "Rain fell on the roof all day. The cat slept by the stove. Nobody came up the road. "
+    "Supper was late again. The clock in the kitchen had stopped. "
+)
+_COLOURS = ("red", "blue", "green", "black", "white", "brown", "yellow", "purple", "silver", "pink")
+_THINGS = ("lamp", "key", "cup", "hat", "coin", "ring", "book", "bell", "knife", "ball", "stone", "rope", "doll", "map")
+
+Column = int | float
+Cell = tuple[int, Column]
+"""Row value (distance in tokens) and column value."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cells are made from."""
+
+    tokenizer: Tokenizer
+    vocabulary: Int[Tensor, " V"]  # ordinary tokens
+    filler: Int[Tensor, " S"]  # a text of few sentences, to be repeated
+    haystack: Int[Tensor, " T"]  # a long text, to hide the needle in
+    max_positions: int
+    trials: int
+    seed: int
+
+    @property
+    def start(self) -> list[int]:
+        """The token that opens a text, where the tokenizer has one."""
+        return [] if self.tokenizer.bos_token_id is None else [int(self.tokenizer.bos_token_id)]  # type: ignore[arg-type]
+
+    def generator(self, stream: str) -> torch.Generator:
+        """One stream per cell, so that no cell depends on what another one drew."""
+        return torch.Generator().manual_seed(random.Random(f"{stream} {self.seed}").getrandbits(63))
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The rows of one cell. `question` is the 1-based number of the question whose answer a token belongs to, else 0.
+
+    Every row has the same questions. Rows shorter than the longest are padded at the end, where nothing looks.
+    """
+
+    input_ids: Int[Tensor, "N L"]
+    question: Int[Tensor, "N L"]
+    chance: float  # share right of blind guessing
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of question; `make(setting, distance, column value)` gives None where the cell is impossible."""
+
+    name: str
+    words: str
+    columns: str
+    column_values: tuple[Column, ...]
+    make: Callable[[Setting, int, Column], Trials | None]
+
+
+@dataclass(frozen=True)
+class RetrievalTest:
+    """A task's grid for one tokenizer, window and number of positions; cells that do not fit are left out."""
+
+    task: Task
+    window_size: int
+    max_positions: int
+    row_values: tuple[int, ...]
+    cells: dict[Cell, Trials]
+    count: int
+
+    @property
+    def beyond(self) -> list[Cell]:
+        return [cell for cell in self.cells if cell[0] > self.window_size]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of each trial of each cell, the share of its questions that one model answers right."""
+
+    shares: dict[Cell, Float[Tensor, " N"]]
+
+    def table(self, test: RetrievalTest) -> list[list[float | None]]:
+        """Mean of each cell, rows by columns; None where there is no cell."""
+        mean = {cell: share.mean().item() for cell, share in self.shares.items()}
+        return [[mean.get((row, column)) for column in test.task.column_values] for row in test.row_values]
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """One task: who is right how often, and how much of the teacher's ability beyond the window the student has.
+
+    `teacher_share` and `student_share` are over all cells beyond the window; None where there are none, or no teacher.
+    """
+
+    name: str
+    words: str
+    rows: str
+    columns: str
+    row_values: tuple[int, ...]
+    column_values: tuple[Column, ...]
+    count: int
+    models: dict[str, list[list[float | None]]]
+    teacher_share: Interval | None
+    student_share: Interval | None
+    recovery: Interval | None
+    measurable: bool
+    verdict: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# --- making the rows --------------------------------------------------------------------------------------------------
+
+
+def retrieval_tests(
+    tokenizer: Tokenizer,
+    *,
+    window_size: int,
+    max_positions: int,
+    trials: int = 8,
+    seed: int = 0,
+    haystack: Int[Tensor, "N L"] | None = None,
+) -> list[RetrievalTest]:
+    """The tests of `TASKS`, the same for every model that uses this tokenizer.
+
+    Args:
+        window_size: what counts as "beyond the window".
+        max_positions: no row is longer.
+        trials: rows per cell.
+        haystack: token ids of held-out text to hide the needle in; without it, the pass key's filler.
+
+    Raises:
+        UserError: fewer than two trials, of which no interval can be made.
+    """
+    if trials < 2:
+        raise UserError(f"retrieval: expected at least 2 trials per cell, found {trials}; use more")
+    excluded = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    filler = torch.tensor(_encode(tokenizer, _FILLER))
+    text = filler if haystack is None else haystack.cpu().flatten()
+    text = text[~torch.isin(text, torch.tensor(sorted(excluded), dtype=torch.int64))]
+    vocabulary = ordinary_tokens(len(tokenizer), excluded)
+    setting = Setting(tokenizer, vocabulary, filler, text if len(text) else filler, max_positions, trials, seed)
+    tests = []
+    for task in TASKS:
+        cells = {}
+        for cell in product(distances(window_size, max_positions), task.column_values):
+            made = task.make(setting, *cell)
+            if made is not None:
+                cells[cell] = made
+        rows = tuple(dict.fromkeys(distance for distance, _ in cells))
+        tests.append(RetrievalTest(task, window_size, max_positions, rows, cells, trials))
+    return tests
+
+
+def distances(window_size: int, max_positions: int) -> tuple[int, ...]:
+    """Half the window; then 2, 4, 8 and 16 windows where they leave room, or else the one distance in between."""
+    beyond = [window_size * 2**i for i in range(1, 5) if window_size * 2**i <= max_positions * 3 // 4]
+    within = [window_size // 2] if window_size // 2 > 0 else []
+    return (*within, *(beyond or [(window_size + max_positions) // 2]))
+
+
+def _passkey(setting: Setting, distance: int, depth: Column) -> Trials | None:
+    return _hidden(setting, setting.filler, "The pass key is", range(10_000, 100_000), distance, depth)
+
+
+def _needle(setting: Setting, distance: int, depth: Column) -> Trials | None:
+    things = [f"{colour} {thing}" for colour in _COLOURS for thing in _THINGS]
+    return _hidden(setting, setting.haystack, "The box holds a", things, distance, depth)
+
+
+def _hidden(
+    setting: Setting, filler: Int[Tensor, " S"], cue: str, answers: Sequence[Any], distance: int, depth: Column
+) -> Trials | None:
+    """Filler with a line "`cue` answer" hidden in it, and at the end the line "`cue`", for the model to complete.
+
+    `depth` is the share of the filler that stands before the hidden line. Filler is cut between tokens, so that the
+    distance is exact whatever the tokenizer; a base model needs no more than to see that a line begins again.
+    """
+    generator = setting.generator(f"{cue} {distance} {depth}")
+    rows, questions = [], []
+    _, newline = _split(setting.tokenizer, "a", "\n")
+    for index in torch.randint(len(answers), (setting.trials,), generator=generator).tolist():
+        asked, told = _split(setting.tokenizer, cue, f" {answers[index]}")
+        line = [*newline, *asked]
+        after = distance - len(told) - len(newline) - len(line)
+        if after < 0 or not told:
+            return None
+        before = round(after * depth / (1 - depth))
+        first = int(torch.randint(len(filler), (), generator=generator))
+        text = filler[(first + torch.arange(before + after)) % len(filler)].tolist()
+        rows.append([*setting.start, *text[:before], *line, *told, *newline, *text[before:], *line, *told])
+        questions.append([0] * (len(rows[-1]) - len(told)) + [1] * len(told))
+    length = max(map(len, rows))
+    if length > setting.max_positions:
+        return None
+    input_ids = [row + row[-1:] * (length - len(row)) for row in rows]
+    question = [row + [0] * (length - len(row)) for row in questions]
+    return Trials(torch.tensor(input_ids), torch.tensor(question), chance=1 / len(answers))
+
+
+def _associative_recall(setting: Setting, distance: int, pairs: Column) -> Trials | None:
+    place = torch.arange(2 * int(pairs))
+    # Every second pair is not asked for. Filler in its place keeps all distances the same, and leaves nothing but the
+    # key to tell the answer: in a plain repetition, the pair before would tell it too.
+    return _repeated(setting, distance, place // 2 % 2 == 0, torch.where(place % 4 == 1, place // 4 + 1, 0))
+
+
+def _copying(setting: Setting, distance: int, length: Column) -> Trials | None:
+    place = torch.arange(int(length))
+    # Nothing announces the first token, so it is question 0: none. Each of the others is a question of its own.
+    return _repeated(setting, distance, place >= 0, place)
+
+
+def _repeated(setting: Setting, distance: int, again: Bool[Tensor, " K"], question: Int[Tensor, " K"]) -> Trials | None:
+    """K random tokens, filler, and `distance` after their start the same tokens, with filler for those not `again`.
+
+    The K tokens differ from each other, and filler is none of them: after each of them, one answer alone is right.
+    """
+    vocabulary, size = setting.vocabulary, len(question)
+    too_long = len(setting.start) + distance + size > setting.max_positions
+    if too_long or distance < size or len(vocabulary) < 2 * size:
+        return None
+    generator = setting.generator(f"{question.tolist()} {distance}")
+    shuffled = torch.stack([torch.randperm(len(vocabulary), generator=generator) for _ in range(setting.trials)])
+    index = torch.randint(size, len(vocabulary), (setting.trials, distance), generator=generator)
+    told, filler = vocabulary[shuffled[:, :size]], vocabulary[shuffled.gather(1, index)]
+    asked = torch.where(again, told, filler[:, -size:])
+    start = torch.tensor(setting.start, dtype=torch.int64).expand(setting.trials, -1)
+    input_ids = torch.cat([start, told, filler[:, : distance - size], asked], dim=1)
+    numbered = torch.zeros_like(input_ids)
+    numbered[:, -size:] = question
+    return Trials(input_ids, numbered, chance=1 / len(vocabulary))
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    # verbose=False: no warning about texts longer than the model's context, they are cut.
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[return-value]
+
+
+def _split(tokenizer: Tokenizer, before: str, after: str) -> tuple[list[int], list[int]]:
+    """The tokens of `before + after` in two parts; one that reaches across the border belongs to the second."""
+    whole, alone = _encode(tokenizer, before + after), _encode(tokenizer, before)
+    common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(whole, alone, strict=False))))
+    return whole[:common], whole[common:]
+
+
+# The pass key: Mohtashami and Jaggi, arXiv 2305.16300. Associative recall with many questions: Zoology, arXiv
+# 2312.04927; a model that was not trained for it can only do it by induction, so the format is the plainest there is.
+_DEPTH = "depth: the share of the filler that stands before it (0: the text begins with it)"
+_PASSKEY = f"a five-digit number in a line of its own, hidden in filler text and asked for at the end; {_DEPTH}"
+_NEEDLE = f"a line of words hidden in other text, its last two words asked for at the end; {_DEPTH}"
+_RECALL = (
+    "pairs of random tokens, key and value, then random filler; then every second key again, each to be followed by "
+    "its value; pairs: how many there are to keep apart"
+)
+_COPYING = (
+    "random tokens, random filler, then the first of the tokens again: the others are to follow it; "
+    "length: how many tokens are repeated"
+)
+TASKS = (
+    Task("passkey", _PASSKEY, "depth", (0.0, 0.5), _passkey),
+    Task("needle", _NEEDLE, "depth", (0.0, 0.5), _needle),
+    Task("associative_recall", _RECALL, "pairs", (4, 16), _associative_recall),
+    Task("copying", _COPYING, "length", (16,), _copying),
+)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def answer(model: nn.Module, test: RetrievalTest, *, batch_size: int, title: str = "retrieval") -> Answers:
+    """Run one model over all cells of a test, `batch_size` trials per forward pass.
+
+    Raises:
+        FloatingPointError: the model gives logits that are not a number.
+    """
+    shares = {}
+    console, title = Console(stderr=True), f"{title}: {test.task.name}"
+    with inference(model) as device:
+        cells = track(test.cells.items(), title, console=console, transient=True, disable=not console.is_terminal)
+        for cell, trials in cells:
+            batches = zip(trials.input_ids.split(batch_size), trials.question.split(batch_size), strict=True)
+            shares[cell] = torch.cat([_share_right(model, ids.to(device), question) for ids, question in batches])
+    return Answers(shares)
+
+
+def _share_right(model: nn.Module, input_ids: Int[Tensor, "B L"], question: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
+    """A question is right where all tokens of its answer are."""
+    first = int((question > 0).any(dim=0).nonzero()[0])
+    asked = input_ids.shape[1] - first
+    positions = torch.arange(input_ids.shape[1] - 1, device=input_ids.device).expand(len(input_ids), -1)
+    # Logits from the first question on only: those of a whole text, times the vocabulary, would fill the memory.
+    output = model(input_ids=input_ids[:, :-1], position_ids=positions, use_cache=False, logits_to_keep=asked)
+    logits = output.logits[:, -asked:]
+    if logits.isnan().any():
+        raise FloatingPointError("retrieval: the model's logits are not numbers")
+    wrong = (logits.argmax(dim=-1) != input_ids[:, first:]).cpu().double()
+    errors = torch.zeros(len(question), int(question.max()) + 1, dtype=torch.float64)
+    errors.scatter_add_(1, question[:, first:], wrong)
+    return (errors[:, 1:] == 0).double().mean(dim=1)
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def retrieval_result(
+    test: RetrievalTest, answers: Mapping[str, Answers], *, samples: int = 1000, seed: int = 0
+) -> Retrieval:
+    """Models side by side, and the share of the teacher's ability beyond the window that the student has.
+
+    recovery = (student - floor) / (teacher - floor), over all trials beyond the window. The floor is the
+    teacher confined to its window ("window", the untrained control), or blind guessing where that was not measured.
+
+    Args:
+        answers: of every candidate, by name, all to the same test; "student" must be among them.
+    """
+    task, tables = test.task, {name: given.table(test) for name, given in answers.items()}
+    axes = ("distance", task.columns, test.row_values, task.column_values)
+    result = partial(Retrieval, task.name, task.words, *axes, test.count, tables)
+    beyond = test.beyond
+    if not beyond:
+        missing = f"beyond the window of {test.window_size} tokens fits the model's {test.max_positions} positions"
+        return result(None, None, None, False, f"not measurable: no test {missing}")
+
+    names = [name for name in ("student", "teacher", "window") if name in answers]
+    columns = [torch.cat([answers[name].shares[cell] for cell in beyond]) for name in names]
+    means, draws = resample([Totals(x, torch.ones_like(x)) for x in columns], samples=samples, seed=seed)
+    mean, draw = dict(zip(names, means, strict=True)), dict(zip(names, draws.T, strict=True))
+    share = {name: Interval.of(mean[name], draw[name]) for name in names}
+    student, teacher = share["student"], share.get("teacher")
+    says = f"beyond the window of {test.window_size} tokens"
+    if teacher is None:
+        words = f"not measurable without the teacher: {says} the student gives {_percent(student)} right answers"
+        return result(None, student, None, False, words)
+
+    guessing = torch.tensor(sum(test.cells[cell].chance for cell in beyond) / len(beyond), dtype=torch.float64)
+    floor, floor_draw = mean.get("window", guessing), draw.get("window", guessing)
+    above = Interval.of(mean["teacher"] - floor, draw["teacher"] - floor_draw)
+    blind = "with the window alone" if "window" in answers else "by guessing"
+    says += f" the teacher is right in {_percent(teacher)} of its answers ({blind}: {floor:.1%})"
+    if above.low <= NEGLIGIBLE:
+        return result(teacher, student, None, False, f"not measurable with this teacher: {says}")
+    # The few draws where the teacher happens to be no better than the floor would divide by zero.
+    gain = (draw["teacher"] - floor_draw).clamp(min=NEGLIGIBLE)
+    recovery = Interval.of((mean["student"] - floor) / (mean["teacher"] - floor), (draw["student"] - floor_draw) / gain)
+    words = (
+        f"the student has {_percent(recovery)} of what the teacher can do; {says}, the student in {_percent(student)}"
+    )
+    return result(teacher, student, recovery, True, words)
+
+
+def _percent(interval: Interval) -> str:
+    return f"{interval.mean:.0%} [{interval.low:.0%}, {interval.high:.0%}]"

@@ -1,0 +1,382 @@
+from __future__ import annotations
+
+import functools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from linearize.errors import UserError
+from linearize.evaluation.retrieval import (
+    TASKS,
+    Answers,
+    RetrievalTest,
+    Setting,
+    Trials,
+    answer,
+    distances,
+    retrieval_result,
+    retrieval_tests,
+)
+from tests.training.byte_tokenizer import byte_tokenizer
+
+WINDOW = 64
+NAMES = ["passkey", "needle", "associative_recall", "copying"]
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Words with their space in front, one put in front of every text; characters and bytes for all else."""
+    words = [f"\u2581{word}" for word in ("The", "pass", "key", "is", "box", "holds", "a", "lamp", "red", "cat", "by")]
+    letters = ["\u2581", *"abcdefghijklmnopqrstuvwxyzRSNT0123456789."]
+    pieces = [*((f"<0x{byte:02X}>", -20.0) for byte in range(256)), *((letter, -9.0) for letter in letters)]
+    vocabulary = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *pieces, *((word, -5.0) for word in words)]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+TOKENIZERS = {
+    "byte_level": byte_tokenizer(),
+    "no_bos": byte_tokenizer(bos=None),
+    "sentencepiece": sentencepiece_tokenizer(),
+}
+
+
+@functools.cache
+def made(tokenizer: str = "byte_level") -> dict[str, RetrievalTest]:
+    tests = retrieval_tests(TOKENIZERS[tokenizer], window_size=WINDOW, max_positions=480, trials=3)
+    return {test.task.name: test for test in tests}
+
+
+class Copier(nn.Module):
+    """Looks for the longest context that has occurred before and names what followed it, if that is still in sight.
+
+    With `forgets`, it names something else at every position that this number divides.
+    """
+
+    def __init__(self, *, window: int = 10**6, forgets: int = 10**6) -> None:
+        super().__init__()
+        self.device_of = nn.Parameter(torch.zeros(()))
+        self.window, self.forgets = window, forgets
+
+    def next_token(self, seen: Tensor) -> int:
+        last = len(seen) - 1
+        if last % self.forgets == self.forgets - 1:
+            return 0
+        found, guess, length = torch.arange(max(0, last - self.window), last), 0, 0  # found + 1 is still in the window
+        while len(found := found[found >= length]) and len(found := found[seen[found - length] == seen[last - length]]):
+            guess, length = int(seen[found[-1] + 1]), length + 1
+        return guess
+
+    def forward(self, input_ids, position_ids, use_cache, logits_to_keep) -> SimpleNamespace:
+        assert position_ids.tolist() == [list(range(input_ids.shape[1]))] * len(input_ids)
+        assert not torch.is_grad_enabled() and not self.training
+        logits = torch.zeros(len(input_ids), logits_to_keep, 600)
+        for n, row in enumerate(input_ids):
+            for k in range(logits_to_keep):
+                logits[n, k, self.next_token(row[: len(row) - logits_to_keep + k + 1])] = 1.0
+        return SimpleNamespace(logits=logits)
+
+
+class Constant(nn.Module):
+    """The same logits everywhere."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(value))
+
+    def forward(self, input_ids, position_ids, use_cache, logits_to_keep) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.value.expand(*input_ids.shape, 600))
+
+
+@functools.cache
+def answers(model: Copier, tokenizer: str, name: str) -> Answers:
+    return answer(model, made(tokenizer)[name], batch_size=2)
+
+
+PERFECT, CONFINED = Copier(), Copier(window=WINDOW)
+
+
+def slow_shares(model: Copier, trials: Trials) -> list[float]:
+    """Greedy decoding of every answer, one token at a time, on its own."""
+    shares = []
+    for row, question in zip(trials.input_ids, trials.question, strict=True):
+        right = []
+        for number in range(1, int(question.max()) + 1):
+            places = (question == number).nonzero().flatten().tolist()
+            text = row[: places[0]]
+            for _ in places:
+                text = torch.cat([text, torch.tensor([model.next_token(text)])])
+            right.append(text[places[0] :].equal(row[places]))
+        shares.append(sum(right) / len(right))
+    return shares
+
+
+# --- the rows ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_answer_stands_exactly_the_distance_before(tokenizer, name) -> None:
+    test = made(tokenizer)[name]
+    assert [test.task.name for test in made(tokenizer).values()] == NAMES
+    assert test.beyond and len(test.cells) > len(test.beyond)
+    for (distance, _), trials in test.cells.items():
+        assert trials.input_ids.shape[0] == 3 and trials.input_ids.shape[1] <= 480
+        for row, question in zip(trials.input_ids, trials.question, strict=True):
+            places = question.nonzero().flatten()
+            assert len(places) and row[places].equal(row[places - distance])
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_open_like_a_text_and_hold_no_other_special_token(tokenizer, name) -> None:
+    special, bos = TOKENIZERS[tokenizer].all_special_ids, TOKENIZERS[tokenizer].bos_token_id
+    for trials in made(tokenizer)[name].cells.values():
+        assert bos is None or (trials.input_ids[:, 0] == bos).all()
+        assert not torch.isin(trials.input_ids[:, 1:], torch.tensor(special)).any()
+
+
+@pytest.mark.parametrize("tokenizer", ["byte_level", "sentencepiece"])
+@pytest.mark.parametrize("name, cue", [("passkey", "The pass key is"), ("needle", "The box holds a")])
+def test_hidden_line_reads_well_and_lies_at_its_depth(tokenizer, name, cue) -> None:
+    space = " " if tokenizer == "sentencepiece" else ""  # in front of every line
+    line = 1 + len(TOKENIZERS[tokenizer](cue, add_special_tokens=False)["input_ids"])
+    for (distance, depth), trials in made(tokenizer)[name].cells.items():
+        for row, question in zip(trials.input_ids, trials.question, strict=True):
+            places = question.nonzero().flatten().tolist()
+            text = TOKENIZERS[tokenizer].decode(row[1 : places[-1] + 1])
+            _, told, asked = text.split(f"\n{space}{cue} ")
+            assert told.startswith(f"{asked}\n")
+            assert (asked.isdigit() and len(asked) == 5) if name == "passkey" else len(asked.split()) == 2
+            before, after = places[0] - distance - line - 1, distance - len(places) - 1 - line
+            assert min(before, after) >= 0 and before == round(depth * (before + after))
+
+
+def test_answers_of_different_length_are_padded_at_the_end() -> None:
+    cells = made("sentencepiece")["needle"].cells.values()
+    assert len({int(length) for trials in cells for length in trials.question.sum(dim=1)}) > 1
+    for question in (row.tolist() for trials in cells for row in trials.question):
+        answered = question.count(1)
+        first = question.index(1)
+        assert question == [0] * first + [1] * answered + [0] * (len(question) - first - answered)
+
+
+def test_needle_lies_in_the_text_that_is_given() -> None:
+    haystack = torch.cat([torch.arange(200, 230), torch.tensor([256, 258])]).expand(2, -1)  # 256 and 258: special
+    tests = retrieval_tests(TOKENIZERS["byte_level"], window_size=64, max_positions=300, haystack=haystack)
+    passkey, needle = (test.cells[128, 0.5].input_ids[:, 1:40] for test in tests[:2])
+    assert needle.min() >= 200 and needle.max() < 230 and len(needle) == 8
+    assert (needle[:, 1:] - needle[:, :-1]).unique().tolist() == [-29, 1]  # in its own order
+    assert len(needle[:, 0].unique()) > 1
+    assert passkey.max() < 200 or passkey.min() < 200
+    only_special = retrieval_tests(
+        TOKENIZERS["byte_level"], window_size=64, max_positions=300, haystack=torch.full((1, 9), 256)
+    )
+    assert only_special[1].cells.keys() == tests[1].cells.keys()
+
+
+def test_associative_recall_asks_every_second_key_once() -> None:
+    for (_, pairs), trials in made()["associative_recall"].cells.items():
+        assert trials.question[0].unique().tolist() == list(range(pairs // 2 + 1))
+        for row, question in zip(trials.input_ids[:, 1:].tolist(), trials.question[:, 1:].tolist(), strict=True):
+            keys, values = row[0 : 2 * pairs : 2], row[1 : 2 * pairs : 2]
+            assert len({*keys, *values}) == 2 * pairs
+            asked = [place for place, number in enumerate(question) if number]
+            assert [row[place - 1] for place in asked] == keys[::2] and [row[place] for place in asked] == values[::2]
+            assert all(row.count(token) == 2 for token in (*keys[::2], *values[::2]))
+            assert all(row.count(token) == 1 for token in (*keys[1::2], *values[1::2]))
+
+
+def test_copying_asks_for_all_but_the_first_of_different_tokens() -> None:
+    for (distance, length), trials in made()["copying"].cells.items():
+        assert trials.question[0].tolist() == [0] * (1 + distance) + list(range(length))
+        for row in trials.input_ids[:, 1:].tolist():
+            assert row[:length] == row[distance:] and len(set(row[:length])) == length
+            assert not set(row[:length]) & set(row[length:distance])
+
+
+def test_rows_depend_on_the_seed_alone() -> None:
+    def rows(seed: int) -> list[Tensor]:
+        tests = retrieval_tests(byte_tokenizer(), window_size=32, max_positions=200, trials=2, seed=seed)
+        return [trials.input_ids for test in tests for trials in test.cells.values()]
+
+    assert all(a.equal(b) for a, b in zip(rows(0), rows(0), strict=True))
+    assert not any(a.shape == b.shape and a.equal(b) for a, b in zip(rows(0), rows(1), strict=True))
+
+
+def test_distances_lie_on_both_sides_of_the_window_and_in_the_positions() -> None:
+    assert distances(64, 1024) == (32, 128, 256, 512)
+    assert distances(64, 131072) == (32, 128, 256, 512, 1024)
+    assert distances(512, 1024) == (256, 768)
+    assert distances(1, 100) == (2, 4, 8, 16)
+
+
+def test_fewer_than_two_trials_are_refused() -> None:
+    with pytest.raises(UserError, match="at least 2 trials per cell, found 1"):
+        retrieval_tests(byte_tokenizer(), window_size=16, max_positions=64, trials=1)
+
+
+# --- known answers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", ["byte_level", "sentencepiece"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_perfect_copier_is_always_right_and_keeps_all_of_itself(tokenizer, name) -> None:
+    test, perfect = made(tokenizer)[name], answers(PERFECT, tokenizer, name)
+    assert {share for row in perfect.table(test) for share in row} <= {1.0, None}
+    result = retrieval_result(test, {"teacher": perfect, "student": perfect})
+    assert result.measurable and (result.recovery.low, result.recovery.mean, result.recovery.high) == (1.0, 1.0, 1.0)
+    assert result.teacher_share == result.student_share and result.teacher_share.low == 1.0
+    assert "100% [100%, 100%]" in result.verdict
+
+
+@pytest.mark.parametrize("tokenizer", ["byte_level", "sentencepiece"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_copier_confined_to_its_window_is_right_within_and_wrong_beyond(tokenizer, name) -> None:
+    test, confined = made(tokenizer)[name], answers(CONFINED, tokenizer, name)
+    for (distance, _), share in confined.shares.items():
+        assert share.unique().tolist() == [float(distance <= WINDOW)]
+    given = {"teacher": answers(PERFECT, tokenizer, name), "student": confined, "window": confined}
+    result = retrieval_result(test, given)
+    assert result.measurable and result.recovery.low == result.recovery.high == result.recovery.mean == 0.0
+    assert not retrieval_result(test, {"teacher": confined, "student": given["teacher"]}).measurable
+
+
+@pytest.mark.parametrize("task", TASKS, ids=NAMES)
+def test_beyond_the_window_begins_right_behind_it(task) -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    filler = torch.tensor(tokenizer("Nothing happened. ", add_special_tokens=False)["input_ids"])
+    setting = Setting(tokenizer, torch.arange(256), filler, filler, max_positions=300, trials=2, seed=0)
+    for distance in (WINDOW, WINDOW + 1):
+        trials = task.make(setting, distance, task.column_values[0])
+        test = RetrievalTest(task, WINDOW, 300, (distance,), {(distance, task.column_values[0]): trials}, 2)
+        assert bool(test.beyond) == (distance > WINDOW)
+        (share,) = answer(CONFINED, test, batch_size=2).shares.values()
+        assert share.tolist() == [float(distance <= WINDOW)] * 2
+
+
+@pytest.mark.parametrize("tokenizer", ["no_bos", "sentencepiece"])
+@pytest.mark.parametrize("name", NAMES)
+def test_shares_are_those_of_greedy_decoding(tokenizer, name) -> None:
+    test, model = made(tokenizer)[name], Copier(window=200, forgets=17)
+    given = answer(model, test, batch_size=2)
+    assert 0 < torch.cat(list(given.shares.values())).mean() < 1
+    for cell, trials in test.cells.items():
+        assert given.shares[cell].tolist() == pytest.approx(slow_shares(model, trials))
+    table = given.table(test)
+    for (row, column), share in given.shares.items():
+        at = table[test.row_values.index(row)][test.task.column_values.index(column)]
+        assert at == pytest.approx(share.mean().item())
+
+
+def test_batches_and_training_mode_change_nothing() -> None:
+    test, model = made()["needle"], Copier(forgets=17)
+    one, all_at_once = answer(model, test, batch_size=1), answer(model.train(), test, batch_size=3)
+    assert model.training
+    assert all(one.shares[cell].equal(all_at_once.shares[cell]) for cell in test.cells)
+
+
+def test_a_model_without_memory_measures_nothing(llama) -> None:
+    tests = retrieval_tests(byte_tokenizer(), window_size=32, max_positions=200, trials=2)
+    embeddings = llama.get_input_embeddings().num_embeddings
+    for test in tests:
+        cells = {c: Trials(t.input_ids % embeddings, t.question, t.chance) for c, t in test.cells.items()}
+        known = RetrievalTest(test.task, 32, 200, test.row_values, cells, 2)
+        given = answer(llama, known, batch_size=2)
+        result = retrieval_result(known, {"teacher": given, "student": given})
+        assert not result.measurable and result.recovery is None and result.teacher_share.mean < 0.1
+        assert "not measurable with this teacher" in result.verdict
+        json.dumps(result.to_json(), allow_nan=False)
+
+
+def test_logits_that_are_not_numbers_are_an_error() -> None:
+    with pytest.raises(FloatingPointError, match="not numbers"):
+        answer(Constant(float("nan")), made()["copying"], batch_size=2)
+    answer(Constant(0.0), made()["copying"], batch_size=2)
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def given(test: RetrievalTest, within: float, beyond: float, *, spread: float = 0.0, seed: int = 0) -> Answers:
+    generator = torch.Generator().manual_seed(seed)
+    return Answers(
+        {
+            cell: torch.full((len(trials.input_ids),), beyond if cell[0] > test.window_size else within).double()
+            + spread * (torch.rand(len(trials.input_ids), generator=generator, dtype=torch.float64) - 0.5)
+            for cell, trials in test.cells.items()
+        }
+    )
+
+
+def test_recovery_counts_from_what_the_window_alone_gives_and_beyond_the_window_only() -> None:
+    test = made()["copying"]
+    teacher, student, window = given(test, 1.0, 0.9), given(test, 0.2, 0.5), given(test, 0.0, 0.1)
+    result = retrieval_result(test, {"teacher": teacher, "student": student, "window": window})
+    assert result.recovery.mean == pytest.approx(0.5) and "50%" in result.verdict
+    assert "with the window alone: 10.0%" in result.verdict
+    assert result.teacher_share.mean == pytest.approx(0.9) and result.student_share.mean == pytest.approx(0.5)
+    blind = retrieval_result(test, {"teacher": teacher, "student": student})
+    chance = 1 / 256
+    assert blind.recovery.mean == pytest.approx((0.5 - chance) / (0.9 - chance)) and "by guessing" in blind.verdict
+
+
+@pytest.mark.parametrize("beyond, measurable", [(0.03, False), (0.3, True)])
+def test_teacher_must_surely_beat_the_floor_by_more_than_next_to_nothing(beyond, measurable) -> None:
+    test = made()["copying"]
+    teacher = given(test, 1.0, beyond)
+    assert retrieval_result(test, {"teacher": teacher, "student": teacher}).measurable == measurable
+    window = given(test, 1.0, beyond)
+    assert not retrieval_result(test, {"teacher": teacher, "student": teacher, "window": window}).measurable
+    unsure = given(test, 1.0, 0.08, spread=0.9)  # its mean alone would do
+    result = retrieval_result(test, {"teacher": unsure, "student": teacher})
+    assert not result.measurable and result.teacher_share.mean > 0.05
+
+
+def test_recovery_interval_covers_the_truth() -> None:
+    test, covered = made()["associative_recall"], 0
+    for seed in range(60):
+        models = {
+            name: given(test, 1.0, share, spread=0.6, seed=2 * seed + i)
+            for i, (name, share) in enumerate({"teacher": 0.6 + 1 / 256, "student": 0.3 + 1 / 256}.items())
+        }
+        recovery = retrieval_result(test, models, samples=300).recovery
+        covered += recovery.low <= 0.5 <= recovery.high
+    assert 51 <= covered <= 60
+
+
+def test_without_a_teacher_there_is_a_table_and_no_recovery() -> None:
+    test = made()["copying"]
+    result = retrieval_result(test, {"student": given(test, 1.0, 0.5)})
+    assert not result.measurable and result.teacher_share is None and result.student_share.mean == 0.5
+    assert "without the teacher" in result.verdict and result.models["student"][-1] == [0.5]
+
+
+@pytest.mark.parametrize("window, positions", [(64, 8), (64, 65), (64, 80), (512, 512), (2, 3)])
+def test_models_too_short_for_any_test_give_a_reason(window, positions) -> None:
+    for test in retrieval_tests(byte_tokenizer(), window_size=window, max_positions=positions, trials=2):
+        none = answer(PERFECT, test, batch_size=2)
+        result = retrieval_result(test, {"teacher": none, "student": none})
+        assert not result.measurable and result.teacher_share is None
+        assert f"beyond the window of {window} tokens fits the model's {positions} positions" in result.verdict
+        json.dumps(result.to_json(), allow_nan=False)
+
+
+def test_json_has_the_grid_as_it_is_read() -> None:
+    test = made()["needle"]
+    plain = json.loads(
+        json.dumps(
+            retrieval_result(test, dict.fromkeys(("teacher", "student"), given(test, 1.0, 0.5))).to_json(),
+            allow_nan=False,
+        )
+    )
+    assert (plain["name"], plain["rows"], plain["columns"]) == ("needle", "distance", "depth")
+    assert plain["row_values"] == [32, 128, 256] and plain["column_values"] == [0.0, 0.5] and plain["count"] == 3
+    assert plain["models"]["student"] == [[1.0, 1.0], [0.5, 0.5], [0.5, None]]
+    assert set(plain["recovery"]) == {"mean", "low", "high"}

@@ -1,0 +1,302 @@
+"""Weights read off a mixer are those of the definition, whatever it is made of; so are the teacher's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+
+import linearize
+from linearize.config import Recipe
+from linearize.errors import UserError
+from linearize.evaluation import weights
+from linearize.evaluation.weights import Maps, Visit, WeightBlock, sample_rows, visit_layers, weight_blocks
+from linearize.hf.attention import linearized_layers, softmax_attention
+from linearize.training.data import PackedRows
+from tests import tiny
+from tests.hf.models import randomize_mixers
+from tests.mixers.weights import weights_of
+from tests.oracles.attention import Documents
+from tests.oracles.attention_weights import mixer_weights, softmax_weights, unnormalized, window_alone
+from tests.oracles.heads import Inputs
+from tests.oracles.mixer import mixer_layer, span_of
+from tests.oracles.spans import span_keys
+
+LENGTH = 15
+TOLERANCE = 1e-10
+ROWS = tiny.packed([[LENGTH], [6, 1, 8]])
+
+SLIDING = {"type": "sliding", "window_size": 5}
+GROUP_NORM, ADD = {"type": "group_norm"}, {"type": "add"}
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lolcats": ("lolcats", {"mixer.span.window_size": 5}),
+    "sinks": ("lolcats", {"mixer.span.window_size": 5, "mixer.span.sinks": 2}),
+    "terraced": ("lolcats-terraced", {"mixer.span.window_size": 4}),
+    "lolcat-w": ("lolcat-w", {"mixer.span.window_size": 3}),
+    "over all keys": ("lolcat-w", {"mixer.span.window_size": 3, "mixer.combine.weights_over": "all_keys"}),
+    "added": ("lolcats", {"mixer.span.window_size": 5, "mixer.combine": ADD}),
+    "hedgehog": ("hedgehog", {}),
+    "supra": ("supra", {}),
+    "supra with a window": ("supra", {"mixer.span": SLIDING}),
+    "gla": ("gla", {}),
+    "deltanet": ("deltanet", {}),
+    "gated-deltanet": ("gated-deltanet", {}),
+}
+
+
+def make_student(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
+    """A student with random mixers."""
+    student = linearize.convert(teacher, recipe).eval().requires_grad_(False)
+    randomize_mixers(student)
+    return student
+
+
+def recipe_student(name: str, teacher: PreTrainedModel) -> PreTrainedModel:
+    recipe, overrides = RECIPES[name]
+    return make_student(teacher, Recipe.load(recipe, overrides))
+
+
+def small_teacher() -> PreTrainedModel:
+    """One layer, four query heads on two KV heads, D = 8."""
+    return tiny.llama(layers=1).double()
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that end neither with a document nor with a probe's keys."""
+    monkeypatch.setattr(weights, "QUERIES", 5)
+
+
+def documents_of(rows: PackedRows) -> Documents:
+    found: Documents = []
+    for positions in rows.position_ids.tolist():
+        found.append([])
+        for slot, position in enumerate(positions):
+            if position == 0:
+                found[-1].append([])
+            found[-1][-1].append(slot)
+    return found
+
+
+def visits(student: PreTrainedModel, rows: PackedRows = ROWS, batch_size: int = 8) -> list[Visit]:
+    found: list[Visit] = []
+    visit_layers(student, sample_rows(rows, 10**6, 0), found.append, batch_size=batch_size, title="test")
+    return found
+
+
+def whole(blocks: Iterator[WeightBlock], rows: int, heads: int, length: int = LENGTH) -> dict[str, Tensor]:
+    """The blocks' matrices put together: [B,H,T,T], or [B,T,T]."""
+    found = {name: torch.zeros(rows, heads, length, length).double() for name in ("teacher", "student", "scores")}
+    found |= {name: torch.zeros(rows, length, length, dtype=torch.bool) for name in ("seen", "linear")}
+    for block in blocks:
+        for name in ("teacher", "student", "scores"):
+            found[name][block.row, :, block.queries, block.keys] = getattr(block, name)
+        for name in ("seen", "linear"):
+            found[name][block.row, block.queries, block.keys] = getattr(block, name)
+    return found
+
+
+def oracle_inputs(visit: Visit) -> Inputs:
+    x = visit.inputs
+    return Inputs(x.q, x.k, x.v, x.scaling, x.softcap, x.hidden, x.unrotated, x.rope)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * max(1.0, float(expected.abs().max())))
+
+
+# --- the student's ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_probed_weights_are_those_of_the_definition(name: str) -> None:
+    (visit,) = visits(recipe_student(name, small_teacher()))
+    mixer, inputs, documents = visit.module.mixer, oracle_inputs(visit), documents_of(ROWS)
+    found = whole(weight_blocks(visit), len(ROWS), 4)
+    config, own = mixer.config, weights_of(mixer)
+    linear = config.normalizer.type in ("sum", "none")
+    expected = mixer_weights(config if linear else unnormalized(config), own, inputs, documents)
+    if not linear:
+        # What the norm makes of each token's output, by the outputs on the real values.
+        outputs = [mixer_layer(x, own, inputs, documents) for x in (config, unnormalized(config))]
+        if config.span.type != "none":
+            window = mixer_layer(window_alone(config), own, inputs, documents)
+            outputs = [y - window for y in outputs]
+        after, before = (y.norm(dim=-1, keepdim=True) for y in outputs)
+        stretch = torch.where(before > 0, after / before.clamp_min(1e-300), 0)
+        expected = torch.where(found["linear"][:, None], expected * stretch, expected)
+        assert (stretch[stretch > 0] - 1).abs().max() > 0.5  # or nothing would be tested
+    assert_close(found["student"], expected)
+
+
+@pytest.mark.parametrize("name", ["lolcats", "sinks", "terraced", "lolcat-w", "hedgehog", "deltanet"])
+def test_the_linear_part_is_where_the_span_says(name: str) -> None:
+    (visit,) = visits(recipe_student(name, small_teacher()))
+    found = whole(weight_blocks(visit), len(ROWS), 4)
+    expected = {name: torch.zeros(len(ROWS), LENGTH, LENGTH, dtype=torch.bool) for name in ("seen", "linear")}
+    spec = span_of(visit.module.mixer.config)
+    for row, row_documents in enumerate(documents_of(ROWS)):
+        for slots in row_documents:
+            for n, slot in enumerate(slots):
+                expected["seen"][row, slot, slots[: n + 1]] = True
+                expected["linear"][row, slot, [slots[j] for j in span_keys(spec, n)[1]]] = True
+    assert torch.equal(found["seen"], expected["seen"]) and torch.equal(found["linear"], expected["linear"])
+    assert not found["student"].masked_select(~expected["seen"][:, None]).any()
+
+
+@pytest.mark.parametrize("name", ["lolcats", "terraced", "lolcat-w", "added"])
+def test_the_split_is_that_of_the_mixers_own_parts(name: str) -> None:
+    """Linear weights times values are what the linear partial gives to the output."""
+    (visit,) = visits(recipe_student(name, small_teacher()))
+    mixer, found = visit.module.mixer, whole(weight_blocks(visit), len(ROWS), 4)
+    window, linear = mixer.partials(visit.inputs, visit.layout)
+    shares = {
+        "shared_denominator": lambda: (
+            linear.num / (window.den * mixer.combine.window_factor.sigmoid()[:, None] + linear.den)[..., None]
+        ),
+        "mix": lambda: (
+            (1 - mixer.combine.window_weight.sigmoid()[:, None, None])
+            * linear.num
+            / linear.den.clamp_min(1e-6)[..., None]
+        ),
+        "add": lambda: linear.num / linear.den.clamp_min(1e-6)[..., None],
+    }
+    v = visit.inputs.v.repeat_interleave(2, dim=1)
+    with torch.no_grad():
+        assert_close((found["student"] * found["linear"][:, None]) @ v, shares[mixer.config.combine.type]())
+        assert_close(found["student"] @ v, mixer(visit.inputs, visit.layout))
+
+
+def test_every_value_takes_part_where_a_decay_weighs_them_differently() -> None:
+    """The weight of key t is that of its value t mod D."""
+    student = make_student(small_teacher(), Recipe.load("fast-decay"))
+    (visit,) = visits(student)
+    found = whole(weight_blocks(visit), len(ROWS), 4)["student"]
+    one = torch.zeros_like(visit.inputs.v)
+    one[:, :, 11, 11 % 8] = 1
+    linear = visit.module.mixer.partials(replace(visit.inputs, v=one), visit.layout)[1]
+    before, after = visit.module.mixer.partials(visit.inputs, visit.layout)[1], visit.module.mixer
+    y = after.normalizer(before, visit.inputs, 0.0)
+    stretch = y.norm(dim=-1) / before.num.norm(dim=-1)
+    assert_close(found[..., 11], linear.num[..., 11 % 8] * stretch)
+
+
+# --- the teacher's ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_teacher_weights_are_softmax(softcap: float | None) -> None:
+    (visit,) = visits(recipe_student("lolcats", small_teacher()))
+    visit = replace(visit, inputs=replace(visit.inputs, softcap=softcap))
+    found = whole(weight_blocks(visit), len(ROWS), 4)["teacher"]
+    assert_close(found, softmax_weights(oracle_inputs(visit), documents_of(ROWS)))
+    if softcap is None:
+        assert_close(found @ visit.inputs.v.repeat_interleave(2, dim=1), visit.target)
+
+
+def test_a_teacher_that_slides_sees_no_further() -> None:
+    fields = dict(vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    config = MistralConfig(**fields, num_key_value_heads=2, sliding_window=6, initializer_range=0.2)
+    teacher = MistralForCausalLM(config).double().eval()
+    recipe = Recipe.load("lolcats", {"mixer.span.window_size": 4, "layers.convert_sliding": True})
+    (visit,) = visits(make_student(teacher, recipe))
+    found = whole(weight_blocks(visit), len(ROWS), 4)["teacher"]
+    assert_close(found @ visit.inputs.v.repeat_interleave(2, dim=1), visit.target)
+    assert not found[0].tril(-6).any() and found[0].tril(-5).any()
+
+
+# --- visiting ---------------------------------------------------------------------------------------------------------
+
+
+def test_layers_are_judged_on_softmax_activations() -> None:
+    teacher = tiny.llama(layers=3).double()
+    found = [visits(make_student(teacher, Recipe.load(name))) for name in ("hedgehog", "gla")]
+    assert [visit.index for visit in found[0]] == [0, 1, 2]
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.inputs.q, other.inputs.q) and torch.equal(one.target, other.target)
+        assert (one.module.mixer(one.inputs) - other.module.mixer(other.inputs)).abs().max() > 0.1
+    student, outputs = make_student(teacher, tiny.recipe()), []
+    handle = linearized_layers(student)["model.layers.2.self_attn"].o_proj.register_forward_pre_hook(
+        lambda module, args: outputs.append(args[0])
+    )
+    with softmax_attention(student), torch.no_grad():
+        student(input_ids=ROWS.input_ids, position_ids=ROWS.position_ids, use_cache=False)
+    handle.remove()
+    assert_close(visits(student)[2].target.transpose(1, 2).flatten(2), outputs[0])
+
+
+def test_softmax_layers_are_not_visited_and_batches_do_not_matter() -> None:
+    student = make_student(tiny.llama(layers=3).double(), tiny.recipe(layers__keep_softmax=[1]))
+    at_once = visits(student)
+    assert [visit.index for visit in at_once] == [0, 2]
+    in_parts = visits(student, batch_size=1)
+    assert [(visit.index, visit.first_row) for visit in in_parts] == [(0, 0), (2, 0), (0, 1), (2, 1)]
+    expected = whole(weight_blocks(at_once[1]), 2, 4)["student"]
+    found = sum(whole(weight_blocks(visit), 2, 4)["student"] for visit in (in_parts[1], in_parts[3]))
+    assert_close(found, expected)
+
+
+def test_blocks_cover_every_query_once_and_hold_no_more_keys_than_a_document_needs() -> None:
+    rows = tiny.packed([[40, 8, 7]])
+    (visit,) = visits(recipe_student("lolcats", small_teacher()), rows)
+    blocks = list(weight_blocks(visit))
+    assert [slot for block in blocks for slot in range(block.queries.start, block.queries.stop)] == list(range(55))
+    assert [block.following for block in blocks] == list(range(10, -1, -1))
+    for block in blocks:
+        shape = 4, block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
+        assert block.student.shape == block.teacher.shape == block.scores.shape == shape
+        assert block.keys.stop == block.queries.stop
+    # D = 8 keys at a time. Block 9 begins with slot 45, in the document of slots 40 .. 47.
+    assert [block.keys.start for block in blocks] == [0] * 8 + [40, 40, 48]
+
+
+def test_a_model_that_is_not_linearized_is_refused() -> None:
+    with pytest.raises(UserError, match="expected a linearized one, found LlamaForCausalLM"):
+        visits(tiny.llama())
+
+
+def test_sampled_rows_are_as_many_as_asked_for() -> None:
+    rows = tiny.packed([[LENGTH]] * 20)
+    sample = sample_rows(rows, 5 * LENGTH + 3, seed=0)
+    assert sample.tokens == 5 * LENGTH
+    index = [int((rows.input_ids == row).all(1).nonzero()) for row in sample.input_ids]
+    assert index == sorted(set(index)) != list(range(5))
+    assert not torch.equal(sample_rows(rows, 5 * LENGTH, seed=1).input_ids, sample.input_ids)
+    assert sample_rows(rows, 10**6, seed=1).tokens == 20 * LENGTH
+    assert sample_rows(rows, 10, seed=0).input_ids.shape == (1, 10)
+
+
+# --- maps -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("cells", "windows", "shown"), [(64, 4, 13), (4, 4, 13), (6, 2, 10)])
+def test_maps_are_the_weights_by_cells(monkeypatch: pytest.MonkeyPatch, cells: int, windows: int, shown: int) -> None:
+    monkeypatch.setattr(weights, "CELLS", cells)
+    monkeypatch.setattr(weights, "MAP_WINDOWS", windows)
+    rows = tiny.packed([[8, 7], [2, 13]])
+    student = recipe_student("lolcats", small_teacher())
+    (visit,) = visits(student, rows)
+    maps = Maps(sample_rows(rows, 10**6, 0), student)
+    for block in weight_blocks(visit):
+        maps.add(0, block)
+    errors = {(0, 0): 0.5, (0, 1): 0.1, (0, 2): 0.3, (0, 3): 0.2}
+    found = maps.chosen(errors, None)
+    assert [x.head for x in found] == [1, 2, 0]
+    assert [x.why.split(";")[0] for x in found[1:]] == [
+        "median of 4 heads: output off by 30.0% of the mean square",
+        "worst of 4 heads: output off by 50.0% of the mean square",
+    ]
+    size = -(-shown // cells)
+    expected = whole(weight_blocks(visit), 2, 4)["student"][1, 1, 2 : 2 + shown, 2 : 2 + shown]
+    pieces = [expected[i : i + size] for i in range(0, shown, size)]
+    by_cell = [[float(p[:, j : j + size].sum(1).mean()) for j in range(0, shown, size)] for p in pieces]
+    torch.testing.assert_close(torch.tensor(found[0].student), torch.tensor(by_cell), rtol=0, atol=5.1e-5)
+    assert all(abs(sum(row) - 1) < 1e-2 for row in found[0].teacher)
+    ids = rows.input_ids[1, 2 : 2 + size].tolist()
+    assert found[0].tokens[0] == " ".join(map(str, ids)) and len(found[0].tokens) == len(by_cell)
+    assert ("cells of" in found[0].why) == (size > 1)
