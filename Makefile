@@ -7,10 +7,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu test-fla lint quick-lint format clean
+.PHONY: help setup demo test test-slow test-gpu test-fla test-browser lint quick-lint format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv and install linearize into it, with everything for development
 
@@ -38,6 +38,15 @@ test-gpu: setup ## a smoke of some minutes on a CUDA device: tests, then the dem
 test-fla: setup ## the operators against flash-linear-attention's, which is installed for it (the extra `gpu`)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gpu]'
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_fla.py
+
+test-browser: setup ## the report page in Debian's chromium, which it installs, with playwright (the extra `browser`)
+	@command -v chromium >/dev/null || { \
+	    sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; \
+	    { command -v apt-get && { [ -z "$$sudo" ] || command -v sudo; }; } >/dev/null || { \
+	        echo 'test-browser: expected chromium, or apt-get as root or by sudo to install it; found neither' >&2; exit 2; }; \
+	    $$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
+	$(BIN)/python -m pytest -m browser tests/browser
 
 quick-lint: setup
 	$(BIN)/ruff check .

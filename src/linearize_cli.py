@@ -7,6 +7,7 @@ wait for that.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,7 +100,7 @@ def run(
         overrides["seed"] = seed
     where = _device(device)
     job = pipeline.Run(Recipe.load(recipe, overrides), model, output_dir, _dtype(dtype, where), where)
-    card = pipeline.run(job, until=until)
+    card = pipeline.run(job, until=until, command=_command())
     if card is not None:
         _show(card.to_json() if as_json else card.render(), as_json)
     _note(f"run folder: {output_dir}" + ("" if card is None else f"; the model: {output_dir / 'model'}"))
@@ -110,25 +111,82 @@ def evaluate(
     model: Student,
     teacher: Annotated[str | None, typer.Option(help="the softmax model; the run folder's own by default")] = None,
     dataset: Text = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(help="a public benchmark (repeatable): lm-eval's name, its YAML, or a .jsonl file of questions"),
+    ] = None,
+    shots: Annotated[int | None, typer.Option(min=0, help="solved examples before each question of a task")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="only the first questions of every task")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="also write the JSON there, e.g. RUN/evaluation.json for `linearize report`")
+    ] = None,
     set_: Set = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Measure a linearized model beside its teacher and controls, on held-out text and on copying."""
+    """Measure a linearized model beside its teacher and controls: held-out text, generations, recall, heads, speed."""
     from linearize import pipeline
     from linearize.config import parse_overrides
 
-    where = _device(device)
+    where, overrides = _device(device), parse_overrides(set_ or [])
+    given = {"evaluation.tasks": tasks, "evaluation.shots": shots, "evaluation.task_limit": limit}
+    overrides |= {field: value for field, value in given.items() if value is not None}
     card = pipeline.evaluate(
         model,
         teacher=teacher,
         dataset=dataset,
-        overrides=parse_overrides(set_ or []),
+        overrides=overrides,
+        dtype=_dtype(dtype, where),
+        device=where,
+        command=_command(),
+    )
+    if output is not None:
+        pipeline.write_json(output, card.to_json())
+    _show(card.to_json() if as_json else card.render(), as_json)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="run folders; several: side by side", metavar="DIR...")],
+    output: Annotated[Path | None, typer.Option(help="the page; DIR/report.html by default")] = None,
+) -> None:
+    """One self-contained HTML page on what a run made: what was kept, what was lost, and what it cost."""
+    from linearize.errors import UserError
+    from linearize.report import write_report
+
+    if output is None and len(folders) > 1:
+        raise UserError("--output: expected a file for the page about several runs, found nothing; name one")
+    _note(f"report: {write_report(folders, output or folders[0] / 'report.html')}")
+
+
+@app.command()
+def bench(
+    model: Student,
+    teacher: Annotated[str | None, typer.Option(help="the softmax model; the run folder's own by default")] = None,
+    lengths: Annotated[list[int] | None, typer.Option(min=1, help="prompt tokens (repeatable)")] = None,
+    batch_sizes: Annotated[list[int] | None, typer.Option("--batch-size", min=1, help="(repeatable)")] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="generated behind each prompt")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="counted rounds")] = 5,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Time prefill and generation of a linearized model and its teacher, taking turns, and weigh their caches."""
+    from linearize import pipeline
+
+    where = _device(device)
+    found = pipeline.bench(
+        model,
+        teacher=teacher,
+        batch_sizes=batch_sizes or [1],
+        prompt_lengths=lengths or [256, 1024, 4096],
+        new_tokens=new_tokens,
+        repeats=repeats,
         dtype=_dtype(dtype, where),
         device=where,
     )
-    _show(card.to_json() if as_json else card.render(), as_json)
+    _show(found.to_json() if as_json else found.render(), as_json)
 
 
 @app.command()
@@ -169,6 +227,10 @@ def demo(
     where = _device(device)
     _show(run_demo(output_dir, _dtype("auto", where), where), as_json=False)
     _note(f"run folder: {output_dir}; the model: {output_dir / 'model'}")
+
+
+def _command() -> str:
+    return shlex.join(["linearize", *sys.argv[1:]])
 
 
 def _device(name: str) -> Any:

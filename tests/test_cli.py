@@ -95,7 +95,7 @@ HELP = """
 import resource, sys
 import linearize_cli
 
-for words in ([], ["recipes"], ["plan"], ["run"], ["eval"], ["generate"], ["demo"]):
+for words in ([], ["recipes"], ["plan"], ["run"], ["eval"], ["report"], ["bench"], ["generate"], ["demo"]):
     sys.argv = ["linearize", *words, "--help"]
     try:
         linearize_cli.main()
@@ -110,8 +110,8 @@ def test_help_is_quick_and_loads_nothing() -> None:
     child = subprocess.run([sys.executable, "-c", HELP], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     seconds, *loaded = child.stderr.split()
     assert loaded == ["False", "False"]
-    assert float(seconds) < 1.0  # of processor time, for all seven
-    assert child.stdout.count("Usage: ") == 7
+    assert float(seconds) < 1.0  # of processor time, for all nine
+    assert child.stdout.count("Usage: ") == 9
     assert "the same command again resumes it" in " ".join(child.stdout.split()).replace("│ │ ", "")
 
 
@@ -184,6 +184,53 @@ def test_eval_shows_a_table(command: Command) -> None:
     assert "Held-out loss" in done.out
     for measured in json.loads((finished.folder / "evaluation.json").read_text())["measured"]:
         assert measured["label"] in done.out
+
+
+def test_eval_examines_and_the_report_shows_it(command: Command, tmp_path: Path) -> None:
+    shutil.copytree(tiny.finished_run().folder, tmp_path / "run")
+    questions = tmp_path / "questions.jsonl"
+    question = {"query": "What is it?", "choices": ["this", "that"], "gold": 1}
+    questions.write_text("".join(json.dumps(question | {"query": f"What is {i}?"}) + "\n" for i in range(4)))
+    small = {"examine": True, "examined_tokens": 256, "fidelity_tokens": 128, "prompts": 2, "new_tokens": 4}
+    options = [word for name, value in small.items() for word in ("--set", f"evaluation.{name}={value}")]
+    evaluation = tmp_path / "run" / "evaluation.json"
+    given = ["--tasks", questions, "--shots", 1, "--limit", 3, "--output", evaluation, *options]
+    done = command("eval", tmp_path / "run" / "model", *given, "--json")
+    assert done.status == 0
+    found = json.loads(done.out)
+    assert found == json.loads(evaluation.read_text())
+    results = found["tasks"]["results"]
+    assert {line["candidate"] for line in results} == {"teacher", "student"}
+    assert {line["samples"] for line in results} == {3}
+    assert found["agreement"]["tokens"] > 0
+    assert found["provenance"]["command"].startswith("linearize eval ")
+    assert [layer["layer"] for layer in found["fidelity"]["layers"]] == [0, 1]
+    assert len(found["path_usage"]["layers"]) == 2
+
+    done = command("report", tmp_path / "run")
+    assert (done.status, done.out) == (0, "")
+    assert "questions" in (tmp_path / "run" / "report.html").read_text()
+    done = command("report", tmp_path / "run", tiny.finished_run().folder, "--output", tmp_path / "both.html")
+    assert done.status == 0 and (tmp_path / "both.html").is_file()
+
+
+def test_reports_that_cannot_be_written(command: Command, tmp_path: Path) -> None:
+    assert_refused(command("report", tmp_path), f"report {tmp_path}: expected a run folder with evaluation.json")
+    folders = [tiny.finished_run().folder, tmp_path]
+    assert_refused(command("report", *folders), "--output: expected a file for the page about several runs")
+
+
+def test_bench_times_both_models(command: Command, tmp_path: Path) -> None:
+    model = tiny.finished_run().folder / "model"
+    done = command("bench", model, "--lengths", 4, "--lengths", 8, "--new-tokens", 2, "--repeats", 1, "--json")
+    assert done.status == 0
+    found = json.loads(done.out)["speed"]
+    assert [(line["model"], line["prompt_length"]) for line in found] == [
+        (name, length) for length in (4, 8) for name in ("teacher", "student")
+    ]
+    assert_refused(command("bench", tiny.teacher_folder()), f"model {tiny.teacher_folder()}: expected a linearized")
+    shutil.copytree(model, tmp_path / "model")
+    assert_refused(command("bench", tmp_path / "model"), "--teacher: expected the softmax model")
 
 
 def test_generate_continues_a_prompt(command: Command) -> None:

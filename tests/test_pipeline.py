@@ -21,7 +21,8 @@ import linearize
 from linearize import pipeline
 from linearize.config import Recipe
 from linearize.errors import UserError
-from linearize.evaluation.report_card import LABELS, ReportCard
+from linearize.evaluation.candidates import LABELS
+from linearize.evaluation.report_card import ReportCard
 from linearize.pipeline import Run, evaluate, run
 from linearize.training import loop
 from tests import tiny
@@ -45,7 +46,7 @@ class Interrupted(Exception):
 
 
 @pytest.fixture
-def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_training(finished: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def update(self: Any) -> None:
         raise AssertionError("an optimizer step was taken")
 
@@ -87,7 +88,7 @@ def evaluated(model: Path, **options: Any) -> ReportCard:
 def test_everything_is_written(finished: Run) -> None:
     teacher_folder = tiny.teacher_folder()
     stages = {"transfer", "finetune"}
-    reports = {"recipe.yaml", "run.json", "plan.json", "evaluation.json", "evaluation.md"}
+    reports = {"recipe.yaml", "run.json", "plan.json", "evaluation.json", "evaluation.md", "report.html"}
     assert names(finished.folder) == stages | reports | {"controls", "model"}
     assert names(finished.folder / "controls") == {"teacher_lora", "window_lora"}
     for stage in ("transfer", "finetune", "controls/teacher_lora", "controls/window_lora"):
@@ -102,8 +103,11 @@ def test_everything_is_written(finished: Run) -> None:
     plan = json.loads((finished.folder / "plan.json").read_text())
     assert (plan["transfer"]["tokens"], plan["finetune"]["tokens"]) == (6 * 4 * 64, 4 * 4 * 64)
     card = (finished.folder / "model" / "README.md").read_text()
-    assert f"`{teacher_folder}`, linearized with the recipe `lolcats`" in card
-    assert finished.recipe.to_yaml() in card
+    assert "linearized with the recipe `lolcats`" in card and "Not measured yet" not in card
+    assert finished.recipe.to_yaml().strip() in card
+    for measured in evaluation(finished.folder)["measured"]:
+        assert f"| {measured['label']} | {measured['quality']['loss']['mean']:.3f} [" in card
+    assert "<svg" in (finished.folder / "report.html").read_text()
 
 
 def test_every_candidate_is_measured_and_is_its_own_model(finished: Run) -> None:
@@ -156,7 +160,7 @@ def test_once_more_does_not_train_again(copied: Run) -> None:
     assert numbers(run(copied)) == expected
     after = contents(copied.folder)
     changed = {path.name for path in before | after if before.get(path) != after.get(path)}
-    assert changed <= {"evaluation.json", "evaluation.md"}  # their timings
+    assert changed <= {"evaluation.json", "evaluation.md", "report.html", "README.md"}  # their timings
     assert evaluation(copied.folder) == expected
 
 

@@ -48,6 +48,7 @@ RECIPE: dict[str, Any] = {
     "data.validation_rows": 6,
     "evaluation.bootstrap_samples": 40,
     "evaluation.copy_rows": 4,
+    "evaluation.examine": False,
 }
 
 
@@ -117,9 +118,10 @@ def quick_measures(new_tokens: int = 2) -> Iterator[None]:
 
 
 def untimed(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation.json without what differs between two runs of the same."""
+    """An evaluation.json without what differs between two runs of the same, by whatever command."""
     speed = [{k: v for k, v in line.items() if k not in ("prefill", "decode")} for line in evaluation["speed"]]
-    return evaluation | {"speed": speed}
+    provenance = {k: v for k, v in evaluation["provenance"].items() if k not in ("seconds", "command")}
+    return evaluation | {"speed": speed, "provenance": provenance, "crossover": None}
 
 
 def untimed_metrics(stage: Path) -> list[dict[str, Any]]:

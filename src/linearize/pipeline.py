@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,15 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from linearize import plan as planning
 from linearize.config import LayerPlan, Recipe, resolve
 from linearize.errors import UserError
+from linearize.evaluation import bench as timing
+from linearize.evaluation.bench import Bench
+from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.controls import SINKS, window_only_plan, window_reach, without_linear_part
-from linearize.evaluation.report_card import Candidate, ReportCard, measure
+from linearize.evaluation.report_card import ReportCard, measure
 from linearize.hf.checkpoint import load_model, load_tokenizer, read_config, save_student
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
+from linearize.report import load_run, model_card, write_report
 from linearize.teacher import TeacherShape
 from linearize.training.attention_transfer import attention_transfer, load_transferred
 from linearize.training.checkpoint import full_disk_is_user_error
@@ -60,12 +66,15 @@ class Run:
         return {name: self.folder / "controls" / name for name in ("teacher_lora", "window_lora")}
 
 
-def run(run: Run, *, dataset: Dataset | None = None, until: str = "evaluate") -> ReportCard | None:
+def run(
+    run: Run, *, dataset: Dataset | None = None, until: str = "evaluate", command: str | None = None
+) -> ReportCard | None:
     """Linearize `run.model` as `run.recipe` says; returns the measure of it, or None if `until` ends before.
 
     Args:
         dataset: rows to use instead of what the recipe names.
         until: the last stage to run, one of `STAGES`.
+        command: what the user typed, to stand beside the results.
 
     Raises:
         UserError: anything that the user can fix; nothing is half-written then.
@@ -89,8 +98,9 @@ def run(run: Run, *, dataset: Dataset | None = None, until: str = "evaluate") ->
     train_controls(run, teacher, layers, dataset)
     saved = run.folder / "model"
     if not saved.exists():
-        save_student(student, tokenizer, model_card(run), saved)
+        save_student(student, tokenizer, f"# {run.folder.name}\n\nNot measured yet.\n", saved)
     found, missing = candidates(teacher, student, layers, run)
+    started = time.perf_counter()
     card = measure(
         found,
         dataset.validation,
@@ -101,9 +111,37 @@ def run(run: Run, *, dataset: Dataset | None = None, until: str = "evaluate") ->
         seed=run.recipe.seed,
         missing=missing,
     )
-    write_json(run.folder / "evaluation.json", card.to_json())
-    write_text(run.folder / "evaluation.md", card.to_markdown())
+    seconds = time.perf_counter() - started
+    card = replace(card, provenance=provenance(run.recipe, dataset, run.device, seconds, command))
+    write_results(run.folder, card)
     return card
+
+
+def write_results(folder: Path, card: ReportCard) -> None:
+    """The measurements in a run's folder, for programs and for people; the model card tells them too."""
+    write_json(folder / "evaluation.json", card.to_json())
+    write_text(folder / "evaluation.md", card.to_markdown())
+    write_text(folder / "model" / "README.md", model_card(load_run(folder)))
+    write_report([folder], folder / "report.html")
+
+
+def provenance(
+    recipe: Recipe, dataset: Dataset, device: torch.device, seconds: float, command: str | None
+) -> dict[str, Any]:
+    """What a measurement rests on: command, versions, seed, text (its tokens' sha256), machine; how long it took."""
+    return {
+        "command": command,
+        "versions": versions(),
+        "seed": recipe.seed,
+        "data": dataset.fingerprint,
+        "tokens": dataset.validation.num_tokens,
+        "device": f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device),
+        "seconds": seconds,
+    }
+
+
+def versions() -> dict[str, str]:
+    return {"linearize": version("linearize"), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def load_dataset(recipe: Recipe, tokenizer: Tokenizer, shape: TeacherShape) -> Dataset:
@@ -170,11 +208,10 @@ def claim(run: Run, dataset: Dataset) -> None:
                 f"run on {str(found)[:12]}; use the same data or another folder"
             )
         return
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         write_text(run.folder / "recipe.yaml", run.recipe.to_yaml())
-        write_json(run_file, _identity(run) | {"data": dataset.fingerprint, "versions": versions})
+        write_json(run_file, _identity(run) | {"data": dataset.fingerprint, "versions": versions()})
     except OSError as error:
         raise UserError(
             f"output folder {run.folder}: expected one that can be written to, found: {error.strerror}; use another"
@@ -273,6 +310,7 @@ def evaluate(
     overrides: dict[str, Any],
     dtype: torch.dtype,
     device: torch.device,
+    command: str | None = None,
 ) -> ReportCard:
     """Measure a linearized model folder beside its teacher and, where it lies in a run folder, the trained controls.
 
@@ -280,13 +318,12 @@ def evaluate(
         teacher: the softmax model; by default the one of the run folder.
         dataset: held-out text is taken from it; by default the run's own data.
         overrides: dotted recipe fields under `data` and `evaluation`.
+        command: what the user typed, to stand beside the results.
 
     Raises:
         UserError: not a linearized model, or no data to measure on.
     """
-    config = read_config(model)
-    if not config.get("linearize"):
-        raise UserError(f"model {model}: expected a linearized model, found model_type {config.get('model_type')!r}")
+    config = require_linearized(model)
     folder = Path(model).resolve().parent
     run = Run.read(folder, dtype, device) if (folder / "run.json").is_file() else None
     recipe = Recipe(name="evaluation") if run is None else run.recipe
@@ -296,13 +333,13 @@ def evaluate(
     teacher = teacher or (run.model if run else None)
     student = load_model(model, dtype=dtype, device=device)
     tokenizer, shape = load_tokenizer(model), TeacherShape.from_config(config)
-    rows = load_dataset(recipe, tokenizer, shape).validation
-    layers = read_plan(student.config)
+    data = load_dataset(recipe, tokenizer, shape)
+    layers, started = read_plan(student.config), time.perf_counter()
     teacher_model = load_model(teacher, dtype=dtype, device=device) if teacher else None
     found, missing = candidates(teacher_model, student, layers, replace(run, model=teacher) if run else None)
-    return measure(
+    card = measure(
         found,
-        rows,
+        data.validation,
         tokenizer,
         window_size=window_reach(layers),
         max_positions=shape.max_positions,
@@ -310,34 +347,46 @@ def evaluate(
         seed=recipe.seed,
         missing=missing,
     )
+    return replace(card, provenance=provenance(recipe, data, device, time.perf_counter() - started, command))
 
 
-def model_card(run: Run) -> str:
-    """The README.md beside the student's weights."""
-    name = run.folder.name
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [linearize, linear-attention]
----
+def bench(
+    model: str,
+    *,
+    teacher: str | None,
+    batch_sizes: Sequence[int],
+    prompt_lengths: Sequence[int],
+    new_tokens: int,
+    repeats: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Bench:
+    """Time a linearized model folder beside its teacher, by default the one of the run folder.
 
-# {name}
+    Raises:
+        UserError: not a linearized model, no teacher to be found, or sizes that make no sense.
+    """
+    require_linearized(model)
+    folder = Path(model).resolve().parent
+    if teacher is None and (folder / "run.json").is_file():
+        teacher = Run.read(folder, dtype, device).model
+    if teacher is None:
+        raise UserError(f"--teacher: expected the softmax model that {model} is to be compared with, found nothing")
+    models = (load_model(name, dtype=dtype, device=device) for name in (teacher, model))
+    sizes = {"batch_sizes": batch_sizes, "prompt_lengths": prompt_lengths, "new_tokens": new_tokens}
+    return timing.bench(*models, **sizes, repeats=repeats, seed=0)
 
-`{run.model}`, linearized with the recipe `{run.recipe.name}`: {run.recipe.description}.
-Generation takes constant memory and constant time per token.
 
-```python
-import linearize  # registers the classes; or pass trust_remote_code=True
-from transformers import AutoModelForCausalLM, AutoTokenizer
+def require_linearized(model: str) -> dict[str, Any]:
+    """The config of a linearized model's folder.
 
-model = AutoModelForCausalLM.from_pretrained("{name}")
-```
-
-How it compares with its teacher and its controls: `evaluation.md` in the run's folder. The recipe, complete:
-
-```yaml
-{run.recipe.to_yaml()}```
-"""
+    Raises:
+        UserError: it is not one.
+    """
+    config = read_config(model)
+    if not config.get("linearize"):
+        raise UserError(f"model {model}: expected a linearized model, found model_type {config.get('model_type')!r}")
+    return config
 
 
 def write_json(path: Path, data: Any) -> None:

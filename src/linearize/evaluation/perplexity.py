@@ -37,6 +37,21 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
+class SomeRows:
+    """A few of the rows of another."""
+
+    input_ids: Int[Tensor, "N L"]
+    position_ids: Int[Tensor, "N L"]
+    labels: Int[Tensor, "N L"]
+
+    @classmethod
+    def first(cls, rows: Rows, max_tokens: int) -> SomeRows:
+        """As many of the first rows as hold `max_tokens` tokens together; two at least, which an interval needs."""
+        count = max(2, max_tokens // rows.input_ids.shape[1])
+        return cls(rows.input_ids[:count], rows.position_ids[:count], rows.labels[:count])
+
+
+@dataclass(frozen=True)
 class TokenLosses:
     """Entry [n, t] is about predicting token t of row n from the tokens before it. All on the CPU."""
 

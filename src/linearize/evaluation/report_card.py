@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.config import EvaluationConfig
+from linearize.evaluation.agreement import PositionLosses, loss_by_position
+from linearize.evaluation.candidates import BATCH_SIZE, LABELS, Candidate
+from linearize.evaluation.examination import Examination, examine
 from linearize.evaluation.perplexity import Interval, Quality, Rows, TokenLosses, paired_difference, token_losses
 from linearize.evaluation.recall import (
     CopyLosses,
@@ -27,38 +28,12 @@ from linearize.evaluation.recall import (
     far_context_verdict,
     ordinary_tokens,
 )
-from linearize.evaluation.speed import Speed, break_even, generation_speed
+from linearize.evaluation.speed import Crossover, Speed, break_even, generation_speed
 from linearize.evaluation.words import in_words, interval_text
 
-BATCH_SIZE = 8
 NEW_TOKENS = 16
-LABELS = {
-    "teacher": "teacher",
-    "teacher_lora": "teacher + LoRA",
-    "swapped": "student, untrained",
-    "transferred": "student after transfer",
-    "student": "student",
-    "ablated": "student, no linear part",
-    "window": "window only, untrained",
-    "window_sinks": "window + sinks, untrained",
-    "window_lora": "window only + LoRA",
-}
-
 
 SPEED_HEADER = ("model", "prompt tokens", "prefill, ms", "tokens/s", "cache bytes")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A model to measure; `open` yields it, and what it made for that is gone afterwards."""
-
-    name: str
-    open: Callable[[], AbstractContextManager[PreTrainedModel]]
-    note: str = ""
-
-    @property
-    def label(self) -> str:
-        return LABELS[self.name]
 
 
 @dataclass(frozen=True)
@@ -92,12 +67,18 @@ class ReportCard:
     far_context: Verdict | None
     copying: Verdict | None
     copying_missing: str | None
+    positions: PositionLosses
     speed: list[Speed]
+    crossover: Crossover | None = None
+    examination: Examination | None = None
     missing: list[str] = field(default_factory=list)
+    provenance: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
+        """Plain data; what the examination found stands beside the rest."""
+        data = asdict(self)
+        del data["examination"]
+        return data | ({} if self.examination is None else self.examination.to_json())
 
     def lines(self) -> list[str]:
         """The findings, a sentence each."""
@@ -108,8 +89,12 @@ class ReportCard:
             lines.append(f"Copying from beyond the window: {self.copying.words}.")
         elif self.copying_missing:
             lines.append(f"Copying from beyond the window: {self.copying_missing}.")
+        if self.examination is not None:
+            lines += self.examination.lines()
         if self.speed:
             lines.append(memory_in_words(self.speed))
+        if self.crossover is not None:
+            lines.append(self.crossover.words)
         if self.missing:
             lines.append(f"Not measured, for want of the run's files: {', '.join(self.missing)}.")
         return lines
@@ -197,7 +182,7 @@ def measure(
     seed: int,
     missing: Sequence[str] = (),
 ) -> ReportCard:
-    """Held-out loss and copying of every candidate on the same rows, then the comparisons that decide.
+    """Held-out loss and copying of every candidate on the same rows, the comparisons that decide, and a closer look.
 
     Args:
         candidates: opened one after another; "student" must be among them.
@@ -240,8 +225,20 @@ def measure(
         copying = copy_verdict(copied["teacher"], copied["student"], **samples)
     others = [name for name in ("teacher", "window_lora", "ablated") if name in losses]
     comparisons = [_compare(losses, name, window_size, samples) for name in others]
-    labels = [LABELS[name] for name in missing]
-    return ReportCard(window_size, measured, comparisons, far_context, copying, copying_missing, speed, labels)
+    sizes = {"window_size": window_size, "max_positions": max_positions}
+    return ReportCard(
+        window_size=window_size,
+        measured=measured,
+        comparisons=comparisons,
+        far_context=far_context,
+        copying=copying,
+        copying_missing=copying_missing,
+        positions=loss_by_position(losses, seed=seed),
+        speed=speed,
+        crossover=Crossover.of(speed) if speed else None,
+        examination=examine(candidates, rows, tokenizer, **sizes, config=config, seed=seed) if config.examine else None,
+        missing=[LABELS[name] for name in missing],
+    )
 
 
 def _compare(losses: dict[str, TokenLosses], other: str, window_size: int, samples: dict[str, int]) -> Comparison:

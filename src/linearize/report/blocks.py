@@ -1,0 +1,128 @@
+"""What a section of the page is made of. The template knows each block by its `kind`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from markupsafe import Markup
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of a table under one heading; each row starts with its own heading."""
+
+    rows: Sequence[Sequence[str]]
+    title: str | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with a caption; the first column heads its row."""
+
+    kind: ClassVar[str] = "table"
+    caption: str
+    columns: Sequence[str]
+    groups: Sequence[Group]
+    collapsed: bool = False
+
+    @classmethod
+    def of(cls, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], collapsed: bool = False) -> Table:
+        return cls(caption, columns, [Group(rows)], collapsed)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing and its numbers. `svg` carries the finding in words, for those who do not see it."""
+
+    kind: ClassVar[str] = "figure"
+    title: str
+    svg: Markup
+    caption: str
+    numbers: Table
+    half: bool = False  # narrow enough to stand beside another where the page is wide
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph; `tone` is "plain", "note", "missing" (what was not measured) or "caution"."""
+
+    kind: ClassVar[str] = "text"
+    words: str
+    tone: str = "plain"
+
+
+@dataclass(frozen=True)
+class Points:
+    """A list of sentences."""
+
+    kind: ClassVar[str] = "points"
+    items: Sequence[str]
+    title: str | None = None
+
+
+@dataclass(frozen=True)
+class Code:
+    """Preformatted text, folded away."""
+
+    kind: ClassVar[str] = "code"
+    title: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One panel of a picker; `under_pointer` is what its script needs to say which cell the pointer is on."""
+
+    label: str
+    figure: Figure
+    under_pointer: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Picker:
+    """Panels of which one is shown at a time."""
+
+    kind: ClassVar[str] = "picker"
+    key: str
+    title: str
+    choices: Sequence[Choice]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One model's text after a prompt: what it shares with the teacher's from the start, and the rest."""
+
+    title: str
+    same: str
+    other: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and how each model goes on."""
+
+    prompt: str
+    texts: Sequence[Continuation]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Generations, side by side."""
+
+    kind: ClassVar[str] = "samples"
+    samples: Sequence[Sample]
+
+
+Block = Table | Figure | Text | Points | Code | Picker | Samples
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with an entry in its contents."""
+
+    key: str
+    title: str
+    blocks: Sequence[Block]
+    summary: str = ""

@@ -1,0 +1,282 @@
+"""Kinds of charts: dots with intervals, curves, pairs of dots, scatters. Heat maps stand in `heatmaps`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil, isfinite
+
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+from linearize.evaluation.perplexity import Interval
+from linearize.report.numbers import Number, number, scaled
+from linearize.report.svg import DASHES, MARKERS, SERIES, colour, draw
+
+WIDTH = 860  # of a drawing across the whole column, in CSS pixels
+
+
+@dataclass(frozen=True)
+class Dots:
+    """Intervals of one series (a run, a model), one per row of its panel; None where not measured.
+
+    `style` is the colour, -1 the colour of text; `marker` the shape.
+    """
+
+    name: str
+    values: Sequence[Interval | None]
+    style: int = 0
+    marker: int = 0
+
+
+@dataclass(frozen=True)
+class DotPanel:
+    """Rows share one scale; `zero` marks where nothing differs. `write` turns a value into a tick label.
+
+    `cut`: what lies far above all others is an arrow at the edge with its number, so that the others can be told apart.
+    """
+
+    title: str
+    series: Sequence[Dots]
+    zero: bool = False
+    cut: bool = False
+    write: Callable[[Number], str] | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points of a curve; `low` and `high` bound its band where there is one."""
+
+    name: str
+    x: Sequence[Number]
+    y: Sequence[Number]
+    style: int = 0
+    low: Sequence[Number] = ()
+    high: Sequence[Number] = ()
+    thin: bool = False
+    dash: int = 0
+
+
+@dataclass(frozen=True)
+class LinePanel:
+    """Curves over one x axis; `ticks` names places on it."""
+
+    title: str
+    lines: Sequence[Line]
+    x_label: str
+    y_label: str = ""
+    log_x: bool = False
+    log_y: bool = False
+    ticks: dict[Number, str] = field(default_factory=dict)
+    from_zero: bool = False
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """Dots in a square panel in which the diagonal means "like the teacher"."""
+
+    title: str
+    series: Sequence[tuple[str, Sequence[Number], Sequence[Number], int]]
+
+
+def line_colour(style: int) -> str:
+    return colour("ink" if style < 0 else f"s{style % SERIES}")
+
+
+def dots(key: str, label: str, rows: Sequence[str], panels: Sequence[DotPanel]) -> Markup:
+    """A dot and its interval per row and series; panels stand side by side and share their rows, "student" shaded."""
+    count = max(len(panel.series) for panel in panels)
+    height = 62 + len(rows) * (14 + 13 * count) + (26 if count > 1 else 0)
+
+    def paint(figure: Figure) -> None:
+        axes = list(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0])
+        for axis, panel in zip(axes, panels, strict=True):
+            _dot_panel(axis, panel)
+            if "student" in rows:
+                place = rows.index("student")
+                axis.axhspan(place - 0.5, place + 0.5, color=colour("rule"), alpha=0.35, linewidth=0, zorder=0)
+        axes[0].set_yticks(range(len(rows)), rows)
+        axes[0].tick_params(axis="y", labelcolor=colour("ink"), labelsize=12)
+        axes[0].set_ylim(len(rows) - 0.4, -0.6)
+        _legend(figure, axes)
+
+    return draw(key, label, WIDTH, height, paint)
+
+
+def _dot_panel(axis: Axes, panel: DotPanel) -> None:
+    low, high = _limits(panel)
+    axis.set_title(panel.title)
+    axis.set_xlim(low, high)
+    axis.grid(axis="x")
+    axis.tick_params(axis="y", length=0)
+    axis.spines["left"].set_visible(False)
+    axis.xaxis.set_major_locator(MaxNLocator(5))
+    if panel.write is not None:
+        write = panel.write
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+    if panel.zero:
+        axis.axvline(0, color=colour("ink"), linewidth=1)
+    for place, series in enumerate(panel.series):
+        shift = (place - (len(panel.series) - 1) / 2) * 0.62 / max(1, len(panel.series))
+        shown = [(row + shift, value) for row, value in enumerate(series.values) if value is not None]
+        paint, marker = line_colour(series.style), MARKERS[series.marker % len(MARKERS)]
+        # Nan: a name in the legend even where nothing is in sight.
+        axis.plot([float("nan")], [0], marker, color=paint, label=series.name)
+        for y, value in shown:
+            if value.low > high:
+                text = f"{number(value.mean, 2)} \N{RIGHTWARDS ARROW}"
+                ground = {"facecolor": colour("paper"), "pad": 1.5}
+                axis.annotate(text, (high, y), ha="right", va="center", color=paint, fontsize=11, bbox=ground)
+                continue
+            axis.plot([value.low, value.high], [y, y], color=paint, solid_capstyle="butt")
+            axis.plot([value.mean], [y], marker, color=paint)
+
+
+def _limits(panel: DotPanel) -> tuple[Number, Number]:
+    """The ends of the scale: of all values, or of those below the first gap that is wider than all before it."""
+    kept = sorted((v for series in panel.series for v in series.values if v is not None), key=lambda value: value.low)
+    low = min([value.low for value in kept[:1]] + [0.0] * panel.zero, default=0.0)
+    high = max([0.0] * panel.zero, default=low)
+    for place, value in enumerate(kept):
+        if panel.cut and place >= 2 and value.low - high > high - low:
+            break
+        high = max(high, value.high)
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
+def curves(key: str, label: str, panels: Sequence[LinePanel], *, height: Number = 250) -> Markup:
+    """Curves; up to three panels side by side, further ones below."""
+    columns = len(panels) if len(panels) <= 3 else 2  # a run's panels are two or three
+    rows = ceil(len(panels) / columns)
+
+    def paint(figure: Figure) -> None:
+        grid = figure.subplots(rows, columns, squeeze=False)
+        axes = list(grid.flat)
+        for axis in axes[len(panels) :]:
+            axis.set_visible(False)
+        for axis, panel in zip(axes, panels, strict=False):
+            _line_panel(axis, panel)
+        _legend(figure, axes[: len(panels)])
+
+    return draw(key, label, WIDTH, rows * height + 30, paint)
+
+
+def _line_panel(axis: Axes, panel: LinePanel) -> None:
+    axis.set_title(panel.title)
+    axis.set_xlabel(panel.x_label)
+    axis.set_ylabel(panel.y_label)
+    axis.grid(axis="y")
+    for line in panel.lines:
+        paint = line_colour(line.style)
+        if line.low:
+            axis.fill_between(line.x, line.low, line.high, color=paint, alpha=0.11, linewidth=0)
+        width, marker = (0.9, "") if line.thin else (1.8, MARKERS[max(line.style, 0) % len(MARKERS)])
+        alpha = 0.55 if line.thin else 1.0
+        axis.plot(
+            line.x,
+            line.y,
+            marker=marker,
+            markersize=4,
+            color=paint,
+            linewidth=width,
+            alpha=alpha,
+            linestyle=DASHES[line.dash % len(DASHES)],
+            label=line.name,
+        )
+    axis.xaxis.set_major_locator(MaxNLocator(4))
+    axis.yaxis.set_major_locator(MaxNLocator(5))
+    for scale, log, set_scale in (
+        (axis.xaxis, panel.log_x, axis.set_xscale),
+        (axis.yaxis, panel.log_y, axis.set_yscale),
+    ):
+        if log:
+            set_scale("log")
+            # Powers of ten alone may leave no tick in sight.
+            scale.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=6))
+            scale.set_minor_locator(NullLocator())
+            scale.set_minor_formatter(NullFormatter())
+        scale.set_major_formatter(FuncFormatter(lambda value, _: scaled(value)))
+    if panel.ticks:
+        axis.xaxis.set_major_locator(FixedLocator(list(panel.ticks)))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: panel.ticks.get(value, "")))
+        axis.xaxis.set_minor_locator(NullLocator())
+    if panel.from_zero:
+        axis.set_ylim(bottom=0)
+
+
+def clouds(key: str, label: str, panels: Sequence[Cloud]) -> Markup:
+    """Teacher against student, a dot per head."""
+    columns = min(3, len(panels))
+    rows = ceil(len(panels) / columns)
+    width = min(WIDTH, 60 + 270 * columns)
+
+    def paint(figure: Figure) -> None:
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axis in axes[len(panels) :]:
+            axis.set_visible(False)
+        for axis, panel in zip(axes, panels, strict=False):
+            both = [value for _, x, y, _ in panel.series for value in (*x, *y) if isfinite(value)]
+            low, high = min(both), max(both)
+            margin = 0.05 * (high - low) or 1.0
+            axis.plot([low, high], [low, high], color=colour("muted"), linewidth=0.9, linestyle=DASHES[1])
+            for name, x, y, style in panel.series:
+                axis.plot(x, y, MARKERS[style % len(MARKERS)], color=line_colour(style), alpha=0.75, label=name)
+            axis.set_xlim(low - margin, high + margin)
+            axis.set_ylim(low - margin, high + margin)
+            axis.set_box_aspect(1)
+            axis.set_title(panel.title)
+            axis.set_xlabel("teacher")
+            axis.set_ylabel("student")
+            axis.grid(True)
+            for scale in (axis.xaxis, axis.yaxis):
+                scale.set_major_locator(MaxNLocator(4))
+        _legend(figure, axes)
+
+    return draw(key, label, width, rows * 300 + 30, paint)
+
+
+def steps(
+    key: str, label: str, rows: Sequence[str], series: Sequence[tuple[str, Sequence[Number], Sequence[Number], int]]
+) -> Markup:
+    """From an open dot to a filled one on a logarithmic axis, a row each: before and after training."""
+    height = 90 + len(rows) * (10 + 12 * len(series))
+
+    def paint(figure: Figure) -> None:
+        axis = figure.subplots()
+        for place, (name, before, after, style) in enumerate(series):
+            shift = (place - (len(series) - 1) / 2) * 0.62 / len(series)
+            paint, marker = line_colour(style), MARKERS[style % len(MARKERS)]
+            prefix = f"{name}: " if len(series) > 1 else ""
+            axis.plot([], [], marker, color=paint, markerfacecolor=colour("paper"), label=f"{prefix}before")
+            axis.plot([], [], marker, color=paint, label=f"{prefix}best")
+            for row, (start, end) in enumerate(zip(before, after, strict=True)):
+                axis.plot([start, end], [row + shift] * 2, color=paint, linewidth=1.2)
+                axis.plot([start], [row + shift], marker, color=paint, markerfacecolor=colour("paper"))
+                axis.plot([end], [row + shift], marker, color=paint)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: scaled(value)))
+        axis.set_yticks(range(len(rows)), rows)
+        axis.set_ylim(len(rows) - 0.4, -0.6)
+        axis.tick_params(axis="y", length=0)
+        axis.spines["left"].set_visible(False)
+        axis.set_xlabel("held-out loss")
+        axis.grid(axis="x")
+        _legend(figure, [axis])
+
+    return draw(key, label, WIDTH, height, paint)
+
+
+def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """One legend above all panels, where there is more than one thing to tell apart."""
+    named = {}
+    for axis in axes:
+        for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
+            named.setdefault(name, handle)
+    if len(named) > 1:
+        columns = max(1, min(len(named), 118 // (max(map(len, named)) + 6)))
+        figure.legend(list(named.values()), list(named), loc="outside upper left", ncols=columns)

@@ -1,0 +1,186 @@
+"""The files of a run folder, or of a folder that keeps copies of them, as plain data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from linearize.errors import UserError
+from linearize.evaluation.candidates import LABELS
+from linearize.evaluation.perplexity import Interval
+from linearize.report.numbers import Number
+
+STAGES = ("transfer", "finetune", "controls/window_lora", "controls/teacher_lora")
+_POINTS = 300  # of a training curve; longer ones are averaged over neighbours, which the page says
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Loss against training tokens, averaged over the stage's units (layers, or the model)."""
+
+    tokens: list[int] = field(default_factory=list)
+    loss: list[Number] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one training stage left: its result and config (empty while it runs), and its curves (empty in a copy)."""
+
+    name: str
+    result: dict[str, Any]
+    config: dict[str, Any]
+    training: Curve
+    held_out: Curve
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run folder, read. What the folder does not hold is None or empty; only the evaluation is always there."""
+
+    folder: Path
+    name: str
+    evaluation: dict[str, Any]
+    recipe: dict[str, Any] | None
+    plan: dict[str, Any] | None
+    run: dict[str, Any]
+    stages: dict[str, Stage]
+
+    @property
+    def teacher(self) -> str | None:
+        """The teacher's hub id, or the end of its folder's path."""
+        model = self.run.get("model")
+        return model and (model if not Path(model).is_absolute() else "/".join(Path(model).parts[-2:]))
+
+    def same_teacher(self, other: RunFiles) -> bool:
+        """Whether the two were made from one teacher, as far as the files of both tell."""
+        pairs = [(self.teacher, other.teacher)]
+        for name in ("model_type", "teacher_parameters"):
+            pairs.append(((self.plan or {}).get(name), (other.plan or {}).get(name)))
+        return all(a == b for a, b in pairs if a is not None and b is not None)
+
+    @property
+    def window(self) -> int:
+        return self.evaluation["window_size"]
+
+    def section(self, name: str) -> Any:
+        """A section of the evaluation, or None where it was not measured."""
+        return self.evaluation.get(name) or None
+
+    def measured(self, candidate: str) -> dict[str, Any] | None:
+        """The line of a candidate in the table of losses."""
+        return next((line for line in self.evaluation["measured"] if line["name"] == candidate), None)
+
+    def comparison(self, other: str) -> dict[str, Any] | None:
+        """The student's loss minus that of `other`, paired."""
+        return next((line for line in self.evaluation.get("comparisons") or [] if line["other"] == other), None)
+
+
+def interval(data: dict[str, Any] | None) -> Interval | None:
+    """An interval as it stands in evaluation.json."""
+    return None if data is None else Interval(float(data["mean"]), float(data["low"]), float(data["high"]))
+
+
+def label(candidate: str) -> str:
+    """What people call a candidate."""
+    return LABELS.get(candidate, candidate.replace("_", " "))
+
+
+def load_run(folder: Path) -> RunFiles:
+    """Read a run folder; a folder of copies (transfer.json instead of transfer/result.json, ...) does as well.
+
+    Raises:
+        UserError: no evaluation.json, or a file that cannot be read.
+    """
+    path = folder / "evaluation.json"
+    if not path.is_file():
+        raise UserError(
+            f"report {folder}: expected a run folder with evaluation.json, found none; finish the run "
+            f"(`linearize run` with the same arguments goes on) or name another folder"
+        )
+    evaluation = _read_json(path)
+    if not isinstance(evaluation, dict) or "window_size" not in evaluation or not evaluation.get("measured"):
+        raise UserError(f"{path}: expected the measurements of `linearize run`, found other JSON; run it again")
+    recipe = folder / "recipe.yaml"
+    plan, run = (_read_json(folder / name) if (folder / name).is_file() else None for name in ("plan.json", "run.json"))
+    stages = {name: stage for name in STAGES if (stage := _stage(folder, name)) is not None}
+    name = folder.resolve().name
+    return RunFiles(folder, name, evaluation, _read_yaml(recipe) if recipe.is_file() else None, plan, run or {}, stages)
+
+
+def load_runs(folders: Sequence[Path]) -> list[RunFiles]:
+    """Read several; runs of equal names are told apart by the folders that they lie in.
+
+    Raises:
+        UserError: as `load_run`, and for no folder, or the same one twice.
+    """
+    paths = [folder.resolve() for folder in folders]
+    if not paths or len(set(paths)) < len(paths):
+        found = ", ".join(map(str, folders)) or "none"
+        raise UserError(f"report: expected one or more different run folders, found {found}; name each once")
+    runs = [load_run(folder) for folder in folders]
+    names = [path.name for path in paths]
+    depth = 1
+    while len(set(names)) < len(names):
+        depth += 1
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def _stage(folder: Path, name: str) -> Stage | None:
+    # A copy of a result lies beside the evaluation, under the stage's name.
+    paths = [folder / name / "result.json", folder / f"{Path(name).name}.json"]
+    data = next((_read_json(path) for path in paths if path.is_file()), {})
+    metrics = folder / name / "metrics.jsonl"
+    events = _read_lines(metrics) if metrics.is_file() else []
+    if not data and not events:
+        return None
+    steps, evaluations = ([e for e in events if e["event"] == event] for event in ("step", "evaluation"))
+    result = {key: value for key, value in data.items() if key != "identity"}
+    return Stage(name, result, data.get("identity", {}), _thinned(_curve(steps)), _curve(evaluations))
+
+
+def _curve(events: list[dict[str, Any]]) -> Curve:
+    return Curve([event["tokens"] for event in events], [event["loss"] for event in events])
+
+
+def _thinned(curve: Curve) -> Curve:
+    """At most `_POINTS` points, each the mean of as many neighbours."""
+    size = -(-len(curve.loss) // _POINTS) or 1
+    starts = range(0, len(curve.loss), size)
+    chunks = [(curve.tokens[i : i + size], curve.loss[i : i + size]) for i in starts]
+    return Curve([tokens[-1] for tokens, _ in chunks], [sum(loss) / len(loss) for _, loss in chunks])
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: expected JSON, found a file that cannot be read ({error}); write it again") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        data = None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected a recipe, found a file that cannot be read as one; restore it")
+    return data
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; a last line that a killed process left half written is passed over."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    events = []
+    for number, line in enumerate(lines, 1):
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise UserError(f"{path}: expected JSON on line {number}, found other text; restore the file") from None
+    return events

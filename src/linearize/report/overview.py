@@ -1,0 +1,151 @@
+"""The top of the page: for each run the verdict, its wins and losses; the key numbers of all; what to beware of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from linearize.report.blocks import Table, Text
+from linearize.report.findings import Finding, findings, speeds, verdict
+from linearize.report.load import RunFiles, interval
+from linearize.report.numbers import DASH, count, milliseconds, percent, plain, scaled, with_interval
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What the head of the page says of one run."""
+
+    name: str
+    about: str
+    verdict: Sequence[Finding]
+    wins: Sequence[Finding]
+    losses: Sequence[Finding]
+    undecided: Sequence[Finding]
+
+
+def overview(run: RunFiles) -> Overview:
+    top = verdict(run)
+    every = findings(run)
+    wins, losses, undecided = ([f for f in every if f.kind == kind] for kind in ("win", "loss", "open"))
+    return Overview(run.name, _about(run), top, wins, losses, undecided)
+
+
+def _about(run: RunFiles) -> str:
+    """Recipe, teacher, layers: one line."""
+    plan = run.plan or {}
+    parts = []
+    if recipe := plan.get("recipe") or (run.recipe or {}).get("name"):
+        parts.append(f"recipe {recipe}")
+    teacher = [run.teacher or "", plan.get("model_type", "")]
+    if plan.get("teacher_parameters"):
+        teacher.append(f"{scaled(plan['teacher_parameters'])} parameters")
+    if any(teacher):
+        parts.append("teacher: " + ", ".join(filter(None, teacher)))
+    if plan:
+        layers = len(plan["converted_layers"]) + len(plan["kept_layers"])
+        parts.append(f"{len(plan['converted_layers'])} of {layers} layers linear")
+    parts.append(f"window of {count(run.window)} tokens")
+    return " \N{MIDDLE DOT} ".join(parts)
+
+
+def cautions(runs: Sequence[RunFiles]) -> list[Text]:
+    """Why some numbers of these runs must not be set against each other."""
+    found = []
+    if not all(runs[0].same_teacher(run) for run in runs[1:]):
+        names = "; ".join(f"{run.name}: {_teacher(run)}" for run in runs)
+        words = f"These runs have different teachers ({names}). Compare each student with its own teacher and controls"
+        found.append(
+            Text(
+                f"{words}, not with the other students: losses of different teachers say nothing of the mixers.",
+                "caution",
+            )
+        )
+    texts = {run.run.get("data") for run in runs} - {None}
+    counts = {line["quality"]["tokens"] for run in runs if (line := run.measured("student"))}
+    if len(texts) > 1 or len(counts) > 1:
+        found.append(
+            Text(
+                "These runs were not all measured on the same text, so their losses are not paired with each other.",
+                "caution",
+            )
+        )
+    return found
+
+
+def _teacher(run: RunFiles) -> str:
+    plan = run.plan or {}
+    size = plan.get("teacher_parameters")
+    return (
+        ", ".join(filter(None, [run.teacher, plan.get("model_type"), size and f"{scaled(size)} parameters"]))
+        or "unknown"
+    )
+
+
+def key_numbers(runs: Sequence[RunFiles]) -> Table:
+    """A row per number that at least one run has, a column per run."""
+    lines = [[name, *(read(run) for run in runs)] for name, read in _KEYS.items()]
+    tasks = dict.fromkeys(task["name"] for run in runs for task in run.section("retrieval") or [])
+    lines += [
+        [f"Recall recovered: {name.replace('_', ' ')}", *(_recovery(run, name) for run in runs)] for name in tasks
+    ]
+    shown = [line for line in lines if set(line[1:]) != {DASH}]
+    return Table.of("Key numbers, with 95 % intervals", ["", *(run.name for run in runs)], shown)
+
+
+def _loss(name: str) -> Callable[[RunFiles], str]:
+    def read(run: RunFiles) -> str:
+        line = run.measured(name)
+        return with_interval(interval(line["quality"]["loss"]) if line else None)
+
+    return read
+
+
+def _difference(other: str, key: str = "overall") -> Callable[[RunFiles], str]:
+    def read(run: RunFiles) -> str:
+        line = run.comparison(other)
+        return with_interval(interval(line[key]) if line else None, sign=True)
+
+    return read
+
+
+def _part(section: str, key: str, write: Callable[[Any], str]) -> Callable[[RunFiles], str]:
+    return lambda run: write(interval((run.section(section) or {}).get(key)))
+
+
+def _longest(model: str, write: Callable[[dict[str, Any]], str]) -> Callable[[RunFiles], str]:
+    def read(run: RunFiles) -> str:
+        entries = speeds(run, model)
+        return f"{write(entries[-1])} (at {count(entries[-1]['prompt_length'])} tokens)" if entries else DASH
+
+    return read
+
+
+def _recovery(run: RunFiles, name: str) -> str:
+    found = next((task for task in run.section("retrieval") or [] if task["name"] == name), None)
+    return DASH if found is None or not found["measurable"] else percent(interval(found["recovery"]))
+
+
+_KEYS: dict[str, Callable[[RunFiles], str]] = {
+    "Loss of the student, nats per token": _loss("student"),
+    "Loss of the teacher": _loss("teacher"),
+    "Student minus teacher, paired": _difference("teacher"),
+    "Student minus window-only control, paired": _difference("window_lora"),
+    "the same, beyond the window": _difference("window_lora", "beyond"),
+    "Student minus itself without the linear part": _difference("ablated"),
+    "Kept of the teacher's gain beyond the window": _part("far_context", "share", percent),
+    "Kept of the teacher's copying": _part("copying", "share", percent),
+    "Same likeliest token as the teacher": _part("agreement", "top1", percent),
+    "KL(teacher || student), nats per token": _part("agreement", "kl", with_interval),
+    "Generated tokens that agree with the teacher": _part("generations", "agreement", percent),
+    "Cache of the student": _longest("student", lambda entry: scaled(entry["cache_bytes"], "B")),
+    "Cache of the teacher": _longest("teacher", lambda entry: scaled(entry["cache_bytes"], "B")),
+    "Per generated token, student": _longest("student", lambda entry: f"{milliseconds(entry['decode']['median'])} ms"),
+    "Per generated token, teacher": _longest("teacher", lambda entry: f"{milliseconds(entry['decode']['median'])} ms"),
+    "Training tokens, all stages of the student": lambda run: plain(_tokens(run)),
+}
+
+
+def _tokens(run: RunFiles) -> int | None:
+    stages = [run.stages[name].result for name in ("transfer", "finetune") if name in run.stages]
+    return sum(stage["tokens"] for stage in stages) if stages and all(stages) else None

@@ -1,0 +1,82 @@
+"""One HTML file that needs nothing else: styles, script and drawings are inside it, and it asks no server for more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+from linearize.errors import UserError
+from linearize.report.load import RunFiles, load_runs
+from linearize.report.overview import cautions, key_numbers, overview
+from linearize.report.sections import sections
+from linearize.training.checkpoint import full_disk_is_user_error
+
+_FILES = resources.files("linearize") / "report"
+
+
+def write_report(folders: Sequence[Path], output: Path) -> Path:
+    """Write the page about one or more run folders to the file `output`, atomically; the same folders, the same bytes.
+
+    Raises:
+        UserError: a folder without evaluation.json, or an output file that cannot be written.
+    """
+    page = render(load_runs(folders))
+    scratch = output.with_name(f".{output.name}.incomplete")
+    try:
+        with full_disk_is_user_error(output.parent, len(page)):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            scratch.write_text(page, encoding="utf-8")
+            scratch.replace(output)
+    except OSError as error:
+        raise UserError(
+            f"report {output}: expected a file that can be written, found: {error.strerror}; use another"
+        ) from None
+    finally:
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
+    return output
+
+
+def render(runs: Sequence[RunFiles]) -> str:
+    """The page as text."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["rich"] = rich
+    environment.filters["clean"] = clean
+    environment.tests["numeric"] = numeric
+    template = environment.from_string(_read("template.html.jinja"))
+    context: dict[str, Any] = {
+        "title": f"linearize: {', '.join(run.name for run in runs)}",
+        "overviews": [overview(run) for run in runs],
+        "key_numbers": key_numbers(runs),
+        "cautions": cautions(runs),
+        "sections": sections(runs),
+        "style": Markup(_read("style.css")),
+        "script": Markup(_read("script.js")),
+    }
+    return template.render(context)
+
+
+def rich(text: str) -> Markup:
+    """Escaped text in which `backquotes` are code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(clean(text)))))
+
+
+def clean(text: str) -> str:
+    """Without the control characters that HTML forbids; line ends and tabs stay."""
+    return "".join(c if c in "\n\t" or c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def numeric(text: str) -> bool:
+    """Whether a cell holds a number, perhaps with its unit and interval, and so should stay on one line."""
+    return len(text) <= 36 and re.match(r"[-+\N{MINUS SIGN}<>]?\d|\N{EN DASH}$", text) is not None
+
+
+def _read(name: str) -> str:
+    return (_FILES / name).read_text(encoding="utf-8")

@@ -1,0 +1,256 @@
+"""Inside the layers: how well each head stands in for the softmax head it replaces, and what single heads look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from linearize.report.blocks import Block, Choice, Figure, Group, Picker, Points, Section, Table, Text
+from linearize.report.figures import Cloud, clouds
+from linearize.report.heatmaps import Layout, Panel, Scale, heatmaps, narrow
+from linearize.report.load import RunFiles
+from linearize.report.numbers import Number, count, number, share
+from linearize.report.sections.missing import lacking, not_measured
+from linearize.report.svg import printable
+
+# What stands in evaluation.json, what it is called, what it means; the first is the error that the student feels.
+MEASURES = (
+    (
+        "output_relative",
+        "Relative output error",
+        "mean square error of a head's output, over the mean square of the teacher's",
+    ),
+    ("weight_kl", "KL of attention weights", "KL(teacher || student) of a query's weights, nats"),
+    ("cosine", "Cosine of attention matrices", "of the student's matrix of weights with the teacher's; 1: alike"),
+    ("singular_values", "Distance of singular values", "of the two matrices of weights; 0: alike"),
+)
+_PAIRS = (
+    ("entropy", "entropy of weights, nats"),
+    ("monotonicity", "monotonicity"),
+    ("esl", "effective length, tokens"),
+)
+_HISTOGRAMS = {
+    "gates": (
+        "Gates",
+        "By what the linear state is multiplied at each step: the share of steps in each bin.",
+    ),
+    "mix": (
+        "Window factors",
+        "What weighs the window beside the linear part: the share of heads in each bin.",
+    ),
+}
+_TABLE = ("output_mse", "output_relative", "weight_kl", "weight_cross_entropy", "cosine", "singular_values")
+
+
+def fidelity(runs: Sequence[RunFiles]) -> Section:
+    """Errors by layer and head, the worst heads by name, and properties of the weights beside the teacher's."""
+    measured = [run for run in runs if run.section("fidelity")]
+    blocks: list[Block] = []
+    for run in measured:
+        where = "" if len(runs) == 1 else f" in {run.name}"
+        if worst := run.section("fidelity").get("worst"):
+            blocks.append(Points([head["words"] for head in worst], f"Heads that stand out{where}"))
+        else:
+            blocks.append(Text(f"No head stands out{where}."))
+    for key, title, meaning in MEASURES:
+        holders = [run for run in measured if any(layer.get(key) for layer in run.section("fidelity")["layers"])]
+        if holders:
+            blocks.append(_errors(holders, key, title, meaning, several=len(runs) > 1))
+    if measured:
+        if (shapes := _shapes(measured)) is not None:
+            blocks.append(shapes)
+        for key, (title, words) in _HISTOGRAMS.items():
+            blocks += _histograms(measured, key, title, words, several=len(runs) > 1)
+    blocks += not_measured(runs, lacking(runs, "fidelity"), "fidelity")
+    return Section(
+        "fidelity",
+        "Fidelity of each head",
+        blocks,
+        summary="How far each head's output and weights are from those of the softmax head it replaces."
+        if measured
+        else "",
+    )
+
+
+def _errors(runs: Sequence[RunFiles], key: str, title: str, meaning: str, several: bool) -> Figure:
+    panels, groups, said = [], [], []
+    for run in runs:
+        layers = run.section("fidelity")["layers"]
+        panels.append(by_head(run.name if several else "", [(layer["layer"], layer.get(key)) for layer in layers]))
+        cells = [
+            (x, layer["layer"], head)
+            for layer in layers
+            for head, x in enumerate(layer.get(key) or [])
+            if x is not None
+        ]
+        ends = (max, min) if key != "cosine" else (min, max)
+        for word, end in zip(("worst", "best"), ends, strict=True):
+            value, layer, head = end(cells)
+            said.append(f"{run.name}: {word} layer {layer} head {head}, {number(value)}")
+        groups.append(
+            Group(
+                [[f"layer {layer}, head {head}", number(x, 4)] for x, layer, head in cells],
+                run.name if several else None,
+            )
+        )
+    values = [x for panel in panels for row in panel.values for x in row]
+    scale = Scale.even(title, values, high=1.0) if key == "cosine" else Scale.fitting(title, values)
+    numbers = Table(f"{title}: {meaning}", ["head", key.replace("_", " ")], groups, collapsed=True)
+    if key == MEASURES[0][0]:
+        numbers = _every_measure(runs, several)
+    name = f"fidelity-{key.replace('_', '-')}"
+    drawn = heatmaps(
+        name, f"{title} by layer and head. {'; '.join(said)}", panels, scale, row_title="layer", column_title="head"
+    )
+    return Figure(title, drawn, f"{meaning[0].upper()}{meaning[1:]}.", numbers, half=narrow(panels))
+
+
+def by_head(title: str, rows: Sequence[tuple[int, Sequence[Number | None] | None]]) -> Panel:
+    """A grid of layers by heads; a layer without numbers is a row of blanks."""
+    heads = max(len(values or []) for _, values in rows)
+    grid = [list(values) if values else [None] * heads for _, values in rows]
+    return Panel(title, grid, [str(layer) for layer, _ in rows], [str(head) for head in range(heads)])
+
+
+def _every_measure(runs: Sequence[RunFiles], several: bool) -> Table:
+    groups = []
+    for run in runs:
+        rows = []
+        for layer in run.section("fidelity")["layers"]:
+            for head in range(len(layer["output_mse"])):
+                values = [layer[key][head] if layer.get(key) else None for key in _TABLE]
+                rows.append([f"layer {layer['layer']}, head {head}", *(number(value, 4) for value in values)])
+        groups.append(Group(rows, run.name if several else None))
+    return Table("Every measure of every head", ["head", *(_measure(key) for key in _TABLE)], groups, collapsed=True)
+
+
+def _shapes(runs: Sequence[RunFiles]) -> Figure | None:
+    panels, said = [], []
+    columns: dict[str, list[tuple[str, str]]] = {}
+    for key, title in _PAIRS:
+        series = []
+        for place, run in enumerate(runs):
+            pairs = list(_pairs(run, key))
+            if not pairs:
+                continue
+            series.append((run.name, [t for _, t, _ in pairs], [s for _, _, s in pairs], place))
+            mean = [sum(values) / len(pairs) for values in ([t for _, t, _ in pairs], [s for _, _, s in pairs])]
+            said.append(f"{run.name}, {title}: teacher {number(mean[0], 2)}, student {number(mean[1], 2)} on average")
+            for where, teacher, student in pairs:
+                line = columns.setdefault(f"{run.name}: {where}" if len(runs) > 1 else where, [])
+                line.append((title, f"{number(teacher)} / {number(student)}"))
+        if series:
+            panels.append(Cloud(title, series))
+    if not panels:
+        return None
+    titles = [panel.title for panel in panels]
+    rows = [[where, *(dict(line).get(title, "\N{EN DASH}") for title in titles)] for where, line in columns.items()]
+    return Figure(
+        "How the weights are spread",
+        clouds("fidelity-shapes", f"Properties of attention weights, a dot per head. {'; '.join(said)}", panels),
+        "A dot per head; on the dashed line the student's head is as the teacher's. Monotonicity: rank correlation of "
+        "a query's weights with its q.k. Effective length: how far back the weights lie on average.",
+        Table.of("Properties of attention weights, teacher / student", ["head", *titles], rows, collapsed=True),
+    )
+
+
+def _pairs(run: RunFiles, key: str) -> Iterator[tuple[str, Number, Number]]:
+    for layer in run.section("fidelity")["layers"]:
+        found = layer.get(key) or {}
+        both = zip(found.get("teacher") or [], found.get("student") or [], strict=True) if found.get("student") else []
+        for head, (teacher, student) in enumerate(both):
+            if teacher is not None and student is not None:
+                yield f"layer {layer['layer']}, head {head}", teacher, student
+
+
+def _histograms(runs: Sequence[RunFiles], key: str, title: str, words: str, several: bool) -> list[Block]:
+    """Shares of each layer's values that fall in each bin, all heads together."""
+    panels, groups = [], []
+    bins: list[str] = []
+    for run in runs:
+        rows = []
+        for layer in run.section("fidelity")["layers"]:
+            if not layer.get(key):
+                continue
+            bins = [number(edge, 2) for edge in layer[key]["edges"][:-1]]
+            counts = layer[key]["counts"]
+            sums = [sum(column) for column in zip(*counts, strict=True)] if isinstance(counts[0], list) else counts
+            rows.append((layer["layer"], [value / (sum(sums) or 1) for value in sums]))
+        if rows:
+            names = [str(layer) for layer, _ in rows]
+            panels.append(Panel(run.name if several else "", [values for _, values in rows], names, bins))
+            lines = [[f"layer {layer}", *(share(value) for value in values)] for layer, values in rows]
+            groups.append(Group(lines, run.name if several else None))
+    if not panels:
+        return []
+    scale = Scale.even("share", [x for panel in panels for row in panel.values for x in row], low=0.0)
+    drawn = heatmaps(
+        f"fidelity-{key}", f"{title} by layer. {words}", panels, scale, row_title="layer", column_title="value, from"
+    )
+    numbers = Table(f"{title}: share in each bin", ["", *bins], groups, collapsed=True)
+    return [Figure(title, drawn, words, numbers, half=narrow(panels))]
+
+
+def maps(runs: Sequence[RunFiles]) -> Section:
+    """Attention of chosen heads, teacher beside student, one head at a time."""
+    holders = [run for run in runs if (run.section("fidelity") or {}).get("maps")]
+    blocks: list[Block] = []
+    for place, run in enumerate(holders):
+        title = "Choose a head" if len(runs) == 1 else f"Choose a head of {run.name}"
+        choices = [_map(chosen, f"map-{place}-{i}") for i, chosen in enumerate(run.section("fidelity")["maps"])]
+        blocks.append(Picker(f"maps-{place}", title, choices))
+    if holders:
+        blocks.append(Text("All weights of these maps stand in evaluation.json, under fidelity.maps.", "note"))
+    blocks += not_measured(runs, [run for run in runs if run not in holders], "maps")
+    windows = ", ".join(f"{count(run.window)} tokens" + (f" ({run.name})" if len(runs) > 1 else "") for run in holders)
+    summary = f"Rows are queries, columns the keys that they look at. The student's window: {windows}."
+    return Section("maps", "Attention maps", blocks, summary=summary if holders else "")
+
+
+def _map(found: dict[str, Any], key: str) -> Choice:
+    name = f"Layer {found['layer']}, head {found['head']}"
+    tokens = [printable(token) for token in found["tokens"]]
+    names = [_cut(token) for token in tokens] if len(tokens) <= 32 else [str(i) for i in range(len(tokens))]
+    pair = found["teacher"], found["student"]
+    scale = Scale.weights("attention weight", [x for grid in pair for row in grid for x in row])
+    panels = [
+        Panel(who, grid, names, names, causal=True) for who, grid in zip(("teacher", "student"), pair, strict=True)
+    ]
+    apart = [_apart(*rows) for rows in zip(*pair, strict=True)]
+    mean = sum(apart) / len(apart)
+    words = f"On average {share(mean)} of a query's weight lies elsewhere than the teacher's."
+    drawn = heatmaps(
+        key, f"{name}, teacher beside student. {words}", panels, scale, row_title="query", column_title="key"
+    )
+    rows = [
+        [f"{i} {tokens[i]}", _top(tokens, pair[0][i], i), _top(tokens, pair[1][i], i), share(apart[i])]
+        for i in range(len(tokens))
+    ]
+    columns = ["query", "teacher looks most at", "student looks most at", "weight elsewhere"]
+    numbers = Table.of(f"{name}, by query", columns, rows, collapsed=True)
+    figure = Figure(f"{name}: {found['why']}", drawn, words, numbers)
+    layout = Layout.of(panels)
+    corners = [layout.corner(0), layout.corner(1)]
+    # What the page says of the cell under the pointer; four decimals, and no cells of the future.
+    weights = [[[round(x, 4) for x in row[: n + 1]] for n, row in enumerate(grid)] for grid in pair]
+    return Choice(name, figure, {"tokens": tokens, "weights": weights, "corners": corners, "cell": layout.cell})
+
+
+def _cut(token: str) -> str:
+    """Short enough to stand at an axis."""
+    return token if len(token) <= 12 else f"{token[:11]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _apart(teacher: Sequence[Number], student: Sequence[Number]) -> Number:
+    """Total variation of two rows of weights."""
+    return 0.5 * sum(abs(a - b) for a, b in zip(teacher, student, strict=True))
+
+
+def _top(tokens: Sequence[str], weights: Sequence[Number], query: int) -> str:
+    """The heaviest keys of a query."""
+    order = sorted(range(query + 1), key=lambda key: -weights[key])[:2]
+    return ", ".join(f"{key} {tokens[key]} ({number(weights[key], 2)})" for key in order)
+
+
+def _measure(key: str) -> str:
+    return next((title for name, title, _ in MEASURES if name == key), key.replace("_", " "))

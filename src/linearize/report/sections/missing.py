@@ -1,0 +1,55 @@
+"""What to say of what was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from linearize.report.blocks import Text
+from linearize.report.load import RunFiles
+
+_EVAL = "`linearize eval DIR/model --output DIR/evaluation.json`"
+_WITH_TEACHER = f"{_EVAL}, with the teacher at hand, measures"
+# By section: what is missing, and how to come by it.
+_HOW = {
+    "agreement": ("Agreement with the teacher is not measured", f"{_WITH_TEACHER} it"),
+    "positions": ("Loss by position is not measured", f"{_EVAL} measures it"),
+    "generations": ("Generations are not compared with the teacher's", f"{_WITH_TEACHER} them"),
+    "fidelity": ("Fidelity of the heads is not measured", f"{_EVAL} measures it"),
+    "maps": ("Attention of single heads is not measured", f"{_EVAL} measures it"),
+    "path_usage": ("How much the linear part carries is not measured", f"{_EVAL} measures it"),
+    "retrieval": ("Recall over distances is not measured", f"{_WITH_TEACHER} it"),
+    "tasks": (
+        "Downstream tasks are not measured",
+        "`linearize eval` with `--tasks` and the extra `eval` measures them",
+    ),
+    "speed": ("Speed and memory are not measured", f"{_WITH_TEACHER} them"),
+    "provenance": ("The command and its versions are not recorded", "a new `linearize run` records them"),
+    "recipe": ("The recipe is not in the files", "it stands in recipe.yaml of the run's own folder"),
+    "plan": ("The plan is not in the files", "it stands in plan.json of the run's own folder"),
+    "curves": ("The course of the losses is not in the files", "it stands in the run's own folder (metrics.jsonl)"),
+    "training": ("What the stages did is not in the files", "it stands in the run's own folder (result.json)"),
+}
+
+
+def not_measured(runs: Sequence[RunFiles], without: Sequence[RunFiles], what: str) -> list[Text]:
+    """A line for the runs that lack `what`, and one for each that says why itself; none if no run does."""
+    missing, how = _HOW[what]
+    lines = []
+    silent = []
+    for run in without:
+        reason = (run.section("not_measured") or {}).get(what)
+        if reason is None:
+            silent.append(run)
+        else:
+            lines.append(_line(missing, [run], runs, reason))
+    return [*lines, _line(missing, silent, runs, how)] if silent else lines
+
+
+def _line(missing: str, without: Sequence[RunFiles], runs: Sequence[RunFiles], why: str) -> Text:
+    where = "" if len(without) == len(runs) else f" for {', '.join(run.name for run in without)}"
+    return Text(f"{missing}{where}: {why.rstrip('.')}.", tone="missing")
+
+
+def lacking(runs: Sequence[RunFiles], name: str) -> list[RunFiles]:
+    """The runs whose evaluation has no such section."""
+    return [run for run in runs if run.section(name) is None]

@@ -1,0 +1,107 @@
+"""Loss against the token's place in its document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from linearize.report.blocks import Block, Figure, Group, Section, Table
+from linearize.report.figures import Line, LinePanel, curves
+from linearize.report.load import RunFiles, interval, label
+from linearize.report.numbers import DASH, count, with_interval
+from linearize.report.sections.missing import lacking, not_measured
+
+# Colours of candidates, here and wherever several stand in one panel; -1 is the colour of text.
+STYLES = {
+    "teacher": -1,
+    "student": 0,
+    "window_lora": 1,
+    "teacher_lora": 2,
+    "ablated": 3,
+    "window_sinks": 4,
+    "window": 5,
+}
+_CURVES = ("teacher", "student", "window_lora", "ablated")  # the table has all
+
+
+def positions(runs: Sequence[RunFiles]) -> Section:
+    """Loss against the token's place in its document (SUPRA, Fig. 3)."""
+    measured = [run for run in runs if run.section("positions")]
+    blocks: list[Block] = []
+    if measured:
+        blocks.append(_by_position(measured))
+    blocks += not_measured(runs, lacking(runs, "positions"), "positions")
+    return Section(
+        "positions",
+        "Loss by position",
+        blocks,
+        summary="A model that uses far context goes on getting better the further into a document it reads; one "
+        "that is confined to its window levels off there."
+        if measured
+        else "",
+    )
+
+
+def _by_position(runs: Sequence[RunFiles]) -> Figure:
+    panels, groups, said = [], [], []
+    for run in runs:
+        found = run.section("positions")
+        bins = bin_names(found["edges"])
+        lines = []
+        for name in _CURVES:
+            if name not in found["losses"]:
+                continue
+            points = [(i, interval(value)) for i, value in enumerate(found["losses"][name]) if value is not None]
+            at, values = [i for i, _ in points], [value for _, value in points if value is not None]
+            low, high = [value.low for value in values], [value.high for value in values]
+            lines.append(Line(label(name), at, [v.mean for v in values], STYLES[name], low, high))
+            if values:
+                last = bins[at[-1]]
+                said.append(f"{run.name}, {label(name)}, at positions {last}: {with_interval(values[-1])}")
+        stride = max(1, -(-len(bins) // 5))
+        ticks = {float(i): name for i, name in enumerate(bins) if i % stride == 0}
+        prefix = f"{run.name}: " if len(runs) > 1 else ""
+        panels.append(LinePanel(f"{prefix}loss", lines, "position, tokens", "nats per token", ticks=ticks))
+        if above := _above_teacher(lines):
+            panels.append(LinePanel(f"{prefix}loss minus the teacher's", above, "position, tokens", ticks=ticks))
+        rows = [
+            [place, *(with_interval(interval(values[i])) for values in found["losses"].values())]
+            for i, place in enumerate(bins)
+        ]
+        groups.append((run, list(found["losses"]), Group(rows, title=run.name if len(runs) > 1 else None)))
+    columns = list(dict.fromkeys(name for _, names, _ in groups for name in names))
+    return Figure(
+        "Held-out loss by position in the document",
+        curves("positions", "Loss by position. " + "; ".join(said), panels, height=300),
+        "Means over the tokens of each bin of positions, with bands of 95 % intervals. The differences from the "
+        "teacher are of means; they come without intervals.",
+        Table(
+            "Loss by position, nats per token",
+            ["positions", *map(label, columns)],
+            [_aligned(names, columns, group) for _, names, group in groups],
+            collapsed=True,
+        ),
+    )
+
+
+def _above_teacher(lines: Sequence[Line]) -> list[Line]:
+    """Each other line's distance from the teacher's, where both have a point."""
+    teacher = next((dict(zip(line.x, line.y, strict=True)) for line in lines if line.name == label("teacher")), {})
+    found = []
+    for line in lines:
+        points = [(x, y - teacher[x]) for x, y in zip(line.x, line.y, strict=True) if x in teacher]
+        if points and line.name != label("teacher"):
+            found.append(Line(line.name, [x for x, _ in points], [y for _, y in points], line.style))
+    return found
+
+
+def _aligned(names: Sequence[str], columns: Sequence[str], group: Group) -> Group:
+    """The same rows with a cell for every column."""
+    place = {name: i + 1 for i, name in enumerate(names)}
+    rows = [[row[0], *(row[place[name]] if name in place else DASH for name in columns)] for row in group.rows]
+    return Group(rows, group.title)
+
+
+def bin_names(edges: Sequence[int]) -> list[str]:
+    """``[0, 1, 2, 4]`` as "0", "1", "2-3": the last edge is outside."""
+    return [count(a) if b - a <= 1 else f"{count(a)}\N{EN DASH}{count(b - 1)}" for a, b in pairwise(edges)]

@@ -1,0 +1,124 @@
+"""Downstream tasks and generations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+from linearize.evaluation.candidates import LABELS
+from linearize.evaluation.perplexity import Interval
+from linearize.report.blocks import Block, Continuation, Figure, Group, Sample, Samples, Section, Table, Text
+from linearize.report.figures import DotPanel, Dots, dots
+from linearize.report.load import RunFiles, interval, label
+from linearize.report.numbers import DASH, count, number, percent, plain, share, with_interval
+from linearize.report.sections.missing import lacking, not_measured
+from linearize.report.sections.positions import STYLES
+
+
+def tasks(runs: Sequence[RunFiles]) -> Section:
+    """A row per task, a dot per candidate (and run)."""
+    measured = [run for run in runs if (run.section("tasks") or {}).get("results")]
+    blocks: list[Block] = [_tasks(measured, several=len(runs) > 1)] if measured else []
+    for run in measured:
+        found = run.section("tasks")
+        shots = ", ".join(f"{task}: {plain(shots)}" for task, shots in (found.get("shots") or {}).items())
+        versions = ", ".join(f"{task} {plain(version)}" for task, version in (found.get("versions") or {}).items())
+        prefix = f"{run.name}. " if len(runs) > 1 else ""
+        blocks.append(Text(f"{prefix}Shots: {shots or DASH}. Versions: {versions or DASH}.", "note"))
+    blocks += not_measured(runs, [run for run in runs if run not in measured], "tasks")
+    return Section("tasks", "Tasks", blocks)
+
+
+def _tasks(runs: Sequence[RunFiles], several: bool) -> Figure:
+    rows = list(dict.fromkeys((r["task"], r["metric"]) for run in runs for r in run.section("tasks")["results"]))
+    series, groups, said = [], [], []
+    for place, run in enumerate(runs):
+        results = {(r["task"], r["metric"], r["candidate"]): r for r in run.section("tasks")["results"]}
+        names = [name for name in LABELS if any(candidate == name for _, _, candidate in results)]
+        prefix = f"{run.name}: " if several else ""
+        for marker, name in enumerate(names):
+            found = [_interval(results.get((*row, name))) for row in rows]
+            # Several runs: colours tell the runs apart, and shapes the candidates.
+            style = place if several else STYLES.get(name, 5)
+            series.append(Dots(prefix + label(name), found, style, marker))
+        lines = []
+        for row in rows:
+            cells = [results.get((*row, name)) for name in names]
+            samples = next((result["samples"] for result in cells if result), None)
+            lines.append([f"{row[0]} ({row[1]})", *map(_with_error, cells), count(samples)])
+            if results.get((*row, "student")) and results.get((*row, "teacher")):
+                pair = ", ".join(f"{who} {_with_error(results[(*row, who)])}" for who in ("student", "teacher"))
+                said.append(f"{prefix}{row[0]}: {pair}")
+        groups.append((names, Group(lines, run.name if several else None)))
+    columns = list(dict.fromkeys(name for names, _ in groups for name in names))
+    tables = []
+    for names, group in groups:
+        place = {name: i + 1 for i, name in enumerate(names)}
+        lines = [[r[0], *(r[place[n]] if n in place else DASH for n in columns), r[-1]] for r in group.rows]
+        tables.append(Group(lines, group.title))
+    panel = DotPanel("", series, write=lambda value: share(value, 0))
+    return Figure(
+        "Downstream tasks",
+        dots("tasks", f"Scores. {'; '.join(said)}", [f"{task} ({metric})" for task, metric in rows], [panel]),
+        "Scores with 95 % intervals (1.96 standard errors); a dot without one has no standard error.",
+        Table("Scores, with standard errors", ["task", *map(label, columns), "samples"], tables),
+    )
+
+
+def _interval(result: dict[str, Any] | None) -> Interval | None:
+    if result is None:
+        return None
+    margin = 1.96 * (result["stderr"] or 0.0)
+    return Interval(result["value"], result["value"] - margin, result["value"] + margin)
+
+
+def _with_error(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return DASH
+    error = f" \N{PLUS-MINUS SIGN} {number(100 * result['stderr'], 1)}" if result["stderr"] else ""
+    return f"{number(100 * result['value'], 1)}{error}"
+
+
+def generations(runs: Sequence[RunFiles]) -> Section:
+    """How student and teacher go on after the same prompts."""
+    measured = [run for run in runs if run.section("generations")]
+    blocks: list[Block] = []
+    if measured:
+        found = [run.section("generations") for run in measured]
+        lines = [
+            ["tokens that agree", *(percent(interval(g["agreement"])) for g in found)],
+            ["common prefix, tokens", *(with_interval(interval(g["common_prefix"]), 1) for g in found)],
+            ["tokens generated", *(count(g["new_tokens"]) for g in found)],
+        ]
+        caption = "Greedy continuations of student and teacher compared"
+        blocks.append(Table.of(caption, ["", *(run.name for run in measured)], lines))
+        blocks.append(
+            Text("Plain: as the teacher wrote it, from the start. Marked: where a student goes its own way.", "note")
+        )
+        blocks.append(Samples(_samples(measured, several=len(runs) > 1)))
+    blocks += not_measured(runs, lacking(runs, "generations"), "generations")
+    return Section("generations", "Generations", blocks)
+
+
+def _samples(runs: Sequence[RunFiles], several: bool) -> list[Sample]:
+    """One sample per prompt; the texts of all runs that were given it, equal ones of teachers once."""
+    prompts: dict[str, list[Continuation]] = {}
+    for run in runs:
+        for sample in run.section("generations")["samples"]:
+            texts = prompts.setdefault(sample["prompt"], [])
+            teacher, student = sample["teacher"], sample["student"]
+            given = [("what the text says", sample["reference"]), ("teacher", teacher)]
+            for title, text in given:
+                if not any(known.same == text and known.title.startswith(title) for known in texts):
+                    again = any(known.title.startswith(title) for known in texts)
+                    texts.append(Continuation(f"{title}, {run.name}" if again else title, text, ""))
+            same = _common(teacher, student)
+            title = f"student, {run.name}" if several else "student"
+            texts.append(Continuation(title, same, student[len(same) :]))
+    return [Sample(prompt, texts) for prompt, texts in prompts.items()]
+
+
+def _common(a: str, b: str) -> str:
+    """What two texts begin with alike."""
+    return "".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

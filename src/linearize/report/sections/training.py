@@ -1,0 +1,137 @@
+"""How the losses of the stages went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from linearize.report.blocks import Block, Figure, Section, Table
+from linearize.report.figures import Line, LinePanel, curves, steps
+from linearize.report.load import RunFiles, Stage
+from linearize.report.numbers import Number, count, duration, loss, plain, share
+from linearize.report.sections.missing import not_measured
+
+TITLES = {
+    "transfer": "attention transfer",
+    "finetune": "finetuning",
+    "controls/window_lora": "control: window only + LoRA",
+    "controls/teacher_lora": "control: teacher + LoRA",
+}
+_PANELS = {
+    "Attention transfer": ("transfer",),
+    "Finetuning": ("finetune", "controls/window_lora", "controls/teacher_lora"),
+}
+
+
+def training(runs: Sequence[RunFiles]) -> Section:
+    """Curves where the metrics are at hand; what each stage did; what transfer did for each layer."""
+    with_curves = [run for run in runs if any(stage.held_out.loss for stage in run.stages.values())]
+    blocks: list[Block] = [_curves(with_curves)] if with_curves else []
+    staged = [run for run in runs if run.stages]
+    if staged:
+        blocks.append(_results(staged))
+    transferred = [run for run in runs if "transfer" in run.stages and run.stages["transfer"].result]
+    if transferred:
+        blocks.append(_units(transferred))
+    blocks += not_measured(runs, [run for run in staged if run not in with_curves], "curves")
+    blocks += not_measured(runs, [run for run in runs if not run.stages], "training")
+    return Section("training", "Training", blocks)
+
+
+def _curves(runs: Sequence[RunFiles]) -> Figure:
+    panels, rows, said = [], [], []
+    for title, names in _PANELS.items():
+        lines = []
+        for place, run in enumerate(runs):
+            for dash, name in enumerate(names):
+                stage = run.stages.get(name)
+                if stage is None or not stage.held_out.loss:
+                    continue
+                style = place if len(runs) > 1 else dash
+                what = {"transfer": "student", "finetune": "student"}.get(name, TITLES[name].removeprefix("control: "))
+                series = what if len(runs) == 1 else f"{run.name}: {what}"
+                if stage.training.loss and name == "transfer":
+                    lines.append(Line("", stage.training.tokens, stage.training.loss, style, thin=True, dash=dash))
+                lines.append(Line(series, stage.held_out.tokens, stage.held_out.loss, style, dash=dash))
+                where = TITLES[name] if len(runs) == 1 else f"{run.name}, {TITLES[name]}"
+                first, last = stage.held_out.loss[0], stage.held_out.loss[-1]
+                said.append(f"{where}: from {loss(first)} to {loss(last)}")
+                rows += [
+                    [where, count(tokens), loss(value)]
+                    for tokens, value in zip(stage.held_out.tokens, stage.held_out.loss, strict=True)
+                ]
+        if lines:
+            log = title == "Attention transfer"
+            panels.append(LinePanel(title, lines, "training tokens", "loss", log_y=log))
+    return Figure(
+        "Loss during training",
+        curves("training-curves", "Held-out loss during training. " + "; ".join(said), panels, height=270),
+        "Dots: held-out loss at each evaluation. Attention transfer: mean over layers; thin, the loss on the training "
+        "batches (long curves as means of neighbouring steps). In finetuning batches differ by more than it changes.",
+        Table.of("Held-out loss at each evaluation", ["stage", "training tokens", "loss"], rows, collapsed=True),
+    )
+
+
+def _results(runs: Sequence[RunFiles]) -> Table:
+    rows = []
+    for run in runs:
+        for stage in run.stages.values():
+            name = TITLES[stage.name] if len(runs) == 1 else f"{run.name}: {TITLES[stage.name]}"
+            result = stage.result
+            if not result:
+                rows.append([name, "unfinished", *["\N{EN DASH}"] * 5])
+                continue
+            first, best = (_mean(result[key]) for key in ("initial_loss", "best_loss"))
+            config = stage.config
+            rows.append(
+                [
+                    name,
+                    f"{count(result['steps'])}" + (" (stopped early)" if result["stopped_early"] else ""),
+                    count(result["tokens"]),
+                    plain(config.get("lr")),
+                    duration(result["seconds"]),
+                    loss(first),
+                    f"{loss(best)} ({share(best / first - 1, 1)})",
+                ]
+            )
+    columns = ["stage", "steps", "training tokens", "learning rate", "time", "held-out loss before", "best"]
+    return Table.of("What each stage did", columns, rows)
+
+
+def _units(runs: Sequence[RunFiles]) -> Figure:
+    """Held-out loss of every layer's mixer before transfer and at its best."""
+    stages: list[Stage] = [run.stages["transfer"] for run in runs]
+    names = list(dict.fromkeys(name for stage in stages for name in stage.result["best_loss"]))
+    series = []
+    for place, (run, stage) in enumerate(zip(runs, stages, strict=True)):
+        before, after = (
+            [stage.result[key].get(name, float("nan")) for name in names] for key in ("initial_loss", "best_loss")
+        )
+        series.append((run.name, before, after, place))
+    rows = [
+        [
+            _layer(name),
+            *(text for _, before, after, _ in series for text in (loss(before[i]), loss(after[i]))),
+        ]
+        for i, name in enumerate(names)
+    ]
+    heads = [f"{run.name}: {what}" if len(runs) > 1 else what for run in runs for what in ("before", "best")]
+    worst = max(range(len(names)), key=lambda i: series[0][2][i])
+    label = (
+        f"Transfer loss of each layer before and after, on a logarithmic axis. Highest after transfer"
+        f"{' in ' + runs[0].name if len(runs) > 1 else ''}: {_layer(names[worst])}, {loss(series[0][2][worst])}."
+    )
+    return Figure(
+        "What attention transfer did for each layer",
+        steps("transfer-layers", label, [_layer(name) for name in names], series),
+        "Held-out transfer loss, from the untrained mixer to its best snapshot.",
+        Table.of("Held-out transfer loss by layer", ["layer", *heads], rows, collapsed=True),
+    )
+
+
+def _layer(name: str) -> str:
+    index = next((part for part in name.split(".") if part.isdigit()), None)
+    return name if index is None else f"layer {index}"
+
+
+def _mean(losses: dict[str, Number]) -> Number:
+    return sum(losses.values()) / len(losses)

@@ -1,0 +1,157 @@
+"""Matplotlib drawings as SVG that lives inside a page: text stays text, colours are the page's, ids do not clash.
+
+Matplotlib draws in placeholder colours, one per name; the page's style sheet says what they are, so that one drawing
+serves the light theme and the dark one. The same drawing is the same bytes, whenever and wherever it is made.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from io import StringIO
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from linearize.report.numbers import Number
+
+LEVELS = 12  # colours of a heat map, from --h0 to --h11
+SERIES = 6  # colours that tell lines apart, from --s0 to --s5
+COLOURS = (
+    ["ink", "muted", "rule", "paper", "empty", "low-text", "mid-text", "high-text"]
+    + [f"s{i}" for i in range(SERIES)]
+    + [f"h{i}" for i in range(LEVELS)]
+)
+MARKERS = "osD^vP"
+DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (8, 3)))
+_PLACEHOLDERS = {name: f"#f0{index:04x}" for index, name in enumerate(COLOURS)}
+_NAMES = {placeholder: name for name, placeholder in _PLACEHOLDERS.items()}
+_SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
+
+
+def colour(name: str) -> str:
+    """What to give to matplotlib for the page's colour `name`."""
+    return _PLACEHOLDERS[name]
+
+
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "DejaVu Sans",  # comes with matplotlib: every machine lays text out alike
+    "font.size": 12,
+    "axes.titlesize": 12,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.labelsize": 12,
+    "axes.edgecolor": colour("rule"),
+    "axes.facecolor": "none",
+    "axes.labelcolor": colour("muted"),
+    "axes.titlecolor": colour("ink"),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.unicode_minus": True,
+    "figure.facecolor": "none",
+    "grid.color": colour("rule"),
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "legend.fontsize": 12,
+    "legend.labelcolor": colour("ink"),
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "patch.linewidth": 0,
+    "text.color": colour("ink"),
+    "text.parse_math": False,  # a token may be a dollar sign
+    "xtick.color": colour("rule"),
+    "ytick.color": colour("rule"),
+    "xtick.labelcolor": colour("muted"),
+    "ytick.labelcolor": colour("muted"),
+    "xtick.labelsize": 11,
+    "ytick.labelsize": 11,
+    "xtick.minor.visible": False,
+    "ytick.minor.visible": False,
+}
+
+
+def draw(
+    key: str, label: str, width: Number, height: Number, paint: Callable[[Figure], None], pack: bool = True
+) -> Markup:
+    """A drawing of `width` x `height` CSS pixels, made by `paint`.
+
+    Args:
+        key: unlike that of any other drawing on the page.
+        label: what the drawing shows, in words.
+        pack: let matplotlib make room for labels; else `paint` places its axes itself.
+    """
+    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
+        # A script that this font lacks is drawn by the browser's font; only its width is guessed here.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        matplotlib.rcParams["svg.hashsalt"] = key
+        figure = Figure(figsize=(width / 72, height / 72), layout="constrained" if pack else None)
+        paint(figure)
+        written = StringIO()
+        figure.savefig(written, format="svg", metadata={"Date": None})
+    return _embed(written.getvalue(), key, label, width, height)
+
+
+def printable(text: str) -> str:
+    """A token on one line, with blanks and unprintable characters spelled out; XML does not allow most of those."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return shown.replace(" ", "\N{OPEN BOX}") or "\N{EMPTY SET}"
+
+
+def _embed(text: str, key: str, label: str, width: Number, height: Number) -> Markup:
+    root = ElementTree.fromstring(text)
+    for parent in list(root.iter()):
+        for child in list(parent):
+            # The style sheet in it would reach all of the page.
+            if child.tag in (f"{_SVG}metadata", f"{_SVG}style"):
+                parent.remove(child)
+    used = set(re.findall(r'(?:url\(|xlink:href=")#([\w.-]+)', text))
+    for element in root.iter():
+        element.tag = element.tag.removeprefix(_SVG)
+        _rewrite(element, key, used)
+    root.attrib = {"viewBox": f"0 0 {width:g} {height:g}", "role": "img", "aria-label": label}
+    root.set("style", f"width: {width:g}px")
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
+
+
+def _rewrite(element: ElementTree.Element, key: str, used: set[str]) -> None:
+    """Ids of its own, coordinates of two decimals, the page's colours and fonts."""
+    found = element.attrib.pop("id", None)
+    if found in used:
+        element.set("id", f"{key}-{found}")
+    if (link := element.attrib.pop(_LINK, None)) is not None:
+        element.set("href", f"#{key}-{link[1:]}")
+    for name, value in element.attrib.items():
+        if name == "style":
+            value = re.sub(r"font-family: [^;]*(; )?|stroke-linejoin: round(; )?", "", value).strip("; ")
+            value = re.sub(r"#f0[0-9a-f]{4}", lambda match: f"var(--{_NAMES[match[0]]})", value)
+        elif name == "clip-path":
+            value = value.replace("url(#", f"url(#{key}-")
+        elif name not in ("id", "href"):
+            value = re.sub(
+                r"-?\d+\.\d+(e-?\d+)?", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), value
+            )
+            value = " ".join(value.split())
+            value = _short_path(value) if name == "d" else value
+        element.set(name, value)
+
+
+def _short_path(path: str) -> str:
+    """The same path with level and upright lines as such, which halves the drawing of a grid of boxes."""
+    written, x, y = [], "", ""
+    for command, found in re.findall(r"([A-Za-z])([^A-Za-z]*)", path):
+        numbers = found.split()
+        if command == "L" and numbers[1] == y:
+            written.append(f"H{numbers[0]}")
+        elif command == "L" and numbers[0] == x:
+            written.append(f"V{numbers[1]}")
+        else:
+            written.append(command + " ".join(numbers))
+        if numbers:
+            x, y = numbers[-2:]
+    return "".join(written)

@@ -1,0 +1,104 @@
+"""Run folders, folders of copies, and what is wrong with others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from linearize.errors import UserError
+from linearize.report.load import load_run, load_runs
+from tests.report import sample
+
+COPIES = Path(__file__).parents[2] / "experiments" / "lolcats" / "pycode-5m"
+
+
+def test_a_run_folder_is_read_with_the_curves_of_its_stages(tmp_path: Path) -> None:
+    run = load_run(sample.write_run(tmp_path / "run"))
+    assert run.name == "run" and run.window == sample.WINDOW and run.teacher == "made-up-teacher"
+    assert list(run.stages) == ["transfer", "finetune", "controls/window_lora", "controls/teacher_lora"]
+    finetune = run.stages["finetune"]
+    assert finetune.result["steps"] == 96 and finetune.config["lr"] == 0.01
+    assert finetune.held_out.tokens == [4096 * step for step in range(0, 97, 12)]
+    assert len(finetune.training.loss) == 96
+
+
+def test_a_folder_of_copies_is_read_without_curves_and_recipe() -> None:
+    run = load_run(COPIES)
+    assert run.recipe is None and run.teacher is None and run.plan is not None
+    assert run.stages["transfer"].result["steps"] == 585 and run.stages["transfer"].config["lr"] == 0.01
+    assert "identity" not in run.stages["transfer"].result
+    assert run.stages["finetune"].held_out.loss == []
+
+
+def test_long_curves_are_means_of_neighbours(tmp_path: Path) -> None:
+    folder = sample.write_run(tmp_path / "run")
+    steps = [{"event": "step", "step": i, "tokens": 10 * i, "loss": float(i)} for i in range(1, 1201)]
+    (folder / "transfer" / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    curve = load_run(folder).stages["transfer"].training
+    assert len(curve.loss) == 300
+    assert curve.loss[0] == 2.5 and curve.tokens[0] == 40  # of steps 1 to 4
+    assert curve.loss[-1] == 1198.5 and curve.tokens[-1] == 12000
+
+
+def test_a_half_written_last_line_is_passed_over_and_no_other(tmp_path: Path) -> None:
+    folder = sample.write_run(tmp_path / "run")
+    metrics = folder / "finetune" / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole + '{"event": "step", "st')
+    assert len(load_run(folder).stages["finetune"].training.loss) == 96
+    metrics.write_text('{"event": \n' + whole)
+    with pytest.raises(UserError, match=r"metrics\.jsonl: expected JSON on line 1"):
+        load_run(folder)
+
+
+def test_a_stage_that_still_runs_has_curves_and_no_result(tmp_path: Path) -> None:
+    folder = sample.write_run(tmp_path / "run")
+    (folder / "finetune" / "result.json").unlink()
+    stage = load_run(folder).stages["finetune"]
+    assert stage.result == {} and stage.held_out.loss
+
+
+def test_a_folder_without_an_evaluation_is_a_users_error_in_one_line(tmp_path: Path) -> None:
+    folder = sample.write_run(tmp_path / "run")
+    (folder / "evaluation.json").unlink()
+    with pytest.raises(UserError, match=r"expected a run folder with evaluation\.json, found none") as raised:
+        load_run(folder)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("evaluation.json", "{", "evaluation.json: expected JSON"),
+        ("evaluation.json", "{}", "expected the measurements"),
+        ("evaluation.json", "[1]", "expected the measurements"),
+        ("plan.json", "", "plan.json: expected JSON"),
+        ("recipe.yaml", "- a\n", "recipe.yaml: expected a recipe"),
+        ("recipe.yaml", "{", "recipe.yaml: expected a recipe"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    folder = sample.write_run(tmp_path / "run")
+    (folder / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_run(folder)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    folders = [sample.write_run(tmp_path / name / "run") for name in ("a", "b")]
+    assert [run.name for run in load_runs(folders)] == ["a/run", "b/run"]
+    with pytest.raises(UserError, match="different run folders"):
+        load_runs([folders[0], folders[0]])
+    with pytest.raises(UserError, match="found none"):
+        load_runs([])
+
+
+def test_one_teacher_is_told_from_another_by_what_both_files_say(tmp_path: Path) -> None:
+    first = load_run(sample.write_run(tmp_path / "first"))
+    larger = load_run(sample.write_run(tmp_path / "larger", teacher_parameters=7_000_000))
+    copies = sample.write_run(tmp_path / "copies")
+    (copies / "run.json").unlink()
+    assert not first.same_teacher(larger)
+    assert first.same_teacher(load_run(copies))

@@ -1,0 +1,159 @@
+"""What sections make of their numbers, where it is more than showing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from linearize.report import RunFiles
+from linearize.report.blocks import Block, Figure, Picker, Points, Samples, Text
+from linearize.report.sections import attention, costs, paths, positions, recall, recipe, tasks, training
+from tests.report import sample
+
+Read = Callable[..., RunFiles]
+
+
+def figure(blocks: Any, title: str) -> Figure:
+    return next(block for block in blocks if isinstance(block, Figure) and block.title == title)
+
+
+def rows(found: Figure) -> list[list[str]]:
+    return [list(row) for group in found.numbers.groups for row in group.rows]
+
+
+def texts(blocks: Any) -> list[str]:
+    return [block.words for block in blocks if isinstance(block, Text)]
+
+
+def test_bins_are_named_by_the_positions_they_hold() -> None:
+    assert positions.bin_names([0, 1, 2, 4, 1024, 1025]) == ["0", "1", "2\u20133", "4\u20131,023", "1,024"]
+
+
+def test_recipes_are_compared_field_by_field() -> None:
+    first = {"name": "a", "mixer": {"span": {"window_size": 64}, "decay": None}, "seed": 0}
+    second = {"name": "a", "mixer": {"span": {"window_size": 32}, "decay": {"type": "scalar"}}, "seed": 0}
+    assert recipe.differences([first, second]) == [
+        ["mixer.span.window_size", "64", "32"],
+        ["mixer.decay.type", "\u2013", "scalar"],
+    ]
+
+
+def test_loss_by_position_has_the_distance_from_the_teacher(read: Read) -> None:
+    losses = {"teacher": [None, sample.interval(2.0, 0.1)], "student": [None, sample.interval(2.5, 0.1)]}
+    section = positions.positions([read(positions={"edges": [0, 1, 3], "losses": losses})])
+    found = figure(section.blocks, "Held-out loss by position in the document")
+    assert rows(found)[1] == ["1\u20132", "2.000 [1.900, 2.100]", "2.500 [2.400, 2.600]"]
+    assert "loss minus the teacher" in found.svg
+    assert "student, at positions 1\u20132: 2.500" in found.svg
+
+
+def test_the_worst_and_the_best_head_are_named(read: Read) -> None:
+    found = sample.evaluation()["fidelity"]
+    found["layers"] = found["layers"][:2]
+    for layer in found["layers"]:
+        layer["output_relative"] = [0.5] * sample.HEADS
+        layer["cosine"] = [0.5] * sample.HEADS
+        layer["weight_kl"] = layer["entropy"]["student"] = None
+    for key in ("output_relative", "cosine"):
+        found["layers"][1][key][3], found["layers"][0][key][2] = 0.9, 0.1
+    section = attention.fidelity([read(fidelity=found | {"worst": []})])
+    error = figure(section.blocks, "Relative output error")
+    assert "worst layer 1 head 3, 0.900; " in error.svg and "best layer 0 head 2, 0.100" in error.svg
+    cosine = figure(section.blocks, "Cosine of attention matrices")
+    assert "worst layer 0 head 2, 0.100" in cosine.svg and "best layer 1 head 3" in cosine.svg
+    assert not [block for block in section.blocks if isinstance(block, Points)]
+    assert texts(section.blocks) == ["No head stands out."]
+    titles = [block.title for block in section.blocks if isinstance(block, Figure)]
+    assert "KL of attention weights" not in titles
+    spread = figure(section.blocks, "How the weights are spread")
+    assert list(spread.numbers.columns) == ["head", "monotonicity", "effective length, tokens"]
+
+
+def test_gates_are_summed_over_heads_and_window_factors_are_of_heads_already(read: Read) -> None:
+    found = sample.evaluation()["fidelity"]
+    layer = found["layers"][0] | {
+        "gates": {"edges": [0.0, 0.5, 1.0], "counts": [[1, 2], [0, 5]]},
+        "mix": {"edges": [0.0, 0.5, 1.0], "counts": [1, 3]},
+    }
+    blocks = attention.fidelity([read(fidelity=found | {"layers": [layer]})]).blocks
+    percent = "\u202f%"
+    assert rows(figure(blocks, "Gates")) == [["layer 0", f"12{percent}", f"88{percent}"]]
+    assert rows(figure(blocks, "Window factors")) == [["layer 0", f"25{percent}", f"75{percent}"]]
+
+
+def test_a_map_says_how_much_weight_lies_elsewhere(read: Read) -> None:
+    found = sample.evaluation()["fidelity"]
+    grid = {"teacher": [[1.0, 0.0], [0.5, 0.5]], "student": [[1.0, 0.0], [0.1, 0.9]]}
+    chosen = {"layer": 2, "head": 1, "why": "worst", "tokens": ["a", " b"], **grid}
+    picker = attention.maps([read(fidelity=found | {"maps": [chosen]})]).blocks[0]
+    assert isinstance(picker, Picker)
+    choice = picker.choices[0]
+    assert rows(choice.figure) == [
+        ["0 a", "0 a (1.00)", "0 a (1.00)", "0\u202f%"],
+        ["1 \u2423b", "0 a (0.50), 1 \u2423b (0.50)", "1 \u2423b (0.90), 0 a (0.10)", "40\u202f%"],
+    ]
+    assert "On average 20\u202f% of a query" in choice.figure.caption
+    assert choice.under_pointer["weights"] == [[[1.0], [0.5, 0.5]], [[1.0], [0.1, 0.9]]]
+
+
+def test_shares_by_distance_are_weighted_by_mass(read: Read) -> None:
+    by_distance = {"mass": [[0.9, 0.1], [0.5, 0.5]], "linear": [[0.0, 1.0], [0.0, 0.4]]}
+    layer = {"layer": 0, "linear_share": [0.1, 0.2], "by_distance": by_distance}
+    found = sample.evaluation()["path_usage"] | {"edges": [0, 1, 4], "layers": [layer]}
+    blocks = paths.paths([read(path_usage=found)]).blocks
+    percent = "\u202f%"
+    assert rows(figure(blocks, "What the linear part carries, by distance")) == [
+        ["layer 0", f"70.0{percent}", f"30.0{percent}"],
+        ["layer 0", f"0.0{percent}", f"50.0{percent}"],
+    ]
+    assert "15.0\u202f% on average, least 10.0" in figure(blocks, "What the linear part carries, by head").caption
+
+
+def test_texts_are_marked_from_where_the_student_leaves_the_teacher(read: Read) -> None:
+    given = sample.evaluation()["generations"]
+    given["samples"] = [{"prompt": "p", "reference": "r", "teacher": "abc", "student": "abX"}]
+    run = read(generations=given)
+    block = next(b for b in tasks.generations([run]).blocks if isinstance(b, Samples))
+    assert [(t.title, t.same, t.other) for t in block.samples[0].texts] == [
+        ("what the text says", "r", ""),
+        ("teacher", "abc", ""),
+        ("student", "ab", "X"),
+    ]
+    both = next(b for b in tasks.generations([run, read(generations=given)]).blocks if isinstance(b, Samples))
+    titles = [text.title for text in both.samples[0].texts]
+    assert titles[:2] == ["what the text says", "teacher"] and len(titles) == 4
+
+
+def test_a_grid_without_cells_leaves_its_verdict(read: Read) -> None:
+    found = sample.evaluation()["retrieval"][0] | {"row_values": [], "models": {}, "verdict": "does not fit"}
+    found |= {"teacher_share": None, "student_share": None, "recovery": None, "measurable": False}
+    blocks: list[Block] = list(recall.recall([read(retrieval=[found])]).blocks)
+    assert "Passkey: does not fit." in texts(blocks)
+    assert [block.title for block in blocks if isinstance(block, Figure)] == [
+        "Copying random tokens from beyond the window"
+    ]
+
+
+def test_cells_that_do_not_fit_are_blank(read: Read) -> None:
+    found = sample.evaluation()["retrieval"][0]
+    found["models"]["student"][4][0] = None
+    drawn = figure(recall.recall([read(retrieval=[found])]).blocks, "Passkey by distance")
+    assert "not measured" in drawn.svg
+    assert rows(drawn)[9][:2] == ["960", "\u2013"]
+
+
+def test_transfer_is_told_layer_by_layer(read: Read) -> None:
+    found = figure(training.training([read()]).blocks, "What attention transfer did for each layer")
+    assert rows(found)[0] == ["layer 0", "9,000.0", "180.0"]
+    assert "Highest after transfer: layer 5, 1,080.0" in found.svg
+
+
+@pytest.mark.parametrize("batches", [(1,), (2, 8)])
+def test_the_smallest_batch_is_drawn_and_all_are_in_the_table(read: Read, batches: tuple[int, ...]) -> None:
+    speed = [entry | {"batch_size": batch} for batch in batches for entry in sample.evaluation()["speed"][:6]]
+    found = figure(costs.speed([read(speed=speed)]).blocks, "Time and memory against length")
+    assert found.caption.startswith(f"Batch of {batches[0]};")
+    assert ("batches of 8" in found.caption) is (len(batches) > 1)
+    assert {row[1] for row in rows(found)} == set(map(str, batches))

@@ -1,0 +1,128 @@
+"""Drawings that live inside a page."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib.figure import Figure
+
+from linearize.evaluation.perplexity import Interval
+from linearize.report.figures import DotPanel, Dots, Line, LinePanel, curves, dots
+from linearize.report.heatmaps import Panel, Scale, heatmaps
+from linearize.report.svg import COLOURS, draw, printable
+
+
+def line(key: str = "a", name: str = "one", label: str = "words") -> str:
+    panel = LinePanel("title", [Line(name, [1, 2], [1.0, 2.0]), Line("two", [1, 2], [2.0, 3.0])], "x")
+    return str(curves(key, label, [panel]))
+
+
+def test_the_same_drawing_is_the_same_bytes() -> None:
+    assert line() == line()
+
+
+def test_ids_are_the_drawings_own_and_links_lead_to_them() -> None:
+    drawings = [line("a"), line("b")]
+    ids = [set(re.findall(r' id="([^"]+)"', drawing)) for drawing in drawings]
+    assert ids[0] and ids[1] and not ids[0] & ids[1]
+    for drawing, own in zip(drawings, ids, strict=True):
+        links = set(re.findall(r'href="#([^"]+)"|url\(#([^)]+)\)', drawing))
+        assert {a or b for a, b in links} == own
+
+
+def test_colours_are_the_pages_and_text_is_text() -> None:
+    drawing = line()
+    assert "#" not in re.sub(r'(href="|url\()#', "", drawing), "a colour of its own"
+    names = set(re.findall(r"var\(--([\w-]+)\)", drawing))
+    assert {"ink", "rule", "s0"} <= names <= set(COLOURS)
+    assert ">title</text>" in drawing
+    assert "font-family" not in drawing and "<style" not in drawing and "metadata" not in drawing
+
+
+def test_a_label_and_names_are_escaped_and_a_dollar_is_a_dollar() -> None:
+    drawing = line(name="$a$ <b>&", label='<"&>')
+    root = ElementTree.fromstring(drawing)
+    assert root.get("aria-label") == '<"&>' and root.get("role") == "img"
+    assert "$a$ <b>&" in [element.text for element in root.iter("text")]
+    assert "<b>" not in drawing
+
+
+def test_scripts_that_the_font_lacks_make_no_noise() -> None:
+    assert "\u4f60\u597d" in line(name="\u4f60\u597d")
+
+
+@pytest.mark.parametrize(
+    "token, text",
+    [
+        ("a", "a"),
+        (" a", "\u2423a"),
+        ("\n\t", "\\n\\t"),
+        ("\x00\x1b", "\\x00\\x1b"),
+        ("", "\u2205"),
+        ("\u4f60", "\u4f60"),
+    ],
+)
+def test_tokens_are_made_visible(token: str, text: str) -> None:
+    assert printable(token) == text
+    ElementTree.fromstring(line(name=printable(token)))
+
+
+def test_paths_are_shortened_without_a_change() -> None:
+    def paint(figure: Figure) -> None:
+        axis = figure.add_axes((0, 0, 1, 1))
+        axis.axis("off")
+        axis.plot([0, 1, 1, 0], [0, 0, 1, 0.5], color="#f00000")
+
+    path = re.search(r'd="([^"]+)" clip', str(draw("a", "b", 110, 110, paint, pack=False)))
+    assert path is not None and path[1] == "M5 105H105V5L5 55"
+
+
+def limits(panel: DotPanel) -> str:
+    return str(dots("a", "b", ["x"] * len(panel.series[0].values), [panel]))
+
+
+def test_what_is_far_off_is_an_arrow_with_its_number() -> None:
+    near = [Interval(x, x - 0.1, x + 0.1) for x in (2.3, 2.4, 2.5)]
+    far = Interval(6.31, 6.2, 6.4)
+    assert "6.31 \u2192" in limits(DotPanel("", [Dots("a", [*near, far])], cut=True))
+    assert "6.31 \u2192" in limits(DotPanel("", [Dots("a", [*near, far]), Dots("b", [*near, far])], cut=True))
+    assert "\u2192" not in limits(DotPanel("", [Dots("a", [*near, far])]))
+    assert "\u2192" not in limits(DotPanel("", [Dots("a", [*near, None])], cut=True))
+
+
+def test_heat_maps_have_levels_numbers_and_blanks() -> None:
+    scale = Scale.even("share", low=0.0, high=1.0)
+    panel = Panel("p", [[0.0, 0.5, 1.0], [None, float("nan"), 0.999]], ["0", "1"], ["a", "b", "c"])
+    drawing = str(heatmaps("a", "b", [panel], scale, row_title="layer", column_title="head"))
+    assert [scale.level(x) for x in (-1.0, 0.0, 0.0834, 0.5, 1.0, 2.0)] == [0, 0, 1, 6, 11, 11]
+    assert scale.level(None) is None and scale.level(float("nan")) is None
+    assert "not measured" in drawing and ">0.50</text>" in drawing and "var(--mid-text)" in drawing
+
+
+def test_scales_fit_their_numbers() -> None:
+    ratios = Scale.fitting("error", [0.01, 0.1, 10.0])
+    assert ratios.edges[0] == pytest.approx(0.01) and ratios.edges[6] == pytest.approx(10**-0.5)
+    assert "logarithmic" in ratios.title
+    assert Scale.fitting("error", [0.0, 1.2]).edges[-1] == pytest.approx(1.2)
+    tiny = Scale.fitting("error", [-1e-9, 1e-8, 0.5])
+    assert tiny.edges[0] == pytest.approx(0.0005) and tiny.level(-1e-9) == 0
+    assert Scale.fitting("nothing", []).edges[-1] == 1.0
+    assert Scale.even("same", [2.0, 2.0]).edges[-1] == 3.0
+    assert Scale.weights("weight", [0.0, 1.0]).edges[6] == pytest.approx(0.25)
+
+
+def test_a_causal_map_has_no_cells_of_the_future() -> None:
+    grid = [[1.0, 0.0], [0.4, 0.6]]
+    panels = [Panel(name, grid, ["a", "b"], ["a", "b"], causal=True) for name in ("teacher", "student")]
+    drawing = str(heatmaps("a", "b", panels, Scale.weights("w", [1.0]), row_title="query", column_title="key"))
+    texts = re.findall(r">([01]\.\d\d)</text>", drawing)
+    assert sorted(texts) == sorted(["1.00", "0.40", "0.60"] * 2 + ["0.25"])  # the last is the legend's
+
+
+def test_a_title_that_would_run_into_the_next_panel_is_cut_from_the_front() -> None:
+    panels = [Panel(f"{'long ' * 40}{name}", [[0.5] * 4], ["0"], ["a", "b", "c", "d"]) for name in ("one", "two")]
+    drawing = str(heatmaps("a", "b", panels, Scale.even("s", low=0.0, high=1.0), row_title="r", column_title="c"))
+    titles = re.findall(r">(\u2026[^<]*)</text>", drawing)
+    assert [title[-3:] for title in titles] == ["one", "two"] and all(len(title) <= 40 for title in titles)
