@@ -1,0 +1,183 @@
+"""The report in a real browser: without a network, by keyboard, in both themes, on any width, and on paper."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import Opened
+
+pytestmark = pytest.mark.browser
+Open = Callable[..., Opened]
+
+OPEN_ALL = "document.querySelectorAll('details').forEach(details => details.open = true)"
+# Elements that stick out of the window although nothing around them scrolls.
+STICKING_OUT = """() => [...document.querySelectorAll('body *')].filter(element => {
+    const box = element.getBoundingClientRect();
+    const out = box.width > 0 && (box.right > innerWidth + 1 || box.left < -1);
+    return out && !element.closest('.scroll, pre, .skip');
+}).map(element => element.outerHTML.slice(0, 120))"""
+
+
+def background(page: Any) -> tuple[int, ...]:
+    found = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return tuple(map(int, re.findall(r"\d+", found)[:3]))
+
+
+def is_dark(page: Any) -> bool:
+    return sum(background(page)) < 200
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_it_opens_without_complaints_and_asks_for_nothing(open_page: Open, name: str) -> None:
+    opened = open_page(name)
+    opened.page.evaluate(OPEN_ALL)
+    for tab in opened.page.locator("[role=tab]").all():
+        tab.click()
+    opened.page.wait_for_timeout(100)
+    assert opened.complaints == [] and opened.requests == []
+
+
+@pytest.mark.parametrize("name, figures, pickers", [("one", 23, 1), ("two", 26, 2)])
+def test_every_figure_is_drawn(open_page: Open, name: str, figures: int, pickers: int) -> None:
+    page = open_page(name).page
+    assert page.locator("figure svg").count() == figures
+    assert page.locator("[data-picker]").count() == pickers
+    shown = [svg.bounding_box() for svg in page.locator("figure svg").all() if svg.is_visible()]
+    assert len(shown) == figures - 2 * pickers  # of three maps, one is shown
+    assert all(box["width"] >= 300 and box["height"] >= 100 for box in shown)
+    texts = page.locator("svg text").first.evaluate("text => getComputedStyle(text).fontFamily")
+    assert texts == page.evaluate("getComputedStyle(document.querySelector('nav')).fontFamily")
+
+
+@pytest.mark.parametrize("system", ["light", "dark"])
+def test_the_theme_is_the_systems_until_chosen_and_then_remembered(open_page: Open, system: str) -> None:
+    page = open_page(color_scheme=system).page
+    heat = "() => getComputedStyle(document.querySelector('#fidelity svg path[style*=\"--h11\"]')).fill"
+    ink = "() => getComputedStyle(document.querySelector('#fidelity svg text')).fill"
+    dark, before = is_dark(page), (page.evaluate(heat), page.evaluate(ink))
+    assert dark is (system == "dark")
+
+    button = page.get_by_role("button", name="Light theme" if dark else "Dark theme")
+    button.focus()
+    page.keyboard.press("Enter")
+    assert is_dark(page) is not dark
+    after = page.evaluate(heat), page.evaluate(ink)
+    assert before[0] != after[0] and before[1] != after[1]
+    page.reload()
+    assert is_dark(page) is not dark
+    page.get_by_role("button", name="Dark theme" if dark else "Light theme").click()
+    assert is_dark(page) is dark
+
+
+def test_the_theme_follows_the_system_while_nothing_is_chosen(open_page: Open) -> None:
+    page = open_page(color_scheme="light").page
+    page.emulate_media(color_scheme="dark")
+    assert is_dark(page)
+    assert page.get_by_role("button", name="Light theme").is_visible()
+
+
+def test_heads_are_chosen_by_arrow_keys(open_page: Open) -> None:
+    page = open_page().page
+    tabs, panels = page.locator("[role=tab]"), page.locator("[role=tabpanel]")
+
+    def shown() -> list[bool]:
+        chosen = [tab.get_attribute("aria-selected") == "true" for tab in tabs.all()]
+        assert chosen == [panel.is_visible() for panel in panels.all()]
+        assert chosen == [tab.get_attribute("tabindex") == "0" for tab in tabs.all()]
+        return chosen
+
+    assert shown() == [True, False, False]
+    tabs.first.focus()
+    for key, expected in (
+        ("ArrowRight", [False, True, False]),
+        ("ArrowRight", [False, False, True]),
+        ("ArrowRight", [True, False, False]),
+        ("ArrowLeft", [False, False, True]),
+        ("Home", [True, False, False]),
+        ("End", [False, False, True]),
+    ):
+        page.keyboard.press(key)
+        assert shown() == expected, key
+        assert tabs.nth(expected.index(True)).evaluate("tab => tab === document.activeElement")
+    outline = tabs.nth(2).evaluate("tab => getComputedStyle(tab).outlineStyle")
+    assert outline == "solid", "the focus cannot be seen"
+    tabs.nth(1).click()
+    assert shown() == [False, True, False]
+
+
+def test_the_pointer_reads_a_map(open_page: Open) -> None:
+    page = open_page().page
+    svg = page.locator("[role=tabpanel] svg").first
+    svg.scroll_into_view_if_needed()
+    box = svg.bounding_box()
+    data = page.locator("[data-map] script").first.evaluate("script => JSON.parse(script.textContent)")
+    for side in (0, 1):
+        left, top = data["corners"][side]
+        scale = box["width"] / svg.evaluate("svg => svg.viewBox.baseVal.width")
+        x, y = left + 1.5 * data["cell"], top + 3.5 * data["cell"]
+        page.mouse.move(box["x"] + x * scale, box["y"] + y * scale)
+        weights = [f"{grid[3][1]:.4f}" for grid in data["weights"]]
+        said = page.locator(".readout").first.inner_text()
+        assert said == f"query 3 values, key 1 mean: teacher {weights[0]}, student {weights[1]}"
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize("width", [320, 400, 768, 1150, 1600])
+def test_the_page_never_scrolls_sideways(open_page: Open, name: str, width: int) -> None:
+    page = open_page(name, width=width).page
+    page.evaluate(OPEN_ALL)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(STICKING_OUT) == []
+
+
+def test_wide_figures_scroll_within_themselves_by_keyboard(open_page: Open) -> None:
+    page = open_page(width=400).page
+    drawing = page.locator("#quality .drawing").first
+    assert drawing.get_attribute("tabindex") == "0"
+    drawing.focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("document.querySelector('#quality .drawing').scrollLeft > 0")
+    page.set_viewport_size({"width": 1600, "height": 900})
+    page.wait_for_function("!document.querySelector('#quality .drawing').hasAttribute('tabindex')")
+
+
+def test_the_keyboard_reaches_the_report_the_contents_and_the_numbers(open_page: Open) -> None:
+    page = open_page().page
+    page.keyboard.press("Tab")
+    skip = page.get_by_role("link", name="Skip to the report")
+    assert skip.evaluate("link => link === document.activeElement")
+    assert skip.bounding_box()["x"] >= 0
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "content"
+    summary = page.locator("#training summary").first
+    summary.focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#training details").first.get_attribute("open") is not None
+    for link in page.locator("nav a").all():
+        assert page.locator(link.get_attribute("href")).count() == 1
+
+
+def test_on_paper_everything_is_open_and_light(open_page: Open) -> None:
+    page = open_page(color_scheme="dark").page
+    page.locator("#theme").click()
+    page.locator("#theme").click()
+    assert is_dark(page)
+    page.emulate_media(media="print")
+    assert background(page) == (0xFB, 0xFA, 0xF7)
+    for gone in ("nav", ".bar", ".tabs", "summary"):
+        assert not page.locator(gone).first.is_visible(), gone
+    assert all(panel.is_visible() for panel in page.locator("[role=tabpanel]").all())
+    assert all(box.is_visible() for box in page.locator("details .scroll, details > pre").all())
+    page.emulate_media(media="screen")
+    assert not page.locator("details .scroll").first.is_visible()
+    assert page.pdf().startswith(b"%PDF")
+
+
+def test_it_can_be_read_without_scripts(open_page: Open) -> None:
+    page = open_page(java_script_enabled=False).page
+    assert all(panel.is_visible() for panel in page.locator("[role=tabpanel]").all())
+    assert not page.locator("#theme").is_visible() and not page.locator(".tabs").first.is_visible()
