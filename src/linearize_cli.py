@@ -118,7 +118,8 @@ def evaluate(
     shots: Annotated[int | None, typer.Option(min=0, help="solved examples before each question of a task")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="only the first questions of every task")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="also write the JSON there, e.g. RUN/evaluation.json for `linearize report`")
+        Path | None,
+        typer.Option(help="also write the JSON there, e.g. RUN/evaluation.json for `linearize report`, and a .md"),
     ] = None,
     set_: Set = None,
     dtype: Dtype = "auto",
@@ -143,6 +144,7 @@ def evaluate(
     )
     if output is not None:
         pipeline.write_json(output, card.to_json())
+        pipeline.write_text(output.with_suffix(".md"), card.to_markdown())
     _show(card.to_json() if as_json else card.render(), as_json)
 
 

@@ -199,6 +199,7 @@ def test_eval_examines_and_the_report_shows_it(command: Command, tmp_path: Path)
     assert done.status == 0
     found = json.loads(done.out)
     assert found == json.loads(evaluation.read_text())
+    assert found["path_usage"]["words"] in evaluation.with_suffix(".md").read_text()
     results = found["tasks"]["results"]
     assert {line["candidate"] for line in results} == {"teacher", "student"}
     assert {line["samples"] for line in results} == {3}

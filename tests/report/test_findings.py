@@ -57,7 +57,7 @@ def test_the_bounds_of_a_gain_are_given_from_near_to_far(read: Read) -> None:
 
 
 @pytest.mark.parametrize(
-    "share, kind", [((0.7, 0.1), "win"), ((0.3, 0.1), "loss"), ((0.5, 0.1), "open"), ((0.4, 0.2), "open")]
+    "share, kind", [((0.7, 0.1), "win"), ((0.3, 0.1), "loss"), ((0.6, 0.2), "open"), ((0.4, 0.2), "open")]
 )
 def test_a_share_is_kept_or_lost_where_its_interval_is_on_one_side_of_a_half(
     read: Read, share: tuple[float, float], kind: str

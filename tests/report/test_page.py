@@ -209,6 +209,14 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     with pytest.raises(UserError, match="evaluation"):
         write_report([COPIES, tmp_path], output)
     assert output.read_text(encoding="utf-8") == "a page about 1"
+
+    def only_aside(path: Path, text: str, **options: str) -> int:
+        assert path != output, "a reader may see half of it"
+        return write(path, text, **options)
+
+    write = Path.write_text
+    monkeypatch.setattr(Path, "write_text", only_aside)
+    write_report([COPIES], output)
     for wrong in (tmp_path / "there", output / "below.html"):
         with pytest.raises(UserError, match=r"report .*: expected a file that can be written"):
             write_report([COPIES], wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from linearize.report import RunFiles
 from linearize.report.blocks import Block, Figure, Picker, Points, Samples, Text
+from linearize.report.figures import Line
 from linearize.report.sections import attention, costs, paths, positions, recall, recipe, tasks, training
 from tests.report import sample
 
@@ -46,6 +48,8 @@ def test_loss_by_position_has_the_distance_from_the_teacher(read: Read) -> None:
     found = figure(section.blocks, "Held-out loss by position in the document")
     assert rows(found)[1] == ["1\u20132", "2.000 [1.900, 2.100]", "2.500 [2.400, 2.600]"]
     assert "loss minus the teacher" in found.svg
+    lines = [Line("teacher", [1, 3], [2.0, 1.0]), Line("student", [1, 2, 3], [2.5, 9.0, 1.25], style=4)]
+    assert positions.above_teacher(lines) == [Line("student", [1, 3], [0.5, 0.25], style=4)]
     assert "student, at positions 1\u20132: 2.500" in found.svg
 
 
@@ -152,8 +156,10 @@ def test_transfer_is_told_layer_by_layer(read: Read) -> None:
 
 @pytest.mark.parametrize("batches", [(1,), (2, 8)])
 def test_the_smallest_batch_is_drawn_and_all_are_in_the_table(read: Read, batches: tuple[int, ...]) -> None:
-    speed = [entry | {"batch_size": batch} for batch in batches for entry in sample.evaluation()["speed"][:6]]
+    entries = sample.evaluation()["speed"][:6]
+    speed = [entry | {"batch_size": b, "cache_bytes": 1000 * b} for b in batches for entry in entries]
     found = figure(costs.speed([read(speed=speed)]).blocks, "Time and memory against length")
     assert found.caption.startswith(f"Batch of {batches[0]};")
     assert ("batches of 8" in found.caption) is (len(batches) > 1)
+    assert re.findall(r"([\d,]+) bytes", found.svg) == [f"{batches[0]},000"] * 2
     assert {row[1] for row in rows(found)} == set(map(str, batches))

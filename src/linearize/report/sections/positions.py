@@ -62,7 +62,7 @@ def _by_position(runs: Sequence[RunFiles]) -> Figure:
         ticks = {float(i): name for i, name in enumerate(bins) if i % stride == 0}
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         panels.append(LinePanel(f"{prefix}loss", lines, "position, tokens", "nats per token", ticks=ticks))
-        if above := _above_teacher(lines):
+        if above := above_teacher(lines):
             panels.append(LinePanel(f"{prefix}loss minus the teacher's", above, "position, tokens", ticks=ticks))
         rows = [
             [place, *(with_interval(interval(values[i])) for values in found["losses"].values())]
@@ -84,7 +84,7 @@ def _by_position(runs: Sequence[RunFiles]) -> Figure:
     )
 
 
-def _above_teacher(lines: Sequence[Line]) -> list[Line]:
+def above_teacher(lines: Sequence[Line]) -> list[Line]:
     """Each other line's distance from the teacher's, where both have a point."""
     teacher = next((dict(zip(line.x, line.y, strict=True)) for line in lines if line.name == label("teacher")), {})
     found = []
