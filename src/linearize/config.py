@@ -105,11 +105,49 @@ class LoRAConfig(Part):
         return self
 
 
+class LossConfig(Part):
+    """What fine-tuning minimises: a weighted sum, every term a mean over the labels."""
+
+    next_token: float = Field(default=1.0, ge=0, description="cross-entropy of the next token")
+    kl: float = Field(default=0.0, ge=0, description="KL(teacher || student) of the next-token distributions")
+    reverse_kl: float = Field(default=0.0, ge=0, description="KL(student || teacher)")
+    top_k: PositiveInt | None = Field(
+        default=None, description="compare the teacher's k likeliest tokens, and all others as one; null: all tokens"
+    )
+
+    @model_validator(mode="after")
+    def _something(self) -> LossConfig:
+        if not self.next_token + self.kl + self.reverse_kl:
+            raise ValueError("every weight is 0; set one of next_token, kl, reverse_kl")
+        if self.top_k is not None and not self.needs_teacher:
+            raise ValueError("top_k is of kl and reverse_kl, whose weights are 0")
+        return self
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.kl + self.reverse_kl > 0
+
+
 class FinetuneConfig(TrainConfig):
-    """Stage 2: LoRA on the projections with the next-token loss; feature maps and mix stay frozen."""
+    """A stage on the whole model's outputs: which weights train, on which loss.
+
+    LoRA on the attention projections, as LoLCATs' second stage; with `mixers` what attention transfer trains as well,
+    or alone; `all_weights` for uptraining.
+    """
 
     lr: float = Field(default=1e-4, gt=0)
-    lora: LoRAConfig = LoRAConfig()
+    lora: LoRAConfig | None = LoRAConfig()
+    mixers: bool = Field(default=False, description="feature maps, gates and mix train too")
+    all_weights: bool = Field(default=False, description="every weight of the model trains, mixers included")
+    loss: LossConfig = LossConfig()
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> FinetuneConfig:
+        if self.all_weights and (self.lora is not None or self.mixers):
+            raise ValueError("all_weights trains everything; set lora=null and mixers=false")
+        if not (self.all_weights or self.mixers or self.lora is not None):
+            raise ValueError("nothing trains; set lora, mixers or all_weights")
+        return self
 
 
 class DataConfig(Part):

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
-from linearize.config import FinetuneConfig
+from linearize.config import FinetuneConfig, LossConfig
+from linearize.errors import UserError
 from linearize.training.data import PackedRows
-from linearize.training.finetune import NextTokenObjective, finetune, load_finetuned
+from linearize.training.finetune import OutputObjective, finetune, load_finetuned
 from linearize.training.loop import TrainResult
 from tests import tiny
 
@@ -131,18 +132,59 @@ def test_only_the_targets_change(tmp_path: Path, make: Make, targets: str, expec
 def test_only_adapters_have_gradients(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     student = linearize.convert(tiny.llama(), tiny.recipe())
     with_gradient = set()
-    original = NextTokenObjective.backward
+    original = OutputObjective.backward
 
-    def backward(self: NextTokenObjective, micro_batches: list[PackedRows]) -> dict[str, float]:
+    def backward(self: OutputObjective, micro_batches: list[PackedRows]) -> dict[str, float]:
         losses = original(self, micro_batches)
         with_gradient.update(name for name, p in student.named_parameters() if p.grad is not None)
         return losses
 
-    monkeypatch.setattr(NextTokenObjective, "backward", backward)
+    monkeypatch.setattr(OutputObjective, "backward", backward)
     tune(student, tmp_path)
     assert len(with_gradient) == 2 * 4 * 2  # layers, projections, A and B
     assert all(".lora_" in name for name in with_gradient)
     assert not any(p.requires_grad for p in student.parameters())
+
+
+def test_new_weights_alone_and_with_adapters(tmp_path: Path) -> None:
+    for lora in (None, config().lora):
+        teacher = tiny.llama()
+        given = tiny.snapshot(teacher)
+        student = linearize.convert(teacher, tiny.recipe())
+        before = tiny.snapshot(student)
+        result = tune(student, tmp_path / str(lora is None), config(lora=lora, mixers=True, lr=1e-2))
+        assert result.best_loss["model"] < result.initial_loss["model"]
+        found = changed(student, before)
+        mixers = {name for name in before if ".mixer." in name}
+        assert mixers <= found
+        assert (found == mixers) == (lora is None)
+        assert not changed(teacher, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    """In half precision too: updates far below its spacing add up in the fp32 weights that train."""
+    teacher = tiny.llama(tie_word_embeddings=True).to(dtype)
+    given = tiny.snapshot(teacher)
+    student = linearize.convert(teacher, tiny.recipe())
+    before = tiny.snapshot(student)
+    chosen = config(lora=None, all_weights=True, lr=1e-3)
+    result = tune(student, tmp_path, chosen)
+    assert result.best_loss["model"] < result.initial_loss["model"] - 0.1
+    assert changed(student, before) == {name for name in before if "inv_freq" not in name}
+    assert not changed(teacher, given)
+    assert all(x.dtype == before[name].dtype for name, x in student.named_parameters())
+    assert student.lm_head.weight is student.model.embed_tokens.weight  # still tied
+    saved = load_file(tmp_path / "trained.safetensors")
+    assert all(x.dtype == torch.float32 for x in saved.values())
+    loaded = linearize.convert(teacher, tiny.recipe())
+    load_finetuned(loaded, chosen, tmp_path)
+    assert not changed(loaded, tiny.snapshot(student))
+
+
+def test_nothing_to_train_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"finetune: expected weights to train.*finetune\.lora"):
+        tune(tiny.llama(), tmp_path, config(lora=None, mixers=True))
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
@@ -157,7 +199,7 @@ def uneven() -> PackedRows:
 
 def gradients(micro_batches: list[PackedRows]) -> tuple[float, list[Tensor]]:
     model = linearize.convert(tiny.llama().double(), tiny.recipe())
-    objective = NextTokenObjective(model, config())
+    objective = OutputObjective(model, config())
     loss = objective.backward(micro_batches)["model"]
     return loss, [p.grad for p in model.parameters() if p.grad is not None]
 
@@ -188,9 +230,20 @@ def test_held_out_losses_are_without_dropout() -> None:
     model = linearize.convert(tiny.gpt2(resid_pdrop=0.5), tiny.recipe()).double()
     with torch.no_grad():
         expected = next_token_loss(model.eval(), VALIDATION).item()
-    objective = NextTokenObjective(model, config(micro_batch_size=1))
+    objective = OutputObjective(model, config(micro_batch_size=1))
     assert abs(objective.backward([VALIDATION])["model"] - expected) > 1e-3  # training is with it
     assert abs(objective.evaluate(VALIDATION)["model"] - expected) < ROUNDING
+
+
+def test_the_teachers_outputs_are_learned(tmp_path: Path) -> None:
+    teacher = tiny.llama()
+    student = linearize.convert(teacher, tiny.recipe())
+    loss = LossConfig(next_token=0, kl=1)
+    chosen = config(lora=None, all_weights=True, lr=1e-3, loss=loss)
+    result = finetune(student, TRAIN, VALIDATION, chosen, output_dir=tmp_path, teacher=teacher)
+    assert 0 < result.best_loss["model"] < 0.8 * result.initial_loss["model"]
+    with pytest.raises(ValueError, match="teacher: expected the model"):
+        finetune(student, TRAIN, VALIDATION, chosen, output_dir=tmp_path / "none")
 
 
 # --- the files --------------------------------------------------------------------------------------------------------

@@ -1,21 +1,25 @@
-"""Stage 2: LoRA on the attention projections with the next-token loss, merged at the end (LoLCATs sec. 3.2)."""
+"""Training on the model's outputs: LoRA, merged at the end (LoLCATs sec. 3.2), new weights alone, or every weight."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearize.config import FinetuneConfig
+from linearize.config import FinetuneConfig, LoRAConfig
+from linearize.errors import UserError
+from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import projections
 from linearize.training.data import PackedRows
 from linearize.training.loop import TrainResult, Unit, load_trained, train
+from linearize.training.losses import output_losses
 
 
 def finetune(
@@ -25,36 +29,76 @@ def finetune(
     config: FinetuneConfig,
     *,
     output_dir: Path,
+    teacher: PreTrainedModel | None = None,
     seed: int = 0,
     title: str = "fine-tuning",
 ) -> TrainResult:
-    """Train low-rank adapters on `model` (a student, or a plain teacher as a control) and merge them into it.
+    """Train `model` (a student, or a plain teacher as a control) in place, as `config` says; adapters are merged.
 
-    Everything else is frozen. Weights that the merge changes are copied first, so a teacher that shares its storage
-    with `model` stays as it is.
+    What is not trained is frozen. Weights that change are copied first, so a teacher that shares its storage with
+    `model` stays as it is. With `all_weights`, a model in half precision computes in it (autocast), while the weights
+    that train, and their updates, are fp32; at the end they are rounded.
+
+    Args:
+        teacher: whose outputs `config.loss` compares with; None where it compares with none.
     """
-    adapted = _adapted(model, config, seed)
-    objective = NextTokenObjective(adapted, config)
+    prepared = _Prepared(model, config, seed)
+    objective = OutputObjective(prepared.module, config, teacher, prepared.autocast)
     result = train(objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title=title)
-    _merge(adapted, model, config)
+    prepared.finish()
     return result
 
 
 def load_finetuned(model: PreTrainedModel, config: FinetuneConfig, output_dir: Path) -> None:
-    """Merge the adapters of a finished stage into `model`, in place."""
-    adapted = _adapted(model, config, seed=0)
-    load_trained(NextTokenObjective(adapted, config).units, output_dir)
-    _merge(adapted, model, config)
+    """Load what a finished stage trained into `model`, in place."""
+    prepared = _Prepared(model, config, seed=0)
+    load_trained([_unit(prepared.module)], output_dir)
+    prepared.finish()
 
 
-def _adapted(model: PreTrainedModel, config: FinetuneConfig, seed: int) -> PeftModel:
-    targets = projections(model, config.lora.targets)
+class _Prepared:
+    """A model in which what the config names, and nothing else, can be trained.
+
+    Attributes:
+        module: the model to train: with adapters, where there are any.
+        autocast: the dtype to compute in, where it is not that of the weights.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: FinetuneConfig, seed: int) -> None:
+        self._model, self._config, self._dtypes = model, config, {}
+        self.autocast: torch.dtype | None = None
+        model.requires_grad_(False)
+        if config.all_weights:
+            if model.dtype in (torch.bfloat16, torch.float16):
+                self.autocast = model.dtype
+            for parameter in model.parameters():
+                self._dtypes[parameter] = parameter.dtype
+                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+                parameter.requires_grad_(True)
+        self.module: nn.Module = model if config.lora is None else _adapted(model, config.lora, seed)
+        if config.mixers:
+            for layer in linearized_layers(model).values():
+                layer.mixer.requires_grad_(True)
+        if not any(p.requires_grad for p in self.module.parameters()):
+            raise UserError("finetune: expected weights to train, found mixers without parameters; set finetune.lora")
+
+    def finish(self) -> None:
+        """Adapters merged, dtypes as they were, nothing trainable."""
+        if self._config.lora is not None:
+            _merge(self.module, self._model, self._config.lora)
+        for parameter, dtype in self._dtypes.items():
+            parameter.data = parameter.data.to(dtype)
+        self._model.requires_grad_(False)
+
+
+def _adapted(model: PreTrainedModel, config: LoRAConfig, seed: int) -> nn.Module:
+    targets = projections(model, config.targets)
     # The adapters' random init must depend on the seed alone, not on what ran before this stage.
     torch.manual_seed(seed)
     lora = LoraConfig(
-        r=config.lora.rank,
-        lora_alpha=config.lora.alpha,  # type: ignore[arg-type]
-        lora_dropout=config.lora.dropout,
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
         target_modules=list(targets),
         fan_in_fan_out=all(not isinstance(module, nn.Linear) for module in targets.values()),
     )
@@ -64,22 +108,38 @@ def _adapted(model: PreTrainedModel, config: FinetuneConfig, seed: int) -> PeftM
         return get_peft_model(model, lora)  # type: ignore[return-value]
 
 
-def _merge(adapted: PeftModel, model: PreTrainedModel, config: FinetuneConfig) -> None:
+def _merge(adapted: Any, model: PreTrainedModel, config: LoRAConfig) -> None:
     module: Any
-    for module in projections(model, config.lora.targets).values():
+    for module in projections(model, config.targets).values():
         weight = module.base_layer.weight
         module.base_layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
     adapted.merge_and_unload()
 
 
-class NextTokenObjective:
-    """Next-token cross-entropy, averaged over the labels of all rows of a step, on the trainable parameters."""
+def _unit(model: nn.Module) -> Unit:
+    return Unit("model", {name: p for name, p in model.named_parameters() if p.requires_grad})
 
-    def __init__(self, model: nn.Module, config: FinetuneConfig) -> None:
-        self._model, self._config = model, config
-        self.units: Sequence[Unit] = [
-            Unit("model", {name: p for name, p in model.named_parameters() if p.requires_grad})
-        ]
+
+class OutputObjective:
+    """The weighted losses of `config.loss`, each averaged over the labels of all rows of a step.
+
+    Args:
+        model: its trainable parameters are trained.
+        teacher: needed where the loss compares with one.
+        autocast: dtype of the forward pass, where it is not that of the weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: FinetuneConfig,
+        teacher: PreTrainedModel | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        if config.loss.needs_teacher and teacher is None:
+            raise ValueError("teacher: expected the model whose outputs the loss compares with, found None")
+        self._model, self._config, self._teacher, self._autocast = model, config, teacher, autocast
+        self.units: Sequence[Unit] = [_unit(model)]
 
     def backward(self, micro_batches: list[PackedRows]) -> dict[str, float]:
         """Gradients of the mean loss over the rows' labels."""
@@ -99,8 +159,17 @@ class NextTokenObjective:
         total = 0.0
         for batch in batches:
             inputs = {name: tensor.to(device) for name, tensor in batch.batch().items()}
+            targets = inputs.pop("labels")
+            expected = None
+            if self._config.loss.needs_teacher:
+                assert self._teacher is not None
+                with torch.no_grad():
+                    expected = self._teacher(**inputs, use_cache=False).logits
+            cast = torch.autocast(device.type, self._autocast) if self._autocast else nullcontext()
+            with torch.set_grad_enabled(learn), cast:
+                logits = self._model(**inputs, use_cache=False).logits
             with torch.set_grad_enabled(learn):
-                loss = self._model(**inputs, use_cache=False, num_items_in_batch=labels).loss
+                loss = output_losses(logits, expected, targets, self._config.loss) / labels
                 if learn:
                     loss.backward()
             total += loss.item()

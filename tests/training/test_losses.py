@@ -1,0 +1,84 @@
+"""Losses on outputs against sums written out, in one chunk and in many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from linearize.config import LossConfig
+from linearize.training import losses
+from linearize.training.losses import output_losses
+from tests.probes import LargestTensor
+
+B, L, V = 2, 7, 11
+LOSSES = {
+    "next token": LossConfig(),
+    "kl": LossConfig(next_token=0, kl=1),
+    "reverse kl": LossConfig(next_token=0, reverse_kl=1),
+    "all": LossConfig(next_token=0.3, kl=2, reverse_kl=0.7),
+    "top 3": LossConfig(next_token=0, kl=1, reverse_kl=0.5, top_k=3),
+    "top of all": LossConfig(next_token=0, kl=1, top_k=V),
+}
+
+
+def drawn() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (3 * torch.randn(B, L, V, generator=generator, dtype=torch.float64) for _ in range(2))
+    labels = torch.randint(V, (B, L), generator=generator)
+    labels[0, 2], labels[1, 5:] = -100, -100
+    return student.requires_grad_(), teacher, labels
+
+
+def slowly(student: Tensor, teacher: Tensor, labels: Tensor, config: LossConfig) -> Tensor:
+    """Token by token, probability by probability."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(B):
+        for slot in range(1, L):
+            label = int(labels[row, slot])
+            if label == -100:
+                continue
+            q, p = (x[row, slot - 1].exp() / x[row, slot - 1].exp().sum() for x in (student, teacher))
+            total = total - config.next_token * q[label].log()
+            if config.top_k is not None and config.top_k < V - 1:
+                best = sorted(range(V), key=lambda token: -float(p[token]))[: config.top_k]
+                q, p = (torch.stack([*(x[i] for i in best), 1 - sum(x[i] for i in best)]) for x in (q, p))
+            total = total + config.kl * sum(p[i] * (p[i] / q[i]).log() for i in range(len(p)))
+            total = total + config.reverse_kl * sum(q[i] * (q[i] / p[i]).log() for i in range(len(p)))
+    return total
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("chunk", [3 * V, 2**20], ids=["three tokens", "all tokens"])
+def test_losses_and_gradients(monkeypatch: pytest.MonkeyPatch, name: str, chunk: int) -> None:
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk)
+    student, teacher, labels = drawn()
+    expected = slowly(student, teacher, labels, LOSSES[name])
+    found = output_losses(student, teacher if LOSSES[name].needs_teacher else None, labels, LOSSES[name])
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    gradients = [torch.autograd.grad(loss, student, retain_graph=True)[0] for loss in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
+
+
+def test_the_teacher_itself_has_no_divergence() -> None:
+    _, teacher, labels = drawn()
+    for name in ("kl", "reverse kl", "top 3"):
+        assert abs(output_losses(teacher, teacher, labels, LOSSES[name]).item()) < 1e-12
+
+
+def test_no_copy_of_all_logits_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward included, which computes a chunk's distributions again."""
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 4 * 64)
+    student = torch.randn(1, 65, 64, dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(64, (1, 65))
+
+    class LargestFp32(LargestTensor):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.dtype == torch.float32:
+                self.elements = max(self.elements, result.numel())
+            return result
+
+    with LargestFp32() as largest:
+        output_losses(student, student.detach(), labels, LOSSES["all"]).backward()
+    assert 0 < largest.elements <= 4 * 64
