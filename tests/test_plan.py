@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from linearize import config
 from linearize.config import LayerPlan, Recipe, parse_overrides, resolve
 from linearize.hf.classes import projections
-from linearize.plan import Plan, lora_parameters, make_plan, render, teacher_parameters
+from linearize.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render, teacher_parameters
 from linearize.teacher import SUPPORTED, TeacherShape
 
 
@@ -79,6 +79,17 @@ def test_lora_on_llama_3_8b() -> None:
     lora = config.LoRAConfig()
     assert lora_parameters(lora, LLAMA_3_8B) == 32 * 8 * (2 * 8192 + 2 * 5120) == 6_815_744
     assert lora_parameters(config.LoRAConfig(rank=4, targets=("k",)), LLAMA_3_8B) == 32 * 4 * 5120
+
+
+def test_what_fine_tuning_trains() -> None:
+    lora, mixers, weights = lora_parameters(config.LoRAConfig(), GPT2), 1000, teacher_parameters(GPT2)
+    for fields, expected in (
+        ({}, lora),
+        ({"mixers": True}, lora + mixers),
+        ({"mixers": True, "lora": None}, mixers),
+        ({"all_weights": True, "lora": None}, weights + mixers),
+    ):
+        assert finetuned_parameters(config.FinetuneConfig(**fields), GPT2, mixers) == expected
 
 
 def test_lora_on_a_fused_projection_counts_it_once() -> None:

@@ -60,8 +60,12 @@ class Run:
 
     @property
     def controls(self) -> dict[str, Path]:
-        """Folders of the trained controls, by the name of their candidate; none where the recipe wants none."""
-        if self.recipe.finetune is None or not self.recipe.evaluation.trained_controls:
+        """Folders of the trained controls, by the name of their candidate.
+
+        None where the recipe wants none, or trains nothing that a model without a linear part has.
+        """
+        config = self.recipe.finetune
+        if config is None or not (config.lora or config.all_weights) or not self.recipe.evaluation.trained_controls:
             return {}
         return {name: self.folder / "controls" / name for name in ("teacher_lora", "window_lora")}
 
@@ -92,7 +96,7 @@ def run(
     )
     write_json(run.folder / "plan.json", plan.to_json())
 
-    train_student(run, student, dataset, until)
+    train_student(run, student, teacher, dataset, until)
     if until != "evaluate":
         return None
     train_controls(run, teacher, layers, dataset)
@@ -222,13 +226,14 @@ def _identity(run: Run) -> dict[str, str]:
     return {"model": run.model, "dtype": str(run.dtype).removeprefix("torch."), "device": run.device.type}
 
 
-def train_student(run: Run, student: PreTrainedModel, dataset: Dataset, until: str) -> None:
+def train_student(run: Run, student: PreTrainedModel, teacher: PreTrainedModel, dataset: Dataset, until: str) -> None:
     """Run the recipe's stages up to `until` on `student`; finished ones are loaded, begun ones resumed."""
     recipe, rows = run.recipe, (dataset.train, dataset.validation)
     if recipe.transfer is not None:
         attention_transfer(student, *rows, recipe.transfer, output_dir=run.folder / "transfer", seed=recipe.seed)
     if recipe.finetune is not None and until != "transfer":
-        finetune(student, *rows, recipe.finetune, output_dir=run.folder / "finetune", seed=recipe.seed)
+        options = {"output_dir": run.folder / "finetune", "teacher": teacher, "seed": recipe.seed}
+        finetune(student, *rows, recipe.finetune, **options)
 
 
 def train_controls(run: Run, teacher: PreTrainedModel, layers: LayerPlan, dataset: Dataset) -> None:
@@ -238,7 +243,7 @@ def train_controls(run: Run, teacher: PreTrainedModel, layers: LayerPlan, datase
         config, title = run.recipe.finetune, f"control: {name.replace('_', ' ')}"
         assert config is not None
         rows = dataset.train, dataset.validation
-        finetune(model, *rows, config, output_dir=folder, seed=run.recipe.seed, title=title)
+        finetune(model, *rows, config, output_dir=folder, teacher=teacher, seed=run.recipe.seed, title=title)
 
 
 def candidates(

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from linearize.config import LayerPlan, LoRAConfig, Recipe, TrainConfig
+from linearize.config import FinetuneConfig, LayerPlan, LoRAConfig, Recipe, TrainConfig
 from linearize.costs import FP32, mixer_activations, mixer_flops, new_parameters, softmax_flops, state_bytes
 from linearize.teacher import TeacherShape
 
@@ -106,9 +106,9 @@ def make_plan(
         flops = _transfer_flops(teacher, layers, rows)
         transfer = stage(recipe.transfer, new, flops, _transfer_activations(teacher, layers, kv_bytes_per_element))
     if recipe.finetune is not None:
-        lora = lora_parameters(recipe.finetune.lora, teacher)
-        flops = _finetune_flops(teacher, layers, rows, lora)
-        finetune = stage(recipe.finetune, lora, flops, _finetune_activations(teacher, layers, kv_bytes_per_element))
+        trained = finetuned_parameters(recipe.finetune, teacher, new)
+        flops = _finetune_flops(recipe.finetune, teacher, layers, rows)
+        finetune = stage(recipe.finetune, trained, flops, _finetune_activations(teacher, layers, kv_bytes_per_element))
     controls: int | None = 0
     if finetune is not None and recipe.evaluation.trained_controls:
         controls = None if finetune.flops is None else 2 * finetune.flops
@@ -139,6 +139,14 @@ def teacher_parameters(teacher: TeacherShape) -> int:
     projections, rest = _ARCHITECTURES[teacher.model_type]
     attention = sum(inputs * outputs for inputs, outputs in projections(teacher).values())
     return teacher.num_layers * attention + rest(teacher)
+
+
+def finetuned_parameters(config: FinetuneConfig, teacher: TeacherShape, mixers: int) -> int:
+    """What trains in the fine-tuning of a student whose mixers have that many parameters."""
+    if config.all_weights:
+        return teacher_parameters(teacher) + mixers
+    adapters = 0 if config.lora is None else lora_parameters(config.lora, teacher)
+    return adapters + (mixers if config.mixers else 0)
 
 
 def lora_parameters(lora: LoRAConfig, teacher: TeacherShape) -> int:
@@ -215,11 +223,16 @@ def _transfer_flops(teacher: TeacherShape, layers: LayerPlan, sequence_length: i
     return _model_flops(teacher) + softmax + 3 * mixers
 
 
-def _finetune_flops(teacher: TeacherShape, layers: LayerPlan, sequence_length: int, lora: int) -> int:
-    """Per token: 4 per frozen weight (forward, and back to its input), 6 per LoRA weight, each layer's attention 3x."""
+def _finetune_flops(config: FinetuneConfig, teacher: TeacherShape, layers: LayerPlan, sequence_length: int) -> int:
+    """Per token: 4 per weight (forward, and back to its input), 6 where it trains, each layer's attention 3x, its
+    mixer's own weights among it; and the teacher forward, where its outputs are learned.
+    """
     softmax = softmax_flops(teacher, sequence_length // 2)
     attention = sum(softmax if mixer is None else mixer_flops(mixer, teacher, sequence_length) for mixer in layers)
-    return 2 * _model_flops(teacher) + 6 * lora + 3 * attention
+    adapters = 0 if config.lora is None else lora_parameters(config.lora, teacher)
+    weights = (3 if config.all_weights else 2) * _model_flops(teacher) + 6 * adapters
+    outputs = _model_flops(teacher) + teacher.num_layers * softmax if config.loss.needs_teacher else 0
+    return weights + 3 * attention + outputs
 
 
 def _layer_activations(teacher: TeacherShape, bytes_per_element: int) -> int:
