@@ -90,7 +90,8 @@ def _results(runs: Sequence[RunFiles]) -> Table:
                     plain(config.get("lr")),
                     duration(result["seconds"]),
                     loss(first),
-                    f"{loss(best)} ({share(best / first - 1, 1)})",
+                    # A teacher that learns its own outputs starts with a loss of 0.
+                    f"{loss(best)} ({share(best / first - 1, 1)})" if first else loss(best),
                 ]
             )
     columns = ["stage", "steps", "training tokens", "learning rate", "time", "held-out loss before", "best"]
