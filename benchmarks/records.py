@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 # What times depend on.
-ENVIRONMENT = ("GLIBC_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_", "OMP_", "THP_", "TORCH")
+ENVIRONMENT = ("GLIBC_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_", "OMP_", "THP_")
 
 
 def write_results(arguments: argparse.Namespace, load: Sequence[float], **results: Any) -> None:

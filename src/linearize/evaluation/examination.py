@@ -87,7 +87,7 @@ def examine(
         rows: packed held-out rows, of which `config.examined_tokens` tokens are read.
         window_size: what counts as "beyond the window".
     """
-    rows = SomeRows.first(rows, config.examined_tokens)
+    rows = SomeRows.spread(rows, config.examined_tokens)
     opened = {candidate.name: candidate for candidate in candidates}
     samples: dict[str, Any] = {"samples": config.bootstrap_samples, "seed": seed}
     agreement = generations = tasks = None

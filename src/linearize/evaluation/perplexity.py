@@ -45,10 +45,12 @@ class SomeRows:
     labels: Int[Tensor, "N L"]
 
     @classmethod
-    def first(cls, rows: Rows, max_tokens: int) -> SomeRows:
-        """As many of the first rows as hold `max_tokens` tokens together; two at least, which an interval needs."""
-        count = max(2, max_tokens // rows.input_ids.shape[1])
-        return cls(rows.input_ids[:count], rows.position_ids[:count], rows.labels[:count])
+    def spread(cls, rows: Rows, max_tokens: int) -> SomeRows:
+        """As many rows as hold `max_tokens` tokens together, evenly spaced; at least two, which an interval needs."""
+        number = len(rows.input_ids)
+        count = min(number, max(2, max_tokens // rows.input_ids.shape[1]))
+        index = torch.linspace(0, number - 1, count).round().long()
+        return cls(rows.input_ids[index], rows.position_ids[index], rows.labels[index])
 
 
 @dataclass(frozen=True)
