@@ -10,7 +10,7 @@ import yaml
 from linearize.report import RunFiles, load_run, model_card
 from tests.report import sample
 
-COPIES = Path(__file__).parents[2] / "experiments" / "lolcats" / "pycode-5m"
+COPIES = Path(__file__).parent / "measured" / "pycode-5m"
 
 
 def test_a_card_has_front_matter_results_findings_limits_and_the_recipe(tmp_path: Path) -> None:

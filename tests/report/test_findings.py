@@ -14,7 +14,7 @@ from linearize.report.numbers import THIN
 from tests.report.sample import interval
 
 Read = Callable[..., RunFiles]
-COPIES = Path(__file__).parents[2] / "experiments" / "lolcats" / "pycode-5m"
+COPIES = Path(__file__).parent / "measured" / "pycode-5m"
 
 
 def compared(other: str, mean: float, half: float) -> list[dict[str, Any]]:
@@ -22,7 +22,7 @@ def compared(other: str, mean: float, half: float) -> list[dict[str, Any]]:
 
 
 def test_the_verdict_on_a_measured_run() -> None:
-    """From committed results."""
+    """Of a real run, in the layout of copied files."""
     found = verdict(load_run(COPIES))
     assert [finding.kind for finding in found] == ["win", "loss", "loss", "win"]
     assert ["".join(finding.lead) for finding in found] == [

@@ -11,7 +11,7 @@ from linearize.errors import UserError
 from linearize.report.load import load_run, load_runs
 from tests.report import sample
 
-COPIES = Path(__file__).parents[2] / "experiments" / "lolcats" / "pycode-5m"
+COPIES = Path(__file__).parent / "measured" / "pycode-5m"
 
 
 def test_a_run_folder_is_read_with_the_curves_of_its_stages(tmp_path: Path) -> None:

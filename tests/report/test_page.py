@@ -16,7 +16,7 @@ from linearize.report import RunFiles, write_report
 from linearize.report.page import clean, numeric, render, rich
 from tests.report import sample
 
-COPIES = Path(__file__).parents[2] / "experiments" / "lolcats" / "pycode-5m"
+COPIES = Path(__file__).parent / "measured" / "pycode-5m"
 FEW = dict.fromkeys(["agreement", "fidelity", "generations", "path_usage", "positions", "retrieval", "speed", "tasks"])
 TITLES = (
     "Recipe and plan",
