@@ -56,6 +56,7 @@ def open_page(chromium: Any, files: dict[str, Path]) -> Iterator[Callable[..., O
 
     def open_(name: str = "one", width: int = 1200, **options: Any) -> Opened:
         context = chromium.new_context(viewport={"width": width, "height": 900}, offline=True, **options)
+        context.set_default_timeout(120_000)  # a busy machine is no fault of the page
         contexts.append(context)
         opened = Opened(context.new_page())
         url = files[name].as_uri()

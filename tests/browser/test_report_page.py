@@ -33,7 +33,7 @@ def is_dark(page: Any) -> bool:
 
 def eventually(page: Any, expression: str) -> None:
     """Wait until it holds. Playwright's own wait evaluates strings within the page, which the page's policy forbids."""
-    for _ in range(100):
+    for _ in range(600):
         if page.evaluate(expression):
             return
         page.wait_for_timeout(50)
