@@ -76,6 +76,7 @@ def test_the_theme_is_the_systems_until_chosen_and_then_remembered(open_page: Op
     assert is_dark(page) is not dark
     after = page.evaluate(heat), page.evaluate(ink)
     assert before[0] != after[0] and before[1] != after[1]
+    page.wait_for_timeout(1000)  # chromium writes its storage some time later
     page.reload()
     assert is_dark(page) is not dark
     page.get_by_role("button", name="Dark theme" if dark else "Light theme").click()
