@@ -79,7 +79,7 @@ def run(
     model: Model,
     output_dir: OutputDir,
     dataset: Text = None,
-    until: Annotated[str, typer.Option(help="last stage to run: transfer, finetune or evaluate")] = "evaluate",
+    until: Annotated[str, typer.Option(help="last stage to run: transfer, adapt, finetune or evaluate")] = "evaluate",
     set_: Set = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -90,6 +90,7 @@ def run(
     from linearize import pipeline
     from linearize.config import Recipe, parse_overrides
     from linearize.errors import UserError
+    from linearize.runs import Run
 
     if until not in pipeline.STAGES:
         raise UserError(f"--until: expected one of {', '.join(pipeline.STAGES)}; found {until!r}")
@@ -99,7 +100,7 @@ def run(
     if seed is not None:
         overrides["seed"] = seed
     where = _device(device)
-    job = pipeline.Run(Recipe.load(recipe, overrides), model, output_dir, _dtype(dtype, where), where)
+    job = Run(Recipe.load(recipe, overrides), model, output_dir, _dtype(dtype, where), where)
     card = pipeline.run(job, until=until, command=_command())
     if card is not None:
         _show(card.to_json() if as_json else card.render(), as_json)
@@ -127,13 +128,13 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure a linearized model beside its teacher and controls: held-out text, generations, recall, heads, speed."""
-    from linearize import pipeline
+    from linearize import measuring, runs
     from linearize.config import parse_overrides
 
     where, overrides = _device(device), parse_overrides(set_ or [])
     given = {"evaluation.tasks": tasks, "evaluation.shots": shots, "evaluation.task_limit": limit}
     overrides |= {field: value for field, value in given.items() if value is not None}
-    card = pipeline.evaluate(
+    card = measuring.evaluate(
         model,
         teacher=teacher,
         dataset=dataset,
@@ -143,8 +144,8 @@ def evaluate(
         command=_command(),
     )
     if output is not None:
-        pipeline.write_json(output, card.to_json())
-        pipeline.write_text(output.with_suffix(".md"), card.to_markdown())
+        runs.write_json(output, card.to_json())
+        runs.write_text(output.with_suffix(".md"), card.to_markdown())
     _show(card.to_json() if as_json else card.render(), as_json)
 
 
@@ -175,10 +176,10 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time prefill and generation of a linearized model and its teacher, taking turns, and weigh their caches."""
-    from linearize import pipeline
+    from linearize import measuring
 
     where = _device(device)
-    found = pipeline.bench(
+    found = measuring.bench(
         model,
         teacher=teacher,
         batch_sizes=batch_sizes or [1],

@@ -273,7 +273,10 @@ BAD_RUNS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
     "wrong type": (lambda _: ["--set", "transfer.lr=fast"], "recipe field transfer.lr: .*; found 'fast'"),
     "no assignment": (lambda _: ["--set", "transfer.lr"], "--set: expected field=value, found 'transfer.lr'"),
     "seed": (lambda _: ["--seed", -1], "recipe field seed: .*; found -1"),
-    "until": (lambda _: ["--until", "end"], "--until: expected one of transfer, finetune, evaluate; found 'end'"),
+    "until": (
+        lambda _: ["--until", "end"],
+        "--until: expected one of transfer, adapt, finetune, evaluate; found 'end'",
+    ),
     "dtype": (lambda _: ["--dtype", "int8"], "--dtype: expected auto or one of float32, .*; found 'int8'"),
     "device": (lambda _: ["--device", "abacus"], "--device: expected a device of this machine, found 'abacus': "),
     "no model": (lambda tmp: ["--model", tmp / "none"], "model: expected a model folder, found nothing at '.*none'"),

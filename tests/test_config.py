@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from linearize.config import Plateau, Recipe, parse_overrides, recipe_names, resolve
+from linearize.config import Recipe, parse_overrides, recipe_names, resolve
 from linearize.errors import UserError
+from linearize.layers import KeepListed
 from linearize.parts import (
     Add,
     DeltaUpdate,
@@ -22,6 +23,7 @@ from linearize.parts import (
     TerracedSpan,
     WindowOnly,
 )
+from linearize.stages import Plateau
 from linearize.teacher import TeacherShape
 
 FOUR_LAYERS = TeacherShape(
@@ -98,7 +100,7 @@ def test_overrides_are_read_as_yaml() -> None:
     assert recipe.finetune.lora.rank == 8, "what is not named stays"
     assert recipe.transfer is None
     assert recipe.data.dataset == "text=1.txt"
-    assert recipe.layers.keep_softmax == (0, -1)
+    assert recipe.layers.keep_softmax == KeepListed(layers=(0, -1))
 
 
 def test_every_part_of_a_mixer_can_be_chosen() -> None:

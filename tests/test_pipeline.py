@@ -18,12 +18,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import linearize
-from linearize import pipeline
+from linearize import runs
 from linearize.config import Recipe
 from linearize.errors import UserError
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.report_card import ReportCard
-from linearize.pipeline import Run, evaluate, run
+from linearize.measuring import evaluate
+from linearize.pipeline import run
+from linearize.runs import Run
 from linearize.training import loop
 from tests import tiny
 
@@ -339,15 +341,15 @@ def test_a_claim_that_was_killed_is_taken_up(
             replace(self, target)
         raise Interrupted
 
-    dataset = pipeline.load_dataset(*tiny.data_arguments(finished))
+    dataset = runs.load_dataset(*tiny.data_arguments(finished))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
         patch.setattr(Path, "unlink", lambda self, missing_ok: None)  # nothing is cleaned up after a kill
         with pytest.raises(Interrupted):
-            pipeline.claim(begun, dataset)
+            runs.claim(begun, dataset)
     assert names(begun.folder)
-    pipeline.check_output(begun)
-    pipeline.claim(begun, dataset)
+    runs.check_output(begun)
+    runs.claim(begun, dataset)
     assert names(begun.folder) <= {"recipe.yaml", "run.json", ".run.json.incomplete"}
     for name in ("recipe.yaml", "run.json"):
         assert (begun.folder / name).read_bytes() == (finished.folder / name).read_bytes()
@@ -363,5 +365,5 @@ def test_a_full_disk_leaves_no_half_file(finished: Run, tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "write_text", full)
     begun = dataclasses.replace(finished, folder=tmp_path / "run")
     with pytest.raises(UserError, match=f"^{begun.folder}: the disk is full"):
-        pipeline.claim(begun, pipeline.load_dataset(*tiny.data_arguments(finished)))
+        runs.claim(begun, runs.load_dataset(*tiny.data_arguments(finished)))
     assert contents(begun.folder) == {}

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from linearize import config
+from linearize import stages
 from linearize.config import LayerPlan, Recipe, parse_overrides, resolve
 from linearize.hf.classes import projections
 from linearize.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render, teacher_parameters
@@ -70,34 +70,34 @@ def test_parameters_of_the_models_themselves(model_type: str, tied: bool) -> Non
     assert teacher_parameters(teacher) == model.num_parameters()
     for targets in (("q",), ("v", "o")):
         adapted = projections(model, targets).values()
-        lora = config.LoRAConfig(rank=3, targets=targets)
+        lora = stages.LoRAConfig(rank=3, targets=targets)
         assert lora_parameters(lora, teacher) == 3 * sum(sum(module.weight.shape) for module in adapted)
 
 
 def test_lora_on_llama_3_8b() -> None:
     # Rank 8: q and o 8 x (4096 + 4096), k and v 8 x (4096 + 1024), in 32 layers.
-    lora = config.LoRAConfig()
+    lora = stages.LoRAConfig()
     assert lora_parameters(lora, LLAMA_3_8B) == 32 * 8 * (2 * 8192 + 2 * 5120) == 6_815_744
-    assert lora_parameters(config.LoRAConfig(rank=4, targets=("k",)), LLAMA_3_8B) == 32 * 4 * 5120
+    assert lora_parameters(stages.LoRAConfig(rank=4, targets=("k",)), LLAMA_3_8B) == 32 * 4 * 5120
 
 
 def test_what_fine_tuning_trains() -> None:
-    lora, mixers, weights = lora_parameters(config.LoRAConfig(), GPT2), 1000, teacher_parameters(GPT2)
+    lora, mixers, weights = lora_parameters(stages.LoRAConfig(), GPT2), 1000, teacher_parameters(GPT2)
     for fields, expected in (
         ({}, lora),
         ({"mixers": True}, lora + mixers),
         ({"mixers": True, "lora": None}, mixers),
         ({"all_weights": True, "lora": None}, weights + mixers),
     ):
-        assert finetuned_parameters(config.FinetuneConfig(**fields), GPT2, mixers) == expected
+        assert finetuned_parameters(stages.FinetuneConfig(**fields), GPT2, mixers) == expected
 
 
 def test_lora_on_a_fused_projection_counts_it_once() -> None:
     # c_attn 768 -> 2304, c_proj 768 -> 768.
-    assert lora_parameters(config.LoRAConfig(), GPT2) == 12 * 8 * (768 + 2304 + 768 + 768)
+    assert lora_parameters(stages.LoRAConfig(), GPT2) == 12 * 8 * (768 + 2304 + 768 + 768)
     for targets in (("q",), ("k", "v"), ("q", "k", "v")):
-        assert lora_parameters(config.LoRAConfig(targets=targets), GPT2) == 12 * 8 * (768 + 2304)
-    assert lora_parameters(config.LoRAConfig(targets=("o",)), GPT2) == 12 * 8 * (768 + 768)
+        assert lora_parameters(stages.LoRAConfig(targets=targets), GPT2) == 12 * 8 * (768 + 2304)
+    assert lora_parameters(stages.LoRAConfig(targets=("o",)), GPT2) == 12 * 8 * (768 + 768)
 
 
 # --- state against cache ----------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from linearize.config import Recipe
 from linearize.evaluation import report_card
 from linearize.hf.checkpoint import load_tokenizer, read_config
-from linearize.pipeline import Run, run
+from linearize.pipeline import run
+from linearize.runs import Run
 from linearize.teacher import TeacherShape
 from linearize.training.data import PackedRows
 from tests.training.byte_tokenizer import byte_tokenizer
@@ -131,7 +132,7 @@ def untimed_metrics(stage: Path) -> list[dict[str, Any]]:
 
 
 def data_arguments(of: Run) -> tuple[Recipe, Any, TeacherShape]:
-    """What `pipeline.load_dataset` takes to make the data of a run."""
+    """What `runs.load_dataset` takes to make the data of a run."""
     return of.recipe, load_tokenizer(of.model), TeacherShape.from_config(read_config(of.model))
 
 

@@ -8,146 +8,22 @@ student's ``config.json``.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from linearize.errors import UserError
+from linearize.layers import KeepByTransferError, LayersConfig
 from linearize.part import Part
 from linearize.parts import MixerConfig
+from linearize.stages import FinetuneConfig, TransferConfig
 from linearize.teacher import TeacherShape
 
 FORMAT_VERSION = 1
-
-
-# --- stages and data --------------------------------------------------------------------------------------------------
-
-
-class Plateau(Part):
-    """Multiply the learning rate by `factor` after `patience` evaluations without improvement."""
-
-    type: Literal["plateau"] = "plateau"
-    factor: float = Field(default=0.1, gt=0, lt=1)
-    patience: PositiveInt = 10
-    min_lr: float = Field(default=1e-5, ge=0)
-
-
-class Cosine(Part):
-    """Linear warm-up, then a cosine from the learning rate down to `min_lr` over the stage."""
-
-    type: Literal["cosine"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0)
-    min_lr: float = Field(default=0.0, ge=0)
-
-
-class Constant(Part):
-    """Linear warm-up, then the learning rate as it is."""
-
-    type: Literal["constant"] = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
-
-
-Schedule = Annotated[Plateau | Cosine | Constant, Field(discriminator="type")]
-
-
-class TrainConfig(Part):
-    """What every training stage has in common; the loop reads nothing else."""
-
-    lr: float = Field(gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    epochs: PositiveInt = 2
-    max_tokens: PositiveInt | None = Field(default=None, description="stop after this many training tokens, if sooner")
-    batch_size: PositiveInt = Field(default=8, description="sequences per optimizer step")
-    micro_batch_size: PositiveInt | None = Field(
-        default=None, description="sequences per forward pass; batch_size if null"
-    )
-    clip_norm: float | None = Field(default=1.0, gt=0, description="gradient norm clip; null for none")
-    schedule: Schedule = Plateau()
-    eval_every: PositiveInt = Field(default=100, description="optimizer steps between evaluations (and checkpoints)")
-    early_stopping: PositiveInt | None = Field(
-        default=None, description="stop after this many evaluations without improvement; null to never stop early"
-    )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> TrainConfig:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must lie in [0, 1); got {list(self.betas)}")
-        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"batch_size ({self.batch_size}) must be a multiple of micro_batch_size ({self.micro_batch_size})"
-            )
-        return self
-
-
-class TransferConfig(TrainConfig):
-    """Stage 1, attention transfer: mixers learn to match softmax attention outputs (LoLCATs eq. 4, App. A.1)."""
-
-    lr: float = Field(default=1e-2, gt=0)
-    output_mse: float = Field(default=1000.0, gt=0, description="weight of the output MSE")
-
-
-class LoRAConfig(Part):
-    """Low-rank adapters on the attention projections; `targets` are roles, found by name in each architecture."""
-
-    rank: PositiveInt = 8
-    alpha: float = Field(default=16.0, gt=0)
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    targets: tuple[Literal["q", "k", "v", "o"], ...] = ("q", "k", "v", "o")
-
-    @model_validator(mode="after")
-    def _some(self) -> LoRAConfig:
-        if not self.targets:
-            raise ValueError("targets is empty; name at least one of q, k, v, o")
-        return self
-
-
-class LossConfig(Part):
-    """What fine-tuning minimises: a weighted sum, every term a mean over the labels."""
-
-    next_token: float = Field(default=1.0, ge=0, description="cross-entropy of the next token")
-    kl: float = Field(default=0.0, ge=0, description="KL(teacher || student) of the next-token distributions")
-    reverse_kl: float = Field(default=0.0, ge=0, description="KL(student || teacher)")
-    top_k: PositiveInt | None = Field(
-        default=None, description="compare the teacher's k likeliest tokens, and all others as one; null: all tokens"
-    )
-
-    @model_validator(mode="after")
-    def _something(self) -> LossConfig:
-        if not self.next_token + self.kl + self.reverse_kl:
-            raise ValueError("every weight is 0; set one of next_token, kl, reverse_kl")
-        if self.top_k is not None and not self.needs_teacher:
-            raise ValueError("top_k is of kl and reverse_kl, whose weights are 0")
-        return self
-
-    @property
-    def needs_teacher(self) -> bool:
-        return self.kl + self.reverse_kl > 0
-
-
-class FinetuneConfig(TrainConfig):
-    """A stage on the whole model's outputs: which weights train, on which loss.
-
-    LoRA on the attention projections, as LoLCATs' second stage; with `mixers` what attention transfer trains as well,
-    or alone; `all_weights` for uptraining.
-    """
-
-    lr: float = Field(default=1e-4, gt=0)
-    lora: LoRAConfig | None = LoRAConfig()
-    mixers: bool = Field(default=False, description="feature maps, gates and mix train too")
-    all_weights: bool = Field(default=False, description="every weight of the model trains, mixers included")
-    loss: LossConfig = LossConfig()
-
-    @model_validator(mode="after")
-    def _trains_something(self) -> FinetuneConfig:
-        if self.all_weights and (self.lora is not None or self.mixers):
-            raise ValueError("all_weights trains everything; set lora=null and mixers=false")
-        if not (self.all_weights or self.mixers or self.lora is not None):
-            raise ValueError("nothing trains; set lora, mixers or all_weights")
-        return self
 
 
 class DataConfig(Part):
@@ -157,14 +33,24 @@ class DataConfig(Part):
     validation_dataset: str | None = Field(
         default=None, description="held-out text from a source of its own, instead of a share of `dataset`"
     )
-    format: Literal["auto", "text", "alpaca", "chat"] = Field(
+    format: Literal["auto", "text", "alpaca", "chat", "samsum"] = Field(
         default="auto",
-        description="auto: `messages` -> chat, `instruction` and `output` -> alpaca, else the text column",
+        description="auto: `messages` -> chat, `instruction` and `output` -> alpaca, `dialogue` and `summary` -> "
+        "samsum, else the text column",
     )
     text_column: str = "text"
     split: str = Field(default="train", description="the split of a hub dataset")
+    subset: str | None = Field(default=None, description="the configuration of a hub dataset, e.g. sample-10BT")
     sequence_length: int = Field(default=1024, ge=2, description="tokens per packed row")
     max_documents: PositiveInt | None = Field(default=None, description="read at most this many documents")
+    max_tokens: PositiveInt | None = Field(
+        default=None, description="stop reading at this many tokens; what a stream of pre-training text needs"
+    )
+    min_document_tokens: PositiveInt = Field(default=1, description="leave shorter documents out")
+    top_esl: PositiveInt | None = Field(
+        default=None,
+        description="train on this many documents, those of the largest effective sequence length (LoLCATs eq. 9)",
+    )
     validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="share of the documents held out")
     validation_rows: PositiveInt = Field(default=64, description="at most this many packed held-out rows")
 
@@ -193,29 +79,37 @@ class EvaluationConfig(Part):
     task_limit: PositiveInt | None = Field(default=None, description="only the first questions of every task")
 
 
-class LayersConfig(Part):
-    """Which layers are linearized."""
-
-    keep_softmax: tuple[int, ...] = Field(
-        default=(), description="layer indices that stay softmax; negative from the end"
-    )
-    convert_sliding: bool = Field(
-        default=False, description="also convert layers whose teacher attention slides already"
-    )
-
-
 class Recipe(Part):
-    """A method, as data: which mixer, on which layers, trained how."""
+    """A method, as data: which mixer, on which layers, trained how.
+
+    Stages, each of which may be left out (null): `transfer` to the mixers, `adapt` of new weights to the model's
+    outputs (the first of SUPRA's two steps), and `finetune`.
+    """
 
     name: str
     description: str = ""
+    weights: Literal["pretrained", "random"] = Field(
+        default="pretrained", description="random: a new model of the teacher's shape, trained from scratch"
+    )
     mixer: MixerConfig = MixerConfig()
     layers: LayersConfig = LayersConfig()
     transfer: TransferConfig | None = TransferConfig()
+    adapt: FinetuneConfig | None = None
     finetune: FinetuneConfig | None = FinetuneConfig()
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Recipe:
+        if isinstance(self.layers.keep_softmax, KeepByTransferError) and self.transfer is None:
+            raise ValueError("layers.keep_softmax `transfer_error` needs a transfer stage, which is null")
+        if self.weights == "random":
+            if self.transfer is not None:
+                raise ValueError("weights `random` have no attention to transfer from: set transfer=null")
+            if any(stage is not None and stage.loss.needs_teacher for stage in (self.adapt, self.finetune)):
+                raise ValueError("weights `random` have no outputs to learn from: set loss.kl and loss.reverse_kl to 0")
+        return self
 
     @classmethod
     def load(cls, name_or_path: str, overrides: dict[str, Any] | None = None) -> Recipe:
@@ -325,21 +219,18 @@ def _one_line(error: ValidationError, data: Any) -> str:
 LayerPlan = tuple[MixerConfig | None, ...]
 
 
-def resolve(recipe: Recipe, teacher: TeacherShape) -> LayerPlan:
+def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | None = None) -> LayerPlan:
     """One complete `MixerConfig`, or None for a layer that stays softmax, per layer of the teacher.
+
+    Args:
+        errors: each layer's transfer error, where the layers to keep are chosen by it; None before it is measured,
+            when all are converted.
 
     Raises:
         UserError: a layer index the teacher does not have, nothing left to convert, or a size that makes no sense for
             these layers.
     """
-    kept = set()
-    for index in recipe.layers.keep_softmax:
-        if not -teacher.num_layers <= index < teacher.num_layers:
-            raise UserError(
-                f"layers.keep_softmax: expected indices from {-teacher.num_layers} to {teacher.num_layers - 1}, "
-                f"found {index}"
-            )
-        kept.add(index % teacher.num_layers)
+    kept = recipe.layers.keep_softmax.kept(teacher.num_layers, errors)
     if not recipe.layers.convert_sliding:
         kept |= set(teacher.sliding_layers)
     if len(kept) == teacher.num_layers:

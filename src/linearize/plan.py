@@ -13,8 +13,9 @@ from typing import Any
 
 from rich.table import Table
 
-from linearize.config import FinetuneConfig, LayerPlan, LoRAConfig, Recipe, TrainConfig
+from linearize.config import LayerPlan, Recipe
 from linearize.costs import FP32, mixer_activations, mixer_flops, new_parameters, softmax_flops, state_bytes
+from linearize.stages import FinetuneConfig, LoRAConfig, TrainConfig
 from linearize.teacher import TeacherShape
 
 # In memory: a trained parameter, its gradient and AdamW's two moments. On disk: its latest and best value, the moments.

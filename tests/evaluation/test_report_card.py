@@ -127,7 +127,7 @@ def test_losses_and_shares_are_the_known_ones() -> None:
     assert worse.overall.mean == pytest.approx(difference, abs=1e-4)
     assert worse.words.startswith(f"The student is worse than the teacher: {difference:.3f} nats per token more")
     assert better.overall.mean < 0
-    assert better.words.startswith("The student is better than the window only + LoRA: ")
+    assert better.words.startswith("The student is better than the window only, finetuned: ")
     for comparison in (worse, better):
         assert comparison.beyond.mean / comparison.overall.mean == pytest.approx(
             (LENGTH - 1) / (near + again), abs=1e-3

@@ -13,12 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
-from linearize.config import FinetuneConfig, LossConfig
 from linearize.errors import UserError
+from linearize.stages import FinetuneConfig, LossConfig
 from linearize.training.data import PackedRows
 from linearize.training.finetune import OutputObjective, finetune, load_finetuned
-from linearize.training.loop import TrainResult
+from linearize.training.loop import Step, TrainResult
 from tests import tiny
+
+STEP = Step(0, 1, 0)
 
 TOLERANCE = 1e-10
 ROUNDING = 2e-6  # transformers computes the loss in fp32 whatever the model's dtype
@@ -134,8 +136,8 @@ def test_only_adapters_have_gradients(monkeypatch: pytest.MonkeyPatch, tmp_path:
     with_gradient = set()
     original = OutputObjective.backward
 
-    def backward(self: OutputObjective, micro_batches: list[PackedRows]) -> dict[str, float]:
-        losses = original(self, micro_batches)
+    def backward(self: OutputObjective, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+        losses = original(self, micro_batches, step)
         with_gradient.update(name for name, p in student.named_parameters() if p.grad is not None)
         return losses
 
@@ -200,7 +202,7 @@ def uneven() -> PackedRows:
 def gradients(micro_batches: list[PackedRows]) -> tuple[float, list[Tensor]]:
     model = linearize.convert(tiny.llama().double(), tiny.recipe())
     objective = OutputObjective(model, config())
-    loss = objective.backward(micro_batches)["model"]
+    loss = objective.backward(micro_batches, STEP)["model"]
     return loss, [p.grad for p in model.parameters() if p.grad is not None]
 
 
@@ -231,7 +233,7 @@ def test_held_out_losses_are_without_dropout() -> None:
     with torch.no_grad():
         expected = next_token_loss(model.eval(), VALIDATION).item()
     objective = OutputObjective(model, config(micro_batch_size=1))
-    assert abs(objective.backward([VALIDATION])["model"] - expected) > 1e-3  # training is with it
+    assert abs(objective.backward([VALIDATION], STEP)["model"] - expected) > 1e-3  # training is with it
     assert abs(objective.evaluate(VALIDATION)["model"] - expected) < ROUNDING
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.config import LossConfig
+from linearize.stages import LossConfig
 from linearize.training import losses
 from linearize.training.losses import output_losses
 from tests.probes import LargestTensor

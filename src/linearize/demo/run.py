@@ -12,7 +12,8 @@ from rich.text import Text
 from linearize.config import Recipe
 from linearize.demo.corpus import standard_library_texts, teacher_path
 from linearize.hf.checkpoint import load_model, load_tokenizer
-from linearize.pipeline import Run, run
+from linearize.pipeline import run
+from linearize.runs import Run
 from linearize.training.data import dataset_from_documents
 
 PROMPT = "def read_config(path):\n"

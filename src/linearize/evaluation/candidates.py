@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 BATCH_SIZE = 4  # rows per forward pass
 LABELS = {
     "teacher": "teacher",
-    "teacher_lora": "teacher + LoRA",
+    "teacher_lora": "teacher, finetuned",
     "swapped": "student, untrained",
     "transferred": "student after transfer",
     "student": "student",
     "ablated": "student, no linear part",
     "window": "window only, untrained",
     "window_sinks": "window + sinks, untrained",
-    "window_lora": "window only + LoRA",
+    "window_lora": "window only, finetuned",
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
@@ -66,6 +66,19 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> PreTr
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model {model}: expected readable weights; {reason}") from None
     return loaded.to(device).eval()
+
+
+def new_model(model: str, *, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
+    """A causal language model of the shape of another, with random weights; the weights of `model` are not read.
+
+    Raises:
+        UserError: no such model.
+    """
+    read_config(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        made: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
+    return made.to(device, dtype).eval()
 
 
 def load_tokenizer(model: str) -> Tokenizer:

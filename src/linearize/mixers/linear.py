@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,19 @@ from linearize.ops.state import expand_heads
 from linearize.parts import MixerConfig
 from linearize.teacher import LayerShape
 
+
+@dataclass
+class WindowDropout:
+    """Hides the window of this share of sequences from their queries, as long as they have keys below it."""
+
+    rate: float
+    generator: torch.Generator
+
+    def draw(self, batch: int) -> Bool[Tensor, " B"]:
+        """Which sequences go without their window this time; drawn on the CPU, the same on every device."""
+        return torch.rand(batch, generator=self.generator) < self.rate
+
+
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
 
 
@@ -67,6 +80,7 @@ class LinearMixer(nn.Module):
                 self.delta = DeltaRule(config.update, shape, self.state_heads)
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
+        self.window_dropout: WindowDropout | None = None
 
     def reset_parameters(self) -> None:
         """Initialise every parameter as the config says."""
@@ -268,7 +282,11 @@ class LinearMixer(nn.Module):
         def normalize(partial: Partial) -> Tensor:
             return self.normalizer(partial, inputs, least)
 
-        return self.combine(window, linear, normalize, has_linear).to(inputs.v.dtype)
+        y = self.combine(window, linear, normalize, has_linear)
+        if self.window_dropout is not None and window is not None and linear is not None:
+            hidden = self.window_dropout.draw(len(y)).to(y.device)[:, None] & has_linear
+            y = torch.where(hidden[:, None, :, None], normalize(linear), y)
+        return y.to(inputs.v.dtype)
 
     def _has_linear(self, position: Int[Tensor, "#B T"]) -> Bool[Tensor, "#B T"]:
         return (self.span.lo(position) > self.span.sinks) & (position >= 0)

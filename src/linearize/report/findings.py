@@ -18,7 +18,7 @@ from linearize.report.numbers import THIN, count, milliseconds, number, percent,
 Kind = Literal["win", "loss", "open"]
 _REFERENCES = {
     "teacher": ("its teacher", ""),
-    "window_lora": ("the window-only control", " (same LoRA, no linear part)"),
+    "window_lora": ("the window-only control", " (finetuned alike, no linear part)"),
     "ablated": ("itself with the linear part switched off", ""),
 }
 

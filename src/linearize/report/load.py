@@ -15,7 +15,7 @@ from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.perplexity import Interval
 from linearize.report.numbers import Number
 
-STAGES = ("transfer", "finetune", "controls/window_lora", "controls/teacher_lora")
+STAGES = ("transfer", "adapt", "finetune", "controls/window_lora", "controls/teacher_lora")
 _POINTS = 300  # of a training curve; longer ones are averaged over neighbours, which the page says
 
 

@@ -7,6 +7,7 @@ graph is freed. Peak memory is that of inference plus one layer, and no T x T ma
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.config import TransferConfig
 from linearize.errors import UserError
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.mixers import AttnInputs
 from linearize.ops import Layout
+from linearize.stages import TransferConfig
+from linearize.training.bypass import dropped_windows
 from linearize.training.data import PackedRows
-from linearize.training.loop import TrainResult, Unit, load_trained, train
+from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 
 
 def attention_transfer(
@@ -44,6 +46,20 @@ def attention_transfer(
     return train(
         objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title="attention transfer"
     )
+
+
+def transfer_errors(output_dir: Path, num_layers: int) -> list[float]:
+    """Each layer's held-out loss after a finished stage; 0 for layers that were not trained."""
+    result = json.loads((output_dir / "result.json").read_text(encoding="utf-8"))
+    errors = [0.0] * num_layers
+    for name, loss in result["best_loss"].items():
+        errors[layer_index(name)] = loss
+    return errors
+
+
+def layer_index(name: str) -> int:
+    """Which layer a module is in, by its name: the one number in it."""
+    return int(next(part for part in name.split(".") if part.isdigit()))
 
 
 def load_transferred(student: PreTrainedModel, config: TransferConfig, output_dir: Path) -> None:
@@ -73,9 +89,10 @@ class TransferObjective:
             raise UserError("transfer: expected mixers that learn, found none with parameters; set transfer=null")
         self.units: Sequence[Unit] = units
 
-    def backward(self, micro_batches: list[PackedRows]) -> dict[str, float]:
+    def backward(self, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
         """Gradients of the mean loss over the rows, layer by layer while the model runs forward."""
-        return self._losses(micro_batches, learn=True)
+        with dropped_windows(self._student, self._config, step):
+            return self._losses(micro_batches, learn=True)
 
     def evaluate(self, rows: PackedRows) -> dict[str, float]:
         """The held-out loss of each layer."""

@@ -13,12 +13,13 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearize.config import FinetuneConfig, LoRAConfig
 from linearize.errors import UserError
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import projections
+from linearize.stages import FinetuneConfig, LoRAConfig
+from linearize.training.bypass import dropped_windows
 from linearize.training.data import PackedRows
-from linearize.training.loop import TrainResult, Unit, load_trained, train
+from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.losses import output_losses
 
 
@@ -141,10 +142,11 @@ class OutputObjective:
         self._model, self._config, self._teacher, self._autocast = model, config, teacher, autocast
         self.units: Sequence[Unit] = [_unit(model)]
 
-    def backward(self, micro_batches: list[PackedRows]) -> dict[str, float]:
+    def backward(self, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
         """Gradients of the mean loss over the rows' labels."""
         self._model.train()
-        return {"model": self._loss(micro_batches, learn=True)}
+        with dropped_windows(self._model, self._config, step):
+            return {"model": self._loss(micro_batches, learn=True)}
 
     def evaluate(self, rows: PackedRows) -> dict[str, float]:
         """The held-out loss."""

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from linearize.config import TrainConfig
 from linearize.errors import UserError
+from linearize.stages import TrainConfig
 from linearize.training.checkpoint import MetricsLog, StageFolder, restore_rng_state, rng_state, run_identity
 from linearize.training.data import PackedRows
 from linearize.training.schedules import build_schedule
@@ -32,6 +32,15 @@ class Unit:
     parameters: dict[str, nn.Parameter]
 
 
+@dataclass(frozen=True)
+class Step:
+    """Which optimizer step: the one that follows `number` others, of `total`, in a stage with this seed."""
+
+    number: int
+    total: int
+    seed: int
+
+
 @runtime_checkable
 class Objective(Protocol):
     """Losses, and the parameters that they train. Mixed precision and train / eval mode are its business."""
@@ -39,7 +48,7 @@ class Objective(Protocol):
     @property
     def units(self) -> Sequence[Unit]: ...
 
-    def backward(self, micro_batches: list[PackedRows]) -> dict[str, float]:
+    def backward(self, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
         """Add the gradients of the mean loss over one optimizer step's rows; the loss per unit."""
         ...
 
@@ -94,7 +103,7 @@ def train(
         return TrainResult(**finished[1])
 
     torch.manual_seed(seed)
-    run = _Run(objective, _Batches(train_rows, config, seed), validation_rows, config)
+    run = _Run(objective, _Batches(train_rows, config, seed), validation_rows, config, seed)
     checkpoint = stage.latest()
     if checkpoint is not None:
         run.load(*checkpoint)
@@ -131,7 +140,7 @@ def train(
 
 
 def load_trained(units: Sequence[Unit], output_dir: Path) -> None:
-    """Load what a finished stage trained into the parameters of `units`.
+    """Load what a finished stage trained into the parameters of `units`, which may be a part of it.
 
     Raises:
         UserError: the stage is missing, unfinished, or of other parameters.
@@ -140,8 +149,8 @@ def load_trained(units: Sequence[Unit], output_dir: Path) -> None:
     if not path.is_file():
         raise UserError(f"{output_dir}: expected a finished stage, found no trained.safetensors; run it to the end")
     tensors = load_file(path)
-    if tensors.keys() != parameters.keys():
-        raise UserError(f"{path}: expected the parameters of this model, found {len(tensors)} others")
+    if missing := parameters.keys() - tensors.keys():
+        raise UserError(f"{path}: expected the parameters of this model, found none for {min(missing)}")
     _copy_into(parameters, tensors)
 
 
@@ -238,9 +247,9 @@ class _Run:
     """A stage under way: its units, and how far it is."""
 
     def __init__(
-        self, objective: Objective, batches: _Batches, validation_rows: PackedRows, config: TrainConfig
+        self, objective: Objective, batches: _Batches, validation_rows: PackedRows, config: TrainConfig, seed: int
     ) -> None:
-        self._objective, self._validation_rows, self.batches = objective, validation_rows, batches
+        self._objective, self._validation_rows, self.batches, self._seed = objective, validation_rows, batches, seed
         self._early_stopping = config.early_stopping
         self.units = [_UnitRun(unit, config, batches.num_steps) for unit in objective.units]
         self._devices = sorted({str(p.device) for unit in self.units for p in unit.parameters.values() if p.is_cuda})
@@ -266,7 +275,8 @@ class _Run:
     def update(self) -> dict[str, Any]:
         """One optimizer step; its line of the metrics."""
         started = time.perf_counter()
-        losses = self._checked(self._objective.backward(self.batches.at(self.step)), "loss", self.step + 1)
+        step = Step(self.step, self.batches.num_steps, self._seed)
+        losses = self._checked(self._objective.backward(self.batches.at(self.step), step), "loss", self.step + 1)
         units = {unit.name: {"loss": losses[unit.name], **unit.update(self.step)} for unit in self.units}
         self.step += 1
         speed = self.batches.tokens_per_step / (time.perf_counter() - started)

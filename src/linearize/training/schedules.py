@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from linearize.config import Constant, Cosine, Plateau, Schedule
+from linearize.stages import Constant, Cosine, Linear, Plateau, Schedule
 
 
 class LRSchedule(ABC):
@@ -121,9 +121,25 @@ class CosineSchedule(StepSchedule):
         return min_lr + (self.peak - min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
+class LinearSchedule(StepSchedule):
+    """Linear warm-up, then a straight line that would reach `min_lr` one step after the last."""
+
+    def __init__(self, config: Linear, optimizer: Optimizer, total_steps: int) -> None:
+        super().__init__(optimizer)
+        self._config = config
+        self._total_steps = total_steps
+
+    def lr_at(self, step: int) -> float:
+        warmup_steps, min_lr = self._config.warmup_steps, self._config.min_lr
+        if step < warmup_steps:
+            return self.peak * warmup_factor(step, warmup_steps)
+        return min_lr + (self.peak - min_lr) * (self._total_steps - step) / (self._total_steps - warmup_steps)
+
+
 SCHEDULES: dict[type, Callable[[Any, Optimizer, int], LRSchedule]] = {
     Plateau: PlateauSchedule,
     Cosine: CosineSchedule,
+    Linear: LinearSchedule,
     Constant: ConstantSchedule,
 }
 

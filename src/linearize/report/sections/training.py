@@ -12,12 +12,14 @@ from linearize.report.sections.missing import not_measured
 
 TITLES = {
     "transfer": "attention transfer",
+    "adapt": "adapting new weights",
     "finetune": "finetuning",
-    "controls/window_lora": "control: window only + LoRA",
-    "controls/teacher_lora": "control: teacher + LoRA",
+    "controls/window_lora": "control: window only, finetuned",
+    "controls/teacher_lora": "control: teacher, finetuned",
 }
 _PANELS = {
     "Attention transfer": ("transfer",),
+    "Adapting new weights": ("adapt",),
     "Finetuning": ("finetune", "controls/window_lora", "controls/teacher_lora"),
 }
 
@@ -47,7 +49,7 @@ def _curves(runs: Sequence[RunFiles]) -> Figure:
                 if stage is None or not stage.held_out.loss:
                     continue
                 style = place if len(runs) > 1 else dash
-                what = {"transfer": "student", "finetune": "student"}.get(name, TITLES[name].removeprefix("control: "))
+                what = TITLES[name].removeprefix("control: ") if name.startswith("controls/") else "student"
                 series = what if len(runs) == 1 else f"{run.name}: {what}"
                 if stage.training.loss and name == "transfer":
                     lines.append(Line("", stage.training.tokens, stage.training.loss, style, thin=True, dash=dash))

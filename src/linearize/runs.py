@@ -1,0 +1,163 @@
+"""The folder of a run: what it is about, whose it is, and the files in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from linearize.config import Recipe
+from linearize.errors import UserError
+from linearize.hf.checkpoint import load_model, new_model
+from linearize.teacher import TeacherShape
+from linearize.training.checkpoint import full_disk_is_user_error
+from linearize.training.data import Dataset, build_dataset
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder and what it is about: enough to start, resume or evaluate it."""
+
+    recipe: Recipe
+    model: str
+    folder: Path
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def read(cls, folder: Path, dtype: torch.dtype, device: torch.device) -> Run:
+        """The run that `folder` holds, on this machine's device."""
+        recipe = Recipe.parse(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")))
+        model = json.loads((folder / "run.json").read_text(encoding="utf-8"))["model"]
+        return cls(recipe, model, folder, dtype, device)
+
+    def load_teacher(self) -> PreTrainedModel:
+        """The softmax model: with the weights of its folder, or new ones where the recipe starts from scratch."""
+        if self.recipe.weights == "random":
+            return new_model(self.model, dtype=self.dtype, device=self.device, seed=self.recipe.seed)
+        return load_model(self.model, dtype=self.dtype, device=self.device)
+
+    @property
+    def controls(self) -> dict[str, Path]:
+        """Folders of the trained controls, by the name of their candidate.
+
+        None where the recipe wants none, or trains nothing that a model without a linear part has.
+        """
+        config = self.recipe.finetune
+        if config is None or not (config.lora or config.all_weights) or not self.recipe.evaluation.trained_controls:
+            return {}
+        return {name: self.folder / "controls" / name for name in ("teacher_lora", "window_lora")}
+
+
+def load_dataset(recipe: Recipe, tokenizer: Tokenizer, shape: TeacherShape) -> Dataset:
+    """The recipe's data, packed.
+
+    Raises:
+        UserError: no dataset named, rows longer than the model's positions, or data that cannot be used.
+    """
+    if recipe.data.dataset is None:
+        raise UserError("data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
+    if recipe.data.sequence_length > shape.max_positions:
+        raise UserError(
+            f"data.sequence_length: expected at most the model's {shape.max_positions} positions, found "
+            f"{recipe.data.sequence_length}; pass --set data.sequence_length={shape.max_positions}"
+        )
+    return build_dataset(recipe.data, tokenizer, seed=recipe.seed)
+
+
+def check_output(run: Run) -> None:
+    """See that the folder is empty or holds this very recipe and model.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    recipe_file, run_file = run.folder / "recipe.yaml", run.folder / "run.json"
+    if recipe_file.is_file() and run_file.is_file():
+        found = json.loads(run_file.read_text(encoding="utf-8"))
+        if recipe_file.read_text(encoding="utf-8") != run.recipe.to_yaml():
+            raise UserError(
+                f"output folder {run.folder}: expected a run of this recipe, found one of another ({recipe_file}); "
+                "use another folder"
+            )
+        for name, expected in _identity(run).items():
+            if found.get(name) != expected:
+                raise UserError(
+                    f"output folder {run.folder}: {name}: expected {expected}, found {found.get(name)}; "
+                    "use another folder"
+                )
+    elif not _unclaimed(run):
+        raise UserError(f"output folder {run.folder}: expected an empty folder or a run to resume, found other files")
+
+
+def _unclaimed(run: Run) -> bool:
+    """Whether there is no folder, an empty one, or one in which `claim` was killed before its last file."""
+    if not run.folder.is_dir():
+        return not run.folder.exists()
+    recipe, begun = run.folder / "recipe.yaml", {_scratch(run.folder / name) for name in ("recipe.yaml", "run.json")}
+    found = set(run.folder.iterdir()) - begun
+    return not found or (found == {recipe} and recipe.read_text(encoding="utf-8") == run.recipe.to_yaml())
+
+
+def claim(run: Run, dataset: Dataset) -> None:
+    """Make the folder this run's own, and see that a resumed run has the same data.
+
+    Raises:
+        UserError: the data have changed, or the folder cannot be written to.
+    """
+    run_file = run.folder / "run.json"
+    if run_file.is_file():
+        found = json.loads(run_file.read_text(encoding="utf-8")).get("data")
+        if found != dataset.fingerprint:
+            raise UserError(
+                f"output folder {run.folder}: data: expected tokens with sha256 {dataset.fingerprint[:12]}, found a "
+                f"run on {str(found)[:12]}; use the same data or another folder"
+            )
+        return
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_text(run.folder / "recipe.yaml", run.recipe.to_yaml())
+        write_json(run_file, _identity(run) | {"data": dataset.fingerprint, "versions": versions()})
+    except OSError as error:
+        raise UserError(
+            f"output folder {run.folder}: expected one that can be written to, found: {error.strerror}; use another"
+        ) from None
+
+
+def _identity(run: Run) -> dict[str, str]:
+    return {"model": run.model, "dtype": str(run.dtype).removeprefix("torch."), "device": run.device.type}
+
+
+def versions() -> dict[str, str]:
+    return {"linearize": version("linearize"), "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON atomically."""
+    write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    scratch = _scratch(path)
+    try:
+        with full_disk_is_user_error(path.parent, len(text)):
+            scratch.write_text(text, encoding="utf-8")
+            scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _scratch(path: Path) -> Path:
+    return path.with_name(f".{path.name}.incomplete")
