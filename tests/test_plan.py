@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from linearize import stages
-from linearize.config import LayerPlan, Recipe, parse_overrides, resolve
+from linearize.config import LayerPlan, Recipe, parse_overrides, recipe_names, resolve
 from linearize.hf.classes import projections
 from linearize.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render, teacher_parameters
 from linearize.teacher import SUPPORTED, TeacherShape
@@ -183,7 +183,7 @@ def test_flops_by_hand() -> None:
 
 
 def test_every_recipe_can_be_planned() -> None:
-    for name in config.recipe_names():
+    for name in recipe_names():
         recipe = Recipe.load(name)
         for teacher in (LLAMA_3_8B, GPT2):
             plan = make_plan(recipe, teacher, resolve(recipe, teacher), training_tokens=1000)
