@@ -1,4 +1,4 @@
-"""The one exception that means "the user can fix this"."""
+"""Exceptions that mean "the user can fix this"."""
 
 
 class UserError(ValueError):
@@ -6,3 +6,7 @@ class UserError(ValueError):
 
     The command line prints the message and exits with status 2. Everything else that is raised is a bug (status 1).
     """
+
+
+class DivergedError(UserError):
+    """A loss or gradient that is not finite."""

@@ -199,8 +199,10 @@ class T2RMap(LearnedMap):
     feature_dim: PositiveInt | None = Field(
         default=None, description="F, features per head; the head dimension if null, as it must be to be rotated after"
     )
-    activation: Literal["relu", "none"] = Field(
-        default="relu", description="none: the projection alone (SUPRA's ablation), whose kernel can be negative"
+    activation: Literal["relu", "elu1", "none"] = Field(
+        default="relu",
+        description="elu1: elu(x W + b) + 1; none: the projection alone, whose kernel can be negative (both: SUPRA's "
+        "ablations)",
     )
     bias: bool = Field(default=True, description="x W + b instead of x W")
     init: Literal["identity", "kaiming", "linear"] = Field(

@@ -33,7 +33,11 @@ MAPS = st.one_of(
     st.builds(parts.ReluMap, rotation=ROTATIONS),
     st.builds(parts.ExpMap, rotation=ROTATIONS, temperature=st.sampled_from([1.0, 2.0])),
     st.builds(
-        parts.T2RMap, **LEARNED, rotation=BEFORE_OR_NONE, feature_dim=EVEN, activation=st.sampled_from(["relu", "none"])
+        parts.T2RMap,
+        **LEARNED,
+        rotation=BEFORE_OR_NONE,
+        feature_dim=EVEN,
+        activation=st.sampled_from(["relu", "elu1", "none"]),
     ),
     st.builds(parts.T2RMap, **LEARNED, rotation=st.just("after")),
     st.builds(

@@ -122,6 +122,7 @@ BY_HAND = [
     (maps.ExpMap(temperature=0.5), [1, -1], [1, E1], [0.5, -0.5]),
     (maps.T2RMap(init="identity"), [1, -2], [1, 0], [1, 0]),
     (maps.T2RMap(init="identity", activation="none"), [1, -2], [1, -2], [1, -2]),
+    (maps.T2RMap(init="identity", activation="elu1"), [1, -2], [2, math.exp(-2)], [2, math.exp(-2)]),
     (maps.HedgehogMap(feature_dim=4), [2, 0], [SIGMOID, 1 - SIGMOID, 1 - SIGMOID, SIGMOID], None),
     (maps.HedgehogMap(feature_dim=4, activation="softmax"), [2, 0], SOFT4, None),
     (maps.HedgehogMap(feature_dim=4, activation="exp"), [1, 0], [1, E1, E2, E1], [1, 0, -1, 0]),

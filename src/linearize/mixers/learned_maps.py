@@ -101,12 +101,12 @@ class Learned(FeatureMap):
 
 
 class T2R(Learned):
-    """phi(x) = relu(x W + b) (T2R, Kasai et al. 2021; SUPRA sec. 3), or x W + b."""
+    """phi(x) = relu(x W + b) (T2R, Kasai et al. 2021; SUPRA sec. 3), elu(x W + b) + 1, or x W + b."""
 
     config: T2RMap
 
     def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
-        return y.relu_() if self.config.activation == "relu" else y
+        return T2R_ACTIVATIONS[self.config.activation](y)
 
 
 class Hedgehog(Learned):
@@ -172,13 +172,14 @@ def _softmax_halves(y: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape F"]:
     return _softmax(y.unflatten(-1, (2, -1))).flatten(-2)
 
 
-def _logarithms(y: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape F"]:
+def _as_it_is(y: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape F"]:
     return y
 
 
+T2R_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu_, "elu1": elu1, "none": _as_it_is}
 HEDGEHOG_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax_halves": _softmax_halves,
     "softmax": _softmax,
-    "exp": _logarithms,
+    "exp": _as_it_is,
 }
-LOLCAT_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"exp": _logarithms, "relu": torch.relu_, "elu1": elu1}
+LOLCAT_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"exp": _as_it_is, "relu": torch.relu_, "elu1": elu1}

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from linearize.errors import UserError
+from linearize.errors import DivergedError, UserError
 from linearize.stages import TrainConfig
 from linearize.training.checkpoint import MetricsLog, StageFolder, restore_rng_state, rng_state, run_identity
 from linearize.training.data import PackedRows
@@ -83,12 +83,14 @@ def train(
 
     Every epoch is a new permutation of the rows, cut into steps of `batch_size` rows (of all rows, if there are fewer);
     rows left over are dropped. `max_tokens` shortens the stage to whole steps, at least one. Held-out losses are
-    measured before the first step, every `eval_every` steps and after the last; `early_stopping` counts evaluations at
-    which no unit improved. Seeds torch's global generator, so that a stage does not depend on what ran before it.
+    measured before the first step, every `eval_every` steps and after the last. A unit that has not improved for
+    `early_stopping` evaluations stops, as it would alone; the stage ends when all have. Seeds torch's global generator,
+    so that a stage does not depend on what ran before it.
 
-    `output_dir` receives ``metrics.jsonl`` (an object per step and per evaluation, told apart by ``event``), a
-    checkpoint at each evaluation, and at the end ``trained.safetensors`` and ``result.json``. Called again, it goes on
-    from the checkpoint (on a CPU: bit for bit as if never stopped); a finished stage is loaded and returned at once.
+    `output_dir` receives ``metrics.jsonl`` (an object per step and per evaluation, told apart by ``event``; ``loss`` is
+    the mean over its units, which for a step are those that still train), a checkpoint at each evaluation, and at the
+    end ``trained.safetensors`` and ``result.json``. Called again, it goes on from the checkpoint (on a CPU: bit for bit
+    as if never stopped); a finished stage is loaded and returned at once.
 
     Raises:
         UserError: a loss or gradient that is not finite, a full disk, or an `output_dir` that belongs to another run.
@@ -187,6 +189,7 @@ class _UnitRun:
 
     def __init__(self, unit: Unit, config: TrainConfig, num_steps: int) -> None:
         self.name, self.parameters, self._clip_norm = unit.name, unit.parameters, config.clip_norm
+        self._early_stopping, self._stale_evaluations = config.early_stopping, 0
         self.optimizer = torch.optim.AdamW(
             list(unit.parameters.values()), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
@@ -194,32 +197,35 @@ class _UnitRun:
         self.initial_loss = self.best_loss = math.inf
         self.best: dict[str, Tensor] = {}
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it has not improved for so long that it trains no more."""
+        return self._early_stopping is not None and self._stale_evaluations >= self._early_stopping
+
     def update(self, step: int) -> dict[str, float]:
-        """One optimizer step on the gradients, which are then cleared; the learning rate and the gradient norm."""
+        """One optimizer step on the gradients; the learning rate and the gradient norm."""
         self.schedule.before_step(step)
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
         grad_norm = self.finite(norm.item(), "gradient norm", step + 1)
         if self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.parameters.values(), self._clip_norm, norm)
         self.optimizer.step()
-        self.optimizer.zero_grad()
         return {"lr": self.schedule.lr, "grad_norm": grad_norm}
 
-    def observe(self, loss: float) -> bool:
-        """Take in a held-out loss; True if it is the lowest so far, and so the parameters are kept."""
+    def observe(self, loss: float) -> None:
+        """Take in a held-out loss; if it is the lowest so far, the parameters are kept."""
         self.schedule.after_evaluation(loss)
         if math.isinf(self.initial_loss):
             self.initial_loss = loss
-        improved = loss < self.best_loss
-        if improved:
-            self.best_loss = loss
+        self._stale_evaluations += 1
+        if loss < self.best_loss:
+            self.best_loss, self._stale_evaluations = loss, 0
             self.best = {name: p.detach().to("cpu", copy=True) for name, p in self.parameters.items()}
-        return improved
 
     def finite(self, value: float, what: str, step: int) -> float:
         if not math.isfinite(value):
             advice = f"lower lr (now {self.schedule.lr:g})" if step else "nothing is trained yet, so check the model"
-            raise UserError(f"{what} of {self.name} is not finite at step {step}: found {value}; {advice}")
+            raise DivergedError(f"{what} of {self.name} is not finite at step {step}: found {value}; {advice}")
         return value
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -228,10 +234,11 @@ class _UnitRun:
             tensors[f"parameter/{name}"] = parameter.detach()
             tensors |= {f"{key}/{name}": value for key, value in self.optimizer.state[parameter].items()}
         losses = {"initial_loss": self.initial_loss, "best_loss": self.best_loss}
-        return tensors, losses | {"schedule": self.schedule.state()}
+        return tensors, losses | {"stale_evaluations": self._stale_evaluations, "schedule": self.schedule.state()}
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         self.initial_loss, self.best_loss = state["initial_loss"], state["best_loss"]
+        self._stale_evaluations = state["stale_evaluations"]
         self.best = {name: tensors[f"best/{name}"] for name in self.parameters}
         _copy_into(self.parameters, {name: tensors[f"parameter/{name}"] for name in self.parameters})
         moments = {
@@ -250,10 +257,9 @@ class _Run:
         self, objective: Objective, batches: _Batches, validation_rows: PackedRows, config: TrainConfig, seed: int
     ) -> None:
         self._objective, self._validation_rows, self.batches, self._seed = objective, validation_rows, batches, seed
-        self._early_stopping = config.early_stopping
         self.units = [_UnitRun(unit, config, batches.num_steps) for unit in objective.units]
         self._devices = sorted({str(p.device) for unit in self.units for p in unit.parameters.values() if p.is_cuda})
-        self.step = self._stale_evaluations = 0
+        self.step = 0
         self._started = time.perf_counter()
         for unit in self.units:
             unit.optimizer.zero_grad()
@@ -269,15 +275,20 @@ class _Run:
 
     @property
     def done(self) -> bool:
-        stale = self._early_stopping is not None and self._stale_evaluations >= self._early_stopping
-        return stale or self.step == self.batches.num_steps
+        return self.step == self.batches.num_steps or all(unit.stopped for unit in self.units)
+
+    @property
+    def _training(self) -> list[_UnitRun]:
+        return [unit for unit in self.units if not unit.stopped]
 
     def update(self) -> dict[str, Any]:
         """One optimizer step; its line of the metrics."""
         started = time.perf_counter()
         step = Step(self.step, self.batches.num_steps, self._seed)
         losses = self._checked(self._objective.backward(self.batches.at(self.step), step), "loss", self.step + 1)
-        units = {unit.name: {"loss": losses[unit.name], **unit.update(self.step)} for unit in self.units}
+        units = {unit.name: {"loss": losses[unit.name], **unit.update(self.step)} for unit in self._training}
+        for unit in self.units:
+            unit.optimizer.zero_grad()
         self.step += 1
         speed = self.batches.tokens_per_step / (time.perf_counter() - started)
         return self._record("step", units) | {"tokens_per_second": speed}
@@ -285,8 +296,8 @@ class _Run:
     def evaluate(self) -> dict[str, Any]:
         """Held-out losses, passed on to schedules and snapshots; their line of the metrics."""
         losses = self._checked(self._objective.evaluate(self._validation_rows), "held-out loss", self.step)
-        improved = [unit.observe(losses[unit.name]) for unit in self.units]
-        self._stale_evaluations = 0 if any(improved) else self._stale_evaluations + 1
+        for unit in self._training:
+            unit.observe(losses[unit.name])
         return self._record(
             "evaluation", {unit.name: {"loss": losses[unit.name], "best_loss": unit.best_loss} for unit in self.units}
         )
@@ -306,11 +317,11 @@ class _Run:
         for unit in self.units:
             unit_tensors, states[unit.name] = unit.state()
             tensors |= unit_tensors
-        progress = {"step": self.step, "stale_evaluations": self._stale_evaluations, "seconds": self.seconds}
+        progress = {"step": self.step, "seconds": self.seconds}
         return tensors, progress | {"units": states}
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        self.step, self._stale_evaluations = state["step"], state["stale_evaluations"]
+        self.step = state["step"]
         self._started -= state["seconds"]
         for unit in self.units:
             unit.load(tensors, state["units"][unit.name])

@@ -1,0 +1,400 @@
+"""Run a grid of small experiments, each cell a recipe with overrides, and write its table. The same again resumes.
+
+    python experiments/run.py experiments/lolcats/table_6.yaml --model M --dataset D --work-dir W
+
+A grid is a YAML file: `title`, `source` (the paper's table), `question`, `columns` (of `COLUMNS`, below),
+`paper_columns` (what the numbers under `paper` are), `reference` (the cell that others are compared with), `seeds`,
+`set` (overrides of every cell), `settings` (overrides by size of the machine: `small`, `gpu`), and `cells`: `label`,
+`recipe`, and optionally `set`, `paper`, `seeds`. Beside it come NAME.SETTING.json and NAME.SETTING.md. Runs lie in W,
+where cells that differ after attention transfer only share that stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import load_file, save_file
+
+from linearize.config import LayerPlan, Recipe, resolve
+from linearize.errors import DivergedError, UserError
+from linearize.evaluation.fidelity import measure_fidelity
+from linearize.evaluation.perplexity import TokenLosses, bootstrap, paired_difference, token_losses
+from linearize.hf.checkpoint import load_tokenizer, read_config
+from linearize.hf.convert import convert_layers
+from linearize.pipeline import final_layers
+from linearize.pipeline import run as run_pipeline
+from linearize.runs import Run, check_output, claim, load_dataset, versions, write_json, write_text
+from linearize.teacher import TeacherShape
+from linearize.training.attention_transfer import load_transferred
+from linearize.training.data import Dataset
+from linearize.training.finetune import load_finetuned
+
+BATCH_SIZE = 8
+FAR = 64  # tokens before a query; losses "beyond" are of tokens that stand further into their document
+SHOWN = ("model", "dataset", "validation_dataset", "setting", "work_dir")
+POSITIONS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+
+class Cell(BaseModel):
+    """One experiment: a recipe, with overrides."""
+
+    model_config = ConfigDict(extra="forbid")
+    label: str
+    recipe: str
+    set: dict[str, Any] = Field(default_factory=dict)
+    paper: list[float | str | None] = Field(default_factory=list)
+    seeds: list[int] | None = None
+
+
+class Grid(BaseModel):
+    """The experiments of one table."""
+
+    model_config = ConfigDict(extra="forbid")
+    title: str
+    source: str
+    question: str
+    columns: list[str]
+    paper_columns: list[str] = Field(default_factory=list)
+    reference: str | None = None
+    seeds: list[int] = Field(default_factory=lambda: [0])
+    set: dict[str, Any] = Field(default_factory=dict)
+    settings: dict[str, dict[str, Any]]
+    cells: list[Cell]
+
+    @classmethod
+    def load(cls, path: Path) -> Grid:
+        grid = cls.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        labels = [cell.label for cell in grid.cells]
+        if len(set(labels)) < len(labels) or (grid.reference is not None and grid.reference not in labels):
+            raise UserError(f"{path}: expected cells of different labels, the reference {grid.reference!r} among them")
+        if unknown := set(grid.columns) - COLUMNS.keys():
+            raise UserError(f"{path}: columns: expected some of {', '.join(COLUMNS)}; found {min(unknown)!r}")
+        return grid
+
+    def jobs(self, setting: str) -> Iterator[tuple[Cell, Recipe]]:
+        """Each cell with its recipe, once per seed."""
+        for cell in self.cells:
+            for seed in cell.seeds or self.seeds:
+                overrides = self.set | self.settings[setting] | cell.set | {"seed": seed}
+                yield cell, Recipe.load(cell.recipe, _present(Recipe.load(cell.recipe), overrides))
+
+
+def _present(recipe: Recipe, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Overrides of a stage count where there is that stage, in the recipe or by an override."""
+    stages = {
+        name: overrides.get(name, getattr(recipe, name)) is not None for name in ("transfer", "adapt", "finetune")
+    }
+    return {
+        field: value for field, value in overrides.items() if "." not in field or stages.get(field.split(".")[0], True)
+    }
+
+
+@dataclass(frozen=True)
+class Place:
+    """What all cells of a call have in common."""
+
+    model: str
+    dataset: str
+    validation_dataset: str | None
+    work: Path
+    device: torch.device
+
+    def recipe(self, recipe: Recipe) -> Recipe:
+        texts = {"data.dataset": self.dataset, "data.validation_dataset": self.validation_dataset}
+        return recipe.override(texts | {"evaluation.trained_controls": False})
+
+    def key(self, *parts: Any) -> str:
+        return hashlib.sha256(json.dumps([self.model, *parts], sort_keys=True).encode()).hexdigest()[:12]
+
+
+# --- one cell ---------------------------------------------------------------------------------------------------------
+
+
+def run_cell(recipe: Recipe, place: Place, dataset: Callable[[Recipe], Dataset]) -> tuple[dict[str, Any], Path]:
+    """Train and measure one cell, unless that is done; its result, and the folder with its token losses."""
+    recipe = place.recipe(recipe)
+    settings = recipe.model_dump(mode="json")
+    folder = place.work / "cells" / place.key(settings)
+    if (folder / "cell.json").is_file():
+        return json.loads((folder / "cell.json").read_text(encoding="utf-8")), folder
+    data, started = dataset(recipe), time.perf_counter()
+    stages = ("weights", "mixer", "transfer", "data", "seed")
+    shared = place.work / "transfer" / place.key({name: settings[name] for name in stages}, settings["layers"])
+    run = Run(recipe, place.model, folder / "run", torch.float32, place.device)
+    if recipe.transfer is not None and shared.is_dir() and not (run.folder / "transfer").exists():
+        claim_folder(run, data)
+        shutil.copytree(shared, run.folder / "transfer", dirs_exist_ok=True)
+    try:
+        run_pipeline(run, dataset=data, until="finetune")
+    except DivergedError as error:
+        write_json(folder / "cell.json", {"diverged": str(error)})
+        return {"diverged": str(error)}, folder
+    if recipe.transfer is not None and not shared.exists():
+        scratch = shared.with_name(f"{shared.name}.{time.time_ns()}")
+        shutil.copytree(run.folder / "transfer", scratch)
+        try:
+            scratch.rename(shared)
+        except OSError:  # another process was faster
+            shutil.rmtree(scratch)
+    losses, found = measure_cell(run, data)
+    save_file(
+        {
+            f"{name}.{key}": getattr(x, key).clone()
+            for name, x in losses.items()
+            for key in ("loss", "mask", "position")
+        },
+        folder / "losses.safetensors",
+    )
+    found |= {"seconds": time.perf_counter() - started, "tokens": data.validation.num_tokens, "data": data.fingerprint}
+    write_json(folder / "cell.json", found)
+    return found, folder
+
+
+def claim_folder(run: Run, data: Dataset) -> None:
+    """Make the run's folder, as `run` would, so that a finished stage can be laid into it."""
+    check_output(run)
+    claim(run, data)
+
+
+def measure_cell(run: Run, data: Dataset) -> tuple[dict[str, TokenLosses], dict[str, Any]]:
+    """Token losses of every stage's model; what comes out of them, of the transfer, and of the heads."""
+    recipe, teacher = run.recipe, run.load_teacher()
+    layers = _layers(run)
+    student = convert_layers(teacher, layers, seed=recipe.seed)
+    losses, stages = {}, {}
+
+    def measure(name: str, model: Any) -> None:
+        losses[name] = token_losses(model, data.validation, batch_size=BATCH_SIZE, title=name)
+
+    measure("teacher", teacher)
+    measure("swapped", student)
+    if recipe.transfer is not None:
+        load_transferred(student, recipe.transfer, run.folder / "transfer")
+        measure("transferred", student)
+        stages["transfer"] = json.loads((run.folder / "transfer" / "result.json").read_text(encoding="utf-8"))
+    for name in ("adapt", "finetune"):
+        config = getattr(recipe, name)
+        if config is not None:
+            load_finetuned(student, config, run.folder / name)
+            stages[name] = json.loads((run.folder / name / "result.json").read_text(encoding="utf-8"))
+    measure("student", student)
+    fidelity = measure_fidelity(
+        student, data.validation, None, max_tokens=recipe.evaluation.fidelity_tokens, batch_size=2, seed=recipe.seed
+    )
+    heads = {
+        "layers": [layer.layer for layer in fidelity.layers],
+        "output_mse": [mean(layer.output_mse) for layer in fidelity.layers],
+        "output_relative": [mean(layer.output_relative) for layer in fidelity.layers],
+        "weight_kl": [mean(layer.weight_kl) for layer in fidelity.layers if layer.weight_kl is not None] or None,
+        "cosine": [mean(layer.cosine) for layer in fidelity.layers if layer.cosine is not None] or None,
+        "singular_values": [mean(x.singular_values) for x in fidelity.layers if x.singular_values is not None] or None,
+    }
+    stages = {name: {k: v for k, v in stage.items() if k != "identity"} for name, stage in stages.items()}
+    return losses, {"fidelity": heads, "stages": stages, "kept": [i for i, x in enumerate(layers) if x is None]}
+
+
+def _layers(run: Run) -> LayerPlan:
+    shape = TeacherShape.from_config(read_config(run.model))
+    return resolve(run.recipe, shape) if run.recipe.transfer is None else final_layers(run, shape)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def read_losses(folder: Path) -> dict[str, TokenLosses]:
+    tensors = load_file(folder / "losses.safetensors")
+    names = dict.fromkeys(key.rsplit(".", 1)[0] for key in tensors)
+    return {name: TokenLosses(*(tensors[f"{name}.{key}"] for key in ("loss", "mask", "position"))) for name in names}
+
+
+def summary(losses: dict[str, TokenLosses], reference: TokenLosses | None) -> dict[str, Any]:
+    """Intervals of every model's losses; the student's differences, and its loss by position."""
+    found: dict[str, Any] = {"loss": {}, "beyond": {}}
+    for name, loss in losses.items():
+        found["loss"][name] = vars(bootstrap(loss))
+        if loss.beyond_missing(FAR) is None:
+            found["beyond"][name] = vars(bootstrap(loss.beyond(FAR)))
+    student = losses["student"]
+    found["minus_teacher"] = vars(paired_difference(student, losses["teacher"]))
+    if reference is not None:
+        found["minus_reference"] = vars(paired_difference(student, reference))
+        if student.beyond_missing(FAR) is None:
+            found["minus_reference_beyond"] = vars(paired_difference(student.beyond(FAR), reference.beyond(FAR)))
+    found["by_position"] = {
+        name: [_mean_between(losses[name], low, high) for low, high in pairwise(POSITIONS)]
+        for name in ("teacher", "student")
+    }
+    return found
+
+
+def _mean_between(losses: TokenLosses, low: int, high: int) -> float | None:
+    chosen = losses.mask & (losses.position >= low) & (losses.position < high)
+    return losses.loss[chosen].mean().item() if chosen.any() else None
+
+
+def _perplexity(name: str) -> Callable[[dict[str, Any]], str]:
+    def text(result: dict[str, Any]) -> str:
+        interval = result["loss"].get(name)
+        return "" if interval is None else _number(math.exp(interval["mean"]))
+
+    return text
+
+
+def _interval(name: str) -> Callable[[dict[str, Any]], str]:
+    def text(result: dict[str, Any]) -> str:
+        x = result.get(name)
+        return "" if x is None else f"{x['mean']:+.3f} [{x['low']:+.3f}, {x['high']:+.3f}]"
+
+    return text
+
+
+def _heads(name: str) -> Callable[[dict[str, Any]], str]:
+    def text(result: dict[str, Any]) -> str:
+        values = result["fidelity"][name]
+        return "" if not values else _number(mean(values))
+
+    return text
+
+
+def _number(value: float) -> str:
+    return f"{value:.2e}" if value >= 1e4 else f"{value:.4g}" if value < 1 else f"{value:.2f}"
+
+
+def _beyond(result: dict[str, Any]) -> str:
+    interval = result["beyond"].get("student")
+    return "" if interval is None else _number(math.exp(interval["mean"]))
+
+
+COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "swapped": ("perplexity, swapped in", _perplexity("swapped")),
+    "transferred": ("after transfer", _perplexity("transferred")),
+    "student": ("perplexity at the end", _perplexity("student")),
+    "beyond": (f"beyond {FAR} tokens", _beyond),
+    "minus_teacher": ("loss, minus the teacher's", _interval("minus_teacher")),
+    "minus_reference": ("loss, minus the reference's", _interval("minus_reference")),
+    "minus_reference_beyond": (f"the same beyond {FAR} tokens", _interval("minus_reference_beyond")),
+    "mse": ("MSE of outputs", _heads("output_mse")),
+    "relative_mse": ("MSE over mean square", _heads("output_relative")),
+    "kl": ("KL of weights", _heads("weight_kl")),
+    "cosine": ("cosine of weights", _heads("cosine")),
+    "singular_values": ("distance of singular values", _heads("singular_values")),
+}
+
+
+def table(grid: Grid, results: list[dict[str, Any]]) -> str:
+    """The grid's results as Markdown: a line per cell and seed, the paper's numbers at the end."""
+    seeds = len({result["seed"] for result in results}) > 1
+    header = ["", *(["seed"] if seeds else []), *(COLUMNS[name][0] for name in grid.columns)]
+    header += [f"paper: {name}" for name in grid.paper_columns]
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    for result in results:
+        label = f"**{result['label']}**" if result["label"] == grid.reference else result["label"]
+        cells = [label, *([str(result["seed"])] if seeds else [])]
+        cells += _measured(grid, result)
+        paper = [*result["paper"], *[None] * (len(grid.paper_columns) - len(result["paper"]))]
+        lines.append(
+            "| "
+            + " | ".join(cells + ["" if x is None else f"{x:g}" if isinstance(x, float | int) else x for x in paper])
+            + " |"
+        )
+    return "\n".join(lines)
+
+
+def _measured(grid: Grid, result: dict[str, Any]) -> list[str]:
+    if "diverged" in result:
+        return ["diverged", *[""] * (len(grid.columns) - 1)]
+    return [COLUMNS[name][1](result) for name in grid.columns]
+
+
+def write_table(path: Path, grid: Grid, setting: str, results: list[dict[str, Any]], command: str) -> None:
+    first = next((result for result in results if "loss" in result), None)
+    text = f"# {grid.title}\n\n{grid.source}. {grid.question}\n\n{table(grid, results)}\n\n"
+    if first is not None:
+        teacher = _number(math.exp(first["loss"]["teacher"]["mean"]))
+        text += f"Teacher: perplexity {teacher} on the same {first['tokens']:,} held-out tokens. "
+    if grid.reference is not None:
+        text += "The reference is in bold. "
+    text += "In brackets: 95 % bootstrap intervals of paired differences, in nats per token."
+    text += f"\n\n    {command}\n"
+    name = path.with_suffix(f".{setting}.json")
+    record = {"grid": path.name, "setting": setting, "command": command, "versions": versions(), "results": results}
+    write_json(name, record)
+    write_text(name.with_suffix(".md"), text)
+
+
+def run_grid(path: Path, place: Place, *, setting: str, only: str | None, command: str) -> None:
+    """Run what is missing of a grid; write its table of what is there after every cell."""
+    grid = Grid.load(path)
+    if setting not in grid.settings:
+        raise UserError(f"--setting: expected one of {', '.join(grid.settings)}; found {setting!r}")
+    shape, tokenizer = TeacherShape.from_config(read_config(place.model)), load_tokenizer(place.model)
+    datasets: dict[str, Dataset] = {}
+
+    def dataset(recipe: Recipe) -> Dataset:
+        key = json.dumps([recipe.data.model_dump(mode="json"), recipe.seed])
+        if key not in datasets:
+            datasets[key] = load_dataset(recipe, tokenizer, shape)
+        return datasets[key]
+
+    done: list[tuple[Cell, Recipe, dict[str, Any], Path]] = []
+    jobs = [job for job in grid.jobs(setting) if only is None or only in job[0].label]
+    for number, (cell, recipe) in enumerate(jobs, 1):
+        sys.stderr.write(f"{path.stem}: {number} of {len(jobs)}: {cell.label}, seed {recipe.seed}" + "\n")
+        done.append((cell, recipe, *run_cell(recipe, place, dataset)))
+        if only is None:
+            write_table(path, grid, setting, collected(grid, done), command)
+
+
+def collected(grid: Grid, done: list[tuple[Cell, Recipe, dict[str, Any], Path]]) -> list[dict[str, Any]]:
+    """Every finished cell's result with its differences to the reference of the same seed."""
+    references = {
+        recipe.seed: read_losses(folder)["student"]
+        for cell, recipe, found, folder in done
+        if cell.label == grid.reference and "diverged" not in found
+    }
+    results = []
+    for cell, recipe, found, folder in done:
+        reference = None if cell.label == grid.reference else references.get(recipe.seed)
+        about = {"label": cell.label, "recipe": cell.recipe, "set": cell.set, "seed": recipe.seed, "paper": cell.paper}
+        results.append(about | ({} if "diverged" in found else summary(read_losses(folder), reference)) | found)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("grid", type=Path)
+    parser.add_argument("--model", required=True, help="the teacher: a folder or hub id")
+    parser.add_argument("--dataset", required=True, help="text: a file, a folder or a hub id")
+    parser.add_argument("--validation-dataset", help="held-out text of its own")
+    parser.add_argument("--setting", default="small")
+    parser.add_argument("--work-dir", type=Path, required=True, help="where runs lie; the same again resumes")
+    parser.add_argument("--only", help="only cells with this in their label; no table is written")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    a = parser.parse_args()
+    named = [f"--{name.replace('_', '-')} {value}" for name, value in vars(a).items() if name in SHOWN and value]
+    command = f"python experiments/run.py {a.grid} {' '.join(named)}"
+    place = Place(a.model, a.dataset, a.validation_dataset, a.work_dir, torch.device(a.device))
+    try:
+        run_grid(a.grid, place, setting=a.setting, only=a.only, command=command)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
