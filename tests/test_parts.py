@@ -14,6 +14,7 @@ from linearize import parts
 from linearize.config import Recipe, resolve
 from linearize.errors import UserError
 from linearize.parts import (
+    AbsoluteScale,
     Add,
     CosformerMap,
     DeltaUpdate,
@@ -69,6 +70,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(span=NoSpan(), combine=Mix()), dict(span=TerracedSpan())),
     (dict(normalizer=GroupNormalizer()), dict(combine=Add())),
     (dict(feature_map=RfaMap()), dict(combine=Mix())),
+    (dict(combine=AbsoluteScale()), dict(feature_map=HedgehogMap(activation="exp"))),
     (
         dict(combine=Mix(weights_over="all_keys"), normalizer=NoNormalizer()),
         dict(combine=Mix(weights_over="linear_keys")),
@@ -155,7 +157,7 @@ PRODUCT: dict[str, list[Any]] = {
     ],
     "update": [parts.AdditiveUpdate(), DeltaUpdate(), DeltaUpdate(key_norm="sum")],
     "normalizer": [SumNormalizer(), NoNormalizer(), GroupNormalizer(), RmsNormalizer()],
-    "combine": [SharedDenominator(), Mix(), Mix(weights_over="all_keys"), Add(), WindowOnly()],
+    "combine": [SharedDenominator(), AbsoluteScale(), Mix(), Mix(weights_over="all_keys"), Add(), WindowOnly()],
 }
 
 
@@ -176,14 +178,16 @@ def product() -> tuple[list[MixerConfig], Counter[str]]:
 
 def test_every_combination_is_accepted_or_refused_with_a_reason(product: tuple[list[MixerConfig], Counter]) -> None:
     accepted, refused = product
-    assert len(accepted) + refused.total() == 3 * 18 * 8 * 3 * 4 * 5 == 25_920
+    assert len(accepted) + refused.total() == 3 * 18 * 8 * 3 * 4 * 6 == 31_104
     assert set(refused) == set(REASONS), "each of the reasons, and no other"
     # By hand. Of spans and combinations there are 3 with `add`, 2 with each `mix`, 3 with `shared_denominator`.
     # The delta rule: 3 normalizers, 5 decays; 17 maps with l2, and 13 with `sum`, without the 4 of mixed signs.
     delta = (3 + 2) * 3 * 5 * (17 + 13)
+    # The absolute scale: 2 spans, 6 decays, and the 5 maps of exponentials.
+    absolute = 2 * 6 * 5
     # Other normalizers than `sum`: 8 decays. `sum`: 6 decays and the 13 maps that are not signed; rfa cannot share.
     additive = (3 + 2) * 3 * 8 * 17 + 6 * (12 * (3 + 2 + 2 + 3) + (3 + 2 + 2))
-    assert len(accepted) == delta + additive + 2 == 5054, "and the window alone, with either span"
+    assert len(accepted) == delta + additive + absolute + 2 == 5114, "and the window alone, with either span"
 
 
 def test_what_is_accepted_has_every_part(product: tuple[list[MixerConfig], Counter]) -> None:

@@ -179,6 +179,23 @@ class Add(CombinePart):
     type: Literal["add"] = "add"
 
 
+class AbsoluteScale(CombinePart):
+    """Window and linear part in one scale: y = (num_w + e^(l - c) num_l) / (den_w + e^(l - c) den_l).
+
+    c is the largest logit in the window, l the logarithm that exponential features are given relative to, plus a
+    learned offset per query head: far keys can count as much as near ones, as in softmax, and as little. Where
+    SharedDenominator's linear part has to learn what the window's weights are relative to, this one knows.
+    """
+
+    type: Literal["absolute_scale"] = "absolute_scale"
+    offset_init: float = Field(
+        default=0.0, description="initial offset, where attention transfer does not calibrate it (calibration_tokens)"
+    )
+
+    def parameters(self, shape: LayerShape) -> int:
+        return shape.num_heads
+
+
 class WindowOnly(CombinePart):
     """The control without a linear part: softmax over the span, nothing else."""
 
@@ -207,7 +224,7 @@ FeatureMap = Annotated[
 Decay = Annotated[FixedDecay | ScalarGate | FeatureGate | OuterGate | RefinedGate, Field(discriminator="type")]
 Update = Annotated[AdditiveUpdate | DeltaUpdate, Field(discriminator="type")]
 Normalizer = Annotated[SumNormalizer | NoNormalizer | GroupNormalizer | RmsNormalizer, Field(discriminator="type")]
-Combine = Annotated[SharedDenominator | Mix | Add | WindowOnly, Field(discriminator="type")]
+Combine = Annotated[SharedDenominator | AbsoluteScale | Mix | Add | WindowOnly, Field(discriminator="type")]
 
 
 class MixerConfig(Part):
@@ -257,6 +274,11 @@ class MixerConfig(Part):
         return isinstance(self.combine, Mix) and self.combine.weights_over == "all_keys"
 
     @property
+    def absolute(self) -> bool:
+        """Whether the linear part keeps the logarithm that its features are relative to."""
+        return isinstance(self.combine, AbsoluteScale)
+
+    @property
     def reads_hidden(self) -> bool:
         """Whether any part reads the layer's input."""
         learned_decay = self.decay is not None and not self.decay.constant
@@ -302,18 +324,23 @@ _REFUSED: tuple[tuple[Callable[[MixerConfig], bool], str], ...] = (
         "normalizer `sum`",
     ),
     (
-        lambda m: isinstance(m.combine, WindowOnly | Mix) and isinstance(m.span, NoSpan),
-        "combine `window_only` and `mix` need a window: choose span `sliding` or `terraced`",
+        lambda m: isinstance(m.combine, WindowOnly | Mix | AbsoluteScale) and isinstance(m.span, NoSpan),
+        "combine `window_only`, `mix` and `absolute_scale` need a window: choose span `sliding` or `terraced`",
     ),
     (
-        lambda m: isinstance(m.combine, SharedDenominator) and not m.sums,
-        "combine `shared_denominator` divides by the sum of all weights: choose normalizer `sum`, or combine `add` or "
-        "`mix`",
+        lambda m: isinstance(m.combine, SharedDenominator | AbsoluteScale) and not m.sums,
+        "combine `shared_denominator` and `absolute_scale` divide by the sum of all weights: choose normalizer `sum`, "
+        "or combine `add` or `mix`",
     ),
     (
         lambda m: isinstance(m.combine, SharedDenominator) and isinstance(m.feature_map, RfaMap),
         "combine `shared_denominator` adds the weights of window and linear part, and those of feature_map `rfa` can "
         "be negative: choose combine `add` or `mix`",
+    ),
+    (
+        lambda m: m.absolute and (m.feature_map is None or not m.feature_map.exponential),
+        "combine `absolute_scale` needs a map whose features are exponentials, which keep how large a key is: choose "
+        "feature_map `exp`, `performer`, `regla`, or activation `exp` of `hedgehog` or `lolcat`",
     ),
     (
         lambda m: m.sums_all_keys and not m.sums,

@@ -87,6 +87,7 @@ NORMALIZERS = st.one_of(
 )
 COMBINES = st.one_of(
     st.builds(parts.SharedDenominator),
+    st.builds(parts.AbsoluteScale),
     st.builds(parts.Mix, weights_over=st.sampled_from(["linear_keys", "all_keys"])),
     st.builds(parts.Add),
 )
@@ -178,7 +179,7 @@ def make_drawn(config: MixerConfig, shape: LayerShape, documents: Documents, len
     for name, x in mixer.named_parameters():
         # Gates' pre-activations from about -20 to 20 at some steps; biases stay as the config says.
         x.data.copy_(normal(*x.shape) * (2.0 if name.startswith("gate.") else 0.7) if x.ndim > 1 else x.data)
-        if name in ("combine.window_factor", "combine.window_weight", "normalizer.weight"):
+        if name in ("combine.window_factor", "combine.window_weight", "combine.offset", "normalizer.weight"):
             x.data.copy_(normal(*x.shape))
     for x in mixer.buffers():
         x.copy_(normal(*x.shape))

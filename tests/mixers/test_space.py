@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,26 @@ def test_token_by_token(draw: Draw) -> None:
 @given(draw=draws(60))
 def test_in_segments(draw: Draw) -> None:
     check_segments(replace(draw, styles=["full", "full"]).make())
+
+
+ABSOLUTE: list[dict[str, Any]] = [
+    {"feature_map": parts.HedgehogMap(activation="exp"), "span": parts.SlidingSpan(window_size=5, sinks=2)},
+    {"feature_map": parts.PerformerMap(), "span": parts.TerracedSpan(window_size=4)},
+    {"feature_map": parts.ReglaMap(feature_dim=4, per="kv_head"), "decay": parts.FixedDecay(), "scale": "regla"},
+    {"feature_map": parts.LolcatMap(rotation="none"), "decay": parts.FeatureGate(rank=2)},
+]
+
+
+@pytest.mark.parametrize("fields", ABSOLUTE)
+@pytest.mark.parametrize("style", ["full", "packed", "padded"])
+def test_absolute_scale(fields: dict[str, Any], style: str) -> None:
+    """Rare among drawn cases: the map must be one of exponentials."""
+    fields = {"span": parts.SlidingSpan(window_size=3), "combine": parts.AbsoluteScale()} | fields
+    shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=4, hidden_size=5, max_positions=256)
+    draw = Draw(MixerConfig(**fields), shape, [style, style], 23, seed=7)
+    check_oracle(draw.make())
+    check_chunked(draw.make())
+    check_calls(draw.make(), [1, 2, 9, 10, 11, 20, 21, 22])
 
 
 # --- the many: `make test-slow` ---------------------------------------------------------------------------------------

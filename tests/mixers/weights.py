@@ -58,6 +58,7 @@ def weights_of(mixer: LinearMixer | BidirectionalMixer) -> Weights:
     for name in ("window_factor", "window_weight"):
         if f"combine.{name}" in state:
             found[name] = state.pop(f"combine.{name}").sigmoid()
+    rename("combine.offset", "offset")
     rename("normalizer.weight", "norm_weight")
     if "normalizer.gate_weight" in state:
         found["output_gate"] = state.pop("normalizer.gate_weight").T.unflatten(0, (heads, -1))

@@ -43,6 +43,7 @@ class Weights:
     write_weight: Tensor | None = None  # delta rule: [Hs,E]
     window_factor: Tensor | None = None  # shared_denominator: g in (0, 1), [H]
     window_weight: Tensor | None = None  # mix: s in (0, 1), [H]
+    offset: Tensor | None = None  # absolute_scale: b, [H]
     norm_weight: Tensor | None = None  # rms_norm: [H,D]
     output_gate: Tensor | None = None  # rms_norm: W_g [H,D,E]
 
@@ -180,9 +181,10 @@ def make_head(config: Any, w: Weights, inputs: Inputs, row: int, h: int, slots: 
             phi = {"sum": gates.unit_sum, "l2": gates.unit_norm}[config.update.key_norm](phi)
         return phi if turns is None else turns[n] @ phi
 
-    queries, keys = [], []
+    queries, keys, largest = [], [], []
     for n, slot in enumerate(slots):
         phi = map_one(feature_map, q[row, :, slot], h, kv_head, n, w.query_weight, w.query_bias, w)
+        largest.append(phi.max())
         queries.append(finished(phi, n) * scale_of(config, len(phi), q.shape[-1]))
         phi = map_one(feature_map, mapped_keys[row, :, slot], key_head, kv_head, n, w.key_weight, w.key_bias, w)
         keys.append(finished(phi, n) if delta or not logs else phi)
@@ -196,6 +198,7 @@ def make_head(config: Any, w: Weights, inputs: Inputs, row: int, h: int, slots: 
         **_decays(config, w, hidden, h, heads, len(slots), len(queries[0]), v.shape[-1]),
         beta=_write_strengths(config, w, hidden, h, heads),
         exponential=late,
+        log_query=torch.stack(largest) if logs else None,
         turns=torch.stack(turns) if late and turns is not None else None,
     )
 

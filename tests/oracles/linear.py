@@ -23,7 +23,8 @@ class Head:
     """phi_q [T,F] (finished), keys [T,F], v [T,D] by position, and what else its linear part has.
 
     Decays are logarithms: log_decay_k [T,F], log_decay_v [T,D]. input_scale, beta [T]. With `exponential`, keys are
-    logarithms. `turns` [T,F,F] are matrices (RoPE) which key features are multiplied by, after the exponential.
+    logarithms, and `log_query` [T] is the largest one of each query's. `turns` [T,F,F] are matrices (RoPE) which key
+    features are multiplied by, after the exponential.
     """
 
     phi_q: Tensor
@@ -34,6 +35,7 @@ class Head:
     input_scale: Tensor | None = None
     beta: Tensor | None = None
     exponential: bool = False
+    log_query: Tensor | None = None
     turns: Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -29,19 +29,22 @@ def mixer_layer(
     """y [B,H,T,D] of the causal mixer `config`, zero at padding; its linear part by definition or token by token."""
     span = span_of(config)
     y = torch.zeros(inputs.q.shape, dtype=torch.float64)
-    window_num, window_den, _ = window_partial(
+    window_num, window_den, largest_score = window_partial(
         inputs.q, inputs.k, inputs.v, documents, span, scaling=inputs.scaling, softcap=inputs.softcap
     )
     for row, row_documents in enumerate(documents):
         for slots in row_documents:
             for h in range(y.shape[1]):
                 num = torch.zeros(len(slots), y.shape[-1], dtype=torch.float64)
-                den = every_den = torch.zeros(len(slots), dtype=torch.float64)
+                den = every_den = log_scale = torch.zeros(len(slots), dtype=torch.float64)
                 if config.feature_map is not None:
                     head = make_head(config, weights, inputs, row, h, slots)
                     num, den = linear_recurrent(head, span)[:2] if recurrent else linear_quadratic(head, span)
                     if getattr(config.combine, "weights_over", None) == "all_keys":
                         every_den = linear_quadratic(head, SpanSpec("none"))[1]
+                    if config.combine.type == "absolute_scale":
+                        # What num and den are relative to: the query's largest logarithm, the largest key so far.
+                        log_scale = present(head.log_query) + head.keys.amax(1).cummax(0).values
                 for n, slot in enumerate(slots):
                     y[row, h, slot] = _combined(
                         config,
@@ -49,6 +52,7 @@ def mixer_layer(
                         h,
                         window=(window_num[row, h, slot], float(window_den[row, h, slot])),
                         linear=(num[n], float(den[n]), float(every_den[n])),
+                        log_scales=(float(largest_score[row, h, slot]), float(log_scale[n])),
                         anything_linear=bool(span_keys(span, n)[1]),
                         hidden=None if inputs.hidden is None else inputs.hidden[row, slot],
                     )
@@ -100,10 +104,14 @@ def _combined(
     *,
     window: tuple[Tensor, float],
     linear: tuple[Tensor, float, float],
+    log_scales: tuple[float, float],
     anything_linear: bool,
     hidden: Tensor | None,
 ) -> Tensor:
-    """y [D] of one query from (num [D], den) of its window and (num [D], den, den over all keys) of its linear part."""
+    """y [D] of one query from (num [D], den) of its window and (num [D], den, den over all keys) of its linear part.
+
+    `log_scales`: the logarithms that window and linear part are relative to.
+    """
     combine, (window_num, window_den), (num, den, every_den) = config.combine, window, linear
     softmax = window_num / window_den if window_den else window_num
     if combine.type == "window_only":
@@ -111,6 +119,10 @@ def _combined(
     if combine.type == "shared_denominator":
         g = float(present(weights.window_factor)[h])
         return (g * window_num + num) / max(g * window_den + den, 1e-6)
+    if combine.type == "absolute_scale":
+        c, scale = log_scales
+        far = math.exp(min(max(scale + float(present(weights.offset)[h]) - c, -30), 30))
+        return (window_num + far * num) / max(window_den + far * den, 1e-6)
     if combine.type == "add":
         return softmax + normalized(config, weights, h, num, den, hidden)
     if combine.type == "mix":

@@ -76,6 +76,7 @@ def make_weights(config: MixerConfig, seed: int = 0) -> Weights:
     found: dict[str, Any] = {
         "window_factor": torch.sigmoid(normal(H)),
         "window_weight": torch.sigmoid(normal(H)),
+        "offset": normal(H),
         "norm_weight": normal(H, D),
         "output_gate": normal(H, D, E),
         "longest": SHAPE.max_positions,
@@ -215,6 +216,20 @@ def test_combinations_by_hand() -> None:
         assert float(y[0, 0, 0]) == 1  # nothing is linear for the first query
     window = window_partial(q, k, v, [[[0, 1, 2]]], span_of(config_of()), scaling=1.0)
     assert window[0].flatten().tolist() == [1, 4, 14]
+
+
+def test_absolute_scale_by_hand() -> None:
+    """With features exp(x) of one dimension and b = 0, a far key weighs e^(q + k), a near one e^(scaling q k)."""
+    q, k = torch.tensor([0.0, 0.0, 2.0]).view(1, 1, 3, 1), torch.tensor([1.0, -1.0, 0.5]).view(1, 1, 3, 1)
+    v = torch.tensor([1.0, 3.0, 10.0]).view(1, 1, 3, 1)
+    inputs, w = Inputs(q, k, v, scaling=1.0), Weights(offset=torch.tensor([0.25]))
+    part, span = {"type": "absolute_scale"}, {"type": "sliding", "window_size": 1}
+    config = config_of(span=span, combine=part, normalizer={"type": "sum"}, feature_map={"type": "exp"})
+    far = [math.exp(2 + 1 + 0.25), math.exp(2 - 1 + 0.25)]
+    expected = (math.exp(1) * 10 + far[0] * 1 + far[1] * 3) / (math.exp(1) + sum(far))
+    y = mixer_layer(config, w, inputs, [[[0, 1, 2]]])
+    assert float(y[0, 0, 2]) == pytest.approx(expected)
+    assert float(y[0, 0, 0]) == 1
 
 
 def test_normalizers_by_hand() -> None:

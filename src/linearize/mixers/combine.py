@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops import Partial
 from linearize.parts import (
+    AbsoluteScale,
     Add,
     GroupNormalizer,
     Mix,
@@ -26,6 +27,7 @@ from linearize.parts import (
 from linearize.teacher import LayerShape
 
 MIN_DENOMINATOR = 1e-6
+MAX_LOG_SCALE = 30.0  # beyond e^30 one part is all there is, in fp32 too
 
 SCALES: dict[str, Callable[[LayerShape, int], float]] = {
     "none": lambda shape, features: 1.0,
@@ -157,6 +159,31 @@ class SharedDenominatorCombine(nn.Module):
         return _divided(num, den.clamp_min(MIN_DENOMINATOR))
 
 
+class AbsoluteScaleCombine(nn.Module):
+    """y = (num_w + e^(l - c) num_l) / (den_w + e^(l - c) den_l), l and c the log scales, l with a learned offset."""
+
+    def __init__(self, config: AbsoluteScale, shape: LayerShape) -> None:
+        super().__init__()
+        self.config = config
+        self.offset = nn.Parameter(torch.empty(shape.num_heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.offset.fill_(self.config.offset_init)
+
+    def forward(
+        self, window: Partial | None, linear: Partial, normalize: Normalize, has_linear: Bool[Tensor, "#B T"]
+    ) -> Float[Tensor, "B H T D"]:
+        """Without a window, its share is 0: the linear part alone."""
+        if window is None:
+            return normalize(linear)
+        excess = linear.log_scale + self.offset.to(linear.num.dtype)[:, None] - window.log_scale
+        far = excess.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
+        num = torch.addcmul(window.num, far[..., None], linear.num)
+        return _divided(num, torch.addcmul(window.den, far, linear.den).clamp_min(MIN_DENOMINATOR))
+
+
 class MixCombine(nn.Module):
     """y = s window + (1 - s) linear, s = sigmoid(parameter) per query head, 1 without linear keys (LOLCAT eq. 8)."""
 
@@ -206,6 +233,7 @@ def _logit(p: float) -> float:
 
 COMBINES: dict[type, Callable[[Any, LayerShape], nn.Module]] = {
     SharedDenominator: SharedDenominatorCombine,
+    AbsoluteScale: AbsoluteScaleCombine,
     Mix: MixCombine,
     Add: AddCombine,
     WindowOnly: WindowOnlyCombine,

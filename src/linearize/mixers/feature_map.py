@@ -39,8 +39,18 @@ class FeatureMap(nn.Module, ABC):
 
         `position` counts from the document's first token; -1 is padding.
         """
-        phi = self._queries(_accumulated(x), position)
-        return over_largest(phi) if self.exponential else phi
+        return self.scaled_q(x, position)[0]
+
+    def scaled_q(
+        self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]
+    ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B H T"] | None]:
+        """The same, and for an exponential map the logarithm of what they were divided by."""
+        x = _accumulated(x)
+        phi = self._queries(x, position)
+        if not self.exponential:
+            return phi, None
+        phi, largest = over_largest(phi)
+        return phi, largest + self._query_constant(x)
 
     def k(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
         """Features of keys; of an exponential map their logarithms e, from which a running maximum is to be taken.
@@ -49,6 +59,10 @@ class FeatureMap(nn.Module, ABC):
         they come in, and only then round.
         """
         return self._keys(_accumulated(x), position)
+
+    def _query_constant(self, x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T"] | float:
+        """What the logarithms of `_queries` leave out, the same for all features of a query."""
+        return 0.0
 
     @abstractmethod
     def _queries(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
@@ -64,12 +78,12 @@ def _accumulated(x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
     return x.to(accumulation_dtype(x.dtype), memory_format=torch.contiguous_format)
 
 
-def over_largest(logs: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape F"]:
-    """exp(e - max e) over the last axis, differentiable in the maximum too. May overwrite `logs`."""
+def over_largest(logs: Float[Tensor, "*shape F"]) -> tuple[Float[Tensor, "*shape F"], Float[Tensor, "*shape"]]:
+    """exp(e - max e) over the last axis, differentiable in the maximum too, and max e. May overwrite `logs`."""
     largest = logs.amax(-1, keepdim=True)
     # amax needs its input again for the gradient; without one, a second tensor of this size costs more than the sums.
     logs = logs - largest if logs.requires_grad else logs.sub_(largest)
-    return logs.exp_()
+    return logs.exp_(), largest[..., 0]
 
 
 def elu1(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

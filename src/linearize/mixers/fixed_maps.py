@@ -87,8 +87,10 @@ class Performer(FeatureMap):
         self.weight.copy_(Q.flatten(0, 1)[:m] * norms)
 
     def _queries(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
-        # |x'|^2 is the same for all features of a query: it goes with the maximum.
         return x @ (self.weight.mT.to(x.dtype) * x.shape[-1] ** -0.25)
+
+    def _query_constant(self, x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T"]:
+        return -(x.square().sum(-1) * (x.shape[-1] ** -0.5 / 2) + math.log(self.feature_dim) / 2)
 
     def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B G K F"]:
         # Keys are weighed against each other by |x'|^2 / 2, which reaches 1e9 for inputs of 1e4, where fp32 numbers lie

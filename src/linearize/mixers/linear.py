@@ -211,15 +211,26 @@ class LinearMixer(nn.Module):
         phi_k = expand_heads(phi_k, self.state_heads)
         return phi_k * slots["input_scale"] if "input_scale" in slots else phi_k
 
-    def _query_features(self, inputs: AttnInputs, position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
+    def _query_features(
+        self, inputs: AttnInputs, position: Int[Tensor, "#B T"]
+    ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B H T"] | None]:
+        """phi_q, and for an exponential map the logarithm that it is relative to."""
         assert self.feature_map is not None and self.config.feature_map is not None
         rotation = self.config.feature_map.rotation
-        phi_q = self.feature_map.q(map_inputs(rotation, inputs)[0], position)
+        phi_q, log_scale = self.feature_map.scaled_q(map_inputs(rotation, inputs)[0], position)
         if self.delta is not None:
             phi_q = self.delta.normalize(phi_q)
         if rotation == "after" and inputs.rope is not None:
             phi_q = apply_rope(phi_q, inputs.rope)
-        return phi_q if self.scale == 1 else phi_q * self.scale
+        return phi_q if self.scale == 1 else phi_q * self.scale, log_scale
+
+    def _in_scale(self, linear: Partial, log_scale: Tensor | None, own: Slots) -> Partial:
+        """The linear part with the logarithm it is relative to: the query's, and the keys' running maximum."""
+        if not self.config.absolute:
+            return linear
+        assert log_scale is not None
+        offset = expand_heads(own["offset"], self.shape.num_heads)[..., 0]
+        return replace(linear, log_scale=(log_scale + offset).to(linear.den.dtype))
 
     # --- many tokens --------------------------------------------------------------------------------------------------
 
@@ -254,7 +265,7 @@ class LinearMixer(nn.Module):
             softmax: dict[str, Any] = {"scaling": inputs.scaling, "softcap": inputs.softcap, "layout": layout}
             window = window_softmax(inputs.q, tokens["keys"], tokens["values"], span=self.span, **softmax)
         if phi_k is not None:
-            phi_q = self._query_features(inputs, layout.query_position)
+            phi_q, log_scale = self._query_features(inputs, layout.query_position)
             before = None if state is None else state.linear
             options: dict[str, Any] = _decays(tokens) | {"span": self.span, "layout": layout, "state": before}
             linear = linear_scan(phi_q, phi_k, written, **options)
@@ -264,6 +275,8 @@ class LinearMixer(nn.Module):
                 options = _decays(own) | {"span": NoSpan(), "layout": own_layout, "state": totals}
                 over_all = linear_scan(phi_q, own["phi_k"], own["values"][..., :0], **options)
                 linear = replace(linear, den=over_all.den)
+            own = {name: x[:, :, x.shape[2] - layout.length :] for name, x in tokens.items()}
+            linear = self._in_scale(linear, log_scale, own)
         return window, linear
 
     def _without_context(self, tokens: Slots, phi_k: Tensor, layout: Layout) -> tuple[Slots, Layout]:
@@ -334,7 +347,7 @@ class LinearMixer(nn.Module):
             assert state.linear is not None
             entering = places.shape[1] - 1 - span.fold_lag
             one = {name: x[:, :, entering : entering + 1] for name, x in tokens.items()}
-            phi_q = self._query_features(inputs, position[:, None])
+            phi_q, log_scale = self._query_features(inputs, position[:, None])
             phi_k = self._key_features(one, self._map_keys(one, position[:, None] - span.fold_lag), None)
             options: dict[str, Any] = {"beta": one.get("beta"), "span": span, "position": position}
             options |= {"state": state.linear} | _decays(one) | _skipped(tokens, below if span.max_lag else None)
@@ -345,6 +358,7 @@ class LinearMixer(nn.Module):
                 options = _decays(new) | {"span": NoSpan(), "position": position, "state": state.totals}
                 over_all, totals = linear_step(phi_q, phi_k, new["values"][..., :0], **options)
                 linear = replace(linear, den=over_all.den)
+            linear = self._in_scale(linear, log_scale, new)
         slots = push_slot(tokens, span, position - span.context)
         y = self._combine(inputs, window, linear, self._has_linear(position[:, None]))
         return y, MixerState(slots, position + 1, after, maximum, totals)
