@@ -128,13 +128,13 @@ class Place:
 def run_cell(recipe: Recipe, place: Place, dataset: Callable[[Recipe], Dataset]) -> tuple[dict[str, Any], Path]:
     """Train and measure one cell, unless that is done; its result, and the folder with its token losses."""
     recipe = place.recipe(recipe)
-    settings = recipe.model_dump(mode="json")
+    settings = changed(recipe.model_dump(mode="json"), Recipe(name="").model_dump(mode="json"))
     folder = place.work / "cells" / place.key(settings)
     if (folder / "cell.json").is_file():
         return json.loads((folder / "cell.json").read_text(encoding="utf-8")), folder
     data, started = dataset(recipe), time.perf_counter()
     stages = ("weights", "mixer", "transfer", "data", "seed")
-    shared = place.work / "transfer" / place.key({name: settings[name] for name in stages}, settings["layers"])
+    shared = place.work / "transfer" / place.key({name: settings.get(name) for name in (*stages, "layers")})
     run = Run(recipe, place.model, folder / "run", torch.float32, place.device)
     if recipe.transfer is not None and shared.is_dir() and not (run.folder / "transfer").exists():
         claim_folder(run, data)
@@ -163,6 +163,21 @@ def run_cell(recipe: Recipe, place: Place, dataset: Callable[[Recipe], Dataset])
     found |= {"seconds": time.perf_counter() - started, "tokens": data.validation.num_tokens, "data": data.fingerprint}
     write_json(folder / "cell.json", found)
     return found, folder
+
+
+def changed(settings: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the default, so that a field that is new to recipes does not make every cell a new one."""
+    found = {}
+    for name, value in settings.items():
+        other = default.get(name)
+        if isinstance(value, dict) and isinstance(other, dict) and value.get("type") == other.get("type"):
+            value = changed(value, other)
+            if not value:
+                continue
+        elif value == other:
+            continue
+        found[name] = value
+    return found
 
 
 def claim_folder(run: Run, data: Dataset) -> None:

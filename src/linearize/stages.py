@@ -109,6 +109,9 @@ class TransferConfig(TrainConfig):
         ge=0,
         description="the same losses, times this, of the linear part alone against softmax over its own keys",
     )
+    calibration_tokens: PositiveInt | None = Field(
+        default=None, description="fit combine `absolute_scale` to this much text before training; null: do not"
+    )
     layers_per_block: PositiveInt | None = Field(default=None, description="block by block; null: all layers at once")
 
     @model_validator(mode="after")

@@ -1,0 +1,122 @@
+"""A start for absolute-scale mixing: how large far keys' weights are, measured on the teacher before any training.
+
+With a wrong offset one part is all there is, and no gradient says so. So the offset of each head, and the temperature
+of its exponential features, are fitted to the share of its weight that softmax gives to the far keys together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import PreTrainedModel
+
+from linearize.hf.attention import linearized_layers, observed, softmax_output
+from linearize.mixers import AttnInputs, LinearMixer
+from linearize.mixers.combine import AbsoluteScaleCombine
+from linearize.mixers.learned_maps import Learned
+from linearize.ops import Layout, SlidingSpan, window_softmax
+from linearize.training.data import PackedRows
+
+LEAST_SHARE = 1e-4  # of the far keys, where the teacher has less: with none at all there is nothing to learn from
+MOST_LOG_ODDS = 20.0
+TEMPERATURES = tuple(2.0**i for i in range(-5, 3))  # there and back again without a rounding
+
+
+@torch.no_grad()
+def calibrate(student: PreTrainedModel, rows: PackedRows, tokens: int) -> None:
+    """Fit every layer that mixes in absolute scale, in place, on the teacher's queries and keys of the first rows.
+
+    Logistic regression of the far keys' share p of softmax on log(phi_q . z) less the window's logarithm: the offset
+    for which the mean share is right, and the temperature for which the cross-entropy of the shares is least. (Least
+    squares of the logarithms themselves would fit the few queries that look far, and let all others look far too.)
+    """
+    fits = {
+        id(layer): _Fit(layer.mixer)
+        for layer in linearized_layers(student).values()
+        if isinstance(layer.mixer.combine, AbsoluteScaleCombine)
+    }
+
+    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+        if id(layer) in fits:
+            length = inputs.q.shape[2]
+            fits[id(layer)].add(inputs, Layout.full(length, inputs.q.device) if layout is None else layout)
+        return softmax_output(layer, inputs, layout)
+
+    with observed(student, observe):
+        for row in range(min(len(rows), -(-tokens // rows.input_ids.shape[1]))):
+            one = rows.rows(slice(row, row + 1))
+            ids, positions = (x.to(student.device) for x in (one.input_ids, one.position_ids))
+            student.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+    for fit in fits.values():
+        fit.finish()
+
+
+class _Fit:
+    """What one layer's queries give: the far keys' share of softmax, and the log odds of it, at every temperature."""
+
+    def __init__(self, mixer: LinearMixer) -> None:
+        self.mixer = mixer
+        self.temperatures, self.groups = (1.0,), 1
+        if isinstance(mixer.feature_map, Learned):  # query heads that share a key map have one temperature
+            self.temperatures, self.groups = TEMPERATURES, min(len(p) for p in mixer.feature_map.parameters())
+        self.share: list[Float[Tensor, "H N"]] = []
+        self.log_odds: list[Float[Tensor, "t H N"]] = []
+
+    def add(self, inputs: AttnInputs, layout: Layout) -> None:
+        every, options = SlidingSpan(layout.length), {"scaling": inputs.scaling, "softcap": inputs.softcap}
+        accumulated = inputs.accumulated()
+        near, _ = self.mixer.partials(inputs, layout)
+        assert near is not None
+        whole = window_softmax(
+            accumulated.q, accumulated.k, accumulated.v[..., :0], span=every, layout=layout, **options
+        )
+        log_near = near.den.log() + near.log_scale
+        counts = self.mixer._has_linear(layout.query_position)[0]
+        self.share.append(1 - (log_near - whole.den.log() - whole.log_scale).exp().clamp(0, 1)[0, :, counts].double())
+        log_odds = []
+        for temperature in self.temperatures:
+            factor = torch.full(log_near.shape[1:2], temperature, device=log_near.device)
+            _scale(self.mixer, factor)
+            linear = self.mixer.partials(inputs, layout)[1]
+            _scale(self.mixer, 1 / factor)
+            assert linear is not None
+            log_far = linear.den.clamp_min(torch.finfo(linear.den.dtype).tiny).log() + linear.log_scale
+            log_odds.append((log_far - log_near)[0, :, counts].double())
+        self.log_odds.append(torch.stack(log_odds))
+
+    def finish(self) -> None:
+        """Set each query head's offset, and the temperature of each head of keys."""
+        share, log_odds = torch.cat(self.share, -1), torch.cat(self.log_odds, -1)
+        if not share.shape[-1]:
+            return
+        offset = _offset_of_mean(log_odds, share.mean(-1))
+        fitted = log_odds + offset[..., None]
+        loss = -(share * logsigmoid(fitted) + (1 - share) * logsigmoid(-fitted)).mean(-1)
+        best = loss.unflatten(1, (self.groups, -1)).sum(2).argmin(0).repeat_interleave(len(share) // self.groups)
+        self.mixer.combine.get_parameter("offset").copy_(offset.gather(0, best[None])[0])
+        _scale(self.mixer, torch.tensor(self.temperatures, device=best.device)[best])
+
+
+def _offset_of_mean(log_odds: Float[Tensor, "t H N"], share: Float[Tensor, " H"]) -> Float[Tensor, "t H"]:
+    """b for which the mean of sigmoid(log_odds + b) is `share`, by bisection: the mean grows with b."""
+    wanted = share.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
+    low, high = -log_odds.amax(-1) - MOST_LOG_ODDS, -log_odds.amin(-1) + MOST_LOG_ODDS
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = (log_odds + middle[..., None]).sigmoid().mean(-1) < wanted
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return (low + high) / 2
+
+
+def _scale(mixer: LinearMixer, factor: Float[Tensor, " H"]) -> None:
+    """Multiply what exponential features are exponentials of; query heads that share a key map have one factor."""
+    if not isinstance(mixer.feature_map, Learned):
+        return
+    for parameter in mixer.feature_map.parameters():
+        matrices = len(parameter)
+        shape = matrices, *[1] * (parameter.ndim - 1)
+        parameter.mul_(factor[:: len(factor) // matrices].view(shape).to(parameter.dtype))
