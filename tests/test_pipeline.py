@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import linearize
@@ -238,6 +239,64 @@ def test_recipes_of_one_stage(finished: Run, tmp_path: Path, changes: dict[str, 
     if "transferred" in losses:
         assert losses["student"] == losses["transferred"]
     assert losses["student"] != losses["swapped"]
+
+
+def test_two_steps(finished: Run, tmp_path: Path) -> None:
+    """New weights alone, then all: the second step begins where the first one ended."""
+    adapt = {"lora": None, "mixers": True, "lr": 0.01, "batch_size": 4, "eval_every": 2, "max_tokens": 1024}
+    changes = {"transfer": None, "adapt": adapt, "finetune.lora": None, "finetune.all_weights": True}
+    changes |= {"evaluation.trained_controls": False}
+    steps = dataclasses.replace(finished, recipe=finished.recipe.override(changes), folder=tmp_path / "run")
+    assert run(steps, until="adapt") is None
+    assert names(steps.folder) == {"recipe.yaml", "run.json", "plan.json", "adapt"}
+    trained = load_file(steps.folder / "adapt" / "trained.safetensors")
+    assert trained and all(".mixer." in name for name in trained)
+    run(steps)
+    first, second = (json.loads((steps.folder / name / "result.json").read_text()) for name in ("adapt", "finetune"))
+    assert second["initial_loss"]["model"] == pytest.approx(first["best_loss"]["model"])
+    assert len(load_file(steps.folder / "finetune" / "trained.safetensors")) > len(trained)
+
+
+def test_from_scratch(finished: Run, tmp_path: Path) -> None:
+    """A new model of the teacher's shape: its weights are not read, and the seed says which ones it starts with."""
+    changes = {"weights": "random", "transfer": None, "finetune.lora": None, "finetune.all_weights": True}
+    recipe = finished.recipe.override(changes | {"evaluation.trained_controls": False})
+    (shape := tmp_path / "shape").mkdir()
+    for path in Path(finished.model).iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, shape)
+    scratch = dataclasses.replace(finished, recipe=recipe, model=str(shape), folder=tmp_path / "run")
+    card = run(scratch)
+    assert card is not None
+    teacher, again = scratch.load_teacher(), scratch.load_teacher()
+    other = dataclasses.replace(scratch, recipe=recipe.override({"seed": 1})).load_teacher()
+    before = tiny.snapshot(teacher)
+    assert all(torch.equal(before[name], x) for name, x in tiny.snapshot(again).items())
+    assert not torch.equal(before["lm_head.weight"], tiny.snapshot(other)["lm_head.weight"])
+    trained = load_file(scratch.folder / "model" / "model.safetensors")
+    moved = [name for name, x in trained.items() if name in before and not torch.equal(before[name], x)]
+    assert len(moved) == len(before) - sum(name not in trained for name in before)
+    losses = {measured.name: measured.quality.loss.mean for measured in card.measured}
+    assert losses["student"] < losses["swapped"]
+    assert numbers(evaluated(scratch.folder / "model")) == numbers(card)
+
+
+def test_the_layer_of_the_largest_transfer_error_stays_softmax(finished: Run, tmp_path: Path) -> None:
+    changes = {"layers.keep_softmax": {"type": "transfer_error", "n": 1}, "evaluation.trained_controls": False}
+    part = dataclasses.replace(finished, recipe=finished.recipe.override(changes), folder=tmp_path / "run")
+    card = run(part)
+    errors = json.loads((part.folder / "transfer" / "result.json").read_text())["best_loss"]
+    assert errors == json.loads((finished.folder / "transfer" / "result.json").read_text())["best_loss"], "all trained"
+    worst = max(errors, key=lambda name: errors[name])
+    kept = [0, 1][int(worst.split(".")[2])]
+    plan, config = (json.loads((part.folder / name).read_text()) for name in ("plan.json", "model/config.json"))
+    assert plan["kept_layers"] == [kept] and [x is None for x in config["linearize"]["layers"]].index(True) == kept
+    transferred = load_file(part.folder / "transfer" / "trained.safetensors")
+    saved = load_file(part.folder / "model" / "model.safetensors")
+    mixers = {name for name in saved if ".mixer." in name}
+    assert mixers == {name for name in transferred if f"layers.{1 - kept}." in name}
+    assert all(torch.equal(saved[name], transferred[name]) for name in mixers)
+    assert numbers(run(part)) == numbers(card), "once more"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -295,10 +295,14 @@ class LinearMixer(nn.Module):
         def normalize(partial: Partial) -> Tensor:
             return self.normalizer(partial, inputs, least)
 
-        y = self.combine(window, linear, normalize, has_linear)
+        alone = None
         if self.window_dropout is not None and window is not None and linear is not None:
+            # Of a copy: without gradients, parts are combined in place.
+            alone = normalize(replace(linear, num=linear.num.clone()))
+        y = self.combine(window, linear, normalize, has_linear)
+        if self.window_dropout is not None and alone is not None:
             hidden = self.window_dropout.draw(len(y)).to(y.device)[:, None] & has_linear
-            y = torch.where(hidden[:, None, :, None], normalize(linear), y)
+            y = torch.where(hidden[:, None, :, None], alone, y)
         return y.to(inputs.v.dtype)
 
     def _has_linear(self, position: Int[Tensor, "#B T"]) -> Bool[Tensor, "#B T"]:

@@ -71,9 +71,8 @@ class _Fit:
         accumulated = inputs.accumulated()
         near, _ = self.mixer.partials(inputs, layout)
         assert near is not None
-        whole = window_softmax(
-            accumulated.q, accumulated.k, accumulated.v[..., :0], span=every, layout=layout, **options
-        )
+        q, k, v = accumulated.q, accumulated.k, accumulated.v
+        whole = window_softmax(q, k, v, span=every, layout=layout, **options)
         log_near = near.den.log() + near.log_scale
         counts = self.mixer._has_linear(layout.query_position)[0]
         self.share.append(1 - (log_near - whole.den.log() - whole.log_scale).exp().clamp(0, 1)[0, :, counts].double())
