@@ -2,11 +2,11 @@
 
     python experiments/run.py experiments/lolcats/table_6.yaml --model M --dataset D --work-dir W
 
-A grid is a YAML file: `title`, `source` (the paper's table), `question`, `columns` (of `COLUMNS`, below),
-`paper_columns` (what the numbers under `paper` are), `reference` (the cell that others are compared with), `seeds`,
-`set` (overrides of every cell), `settings` (overrides by size of the machine: `small`, `gpu`), and `cells`: `label`,
-`recipe`, and optionally `set`, `paper`, `seeds`. Beside it come NAME.SETTING.json and NAME.SETTING.md. Runs lie in W,
-where cells that differ after attention transfer only share that stage.
+A grid is a YAML file: `title`, `source` (the paper's table), `question`, `finding` (what came out, in words), `columns`
+(of `COLUMNS`, below), `paper_columns` (what the numbers under `paper` are), `reference` (the cell that others are
+compared with), `seeds`, `set` (overrides of every cell), `settings` (overrides by size of the machine: `small`, `gpu`),
+and `cells`: `label`, `recipe`, and optionally `set`, `paper`, `seeds`. Beside it come NAME.SETTING.json and
+NAME.SETTING.md. Runs lie in W, where cells that differ after attention transfer only share that stage.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Grid(BaseModel):
     title: str
     source: str
     question: str
+    finding: str = ""
     columns: list[str]
     paper_columns: list[str] = Field(default_factory=list)
     reference: str | None = None
@@ -336,15 +337,22 @@ def _measured(grid: Grid, result: dict[str, Any]) -> list[str]:
     return [COLUMNS[name][1](result) for name in grid.columns]
 
 
-def write_table(path: Path, grid: Grid, setting: str, results: list[dict[str, Any]], command: str) -> None:
-    first = next((result for result in results if "loss" in result), None)
-    text = f"# {grid.title}\n\n{grid.source}. {grid.question}\n\n{table(grid, results)}\n\n"
+def described(grid: Grid, results: list[dict[str, Any]]) -> str:
+    """What a reader of the table must know."""
+    text, first = "", next((result for result in results if "loss" in result), None)
     if first is not None:
         teacher = _number(math.exp(first["loss"]["teacher"]["mean"]))
         text += f"Teacher: perplexity {teacher} on the same {first['tokens']:,} held-out tokens. "
     if grid.reference is not None:
         text += "The reference is in bold. "
-    text += "In brackets: 95 % bootstrap intervals of paired differences, in nats per token."
+    return text + "In brackets: 95 % bootstrap intervals of paired differences, in nats per token."
+
+
+def write_table(path: Path, grid: Grid, setting: str, results: list[dict[str, Any]], command: str) -> None:
+    text = f"# {grid.title}\n\n{grid.source}. {grid.question}\n\n{table(grid, results)}\n\n"
+    text += described(grid, results)
+    if grid.finding:
+        text += f"\n\n**Found.** {grid.finding.strip()}"
     text += f"\n\n    {command}\n"
     name = path.with_suffix(f".{setting}.json")
     record = {"grid": path.name, "setting": setting, "command": command, "versions": versions(), "results": results}
