@@ -1,0 +1,175 @@
+"""The grids of experiments/: all can be run at every setting, and the runner does what its tables say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from linearize.config import Recipe, resolve
+from linearize.errors import DivergedError, UserError
+from linearize.teacher import TeacherShape
+from linearize.training import loop
+from tests import tiny
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+GRIDS = sorted(path for path in EXPERIMENTS.glob("*/*.yaml") if path.name != "recipe.yaml")
+SHAPE = TeacherShape("llama", 5, 8, 4, 8, 64, 172, 512, 4096, True, ())
+
+
+def load(name: str) -> ModuleType:
+    """A script of experiments/, which is no package."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, EXPERIMENTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+run = load("run")
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=[f"{path.parent.name}/{path.stem}" for path in GRIDS])
+def test_every_cell_resolves_at_every_setting(path: Path) -> None:
+    grid = run.Grid.load(path)
+    assert {"small", "gpu"} <= grid.settings.keys()
+    for setting in grid.settings:
+        recipes = [recipe for _, recipe in grid.jobs(setting)]
+        for recipe in recipes:
+            resolve(recipe, SHAPE)
+        assert len({recipe.model_dump_json() for recipe in recipes}) == len(recipes), "no two cells are the same"
+    budgets = {recipe.finetune.max_tokens for _, recipe in grid.jobs("small") if recipe.finetune is not None}
+    assert budgets and None not in budgets, "cells of a bounded size"
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=[f"{path.parent.name}/{path.stem}" for path in GRIDS])
+def test_committed_results_are_of_this_grid(path: Path) -> None:
+    record_file = path.with_suffix(".small.json")
+    if not record_file.is_file():
+        pytest.skip("not run yet")
+    record = json.loads(record_file.read_text())
+    cells = {cell.label: cell for cell in run.Grid.load(path).cells}
+    for result in record["results"]:
+        cell = cells[result["label"]]
+        assert (result["recipe"], result["set"], result["paper"]) == (cell.recipe, cell.set, cell.paper)
+    text = record_file.with_suffix(".md").read_text()
+    assert run.table(run.Grid.load(path), record["results"]) in text, "run the grid again: it rewrites its table"
+
+
+def test_the_page_of_results_is_that_of_the_tables() -> None:
+    results = load("results")
+    assert results.PAGE.read_text(encoding="utf-8") == results.page(), "python experiments/results.py"
+
+
+# --- the runner -------------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "data.sequence_length": 64, "data.validation_fraction": 0.2, "data.validation_rows": 6,
+    "transfer.batch_size": 4, "transfer.max_tokens": 512, "finetune.batch_size": 4, "finetune.max_tokens": 512,
+    "evaluation.fidelity_tokens": 64, "mixer.span.window_size": 8, "finetune.lr": 1e-2,
+}  # fmt: skip
+GRID: dict[str, Any] = {
+    "title": "A title", "source": "A paper, Table 1", "question": "Which?", "reference": "first",
+    "columns": ["swapped", "transferred", "student", "minus_reference", "mse", "kl"], "paper_columns": ["score"],
+    "settings": {"small": SMALL, "gpu": SMALL},
+    "cells": [
+        {"label": "first", "recipe": "lolcats", "paper": [12.5]},
+        {"label": "rank 2", "recipe": "lolcats", "set": {"finetune.lora.rank": 2}},
+        {"label": "no transfer", "recipe": "lolcats", "set": {"transfer": None}, "seeds": [0, 1]},
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Path:
+    (tmp_path / "table.yaml").write_text(yaml.safe_dump(GRID))
+    return tmp_path / "table.yaml"
+
+
+def go(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    arguments = ["--model", tiny.teacher_folder(), "--dataset", tiny.text_file(), "--device", "cpu"]
+    work = str(path.parent / "work")
+    monkeypatch.setattr(sys, "argv", ["run.py", str(path), *arguments, "--work-dir", work])
+    run.main()
+    return json.loads(path.with_suffix(".small.json").read_text())
+
+
+def test_a_grid(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = []
+    train = loop.train
+
+    def counted(*args: Any, **options: Any) -> Any:
+        result = train(*args, **options)
+        trained.append((options["title"], options["output_dir"]))
+        return result
+
+    for module in ("attention_transfer", "finetune"):
+        monkeypatch.setattr(f"linearize.training.{module}.train", counted)
+    updates, update = [], loop._Run.update
+    monkeypatch.setattr(loop._Run, "update", lambda self: updates.append(1) or update(self))
+    results = go(grid, monkeypatch)["results"]
+    assert [(r["label"], r["seed"]) for r in results] == [
+        ("first", 0),
+        ("rank 2", 0),
+        ("no transfer", 0),
+        ("no transfer", 1),
+    ]
+    steps = 512 // (4 * 64)
+    assert len(updates) == steps * (1 + 4), "one attention transfer for the two cells that share it"
+    first, second, third, _ = results
+    assert first["loss"]["transferred"] == second["loss"]["transferred"] != first["loss"]["swapped"]
+    assert "minus_reference" not in first and "transferred" not in third["loss"]
+    for result in (second, third):
+        difference = result["loss"]["student"]["mean"] - first["loss"]["student"]["mean"]
+        assert result["minus_reference"]["mean"] == pytest.approx(difference, abs=1e-6)
+    assert [len(set(map(str, r["by_position"]["student"]))) > 2 for r in results] == [True] * 4
+    text = grid.with_suffix(".small.md").read_text()
+    assert "| **first** | 0 |" in text and "| 12.5 |" in text and f"{first['tokens']:,} held-out tokens" in text
+
+    updates.clear()
+    assert go(grid, monkeypatch)["results"] == results and not updates, "the same again trains nothing"
+
+
+def test_a_cell_that_diverges_is_a_result(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverge(*args: Any, **options: Any) -> None:
+        raise DivergedError("loss is not finite")
+
+    monkeypatch.setattr("linearize.pipeline.finetune", diverge)
+    results = go(grid, monkeypatch)["results"]
+    assert [result["diverged"] for result in results] == ["loss is not finite"] * 4
+    assert "| **first** | 0 | diverged |" in grid.with_suffix(".small.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"columns": ["speed"]}, "found 'speed'"), ({"reference": "none"}, "'none' among them")],
+)
+def test_bad_grid(grid: Path, change: dict[str, Any], message: str) -> None:
+    grid.write_text(yaml.safe_dump(GRID | change))
+    with pytest.raises(UserError, match=message):
+        run.Grid.load(grid)
+
+
+def test_overrides_of_a_stage_that_is_not_there_are_left_out() -> None:
+    recipe = Recipe.load("elu")
+    found = run._present(recipe, {"transfer.lr": 1.0, "finetune.lr": 0.5, "adapt.lr": 1.0, "seed": 3})
+    assert found == {"finetune.lr": 0.5, "seed": 3}
+    assert run._present(recipe, {"transfer": {}, "transfer.lr": 1.0}) == {"transfer": {}, "transfer.lr": 1.0}
+
+
+def test_keys_of_cells_do_not_change_with_new_fields() -> None:
+    default = {"a": 1, "part": {"type": "x", "size": 2}, "stage": None}
+    settings = {"a": 1, "part": {"type": "x", "size": 3, "new": 0}, "stage": {"lr": 1}, "new": 5}
+    assert run.changed(settings, default | {"new": 5, "part": {"type": "x", "size": 2, "new": 0}}) == {
+        "part": {"size": 3},
+        "stage": {"lr": 1},
+    }
+    assert run.changed({"part": {"type": "y", "size": 2}}, default) == {"part": {"type": "y", "size": 2}}
