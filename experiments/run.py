@@ -3,10 +3,11 @@
     python experiments/run.py experiments/lolcats/table_6.yaml --model M --dataset D --work-dir W
 
 A grid is a YAML file: `title`, `source` (the paper's table), `question`, `finding` (what came out, in words), `columns`
-(of `COLUMNS`, below), `paper_columns` (what the numbers under `paper` are), `reference` (the cell that others are
-compared with), `seeds`, `set` (overrides of every cell), `settings` (overrides by size of the machine: `small`, `gpu`),
-and `cells`: `label`, `recipe`, and optionally `set`, `paper`, `seeds`. Beside it come NAME.SETTING.json and
-NAME.SETTING.md. Runs lie in W, where cells that differ after attention transfer only share that stage.
+(of `COLUMNS`, below), `more` (of `MORE`: further tables), `paper_columns` (what the numbers under `paper` are),
+`reference` (the cell that others are compared with), `seeds`, `set` (overrides of every cell), `settings` (overrides by
+size of the machine: `small`, `gpu`), and `cells`: `label`, `recipe`, and optionally `set`, `paper`, `seeds`. Beside it
+come NAME.SETTING.json and NAME.SETTING.md. Runs lie in W, where cells that differ after attention transfer only share
+that stage.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Grid(BaseModel):
     question: str
     finding: str = ""
     columns: list[str]
+    more: list[str] = Field(default_factory=list)
     paper_columns: list[str] = Field(default_factory=list)
     reference: str | None = None
     seeds: list[int] = Field(default_factory=lambda: [0])
@@ -83,8 +85,9 @@ class Grid(BaseModel):
         labels = [cell.label for cell in grid.cells]
         if len(set(labels)) < len(labels) or (grid.reference is not None and grid.reference not in labels):
             raise UserError(f"{path}: expected cells of different labels, the reference {grid.reference!r} among them")
-        if unknown := set(grid.columns) - COLUMNS.keys():
-            raise UserError(f"{path}: columns: expected some of {', '.join(COLUMNS)}; found {min(unknown)!r}")
+        for field, known in (("columns", COLUMNS), ("more", MORE)):
+            if unknown := set(getattr(grid, field)) - known.keys():
+                raise UserError(f"{path}: {field}: expected some of {', '.join(known)}; found {min(unknown)!r}")
         return grid
 
     def jobs(self, setting: str) -> Iterator[tuple[Cell, Recipe]]:
@@ -337,6 +340,30 @@ def _measured(grid: Grid, result: dict[str, Any]) -> list[str]:
     return [COLUMNS[name][1](result) for name in grid.columns]
 
 
+def by_position(results: list[dict[str, Any]]) -> str:
+    """Mean loss of tokens by their position in the document, of the teacher and of every cell."""
+    measured = [result for result in results if "by_position" in result]
+    ranges = [f"{low} to {high - 1}" for low, high in pairwise(POSITIONS)]
+    used = [i for i in range(len(ranges)) if measured[0]["by_position"]["teacher"][i] is not None]
+    rows = [["teacher", measured[0]["by_position"]["teacher"]]]
+    rows += [[result["label"], result["by_position"]["student"]] for result in measured]
+    lines = [["loss at position", *(ranges[i] for i in used)], ["---"] * (len(used) + 1)]
+    lines += [[label, *(f"{values[i]:.3f}" for i in used)] for label, values in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def by_layer(results: list[dict[str, Any]]) -> str:
+    """Held-out loss of attention transfer, by layer, of every cell that has that stage."""
+    stages = [(r["label"], r["stages"]["transfer"]["best_loss"]) for r in results if "transfer" in r.get("stages", {})]
+    layers = [next(part for part in name.split(".") if part.isdigit()) for name in stages[0][1]]
+    lines = [["transfer loss of layer", *layers], ["---"] * (len(layers) + 1)]
+    lines += [[label, *(_number(loss) for loss in losses.values())] for label, losses in stages]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+MORE = {"by_position": by_position, "by_layer": by_layer}
+
+
 def described(grid: Grid, results: list[dict[str, Any]]) -> str:
     """What a reader of the table must know."""
     text, first = "", next((result for result in results if "loss" in result), None)
@@ -345,7 +372,8 @@ def described(grid: Grid, results: list[dict[str, Any]]) -> str:
         text += f"Teacher: perplexity {teacher} on the same {first['tokens']:,} held-out tokens. "
     if grid.reference is not None:
         text += "The reference is in bold. "
-    return text + "In brackets: 95 % bootstrap intervals of paired differences, in nats per token."
+    text += "In brackets: 95 % bootstrap intervals of paired differences, in nats per token."
+    return "\n\n".join([text, *(MORE[name](results) for name in grid.more if first is not None)])
 
 
 def write_table(path: Path, grid: Grid, setting: str, results: list[dict[str, Any]], command: str) -> None:
