@@ -47,7 +47,7 @@ def recipes(name: Annotated[str | None, typer.Argument(help="print this one as Y
         typer.echo(Recipe.load(name).to_yaml(), nl=False)
         return
     for known in recipe_names():
-        typer.echo(f"{known:16} {Recipe.load(known).description}")
+        typer.echo(f"{known:20} {Recipe.load(known).description}")
 
 
 @app.command()
@@ -80,6 +80,10 @@ def run(
     output_dir: OutputDir,
     dataset: Text = None,
     until: Annotated[str, typer.Option(help="last stage to run: transfer, adapt, finetune or evaluate")] = "evaluate",
+    block: Annotated[
+        int | None,
+        typer.Option(help="only train this block of layers, from 0; transfer.layers_per_block says how many it has"),
+    ] = None,
     set_: Set = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -101,10 +105,13 @@ def run(
         overrides["seed"] = seed
     where = _device(device)
     job = Run(Recipe.load(recipe, overrides), model, output_dir, _dtype(dtype, where), where)
-    card = pipeline.run(job, until=until, command=_command())
+    card = pipeline.run(job, until=until, block=block, command=_command())
     if card is not None:
         _show(card.to_json() if as_json else card.render(), as_json)
     _note(f"run folder: {output_dir}" + ("" if card is None else f"; the model: {output_dir / 'model'}"))
+    if block is not None:
+        left = ", ".join(map(str, pipeline.blocks_to_do(job)))
+        _note(f"blocks still to do: {left or 'none; the same command without --block goes on'}")
 
 
 @app.command(name="eval")

@@ -155,12 +155,13 @@ def evaluate(
     run = Run.read(folder, dtype, device) if (folder / "run.json").is_file() else None
     recipe = Recipe(name="evaluation") if run is None else run.recipe
     if dataset is not None:
-        overrides = {"data.dataset": dataset, "data.validation_dataset": None} | overrides
+        belongs_to_the_other = {f"data.{name}": None for name in ("validation_dataset", "subset", "top_esl")}
+        overrides = {"data.dataset": dataset} | belongs_to_the_other | overrides
     recipe = recipe.override(overrides)
     teacher = teacher or (run.model if run else None)
     student = load_model(model, dtype=dtype, device=device)
     tokenizer, shape = load_tokenizer(model), TeacherShape.from_config(config)
-    data = load_dataset(recipe, tokenizer, shape)
+    data = load_dataset(recipe, tokenizer, shape, run.load_teacher if run else None)
     layers, started = read_plan(student.config), time.perf_counter()
     measured_run = replace(run, model=teacher) if run and teacher else None
     if measured_run is not None:

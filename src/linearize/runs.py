@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -20,6 +23,8 @@ from linearize.hf.checkpoint import load_model, new_model
 from linearize.teacher import TeacherShape
 from linearize.training.checkpoint import full_disk_is_user_error
 from linearize.training.data import Dataset, build_dataset
+from linearize.training.selection import effective_sequence_lengths
+from linearize.training.templates import TokenDocument
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,16 @@ class Run:
         return {name: self.folder / "controls" / name for name in ("teacher_lora", "window_lora")}
 
 
-def load_dataset(recipe: Recipe, tokenizer: Tokenizer, shape: TeacherShape) -> Dataset:
+def load_dataset(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    shape: TeacherShape,
+    load_teacher: Callable[[], PreTrainedModel] | None = None,
+) -> Dataset:
     """The recipe's data, packed.
+
+    Args:
+        load_teacher: gives the model that documents are chosen by; called where `data.top_esl` asks for it.
 
     Raises:
         UserError: no dataset named, rows longer than the model's positions, or data that cannot be used.
@@ -70,7 +83,12 @@ def load_dataset(recipe: Recipe, tokenizer: Tokenizer, shape: TeacherShape) -> D
             f"data.sequence_length: expected at most the model's {shape.max_positions} positions, found "
             f"{recipe.data.sequence_length}; pass --set data.sequence_length={shape.max_positions}"
         )
-    return build_dataset(recipe.data, tokenizer, seed=recipe.seed)
+
+    def score(documents: Sequence[TokenDocument]) -> Tensor:
+        assert load_teacher is not None
+        return effective_sequence_lengths(load_teacher(), documents, recipe.data.sequence_length)
+
+    return build_dataset(recipe.data, tokenizer, seed=recipe.seed, score=score if load_teacher else None)
 
 
 def check_output(run: Run) -> None:
@@ -101,8 +119,8 @@ def _unclaimed(run: Run) -> bool:
     """Whether there is no folder, an empty one, or one in which `claim` was killed before its last file."""
     if not run.folder.is_dir():
         return not run.folder.exists()
-    recipe, begun = run.folder / "recipe.yaml", {_scratch(run.folder / name) for name in ("recipe.yaml", "run.json")}
-    found = set(run.folder.iterdir()) - begun
+    recipe = run.folder / "recipe.yaml"
+    found = set(run.folder.iterdir()) - set(run.folder.glob(".*.incomplete"))
     return not found or (found == {recipe} and recipe.read_text(encoding="utf-8") == run.recipe.to_yaml())
 
 
@@ -150,14 +168,10 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         UserError: the disk is full.
     """
-    scratch = _scratch(path)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.incomplete")  # jobs may share a folder
     try:
         with full_disk_is_user_error(path.parent, len(text)):
             scratch.write_text(text, encoding="utf-8")
             scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
-
-
-def _scratch(path: Path) -> Path:
-    return path.with_name(f".{path.name}.incomplete")

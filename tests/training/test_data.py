@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -159,6 +161,145 @@ def test_max_documents_stops_reading(tmp_path, tokenizer):
     assert sum(dataset.documents) == 30
 
 
+# --- limits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stream(tmp_path, monkeypatch):
+    """A hub of endless datasets of 25-token documents; counts the rows that were asked for."""
+    monkeypatch.chdir(tmp_path)
+    read: dict[str, int] = {}
+
+    def rows(name: str) -> Iterator[dict]:
+        for index in count():
+            read[name] = index + 1
+            yield {"text": f"{name}{index:0{23 - len(name)}}"}
+
+    monkeypatch.setattr("datasets.load_dataset", lambda name, subset, **_: rows(f"{name}:{subset}"))
+    return read
+
+
+@pytest.mark.parametrize("max_tokens, expected", [(1, 1), (2500, 100), (2501, 101)])
+def test_an_endless_stream_ends(stream, tokenizer, max_tokens, expected):
+    fields = dict(validation_dataset="held", max_tokens=max_tokens, subset="xl", sequence_length=25)
+    dataset = build_dataset(config("hub", **fields, validation_rows=3), tokenizer, seed=0)
+    texts = documents_of(dataset.train, tokenizer)
+    assert sorted(texts) == [f"hub:xl{index:017}" for index in range(expected)]
+    # Of held-out text, just what fills the rows; the subset is of the other dataset.
+    assert sorted(documents_of(dataset.validation, tokenizer)) == [f"held:None{index:014}" for index in range(3)]
+    assert dataset.documents == (expected, 3)
+    # No more than one batch for the tokenizer is read beyond the end.
+    assert expected <= stream["hub:xl"] <= expected + 64 and 3 <= stream["held:None"] <= 64
+
+
+def test_an_endless_stream_of_one_side(stream, tokenizer):
+    dataset = build_dataset(config("hub", max_tokens=1000, sequence_length=25), tokenizer, seed=0)
+    assert dataset.documents == (38, 2)
+    capped = build_dataset(config("hub", max_documents=30, sequence_length=25), tokenizer, seed=0)
+    assert sum(capped.documents) == stream["hub:None"] == 30
+    with fails("data.max_tokens: expected how much to read of 'hub'"):
+        build_dataset(config("hub"), tokenizer, seed=0)
+
+
+def test_local_held_out_text_is_read_whole(stream, tmp_path, tokenizer):
+    path = write_rows(tmp_path / "held.jsonl", [{"text": f"hub:None{index:015}"} for index in range(5, 35)])
+    fields = dict(validation_dataset=str(path), max_tokens=700, max_documents=25, sequence_length=25)
+    dataset = build_dataset(config("hub", **fields, validation_rows=1), tokenizer, seed=0)
+    assert dataset.documents == (5, 30)
+
+
+def test_max_tokens_of_a_file(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": f"{index:023}"} for index in range(100)])
+    dataset = build_dataset(config(path, max_tokens=500), tokenizer, seed=0)
+    assert sum(dataset.documents) == 20
+
+
+def test_short_documents_are_left_out(tmp_path, tokenizer):
+    texts = [f"{index:0{length}}" for index, length in enumerate([8, 7] * 40)]
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    fields = dict(sequence_length=10, validation_rows=1000)
+    dataset = build_dataset(config(path, min_document_tokens=10, **fields), tokenizer, seed=0)
+    found = documents_of(dataset.train, tokenizer) + documents_of(dataset.validation, tokenizer)
+    assert sorted(found) == [text for text in texts if len(text) == 8]
+    # What is left out does not count as read.
+    limited = build_dataset(config(path, min_document_tokens=10, max_tokens=300, **fields), tokenizer, seed=0)
+    assert sum(limited.documents) == 30
+    with fails("data.dataset: expected documents of at least 11 tokens .data.min_document_tokens., found none in "):
+        build_dataset(config(path, min_document_tokens=11), tokenizer, seed=0)
+
+
+def test_limits_of_given_documents(tokenizer):
+    train, held_out = [f"{index:023}" for index in range(40)], [f"held {index:018}" for index in range(12)]
+    fields = dict(max_tokens=250, min_document_tokens=25)
+    dataset = dataset_from_documents(["short", *train], [*held_out, "short"], tokenizer, config(None, **fields), 0)
+    assert dataset.documents == (10, 12)
+
+
+# --- the training documents of the highest score ----------------------------------------------------------------------
+
+
+def by_number(wanted: list[int], tokenizer):
+    """Scores documents, which are numbers: the wanted ones highest, in this order."""
+
+    def score(documents: list[TokenDocument]) -> torch.Tensor:
+        numbers = [int(tokenizer.decode(document.input_ids, skip_special_tokens=True)) for document in documents]
+        return torch.tensor([float(100 - wanted.index(number)) if number in wanted else 0.0 for number in numbers])
+
+    return score
+
+
+def numbers_of(rows: PackedRows, tokenizer) -> list[int]:
+    return [int(text) for text in documents_of(rows, tokenizer)]
+
+
+def test_the_highest_scores_are_trained_on(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": f"{index:020}"} for index in range(40)])
+    fields = dict(sequence_length=22, validation_fraction=0.2)
+    everything = build_dataset(config(path, **fields), tokenizer, seed=0)
+    held_out = numbers_of(everything.validation, tokenizer)
+    trained_on = sorted(numbers_of(everything.train, tokenizer))
+    wanted = [trained_on[index] for index in (30, 2, 17, 5, 11)]
+    score = by_number([*held_out, *wanted], tokenizer)  # that held-out documents score higher does not count
+    best = build_dataset(config(path, top_esl=5, **fields), tokenizer, seed=0, score=score)
+    assert set(numbers_of(best.train, tokenizer)) == set(wanted) and best.documents == (5, 8)
+    for name in ("input_ids", "position_ids", "labels"):
+        assert torch.equal(getattr(best.validation, name), getattr(everything.validation, name))
+    assert best.fingerprint != everything.fingerprint
+    # The order is that of a source which holds nothing else, whatever the scores among them.
+    again = build_dataset(
+        config(path, top_esl=5, **fields), tokenizer, seed=0, score=by_number(wanted[::-1], tokenizer)
+    )
+    assert again.fingerprint == best.fingerprint
+    all_of_them = build_dataset(config(path, top_esl=32, **fields), tokenizer, seed=0, score=score)
+    assert all_of_them.fingerprint == everything.fingerprint
+
+
+def test_equal_scores_are_taken_in_order(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": f"{index:020}"} for index in range(100)])
+    fields = dict(sequence_length=22, validation_fraction=0.01)
+    dataset = build_dataset(
+        config(path, top_esl=40, **fields), tokenizer, seed=0, score=lambda documents: torch.zeros(len(documents))
+    )
+    held_out = numbers_of(dataset.validation, tokenizer)
+    first = [number for number in range(100) if number not in held_out][:40]
+    assert sorted(numbers_of(dataset.train, tokenizer)) == first
+
+
+def test_without_top_esl_nothing_is_scored(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(40)])
+    build_dataset(config(path), tokenizer, seed=0, score=lambda _: pytest.fail("scored"))
+
+
+def test_top_esl_that_cannot_be(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(40)])
+    with fails("data.top_esl: expected at least 39 training documents to choose from, found 38; use more data, or set"):
+        build_dataset(config(path, top_esl=39), tokenizer, seed=0, score=lambda _: pytest.fail("scored"))
+    with fails("data.top_esl: expected a teacher to choose 3 documents by, found none; .*data.top_esl=null"):
+        build_dataset(config(path, top_esl=3), tokenizer, seed=0)
+    with fails("data.top_esl: expected a teacher"):
+        dataset_from_documents(words(40), ["held out and long enough"], tokenizer, config(None, top_esl=3), 0)
+
+
 # --- split, seed, fingerprint -----------------------------------------------------------------------------------------
 
 
@@ -264,6 +405,17 @@ def test_alpaca_is_recognised_by_its_columns(tmp_path, tokenizer):
     assert "Below" not in labelled(dataset.train, tokenizer)
 
 
+def test_samsum_is_recognised_by_its_columns(tmp_path, tokenizer):
+    rows = [{"id": text, "dialogue": f"Amy: {text}", "summary": text, "text": f"not {text}"} for text in words(40)]
+    dataset = build_dataset(config(write_rows(tmp_path / "rows.jsonl", rows)), tokenizer, seed=0)
+    assert tokenizer.decode(dataset.train.input_ids[0]) == "<s>Summarize this "
+    assert "Summarize" not in labelled(dataset.train, tokenizer)
+    for missing in ("dialogue", "summary"):
+        rest = [{column: value for column, value in row.items() if column != missing} for row in rows]
+        dataset = build_dataset(config(write_rows(tmp_path / "rest.jsonl", rest)), tokenizer, seed=0)
+        assert tokenizer.decode(dataset.train.input_ids[0]).startswith("<s>not <")
+
+
 def test_chat_is_recognised_by_its_column(tmp_path):
     tokenizer = byte_tokenizer(template=CHATML)
     rows = [
@@ -285,6 +437,8 @@ def test_chat_is_recognised_by_its_column(tmp_path):
         ([{"text": "x"}, {"text": 3}], {}, "data row 2: expected text in the column text, found 3"),
         ([{"text": "x"}], {"format": "alpaca"}, "data row 1: .*column 'instruction', found text; data.format alpaca"),
         ([{"instruction": "x", "output": None}], {}, "data row 1: expected text in the column output, found None"),
+        ([{"dialogue": "x", "summary": 3}], {}, "data row 1: expected text in the column summary, found 3"),
+        ([{"dialogue": "x"}], {"format": "samsum"}, "data row 1: .*column 'summary', found dialogue; data.format sam"),
         ([{"text": "x"}], {"format": "chat"}, "data row 1: .*column 'messages', found text; data.format chat"),
         ([], {}, "expected documents, found no text"),
         ([{"text": " "}], {}, "expected documents, found no text"),

@@ -166,8 +166,8 @@ def hub(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("name", ["owner/data-set.v1", "wikitext"])
-def test_hub_is_streamed(tmp_path, monkeypatch, hub, name):
+@pytest.mark.parametrize("name, subset", [("owner/data-set.v1", None), ("wikitext", "sample-10BT")])
+def test_hub_is_streamed(tmp_path, monkeypatch, hub, name, subset):
     monkeypatch.chdir(tmp_path)
     calls = []
 
@@ -176,8 +176,23 @@ def test_hub_is_streamed(tmp_path, monkeypatch, hub, name):
         return iter(ROWS)
 
     hub(load_dataset)
-    assert rows_of(name, split="test") == ROWS
-    assert calls == [((name,), {"split": "test", "streaming": True})]
+    assert rows_of(name, split="test", subset=subset, max_tokens=9) == ROWS
+    assert calls == [((name, subset), {"split": "test", "streaming": True})]
+
+
+def test_hub_without_a_limit_is_not_read(hub):
+    hub(lambda *_, **__: pytest.fail("asked the hub"))
+    with fails(
+        "data.max_tokens: expected how much to read of 'owner/data', which is no file or folder here .*found nothing; "
+        "set data.max_tokens .or data.max_documents., or check the path"
+    ):
+        rows_of("owner/data")
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_documents"])
+def test_hub_with_either_limit_is_read(hub, limit):
+    hub(lambda *_, **__: iter(ROWS))
+    assert rows_of("owner/data", **{limit: 1}) == ROWS  # who counts tokens and documents is another
 
 
 def test_a_local_folder_comes_before_the_hub(tmp_path, monkeypatch, hub):
@@ -194,9 +209,10 @@ def test_hub_out_of_reach(hub):
 
     hub(load_dataset)
     with fails(
-        "no file or folder 'owner/data', and reading it from the hub .data.split 'train'. failed: .*reach the hub"
+        "no file or folder 'owner/data', and reading it from the hub .data.subset 'xl', data.split 'train'. failed: "
+        ".*reach the hub"
     ):
-        rows_of("owner/data")
+        rows_of("owner/data", subset="xl", max_tokens=1)
 
 
 def test_hub_lost_on_the_way(hub):
@@ -205,7 +221,7 @@ def test_hub_lost_on_the_way(hub):
         raise TimeoutError("timed out")
 
     hub(lambda *_, **__: stream())
-    rows = read_rows(DataConfig(dataset="owner/data"))
+    rows = read_rows(DataConfig(dataset="owner/data", max_documents=2))
     assert next(rows) == ROWS[0]
     with fails("from the hub .* failed: TimeoutError: timed out"):
         next(rows)

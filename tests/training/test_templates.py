@@ -5,7 +5,7 @@ import torch
 
 from linearize.config import DataConfig
 from linearize.errors import UserError
-from linearize.training.templates import TokenDocument, encode_alpaca, encode_chat
+from linearize.training.templates import TokenDocument, encode_alpaca, encode_chat, encode_samsum
 from tests.training.byte_tokenizer import CHATML, byte_tokenizer
 
 CHATML_BLOCKS = (
@@ -67,6 +67,27 @@ def test_alpaca_prompts_carry_no_loss(tokenizer):
     for row, prompt, document in zip(rows, prompts, documents, strict=True):
         reply = row["output"] + "<|im_end|>"
         assert text_and_loss(document, tokenizer) == ("<s>" + prompt + reply, reply)
+
+
+# --- samsum -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bos", ["<s>", None])
+@pytest.mark.parametrize("eos", ["<|im_end|>", None])
+def test_samsum_dialogues_carry_no_loss(bos, eos):
+    tokenizer = byte_tokenizer(bos=bos, eos=eos)
+    rows = [
+        {"id": "1", "dialogue": "Amy: Hi {dialogue}\r\nBob: über", "summary": "Amy greets Bob."},
+        {"id": "2", "dialogue": "Bob: Bye", "summary": " Bob leaves {summary}.\n"},
+    ]
+    documents = encode_samsum(list(enumerate(rows, 1)), tokenizer, DataConfig())
+    prompts = [
+        "Summarize this dialog:\nAmy: Hi {dialogue}\r\nBob: über\n---\nSummary:\n",
+        "Summarize this dialog:\nBob: Bye\n---\nSummary:\n",
+    ]
+    for row, prompt, document in zip(rows, prompts, documents, strict=True):
+        completion = row["summary"] + (eos or "")
+        assert text_and_loss(document, tokenizer) == ((bos or "") + prompt + completion, completion)
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------

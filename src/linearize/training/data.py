@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from linearize.config import DataConfig
 from linearize.errors import UserError
-from linearize.training.sources import Row, read_rows
+from linearize.training.sources import Row, on_disk, read_rows
 from linearize.training.templates import IGNORED, TokenDocument, encoder_for
 
 _BATCH = 64  # documents per tokenizer call: enough for its threads, little enough for its memory
@@ -54,6 +54,10 @@ class PackedRows:
         """Arguments for ``model(**batch, use_cache=False)``: without a mask, the positions tell documents apart."""
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "labels": self.labels}
 
+    def inputs(self) -> dict[str, Tensor]:
+        """Arguments for a base model, which has no labels."""
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids}
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -65,29 +69,35 @@ class Dataset:
     documents: tuple[int, int]
 
 
-def build_dataset(config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Dataset:
+Score = Callable[[Sequence[TokenDocument]], Float[Tensor, " N"]]
+"""How worthwhile each document is to train on; `linearize.training.selection` has one."""
+
+
+def build_dataset(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, score: Score | None = None
+) -> Dataset:
     """Read, tokenise, split and pack `config.dataset`.
 
     `config.validation_fraction` of the documents is held out, whatever the format (the papers hold out the first 200
     rows of Alpaca; a fraction serves any size). Exact duplicates fall on the same side. A source that is one document,
     repeated or not, is cut: the last `validation_fraction` of its tokens is held out. With a `validation_dataset`, that
-    is held out instead, and training documents that are also in it are left out.
+    is held out instead, and training documents that are also in it are left out. It is read whole from disk; from the
+    hub, without the subset of `dataset`, as far as `validation_rows` need it.
+
+    Args:
+        score: of the training documents, the `config.top_esl` with the largest score are kept; held-out ones all are.
 
     Raises:
-        UserError: nothing to read, unreadable or malformed data, a missing column, too few tokens for a row.
+        UserError: nothing to read, unreadable or malformed data, a missing column, too few tokens for a row, too few
+            documents to choose from, or nothing to choose by.
     """
-    documents = list(_tokenised(islice(read_rows(config), config.max_documents), tokenizer, config))
-    if not documents:
-        raise UserError(f"data.dataset: expected documents, found no text in {config.dataset!r}")
+    documents = _read(config, tokenizer, "data.dataset")
     if config.validation_dataset is None:
         train, validation = _split(documents, config.validation_fraction, seed)
     else:
-        source = config.model_copy(update={"dataset": config.validation_dataset})
-        validation = list(_tokenised(read_rows(source), tokenizer, source))
-        if not validation:
-            raise UserError(f"data.validation_dataset: expected documents, found no text in {source.dataset!r}")
+        validation = _read(_held_out_source(config, config.validation_dataset), tokenizer, "data.validation_dataset")
         train = _without(documents, validation)
-    return _dataset(train, validation, config, seed)
+    return _dataset(_chosen(train, config, score), validation, config, seed)
 
 
 def dataset_from_documents(
@@ -99,19 +109,19 @@ def dataset_from_documents(
 ) -> Dataset:
     """The same from plain texts whose split is given; training documents that are also held out are left out.
 
-    `config.max_documents` limits the training texts.
+    `config.max_documents` and `max_tokens` limit the training texts.
 
     Raises:
-        UserError: too few tokens for a row.
+        UserError: too few tokens for a row, or `config.top_esl`, for which there is no score here.
     """
-    as_text = config.model_copy(update={"format": "text"})
 
-    def tokenised(texts: Iterable[str]) -> list[TokenDocument]:
+    def tokenised(texts: Iterable[str], max_tokens: int | None) -> list[TokenDocument]:
+        as_text = config.model_copy(update={"format": "text", "max_tokens": max_tokens})
         return list(_tokenised(({as_text.text_column: text} for text in texts), tokenizer, as_text))
 
-    validation = tokenised(validation_texts)
-    train = _without(tokenised(islice(train_texts, config.max_documents)), validation)
-    return _dataset(train, validation, config, seed)
+    validation = tokenised(validation_texts, None)
+    train = _without(tokenised(islice(train_texts, config.max_documents), config.max_tokens), validation)
+    return _dataset(_chosen(train, config, None), validation, config, seed)
 
 
 def pack(documents: Iterable[TokenDocument], sequence_length: int) -> PackedRows:
@@ -164,6 +174,24 @@ def _rows(documents: list[TokenDocument], config: DataConfig, side: str, advice:
     return packed
 
 
+def _chosen(train: list[TokenDocument], config: DataConfig, score: Score | None) -> list[TokenDocument]:
+    if config.top_esl is None:
+        return train
+    if score is None:
+        raise UserError(
+            f"data.top_esl: expected a teacher to choose {config.top_esl} documents by, found none; "
+            "give a score, or set data.top_esl=null"
+        )
+    if len(train) < config.top_esl:
+        raise UserError(
+            f"data.top_esl: expected at least {config.top_esl} training documents to choose from, found {len(train)}; "
+            "use more data, or set a smaller data.top_esl"
+        )
+    # Stable: documents of the same score, such as copies, are chosen in their order.
+    best = score(train).argsort(descending=True, stable=True)[: config.top_esl]
+    return [train[index] for index in sorted(best.tolist())]
+
+
 def _split(
     documents: list[TokenDocument], fraction: float, seed: int
 ) -> tuple[list[TokenDocument], list[TokenDocument]]:
@@ -201,22 +229,48 @@ def _digest(document: TokenDocument) -> bytes:
     return hashlib.blake2b(document.input_ids.numpy().data, digest_size=16).digest()
 
 
+def _held_out_source(config: DataConfig, name: str) -> DataConfig:
+    used = config.validation_rows * config.sequence_length
+    limits = {"max_documents": None, "max_tokens": None if on_disk(name) else used}
+    return config.model_copy(update={"dataset": name, "subset": None, **limits})
+
+
+def _read(source: DataConfig, tokenizer: PreTrainedTokenizerBase, field: str) -> list[TokenDocument]:
+    documents = list(_tokenised(islice(read_rows(source), source.max_documents), tokenizer, source))
+    if not documents:
+        shortest = source.min_document_tokens
+        raise UserError(
+            f"{field}: expected documents, found no text in {source.dataset!r}"
+            if shortest == 1
+            else f"{field}: expected documents of at least {shortest} tokens (data.min_document_tokens), found none in "
+            f"{source.dataset!r}"
+        )
+    return documents
+
+
 def _tokenised(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Iterator[TokenDocument]:
+    """Documents that are long enough, until there are `config.max_tokens` tokens of them; the last one stays whole."""
     numbered = enumerate(rows, 1)
-    encode = None
-    with _progress() as advance:
+    encode, tokens = None, 0
+    with document_progress("tokenising") as advance:
         while batch := list(islice(numbered, _BATCH)):
             encode = encode or encoder_for(batch[0][1].keys(), config)
-            yield from (document for document in encode(batch, tokenizer, config) if len(document))
+            for document in encode(batch, tokenizer, config):
+                if len(document) < config.min_document_tokens:
+                    continue
+                yield document
+                tokens += len(document)
+                if config.max_tokens is not None and tokens >= config.max_tokens:
+                    return
             advance(len(batch))
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int], None]]:
+def document_progress(title: str) -> Iterator[Callable[[int], None]]:
     """A count of documents on stderr, shown when the work goes on for longer than `_QUIET_SECONDS`."""
     console = Console(stderr=True)
     columns = (
-        TextColumn("tokenising"),
+        TextColumn("{task.description}"),
         SpinnerColumn(),
         TextColumn("{task.completed:,.0f} documents"),
         TimeElapsedColumn(),
@@ -224,7 +278,7 @@ def _progress() -> Iterator[Callable[[int], None]]:
     progress = Progress(
         *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
     )
-    task = progress.add_task("tokenising", total=None)
+    task = progress.add_task(title, total=None)
     begin = time.monotonic()
 
     def advance(documents: int) -> None:

@@ -23,17 +23,18 @@ def read_rows(config: DataConfig) -> Iterator[Row]:
 
     A text file is one row, with its text in `config.text_column`; a .txt file is cut at `DOCUMENT_SEPARATOR` into
     several. A folder is all files of a known suffix below it, by path, hidden ones apart; it holds either text files
-    or tables.
+    or tables. A hub dataset is streamed.
 
     Raises:
-        UserError: nothing there, an unknown or unreadable file, a mixed or empty folder, an unreachable hub dataset.
+        UserError: nothing there, an unknown or unreadable file, a mixed or empty folder, an unreachable hub dataset,
+            or one whose reading nothing limits.
     """
     name = config.dataset
     if not name:
         raise UserError(
             "data.dataset: expected a hub id, or a local file or folder, found none; pass --dataset or set data.dataset"
         )
-    path = Path(name).expanduser()
+    path = _local(name)
     if path.is_dir():
         return _folder_rows(path, config.text_column)
     if path.is_file():
@@ -44,7 +45,21 @@ def read_rows(config: DataConfig) -> Iterator[Row]:
         raise UserError(
             f"data.dataset: expected a local file or folder or a hub id, found nothing at {name!r}; check the path"
         )
-    return _hub_rows(name, config.split)
+    if config.max_tokens is None and config.max_documents is None:
+        raise UserError(
+            f"data.max_tokens: expected how much to read of {name!r}, which is no file or folder here and would be "
+            "streamed from the hub, found nothing; set data.max_tokens (or data.max_documents), or check the path"
+        )
+    return _hub_rows(name, config.subset, config.split)
+
+
+def on_disk(name: str) -> bool:
+    """Whether `read_rows` finds a dataset of this name on disk, and so does not ask the hub for it."""
+    return _local(name).exists()
+
+
+def _local(name: str) -> Path:
+    return Path(name).expanduser()
 
 
 def _folder_rows(folder: Path, text_column: str) -> Iterator[Row]:
@@ -156,15 +171,15 @@ def _readable(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _hub_rows(name: str, split: str) -> Iterator[Row]:
+def _hub_rows(name: str, subset: str | None, split: str) -> Iterator[Row]:
     import datasets
 
     try:
-        yield from datasets.load_dataset(name, split=split, streaming=True)
+        yield from datasets.load_dataset(name, subset, split=split, streaming=True)
     except Exception as error:  # the network, the hub and each dataset's files fail with types of their own
         raise UserError(
-            f"data.dataset: found no file or folder {name!r}, and reading it from the hub (data.split {split!r}) "
-            f"failed: {type(error).__name__}: {_one_line(error)}"
+            f"data.dataset: found no file or folder {name!r}, and reading it from the hub (data.subset {subset!r}, "
+            f"data.split {split!r}) failed: {type(error).__name__}: {_one_line(error)}"
         ) from error
 
 

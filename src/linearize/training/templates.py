@@ -1,4 +1,4 @@
-"""Rows as token documents: plain text, Alpaca instructions, chats. Labels mark the tokens that carry the loss."""
+"""Rows as token documents: text, Alpaca instructions, chats, summaries. Labels mark the tokens that carry the loss."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ ALPACA_WITHOUT_INPUT = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
+SAMSUM = "Summarize this dialog:\n{dialogue}\n---\nSummary:\n"
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -64,6 +65,8 @@ def encoder_for(columns: Collection[str], config: DataConfig) -> Encoder:
         return _ENCODERS["chat"]
     if "instruction" in columns and "output" in columns:
         return _ENCODERS["alpaca"]
+    if "dialogue" in columns and "summary" in columns:
+        return _ENCODERS["samsum"]
     return _ENCODERS["text"]
 
 
@@ -93,6 +96,19 @@ def encode_alpaca(
         template = ALPACA_WITH_INPUT if context else ALPACA_WITHOUT_INPUT
         prompts.append(template.format(instruction=instruction, input=context))
         outputs.append(output)
+    return _completions(prompts, outputs, tokenizer)
+
+
+def encode_samsum(
+    rows: Sequence[NumberedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> list[TokenDocument]:
+    """``BOS prompt`` without loss, then ``summary EOS`` with it (Hedgehog's template for SAMSum)."""
+    hint = "data.format samsum needs the columns dialogue and summary"
+    prompts = [SAMSUM.format(dialogue=_string(row, "dialogue", number, hint)) for number, row in rows]
+    return _completions(prompts, [_string(row, "summary", number, hint) for number, row in rows], tokenizer)
+
+
+def _completions(prompts: list[str], outputs: list[str], tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
     bos, eos = _special(tokenizer.bos_token_id), _special(tokenizer.eos_token_id)
     documents = []
     for prompt, output in zip(_tokenise(prompts, tokenizer), _tokenise(outputs, tokenizer), strict=True):
@@ -182,7 +198,12 @@ def _encode_by_prefix(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -
     return encoded["input_ids"], is_assistant
 
 
-_ENCODERS: dict[str, Encoder] = {"text": encode_text, "alpaca": encode_alpaca, "chat": encode_chat}
+_ENCODERS: dict[str, Encoder] = {
+    "text": encode_text,
+    "alpaca": encode_alpaca,
+    "chat": encode_chat,
+    "samsum": encode_samsum,
+}
 
 
 def _messages(row: Row, number: int) -> list[Row]:
