@@ -21,6 +21,7 @@ from linearize.mixers import LinearMixer
 from linearize.parts import NoSpan
 from linearize.teacher import TeacherShape
 from linearize.training.attention_transfer import TransferObjective
+from linearize.training.loop import Step
 from tests import tiny
 from tests.hf import checks
 from tests.hf.models import (
@@ -257,7 +258,7 @@ def test_attention_transfer_reaches_every_parameter(case: Case) -> None:
     student = make_student(case, make_teacher(case.architecture, **case.teacher))
     rows = tiny.packed([[24], [10, 14]], vocabulary=VOCABULARY)
     objective = TransferObjective(student, case.recipe().transfer)
-    losses = objective.backward([rows])
+    losses = objective.backward([rows], Step(0, 1, 0))
     assert len(losses) == 2 and min(losses.values()) > 0
     # Without a window, nothing depends on how it is weighted.
     idle = "combine" if isinstance(first_mixer(student).config.span, NoSpan) else "none"
@@ -278,14 +279,15 @@ def test_layers_without_parameters_are_left_out() -> None:
     shape = TeacherShape.from_config(teacher.config.to_dict())
     student = convert_layers(teacher, (resolve(tiny.recipe(), shape)[0], resolve(recipe, shape)[1]))
     objective = TransferObjective(student, recipe.transfer)
-    assert list(objective.backward([rows])) == [unit.name for unit in objective.units] == ["model.layers.0.self_attn"]
+    trained = [unit.name for unit in objective.units]
+    assert list(objective.backward([rows], Step(0, 1, 0))) == trained == ["model.layers.0.self_attn"]
 
 
 def test_a_loss_that_no_parameter_moves() -> None:
     """Without a window, and with a map that learns nothing, the window factor alone is left, and idle."""
     recipe = tiny.recipe(mixer=MIXERS["cosformer"] | dict(span=dict(type="none")))
     objective = TransferObjective(linearize.convert(tiny.llama(), recipe), recipe.transfer)
-    losses = objective.backward([tiny.packed([[24]])])
+    losses = objective.backward([tiny.packed([[24]])], Step(0, 1, 0))
     assert list(losses) == [unit.name for unit in objective.units]
     assert all(p.grad is None for unit in objective.units for p in unit.parameters.values())
 

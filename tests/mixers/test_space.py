@@ -192,7 +192,7 @@ def long_case(name: str, span: parts.NoSpan | parts.SlidingSpan) -> Drawn:
 
 
 def least_log_decay(case: Drawn) -> float:
-    tokens = case.mixer._tokens(case.inputs, case.layout, case.layout, None)[0]
+    tokens = case.mixer.tokens(case.inputs, case.layout, case.layout, None)[0]
     return min(float(tokens[key].min()) for key in ("log_decay_k", "log_decay_v") if key in tokens)
 
 

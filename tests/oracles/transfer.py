@@ -20,8 +20,8 @@ from tests.oracles.spans import SpanSpec, span_keys
 class Matrices:
     """Weights [B,H,T,T] and queries [B,T]; rows and columns of padding are 0.
 
-    `student` and `teacher` on all keys; `alone` is the linear part by itself, `far` softmax over the linear keys that it
-    sees, and `counted` the queries that have any.
+    `student` and `teacher` on all keys; `alone` is the linear part by itself, `far` softmax over the linear keys
+    that the teacher sees, and `counted` the queries that have any.
     """
 
     student: Tensor
@@ -51,9 +51,9 @@ def matrices(config: Any, w: Weights, inputs: Inputs, documents: Documents, *, r
                 if inputs.softcap is not None:
                     scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
                 hidden = None if inputs.hidden is None else inputs.hidden[row, at]
-                kernel = _kernel(config, w, h, heads, q, k, hidden)
+                kernel, log_scale = _kernel(config, w, h, heads, q, k, hidden)
                 parts = {
-                    "student": _combined(config, w, h, scores, kernel, near, far),
+                    "student": _combined(config, w, h, scores, (kernel, log_scale), near, far),
                     "teacher": _softmax(scores, seen),
                     "alone": kernel * far / (kernel * far).sum(-1, keepdim=True).clamp_min(1e-6),
                     "far": _softmax(scores, far & seen),
@@ -102,9 +102,17 @@ def _softmax(scores: Tensor, mask: Tensor) -> Tensor:
     return weights
 
 
-def _combined(config: Any, w: Weights, h: int, scores: Tensor, kernel: Tensor, near: Tensor, far: Tensor) -> Tensor:
+def _combined(
+    config: Any, w: Weights, h: int, scores: Tensor, kernels: tuple[Tensor, Tensor], near: Tensor, far: Tensor
+) -> Tensor:
     """The mixer's weights of one head of one document [T,T]."""
-    combine, linear = config.combine, kernel * far
+    combine, (kernel, log_scale) = config.combine, kernels
+    linear = kernel * far
+    if combine.type == "absolute_scale":
+        top = torch.where(near, scores, -torch.inf).amax(-1, keepdim=True)
+        relative = (log_scale[:, None] + present(w.offset)[h] - top).clamp(-30, 30).exp()
+        unnormalised = relative * linear + torch.where(near, (scores - top).exp(), 0)
+        return unnormalised / unnormalised.sum(-1, keepdim=True)
     if combine.type == "shared_denominator":
         g = present(w.window_factor)[h]
         top = torch.where(near, scores, -torch.inf).amax(-1, keepdim=True)
@@ -120,13 +128,19 @@ def _combined(config: Any, w: Weights, h: int, scores: Tensor, kernel: Tensor, n
     return torch.where(far.any(-1, keepdim=True), s * window + (1 - s) * alone, window)
 
 
-def _kernel(config: Any, w: Weights, h: int, heads: int, q: Tensor, k: Tensor, hidden: Tensor | None) -> Tensor:
-    """phi_q(n) . D(n,j) phi_k(j) for all pairs [T,T], j <= n; exponentials over their running maximum."""
+def _kernel(
+    config: Any, w: Weights, h: int, heads: int, q: Tensor, k: Tensor, hidden: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """phi_q(n) . D(n,j) phi_k(j) for all pairs [T,T], j <= n, and the logarithm [T] that they are relative to.
+
+    Exponentials of queries are relative to their own maximum, those of keys to their running one.
+    """
     phi_q = _features(config.feature_map, q, w.query_weight, w.query_bias, h, heads)
     phi_k = _features(config.feature_map, k, w.key_weight, w.key_bias, h, heads)
-    length = len(q)
+    length, log_scale = len(q), torch.zeros(len(q), dtype=torch.float64)
     if exponential(config.feature_map):
         top = torch.stack([phi_k[: n + 1].max() for n in range(length)])
+        log_scale = phi_q.amax(-1) + top
         phi_q = (phi_q - phi_q.amax(-1, keepdim=True)).exp()
         kernel = torch.einsum("nf,njf->nj", phi_q, (phi_k[None] - top[:, None, None]).exp().nan_to_num(posinf=0))
     else:
@@ -135,7 +149,7 @@ def _kernel(config: Any, w: Weights, h: int, heads: int, q: Tensor, k: Tensor, h
         log_decay, scale = _decay(config.decay, w, h, heads, length, hidden)
         sums = log_decay.cumsum(0)
         kernel = kernel * (sums[:, None] - sums).clamp_max(0).exp() * scale
-    return kernel.tril()
+    return kernel.tril(), log_scale
 
 
 def _features(part: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, h: int, heads: int) -> Tensor:

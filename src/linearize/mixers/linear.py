@@ -106,7 +106,7 @@ class LinearMixer(nn.Module):
         with torch.autocast(inputs.q.device.type, enabled=False):
             dtype, inputs = inputs.v.dtype, inputs.accumulated()
             window, linear = self.partials(inputs, layout)
-            y = self._combine(inputs, window, linear, self._has_linear(layout.query_position))
+            y = self._combine(inputs, window, linear, self.has_linear(layout.query_position))
         return y.to(dtype)
 
     def step(
@@ -162,7 +162,7 @@ class LinearMixer(nn.Module):
             slots["beta"] = self.delta(inputs)
         return {name: x.expand(len(inputs.k), -1, -1, -1) for name, x in slots.items()}
 
-    def _tokens(
+    def tokens(
         self, inputs: AttnInputs, own: Layout, layout: Layout, state: MixerState | None
     ) -> tuple[Slots, Tensor | None, Tensor | None]:
         """All tokens behind their context, their key features, and the running maximum after them.
@@ -211,7 +211,7 @@ class LinearMixer(nn.Module):
         phi_k = expand_heads(phi_k, self.state_heads)
         return phi_k * slots["input_scale"] if "input_scale" in slots else phi_k
 
-    def _query_features(
+    def query_features(
         self, inputs: AttnInputs, position: Int[Tensor, "#B T"]
     ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B H T"] | None]:
         """phi_q, and for an exponential map the logarithm that it is relative to."""
@@ -224,7 +224,7 @@ class LinearMixer(nn.Module):
             phi_q = apply_rope(phi_q, inputs.rope)
         return phi_q if self.scale == 1 else phi_q * self.scale, log_scale
 
-    def _in_scale(self, linear: Partial, log_scale: Tensor | None, own: Slots) -> Partial:
+    def in_scale(self, linear: Partial, log_scale: Tensor | None, own: Slots) -> Partial:
         """The linear part with the logarithm it is relative to: the query's, and the keys' running maximum."""
         if not self.config.absolute:
             return linear
@@ -234,7 +234,7 @@ class LinearMixer(nn.Module):
 
     # --- many tokens --------------------------------------------------------------------------------------------------
 
-    def _written(
+    def written(
         self, tokens: Slots, phi_k: Tensor | None, layout: Layout, state: LinearState | None
     ) -> Float[Tensor, "B h K D"]:
         """What is written to the state with each key: its value, or what the delta rule makes of it."""
@@ -248,8 +248,8 @@ class LinearMixer(nn.Module):
         """The window's part and the linear one of whole documents, None where there is none: what is combined to y."""
         with torch.autocast(inputs.q.device.type, enabled=False):
             inputs = inputs.accumulated()
-            tokens, phi_k, _ = self._tokens(inputs, layout, layout, None)
-            return self._partials(inputs, tokens, phi_k, self._written(tokens, phi_k, layout, None), layout, None)
+            tokens, phi_k, _ = self.tokens(inputs, layout, layout, None)
+            return self._partials(inputs, tokens, phi_k, self.written(tokens, phi_k, layout, None), layout, None)
 
     def _partials(
         self,
@@ -265,7 +265,7 @@ class LinearMixer(nn.Module):
             softmax: dict[str, Any] = {"scaling": inputs.scaling, "softcap": inputs.softcap, "layout": layout}
             window = window_softmax(inputs.q, tokens["keys"], tokens["values"], span=self.span, **softmax)
         if phi_k is not None:
-            phi_q, log_scale = self._query_features(inputs, layout.query_position)
+            phi_q, log_scale = self.query_features(inputs, layout.query_position)
             before = None if state is None else state.linear
             options: dict[str, Any] = _decays(tokens) | {"span": self.span, "layout": layout, "state": before}
             linear = linear_scan(phi_q, phi_k, written, **options)
@@ -276,7 +276,7 @@ class LinearMixer(nn.Module):
                 over_all = linear_scan(phi_q, own["phi_k"], own["values"][..., :0], **options)
                 linear = replace(linear, den=over_all.den)
             own = {name: x[:, :, x.shape[2] - layout.length :] for name, x in tokens.items()}
-            linear = self._in_scale(linear, log_scale, own)
+            linear = self.in_scale(linear, log_scale, own)
         return window, linear
 
     def _without_context(self, tokens: Slots, phi_k: Tensor, layout: Layout) -> tuple[Slots, Layout]:
@@ -305,16 +305,16 @@ class LinearMixer(nn.Module):
             y = torch.where(hidden[:, None, :, None], alone, y)
         return y.to(inputs.v.dtype)
 
-    def _has_linear(self, position: Int[Tensor, "#B T"]) -> Bool[Tensor, "#B T"]:
+    def has_linear(self, position: Int[Tensor, "#B T"]) -> Bool[Tensor, "#B T"]:
         return (self.span.lo(position) > self.span.sinks) & (position >= 0)
 
     def _prefill(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> tuple[Tensor, MixerState]:
         batch, length = len(inputs.q), inputs.q.shape[2]
         own = Layout.full(length, inputs.q.device) if own is None else own
         layout = own if state is None else own.with_context(state.seen, self.span)
-        tokens, phi_k, maximum = self._tokens(inputs, own, layout, state)
+        tokens, phi_k, maximum = self.tokens(inputs, own, layout, state)
         before = None if state is None else state.linear
-        written = self._written(tokens, phi_k, layout, before)
+        written = self.written(tokens, phi_k, layout, before)
         linear = totals = None
         if phi_k is not None:
             linear = linear_state(phi_k, written, **_decays(tokens), span=self.span, layout=layout, state=before)
@@ -324,7 +324,7 @@ class LinearMixer(nn.Module):
                 options["state"] = None if state is None else state.totals
                 totals = linear_state(mine["phi_k"], mine["values"][..., :0], **options)
         read = self._partials(inputs, tokens, phi_k, written, layout, state)
-        y = self._combine(inputs, *read, self._has_linear(layout.query_position))
+        y = self._combine(inputs, *read, self.has_linear(layout.query_position))
         slots = keep_slots(tokens, layout, self.span, batch)
         return y, MixerState(slots, layout.count.expand(batch).clone(), linear, maximum, totals)
 
@@ -351,7 +351,7 @@ class LinearMixer(nn.Module):
             assert state.linear is not None
             entering = places.shape[1] - 1 - span.fold_lag
             one = {name: x[:, :, entering : entering + 1] for name, x in tokens.items()}
-            phi_q, log_scale = self._query_features(inputs, position[:, None])
+            phi_q, log_scale = self.query_features(inputs, position[:, None])
             phi_k = self._key_features(one, self._map_keys(one, position[:, None] - span.fold_lag), None)
             options: dict[str, Any] = {"beta": one.get("beta"), "span": span, "position": position}
             options |= {"state": state.linear} | _decays(one) | _skipped(tokens, below if span.max_lag else None)
@@ -362,9 +362,9 @@ class LinearMixer(nn.Module):
                 options = _decays(new) | {"span": NoSpan(), "position": position, "state": state.totals}
                 over_all, totals = linear_step(phi_q, phi_k, new["values"][..., :0], **options)
                 linear = replace(linear, den=over_all.den)
-            linear = self._in_scale(linear, log_scale, new)
+            linear = self.in_scale(linear, log_scale, new)
         slots = push_slot(tokens, span, position - span.context)
-        y = self._combine(inputs, window, linear, self._has_linear(position[:, None]))
+        y = self._combine(inputs, window, linear, self.has_linear(position[:, None]))
         return y, MixerState(slots, position + 1, after, maximum, totals)
 
     def state_like(self, inputs: AttnInputs) -> MixerState:

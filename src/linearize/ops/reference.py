@@ -45,7 +45,7 @@ def linear_scan(
     sums_k, sums_v = (
         None if x is None else expand_heads(cumulative(x, span, layout), heads) for x in (log_decay_k, log_decay_v)
     )
-    weights = _weights(phi_q, phi_k, sums_k, mask)
+    weights = kernel_weights(phi_q, phi_k, sums_k, mask)
     den = weights.sum(-1)
     if sums_v is None:
         num = weights @ v
@@ -91,12 +91,20 @@ def delta_values(
         if sums is not None:
             read = read * sums.exp().to(dtype)
         u = u - beta * (read @ state.S.to(dtype))
-    overlaps = beta * _weights(phi_k, phi_k, sums, pairs.tril(-1)[:, None])
+    overlaps = beta * kernel_weights(phi_k, phi_k, sums, pairs.tril(-1)[:, None])
     return torch.linalg.solve_triangular(overlaps, u, upper=False, unitriangular=True)
 
 
-def _weights(q: Tensor, k: Tensor, sums: Tensor | None, mask: Bool[Tensor, "#B 1 T K"]) -> Float[Tensor, "B H T K"]:
-    """q_n . D(n,j) k_j where `mask` is true, 0 elsewhere; the queries' slots are the last ones of the keys'."""
+def kernel_weights(
+    q: Float[Tensor, "B H T F"],
+    k: Float[Tensor, "B H K F"],
+    sums: Float[Tensor, "#B H K X"] | None,
+    mask: Bool[Tensor, "#B 1 T K"],
+) -> Float[Tensor, "B H T K"]:
+    """q_n . D(n,j) k_j where `mask` is true, 0 elsewhere; the queries' slots are the last ones of the keys'.
+
+    `sums` are the log decays up to each slot (`decay.cumulative`).
+    """
     if sums is None:
         return (q @ k.mT) * mask
     decay = _pairwise(sums, q.shape[2], mask).to(q.dtype)
@@ -124,11 +132,23 @@ def window_softmax(
     dtype = accumulation_dtype(v.dtype)
     q, k, v = q.to(dtype), expand_heads(k, q.shape[1]).to(dtype), expand_heads(v, q.shape[1]).to(dtype)
     mask = visible_keys(span, layout)[0][:, None]
-    scores = (q * scaling) @ k.transpose(-1, -2)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    weights, top = exponentials(softmax_scores(q, k, scaling, softcap), mask)
+    return Partial(weights @ v, weights.sum(-1), top)
+
+
+def softmax_scores(
+    q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H K D"], scaling: float, softcap: float | None
+) -> Float[Tensor, "B H T K"]:
+    """s_nj: q_n.k_j scaled, and soft-capped where there is a cap."""
+    scores = (q * scaling) @ k.mT
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def exponentials(
+    scores: Float[Tensor, "B H T K"], mask: Bool[Tensor, "#B 1 T K"]
+) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H T"]]:
+    """e^{s_nj - c_n} where `mask` is true, 0 elsewhere, and c_n, the largest of these s_nj; 0 where there is none."""
     scores = scores.masked_fill(~mask, -torch.inf)
     top = scores.amax(-1, keepdim=True)
     top = torch.where(top == -torch.inf, 0, top)
-    weights = torch.exp(scores - top)
-    return Partial(weights @ v, weights.sum(-1), top.squeeze(-1))
+    return torch.exp(scores - top), top.squeeze(-1)

@@ -13,18 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.errors import UserError
-from linearize.hf.attention import linearized_layers, observed, softmax_output
+from linearize.hf.attention import linearized_layers, observed, read_layout, sliding_window, softmax_output
 from linearize.mixers import AttnInputs
+from linearize.mixers.attention_weights import far_queries
 from linearize.ops import Layout
 from linearize.stages import TransferConfig
 from linearize.training.bypass import dropped_windows
+from linearize.training.calibration import calibrate
 from linearize.training.data import PackedRows
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
+from linearize.training.transfer_losses import Share, check_losses, transfer_loss
 
 
 def attention_transfer(
@@ -35,6 +38,7 @@ def attention_transfer(
     *,
     output_dir: Path,
     seed: int = 0,
+    title: str = "attention transfer",
 ) -> TrainResult:
     """Train the student's mixers in place, each layer clipped, scheduled and best-checkpointed on its own.
 
@@ -43,9 +47,9 @@ def attention_transfer(
     student.requires_grad_(False)
     student.eval()
     objective = TransferObjective(student, config)
-    return train(
-        objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title="attention transfer"
-    )
+    if config.calibration_tokens is not None:
+        calibrate(student, train_rows, config.calibration_tokens)
+    return train(objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title=title)
 
 
 def transfer_errors(output_dir: Path, num_layers: int) -> list[float]:
@@ -68,13 +72,12 @@ def load_transferred(student: PreTrainedModel, config: TransferConfig, output_di
 
 
 class TransferObjective:
-    """The loss of each converted layer: `config.output_mse` times the MSE of outputs before the output projection.
+    """The loss of each converted layer: the weighted sum of `transfer_losses.transfer_loss`.
 
-    The mean is over tokens, heads and head dimension (LoLCATs eq. 5 for one layer). Layers without a parameter are left
-    out.
+    Layers without a parameter are left out.
 
     Raises:
-        UserError: no layer has any.
+        UserError: no layer has any, or a loss without meaning for a layer's mixer.
     """
 
     def __init__(self, student: PreTrainedModel, config: TransferConfig) -> None:
@@ -84,6 +87,7 @@ class TransferObjective:
         for name, layer in linearized_layers(student).items():
             layer.mixer.requires_grad_(True)
             if parameters := {f"{name}.mixer.{key}": p for key, p in layer.mixer.named_parameters()}:
+                check_losses(config, name, layer)
                 units.append(Unit(name, parameters))
         if not units:
             raise UserError("transfer: expected mixers that learn, found none with parameters; set transfer=null")
@@ -101,17 +105,15 @@ class TransferObjective:
         return self._losses(batches, learn=False)
 
     def _losses(self, batches: list[PackedRows], learn: bool) -> dict[str, float]:
-        total, learners = sum(len(batch) for batch in batches), {unit.name for unit in self.units}
-        sums: dict[str, Tensor] = {}
+        shares, sums = self._shares(batches), dict[str, Tensor]()
 
-        for batch in batches:
-            share = len(batch) / total
+        for index, batch in enumerate(batches):
 
-            def observe(layer: Any, inputs: AttnInputs, layout: Layout | None, share: float = share) -> Tensor:
+            def observe(layer: Any, inputs: AttnInputs, layout: Layout | None, index: int = index) -> Tensor:
                 target, name = softmax_output(layer, inputs, layout), self._names[id(layer)]
-                if name in learners:
+                if name in shares:
                     with torch.set_grad_enabled(learn):
-                        loss = share * self._config.output_mse * mean_squared_error(layer.mixer(inputs, layout), target)
+                        loss = transfer_loss(layer, inputs, layout, target, self._config, shares[name][index])
                         if loss.requires_grad:  # without a window, nothing depends on how it is weighted
                             loss.backward()
                     sums[name] = sums.get(name, 0) + loss.detach()
@@ -119,13 +121,25 @@ class TransferObjective:
 
             with torch.no_grad(), observed(self._student, observe):
                 device = self._student.device
-                self._student.base_model(
-                    input_ids=batch.input_ids.to(device), position_ids=batch.position_ids.to(device), use_cache=False
-                )
+                inputs = {name: tensor.to(device) for name, tensor in batch.inputs().items()}
+                self._student.base_model(**inputs, use_cache=False)
         return {name: float(value) for name, value in sums.items()}
 
+    def _shares(self, batches: list[PackedRows]) -> dict[str, list[Share]]:
+        """Of each layer that learns: what every batch has of what there is in all of them."""
+        rows = sum(len(batch) for batch in batches)
+        layers, shares = linearized_layers(self._student), {}
+        for unit in self.units:
+            far = [0] * len(batches)
+            if self._config.linear_part:
+                far = [int(_far_queries(layers[unit.name], batch).sum()) for batch in batches]
+            counts = zip(batches, far, strict=True)
+            shares[unit.name] = [Share(len(batch) / rows, count / max(1, sum(far))) for batch, count in counts]
+        return shares
 
-def mean_squared_error(y: Float[Tensor, "B H T D"], target: Float[Tensor, "B H T D"]) -> Float[Tensor, ""]:
-    """In fp32 (fp64 for fp64 outputs), since bf16 cannot hold small differences of outputs."""
-    dtype = torch.promote_types(torch.float32, y.dtype)
-    return torch.nn.functional.mse_loss(y.to(dtype), target.to(dtype))
+
+def _far_queries(layer: Any, rows: PackedRows) -> Bool[Tensor, "B T"]:
+    batch, length = rows.input_ids.shape
+    layout = read_layout(None, rows.position_ids, batch, length)
+    position = (Layout.full(length) if layout is None else layout).query_position
+    return far_queries(layer.mixer, position, sliding_window(layer)).expand(batch, -1)

@@ -48,9 +48,8 @@ def calibrate(student: PreTrainedModel, rows: PackedRows, tokens: int) -> None:
 
     with observed(student, observe):
         for row in range(min(len(rows), -(-tokens // rows.input_ids.shape[1]))):
-            one = rows.rows(slice(row, row + 1))
-            ids, positions = (x.to(student.device) for x in (one.input_ids, one.position_ids))
-            student.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+            inputs = {name: x.to(student.device) for name, x in rows.rows(slice(row, row + 1)).inputs().items()}
+            student.base_model(**inputs, use_cache=False)
     for fit in fits.values():
         fit.finish()
 
@@ -74,7 +73,7 @@ class _Fit:
         q, k, v = accumulated.q, accumulated.k, accumulated.v
         whole = window_softmax(q, k, v, span=every, layout=layout, **options)
         log_near = near.den.log() + near.log_scale
-        counts = self.mixer._has_linear(layout.query_position)[0]
+        counts = self.mixer.has_linear(layout.query_position)[0]
         self.share.append(1 - (log_near - whole.den.log() - whole.log_scale).exp().clamp(0, 1)[0, :, counts].double())
         log_odds = []
         for temperature in self.temperatures:

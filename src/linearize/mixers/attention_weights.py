@@ -1,0 +1,215 @@
+"""A mixer's attention weights beside those of softmax, as matrices of some queries at a time: no T x T matrix.
+
+A weight is what the mixer multiplies a value by: window and linear part in the mixer's own combination, on partials
+whose `num` holds the unnormalised weight of each key instead of a sum of values. Differentiable in what the linear part
+and the combination are made of; the window's own terms, and softmax, are functions of the teacher's q and k alone.
+
+Axes: B batch, H query heads, Hs heads of the state, T slots, C queries of a block, K keys of a block, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
+from linearize.mixers.state import Slots
+from linearize.ops import Layout, NoSpan, Partial, linear_scan
+from linearize.ops.decay import cumulative
+from linearize.ops.reference import exponentials, kernel_weights, softmax_scores, visible_keys
+from linearize.ops.state import expand_heads
+from linearize.parts import RfaMap
+
+BLOCK_WEIGHTS = {"cpu": 2**18, "cuda": 2**24}  # numbers in the weights of one block, about
+MIN_QUERIES = 16  # of a block, however long the rows are
+
+
+@dataclass(frozen=True)
+class QueryBlock:
+    """C neighbouring slots as queries, and the K slots that hold all their keys; the last C of these are their own.
+
+    Attributes:
+        near, far: which keys each query reads through the window and through the linear part.
+        visible: which keys the teacher's softmax sees.
+        has_linear: which queries have far keys.
+    """
+
+    queries: slice
+    keys: slice
+    near: Bool[Tensor, "#B 1 C K"]
+    far: Bool[Tensor, "#B 1 C K"]
+    visible: Bool[Tensor, "#B 1 C K"]
+    has_linear: Bool[Tensor, "#B C"]
+
+
+def query_blocks(mixer: LinearMixer, layout: Layout, batch: int, reach: int | None) -> Iterator[QueryBlock]:
+    """All queries of whole documents, in order.
+
+    Args:
+        reach: keys that a query of the teacher's softmax sees, its own included; None: all of its document.
+    """
+    position, document, length = layout.key_position, layout.key_document.contiguous(), layout.length
+    numbers = BLOCK_WEIGHTS["cpu" if document.device.type == "cpu" else "cuda"]
+    size = max(MIN_QUERIES, numbers // (batch * mixer.shape.num_heads * length))
+    first = [0] * length  # of the slots of each slot's document, in any row
+    if not layout.uniform:
+        first = torch.searchsorted(document, document).amin(0).tolist()
+    for start in range(0, length, size):
+        queries, keys = slice(start, min(start + size, length)), slice(first[start], min(start + size, length))
+        own = Layout(position[:, keys], document[:, keys], queries.stop - start)
+        near, far = (mask[:, None] for mask in visible_keys(mixer.span, own))
+        visible = near | far
+        if reach is not None:
+            visible &= (own.query_position[:, None, :, None] - own.key_position[:, None, None]) < reach
+        yield QueryBlock(queries, keys, near, far, visible, far.any(-1).squeeze(1))
+
+
+# --- softmax ----------------------------------------------------------------------------------------------------------
+
+
+def block_scores(inputs: AttnInputs, block: QueryBlock) -> Float[Tensor, "B H C K"]:
+    """The teacher's logits, scaled and soft-capped, of unseen keys too."""
+    k = expand_heads(inputs.k[:, :, block.keys], inputs.q.shape[1])
+    return softmax_scores(inputs.q[:, :, block.queries], k, inputs.scaling, inputs.softcap)
+
+
+def softmax_weights(scores: Float[Tensor, "B H C K"], mask: Bool[Tensor, "#B 1 C K"]) -> Float[Tensor, "B H C K"]:
+    """Softmax over the keys where `mask` is true; all 0 for queries without any."""
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0)
+
+
+@torch.no_grad()
+def far_softmax(mixer: LinearMixer, inputs: AttnInputs, layout: Layout, reach: int | None) -> Float[Tensor, "B H T D"]:
+    """Softmax attention over the mixer's linear keys alone, by blocks; 0 for queries without such keys.
+
+    `reach` is that of `query_blocks`.
+    """
+    inputs = inputs.accumulated()
+    y = torch.empty_like(inputs.q)
+    for block in query_blocks(mixer, layout, len(y), reach):
+        weights = softmax_weights(block_scores(inputs, block), block.far & block.visible)
+        y[:, :, block.queries] = weights @ expand_heads(inputs.v[:, :, block.keys], y.shape[1])
+    return y
+
+
+def far_queries(mixer: LinearMixer, position: Int[Tensor, "#B T"], reach: int | None) -> Bool[Tensor, "#B T"]:
+    """Which queries, -1 being padding, have linear keys that the teacher's softmax sees too."""
+    lowest = mixer.span.sinks if reach is None else (position - reach + 1).clamp_min(mixer.span.sinks)
+    return (mixer.span.lo(position) > lowest) & (position >= 0)
+
+
+# --- the mixer --------------------------------------------------------------------------------------------------------
+
+
+def no_distribution(mixer: LinearMixer) -> str | None:
+    """Which part of the mixer, and how, keeps a query's weights from being a distribution over its keys; None: none."""
+    config = mixer.config
+    if not config.sums:
+        return f"normalizer `{config.normalizer.type}`, which makes no weighted mean of the values"
+    if isinstance(config.feature_map, RfaMap):
+        return "feature_map `rfa`, whose weights can be negative"
+    features = 0 if mixer.feature_map is None else mixer.feature_map.feature_dim
+    if config.decay is not None and config.decay.key_width(features) > 1:
+        return f"decay `{config.decay.type}`, which weighs every feature of a key differently"
+    return None
+
+
+class Features(NamedTuple):
+    """What the linear part's weights are made of; the queries' slots are the last ones of the keys'.
+
+    `log_decay_sums` (fp64, None where nothing decays) are those up to each slot: what is left of a key when a query
+    reads it is exp of the difference. `log_scale` is the logarithm that a query's weights are relative to; 0 where the
+    mixer's combination does not ask for it.
+    """
+
+    phi_q: Float[Tensor, "B H C F"]
+    phi_k: Float[Tensor, "B Hs K F"]
+    log_decay_sums: Float[Tensor, "B Hs K X"] | None
+    log_scale: Float[Tensor, "B H C"]
+
+
+@dataclass(frozen=True)
+class LinearPart:
+    """The linear part of a mixer on whole documents: features and gates, computed once, to be read in several ways.
+
+    Attributes:
+        tokens: the mixer's slots.
+        phi_q, phi_k: what is read and what is written to the state.
+        log_scale: as in `Features`.
+    """
+
+    mixer: LinearMixer
+    inputs: AttnInputs
+    layout: Layout
+    tokens: Slots
+    phi_q: Float[Tensor, "B H T F"]
+    phi_k: Float[Tensor, "B Hs T F"]
+    log_scale: Float[Tensor, "B H T"]
+
+    @classmethod
+    def of(cls, mixer: LinearMixer, inputs: AttnInputs, layout: Layout) -> LinearPart:
+        """Of a mixer that has one; to be called outside autocast."""
+        inputs = inputs.accumulated()
+        tokens, phi_k, _ = mixer.tokens(inputs, layout, layout, None)
+        assert phi_k is not None
+        phi_q, log_scale = mixer.query_features(inputs, layout.query_position)
+        zero = phi_q.new_zeros(phi_q.shape[:3])
+        log_scale = mixer.in_scale(Partial(phi_q[..., :0], zero, zero), log_scale, tokens).log_scale
+        return cls(mixer, inputs, layout, tokens, phi_q, phi_k, log_scale)
+
+    def output(self) -> Float[Tensor, "B H T D"]:
+        """The linear part alone over its own keys, normalised as the mixer's is; 0 for queries without such keys."""
+        written = self.mixer.written(self.tokens, self.phi_k, self.layout, None)
+        options: dict[str, Any] = {name: self.tokens.get(name) for name in ("log_decay_k", "log_decay_v")}
+        options |= {"span": self.mixer.span, "layout": self.layout}
+        return self._normalized(linear_scan(self.phi_q, self.phi_k, written, **options))
+
+    def features(self) -> Features:
+        """Of all tokens."""
+        log_decay = self.tokens.get("log_decay_k")
+        # All steps, those of the sinks too: weights over all keys need them, and to others they make no difference.
+        sums = None if log_decay is None else cumulative(log_decay, NoSpan(), self.layout)
+        return Features(self.phi_q, self.phi_k, sums, self.log_scale)
+
+    def partial(self, features: Features, mask: Bool[Tensor, "#B 1 C K"]) -> Partial:
+        """The keys where `mask` is true; `num` are their unnormalised weights, [B, H, C, K]."""
+        phi_q, phi_k, sums, log_scale = features
+        phi_k = expand_heads(phi_k, phi_q.shape[1])
+        num = kernel_weights(phi_q, phi_k, None if sums is None else expand_heads(sums, phi_q.shape[1]), mask)
+        return Partial(num, num.sum(-1), log_scale)
+
+    def alone(self, linear: Partial) -> Float[Tensor, "B H C K"]:
+        """Weights of the linear part alone over its own keys."""
+        # Where no gradient is wanted, partials are worked on in place.
+        return self._normalized(replace(linear, num=linear.num.clone()))
+
+    def combined(
+        self,
+        block: QueryBlock,
+        scores: Float[Tensor, "B H C K"],
+        features: Features,
+        linear: Partial,
+        parameters: dict[str, Tensor],
+    ) -> Float[Tensor, "B H C K"]:
+        """The mixer's weights on all keys; `linear` is the partial of the far ones, and may be overwritten.
+
+        `parameters` are those of `mixer.combine`, by name.
+        """
+        mixer, window = self.mixer, None
+        if mixer.config.sums_all_keys:
+            linear = replace(linear, den=self.partial(features, block.near | block.far).den)
+        if mixer.span.max_lag or mixer.span.sinks:
+            weights, top = exponentials(scores, block.near)
+            window = Partial(weights, weights.sum(-1), top)
+        arguments = window, linear, self._normalized, block.has_linear
+        return torch.func.functional_call(mixer.combine, parameters, arguments)
+
+    def _normalized(self, partial: Partial) -> Tensor:
+        assert self.mixer.feature_map is not None
+        return self.mixer.normalizer(partial, self.inputs, self.mixer.feature_map.min_denominator)

@@ -1,0 +1,177 @@
+"""The losses of attention transfer on one layer, with no T x T matrix: outputs, attention weights, the linear part.
+
+Losses on weights are sums over blocks of queries; the gradient of a block is taken as soon as its loss is known, with
+respect to features that are computed once per layer, and goes on from there in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from linearize.errors import UserError
+from linearize.hf.attention import sliding_window
+from linearize.mixers import AttnInputs
+from linearize.mixers.attention_weights import (
+    Features,
+    LinearPart,
+    QueryBlock,
+    block_scores,
+    far_queries,
+    far_softmax,
+    no_distribution,
+    query_blocks,
+    softmax_weights,
+)
+from linearize.ops import Layout, NoSpan
+from linearize.stages import TransferConfig
+
+MIN_WEIGHT = 1e-20  # what a weight is taken for, if it is less: relu and rounding give weights of 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a micro batch has of an optimizer step's rows, and of its queries with linear keys (of one layer)."""
+
+    rows: float
+    far_queries: float
+
+
+def check_losses(config: TransferConfig, name: str, layer: Any) -> None:
+    """Whether the losses mean something for the mixer of this layer.
+
+    Raises:
+        UserError: they do not.
+    """
+    reason = no_distribution(layer.mixer)
+    if config.weight_cross_entropy and reason is not None:
+        raise UserError(
+            "transfer.weight_cross_entropy: expected mixers whose attention weights are a distribution over the keys, "
+            f"found {reason}, in {name}; set it to 0 and output_mse above 0"
+        )
+    if config.linear_part and isinstance(layer.mixer.span, NoSpan):
+        raise UserError(
+            f"transfer.linear_part: expected mixers with a window beside the linear part, found span `none` in {name}, "
+            "where it would be the same loss twice; set it to 0"
+        )
+
+
+def transfer_loss(
+    layer: Any, inputs: AttnInputs, layout: Layout | None, target: Tensor, config: TransferConfig, share: Share
+) -> Float[Tensor, ""]:
+    """A layer's loss on one micro batch: its share of the weighted sum of all means of an optimizer step.
+
+    `output_mse`: of outputs before the output projection, a mean over tokens, heads and head dimension (LoLCATs eq. 5
+    for one layer). `weight_cross_entropy`: -sum_j a_nj log w_nj of the softmax weights a and the mixer's w, a mean over
+    heads and valid queries (Hedgehog's attention distillation; LOLCAT eq. 7; LoLCATs App. 405B). `linear_part` times
+    both again, for the linear part alone: against softmax over its keys alone, a mean over queries that have any
+    (against bypass, arXiv 2510.05901).
+
+    Args:
+        layer: the converted attention module.
+        target: what softmax attention gives, [B, H, T, D].
+    """
+    mixer, loss = layer.mixer, torch.zeros((), device=target.device)
+    if config.output_mse:
+        loss = share.rows * config.output_mse * mean_squared_error(mixer(inputs, layout), target)
+    if not config.weight_cross_entropy and not config.linear_part:
+        return loss
+    with torch.autocast(target.device.type, enabled=False):
+        layout = Layout.full(inputs.q.shape[2], target.device) if layout is None else layout
+        part, reach = LinearPart.of(mixer, inputs, layout), sliding_window(layer)
+        counted = far_queries(mixer, layout.query_position, reach).expand(len(target), -1)
+        alone = config.linear_part * share.far_queries / max(1, int(counted.sum()))
+        if config.output_mse and alone:
+            wrong = (part.output() - far_softmax(mixer, inputs, layout, reach)).square().mean((1, 3))
+            loss = loss + alone * config.output_mse * (wrong * counted).sum()
+        if config.weight_cross_entropy:
+            valid = (layout.query_position >= 0).expand(len(target), -1).sum()
+            rows = share.rows / max(1, int(valid))
+            weights = rows * config.weight_cross_entropy, alone * config.weight_cross_entropy
+            loss = loss + weight_cross_entropy(part, reach, *weights)
+    return loss
+
+
+def mean_squared_error(y: Float[Tensor, "B H T D"], target: Float[Tensor, "B H T D"]) -> Float[Tensor, ""]:
+    """In fp32 (fp64 for fp64 outputs), since bf16 cannot hold small differences of outputs."""
+    dtype = torch.promote_types(torch.float32, y.dtype)
+    return torch.nn.functional.mse_loss(y.to(dtype), target.to(dtype))
+
+
+def weight_cross_entropy(part: LinearPart, reach: int | None, whole: float, alone: float) -> Float[Tensor, ""]:
+    """`whole` times the cross-entropy of the mixer's weights, plus `alone` times that of its linear part's.
+
+    Both are sums over queries of the mean over heads. Window dropout does not apply: weights of 0 in a hidden window
+    would say nothing. `reach` is that of `query_blocks`.
+    """
+    combine = dict(part.mixer.combine.named_parameters())
+
+    def loss_of(block: QueryBlock, features: Features, parameters: list[Tensor]) -> Tensor:
+        scores, linear = block_scores(part.inputs, block), part.partial(features, block.far)
+        loss = scores.new_zeros(())
+        if alone:
+            softmax = softmax_weights(scores, block.far & block.visible)
+            loss = alone * cross_entropy(softmax, part.alone(linear))
+        student = part.combined(block, scores, features, linear, dict(zip(combine, parameters, strict=True)))
+        return (loss + whole * cross_entropy(softmax_weights(scores, block.visible), student)) / scores.shape[1]
+
+    blocks = query_blocks(part.mixer, part.layout, len(part.phi_q), reach)
+    return _SumOverBlocks.apply(loss_of, blocks, *part.features(), *combine.values())
+
+
+def cross_entropy(softmax: Float[Tensor, "B H C K"], student: Float[Tensor, "B H C K"]) -> Float[Tensor, ""]:
+    """The sum over all queries of -sum_j a_j log w_j, weights w below 1e-20 taken for that.
+
+    A query's weights that sum to more than 1 (combine `add`) are divided by their sum, so that the least there is to
+    reach is the entropy of a. Those that sum to less, because the mixer's denominator counts more, are left: what is
+    missing should cost.
+    """
+    mass = student.sum(-1).clamp_min(1).log()
+    return (softmax.sum(-1) * mass).sum() - (softmax * student.clamp_min(MIN_WEIGHT).log()).sum()
+
+
+class _SumOverBlocks(torch.autograd.Function):
+    """The sum of `loss_of(block, features, parameters)`, and its gradient, by blocks: one block's graph at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss_of: Callable[[QueryBlock, Features, list[Tensor]], Tensor],
+        blocks: Iterable[QueryBlock],
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        """`tensors` are the features of all tokens, then the parameters."""
+        needed = ctx.needs_input_grad[2:]
+        gradients: list[Any] = [None] * len(tensors)
+        losses = []
+        for block in blocks:
+            places: list[Any] = [(..., slots, slice(None)) for slots in (block.queries, block.keys, block.keys)]
+            places += [(..., block.queries)] + [...] * (len(tensors) - 4)
+            parts: list[Any] = [
+                None if x is None else x[place].detach().requires_grad_(need)
+                for x, place, need in zip(tensors, places, needed, strict=True)
+            ]
+            with torch.enable_grad():
+                loss = loss_of(block, Features(*parts[:4]), parts[4:])
+            losses.append(loss.detach())
+            # Without a window, and with a map that learns nothing, nothing moves the loss.
+            wanted = [index for index, need in enumerate(needed) if need and loss.requires_grad]
+            found = torch.autograd.grad(loss, [parts[i] for i in wanted], allow_unused=True) if wanted else ()
+            for index, gradient in zip(wanted, found, strict=True):
+                if gradient is not None and gradients[index] is None:
+                    gradients[index] = torch.zeros_like(tensors[index])  # type: ignore[arg-type]
+                if gradient is not None:
+                    gradients[index][places[index]] += gradient
+        ctx.save_for_backward(*gradients)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(None if x is None else x * gradient for x in ctx.saved_tensors)
