@@ -25,7 +25,7 @@ from linearize.errors import UserError
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.report_card import ReportCard
 from linearize.measuring import evaluate
-from linearize.pipeline import run
+from linearize.pipeline import blocks_to_do, run
 from linearize.runs import Run
 from linearize.training import loop
 from tests import tiny
@@ -299,6 +299,86 @@ def test_the_layer_of_the_largest_transfer_error_stays_softmax(finished: Run, tm
     assert numbers(run(part)) == numbers(card), "once more"
 
 
+# --- block by block ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def by_block(finished: Run, tmp_path: Path) -> Run:
+    """The same run, one layer at a time, not begun yet."""
+    recipe = finished.recipe.override({"transfer.layers_per_block": 1})
+    return dataclasses.replace(finished, recipe=recipe, folder=tmp_path / "run")
+
+
+def assert_same_tensors(found: Path, expected: Path) -> None:
+    tensors, others = (load_file(stage / "trained.safetensors") for stage in (found, expected))
+    assert tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, others[name], rtol=0, atol=1e-5)
+
+
+def test_blocks_as_jobs_never_load_the_teacher(finished: Run, by_block: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded(self: Run) -> None:
+        raise AssertionError("the teacher was loaded")
+
+    monkeypatch.setattr(Run, "load_teacher", loaded)
+    assert run(by_block, block=1) is None
+    assert names(by_block.folder) == {"recipe.yaml", "run.json", "plan.json", "transfer"}
+    assert blocks_to_do(by_block) == [0]
+    assert run(by_block, block=0) is None
+    assert blocks_to_do(by_block) == []
+    assert not (by_block.folder / "transfer" / "result.json").exists()
+    assert run(by_block, until="transfer") is None
+    assert names(by_block.folder / "transfer") == FINISHED | {"block-000", "block-001"}
+    assert_same_tensors(by_block.folder / "transfer", finished.folder / "transfer")
+
+
+def test_a_run_block_by_block_is_the_run(finished: Run, by_block: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_teacher, before = Run.load_teacher, []
+
+    def loaded(self: Run) -> Any:
+        before.append((self.folder / "transfer" / "result.json").is_file())
+        return load_teacher(self)
+
+    monkeypatch.setattr(Run, "load_teacher", loaded)
+    assert run(by_block, until="finetune") is None
+    assert before == [True]
+    assert_same_tensors(by_block.folder / "finetune", finished.folder / "finetune")
+
+
+def test_layers_kept_by_their_errors_block_by_block(by_block: Run) -> None:
+    kept = by_block.recipe.override({"layers.keep_softmax": {"type": "transfer_error", "n": 1}})
+    assert run(dataclasses.replace(by_block, recipe=kept), until="finetune") is None
+    errors = json.loads((by_block.folder / "transfer" / "result.json").read_text())["best_loss"]
+    worst = max(errors, key=lambda name: errors[name]).split(".")[2]
+    assert json.loads((by_block.folder / "plan.json").read_text())["kept_layers"] == [int(worst)]
+
+
+BLOCKS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "all at once": ({"transfer.layers_per_block": None}, 0, "expected a recipe with transfer.layers_per_block"),
+    "no transfer": ({"transfer": None}, 0, "expected a recipe with transfer.layers_per_block"),
+    "too large": ({"transfer.layers_per_block": 1}, 2, "expected one of the blocks 0 to 1, found 2"),
+    "negative": ({"transfer.layers_per_block": 2}, -1, "expected one of the blocks 0 to 0, found -1"),
+}
+
+
+@pytest.mark.parametrize("changes, block, message", BLOCKS.values(), ids=BLOCKS)
+def test_a_block_that_is_not_there(by_block: Run, changes: dict[str, Any], block: int, message: str) -> None:
+    other = dataclasses.replace(by_block, recipe=by_block.recipe.override(changes))
+    with pytest.raises(UserError, match=f"^--block: {message}"):
+        run(other, block=block)
+    assert not by_block.folder.exists()
+
+
+def test_weights_that_cannot_be_read_by_block_are_refused_before_anything_is_written(
+    by_block: Run, tmp_path: Path
+) -> None:
+    shutil.copytree(by_block.model, tmp_path / "teacher")
+    (tmp_path / "teacher" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"expected model.safetensors or model.safetensors.index.json, found neither"):
+        run(dataclasses.replace(by_block, model=str(tmp_path / "teacher")))
+    assert not by_block.folder.exists()
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -409,7 +489,7 @@ def test_a_claim_that_was_killed_is_taken_up(
     assert names(begun.folder)
     runs.check_output(begun)
     runs.claim(begun, dataset)
-    assert names(begun.folder) <= {"recipe.yaml", "run.json", ".run.json.incomplete"}
+    assert {name for name in names(begun.folder) if not name.endswith(".incomplete")} == {"recipe.yaml", "run.json"}
     for name in ("recipe.yaml", "run.json"):
         assert (begun.folder / name).read_bytes() == (finished.folder / name).read_bytes()
 

@@ -9,10 +9,11 @@ import transformers
 from transformers import PreTrainedModel
 
 from linearize import plan as planning
-from linearize.config import LayerPlan, resolve
+from linearize.config import LayerPlan, Recipe, resolve
 from linearize.errors import UserError
 from linearize.evaluation.controls import window_only_plan
 from linearize.evaluation.report_card import ReportCard
+from linearize.hf.blocks import Checkpoint
 from linearize.hf.checkpoint import load_model, load_tokenizer, read_config, save_student
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
@@ -21,6 +22,7 @@ from linearize.runs import Run, check_output, claim, load_dataset, write_json
 from linearize.stages import FinetuneConfig
 from linearize.teacher import TeacherShape
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
+from linearize.training.blockwise import BlockwiseTransfer, split, unfinished_blocks
 from linearize.training.data import Dataset
 from linearize.training.finetune import finetune
 
@@ -28,13 +30,19 @@ STAGES = ("transfer", "adapt", "finetune", "evaluate")
 
 
 def run(
-    run: Run, *, dataset: Dataset | None = None, until: str = "evaluate", command: str | None = None
+    run: Run,
+    *,
+    dataset: Dataset | None = None,
+    until: str = "evaluate",
+    block: int | None = None,
+    command: str | None = None,
 ) -> ReportCard | None:
-    """Linearize `run.model` as `run.recipe` says; returns the measure of it, or None if `until` ends before.
+    """Linearize `run.model` as `run.recipe` says; returns the measure of it, or None if `until` or `block` end before.
 
     Args:
         dataset: rows to use instead of what the recipe names.
         until: the last stage to run, one of `STAGES`.
+        block: only train this block of layers, of a transfer block by block.
         command: what the user typed, to stand beside the results.
 
     Raises:
@@ -42,9 +50,15 @@ def run(
     """
     shape = TeacherShape.from_config(read_config(run.model))
     layers = resolve(run.recipe, shape)
+    check_block(run.recipe, shape, block)
     check_output(run)
     tokenizer = load_tokenizer(run.model)
-    dataset = load_dataset(run.recipe, tokenizer, shape) if dataset is None else dataset
+    dataset = load_dataset(run.recipe, tokenizer, shape, run.load_teacher) if dataset is None else dataset
+    if run.recipe.transfer is not None and run.recipe.transfer.layers_per_block is not None:
+        transfer_by_block(run, shape, layers, dataset, block)
+        if block is not None or until == "transfer":
+            return None
+        layers = final_layers(run, shape)
     teacher = run.load_teacher()
     student = convert_layers(teacher, layers, seed=run.recipe.seed)
     claim(run, dataset)
@@ -78,11 +92,59 @@ def write_plan(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Datase
     write_json(run.folder / "plan.json", plan.to_json())
 
 
+def check_block(recipe: Recipe, shape: TeacherShape, block: int | None) -> None:
+    """See that the recipe has such a block.
+
+    Raises:
+        UserError: it has not.
+    """
+    if block is None:
+        return
+    if recipe.transfer is None or recipe.transfer.layers_per_block is None:
+        raise UserError("--block: expected a recipe with transfer.layers_per_block, found null; set it with --set")
+    count = len(split(shape.num_layers, recipe.transfer))
+    if not 0 <= block < count:
+        raise UserError(f"--block: expected one of the blocks 0 to {count - 1}, found {block}")
+
+
+def transfer_by_block(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Dataset, block: int | None) -> None:
+    """Train all blocks of layers, or one, without ever loading the whole teacher."""
+    assert run.recipe.transfer is not None
+    Checkpoint(run.model)  # refuses what cannot be read block by block before anything is written
+    claim(run, dataset)
+    write_plan(run, shape, layers, dataset)
+    job = BlockwiseTransfer(
+        run.model,
+        layers,
+        run.recipe.transfer,
+        dataset.train,
+        dataset.validation,
+        run.folder / "transfer",
+        run.dtype,
+        run.device,
+        run.recipe.seed,
+    )
+    job.train(range(len(job.blocks)) if block is None else [block])
+    if block is None:
+        job.merge()
+        write_plan(run, shape, final_layers(run, shape), dataset)
+
+
+def blocks_to_do(run: Run) -> list[int]:
+    """The blocks of layers that are still to be trained, of a transfer block by block."""
+    assert run.recipe.transfer is not None
+    shape = TeacherShape.from_config(read_config(run.model))
+    return unfinished_blocks(run.folder / "transfer", len(split(shape.num_layers, run.recipe.transfer)))
+
+
 def transfer(run: Run, student: PreTrainedModel, dataset: Dataset) -> None:
     """The stage that trains the student's mixers; loaded where it is finished, resumed where it was begun."""
-    recipe, rows = run.recipe, (dataset.train, dataset.validation)
+    recipe, rows, folder = run.recipe, (dataset.train, dataset.validation), run.folder / "transfer"
     assert recipe.transfer is not None
-    attention_transfer(student, *rows, recipe.transfer, output_dir=run.folder / "transfer", seed=recipe.seed)
+    if recipe.transfer.layers_per_block is None:
+        attention_transfer(student, *rows, recipe.transfer, output_dir=folder, seed=recipe.seed)
+    else:  # trained already, by `transfer_by_block`
+        load_transferred(student, recipe.transfer, folder)
 
 
 def final_layers(run: Run, shape: TeacherShape) -> LayerPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -100,6 +101,26 @@ class Scripted(Regressions):
     def evaluate(self, rows: PackedRows) -> dict[str, float]:
         self.at_evaluation.append(torch.stack([weight.detach() for weight in self.weights]))
         return dict(zip(("first", "second"), self.script[len(self.at_evaluation) - 1], strict=True))
+
+
+class OneOf(Regressions):
+    """One of the units, the other one left out."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(dropout=0.0)
+        self.index = index
+
+    @property
+    def units(self) -> list[Unit]:
+        return [super().units[self.index]]
+
+    def backward(self, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+        name = self.units[0].name
+        return {name: super().backward(micro_batches, step)[name]}
+
+    def evaluate(self, rows: PackedRows) -> dict[str, float]:
+        name = self.units[0].name
+        return {name: super().evaluate(rows)[name]}
 
 
 def run(objective: Regressions, folder: Path, config: TrainConfig = CONFIG, seed: int = 0, **rows: Any) -> TrainResult:
@@ -238,13 +259,35 @@ def test_training_that_only_hurts_leaves_the_initial_parameters(tmp_path: Path) 
     assert torch.equal(torch.stack(objective.weights), objective.at_evaluation[0])
 
 
-def test_early_stopping_waits_for_every_unit(tmp_path: Path) -> None:
+def test_each_unit_stops_early_by_itself_and_the_stage_with_the_last(tmp_path: Path) -> None:
     objective = Scripted(
-        first=[3.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0], second=[3.0, 4.0, 4.0, 2.0, 2.0, 2.0, 2.0]
+        first=[3.0, 4.0, 4.0, 4.0, 1.0, 1.0, 1.0], second=[3.0, 4.0, 4.0, 2.0, 2.0, 2.0, 2.0]
     )  # at steps 0, 4, 8, 12, 16, 20, 24
     result = run(objective, tmp_path, with_(epochs=100, early_stopping=3))
     assert (result.steps, result.stopped_early) == (24, True)
     assert metrics(tmp_path, "evaluation")[-1]["step"] == 24
+    # The first unit stands still from step 12 on, and what is measured of it then no longer counts.
+    first, second = torch.stack(objective.at_evaluation).unbind(1)
+    assert [bool((a != b).any()) for a, b in itertools.pairwise(first)] == [True] * 3 + [False] * 3
+    assert [bool((a != b).any()) for a, b in itertools.pairwise(second)] == [True] * 6
+    assert result.best_loss == {"first": 3.0, "second": 2.0}
+    assert torch.equal(objective.weights[0], first[0]) and torch.equal(objective.weights[1], second[3])
+    steps = metrics(tmp_path, "step")
+    assert [list(line["units"]) for line in steps] == [["first", "second"]] * 12 + [["second"]] * 12
+    assert all(line["loss"] == line["units"]["second"]["loss"] for line in steps[12:])
+
+
+def test_a_unit_stops_early_where_it_would_alone(tmp_path: Path) -> None:
+    """However long the other one trains."""
+    config = with_(epochs=100, early_stopping=1, eval_every=1, lr=0.2)
+    together = Regressions(dropout=0.0)
+    run(together, tmp_path / "together", config)
+    for index, name in enumerate(("first", "second")):
+        alone = OneOf(index)
+        result = run(alone, tmp_path / name, config)
+        lines = [line["step"] for line in metrics(tmp_path / "together", "step") if name in line["units"]]
+        assert lines == list(range(1, result.steps + 1))
+        assert torch.equal(alone.weights[index], together.weights[index])
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------
@@ -388,6 +431,19 @@ def test_an_interrupted_run_goes_on_as_if_unbroken(tmp_path: Path, schedule: Pla
     objective = resume(tmp_path / "broken", config)
     assert len(objective.seen) == 15 - 10  # from the checkpoint of step 10, not from the start
     assert {unit["lr"] for unit in metrics(tmp_path / "broken", "step")[10]["units"].values()} != {1.5}
+    assert_equal_runs(tmp_path / "broken", tmp_path / "unbroken")
+
+
+@pytest.mark.parametrize("step", [2, 9, 11, 12])
+def test_an_interrupted_run_keeps_the_count_of_evaluations_without_improvement(tmp_path: Path, step: int) -> None:
+    """Also where one of the units has stopped already; at the end both have."""
+    config = with_(early_stopping=2, eval_every=1, epochs=100, lr=0.2)
+    run(Regressions(dropout=0.0), tmp_path / "unbroken", config)
+    last = {name: line["step"] for line in metrics(tmp_path / "unbroken", "step") for name in line["units"]}
+    assert len(set(last.values())) == 2 and max(last.values()) == 12
+    with pytest.raises(Interrupted):
+        run(Regressions(dropout=0.0, on_step=interrupt_at(step)), tmp_path / "broken", config)
+    run(Regressions(dropout=0.0), tmp_path / "broken", config)
     assert_equal_runs(tmp_path / "broken", tmp_path / "unbroken")
 
 

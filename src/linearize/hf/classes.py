@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -38,19 +39,36 @@ from linearize.teacher import TeacherShape
 
 @dataclass(frozen=True)
 class Architecture:
-    """A supported base: its attention class, the prefix of its class names, and what its projections are for."""
+    """A supported base: its attention class, the prefix of its class names, what its projections are for, its parts.
+
+    `parts` are children of the base model: its layers, what comes before and after them, and what holds RoPE's angles.
+    """
 
     attention: type[nn.Module]
     prefix: str
     projections: dict[str, str]  # child of the attention module -> which of q, k, v, o it computes
+    parts: Parts
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Names of a base model's children."""
+
+    layers: str
+    embeddings: tuple[str, ...]
+    norm: str
+    rope: str | None
 
 
 _SEPARATE = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
+_PARTS = Parts("layers", ("embed_tokens",), "norm", "rotary_emb")
 ARCHITECTURES = {
-    "llama": Architecture(LlamaAttention, "Llama", _SEPARATE),
-    "mistral": Architecture(MistralAttention, "Mistral", _SEPARATE),
-    "qwen3": Architecture(Qwen3Attention, "Qwen3", _SEPARATE),
-    "gpt2": Architecture(GPT2Attention, "GPT2", {"c_attn": "qkv", "c_proj": "o"}),
+    "llama": Architecture(LlamaAttention, "Llama", _SEPARATE, _PARTS),
+    "mistral": Architecture(MistralAttention, "Mistral", _SEPARATE, _PARTS),
+    "qwen3": Architecture(Qwen3Attention, "Qwen3", _SEPARATE, _PARTS),
+    "gpt2": Architecture(
+        GPT2Attention, "GPT2", {"c_attn": "qkv", "c_proj": "o"}, Parts("h", ("wte", "wpe"), "ln_f", None)
+    ),
 }
 # Auto class -> how the model class is called behind the prefix; gpt2 calls its language model head differently.
 HEADS = {
@@ -159,13 +177,18 @@ def projections(model: PreTrainedModel, roles: Collection[str]) -> dict[str, nn.
 
 
 def install(model: PreTrainedModel) -> None:
-    """Build the mixers that `model.config` plans, beside the model's own projections, in place."""
+    """Build the mixers that `model.config` plans, beside the model's own projections, in place.
+
+    What is random about a mixer is a function of torch's generator and of its layer's index, not of the other layers:
+    a block of layers draws what the whole model does.
+    """
     base_type = model.config.model_type.removeprefix("linearized_")
     shape, plan = TeacherShape.from_config(model.config.to_dict()), read_plan(model.config)
     architecture = ARCHITECTURES[base_type]
     modules = list(attention_modules(model, architecture))
     if len(modules) != len(plan):
         raise ValueError(f"config.linearize.layers: expected {len(modules)} layers, found {len(plan)}")
+    seed = int(torch.randint(2**62, (), device="cpu"))
     for module, mixer_config in zip(modules, plan, strict=True):
         if mixer_config is None:
             continue
@@ -173,7 +196,9 @@ def install(model: PreTrainedModel) -> None:
         # fp64 models keep fp64 mixers; everything else keeps them in fp32, whatever the model's dtype.
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         # Drawn on the CPU in fp32, so that a seed means the same random numbers on every device and in every dtype.
-        with torch.device("meta" if weight.is_meta else "cpu"), _default_dtype(torch.float32):
+        where = torch.device("meta" if weight.is_meta else "cpu")
+        with where, _default_dtype(torch.float32), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(Random(f"{seed}, layer {module.layer_idx}").getrandbits(63))
             mixer = LinearMixer(mixer_config, shape.layer)
         attach(module, mixer.to(weight.device, dtype), ATTENTION_CLASSES[base_type], model.config)
     hide_masks(model, len(plan))

@@ -31,8 +31,9 @@ def convert(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
 def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) -> PreTrainedModel:
     """The same for a layer plan that is resolved already.
 
-    What is random about the mixers is a function of the seed: the files of a training stage hold learned numbers only,
-    so the random projections beside them must come out the same when the stage is resumed or loaded.
+    What is random about a layer's mixer is a function of the seed and the layer's index: the files of a training stage
+    hold learned numbers only, so the random projections beside them must come out the same when the stage is resumed or
+    loaded, and in a block of layers the same as in the whole model (`linearize.hf.blocks`).
     """
     config = teacher.config
     if config.model_type not in ARCHITECTURES:

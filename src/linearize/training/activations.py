@@ -1,0 +1,129 @@
+"""The residual stream in front of a layer, on disk: written file by file, read row by row."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int64
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from linearize.errors import UserError
+from linearize.training.checkpoint import full_disk_is_user_error
+from linearize.training.data import PackedRows
+
+FILE_BYTES = 2**28  # about; small enough to be lost when a process is killed, large enough for a disk
+_TENSOR = "residual_stream"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The residual stream [N, L, E] of `num_rows` rows, in files ``<side>-<number>.safetensors`` of `rows_per_file`.
+
+    Each file is written under another name and renamed, so that it is whole if it is there: a killed process loses one,
+    and several may write the same ones at the same time. `identity` says what they were made from.
+
+    Raises (on reading): UserError for a file that was made from something else, or that cannot be read.
+    """
+
+    folder: Path
+    side: str
+    num_rows: int
+    rows_per_file: int
+    identity: Mapping[str, str]
+
+    @property
+    def complete(self) -> bool:
+        return all(path.is_file() for path in self._files)
+
+    @property
+    def _files(self) -> list[Path]:
+        return [self._file(number) for number in range(-(-self.num_rows // self.rows_per_file))]
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"{self.side}-{number:05d}.safetensors"
+
+    def write(self, compute: Callable[[slice], Float[Tensor, "N L E"]], row_bytes: int) -> None:
+        """Write the files that are missing; `compute` gives the residual stream of some rows.
+
+        Raises:
+            UserError: too little room on the disk.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        missing = [number for number, path in enumerate(self._files) if not path.is_file()]
+        needed = min(len(missing) * self.rows_per_file, self.num_rows) * row_bytes
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise UserError(
+                f"{self.folder}: expected room for {needed} bytes of activations between blocks, found {free} free; "
+                "free some space, or start again with a larger transfer.layers_per_block or less data"
+            )
+        for number in missing:
+            start = number * self.rows_per_file
+            stream = compute(slice(start, min(start + self.rows_per_file, self.num_rows)))
+            self._write(self._file(number), stream.cpu().contiguous())
+
+    def _write(self, path: Path, stream: Tensor) -> None:
+        scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.incomplete")
+        try:
+            with full_disk_is_user_error(self.folder, stream.nbytes):
+                save_file({_TENSOR: stream}, scratch, metadata=self._metadata)
+                with scratch.open("rb+") as file:
+                    os.fsync(file.fileno())
+                scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    @property
+    def _metadata(self) -> dict[str, str]:
+        return {**self.identity, "rows_per_file": str(self.rows_per_file)}
+
+    def read(self, rows: Sequence[int]) -> Float[Tensor, "N L E"]:
+        """These rows, in this order; nothing else is read."""
+        parts = []
+        for number, group in groupby(rows, lambda row: row // self.rows_per_file):
+            path = self._file(number)
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self._check(path, file.metadata())
+                    stored = file.get_slice(_TENSOR)
+                    places = [row % self.rows_per_file for row in group]
+                    parts += [stored[place : place + 1] for place in places]
+            except (OSError, SafetensorError):
+                raise UserError(
+                    f"{path}: expected activations between blocks, found no such file or one that cannot be read; "
+                    f"delete {self.folder} and run the same command again, which makes them again"
+                ) from None
+        return torch.cat(parts)
+
+    def _check(self, path: Path, found: Mapping[str, str]) -> None:
+        for field, expected in self._metadata.items():
+            if found.get(field) != expected:
+                raise UserError(
+                    f"{path}: belongs to another run: expected {field} = {expected}, found {field} = "
+                    f"{found.get(field)}; use another output folder"
+                )
+
+
+@dataclass(frozen=True)
+class StoredRows(PackedRows):
+    """Rows that enter a model as the residual stream that lies on disk, in place of their tokens."""
+
+    activations: Activations
+    numbers: Int64[Tensor, " N"]  # where the rows are in it
+
+    def rows(self, indices: Tensor | Sequence[int] | slice) -> StoredRows:
+        chosen = super().rows(indices)
+        numbers = self.numbers[indices]
+        return StoredRows(chosen.input_ids, chosen.position_ids, chosen.labels, self.activations, numbers)
+
+    def inputs(self) -> dict[str, Tensor]:
+        return {"inputs_embeds": self.activations.read(self.numbers.tolist()), "position_ids": self.position_ids}
