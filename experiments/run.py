@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file
 
 from linearize.config import LayerPlan, Recipe, resolve
 from linearize.errors import DivergedError, UserError
-from linearize.evaluation.fidelity import measure_fidelity
+from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.perplexity import TokenLosses, bootstrap, paired_difference, token_losses
 from linearize.hf.checkpoint import load_tokenizer, read_config
 from linearize.hf.convert import convert_layers
@@ -200,8 +200,14 @@ def measure_cell(run: Run, data: Dataset) -> tuple[dict[str, TokenLosses], dict[
     def measure(name: str, model: Any) -> None:
         losses[name] = token_losses(model, data.validation, batch_size=BATCH_SIZE, title=name)
 
+    def fidelity() -> Fidelity:
+        tokens = recipe.evaluation.fidelity_tokens
+        return measure_fidelity(student, data.validation, None, max_tokens=tokens, batch_size=2, seed=recipe.seed)
+
     measure("teacher", teacher)
     measure("swapped", student)
+    learned = recipe.mixer.decay is not None and not recipe.mixer.decay.constant
+    before = gates(fidelity()) if learned else None
     if recipe.transfer is not None:
         load_transferred(student, recipe.transfer, run.folder / "transfer")
         measure("transferred", student)
@@ -212,19 +218,26 @@ def measure_cell(run: Run, data: Dataset) -> tuple[dict[str, TokenLosses], dict[
             load_finetuned(student, config, run.folder / name)
             stages[name] = json.loads((run.folder / name / "result.json").read_text(encoding="utf-8"))
     measure("student", student)
-    fidelity = measure_fidelity(
-        student, data.validation, None, max_tokens=recipe.evaluation.fidelity_tokens, batch_size=2, seed=recipe.seed
-    )
+    after = fidelity()
     heads = {
-        "layers": [layer.layer for layer in fidelity.layers],
-        "output_mse": [mean(layer.output_mse) for layer in fidelity.layers],
-        "output_relative": [mean(layer.output_relative) for layer in fidelity.layers],
-        "weight_kl": [mean(layer.weight_kl) for layer in fidelity.layers if layer.weight_kl is not None] or None,
-        "cosine": [mean(layer.cosine) for layer in fidelity.layers if layer.cosine is not None] or None,
-        "singular_values": [mean(x.singular_values) for x in fidelity.layers if x.singular_values is not None] or None,
+        "layers": [layer.layer for layer in after.layers],
+        "output_mse": [mean(layer.output_mse) for layer in after.layers],
+        "output_relative": [mean(layer.output_relative) for layer in after.layers],
+        "weight_kl": [mean(layer.weight_kl) for layer in after.layers if layer.weight_kl is not None] or None,
+        "cosine": [mean(layer.cosine) for layer in after.layers if layer.cosine is not None] or None,
+        "singular_values": [mean(x.singular_values) for x in after.layers if x.singular_values is not None] or None,
     }
     stages = {name: {k: v for k, v in stage.items() if k != "identity"} for name, stage in stages.items()}
+    if before is not None:
+        heads["gates"] = {"before": before, "after": gates(after)}
     return losses, {"fidelity": heads, "stages": stages, "kept": [i for i, x in enumerate(layers) if x is None]}
+
+
+def gates(fidelity: Fidelity) -> list[float]:
+    """The share of the gates' values in each of 20 bins from 0 to 1, over layers, heads and tokens."""
+    counts = [head for layer in fidelity.layers if layer.gates is not None for head in layer.gates.counts]
+    total = [sum(bins) for bins in zip(*counts, strict=True)]
+    return [count / sum(total) for count in total]
 
 
 def _layers(run: Run) -> LayerPlan:
@@ -361,7 +374,17 @@ def by_layer(results: list[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-MORE = {"by_position": by_position, "by_layer": by_layer}
+def by_gate(results: list[dict[str, Any]]) -> str:
+    """How much of the gates lies near 0, between, and near 1, before and after training."""
+    lines = [["gates", "below 0.05", "0.05 to 0.5", "0.5 to 0.95", "above 0.95"], ["---"] * 5]
+    for result in results:
+        for moment, bins in result.get("fidelity", {}).get("gates", {}).items():
+            parts = bins[:1], bins[1:10], bins[10:19], bins[19:]
+            lines.append([f"{result['label']}, {moment}", *(f"{sum(part):.0%}" for part in parts)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+MORE = {"by_position": by_position, "by_layer": by_layer, "by_gate": by_gate}
 
 
 def described(grid: Grid, results: list[dict[str, Any]]) -> str:
