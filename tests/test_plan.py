@@ -35,8 +35,14 @@ GPT2 = TeacherShape.from_config(
 )
 
 
-def planned(teacher: TeacherShape, *assignments: str, training_tokens: int | None = None, **more: int) -> Plan:
-    recipe = Recipe.load("lolcats", parse_overrides(list(assignments)))
+def planned(
+    teacher: TeacherShape,
+    *assignments: str,
+    name: str = "lolcats",
+    training_tokens: int | None = None,
+    **more: int,
+) -> Plan:
+    recipe = Recipe.load(name, parse_overrides(list(assignments)))
     return make_plan(recipe, teacher, resolve(recipe, teacher), training_tokens=training_tokens, **more)
 
 
@@ -210,6 +216,39 @@ def test_memory_and_disk() -> None:
     assert finetune.memory_bytes - fixed == 8 * (smaller.memory_bytes - fixed), "activations go with the micro batch"
     checkpoints = 16 * (plan.new_parameters + 6_815_744)
     assert plan.disk_bytes == 2 * plan.teacher_parameters + 4 * plan.new_parameters + checkpoints
+
+
+LLAMA_31_405B = TeacherShape("llama", 126, 128, 8, 128, 16384, 53248, 128256, 131072, False, ())
+
+
+def test_block_by_block() -> None:
+    """LoLCATs sec. 3.3.2: every layer's states of 50M tokens would take over 200 TB; nine layers fit one 80 GB GPU."""
+    whole = planned(LLAMA_31_405B, "transfer.layers_per_block=null", name="lolcats-405b")
+    blocks = planned(LLAMA_31_405B, name="lolcats-405b")
+    assert whole.activation_bytes == 0 and blocks.activation_bytes == 13 * 20_000_000 * 16384 * 2
+    assert whole.transfer is not None and blocks.transfer is not None
+    assert whole.transfer.memory_bytes > 800e9 and blocks.transfer.memory_bytes < 80e9
+    assert blocks.transfer.flops == whole.transfer.flops and blocks.disk_bytes == whole.disk_bytes
+    layer = (teacher_parameters(LLAMA_31_405B) - 2 * 128256 * 16384 - 16384) // 126
+    mixers = 9 * blocks.new_parameters // 126
+    weights = 2 * (9 * layer + 128256 * 16384 + mixers) + 16 * mixers
+    graph = whole.transfer.memory_bytes - 2 * (126 * layer + 2 * 128256 * 16384 + 16384) - 18 * whole.new_parameters
+    assert blocks.transfer.memory_bytes == pytest.approx(weights + graph, rel=1e-4)
+    per_layer = ("transfer.layers_per_block=1", "transfer.max_tokens=50_000_000")
+    states = planned(LLAMA_31_405B, *per_layer, name="lolcats-405b").activation_bytes
+    assert states is not None and 200e12 < states < 210e12
+    unknown = planned(LLAMA_31_405B, "transfer.max_tokens=null", name="lolcats-405b")
+    assert unknown.activation_bytes is None
+    assert "between blocks" in rendered(blocks) and "between blocks" not in rendered(whole)
+
+
+def test_two_steps() -> None:
+    one = planned(GPT2, training_tokens=10)
+    two = planned(GPT2, "adapt={lora: null, mixers: true}", training_tokens=10)
+    assert one.adapt is None and two.adapt is not None
+    assert two.adapt.trainable_parameters == two.new_parameters and two.finetune == one.finetune
+    assert two.disk_bytes == one.disk_bytes + 16 * two.new_parameters
+    assert "adapt" in rendered(two) and "adapt" not in rendered(one)
 
 
 def test_stages_that_a_recipe_leaves_out() -> None:

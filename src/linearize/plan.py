@@ -8,14 +8,14 @@ and the docstrings say how. What one mixer costs stands in `costs`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.table import Table
 
 from linearize.config import LayerPlan, Recipe
 from linearize.costs import FP32, mixer_activations, mixer_flops, new_parameters, softmax_flops, state_bytes
-from linearize.stages import FinetuneConfig, LoRAConfig, TrainConfig
+from linearize.stages import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
 from linearize.teacher import TeacherShape
 
 # In memory: a trained parameter, its gradient and AdamW's two moments. On disk: its latest and best value, the moments.
@@ -47,6 +47,8 @@ class Plan:
     as no growth, here and in `teacher_cache_bytes_per_token`. `break_even_tokens`: the length from which the state is
     smaller than the teacher's cache of the same layers; None where that cache does not grow. `disk_bytes`: the model in
     its dtype (new parameters fp32), and 16 bytes per trainable parameter in the stages' checkpoints.
+    `activation_bytes`: on disk besides, until a transfer block by block is finished; None where the amount of data is
+    not known.
     """
 
     recipe: str
@@ -56,6 +58,7 @@ class Plan:
     teacher_parameters: int
     new_parameters: int
     transfer: StageCost | None
+    adapt: StageCost | None
     finetune: StageCost | None
     control_flops: int | None
     state_bytes: int
@@ -63,6 +66,7 @@ class Plan:
     teacher_cache_bytes_per_token: int
     break_even_tokens: int | None
     disk_bytes: int
+    activation_bytes: int | None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -94,26 +98,36 @@ def make_plan(
     new = sum(new_parameters(mixer, teacher) for mixer in converted.values())
     rows = recipe.data.sequence_length
 
-    def stage(config: TrainConfig, trainable: int, flops: int, activations: int) -> StageCost:
+    def stage(config: TrainConfig, trainable: int, flops: int, activations: int, loaded: tuple[int, int]) -> StageCost:
+        """`loaded`: weights and trained parameters that are in memory at the same time."""
         tokens = _tokens(config, training_tokens)
-        weights = (total + new) * kv_bytes_per_element + trainable * _TRAINED
+        weights = loaded[0] * kv_bytes_per_element + loaded[1] * _TRAINED
         pass_tokens = (config.micro_batch_size or config.batch_size) * rows
         return StageCost(
             trainable, tokens, None if tokens is None else tokens * flops, weights + pass_tokens * activations
         )
 
-    transfer = finetune = None
+    transfer, between_blocks = None, 0
     if recipe.transfer is not None:
         flops = _transfer_flops(teacher, layers, rows)
-        transfer = stage(recipe.transfer, new, flops, _transfer_activations(teacher, layers, kv_bytes_per_element))
-    if recipe.finetune is not None:
-        trained = finetuned_parameters(recipe.finetune, teacher, new)
-        flops = _finetune_flops(recipe.finetune, teacher, layers, rows)
-        finetune = stage(recipe.finetune, trained, flops, _finetune_activations(teacher, layers, kv_bytes_per_element))
+        graph = _transfer_activations(teacher, layers, kv_bytes_per_element)
+        loaded = _transferred_at_once(recipe.transfer, teacher, layers)
+        transfer = stage(recipe.transfer, new, flops, graph, loaded)
+        between_blocks = _between_blocks(recipe.transfer, teacher, training_tokens)
+
+    def on_outputs(config: FinetuneConfig | None) -> StageCost | None:
+        if config is None:
+            return None
+        trained = finetuned_parameters(config, teacher, new)
+        flops = _finetune_flops(config, teacher, layers, rows)
+        graph = _finetune_activations(teacher, layers, kv_bytes_per_element)
+        return stage(config, trained, flops, graph, (total + new, trained))
+
+    adapt, finetune = on_outputs(recipe.adapt), on_outputs(recipe.finetune)
     controls: int | None = 0
     if finetune is not None and recipe.evaluation.trained_controls:
         controls = None if finetune.flops is None else 2 * finetune.flops
-    trainable = sum(cost.trainable_parameters for cost in (transfer, finetune) if cost is not None)
+    trainable = sum(cost.trainable_parameters for cost in (transfer, adapt, finetune) if cost is not None)
     return Plan(
         recipe=recipe.name,
         model_type=teacher.model_type,
@@ -122,6 +136,7 @@ def make_plan(
         teacher_parameters=total,
         new_parameters=new,
         transfer=transfer,
+        adapt=adapt,
         finetune=finetune,
         control_flops=controls,
         state_bytes=state,
@@ -129,6 +144,7 @@ def make_plan(
         teacher_cache_bytes_per_token=cache * len(growing),
         break_even_tokens=state // saved + 1 if saved else None,
         disk_bytes=total * kv_bytes_per_element + new * FP32 + trainable * _TRAINED,
+        activation_bytes=None if between_blocks is None else between_blocks * kv_bytes_per_element,
     )
 
 
@@ -200,6 +216,35 @@ _ARCHITECTURES: dict[str, tuple[_Projections, Callable[[TeacherShape], int]]] = 
 }
 
 
+# --- block by block ---------------------------------------------------------------------------------------------------
+
+
+def _transferred_at_once(config: TransferConfig, teacher: TeacherShape, layers: LayerPlan) -> tuple[int, int]:
+    """Weights, and parameters that train, which are in memory together: the whole model, or its largest block."""
+    outside = teacher_parameters(replace(teacher, num_layers=0))
+    layer = (teacher_parameters(teacher) - outside) // teacher.num_layers
+    new = [0 if mixer is None else new_parameters(mixer, teacher) for mixer in layers]
+    size = config.layers_per_block
+    if size is None:
+        return teacher_parameters(teacher) + sum(new), sum(new)
+    embeddings = outside if teacher.tied_embeddings else outside // 2  # no block has the head
+    blocks = [new[start : start + size] for start in range(0, len(new), size)]
+    at_once = [
+        (len(block) * layer + sum(block) + (0 if index else embeddings), sum(block))
+        for index, block in enumerate(blocks)
+    ]
+    return max(at_once)
+
+
+def _between_blocks(config: TransferConfig, teacher: TeacherShape, training_tokens: int | None) -> int | None:
+    """Numbers of the residual stream that lie on disk: each training token between any two blocks (LoLCATs 3.3.2)."""
+    if config.layers_per_block is None:
+        return 0
+    tokens = config.max_tokens if training_tokens is None else training_tokens
+    boundaries = -(-teacher.num_layers // config.layers_per_block) - 1
+    return None if tokens is None else tokens * boundaries * teacher.hidden_size
+
+
 # --- estimates: tokens, FLOPs, memory ---------------------------------------------------------------------------------
 
 
@@ -268,7 +313,7 @@ def render(plan: Plan) -> Table:
     if kept:
         table.add_row("layers that stay softmax", ", ".join(map(str, plan.kept_layers)))
     table.add_row("parameters", f"{_count(plan.teacher_parameters)}, and {_count(plan.new_parameters)} new")
-    for label, stage in (("attention transfer", plan.transfer), ("finetune", plan.finetune)):
+    for label, stage in _stages(plan):
         if stage is not None:
             table.add_row(label, _describe(stage))
     if plan.control_flops:
@@ -278,7 +323,13 @@ def render(plan: Plan) -> Table:
     table.add_row("student's state", f"{_size(plan.state_bytes)} per sequence{grows}")
     table.add_row("memory is saved", "at no length" if start is None else f"from {start:,} tokens on")
     table.add_row("disk", f"about {_size(plan.disk_bytes)}")
+    if plan.activation_bytes:
+        table.add_row("disk, between blocks", f"about {_size(plan.activation_bytes)}, until transfer is finished")
     return table
+
+
+def _stages(plan: Plan) -> tuple[tuple[str, StageCost | None], ...]:
+    return ("attention transfer", plan.transfer), ("adapt", plan.adapt), ("finetune", plan.finetune)
 
 
 def _describe(stage: StageCost) -> str:
