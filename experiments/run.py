@@ -119,7 +119,11 @@ class Place:
     device: torch.device
 
     def recipe(self, recipe: Recipe) -> Recipe:
-        texts = {"data.dataset": self.dataset, "data.validation_dataset": self.validation_dataset}
+        """The recipe on this text, unless a cell has a text of its own to train on; trained controls are cells."""
+        texts = {
+            "data.dataset": recipe.data.dataset or self.dataset,
+            "data.validation_dataset": self.validation_dataset,
+        }
         return recipe.override(texts | {"evaluation.trained_controls": False})
 
     def key(self, *parts: Any) -> str:

@@ -58,7 +58,6 @@ def run(
         transfer_by_block(run, shape, layers, dataset, block)
         if block is not None or until == "transfer":
             return None
-        layers = final_layers(run, shape)
     teacher = run.load_teacher()
     student = convert_layers(teacher, layers, seed=run.recipe.seed)
     claim(run, dataset)

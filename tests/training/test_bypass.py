@@ -46,7 +46,8 @@ def outputs(model: PreTrainedModel, dropout: TransferConfig, step: Step) -> Tens
 
 def test_queries_that_see_nothing_else_keep_their_window() -> None:
     model = student()
-    before, hidden = outputs(model, config(0.0), Step(0, 1, 0)), outputs(model, config(1.0), Step(0, 1, 0))
+    before, hidden = outputs(model, TransferConfig(), Step(0, 1, 0)), outputs(model, config(1.0), Step(0, 1, 0))
+    assert torch.equal(outputs(model, config(0.0), Step(0, 1, 0)), before)
     assert torch.equal(hidden[:, :WINDOW], before[:, :WINDOW])
     assert not torch.isclose(hidden[:, WINDOW:], before[:, WINDOW:]).all(-1).any()
 
