@@ -71,7 +71,7 @@ def plan(
     shape = TeacherShape.from_config(read_config(model))
     size = _dtype(dtype, torch.device("cpu")).itemsize
     # Which layers transfer worst is not known before; how many stay softmax is, and costs the same for any.
-    layers = resolve(chosen, shape, errors=range(shape.num_layers))
+    layers = resolve(chosen, shape, errors=[float(index) for index in range(shape.num_layers)])
     result = planning.make_plan(chosen, shape, layers, kv_bytes_per_element=size, training_tokens=None)
     _show(result.to_json() if as_json else planning.render(result), as_json)
     if isinstance(chosen.layers.keep_softmax, KeepByTransferError):

@@ -39,7 +39,7 @@ ALL = {"mixer", "q_proj", "k_proj", "v_proj", "o_proj", "mlp", "embed_tokens", "
 
 # What takes seconds, and depends little on the recipe: trained controls, the examination, and drawing the report.
 CONTROLLED = {"lolcats-no-transfer"}
-EXAMINED = {"lolcats-405b", "regla-hybrid"}
+EXAMINED = {"regla-hybrid"}
 DRAWN = CONTROLLED | EXAMINED
 
 EXAMINATION = {"fidelity_tokens": 128, "prompts": 2, "new_tokens": 4, "recall_trials": 2}

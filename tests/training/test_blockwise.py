@@ -11,6 +11,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,22 +121,25 @@ def assert_same(found: Path, expected: Path, tolerance: float = 1e-10) -> None:
 # --- the same as all at once ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TEACHERS)
-@pytest.mark.parametrize("mixer", [KAIMING, PERFORMER], ids=["kaiming", "performer"])
-def test_block_by_block_is_all_at_once(name: str, mixer: dict[str, Any], tmp_path: Path) -> None:
-    model, recipe = saved(TEACHERS[name](), tmp_path / "model"), tiny.recipe(**(DEMANDING | mixer), seed=2)
+QUICK = {("llama", "kaiming", 1), ("gpt2", "performer", 3)}
+EQUAL = [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow, id="-".join(map(str, case)))
+    for case in product(TEACHERS, ("kaiming", "performer"), (1, 2, 3))
+]
+
+
+@pytest.mark.parametrize(("name", "mixer", "size"), EQUAL)
+def test_block_by_block_is_all_at_once(name: str, mixer: str, size: int, tmp_path: Path) -> None:
+    parts = {"kaiming": KAIMING, "performer": PERFORMER}[mixer]
+    model, recipe = saved(TEACHERS[name](), tmp_path / "model"), tiny.recipe(**(DEMANDING | parts), seed=2)
     joint(model, recipe, tmp_path / "joint")
-    for size in (1, 2, 3):
-        made = transfer_by_block(model, recipe, size, tmp_path / f"by {size}")
-        made.train(range(len(made.blocks)))
-        made.merge()
-        assert_same(made.folder, tmp_path / "joint")
-        stages = {f"block-{index:03d}" for index in range(len(made.blocks))}
-        assert {path.name for path in made.folder.iterdir()} == stages | {
-            "metrics.jsonl",
-            "result.json",
-            "trained.safetensors",
-        }
+    made = transfer_by_block(model, recipe, size, tmp_path / "by block")
+    made.train(range(len(made.blocks)))
+    made.merge()
+    assert_same(made.folder, tmp_path / "joint")
+    stages = {f"block-{index:03d}" for index in range(len(made.blocks))}
+    files = {"metrics.jsonl", "result.json", "trained.safetensors"}
+    assert {path.name for path in made.folder.iterdir()} == stages | files
 
 
 def test_the_comparison_is_demanding(tmp_path: Path) -> None:
