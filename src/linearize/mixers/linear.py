@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.mixers.running_maximum import running_maximum
 from linearize.mixers.state import MixerState, Slots, keep_slots, push_slot
+from linearize.mixers.window_dropout import WindowDropout
 from linearize.ops import (
     Layout,
     LinearState,
@@ -37,19 +38,6 @@ from linearize.ops.partial import accumulation_dtype
 from linearize.ops.state import expand_heads
 from linearize.parts import MixerConfig
 from linearize.teacher import LayerShape
-
-
-@dataclass
-class WindowDropout:
-    """Hides the window of this share of sequences from their queries, as long as they have keys below it."""
-
-    rate: float
-    generator: torch.Generator
-
-    def draw(self, batch: int) -> Bool[Tensor, " B"]:
-        """Which sequences go without their window this time; drawn on the CPU, the same on every device."""
-        return torch.rand(batch, generator=self.generator) < self.rate
-
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
 

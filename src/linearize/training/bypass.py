@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from linearize.hf.attention import linearized_layers
-from linearize.mixers.linear import WindowDropout
+from linearize.mixers.window_dropout import WindowDropout
 from linearize.stages import TrainConfig
 from linearize.training.loop import Step
 

@@ -105,10 +105,10 @@ class ConstantSchedule(StepSchedule):
         return self.peak * warmup_factor(step, self._warmup_steps)
 
 
-class CosineSchedule(StepSchedule):
-    """Linear warm-up, then half a cosine that would reach `min_lr` one step after the last."""
+class FallingSchedule(StepSchedule):
+    """Linear warm-up, then from the peak down to `min_lr`, which would be reached one step after the last."""
 
-    def __init__(self, config: Cosine, optimizer: Optimizer, total_steps: int) -> None:
+    def __init__(self, config: Cosine | Linear, optimizer: Optimizer, total_steps: int) -> None:
         super().__init__(optimizer)
         self._config = config
         self._total_steps = total_steps
@@ -117,23 +117,25 @@ class CosineSchedule(StepSchedule):
         warmup_steps, min_lr = self._config.warmup_steps, self._config.min_lr
         if step < warmup_steps:
             return self.peak * warmup_factor(step, warmup_steps)
-        progress = (step - warmup_steps) / (self._total_steps - warmup_steps)
-        return min_lr + (self.peak - min_lr) * (1 + math.cos(math.pi * progress)) / 2
+        return min_lr + (self.peak - min_lr) * self.left((step - warmup_steps) / (self._total_steps - warmup_steps))
+
+    @abstractmethod
+    def left(self, progress: float) -> float:
+        """What is left of the way down, from 1 to 0, at this share of the steps after warm-up."""
 
 
-class LinearSchedule(StepSchedule):
-    """Linear warm-up, then a straight line that would reach `min_lr` one step after the last."""
+class CosineSchedule(FallingSchedule):
+    """Half a cosine."""
 
-    def __init__(self, config: Linear, optimizer: Optimizer, total_steps: int) -> None:
-        super().__init__(optimizer)
-        self._config = config
-        self._total_steps = total_steps
+    def left(self, progress: float) -> float:
+        return (1 + math.cos(math.pi * progress)) / 2
 
-    def lr_at(self, step: int) -> float:
-        warmup_steps, min_lr = self._config.warmup_steps, self._config.min_lr
-        if step < warmup_steps:
-            return self.peak * warmup_factor(step, warmup_steps)
-        return min_lr + (self.peak - min_lr) * (self._total_steps - step) / (self._total_steps - warmup_steps)
+
+class LinearSchedule(FallingSchedule):
+    """A straight line."""
+
+    def left(self, progress: float) -> float:
+        return 1 - progress
 
 
 SCHEDULES: dict[type, Callable[[Any, Optimizer, int], LRSchedule]] = {
