@@ -31,7 +31,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import load_file, save_file
 
-from linearize.config import LayerPlan, Recipe, resolve
+from linearize.config import Recipe
 from linearize.errors import DivergedError, UserError
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.perplexity import TokenLosses, bootstrap, paired_difference, token_losses
@@ -197,7 +197,7 @@ def claim_folder(run: Run, data: Dataset) -> None:
 def measure_cell(run: Run, data: Dataset) -> tuple[dict[str, TokenLosses], dict[str, Any]]:
     """Token losses of every stage's model; what comes out of them, of the transfer, and of the heads."""
     recipe, teacher = run.recipe, run.load_teacher()
-    layers = _layers(run)
+    layers = final_layers(run, TeacherShape.from_config(read_config(run.model)))
     student = convert_layers(teacher, layers, seed=recipe.seed)
     losses, stages = {}, {}
 
@@ -242,11 +242,6 @@ def gates(fidelity: Fidelity) -> list[float]:
     counts = [head for layer in fidelity.layers if layer.gates is not None for head in layer.gates.counts]
     total = [sum(bins) for bins in zip(*counts, strict=True)]
     return [count / sum(total) for count in total]
-
-
-def _layers(run: Run) -> LayerPlan:
-    shape = TeacherShape.from_config(read_config(run.model))
-    return resolve(run.recipe, shape) if run.recipe.transfer is None else final_layers(run, shape)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

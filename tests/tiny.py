@@ -23,7 +23,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from linearize.config import Recipe
 from linearize.evaluation import report_card
+from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_tokenizer, read_config
+from linearize.hf.convert import convert
 from linearize.pipeline import run
 from linearize.runs import Run
 from linearize.teacher import TeacherShape
@@ -75,6 +77,17 @@ def _seeded(model_class: Any, config: Any) -> Any:
 def recipe(**overrides: Any) -> Recipe:
     """The recipe of few steps; two underscores in a name stand for a dot."""
     return Recipe.load("lolcats", RECIPE | {name.replace("__", "."): value for name, value in overrides.items()})
+
+
+def moved_student(teacher: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
+    """A student whose mixers are far from their initial values, no two maps or heads alike."""
+    student = convert(teacher, recipe(**overrides)).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in linearized_layers(student).values():
+            for parameter in layer.mixer.parameters():
+                parameter += 0.5 * torch.randn(parameter.shape, generator=generator)
+    return student
 
 
 def packed(documents: list[list[int]], *, seed: int = 0, vocabulary: int = VOCABULARY) -> PackedRows:

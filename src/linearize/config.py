@@ -59,7 +59,7 @@ class EvaluationConfig(Part):
     """What `run` measures at the end."""
 
     trained_controls: bool = Field(
-        default=True, description="train the LoRA controls: teacher and window only, same budget"
+        default=True, description="finetune the controls alike: teacher and window only, same budget"
     )
     bootstrap_samples: PositiveInt = 1000
     copy_rows: PositiveInt = Field(default=16, description="random sequences of the copying test")

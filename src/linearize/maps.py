@@ -201,8 +201,7 @@ class T2RMap(LearnedMap):
     )
     activation: Literal["relu", "elu1", "none"] = Field(
         default="relu",
-        description="elu1: elu(x W + b) + 1; none: the projection alone, whose kernel can be negative (both: SUPRA's "
-        "ablations)",
+        description="SUPRA's ablations: elu1, elu(x W + b) + 1; none, x W + b alone, whose kernel can be negative",
     )
     bias: bool = Field(default=True, description="x W + b instead of x W")
     init: Literal["identity", "kaiming", "linear"] = Field(

@@ -158,17 +158,17 @@ def evaluate(
         belongs_to_the_other = {f"data.{name}": None for name in ("validation_dataset", "subset", "top_esl")}
         overrides = {"data.dataset": dataset} | belongs_to_the_other | overrides
     recipe = recipe.override(overrides)
-    teacher = teacher or (run.model if run else None)
     student = load_model(model, dtype=dtype, device=device)
     tokenizer, shape = load_tokenizer(model), TeacherShape.from_config(config)
     data = load_dataset(recipe, tokenizer, shape, run.load_teacher if run else None)
     layers, started = read_plan(student.config), time.perf_counter()
-    measured_run = replace(run, model=teacher) if run and teacher else None
-    if measured_run is not None:
-        teacher_model = measured_run.load_teacher()
-    else:
-        teacher_model = load_model(teacher, dtype=dtype, device=device) if teacher else None
-    found, missing = candidates(teacher_model, student, layers, measured_run)
+    teacher_model = None
+    if run is not None:
+        run = run if teacher is None else replace(run, model=teacher)
+        teacher_model = run.load_teacher()
+    elif teacher is not None:
+        teacher_model = load_model(teacher, dtype=dtype, device=device)
+    found, missing = candidates(teacher_model, student, layers, run)
     card = _measured(found, missing, layers, data, tokenizer, recipe, student)
     return replace(card, provenance=provenance(recipe, data, device, time.perf_counter() - started, command))
 

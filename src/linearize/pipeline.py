@@ -148,6 +148,8 @@ def transfer(run: Run, student: PreTrainedModel, dataset: Dataset) -> None:
 
 def final_layers(run: Run, shape: TeacherShape) -> LayerPlan:
     """The layer plan, where layers that stay softmax are chosen by their transfer errors with these known."""
+    if run.recipe.transfer is None:
+        return resolve(run.recipe, shape)
     return resolve(run.recipe, shape, transfer_errors(run.folder / "transfer", shape.num_layers))
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import linearize
 from linearize.evaluation import controls
 from linearize.evaluation.controls import (
     SINKS,
@@ -30,17 +29,6 @@ from tests.oracles.spans import SpanSpec, span_keys
 LENGTH = 48
 TOLERANCE = 1e-10
 ROWS = tiny.packed([[LENGTH], [20, 1, 27]])
-
-
-def make_student(teacher: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
-    """A student whose mixers are far from their initial values."""
-    student = linearize.convert(teacher, tiny.recipe(**overrides)).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for layer in linearized_layers(student).values():
-            for parameter in layer.mixer.parameters():
-                parameter += 0.5 * torch.randn(parameter.shape, generator=generator)
-    return student
 
 
 @torch.no_grad()
@@ -73,7 +61,7 @@ Make = Callable[..., PreTrainedModel]
 @pytest.mark.parametrize("window_size", [LENGTH, 64])
 def test_a_window_over_everything_is_the_teacher(make: Make, window_size: int) -> None:
     teacher = make().double()
-    student = make_student(teacher, mixer__span__window_size=window_size)
+    student = tiny.moved_student(teacher, mixer__span__window_size=window_size)
     with without_linear_part(student) as model:
         assert_close(logits(model), logits(teacher))
 
@@ -96,7 +84,7 @@ def test_without_the_linear_part_softmax_is_masked(
     make: Make, span: SlidingSpan | TerracedSpan, sinks: int | None, spec: SpanSpec
 ) -> None:
     teacher = make().double()
-    student = make_student(teacher, mixer__span=span.model_dump())
+    student = tiny.moved_student(teacher, mixer__span=span.model_dump())
     expected = logits(teacher, explicit_mask(spec))
     with without_linear_part(student, sinks) as model:
         assert_close(logits(model), expected)
@@ -106,7 +94,7 @@ def test_without_the_linear_part_softmax_is_masked(
 
 def test_pure_linear_attention_is_compared_with_a_default_window() -> None:
     teacher = tiny.llama(max_position_embeddings=512).double()
-    student = make_student(teacher, mixer__span={"type": "none"})
+    student = tiny.moved_student(teacher, mixer__span={"type": "none"})
     spans = []
     with without_linear_part(student):
         spans += [layer.mixer.config.span for layer in linearized_layers(student).values()]
@@ -116,7 +104,7 @@ def test_pure_linear_attention_is_compared_with_a_default_window() -> None:
 def test_a_trained_control_is_the_same_model() -> None:
     """Converted as a window alone, as its control is trained, or ablated: the same function."""
     teacher = tiny.llama().double()
-    student = make_student(teacher)
+    student = tiny.moved_student(teacher)
     plan = tuple(layer.mixer.config for layer in linearized_layers(student).values())
     control = convert_layers(teacher, window_only_plan(plan))
     assert not any(".mixer." in name for name, _ in control.named_parameters())
@@ -151,7 +139,7 @@ class Interrupted(Exception):
 def test_everything_is_put_back(
     manager: Callable[[PreTrainedModel], AbstractContextManager[Any]], keep_softmax: list[int]
 ) -> None:
-    student = make_student(tiny.llama(), layers__keep_softmax=keep_softmax)
+    student = tiny.moved_student(tiny.llama(), layers__keep_softmax=keep_softmax)
     before, expected = standing(student), logits(student)
     with manager(student):
         assert not torch.equal(logits(student), expected)
@@ -164,7 +152,7 @@ def test_everything_is_put_back(
 
 
 def test_a_control_that_cannot_be_made_leaves_no_layer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    student = make_student(tiny.llama())
+    student = tiny.moved_student(tiny.llama())
     before = standing(student)
     made = []
 

@@ -35,17 +35,6 @@ SPANS: list[dict[str, Any]] = [
 TOLERANCE = 1e-10
 
 
-def make_student(teacher: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
-    """A student whose mixers are far from their initial values, no two maps or heads alike."""
-    student = linearize.convert(teacher, tiny.recipe(**overrides)).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for layer in linearized_layers(student).values():
-            for parameter in layer.mixer.parameters():
-                parameter += 0.5 * torch.randn(parameter.shape, generator=generator)
-    return student
-
-
 def mixer_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
     """The mixers' parameters that count; without a window, nothing depends on how it is weighted."""
     span = next(iter(linearized_layers(model).values())).mixer.config.span
@@ -106,7 +95,7 @@ def assert_close(found: list[Any], expected: list[Any]) -> None:
 @pytest.mark.parametrize("span", SPANS, ids=lambda span: span["type"])
 def test_gradients_are_those_of_the_definition(span: dict[str, Any], splits: list[int]) -> None:
     teacher = tiny.llama(layers=3).double()
-    student = make_student(teacher, mixer__span=span)
+    student = tiny.moved_student(teacher, mixer__span=span)
     starts = [sum(splits[:index]) for index in range(len(splits))]
     losses, gradients = backward(student, [ROWS.rows(slice(a, a + n)) for a, n in zip(starts, splits, strict=True)])
     expected = explicit_losses(teacher, student, ROWS)
@@ -119,7 +108,7 @@ def test_gradients_are_those_of_the_definition(span: dict[str, Any], splits: lis
 
 def test_gradients_add_up_over_steps() -> None:
     """Gradients are added to, as an optimizer expects, not replaced."""
-    student = make_student(tiny.llama().double())
+    student = tiny.moved_student(tiny.llama().double())
     objective = TransferObjective(student, tiny.recipe().transfer)
     objective.backward([ROWS], STEP)
     once = [p.grad.clone() for p in mixer_parameters(student).values()]
@@ -128,7 +117,7 @@ def test_gradients_add_up_over_steps() -> None:
 
 
 def test_documents_of_a_row_count_as_they_would_alone() -> None:
-    student = make_student(tiny.llama().double())
+    student = tiny.moved_student(tiny.llama().double())
     row = ROWS.rows([1])
     together = backward(student, [row])
     lengths = (20, 28)
@@ -143,7 +132,7 @@ def test_documents_of_a_row_count_as_they_would_alone() -> None:
 
 
 def test_held_out_losses_are_training_losses_without_gradients() -> None:
-    student = make_student(tiny.llama().double())
+    student = tiny.moved_student(tiny.llama().double())
     expected, _ = backward(student, [ROWS])
     student.zero_grad()
     config = tiny.recipe().transfer.model_copy(update={"micro_batch_size": 2})
@@ -207,7 +196,7 @@ def test_a_layer_learns_the_same_alone(tmp_path: Path, alone: int) -> None:
 def step(layers: int, length: int, *, explicit: bool = False) -> Callable[[], Any]:
     """One row's gradients on a model whose weights and gradients are there already; packed, as training data are."""
     teacher = tiny.llama(layers=layers, max_position_embeddings=length)
-    student = make_student(teacher, mixer__span__window_size=64)
+    student = tiny.moved_student(teacher, mixer__span__window_size=64)
     rows = tiny.packed([[3, length - 3]])
     objective = TransferObjective(student, tiny.recipe().transfer)
     for parameter in mixer_parameters(student).values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import linearize
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.mixers import AttnInputs
 from linearize.ops import Layout
+from linearize.stages import TransferConfig
+from linearize.training import attention_transfer
 from linearize.training.calibration import calibrate
 from tests import tiny
 
@@ -114,3 +117,12 @@ def test_other_mixers_stay_as_they_are() -> None:
     before = tiny.snapshot(model)
     calibrate(model, ROWS, tokens=64)
     assert all(torch.equal(before[name], tensor) for name, tensor in tiny.snapshot(model).items())
+
+
+def test_once_and_not_again_when_the_stage_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(attention_transfer, "calibrate", lambda *arguments: calls.append(arguments[2]))
+    config = TransferConfig(batch_size=3, max_tokens=3 * 64, calibration_tokens=100)
+    for _ in range(2):
+        attention_transfer.attention_transfer(student(), ROWS, ROWS, config, output_dir=tmp_path)
+    assert calls == [100]

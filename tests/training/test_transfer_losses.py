@@ -234,17 +234,6 @@ def test_one_block_or_many(monkeypatch: pytest.MonkeyPatch) -> None:
 ROWS = tiny.packed([[48], [20, 28], [1, 30, 17]])
 
 
-def make_student(teacher: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
-    """A student whose mixers are far from their initial values."""
-    student = linearize.convert(teacher, tiny.recipe(**overrides)).eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for layer in linearized_layers(student).values():
-            for parameter in layer.mixer.parameters():
-                parameter += 0.5 * torch.randn(parameter.shape, generator=generator)
-    return student
-
-
 def parameters_of(student: PreTrainedModel) -> list[Tensor]:
     return [p for layer in linearized_layers(student).values() for p in layer.mixer.parameters()]
 
@@ -272,7 +261,7 @@ def explicit_losses(student: PreTrainedModel, rows: PackedRows, losses: Losses) 
 @pytest.mark.parametrize("splits", [[3], [2, 1], [1, 1, 1]], ids=str)
 def test_micro_batches_add_up_to_the_definition(splits: list[int]) -> None:
     """Rows that have more linear keys than others count more in what is a mean over queries with such keys."""
-    student = make_student(tiny.llama().double(), mixer__span=SLIDING)
+    student = tiny.moved_student(tiny.llama().double(), mixer__span=SLIDING)
     starts = [sum(splits[:index]) for index in range(len(splits))]
     batches = [ROWS.rows(slice(a, a + n)) for a, n in zip(starts, splits, strict=True)]
     losses = TransferObjective(student, EVERYTHING.config).backward(batches, STEP)
@@ -285,7 +274,7 @@ def test_micro_batches_add_up_to_the_definition(splits: list[int]) -> None:
 
 def test_held_out_losses_are_training_losses_without_gradients() -> None:
     for combine, feature_map in ((SHARED, "hedgehog"), (MIX_ALL, "lolcat exp"), (ADD, "hedgehog"), (SHARED, "elu1")):
-        student = make_student(
+        student = tiny.moved_student(
             tiny.llama().double(), mixer__span=SLIDING, mixer__combine=combine, mixer__feature_map=MAPS[feature_map]
         )
         if not parameters_of(student):
@@ -299,7 +288,7 @@ def test_held_out_losses_are_training_losses_without_gradients() -> None:
 
 
 def test_a_hidden_window_leaves_weights_as_they_are() -> None:
-    student = make_student(tiny.llama().double(), mixer__span=SLIDING)
+    student = tiny.moved_student(tiny.llama().double(), mixer__span=SLIDING)
     config = Losses(0.0, 1.0, 1.0).config
     expected = TransferObjective(student, config).backward([ROWS], STEP)
     dropping = TransferConfig(**config.model_dump() | {"window_dropout": {"start": 1.0, "end": 1.0}})
@@ -317,7 +306,7 @@ def test_layers_learn_from_each_loss(tmp_path: Path) -> None:
 
 
 def test_a_student_in_bfloat16() -> None:
-    student = make_student(tiny.llama(), mixer__span=SLIDING).to(torch.bfloat16)
+    student = tiny.moved_student(tiny.llama(), mixer__span=SLIDING).to(torch.bfloat16)
     exact = list(TransferObjective(student.double(), EVERYTHING.config).backward([ROWS], STEP).values())
     student = student.to(torch.bfloat16)
     student.zero_grad()
@@ -357,7 +346,7 @@ def test_refused(mixer: dict[str, Any], losses: Losses, message: str) -> None:
 def test_outputs_of_the_linear_part_need_no_weights(normalizer: str) -> None:
     """Any normalizer and update has an output to compare."""
     recipe = {"mixer__normalizer": {"type": normalizer}, "mixer__combine": ADD, "mixer__update": {"type": "delta"}}
-    student = make_student(tiny.llama().double(), **recipe)
+    student = tiny.moved_student(tiny.llama().double(), **recipe)
     alone, together = Losses(1.0, 0.0, 0.0), Losses(1.0, 0.0, 1.0)
     without = TransferObjective(student, alone.config).backward([ROWS], STEP)
     losses = TransferObjective(student, together.config).backward([ROWS], STEP)
@@ -370,7 +359,7 @@ def test_outputs_of_the_linear_part_need_no_weights(normalizer: str) -> None:
 def step(length: int) -> Callable[[], Any]:
     """Gradients of every loss on one packed row, on a model whose weights and gradients are there already."""
     teacher = tiny.llama(layers=1, max_position_embeddings=length)
-    student = make_student(teacher, mixer__span__window_size=64)
+    student = tiny.moved_student(teacher, mixer__span__window_size=64)
     rows = tiny.packed([[3, length - 3]])
     objective = TransferObjective(student, EVERYTHING.config)
     for parameter in parameters_of(student):

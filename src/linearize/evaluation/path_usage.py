@@ -23,7 +23,7 @@ from linearize.evaluation.weights import Visit, sample_rows, visit_layers, weigh
 from linearize.hf.attention import linearized_layers, replaced_mixers
 from linearize.mixers import LinearMixer
 from linearize.mixers.combine import AddCombine, MixCombine
-from linearize.mixers.linear import build_span
+from linearize.mixers.span import build_span
 from linearize.parts import Add, NoSpan
 
 NEGLIGIBLE = 0.01  # nats per token: one percent of perplexity

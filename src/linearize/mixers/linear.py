@@ -16,6 +16,7 @@ from linearize.mixers.gates import DECAYS, DeltaRule
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.mixers.running_maximum import running_maximum
+from linearize.mixers.span import build_span
 from linearize.mixers.state import MixerState, Slots, keep_slots, push_slot
 from linearize.mixers.window_dropout import WindowDropout
 from linearize.ops import (
@@ -23,8 +24,6 @@ from linearize.ops import (
     LinearState,
     NoSpan,
     Partial,
-    SlidingSpan,
-    Span,
     TerracedSpan,
     delta_values,
     linear_scan,
@@ -391,15 +390,3 @@ def _skipped(tokens: Slots, below: Bool[Tensor, "B S"] | None) -> dict[str, Tens
         for name, x in steps.items()
         if x is not None
     }
-
-
-def build_span(config: parts.NoSpan | parts.SlidingSpan | parts.TerracedSpan) -> Span:
-    """The ops-level span that a span config describes."""
-    return SPANS[type(config)](**config.model_dump(exclude={"type"}))
-
-
-SPANS: dict[type, type[NoSpan] | type[SlidingSpan] | type[TerracedSpan]] = {
-    parts.NoSpan: NoSpan,
-    parts.SlidingSpan: SlidingSpan,
-    parts.TerracedSpan: TerracedSpan,
-}

@@ -25,6 +25,7 @@ from linearize.ops import Layout
 from linearize.stages import TransferConfig
 from linearize.training.bypass import dropped_windows
 from linearize.training.calibration import calibrate
+from linearize.training.checkpoint import RESULT
 from linearize.training.data import PackedRows
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.transfer_losses import Share, check_losses, transfer_loss
@@ -47,14 +48,14 @@ def attention_transfer(
     student.requires_grad_(False)
     student.eval()
     objective = TransferObjective(student, config)
-    if config.calibration_tokens is not None:
+    if config.calibration_tokens is not None and not (output_dir / RESULT).is_file():
         calibrate(student, train_rows, config.calibration_tokens)
     return train(objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title=title)
 
 
 def transfer_errors(output_dir: Path, num_layers: int) -> list[float]:
     """Each layer's held-out loss after a finished stage; 0 for layers that were not trained."""
-    result = json.loads((output_dir / "result.json").read_text(encoding="utf-8"))
+    result = json.loads((output_dir / RESULT).read_text(encoding="utf-8"))
     errors = [0.0] * num_layers
     for name, loss in result["best_loss"].items():
         errors[layer_index(name)] = loss
