@@ -201,6 +201,12 @@ def test_controls() -> None:
     assert planned(GPT2).control_flops is None, "as unknown as the data"
     assert planned(GPT2, "evaluation.trained_controls=false", training_tokens=10).control_flops == 0
     assert planned(GPT2, "finetune=null", training_tokens=10).control_flops == 0
+    plan = planned(GPT2, training_tokens=10)
+    assert plan.finetune is not None and plan.finetune.flops
+    assert plan.control_flops == 2 * plan.finetune.flops
+    # The teacher's outputs are all there is to learn, and the teacher has them.
+    plan = planned(GPT2, "finetune.loss.next_token=0", "finetune.loss.kl=1", training_tokens=10)
+    assert plan.finetune is not None and plan.control_flops == plan.finetune.flops
 
 
 def test_memory_and_disk() -> None:

@@ -111,6 +111,18 @@ class Recipe(Part):
                 raise ValueError("weights `random` have no outputs to learn from: set loss.kl and loss.reverse_kl to 0")
         return self
 
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """What the evaluation trains beside the student, with the same budget: `teacher_lora` and `window_lora`.
+
+        None where fine-tuning trains nothing that a model without a linear part has. No teacher where its own outputs
+        are all there is to learn: it has them already.
+        """
+        tuned = self.finetune
+        if tuned is None or not (tuned.lora or tuned.all_weights) or not self.evaluation.trained_controls:
+            return ()
+        return ("teacher_lora", "window_lora") if tuned.loss.next_token else ("window_lora",)
+
     @classmethod
     def load(cls, name_or_path: str, overrides: dict[str, Any] | None = None) -> Recipe:
         """Read a recipe by name (see `recipe_names`) or from a YAML file, with dotted `overrides` applied.

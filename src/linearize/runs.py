@@ -52,14 +52,8 @@ class Run:
 
     @property
     def controls(self) -> dict[str, Path]:
-        """Folders of the trained controls, by the name of their candidate.
-
-        None where the recipe wants none, or trains nothing that a model without a linear part has.
-        """
-        config = self.recipe.finetune
-        if config is None or not (config.lora or config.all_weights) or not self.recipe.evaluation.trained_controls:
-            return {}
-        return {name: self.folder / "controls" / name for name in ("teacher_lora", "window_lora")}
+        """Folders of the trained controls, by the name of their candidate."""
+        return {name: self.folder / "controls" / name for name in self.recipe.controls}
 
 
 def load_dataset(

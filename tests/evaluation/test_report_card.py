@@ -169,7 +169,7 @@ def test_without_a_teacher_the_student_is_measured_alone() -> None:
     )
     assert (found.far_context, found.copying, found.speed) == (None, None, [])
     assert [comparison.other for comparison in found.comparisons] == ["ablated"]
-    assert found.lines()[-1] == f"Not measured, for want of the run's files: teacher, {LABELS['window_sinks']}."
+    assert found.lines()[-1] == f"Not measured: teacher, {LABELS['window_sinks']}."
     assert all(measured.copying is not None for measured in found.measured)
 
 
@@ -226,7 +226,7 @@ def test_markdown_and_json_are_well_formed(real_card: ReportCard) -> None:
     assert quality.splitlines()[2].startswith(f"| teacher | {mean.mean:.3f} [{mean.low:.2f}, {mean.high:.2f}] | ")
     assert quality.splitlines()[2].endswith(" | note on teacher |")
     assert findings.splitlines() == [f"- {line}" for line in found.lines()]
-    assert found.lines()[-1] == f"Not measured, for want of the run's files: {LABELS['ablated']}."
+    assert found.lines()[-1] == f"Not measured: {LABELS['ablated']}."
 
 
 def test_the_terminal_shows_the_same(real_card: ReportCard) -> None:

@@ -96,7 +96,7 @@ class ReportCard:
         if self.crossover is not None:
             lines.append(self.crossover.words)
         if self.missing:
-            lines.append(f"Not measured, for want of the run's files: {', '.join(self.missing)}.")
+            lines.append(f"Not measured: {', '.join(self.missing)}.")
         return lines
 
     def render(self) -> Group:

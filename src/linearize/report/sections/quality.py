@@ -24,7 +24,7 @@ def quality(runs: Sequence[RunFiles]) -> Section:
         where = f" for {run.name}" if len(runs) > 1 else ""
         if run.section("missing"):
             names = ", ".join(run.evaluation["missing"])
-            blocks.append(Text(f"Not measured{where}, for want of the run's files: {names}.", tone="missing"))
+            blocks.append(Text(f"Not measured{where}: {names}.", tone="missing"))
     return Section(
         "quality",
         "Quality",
