@@ -35,7 +35,7 @@ from linearize.config import Recipe
 from linearize.errors import DivergedError, UserError
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.perplexity import TokenLosses, bootstrap, paired_difference, token_losses
-from linearize.hf.checkpoint import load_tokenizer, read_config
+from linearize.hf.checkpoint import load_model, load_tokenizer, read_config
 from linearize.hf.convert import convert_layers
 from linearize.pipeline import final_layers
 from linearize.pipeline import run as run_pipeline
@@ -208,7 +208,8 @@ def measure_cell(run: Run, data: Dataset) -> tuple[dict[str, TokenLosses], dict[
         tokens = recipe.evaluation.fidelity_tokens
         return measure_fidelity(student, data.validation, None, max_tokens=tokens, batch_size=2, seed=recipe.seed)
 
-    measure("teacher", teacher)
+    # Not `teacher`, which is a new model where the recipe starts from random weights.
+    measure("teacher", load_model(run.model, dtype=run.dtype, device=run.device))
     measure("swapped", student)
     learned = recipe.mixer.decay is not None and not recipe.mixer.decay.constant
     before = gates(fidelity()) if learned else None

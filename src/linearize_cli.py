@@ -22,8 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+RECOMMENDED = "recommended"
 RecipeName = Annotated[
-    str, typer.Argument(help="a recipe's name (see `linearize recipes`) or a YAML file", metavar="RECIPE")
+    str, typer.Argument(help="a recipe's name (see `linearize recipes`) or a YAML file", metavar="[RECIPE]")
 ]
 Model = Annotated[str, typer.Option(help="the softmax model: a Hugging Face folder or hub id")]
 Student = Annotated[str, typer.Argument(help="a linearized model's folder", metavar="MODEL")]
@@ -52,8 +53,8 @@ def recipes(name: Annotated[str | None, typer.Argument(help="print this one as Y
 
 @app.command()
 def plan(
-    recipe: RecipeName,
     model: Model,
+    recipe: RecipeName = RECOMMENDED,
     set_: Set = None,
     dtype: Dtype = "bfloat16",
     as_json: Json = False,
@@ -80,9 +81,9 @@ def plan(
 
 @app.command()
 def run(
-    recipe: RecipeName,
     model: Model,
     output_dir: OutputDir,
+    recipe: RecipeName = RECOMMENDED,
     dataset: Text = None,
     until: Annotated[str, typer.Option(help="last stage to run: transfer, adapt, finetune or evaluate")] = "evaluate",
     block: Annotated[

@@ -48,6 +48,8 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "retnet": (16, 4, 0),
     "taylor": (153, 2, 0),
     "exp": (16, 2, 0),
+    "recommended": (32, 4, 2 * 4 * 16 * 16 + 4),
+    "recommended-hybrid": (32, 4, 2 * 4 * 16 * 16 + 4),
 }
 
 

@@ -109,6 +109,8 @@ class Recipe(Part):
                 raise ValueError("weights `random` have no attention to transfer from: set transfer=null")
             if any(stage is not None and stage.loss.needs_teacher for stage in (self.adapt, self.finetune)):
                 raise ValueError("weights `random` have no outputs to learn from: set loss.kl and loss.reverse_kl to 0")
+            if self.data.top_esl is not None:
+                raise ValueError("weights `random` have no attention to choose documents by: set data.top_esl=null")
         return self
 
     @property
