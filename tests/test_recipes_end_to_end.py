@@ -60,7 +60,9 @@ def small(name: str) -> Recipe:
         if config is None:
             continue
         sizes = {"batch_size": BATCH, "micro_batch_size": 2, "max_tokens": STEPS * BATCH * LENGTH, "eval_every": 2}
-        values |= {f"{stage}.{key}": value for key, value in sizes.items()} | {f"{stage}.lr": 1e-2}
+        values |= {f"{stage}.{key}": value for key, value in sizes.items()}
+        near = isinstance(config, FinetuneConfig) and not config.loss.next_token
+        values[f"{stage}.lr"] = config.lr if near else 1e-2  # large steps lead away from outputs that are the teacher's
         if not isinstance(config.schedule, Plateau):
             values[f"{stage}.schedule.warmup_steps"] = 1
     if recipe.transfer is not None and recipe.transfer.layers_per_block is not None:
