@@ -460,6 +460,7 @@ def main() -> None:
     parser.add_argument("--only", help="only cells with this in their label; no table is written")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = parser.parse_args()
+    torch.set_flush_denormal(True)  # as the command line does
     named = [f"--{name.replace('_', '-')} {value}" for name, value in vars(a).items() if name in SHOWN and value]
     command = f"python experiments/run.py {a.grid} {' '.join(named)}"
     place = Place(a.model, a.dataset, a.validation_dataset, a.work_dir, torch.device(a.device))

@@ -254,6 +254,9 @@ def _device(name: str) -> Any:
 
     from linearize.errors import UserError
 
+    # Features and gradients hold numbers so near 0 that a CPU takes tens of times as long for them. Whoever computes
+    # asks for the device first: torch's threads, started later, inherit this.
+    torch.set_flush_denormal(True)
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
