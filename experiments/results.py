@@ -1,4 +1,4 @@
-"""Write docs/results.md from the tables that lie beside the grids: every paper's numbers and ours, side by side.
+"""Write docs/results.md, and each grid's own page, from the results beside the grids: the papers' numbers and ours.
 
 python experiments/results.py
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-from run import Grid, described, table  # noqa: E402
+import run  # noqa: E402
 
 PAGE = HERE.parent / "docs" / "results.md"
 SECTIONS = {
@@ -37,27 +39,27 @@ Teachers: `pycode-5m`, the bundled 5.5M-parameter Llama, on the sources of Pytho
 """
 
 
+def records(folder: str) -> Iterator[tuple[Path, run.Grid, dict[str, Any]]]:
+    """The results of a folder's grids: where they lie, the grid as it is now, what was measured."""
+    for path in sorted((HERE / folder).glob("*.small.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        yield path, run.Grid.load(path.with_name(record["grid"])), record
+
+
 def page() -> str:
     parts = [INTRODUCTION]
     for folder, title in SECTIONS.items():
-        grids = [path for path in sorted((HERE / folder).glob("*.yaml")) if path.with_suffix(".small.json").is_file()]
+        pages = [run.page(grid, record, "###") for _, grid, record in records(folder)]
         figures = HERE / folder / "figures.md"
-        if grids or figures.is_file():
-            parts.append(f"## {title}\n")
-        for path in grids:
-            record = json.loads(path.with_suffix(".small.json").read_text(encoding="utf-8"))
-            grid, results = Grid.load(path), record["results"]
-            missing = len(list(grid.jobs("small"))) - len(results)
-            parts.append(f"### {grid.title}\n\n{grid.source}. {grid.question}\n")
-            parts.append(f"{table(grid, results)}\n\n{described(grid, results)}\n")
-            parts.append(f"**Found.** {grid.finding.strip()}\n" if grid.finding else "")
-            parts.append(f"{missing} more cells of this grid have not been run.\n" if missing else "")
-            parts.append(f"    {record['command']}\n")
         if figures.is_file():
-            parts.append(figures.read_text(encoding="utf-8").replace("\n## ", "\n#### ").replace("# ", "### ", 1))
-    return "\n".join(part for part in parts if part)
+            pages.append(figures.read_text(encoding="utf-8").replace("\n## ", "\n#### ").replace("# ", "### ", 1))
+        parts += [f"## {title}\n", *pages] if pages else []
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(), encoding="utf-8")
+    for folder in SECTIONS:
+        for path, grid, record in records(folder):
+            path.with_suffix(".md").write_text(run.page(grid, record), encoding="utf-8")

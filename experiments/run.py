@@ -399,16 +399,22 @@ def described(grid: Grid, results: list[dict[str, Any]]) -> str:
     return "\n\n".join([text, *(MORE[name](results) for name in grid.more if first is not None)])
 
 
+def page(grid: Grid, record: dict[str, Any], heading: str = "#") -> str:
+    """What is written of a grid: its question, the table, what came out, and the command."""
+    results = record["results"]
+    missing = len(list(grid.jobs(record["setting"]))) - len(results)
+    parts = [f"{heading} {grid.title}", f"{grid.source}. {grid.question}"]
+    parts += [table(grid, results), described(grid, results)]
+    parts += [f"**Found.** {grid.finding.strip()}"] if grid.finding else []
+    parts += [f"{missing} more cells of this grid have not been run."] if missing else []
+    return "\n\n".join([*parts, f"    {record['command']}"]) + "\n"
+
+
 def write_table(path: Path, grid: Grid, setting: str, results: list[dict[str, Any]], command: str) -> None:
-    text = f"# {grid.title}\n\n{grid.source}. {grid.question}\n\n{table(grid, results)}\n\n"
-    text += described(grid, results)
-    if grid.finding:
-        text += f"\n\n**Found.** {grid.finding.strip()}"
-    text += f"\n\n    {command}\n"
     name = path.with_suffix(f".{setting}.json")
     record = {"grid": path.name, "setting": setting, "command": command, "versions": versions(), "results": results}
     write_json(name, record)
-    write_text(name.with_suffix(".md"), text)
+    write_text(name.with_suffix(".md"), page(grid, record))
 
 
 def run_grid(path: Path, place: Place, *, setting: str, only: str | None, command: str) -> None:

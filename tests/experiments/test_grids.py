@@ -61,7 +61,7 @@ def test_committed_results_are_of_this_grid(path: Path) -> None:
         cell = cells[result["label"]]
         assert (result["recipe"], result["set"], result["paper"]) == (cell.recipe, cell.set, cell.paper)
     text = record_file.with_suffix(".md").read_text()
-    assert run.table(run.Grid.load(path), record["results"]) in text, "run the grid again: it rewrites its table"
+    assert text == run.page(run.Grid.load(path), record), "python experiments/results.py"
 
 
 def test_the_page_of_results_is_that_of_the_tables() -> None:
