@@ -156,7 +156,8 @@ def test_a_plan_as_json_is_one_object(command: Command) -> None:
 def test_the_recipe_when_none_is_named(command: Command, tmp_path: Path) -> None:
     plan = command("plan", "--model", tiny.teacher_folder(), "--json")
     assert (plan.status, json.loads(plan.out)["recipe"]) == (0, "recommended")
-    done = command("run", *run_arguments(tmp_path / "run")[2:], "--until", "transfer")
+    arguments = [*run_arguments(tmp_path / "run")[2:], "--set", "transfer.calibration_tokens=256"]
+    done = command("run", *arguments, "--until", "transfer")
     assert done.status == 0
     assert Recipe.load(str(tmp_path / "run" / "recipe.yaml")).name == "recommended"
 

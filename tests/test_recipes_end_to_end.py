@@ -67,6 +67,8 @@ def small(name: str) -> Recipe:
             values[f"{stage}.schedule.warmup_steps"] = 1
     if recipe.transfer is not None and recipe.transfer.layers_per_block is not None:
         values["transfer.layers_per_block"] = 1
+    if recipe.transfer is not None and recipe.transfer.calibration_tokens:
+        values["transfer.calibration_tokens"] = BATCH * LENGTH
     return recipe.override(values)
 
 
