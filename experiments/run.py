@@ -30,6 +30,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from linearize.config import Recipe
 from linearize.errors import DivergedError, UserError
@@ -425,10 +426,13 @@ def run_grid(path: Path, place: Place, *, setting: str, only: str | None, comman
     shape, tokenizer = TeacherShape.from_config(read_config(place.model)), load_tokenizer(place.model)
     datasets: dict[str, Dataset] = {}
 
+    def teacher() -> PreTrainedModel:
+        return load_model(place.model, dtype=torch.float32, device=place.device)
+
     def dataset(recipe: Recipe) -> Dataset:
         key = json.dumps([recipe.data.model_dump(mode="json"), recipe.seed])
         if key not in datasets:
-            datasets[key] = load_dataset(recipe, tokenizer, shape)
+            datasets[key] = load_dataset(recipe, tokenizer, shape, teacher)
         return datasets[key]
 
     done: list[tuple[Cell, Recipe, dict[str, Any], Path]] = []

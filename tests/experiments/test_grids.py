@@ -138,6 +138,16 @@ def test_a_grid(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert go(grid, monkeypatch)["results"] == results and not updates, "the same again trains nothing"
 
 
+def test_a_cell_on_chosen_documents(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grid's model chooses them."""
+    cell = {"label": "first", "recipe": "lolcats", "set": {"data.top_esl": 20}}
+    grid.write_text(yaml.safe_dump(GRID | {"cells": [cell]}))
+    (found,) = go(grid, monkeypatch)["results"]
+    grid.write_text(yaml.safe_dump(GRID | {"cells": [cell | {"set": {}}]}))
+    (anything,) = go(grid, monkeypatch)["results"]
+    assert found["data"] != anything["data"]
+
+
 def test_a_cell_that_diverges_is_a_result(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def diverge(*args: Any, **options: Any) -> None:
         raise DivergedError("loss is not finite")
