@@ -162,6 +162,17 @@ def test_the_recipe_when_none_is_named(command: Command, tmp_path: Path) -> None
     assert Recipe.load(str(tmp_path / "run" / "recipe.yaml")).name == "recommended"
 
 
+def test_numbers_next_to_0_are_taken_for_0(command: Command, tmp_path: Path) -> None:
+    """Before anything is computed: they would take a CPU most of its time."""
+    torch.set_flush_denormal(False)
+    try:
+        assert (torch.tensor(1e-30) * 1e-10).item() > 0
+        assert command("eval", tmp_path).status == 2
+        assert (torch.tensor(1e-30) * 1e-10).item() == 0
+    finally:
+        torch.set_flush_denormal(True)
+
+
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
