@@ -390,10 +390,12 @@ MORE = {"by_position": by_position, "by_layer": by_layer, "by_gate": by_gate}
 
 def described(grid: Grid, results: list[dict[str, Any]]) -> str:
     """What a reader of the table must know."""
-    text, first = "", next((result for result in results if "loss" in result), None)
+    text, measured = "", {result["seed"]: result for result in results if "loss" in result}
+    first = next(iter(measured.values()), None)
     if first is not None:
-        teacher = _number(math.exp(first["loss"]["teacher"]["mean"]))
-        text += f"Teacher: perplexity {teacher} on the same {first['tokens']:,} held-out tokens. "
+        teachers = ", ".join(_number(math.exp(result["loss"]["teacher"]["mean"])) for result in measured.values())
+        drawn = ", which each seed draws anew" if len(measured) > 1 else ""
+        text += f"Teacher: perplexity {teachers} on the same {first['tokens']:,} held-out tokens{drawn}. "
     if grid.reference is not None:
         text += "The reference is in bold. "
     text += "In brackets: 95 % bootstrap intervals of paired differences, in nats per token."

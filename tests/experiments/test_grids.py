@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -53,8 +54,6 @@ def test_every_cell_resolves_at_every_setting(path: Path) -> None:
 @pytest.mark.parametrize("path", GRIDS, ids=[f"{path.parent.name}/{path.stem}" for path in GRIDS])
 def test_committed_results_are_of_this_grid(path: Path) -> None:
     record_file = path.with_suffix(".small.json")
-    if not record_file.is_file():
-        pytest.skip("not run yet")
     record = json.loads(record_file.read_text())
     cells = {cell.label: cell for cell in run.Grid.load(path).cells}
     for result in record["results"]:
@@ -132,7 +131,11 @@ def test_a_grid(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert result["minus_reference"]["mean"] == pytest.approx(difference, abs=1e-6)
     assert [len(set(map(str, r["by_position"]["student"]))) > 2 for r in results] == [True] * 4
     text = grid.with_suffix(".small.md").read_text()
-    assert "| **first** | 0 |" in text and "| 12.5 |" in text and f"{first['tokens']:,} held-out tokens" in text
+    assert "| **first** | 0 |" in text and "| 12.5 |" in text
+    teachers = [math.exp(result["loss"]["teacher"]["mean"]) for result in (first, results[3])]
+    assert teachers[0] != teachers[1], "of each seed's own held-out rows"
+    named = ", ".join(f"{perplexity:.2f}" for perplexity in teachers)
+    assert f"Teacher: perplexity {named} on the same {first['tokens']:,} held-out tokens, which each seed" in text
 
     updates.clear()
     assert go(grid, monkeypatch)["results"] == results and not updates, "the same again trains nothing"
