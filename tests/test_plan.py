@@ -205,7 +205,7 @@ def test_controls() -> None:
     assert plan.finetune is not None and plan.finetune.flops
     assert plan.control_flops == 2 * plan.finetune.flops
     # The teacher's outputs are all there is to learn, and the teacher has them.
-    plan = planned(GPT2, "finetune.loss.next_token=0", "finetune.loss.kl=1", training_tokens=10)
+    plan = planned(GPT2, "finetune.loss.labels=0", "finetune.loss.kl=1", training_tokens=10)
     assert plan.finetune is not None and plan.control_flops == plan.finetune.flops
 
 

@@ -118,7 +118,7 @@ def test_recipe_file(name: str) -> None:
 # --- what the papers state --------------------------------------------------------------------------------------------
 # By the recipe's fields, with the place in the paper; "code": the paper leaves it open, and the authors' code does not.
 
-NEXT_TOKEN = {"next_token": 1.0, "kl": 0.0, "reverse_kl": 0.0, "top_k": None}
+NEXT_TOKEN = {"labels": 1.0, "kl": 0.0, "reverse_kl": 0.0, "top_k": None}
 # What trains, where there is no attention transfer.
 ALL_WEIGHTS: dict[str, Any] = {
     "transfer": None,

@@ -61,7 +61,7 @@ def small(name: str) -> Recipe:
             continue
         sizes = {"batch_size": BATCH, "micro_batch_size": 2, "max_tokens": STEPS * BATCH * LENGTH, "eval_every": 2}
         values |= {f"{stage}.{key}": value for key, value in sizes.items()}
-        near = isinstance(config, FinetuneConfig) and not config.loss.next_token
+        near = isinstance(config, FinetuneConfig) and not config.loss.labels
         values[f"{stage}.lr"] = config.lr if near else 1e-2  # large steps lead away from outputs that are the teacher's
         if not isinstance(config.schedule, Plateau):
             values[f"{stage}.schedule.warmup_steps"] = 1

@@ -14,11 +14,11 @@ from tests.probes import LargestTensor
 B, L, V = 2, 7, 11
 LOSSES = {
     "next token": LossConfig(),
-    "kl": LossConfig(next_token=0, kl=1),
-    "reverse kl": LossConfig(next_token=0, reverse_kl=1),
-    "all": LossConfig(next_token=0.3, kl=2, reverse_kl=0.7),
-    "top 3": LossConfig(next_token=0, kl=1, reverse_kl=0.5, top_k=3),
-    "top of all": LossConfig(next_token=0, kl=1, top_k=V),
+    "kl": LossConfig(labels=0, kl=1),
+    "reverse kl": LossConfig(labels=0, reverse_kl=1),
+    "all": LossConfig(labels=0.3, kl=2, reverse_kl=0.7),
+    "top 3": LossConfig(labels=0, kl=1, reverse_kl=0.5, top_k=3),
+    "top of all": LossConfig(labels=0, kl=1, top_k=V),
 }
 
 
@@ -39,7 +39,7 @@ def slowly(student: Tensor, teacher: Tensor, labels: Tensor, config: LossConfig)
             if label == -100:
                 continue
             q, p = (x[row, slot - 1].exp() / x[row, slot - 1].exp().sum() for x in (student, teacher))
-            total = total - config.next_token * q[label].log()
+            total = total - config.labels * q[label].log()
             if config.top_k is not None and config.top_k < V - 1:
                 best = sorted(range(V), key=lambda token: -float(p[token]))[: config.top_k]
                 q, p = (torch.stack([*(x[i] for i in best), 1 - sum(x[i] for i in best)]) for x in (q, p))

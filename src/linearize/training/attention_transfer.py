@@ -28,13 +28,14 @@ from linearize.training.calibration import calibrate
 from linearize.training.checkpoint import RESULT
 from linearize.training.data import PackedRows
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
+from linearize.training.rows import Rows, on_device
 from linearize.training.transfer_losses import Share, check_losses, transfer_loss
 
 
 def attention_transfer(
     student: PreTrainedModel,
-    train_rows: PackedRows,
-    validation_rows: PackedRows,
+    train_rows: Rows,
+    validation_rows: Rows,
     config: TransferConfig,
     *,
     output_dir: Path,
@@ -94,18 +95,18 @@ class TransferObjective:
             raise UserError("transfer: expected mixers that learn, found none with parameters; set transfer=null")
         self.units: Sequence[Unit] = units
 
-    def backward(self, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+    def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
         """Gradients of the mean loss over the rows, layer by layer while the model runs forward."""
         with dropped_windows(self._student, self._config, step):
             return self._losses(micro_batches, learn=True)
 
-    def evaluate(self, rows: PackedRows) -> dict[str, float]:
+    def evaluate(self, rows: Rows) -> dict[str, float]:
         """The held-out loss of each layer."""
         size = self._config.micro_batch_size or self._config.batch_size
         batches = [rows.rows(slice(start, start + size)) for start in range(0, len(rows), size)]
         return self._losses(batches, learn=False)
 
-    def _losses(self, batches: list[PackedRows], learn: bool) -> dict[str, float]:
+    def _losses(self, batches: list[Rows], learn: bool) -> dict[str, float]:
         shares, sums = self._shares(batches), dict[str, Tensor]()
 
         for index, batch in enumerate(batches):
@@ -121,12 +122,10 @@ class TransferObjective:
                 return target
 
             with torch.no_grad(), observed(self._student, observe):
-                device = self._student.device
-                inputs = {name: tensor.to(device) for name, tensor in batch.inputs().items()}
-                self._student.base_model(**inputs, use_cache=False)
+                self._student.base_model(**on_device(batch.inputs(), self._student.device))
         return {name: float(value) for name, value in sums.items()}
 
-    def _shares(self, batches: list[PackedRows]) -> dict[str, list[Share]]:
+    def _shares(self, batches: list[Rows]) -> dict[str, list[Share]]:
         """Of each layer that learns: what every batch has of what there is in all of them."""
         rows = sum(len(batch) for batch in batches)
         layers, shares = linearized_layers(self._student), {}
@@ -139,7 +138,8 @@ class TransferObjective:
         return shares
 
 
-def _far_queries(layer: Any, rows: PackedRows) -> Bool[Tensor, "B T"]:
+def _far_queries(layer: Any, rows: Rows) -> Bool[Tensor, "B T"]:
+    assert isinstance(rows, PackedRows)  # a window and a linear part beside it are of decoders
     batch, length = rows.input_ids.shape
     layout = read_layout(None, rows.position_ids, batch, length)
     position = (Layout.full(length) if layout is None else layout).query_position

@@ -1,0 +1,126 @@
+"""What a recipe's task needs beside the model: its tokenizer or image processor, and its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.config import Recipe
+from linearize.errors import UserError
+from linearize.hf.checkpoint import load_image_processor, load_tokenizer
+from linearize.tasks import (
+    AssociativeRecall,
+    ImageClassification,
+    LanguageModelling,
+    ListOps,
+    Summarisation,
+    Task,
+    TextClassification,
+    TextEmbedding,
+    TokenClassification,
+)
+from linearize.teacher import TeacherShape
+from linearize.training.data import Dataset, build_dataset
+from linearize.training.examples import build_examples
+from linearize.training.generated import build_generated
+from linearize.training.images import build_images
+from linearize.training.labels import Classes
+from linearize.training.selection import effective_sequence_lengths
+from linearize.training.templates import TokenDocument
+
+LoadTeacher = Callable[[], PreTrainedModel]
+
+
+def load_processor(task: Task, model: str) -> Any:
+    """The tokenizer or image processor beside a model; None for a task whose examples are numbers already.
+
+    Raises:
+        UserError: there is none.
+    """
+    if task.built_in:
+        return None
+    return load_image_processor(model) if isinstance(task, ImageClassification) else load_tokenizer(model)
+
+
+def load_dataset(
+    recipe: Recipe, processor: Any, config: dict[str, Any], load_teacher: LoadTeacher | None = None
+) -> Dataset:
+    """The recipe's data, as the rows of its task.
+
+    Args:
+        processor: of `load_processor`.
+        config: the contents of the model's ``config.json``.
+        load_teacher: gives the model that documents are chosen by; called where `data.top_esl` asks for it.
+
+    Raises:
+        UserError: no dataset named, rows longer than the model's positions, or data that cannot be used.
+    """
+    task, shape = recipe.data.task, TeacherShape.from_config(config)
+    if recipe.data.dataset is None and not task.built_in:
+        raise UserError("data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
+    length, field = _longest(recipe)
+    if length > shape.max_positions:
+        raise UserError(
+            f"{field}: expected at most the model's {shape.max_positions} positions, found "
+            f"{length}; pass --set {field}={shape.max_positions}"
+        )
+    return _BUILDERS[type(task)](recipe, processor, shape, Classes.of(config), load_teacher)
+
+
+def _longest(recipe: Recipe) -> tuple[int, str]:
+    """The longest row there can be, and the field that says so."""
+    task = recipe.data.task
+    if isinstance(task, AssociativeRecall):
+        return task.length, "data.task.length"
+    if isinstance(task, ListOps):
+        return task.max_length + 1, "data.task.max_length"
+    if isinstance(task, ImageClassification):
+        return 0, "data.sequence_length"
+    return recipe.data.sequence_length, "data.sequence_length"
+
+
+def _documents(recipe: Recipe, tokenizer: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
+    if shape.bidirectional:
+        raise UserError(
+            f"data.task: expected a task for an encoder ({shape.model_type}), found {recipe.data.task.type}; set "
+            "data.task.type to text_classification, token_classification, image_classification or text_embedding"
+        )
+
+    def score(documents: Sequence[TokenDocument]) -> Tensor:
+        assert load is not None
+        return effective_sequence_lengths(load(), documents, recipe.data.sequence_length)
+
+    return build_dataset(recipe.data, tokenizer, seed=recipe.seed, score=score if load else None)
+
+
+def _examples(recipe: Recipe, tokenizer: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
+    return build_examples(recipe.data, tokenizer, classes, seed=recipe.seed, use_cache=_use_cache(shape))
+
+
+def _images(recipe: Recipe, processor: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
+    if shape.vocab_size:
+        raise UserError(f"data.task: expected a vision model for image_classification, found {shape.model_type}")
+    return build_images(recipe.data, processor, classes, positions=shape.max_positions, seed=recipe.seed)
+
+
+def _generated(recipe: Recipe, processor: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
+    return build_generated(recipe.data, shape, classes, seed=recipe.seed, use_cache=_use_cache(shape))
+
+
+def _use_cache(shape: TeacherShape) -> bool | None:
+    return None if shape.bidirectional else False
+
+
+_BUILDERS: dict[type, Callable[[Recipe, Any, TeacherShape, Classes, LoadTeacher | None], Dataset]] = {
+    LanguageModelling: _documents,
+    Summarisation: _documents,
+    TextClassification: _examples,
+    TokenClassification: _examples,
+    TextEmbedding: _examples,
+    ImageClassification: _images,
+    AssociativeRecall: _generated,
+    ListOps: _generated,
+}
