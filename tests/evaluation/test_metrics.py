@@ -151,7 +151,7 @@ def test_answers_to_other_examples_are_not_compared() -> None:
     a, b = classified(10, 2), classified(11, 2)
     with pytest.raises(ValueError, match=r"same examples, found a: 10 \(accuracy, f1, matthews\), b: 11"):
         bootstrapped({"a": a, "b": b})
-    with pytest.raises(ValueError, match="other|same examples"):
+    with pytest.raises(ValueError, match="to the same examples"):
         bootstrapped({"a": a, "b": classified(10, 2, metrics=("f1",))})
     with pytest.raises(UserError, match="at least 2 held-out examples, found 1; give more"):
         bootstrapped({"a": classified(1, 2)})

@@ -66,7 +66,8 @@ class Predictions:
 
     def __post_init__(self) -> None:
         if not self.metrics or not set(self.metrics) <= METRICS.keys():
-            raise ValueError(f"metrics: expected some of {', '.join(METRICS)}, found {', '.join(self.metrics) or 'none'}")
+            found = ", ".join(self.metrics) or "none"
+            raise ValueError(f"metrics: expected some of {', '.join(METRICS)}, found {found}")
         if bad := int((~self.outputs.isfinite()).any(dim=1).sum()):
             raise FloatingPointError(f"predictions: the outputs of {bad} of {len(self.outputs)} answers are not finite")
         classes = self.outputs.shape[1]
@@ -182,7 +183,7 @@ def bootstrapped(
     }
 
 
-# --- formulas: `weight` says how often each answer counts ---------------------------------------------------------------
+# --- formulas: `weight` says how often each answer counts -------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

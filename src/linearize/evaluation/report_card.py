@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -29,6 +28,7 @@ from linearize.evaluation.recall import (
     ordinary_tokens,
 )
 from linearize.evaluation.speed import Crossover, Speed, break_even, generation_speed
+from linearize.evaluation.tables import markdown_table, terminal_table
 from linearize.evaluation.words import in_words, interval_text
 
 NEW_TOKENS = 16
@@ -101,26 +101,18 @@ class ReportCard:
 
     def render(self) -> Group:
         """The table and the findings, for a terminal."""
-        table = Table(
-            title="Held-out loss, nats per token, with 95 % intervals (lower is better)", title_justify="left"
-        )
-        for name in self._header()[:-1]:
-            table.add_column(name)
-        for line in self._cells():
-            table.add_row(*map(Text, line[:-1]))
-        costs = Table(title="Generation, batch of one: medians, with least and greatest", title_justify="left")
-        for name in SPEED_HEADER:
-            costs.add_column(name)
-        for line in map(_speed_cells, self.speed):
-            costs.add_row(*map(Text, line))
-        tables = [table, costs] if self.speed else [table]
+        title = "Held-out loss, nats per token, with 95 % intervals (lower is better)"
+        tables = [terminal_table(title, self._header()[:-1], [line[:-1] for line in self._cells()])]
+        if self.speed:
+            title = "Generation, batch of one: medians, with least and greatest"
+            tables.append(terminal_table(title, SPEED_HEADER, list(map(_speed_cells, self.speed))))
         return Group(*tables, *(Text(f"- {line}") for line in self.lines()))
 
     def to_markdown(self) -> str:
         """The same as Markdown."""
         findings = "".join(f"- {line}\n" for line in self.lines())
-        costs = _markdown(SPEED_HEADER, [_speed_cells(speed) for speed in self.speed]) if self.speed else ""
-        return "\n".join(filter(None, [_markdown(self._header(), self._cells()), costs, findings]))
+        costs = markdown_table(SPEED_HEADER, [_speed_cells(speed) for speed in self.speed]) if self.speed else ""
+        return "\n".join(filter(None, [markdown_table(self._header(), self._cells()), costs, findings]))
 
     def _header(self) -> list[str]:
         return ["model", "loss", f"beyond {self.window_size} tokens", "1st, 2nd copy", "what it is"]
@@ -146,10 +138,6 @@ def memory_in_words(speed: Sequence[Speed]) -> str:
         return f"{words}, never less than the teacher."
     length = break_even(constant["student"] - constant["teacher"], saved)
     return f"{words}, however long the text: less than the teacher from {length:,} tokens on."
-
-
-def _markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    return "".join("| " + " | ".join(line) + " |\n" for line in [header, ["---"] * len(header), *cells])
 
 
 def _speed_cells(speed: Speed) -> list[str]:
