@@ -29,6 +29,7 @@ from linearize.evaluation.recall import (
 )
 from linearize.evaluation.speed import Crossover, Speed, break_even, generation_speed
 from linearize.evaluation.tables import markdown_table, terminal_table
+from linearize.evaluation.task_report import TaskReport
 from linearize.evaluation.words import in_words, interval_text
 
 NEW_TOKENS = 16
@@ -59,7 +60,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ReportCard:
-    """Everything measured about a student."""
+    """Everything measured about a student; `task` where its text is to be good for more than its likelihood."""
 
     window_size: int
     measured: list[Measured]
@@ -71,6 +72,7 @@ class ReportCard:
     speed: list[Speed]
     crossover: Crossover | None = None
     examination: Examination | None = None
+    task: TaskReport | None = None
     missing: list[str] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
 
@@ -78,11 +80,13 @@ class ReportCard:
         """Plain data; what the examination found stands beside the rest."""
         data = asdict(self)
         del data["examination"]
+        data["task"] = None if self.task is None else self.task.to_json()
         return data | ({} if self.examination is None else self.examination.to_json())
 
     def lines(self) -> list[str]:
         """The findings, a sentence each."""
-        lines = [comparison.words for comparison in self.comparisons]
+        lines = [] if self.task is None else self.task.lines()
+        lines += [comparison.words for comparison in self.comparisons]
         if self.far_context is not None:
             lines.append(f"Context beyond the window of {self.window_size} tokens: {self.far_context.words}.")
         if self.copying is not None:
@@ -106,13 +110,19 @@ class ReportCard:
         if self.speed:
             title = "Generation, batch of one: medians, with least and greatest"
             tables.append(terminal_table(title, SPEED_HEADER, list(map(_speed_cells, self.speed))))
+        if self.task is not None:
+            rows = [line[:-1] for line in self.task.cells()]
+            tables.insert(0, terminal_table(self.task.caption(), self.task.header()[:-1], rows))
         return Group(*tables, *(Text(f"- {line}") for line in self.lines()))
 
     def to_markdown(self) -> str:
         """The same as Markdown."""
         findings = "".join(f"- {line}\n" for line in self.lines())
         costs = markdown_table(SPEED_HEADER, [_speed_cells(speed) for speed in self.speed]) if self.speed else ""
-        return "\n".join(filter(None, [markdown_table(self._header(), self._cells()), costs, findings]))
+        task = ""
+        if self.task is not None:
+            task = f"{self.task.caption()}\n\n{markdown_table(self.task.header(), self.task.cells())}"
+        return "\n".join(filter(None, [task, markdown_table(self._header(), self._cells()), costs, findings]))
 
     def _header(self) -> list[str]:
         return ["model", "loss", f"beyond {self.window_size} tokens", "1st, 2nd copy", "what it is"]
