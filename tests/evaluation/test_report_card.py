@@ -257,7 +257,7 @@ def test_a_task_stands_before_the_losses(real_card: ReportCard) -> None:
     assert rest.split("\n\n")[:2] == real_card.to_markdown().split("\n\n")[:2]
     console = Console(width=250, file=StringIO())
     console.print(found.render())
-    assert caption in console.file.getvalue() and "0.310 [0.290, 0.330]" in console.file.getvalue()
+    assert "Summarization, 40 examples" in console.file.getvalue() and "0.310 [0.290, 0.330]" in console.file.getvalue()
 
 
 def test_every_candidate_has_a_label() -> None:
