@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import yaml
 
 from linearize.evaluation.candidates import LABELS
-from linearize.report.findings import Finding, findings
+from linearize.report.finding import Finding
+from linearize.report.findings import findings
 from linearize.report.load import RunFiles, interval, label
 from linearize.report.numbers import count, with_interval
 

@@ -7,32 +7,18 @@ where its interval leaves out zero. All else is open.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import exp, isfinite, sqrt
-from typing import Any, Literal
+from typing import Any
 
-from linearize.evaluation.perplexity import Interval
+from linearize.report.finding import Finding, Kind, side_of_half
 from linearize.report.load import RunFiles, interval
 from linearize.report.numbers import THIN, count, milliseconds, number, percent, scaled, share, signed
 
-Kind = Literal["win", "loss", "open"]
 _REFERENCES = {
     "teacher": ("its teacher", ""),
     "window_lora": ("the window-only control", " (finetuned alike, no linear part)"),
     "ablated": ("itself with the linear part switched off", ""),
 }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One sentence, and on which side it falls.
-
-    `lead` is its short form for the top of the page: the words before what matters, what matters, the words after.
-    """
-
-    kind: Kind
-    words: str
-    lead: tuple[str, str, str] = ("", "", "")
 
 
 def verdict(run: RunFiles) -> list[Finding]:
@@ -90,11 +76,6 @@ def _share(verdict: dict[str, Any] | None, what: str) -> Finding | None:
     )
     words = f"The student keeps {percent(found)} of {what} (nats per token: {gains})."
     return Finding(side_of_half(found), words, ("It keeps ", percent(found), f" of {what}."))
-
-
-def side_of_half(found: Interval) -> Kind:
-    """Whether more than half is kept for sure, or less than half."""
-    return "win" if found.low > 0.5 else "loss" if found.high < 0.5 else "open"
 
 
 def memory(run: RunFiles) -> Finding | None:

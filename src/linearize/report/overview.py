@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from linearize.report.blocks import Table, Text
-from linearize.report.findings import Finding, findings, speeds, verdict
+from linearize.report.finding import Finding
+from linearize.report.findings import findings, speeds, verdict
 from linearize.report.load import RunFiles, interval
 from linearize.report.numbers import DASH, count, milliseconds, percent, plain, scaled, with_interval
 
@@ -45,7 +46,8 @@ def _about(run: RunFiles) -> str:
     if plan:
         layers = len(plan["converted_layers"]) + len(plan["kept_layers"])
         parts.append(f"{len(plan['converted_layers'])} of {layers} layers linear")
-    parts.append(f"window of {count(run.window)} tokens")
+    if run.window is not None:
+        parts.append(f"window of {count(run.window)} tokens")
     return " \N{MIDDLE DOT} ".join(parts)
 
 

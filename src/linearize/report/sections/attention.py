@@ -202,8 +202,13 @@ def maps(runs: Sequence[RunFiles]) -> Section:
     if holders:
         blocks.append(Text("All weights of these maps stand in evaluation.json, under fidelity.maps.", "note"))
     blocks += not_measured(runs, [run for run in runs if run not in holders], "maps")
-    windows = ", ".join(f"{count(run.window)} tokens" + (f" ({run.name})" if len(runs) > 1 else "") for run in holders)
-    summary = f"Rows are queries, columns the keys that they look at. The student's window: {windows}."
+    windows = ", ".join(
+        f"{count(run.window)} tokens" + (f" ({run.name})" if len(runs) > 1 else "")
+        for run in holders
+        if run.window is not None
+    )
+    summary = "Rows are queries, columns the keys that they look at."
+    summary += f" The student's window: {windows}." if windows else ""
     return Section("maps", "Attention maps", blocks, summary=summary if holders else "")
 
 
