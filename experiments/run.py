@@ -30,17 +30,17 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from linearize.config import Recipe
+from linearize.datasets import load_dataset, load_processor
 from linearize.errors import DivergedError, UserError
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.perplexity import TokenLosses, bootstrap, paired_difference, token_losses
-from linearize.hf.checkpoint import load_model, load_tokenizer, read_config
+from linearize.hf.checkpoint import load_model, read_config
 from linearize.hf.convert import convert_layers
 from linearize.pipeline import final_layers
 from linearize.pipeline import run as run_pipeline
-from linearize.runs import Run, check_output, claim, load_dataset, versions, write_json, write_text
+from linearize.runs import Run, check_output, claim, versions, write_json, write_text
 from linearize.teacher import TeacherShape
 from linearize.training.attention_transfer import load_transferred
 from linearize.training.data import Dataset
@@ -425,16 +425,16 @@ def run_grid(path: Path, place: Place, *, setting: str, only: str | None, comman
     grid = Grid.load(path)
     if setting not in grid.settings:
         raise UserError(f"--setting: expected one of {', '.join(grid.settings)}; found {setting!r}")
-    shape, tokenizer = TeacherShape.from_config(read_config(place.model)), load_tokenizer(place.model)
+    config = read_config(place.model)
     datasets: dict[str, Dataset] = {}
-
-    def teacher() -> PreTrainedModel:
-        return load_model(place.model, dtype=torch.float32, device=place.device)
 
     def dataset(recipe: Recipe) -> Dataset:
         key = json.dumps([recipe.data.model_dump(mode="json"), recipe.seed])
         if key not in datasets:
-            datasets[key] = load_dataset(recipe, tokenizer, shape, teacher)
+            task = recipe.data.task
+            options: dict[str, Any] = {"dtype": torch.float32, "device": place.device, "auto_class": task.auto_class}
+            processor = load_processor(task, place.model)
+            datasets[key] = load_dataset(recipe, processor, config, lambda: load_model(place.model, **options))
         return datasets[key]
 
     done: list[tuple[Cell, Recipe, dict[str, Any], Path]] = []

@@ -28,7 +28,6 @@ from linearize.hf.checkpoint import load_tokenizer, read_config
 from linearize.hf.convert import convert
 from linearize.pipeline import run
 from linearize.runs import Run
-from linearize.teacher import TeacherShape
 from linearize.training.data import PackedRows
 from tests.training.byte_tokenizer import byte_tokenizer
 
@@ -144,9 +143,9 @@ def untimed_metrics(stage: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
 
 
-def data_arguments(of: Run) -> tuple[Recipe, Any, TeacherShape]:
-    """What `runs.load_dataset` takes to make the data of a run."""
-    return of.recipe, load_tokenizer(of.model), TeacherShape.from_config(read_config(of.model))
+def data_arguments(of: Run) -> tuple[Recipe, Any, dict[str, Any]]:
+    """What `datasets.load_dataset` takes to make the data of a run."""
+    return of.recipe, load_tokenizer(of.model), read_config(of.model)
 
 
 @functools.cache

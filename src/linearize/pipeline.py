@@ -13,13 +13,11 @@ from linearize.config import LayerPlan, Recipe, resolve
 from linearize.datasets import load_dataset, load_processor
 from linearize.errors import UserError
 from linearize.evaluation.controls import window_only_plan
-from linearize.evaluation.report_card import ReportCard
-from linearize.evaluation.task_report import TaskCard
 from linearize.hf.blocks import Checkpoint
 from linearize.hf.checkpoint import load_model, load_tokenizer, read_config, save_student
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
-from linearize.measuring import measure_run, write_results
+from linearize.measuring import Card, measure_run, write_results
 from linearize.runs import Run, check_output, claim, write_json
 from linearize.stages import FinetuneConfig
 from linearize.teacher import TeacherShape
@@ -38,7 +36,7 @@ def run(
     until: str = "evaluate",
     block: int | None = None,
     command: str | None = None,
-) -> ReportCard | TaskCard | None:
+) -> Card | None:
     """Linearize `run.model` as `run.recipe` says; returns the measure of it, or None if `until` or `block` end before.
 
     Args:

@@ -45,9 +45,7 @@ def summarising(
     references = [_text(tokenizer, document.labels[document.labels != IGNORED].tolist()) for document in asked]
 
     def answer(model: PreTrainedModel, title: str) -> Answered:
-        made = [
-            _text(tokenizer, tokens) for tokens in summaries(model, asked, tokenizer, task.new_tokens, title=title)
-        ]
+        made = [_text(tokenizer, tokens) for tokens in summaries(model, asked, tokenizer, task.new_tokens, title=title)]
         scores = [scorer.score(reference, text) for reference, text in zip(references, made, strict=True)]
         values = {name: torch.tensor([score[name].fmeasure for score in scores]) for name in task.scores}
         return Similarities(values)

@@ -57,9 +57,7 @@ def read_config(model: str) -> dict[str, Any]:
 CAUSAL = "AutoModelForCausalLM"
 
 
-def load_model(
-    model: str, *, dtype: torch.dtype, device: torch.device, auto_class: str = CAUSAL
-) -> PreTrainedModel:
+def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_class: str = CAUSAL) -> PreTrainedModel:
     """A model with the head of an Auto class of transformers, softmax or linearized, in eval mode.
 
     Raises:

@@ -6,7 +6,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from jaxtyping import Float, Int64
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from typing_extensions import Self
 
 from linearize.errors import UserError
 from linearize.training.checkpoint import full_disk_is_user_error
@@ -123,8 +122,10 @@ class StoredRows(PackedRows):
     activations: Activations
     numbers: Int64[Tensor, " N"]  # where the rows are in it
 
-    def rows(self, indices: Indices) -> Self:
-        return replace(super().rows(indices), numbers=self.numbers[indices])
+    def rows(self, indices: Indices) -> StoredRows:
+        chosen = super().rows(indices)
+        numbers = self.numbers[indices]
+        return StoredRows(chosen.input_ids, chosen.position_ids, chosen.labels, self.activations, numbers)
 
     def inputs(self) -> dict[str, Any]:
         inputs = super().inputs()

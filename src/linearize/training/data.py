@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from typing_extensions import Self
 
 from linearize.config import DataConfig
 from linearize.errors import UserError
@@ -56,13 +55,8 @@ class PackedRows:
     def _predicted(self) -> Bool[Tensor, "N L-1"]:
         return self.labels[:, 1:] != IGNORED
 
-    def rows(self, indices: Indices) -> Self:
-        return replace(
-            self,
-            input_ids=self.input_ids[indices],
-            position_ids=self.position_ids[indices],
-            labels=self.labels[indices],
-        )
+    def rows(self, indices: Indices) -> PackedRows:
+        return PackedRows(self.input_ids[indices], self.position_ids[indices], self.labels[indices])
 
     def inputs(self) -> dict[str, Any]:
         """Without a mask, the positions tell documents apart; with a cache, they would not."""

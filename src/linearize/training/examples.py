@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from typing_extensions import Self
 
 from linearize.config import DataConfig
 from linearize.errors import UserError
@@ -34,7 +33,7 @@ class Example:
 
     input_ids: list[int]
     segments: list[int] | None
-    label: int | float | list[int] | None
+    label: Any  # a class, a number, a class per token, or None
 
     @property
     def key(self) -> bytes:
@@ -68,7 +67,7 @@ class Texts:
         """True for tokens, False for padding."""
         return torch.arange(self.input_ids.shape[1]) < self.lengths[:, None]
 
-    def rows(self, indices: Indices) -> Self:
+    def rows(self, indices: Indices) -> Texts:
         lengths = self.lengths[indices]
         longest = int(lengths.max()) if len(lengths) else 0
         cut = {
@@ -172,14 +171,15 @@ def build_examples(
     Raises:
         UserError: nothing to read, malformed rows, labels that the model has no class for, or no padding token.
     """
-    if tokenizer.pad_token_id is None:
+    pad: Any = tokenizer.pad_token_id
+    if pad is None:
         raise UserError(
             "tokenizer: expected a padding token, which a batch of texts needs, found none; set the tokenizer's "
             "pad_token and the config's pad_token_id, and save both"
         )
     make = make_texts(config.task)
     train, held_out = split_examples(config, lambda source: _read(source, tokenizer, classes), _key, seed)
-    sides = [make(examples, int(tokenizer.pad_token_id), use_cache) for examples in (train, held_out)]
+    sides = [make(examples, pad, use_cache) for examples in (train, held_out)]
     return examples_dataset(sides[0], sides[1])
 
 
@@ -315,8 +315,9 @@ def _encode_words(
         for word in encoded.word_ids():
             label.append(IGNORED if word is None or word == before else numbers[word])
             before = word
-        fields: Any = encoded["input_ids"], encoded.get("token_type_ids")
-        examples.append(Example(*fields, label))
+        ids: Any = encoded["input_ids"]
+        segments: Any = encoded.get("token_type_ids")
+        examples.append(Example(ids, segments, label))
     return examples
 
 

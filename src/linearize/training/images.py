@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from typing_extensions import Self
 
 from linearize.config import DataConfig
 from linearize.errors import UserError
@@ -63,7 +62,7 @@ class ImageExamples:
     def target_counts(self) -> Int64[Tensor, " N"]:
         return torch.ones(len(self.images), dtype=torch.int64)
 
-    def rows(self, indices: Indices) -> Self:
+    def rows(self, indices: Indices) -> ImageExamples:
         chosen = torch.arange(len(self.images))[indices].tolist()
         return replace(self, images=[self.images[index] for index in chosen])
 

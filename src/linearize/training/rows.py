@@ -8,7 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from typing_extensions import Self
 
 Indices = Tensor | Sequence[int] | slice
 
@@ -28,7 +27,7 @@ class Rows(Protocol):
         """How many outputs of each row are compared with something; a mean loss is a mean over all of these."""
         ...
 
-    def rows(self, indices: Indices) -> Self:
+    def rows(self, indices: Indices) -> Rows:
         """These rows, in this order."""
         ...
 
