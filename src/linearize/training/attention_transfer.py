@@ -84,8 +84,8 @@ class TransferObjective:
     """The loss of each converted layer: the weighted sum of `transfer_losses.transfer_loss`.
 
     Layers without a parameter are left out. The loss of a layer through which the stream goes more than once (ALBERT's)
-    is the mean over these passes. Padding, told by an `attention_mask` among a batch's inputs, does not count: means
-    are over the valid tokens of all batches together.
+    is the mean over these passes. Padding does not count: means are over the valid tokens of all batches
+    together.
 
     Raises:
         UserError: no layer has any, or a loss without meaning for a layer's mixer.
@@ -133,14 +133,12 @@ class TransferObjective:
                 return target
 
             with torch.no_grad(), observed(self._student, observe):
-                device = self._student.device
-                inputs = {name: tensor.to(device) for name, tensor in batch.inputs().items()}
-                forward_base(self._student, inputs)
+                forward_base(self._student, batch.inputs())
         return {name: float(value) for name, value in sums.items()}
 
     def _shares(self, batches: list[PackedRows]) -> dict[str, list[Share]]:
         """Of each layer that learns: what every batch has of what there is in all of them."""
-        sizes = [_size(batch) for batch in batches]
+        sizes = [batch.num_tokens for batch in batches]  # padding apart
         layers, shares = linearized_layers(self._student), {}
         for unit in self.units:
             far = [0] * len(batches)
@@ -158,12 +156,6 @@ def layer_passes(student: PreTrainedModel) -> dict[str, int]:
         return dict.fromkeys(layers, 1)
     passes = TeacherShape.from_config(student.config.to_dict()).passes
     return {name: passes[layer.layer_idx] for name, layer in layers.items()}
-
-
-def _size(batch: PackedRows) -> int:
-    """What a batch counts beside others of its kind: its valid tokens, or its rows, where all are of one length."""
-    mask = batch.inputs().get("attention_mask")
-    return len(batch) if mask is None else int(mask.sum())
 
 
 def _far_queries(layer: Any, rows: PackedRows) -> Bool[Tensor, "B T"]:
