@@ -19,7 +19,7 @@ from pydantic import Field, PositiveInt, ValidationError, model_validator
 from linearize.errors import UserError
 from linearize.layers import KeepByTransferError, LayersConfig
 from linearize.part import Part
-from linearize.parts import MixerConfig
+from linearize.parts import Add, MixerConfig
 from linearize.stages import FinetuneConfig, TransferConfig
 from linearize.tasks import AnyTask, LanguageModelling, TextEmbedding
 from linearize.teacher import TeacherShape
@@ -259,9 +259,11 @@ def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | Non
             when all are converted.
 
     Raises:
-        UserError: a layer index the teacher does not have, nothing left to convert, or a size that makes no sense for
-            these layers.
+        UserError: a layer index the teacher does not have, nothing left to convert, a size that makes no sense for
+            these layers, or for an encoder what only a decoder can have.
     """
+    if teacher.bidirectional:
+        _check_encoder(recipe)
     kept = recipe.layers.keep_softmax.kept(teacher.num_layers, errors)
     if not recipe.layers.convert_sliding:
         kept |= set(teacher.sliding_layers)
@@ -271,4 +273,29 @@ def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | Non
             "layers.convert_sliding=true to convert layers that already attend within a sliding window"
         )
     mixer = recipe.mixer.resolved(teacher.layer)
+    if teacher.bidirectional:
+        mixer = mixer.model_copy(update={"combine": Add()})  # without a window there is nothing to share or to learn
     return tuple(None if index in kept else mixer for index in range(teacher.num_layers))
+
+
+def _check_encoder(recipe: Recipe) -> None:
+    """See that the recipe asks an encoder for nothing that needs an order of tokens, or a decoder's layers.
+
+    Raises:
+        UserError: it does.
+    """
+    if recipe.mixer.needs_order is not None:
+        raise UserError(f"mixer.{recipe.mixer.needs_order}; recipe hedgehog has such a mixer, or set it with --set")
+    if recipe.transfer is not None and recipe.transfer.layers_per_block is not None:
+        raise UserError(
+            "transfer.layers_per_block: expected null, because an encoder is transferred as a whole; "
+            f"found {recipe.transfer.layers_per_block}"
+        )
+    for name, stage in (("transfer", recipe.transfer), ("adapt", recipe.adapt), ("finetune", recipe.finetune)):
+        if stage is not None and stage.window_dropout is not None:
+            raise UserError(f"{name}.window_dropout: expected null, because an encoder's mixer has no window to hide")
+    if recipe.data.top_esl is not None:
+        raise UserError(
+            "data.top_esl: expected null, because effective sequence lengths are a decoder's; "
+            f"found {recipe.data.top_esl}"
+        )

@@ -18,11 +18,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.errors import UserError
-from linearize.hf.attention import linearized_layers, observed, read_layout, sliding_window, softmax_output
+from linearize.hf.attention import (
+    linearized_layers,
+    observed,
+    read_layout,
+    sliding_window,
+    softmax_output,
+)
 from linearize.mixers import AttnInputs
 from linearize.mixers.attention_weights import far_queries
 from linearize.ops import Layout
 from linearize.stages import TransferConfig
+from linearize.teacher import TeacherShape
 from linearize.training.bypass import dropped_windows
 from linearize.training.calibration import calibrate
 from linearize.training.checkpoint import RESULT
@@ -64,7 +71,7 @@ def transfer_errors(output_dir: Path, num_layers: int) -> list[float]:
 
 
 def layer_index(name: str) -> int:
-    """Which layer a module is in, by its name: the one number in it."""
+    """Which layer a module is in, by its name: the first number in it. (ALBERT's have another, which is 0.)"""
     return int(next(part for part in name.split(".") if part.isdigit()))
 
 
@@ -76,7 +83,9 @@ def load_transferred(student: PreTrainedModel, config: TransferConfig, output_di
 class TransferObjective:
     """The loss of each converted layer: the weighted sum of `transfer_losses.transfer_loss`.
 
-    Layers without a parameter are left out.
+    Layers without a parameter are left out. The loss of a layer through which the stream goes more than once (ALBERT's)
+    is the mean over these passes. Padding does not count: means are over the valid tokens of all batches
+    together.
 
     Raises:
         UserError: no layer has any, or a loss without meaning for a layer's mixer.
@@ -85,6 +94,7 @@ class TransferObjective:
     def __init__(self, student: PreTrainedModel, config: TransferConfig) -> None:
         self._student, self._config = student, config
         self._names = {id(layer): name for name, layer in linearized_layers(student).items()}
+        self._passes = layer_passes(student)
         units = []
         for name, layer in linearized_layers(student).items():
             layer.mixer.requires_grad_(True)
@@ -116,6 +126,7 @@ class TransferObjective:
                 if name in shares:
                     with torch.set_grad_enabled(learn):
                         loss = transfer_loss(layer, inputs, layout, target, self._config, shares[name][index])
+                        loss = loss / self._passes[name]
                         if loss.requires_grad:  # without a window, nothing depends on how it is weighted
                             loss.backward()
                     sums[name] = sums.get(name, 0) + loss.detach()
@@ -127,15 +138,24 @@ class TransferObjective:
 
     def _shares(self, batches: list[Rows]) -> dict[str, list[Share]]:
         """Of each layer that learns: what every batch has of what there is in all of them."""
-        rows = sum(len(batch) for batch in batches)
+        sizes = [batch.num_tokens for batch in batches]  # padding apart
         layers, shares = linearized_layers(self._student), {}
         for unit in self.units:
             far = [0] * len(batches)
             if self._config.linear_part:
                 far = [int(_far_queries(layers[unit.name], batch).sum()) for batch in batches]
-            counts = zip(batches, far, strict=True)
-            shares[unit.name] = [Share(len(batch) / rows, count / max(1, sum(far))) for batch, count in counts]
+            counts = zip(sizes, far, strict=True)
+            shares[unit.name] = [Share(size / sum(sizes), count / max(1, sum(far))) for size, count in counts]
         return shares
+
+
+def layer_passes(student: PreTrainedModel) -> dict[str, int]:
+    """How often the stream goes through each converted layer."""
+    layers = linearized_layers(student)
+    if not any(layer.bidirectional for layer in layers.values()):
+        return dict.fromkeys(layers, 1)
+    passes = TeacherShape.from_config(student.config.to_dict()).passes
+    return {name: passes[layer.layer_idx] for name, layer in layers.items()}
 
 
 def _far_queries(layer: Any, rows: Rows) -> Bool[Tensor, "B T"]:

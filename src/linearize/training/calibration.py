@@ -19,6 +19,7 @@ from linearize.mixers import AttnInputs, LinearMixer
 from linearize.mixers.combine import AbsoluteScaleCombine
 from linearize.mixers.learned_maps import Learned
 from linearize.ops import Layout, SlidingSpan, window_softmax
+from linearize.teacher import TeacherShape
 from linearize.training.rows import Rows, on_device
 
 LEAST_SHARE = 1e-4  # of the far keys, where the teacher has less: with none at all there is nothing to learn from
@@ -33,7 +34,12 @@ def calibrate(student: PreTrainedModel, rows: Rows, tokens: int) -> None:
     Logistic regression of the far keys' share p of softmax on log(phi_q . z) less the window's logarithm: the offset
     for which the mean share is right, and the temperature for which the cross-entropy of the shares is least. (Least
     squares of the logarithms themselves would fit the few queries that look far, and let all others look far too.)
+
+    Raises:
+        UserError: an encoder, which has no far keys and near ones.
     """
+    shape = TeacherShape.from_config(student.config.to_dict())
+    shape.refuse_encoder("transfer.calibration_tokens", "set it to null")
     fits = {
         id(layer): _Fit(layer.mixer)
         for layer in linearized_layers(student).values()
