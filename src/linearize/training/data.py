@@ -52,7 +52,7 @@ class PackedRows:
         return self._predicted.sum(1)
 
     @property
-    def _predicted(self) -> Bool[Tensor, "N L-1"]:
+    def _predicted(self) -> Bool[Tensor, "N _"]:
         return self.labels[:, 1:] != IGNORED
 
     def rows(self, indices: Indices) -> PackedRows:
