@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.evaluation.controls import DEFAULT_WINDOW, without_linear_part
-from linearize.evaluation.perplexity import Interval, Rows, paired_difference, token_losses
-from linearize.evaluation.weights import Visit, sample_rows, visit_layers, weight_blocks
+from linearize.evaluation.perplexity import Interval, Rows, SomeRows, paired_difference, token_losses
+from linearize.evaluation.samples import sample_rows
+from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, replaced_mixers
 from linearize.mixers import LinearMixer
 from linearize.mixers.combine import AddCombine, MixCombine
@@ -81,8 +82,8 @@ def measure_path_usage(
     Raises:
         UserError: a model without converted layers, or fewer than two rows with predicted tokens.
     """
-    sample = sample_rows(rows, max_tokens, seed)
-    edges = distance_edges(sample.position_ids.shape[1])
+    sample = sample_rows(SomeRows(rows.input_ids, rows.position_ids, rows.labels), max_tokens, seed)
+    edges = distance_edges(sample.input_ids.shape[1])
     layers: dict[int, _Masses] = {}
 
     def visit(at: Visit) -> None:
