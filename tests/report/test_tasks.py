@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+import linearize
+from linearize.config import EvaluationConfig
+from linearize.evaluation.candidates import Candidate
+from linearize.evaluation.metrics import Predictions
+from linearize.evaluation.task_report import measure_task
 from linearize.report import RunFiles, load_run, model_card, write_report
 from linearize.report.blocks import Figure, Table
 from linearize.report.findings import findings, verdict
@@ -18,6 +26,7 @@ from linearize.report.numbers import DASH, MINUS, THIN
 from linearize.report.overview import cautions, key_numbers, overview
 from linearize.report.page import render
 from linearize.report.sections import recipe, scores, sections
+from tests import tiny
 from tests.report import sample, task_sample
 from tests.report.test_page import TITLES, Document, visible
 
@@ -145,6 +154,38 @@ def test_summaries_stand_before_the_losses(read: Read) -> None:
     assert "AutoModelForCausalLM" in card
 
 
+def test_what_is_measured_is_what_is_shown(tmp_path: Path) -> None:
+    """The fields of a measured task, not made up ones."""
+    student = linearize.convert(tiny.llama(), tiny.recipe())
+
+    def answer(model: Any, title: str) -> Predictions:
+        wrong = 7 if model is student else 11
+        named = (torch.arange(60) % wrong != 0).long()
+        return Predictions(torch.eye(2)[named], torch.ones_like(named), torch.arange(60), ("accuracy",))
+
+    models = {"teacher": tiny.llama(), "student": student}
+    found = measure_task(
+        [Candidate(name, partial(nullcontext, model), f"note on {name}") for name, model in models.items()],
+        answer,
+        task="text_classification",
+        description={"auto_class": "AutoModelForSequenceClassification", "pipeline_tag": "text-classification"},
+        config=EvaluationConfig(bootstrap_samples=50, fidelity_tokens=128),
+        seed=0,
+        missing=["teacher_lora"],
+        rows=tiny.packed([[64]] * 4),
+    ).to_json()
+    made_up = task_sample.evaluation(("accuracy",))
+    assert set(found) == set(made_up) and set(found["task"]) == set(made_up["task"])
+    for part in ("scored", "differences"):
+        assert set(found["task"][part][0]) == set(made_up["task"][part][0])
+    run = load_run(task_sample.write_run(tmp_path / "run", found))
+    page, card = visible(render([run])), model_card(run)
+    score = next(line for line in found["task"]["scored"] if line["name"] == "student")["scores"]["accuracy"]
+    shown = f"{score['mean']:.3f} [{score['low']:.3f}, {score['high']:.3f}]"
+    assert shown in page and f"| student | {shown} | note on student |" in card
+    assert f"{found['fidelity']['layers'][1]['output_mse'][2]:.4f}" in page
+
+
 # --- sections and sentences -------------------------------------------------------------------------------------------
 
 
@@ -175,6 +216,7 @@ def test_four_metrics_are_drawn_three_abreast(read_task: Read) -> None:
 def test_runs_with_other_metrics_have_blanks(read_task: Read) -> None:
     runs = [read_task(("accuracy",)), read_task(("matthews",))]
     first = next(block for block in scores.scores(runs).blocks if isinstance(block, Figure))
+    assert all(f">{run.name}</text>" in first.svg for run in runs)  # the legend
     student = [list(group.rows[-1])[1:3] for group in first.numbers.groups]
     assert student == [["0.905 [0.885, 0.925]", DASH], [DASH, "0.905 [0.885, 0.925]"]]
     lines = {row[0]: list(row[1:]) for row in key_numbers(runs).groups[0].rows}
