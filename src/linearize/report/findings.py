@@ -13,6 +13,7 @@ from typing import Any
 from linearize.report.finding import Finding, Kind, side_of_half
 from linearize.report.load import RunFiles, interval
 from linearize.report.numbers import THIN, count, milliseconds, number, percent, scaled, share, signed
+from linearize.report.task_findings import main_findings, more_findings
 
 _REFERENCES = {
     "teacher": ("its teacher", ""),
@@ -22,15 +23,15 @@ _REFERENCES = {
 
 
 def verdict(run: RunFiles) -> list[Finding]:
-    """The few sentences that stand on top: against the control and the teacher, beyond the window, memory."""
+    """The few sentences that stand on top: the task, against the control and the teacher, beyond the window, memory."""
     found = (difference(run, "window_lora"), difference(run, "teacher"), far_context(run), memory(run))
-    return [finding for finding in found if finding is not None]
+    return [*main_findings(run), *(finding for finding in found if finding is not None)]
 
 
 def findings(run: RunFiles) -> list[Finding]:
     """Everything that can be said, the verdict's own sentences first."""
     more = [difference(run, "ablated"), copying(run), *_retrieval(run), *_tasks(run), *_speed(run)]
-    return [*verdict(run), *(finding for finding in more if finding is not None)]
+    return [*verdict(run), *more_findings(run), *(finding for finding in more if finding is not None)]
 
 
 def difference(run: RunFiles, other: str) -> Finding | None:

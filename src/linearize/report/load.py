@@ -85,6 +85,32 @@ class RunFiles:
         """The student's loss minus that of `other`, paired."""
         return next((line for line in self.evaluation.get("comparisons") or [] if line["other"] == other), None)
 
+    @property
+    def task(self) -> dict[str, Any] | None:
+        """The scores at a task that is not language modelling."""
+        return self.section("task")
+
+    def scored(self, candidate: str) -> dict[str, Any] | None:
+        """The line of a candidate in the table of scores."""
+        return next((line for line in (self.task or {}).get("scored") or [] if line["name"] == candidate), None)
+
+    def score(self, candidate: str, metric: str) -> Interval | None:
+        return interval(((self.scored(candidate) or {}).get("scores") or {}).get(metric))
+
+    def score_difference(self, other: str, metric: str) -> Interval | None:
+        """The student's score minus that of `other`, paired."""
+        lines = (self.task or {}).get("differences") or []
+        found = next((x for x in lines if x["other"] == other and x["metric"] == metric), None)
+        return interval(found["difference"] if found else None)
+
+    def recovery(self, metric: str) -> Interval | None:
+        """The student's score over the teacher's."""
+        return interval(((self.task or {}).get("recovery") or {}).get(metric))
+
+    def agreement(self, candidate: str) -> Interval | None:
+        """The share of a candidate's answers that are the teacher's."""
+        return interval((self.scored(candidate) or {}).get("agreement"))
+
 
 def interval(data: dict[str, Any] | None) -> Interval | None:
     """An interval as it stands in evaluation.json."""

@@ -7,7 +7,18 @@ from dataclasses import replace
 
 from linearize.report.blocks import Section, Text
 from linearize.report.load import RunFiles
-from linearize.report.sections import attention, costs, paths, positions, quality, recall, recipe, tasks, training
+from linearize.report.sections import (
+    attention,
+    costs,
+    paths,
+    positions,
+    quality,
+    recall,
+    recipe,
+    scores,
+    tasks,
+    training,
+)
 
 
 def every_run(run: RunFiles) -> bool:
@@ -18,22 +29,31 @@ def language_models(run: RunFiles) -> bool:
     return run.is_language_model
 
 
-def looked_at(run: RunFiles) -> bool:
+def at_a_task(run: RunFiles) -> bool:
+    return run.task is not None
+
+
+def looked_into(run: RunFiles) -> bool:
     """Whether heads were compared, or it is said why they were not."""
     reasons = run.section("not_measured") or {}
     return run.is_language_model or run.section("fidelity") is not None or "fidelity" in reasons
+
+
+def with_heads(run: RunFiles) -> bool:
+    return run.is_language_model or run.section("fidelity") is not None
 
 
 # Each with the runs that it concerns. Where it concerns one, it says too what was not measured of it.
 _SECTIONS: tuple[tuple[Callable[[Sequence[RunFiles]], Section], Callable[[RunFiles], bool]], ...] = (
     (recipe.recipe, every_run),
     (training.training, every_run),
+    (scores.scores, at_a_task),
     (quality.quality, language_models),
     (positions.positions, language_models),
     (quality.agreement, language_models),
     (recall.recall, language_models),
-    (attention.fidelity, looked_at),
-    (attention.maps, looked_at),
+    (attention.fidelity, looked_into),
+    (attention.maps, with_heads),
     (paths.paths, language_models),
     (tasks.tasks, language_models),
     (costs.speed, language_models),
