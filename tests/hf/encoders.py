@@ -45,12 +45,12 @@ VISION = ("vit", "deit", "dinov2")
 _LINEAR = dict(span=dict(type="none"), combine=dict(type="add"))
 # Mixers that between them ask for all that an encoder's layer can hand them.
 MIXERS: dict[str, dict[str, Any]] = {
-    "hedgehog": _LINEAR | dict(feature_map=dict(type="hedgehog")),
+    "hedgehog": _LINEAR | dict(feature_map=dict(type="hedgehog", bias=True)),
     "lolcat": _LINEAR | dict(feature_map=dict(type="lolcat", per="kv_head", activation="exp")),
     "elu": _LINEAR | dict(feature_map=dict(type="elu1")),
     "unrotated": _LINEAR
     | dict(
-        feature_map=dict(type="t2r", rotation="after", per="head"),
+        feature_map=dict(type="t2r", rotation="after", per="query_head"),
         scale="head_dim",
         normalizer=dict(type="rms_norm", output_gate=True),
     ),

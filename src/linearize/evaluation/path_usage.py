@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linearize.errors import UserError
 from linearize.evaluation.controls import DEFAULT_WINDOW, without_linear_part
 from linearize.evaluation.perplexity import Interval, Rows, SomeRows, paired_difference, token_losses
 from linearize.evaluation.samples import sample_rows
@@ -80,8 +81,10 @@ def measure_path_usage(
         seed: draws the rows and the bootstrap's `samples`.
 
     Raises:
-        UserError: a model without converted layers, or fewer than two rows with predicted tokens.
+        UserError: a model without converted layers, an encoder, or fewer than two rows with predicted tokens.
     """
+    if not all(layer.mixer.causal for layer in linearized_layers(student).values()):
+        raise UserError(f"model: expected a decoder, found {type(student).__name__}, whose mixers have no window")
     sample = sample_rows(SomeRows(rows.input_ids, rows.position_ids, rows.labels), max_tokens, seed)
     edges = distance_edges(sample.input_ids.shape[1])
     layers: dict[int, _Masses] = {}
