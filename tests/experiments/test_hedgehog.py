@@ -1,0 +1,164 @@
+"""The scripts of experiments/hedgehog/, on tiny models."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import PIL.Image
+import pytest
+import torch
+from transformers import (
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+)
+
+from linearize.training import loop
+from tests import tiny
+from tests.training.byte_tokenizer import byte_tokenizer
+
+HEDGEHOG = Path(__file__).parents[2] / "experiments" / "hedgehog"
+CPU = ["--device", "cpu"]
+
+
+def load(name: str) -> ModuleType:
+    """A script of experiments/hedgehog/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"hedgehog_{name}", HEDGEHOG / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train_teacher = load("train_teacher")
+
+
+def call(script: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, arguments)])
+    script.main()
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny BERT without a head, whose tokenizer has no padding token."""
+    folder = tmp_path_factory.mktemp("encoder")
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = BertConfig(vocab_size=tiny.VOCABULARY, max_position_embeddings=64, initializer_range=0.2, **sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        BertModel(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table without a first line of names: the class is whether there is an x."""
+    draw, lines = random.Random(0), []
+    for number in range(160):
+        letters = [*draw.choices("abcdefgh", k=10), *("x" * (number % 2) * 3)]
+        draw.shuffle(letters)
+        lines.append(f"source\t{number % 2}\t\t{''.join(letters)}")
+    path = tmp_path_factory.mktemp("sentences") / "train.tsv"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+SENTENCES = [
+    *("--set", "data.task.type=text_classification", "--set", "data.sequence_length=32"),
+    *("--set", "data.validation_fraction=0.25", "--columns", "source", "label", "mark", "sentence"),
+]
+
+
+def test_a_finetuned_teacher(
+    encoder: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    updates, update = [], loop._Run.update
+    monkeypatch.setattr(loop._Run, "update", lambda self: updates.append(1) or update(self))
+    arguments = ["--model", encoder, "--dataset", sentences, *SENTENCES, "--classes", "absent", "present"]
+    arguments += ["--epochs", 6, "--lr", 3e-3, "--batch-size", 8, *CPU, "--output-dir", tmp_path / "t"]
+    call(train_teacher, monkeypatch, *arguments)
+    printed, found = json.loads(capsys.readouterr().out), json.loads((tmp_path / "t" / "teacher.json").read_text())
+    assert printed == found["scores"] and found["scores"]["accuracy"] > 0.8, "the task is easy"
+    assert found["examples"] == [120, 40] and len(updates) == found["steps"] == 6 * 15
+
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "t" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t" / "model")
+    assert model.config.id2label == {0: "absent", 1: "present"}
+    assert model.config.pad_token_id == tokenizer.pad_token_id == 258
+    texts = ["abcdefgh", "abcxxdexfgh"]
+    with torch.no_grad():
+        outputs = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+    assert outputs.argmax(-1).tolist() == [0, 1], "what is saved is what was trained"
+
+    updates.clear()
+    call(train_teacher, monkeypatch, *arguments)
+    assert not updates and json.loads(capsys.readouterr().out) == printed, "the same again trains nothing"
+    with pytest.raises(SystemExit):
+        call(train_teacher, monkeypatch, *arguments, "--lr", 1e-3)
+    assert "expected a run of this recipe, found one of another" in capsys.readouterr().err
+
+
+def test_a_teacher_of_numbers(encoder: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--model", encoder, "--dataset", sentences, *SENTENCES, "--classes", 1, "--epochs", 1, *CPU]
+    call(train_teacher, monkeypatch, *arguments, "--set", "data.task.metrics=[spearman]", "--output-dir", tmp_path)
+    assert json.loads((tmp_path / "teacher.json").read_text())["scores"].keys() == {"spearman"}
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert model.config.num_labels == 1
+
+
+def test_a_new_vision_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, colour in {"blue": (0, 0, 255), "red": (255, 0, 0)}.items():
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for shade in range(12):
+            image = PIL.Image.new("RGB", (10, 10), colour)
+            image.putpixel((0, 0), (shade, shade, shade))
+            image.save(tmp_path / "images" / name / f"{shade:02}.png")
+    shape = json.loads((HEDGEHOG / "shapes" / "vit" / "config.json").read_text())
+    (tmp_path / "shape").mkdir()
+    small = {"image_size": 8, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    (tmp_path / "shape" / "config.json").write_text(json.dumps(shape | small))
+    arguments = ["--new", tmp_path / "shape", "--processor", "--set", "data.task.type=image_classification"]
+    arguments += ["--set", "data.validation_fraction=0.25", "--classes", 2, "--dataset", tmp_path / "images"]
+    arguments += ["--epochs", 4, "--lr", 3e-3, "--batch-size", 4, *CPU, "--output-dir", tmp_path / "t"]
+    call(train_teacher, monkeypatch, *arguments)
+    assert json.loads((tmp_path / "t" / "teacher.json").read_text())["scores"]["accuracy"] == 1.0
+    processor = json.loads((tmp_path / "t" / "model" / "preprocessor_config.json").read_text())
+    assert processor["size"] == {"height": 8, "width": 8} and processor["image_mean"] == [0.5] * 3
+    assert AutoModelForImageClassification.from_pretrained(tmp_path / "t" / "model").config.num_labels == 2
+
+
+def test_a_new_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--new", HEDGEHOG / "shapes" / "gpt2", "--tokenizer", tiny.teacher_folder(), *CPU]
+    arguments += ["--dataset", tiny.text_file(), "--set", "data.sequence_length=64", "--set", "finetune.max_tokens=640"]
+    call(train_teacher, monkeypatch, *arguments, "--batch-size", 2, "--lr", 1e-2, "--output-dir", tmp_path)
+    found = json.loads((tmp_path / "teacher.json").read_text())
+    assert 2 < found["scores"]["perplexity"] < 259 and found["steps"] == 5
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == 259
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--model, --new: expected one of the two"),
+        (["--new", HEDGEHOG / "shapes" / "vit", "--set", "mixer.span.type=none"], "--set mixer.span.type: expected"),
+        (["--new", HEDGEHOG / "shapes" / "vit", "--processor"], "--processor: expected an image task"),
+        (["--new", HEDGEHOG / "shapes" / "listops", "--classes", "0"], "--classes: expected how many"),
+    ],
+)
+def test_refused(
+    arguments: list[Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        call(train_teacher, monkeypatch, *arguments, *CPU, "--output-dir", tmp_path / "t")
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and message in error and error.count("\n") == 1
+    assert not (tmp_path / "t").exists()
