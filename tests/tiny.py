@@ -199,13 +199,13 @@ def encoder_folder(head: str = "ForSequenceClassification", labels: int = 2) -> 
 
 
 @functools.cache
-def decoder_classifier_folder(labels: int = 2) -> str:
-    """A Llama with a head of classes, which reads the last token that is not padding."""
+def decoder_classifier_folder(labels: int = 2, padding: int | None = PADDING) -> str:
+    """A Llama with a head of classes, which reads the last token that is not padding, as its config has it."""
     sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
-    tokens = _TOKENS | dict(vocab_size=VOCABULARY + 1, pad_token_id=PADDING, max_position_embeddings=256)
-    config = LlamaConfig(**(sizes | tokens), num_hidden_layers=2, num_labels=labels)
+    tokens = _TOKENS | dict(vocab_size=VOCABULARY + 1, pad_token_id=padding)
+    config = LlamaConfig(**(sizes | tokens), num_hidden_layers=2, max_position_embeddings=256, num_labels=labels)
     model = _seeded(transformers.LlamaForSequenceClassification, config)
-    return _saved(f"llama-classes-{labels}", model, padding_tokenizer())
+    return _saved(f"llama-classes-{labels}-{padding}", model, padding_tokenizer())
 
 
 @functools.cache

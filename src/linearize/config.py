@@ -285,7 +285,9 @@ def _check_encoder(recipe: Recipe) -> None:
         UserError: it does.
     """
     if recipe.mixer.needs_order is not None:
-        raise UserError(f"mixer.{recipe.mixer.needs_order}; recipe hedgehog has such a mixer, or set it with --set")
+        raise UserError(
+            f"mixer.{recipe.mixer.needs_order}; use the recipe hedgehog-bert or hedgehog-vit, or set it with --set"
+        )
     if recipe.transfer is not None and recipe.transfer.layers_per_block is not None:
         raise UserError(
             "transfer.layers_per_block: expected null, because an encoder is transferred as a whole; "

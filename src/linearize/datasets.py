@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from linearize.config import Recipe
 from linearize.errors import UserError
-from linearize.hf.checkpoint import load_image_processor, load_tokenizer
+from linearize.hf.checkpoint import CAUSAL, load_image_processor, load_tokenizer, read_config
 from linearize.tasks import (
     AssociativeRecall,
     ImageClassification,
@@ -25,7 +25,7 @@ from linearize.tasks import (
 from linearize.teacher import TeacherShape
 from linearize.training.data import Dataset, build_dataset
 from linearize.training.examples import build_examples
-from linearize.training.generated import build_generated
+from linearize.training.generated import PAD, build_generated
 from linearize.training.images import build_images
 from linearize.training.labels import Classes
 from linearize.training.selection import effective_sequence_lengths
@@ -38,11 +38,64 @@ def load_processor(task: Task, model: str) -> Any:
     """The tokenizer or image processor beside a model; None for a task whose examples are numbers already.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or the model is not of the task's kind.
     """
+    check_kind(task, TeacherShape.from_config(read_config(model)))
     if task.built_in:
         return None
     return load_image_processor(model) if isinstance(task, ImageClassification) else load_tokenizer(model)
+
+
+def check_kind(task: Task, shape: TeacherShape) -> None:
+    """See that a task of images has a vision model, and one of text a model of text; of next tokens, a decoder.
+
+    Raises:
+        UserError: it has not.
+    """
+    vision = shape.bidirectional and not shape.vocab_size
+    if isinstance(task, ImageClassification) and not vision:
+        raise UserError(
+            f"data.task: expected a vision model for image_classification, found {shape.model_type}; use one, or set "
+            "data.task.type to another task"
+        )
+    if vision and not isinstance(task, ImageClassification):
+        raise UserError(
+            f"data.task: expected image_classification for a vision model ({shape.model_type}), found {task.type}; "
+            "use the recipe hedgehog-vit, or set data.task.type"
+        )
+    if shape.bidirectional and task.auto_class == CAUSAL:
+        raise UserError(
+            f"data.task: expected a task for an encoder ({shape.model_type}), found {task.type}; use the recipe "
+            "hedgehog-bert, or set data.task.type to text_classification, token_classification or text_embedding"
+        )
+
+
+def _check_head(task: Task, shape: TeacherShape, config: dict[str, Any], processor: Any, classes: Classes) -> None:
+    """See that the model's head can learn the task's labels, and finds the token that it reads.
+
+    Raises:
+        UserError: it has not one output for numbers; or a decoder whose config does not name the padding that is used.
+    """
+    if isinstance(task, TextClassification) and task.regression and classes.count != 1:
+        raise UserError(
+            f"data.task.metrics: expected a model with one output for `spearman`, found {classes.count} classes; use a "
+            "model with num_labels 1, or set data.task.metrics=[accuracy]"
+        )
+    padding = PAD if isinstance(task, ListOps) else getattr(processor, "pad_token_id", None)
+    if padding is None or task.language:
+        return
+    if padding >= shape.vocab_size:
+        raise UserError(
+            f"tokenizer: expected a padding token below the model's vocab_size of {shape.vocab_size}, found {padding}; "
+            "resize the model's embeddings"
+        )
+    # The class is read at the last token that is not padding, as the config has it.
+    at_the_end = task.auto_class == "AutoModelForSequenceClassification" and not shape.bidirectional
+    if at_the_end and config.get("pad_token_id") != padding:
+        raise UserError(
+            f"config.json: pad_token_id: expected {padding}, the padding of the rows, found "
+            f"{config.get('pad_token_id')}; set it there"
+        )
 
 
 def load_dataset(
@@ -56,9 +109,11 @@ def load_dataset(
         load_teacher: gives the model that documents are chosen by; called where `data.top_esl` asks for it.
 
     Raises:
-        UserError: no dataset named, rows longer than the model's positions, or data that cannot be used.
+        UserError: a model that does not fit the task, no dataset named, rows longer than the model's positions, or
+            data that cannot be used.
     """
-    task, shape = recipe.data.task, TeacherShape.from_config(config)
+    task, shape, classes = recipe.data.task, TeacherShape.from_config(config), Classes.of(config)
+    check_kind(task, shape)
     if recipe.data.dataset is None and not task.built_in:
         raise UserError("data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
     length, field = _longest(recipe)
@@ -67,7 +122,8 @@ def load_dataset(
             f"{field}: expected at most the model's {shape.max_positions} positions, found "
             f"{length}; pass --set {field}={shape.max_positions}"
         )
-    return _BUILDERS[type(task)](recipe, processor, shape, Classes.of(config), load_teacher)
+    _check_head(task, shape, config, processor, classes)
+    return _BUILDERS[type(task)](recipe, processor, shape, classes, load_teacher)
 
 
 def _longest(recipe: Recipe) -> tuple[int, str]:
@@ -83,12 +139,6 @@ def _longest(recipe: Recipe) -> tuple[int, str]:
 
 
 def _documents(recipe: Recipe, tokenizer: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
-    if shape.bidirectional:
-        raise UserError(
-            f"data.task: expected a task for an encoder ({shape.model_type}), found {recipe.data.task.type}; set "
-            "data.task.type to text_classification, token_classification, image_classification or text_embedding"
-        )
-
     def score(documents: Sequence[TokenDocument]) -> Tensor:
         assert load is not None
         return effective_sequence_lengths(load(), documents, recipe.data.sequence_length)
@@ -101,8 +151,6 @@ def _examples(recipe: Recipe, tokenizer: Any, shape: TeacherShape, classes: Clas
 
 
 def _images(recipe: Recipe, processor: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
-    if shape.vocab_size:
-        raise UserError(f"data.task: expected a vision model for image_classification, found {shape.model_type}")
     return build_images(recipe.data, processor, classes, positions=shape.max_positions, seed=recipe.seed)
 
 

@@ -22,7 +22,7 @@ from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.controls import SINKS, window_only_plan, window_reach, without_linear_part
 from linearize.evaluation.report_card import ReportCard, measure
 from linearize.evaluation.task_report import TaskCard, measure_task, score_task
-from linearize.hf.checkpoint import load_model, read_config
+from linearize.hf.checkpoint import CAUSAL, load_model, read_config
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.report import load_run, model_card, write_report
@@ -32,6 +32,8 @@ from linearize.teacher import TeacherShape
 from linearize.training.attention_transfer import load_transferred
 from linearize.training.data import Dataset, PackedRows
 from linearize.training.finetune import load_finetuned
+
+GENERATES = "only language models generate"
 
 Card = ReportCard | TaskCard
 
@@ -185,6 +187,7 @@ def evaluate(
         overrides = {"data.dataset": dataset} | belongs_to_the_other | overrides
     recipe = recipe.override(overrides)
     task = recipe.data.task
+    require_head(model, config, task.auto_class, "set data.task.type to the model's task")
     student = load_model(model, dtype=dtype, device=device, auto_class=task.auto_class)
     processor = load_processor(task, model)
     data = load_dataset(recipe, processor, config, run.load_teacher if run else None)
@@ -214,7 +217,7 @@ def bench(
     Raises:
         UserError: not a linearized model, no teacher to be found, or sizes that make no sense.
     """
-    require_linearized(model)
+    require_head(model, require_linearized(model), CAUSAL, GENERATES)
     folder = Path(model).resolve().parent
     if teacher is None and (folder / "run.json").is_file():
         teacher = Run.read(folder, dtype, device).model
@@ -235,6 +238,17 @@ def require_linearized(model: str) -> dict[str, Any]:
     if not config.get("linearize"):
         raise UserError(f"model {model}: expected a linearized model, found model_type {config.get('model_type')!r}")
     return config
+
+
+def require_head(model: str, config: dict[str, Any], auto_class: str, advice: str) -> None:
+    """See that a linearized model has the head that an Auto class stands for; what others have is not written down.
+
+    Raises:
+        UserError: it has another one.
+    """
+    found = [name for name in config.get("auto_map") or {} if name != "AutoConfig"]
+    if config.get("linearize") and found and auto_class not in found:
+        raise UserError(f"model {model}: expected one for {auto_class}, found one for {found[0]}; {advice}")
 
 
 def write_results(folder: Path, card: Card) -> None:

@@ -14,10 +14,10 @@ from linearize.datasets import load_dataset, load_processor
 from linearize.errors import UserError
 from linearize.evaluation.controls import window_only_plan
 from linearize.hf.blocks import Checkpoint
-from linearize.hf.checkpoint import load_model, load_tokenizer, read_config, save_student
+from linearize.hf.checkpoint import CAUSAL, load_model, load_tokenizer, read_config, save_student
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
-from linearize.measuring import Card, measure_run, write_results
+from linearize.measuring import GENERATES, Card, measure_run, require_head, write_results
 from linearize.runs import Run, check_output, claim, write_json
 from linearize.stages import FinetuneConfig
 from linearize.teacher import TeacherShape
@@ -194,6 +194,7 @@ def generate(
 ) -> None:
     """Print a continuation of `prompt` as it comes; `temperature` 0 takes the likeliest token."""
     tokenizer = load_tokenizer(model)
+    require_head(model, read_config(model), CAUSAL, GENERATES)
     loaded: Any = load_model(model, dtype=dtype, device=device)
     inputs = tokenizer(prompt, return_tensors="pt").to(device)
     if not inputs["input_ids"].shape[1]:
