@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
 import sys
@@ -162,3 +163,53 @@ def test_refused(
     error = capsys.readouterr().err
     assert exit_.value.code == 2 and message in error and error.count("\n") == 1
     assert not (tmp_path / "t").exists()
+
+
+# --- a sentence encoder -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def embedder(encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The encoder, with a padding token."""
+    folder = tmp_path_factory.mktemp("embedder")
+    BertModel.from_pretrained(encoder).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_minilm(embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    minilm, draw = load("minilm"), random.Random(0)
+    words = ["".join(draw.choices("abcdef", k=draw.randint(2, 20))) for _ in range(80)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+    pairs = [(first, second, number) for number, (first, second) in enumerate(itertools.pairwise(words))]
+    lines = [f"{second}\t{number}\t{first}" for first, second, number in pairs]
+    (tmp_path / "pairs.tsv").write_text("\n".join(["b\tscore\ta", *lines]) + "\n")
+    arguments = ["--model", embedder, "--dataset", tmp_path / "texts.jsonl", "--pairs", tmp_path / "pairs.tsv"]
+    arguments += ["--columns", "a", "b", "score", "--max-pairs", 30, "--output-dir", tmp_path / "run", *CPU]
+    for field in ("data.sequence_length=32", "data.validation_fraction=0.25", "transfer.epochs=3", "finetune.epochs=6",
+                  "finetune.lr=1e-3", "evaluation.bootstrap_samples=40", "evaluation.examine=false"):  # fmt: skip
+        arguments += ["--set", field]
+    monkeypatch.setattr(minilm, "SAMPLES", 40)
+    call(minilm, monkeypatch, *arguments, "--json", tmp_path / "found.json")
+    found, text = json.loads((tmp_path / "found.json").read_text()), (tmp_path / "found.md").read_text()
+    cosine = {name: interval["mean"] for name, interval in found["cosine"].items()}
+    assert cosine["swapped"] < cosine["student"] < cosine["teacher"] and cosine["teacher"] == pytest.approx(1)
+    assert found["texts"] == 20 and found["pairs"] == 30 and f"| student | {cosine['student']:.4f} [" in text
+
+    # The same by hand, text by text.
+    tokenizer = AutoTokenizer.from_pretrained(embedder)
+    model = BertModel.from_pretrained(embedder, add_pooling_layer=False).eval()
+
+    def embedding(word: str) -> torch.Tensor:
+        with torch.no_grad():
+            hidden = model(**tokenizer(word, return_tensors="pt")).last_hidden_state[0].mean(0)
+        return hidden / hidden.norm()
+
+    cosines = torch.tensor([float(embedding(first) @ embedding(second)) for first, second, _ in pairs[:30]])
+    ranks = torch.stack([cosines.argsort().argsort(), torch.arange(30)]).double()
+    expected = 100 * torch.corrcoef(ranks)[0, 1].item()
+    spearman = {name: interval["mean"] for name, interval in found["spearman"].items()}
+    assert spearman["teacher"] == pytest.approx(expected, abs=1e-6)
+    assert spearman["difference"] == pytest.approx(spearman["student"] - spearman["teacher"]) != 0
