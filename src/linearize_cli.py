@@ -37,7 +37,7 @@ Seed = Annotated[int | None, typer.Option(help="seed of everything random; the r
 Text = Annotated[
     str | None,
     typer.Option(
-        help="a txt, csv, tsv, json, jsonl or parquet file, a folder of them (of images: a folder per class), or a hub id"
+        help="a txt, csv, tsv, json, jsonl or parquet file, a folder of them or of images, or a hub dataset id"
     ),
 ]
 
