@@ -33,6 +33,7 @@ QUICK: dict[str, Any] = {
     "data.validation_fraction": 0.3,
     "data.validation_rows": 24,
     "evaluation.bootstrap_samples": 40,
+    "evaluation.copy_rows": 2,
     "evaluation.examine": False,
     "evaluation.fidelity_tokens": 128,
 }

@@ -76,7 +76,9 @@ def test_what_an_encoder_cannot_do(command: Command, classified: Run, tmp_path: 
     done = command("eval", moved, "--dataset", tiny.sentences_file())
     assert_refused(done, f"model {moved}: expected one for AutoModelForCausalLM, found one for AutoModelForSequence")
     assert "set data.task.type" in done.err
-    task = options({"data.task": {"type": "text_classification"}, "evaluation.examine": False})
+    task = options(
+        {"data.task": {"type": "text_classification"}, "evaluation.examine": False, "data.sequence_length": 48}
+    )
     alone = command("eval", moved, "--dataset", tiny.sentences_file(), *task, "--json")
     assert alone.status == 0
     assert [line["name"] for line in json.loads(alone.out)["task"]["scored"]] == ["student"]

@@ -41,8 +41,11 @@ def test_a_run_of_each_kind(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(loop._Run, "update", update)
     before = numbers(written(made.folder))
-    again = run(made)
-    assert again is not None and numbers(again.to_json()) == before == numbers(written(made.folder))
+    if made.recipe.data.task.language:
+        run(made, until="finetune")  # measuring a language model takes long, and is done again below
+    else:
+        again = run(made)
+        assert again is not None and numbers(again.to_json()) == before == numbers(written(made.folder))
     assert numbers(evaluated(made.folder / "model").to_json()) == before
 
 

@@ -12,12 +12,12 @@ from linearize.config import Recipe
 from linearize.errors import UserError
 from linearize.hf.checkpoint import CAUSAL, load_image_processor, load_tokenizer, read_config
 from linearize.tasks import (
+    AnyTask,
     AssociativeRecall,
     ImageClassification,
     LanguageModelling,
     ListOps,
     Summarisation,
-    Task,
     TextClassification,
     TextEmbedding,
     TokenClassification,
@@ -34,7 +34,7 @@ from linearize.training.templates import TokenDocument
 LoadTeacher = Callable[[], PreTrainedModel]
 
 
-def load_processor(task: Task, model: str) -> Any:
+def load_processor(task: AnyTask, model: str) -> Any:
     """The tokenizer or image processor beside a model; None for a task whose examples are numbers already.
 
     Raises:
@@ -46,7 +46,7 @@ def load_processor(task: Task, model: str) -> Any:
     return load_image_processor(model) if isinstance(task, ImageClassification) else load_tokenizer(model)
 
 
-def check_kind(task: Task, shape: TeacherShape) -> None:
+def check_kind(task: AnyTask, shape: TeacherShape) -> None:
     """See that a task of images has a vision model, and one of text a model of text; of next tokens, a decoder.
 
     Raises:
@@ -70,7 +70,7 @@ def check_kind(task: Task, shape: TeacherShape) -> None:
         )
 
 
-def _check_head(task: Task, shape: TeacherShape, config: dict[str, Any], processor: Any, classes: Classes) -> None:
+def _check_head(task: AnyTask, shape: TeacherShape, config: dict[str, Any], processor: Any, classes: Classes) -> None:
     """See that the model's head can learn the task's labels, and finds the token that it reads.
 
     Raises:
