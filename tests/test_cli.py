@@ -286,8 +286,8 @@ BAD_RUNS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
         "model: .*config.json: expected JSON, found ",
     ),
     "unsupported architecture": (
-        lambda tmp: ["--model", folder_with(tmp / "bert", config__json='{"model_type": "bert"}')],
-        "model_type: expected one of llama, .*; found 'bert'",
+        lambda tmp: ["--model", folder_with(tmp / "t5", config__json='{"model_type": "t5"}')],
+        "model_type: expected one of llama, .*; found 't5'",
     ),
     "no weights": (
         lambda tmp: ["--model", without(tmp / "light", "*.safetensors")],
@@ -311,7 +311,7 @@ BAD_RUNS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
         lambda tmp: ["--dataset", text(tmp, "short.txt", "a few words")],
         r"data: expected at least 64 training tokens \(data.sequence_length, one row\), found ",
     ),
-    "unknown file": (lambda tmp: ["--dataset", text(tmp, "text.csv", "a")], "data.dataset: expected a file that ends"),
+    "unknown file": (lambda tmp: ["--dataset", text(tmp, "text.xml", "a")], "data.dataset: expected a file that ends"),
     "long rows": (
         lambda _: ["--set", "data.sequence_length=257"],
         "data.sequence_length: expected at most the model's 256 positions, found 257; pass --set ",
