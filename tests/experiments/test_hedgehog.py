@@ -19,9 +19,13 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
+    BertForSequenceClassification,
     BertModel,
 )
 
+from linearize.config import Recipe
+from linearize.pipeline import run
+from linearize.runs import Run
 from linearize.training import loop
 from tests import tiny
 from tests.training.byte_tokenizer import byte_tokenizer
@@ -30,11 +34,14 @@ HEDGEHOG = Path(__file__).parents[2] / "experiments" / "hedgehog"
 CPU = ["--device", "cpu"]
 
 
-def load(name: str) -> ModuleType:
+def load(script: str) -> ModuleType:
     """A script of experiments/hedgehog/, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"hedgehog_{name}", HEDGEHOG / f"{name}.py")
+    name = f"hedgehog_{script}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, HEDGEHOG / f"{script}.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -213,3 +220,67 @@ def test_minilm(embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     spearman = {name: interval["mean"] for name, interval in found["spearman"].items()}
     assert spearman["teacher"] == pytest.approx(expected, abs=1e-6)
     assert spearman["difference"] == pytest.approx(spearman["student"] - spearman["teacher"]) != 0
+
+
+# --- generalisation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def distilled(encoder: Path, sentences: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of two maps on one teacher, and one on another teacher of the same shape; distilled, not finetuned."""
+    folder, runs = tmp_path_factory.mktemp("distilled"), {}
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    tokenizer.pad_token = tokenizer.eos_token
+    config = BertConfig.from_pretrained(encoder, pad_token_id=tokenizer.pad_token_id)
+    fields = {"data.dataset": str(sentences), "data.columns": ["source", "label", "mark", "sentence"]}
+    fields |= {"data.sequence_length": 32, "data.validation_fraction": 0.25, "transfer.epochs": 4}
+    fields |= {"finetune.epochs": 3, "finetune.lr": 3e-3, "finetune.max_tokens": 4000}
+    for name, seed, feature_map in (
+        ("hedgehog", 0, {"type": "hedgehog", "expansion": 2, "bias": True}),
+        ("t2r", 0, {"type": "t2r"}),
+        ("other", 1, {"type": "hedgehog", "expansion": 2, "bias": True}),
+    ):
+        if not (model := folder / f"model-{seed}").exists():
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                BertForSequenceClassification(config).save_pretrained(model)
+            tokenizer.save_pretrained(model)
+        recipe = Recipe.load("hedgehog-bert", fields | {"mixer.feature_map": feature_map})
+        runs[name] = folder / name
+        run(Run(recipe, str(model), runs[name], torch.float32, torch.device("cpu")), until="transfer")
+    return runs
+
+
+def test_generalisation(
+    distilled: dict[str, Path], sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"{{name: letters, dataset: {sentences}, columns: [a, b, c, d], text_column: d, max_documents: 40}}"
+    arguments = ["--run", f"HH={distilled['hedgehog']}", "--run", f"T2R-HH={distilled['t2r']}", "--data", text]
+    arguments += ["--onto", f"other={distilled['other']}", "--finetune", tmp_path, "--lengths", 8, 16, 128]
+    generalisation = load("generalisation")
+    monkeypatch.setattr(generalisation, "FIXED", {"1 + ELU": {"type": "elu1"}})
+    call(generalisation, monkeypatch, *arguments, *CPU, "--tokens", 120, "--json", tmp_path / "found.json")
+    found, page = json.loads((tmp_path / "found.json").read_text()), (tmp_path / "found.md").read_text()
+    kl = {label: row["letters"] for label, row in found["data"].items()}
+    assert list(kl) == ["HH", "T2R-HH", "hedgehog, untrained", "t2r, untrained", *generalisation.FIXED]
+    assert 0 < kl["HH"] < kl["hedgehog, untrained"] and kl["T2R-HH"] < kl["t2r, untrained"], "they were distilled"
+    assert {tuple(row) for row in found["lengths"].values()} == {("8", "16")}, "the model has 64 positions"
+    assert f"| HH | {kl['HH']:.3f} |" in page
+
+    other = found["moved"]["other"]
+    assert other["metric"] == "accuracy" and "kl" not in other["maps"]["softmax"]
+    moved = {label: row["kl"] for label, row in other["maps"].items() if label != "softmax"}
+    assert moved["of its own"] < moved["HH"] < moved["1 + ELU"], "learned for other weights, but learned"
+    assert all({"kl", "score", "finetuned"} == row.keys() for label, row in other["maps"].items() if label != "softmax")
+    assert max(row["finetuned"] for row in list(other["maps"].values())[1:]) > 0.6
+
+
+def test_joined_rows() -> None:
+    generalisation, tokenizer = load("generalisation"), byte_tokenizer()
+    rows = generalisation.joined(["abcd", "efg", "hi"], tokenizer, 4)
+    assert rows.inputs()["input_ids"].tolist() == tiny.tokens("abcdefgh").view(2, 4).tolist()
+    tokenizer.cls_token = tokenizer.sep_token = "<s>"
+    rows = generalisation.joined(["abcd", "efg", "hi"], tokenizer, 4)
+    assert rows.inputs()["input_ids"][:, 1:3].tolist() == tiny.tokens("abcdefgh").view(4, 2).tolist()
+    assert (rows.inputs()["input_ids"][:, [0, 3]] == 256).all()
+    assert generalisation.joined(["ab"], tokenizer, 8) is None
