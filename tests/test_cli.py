@@ -319,8 +319,8 @@ BAD_RUNS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
         "model: .*config.json: expected JSON, found ",
     ),
     "unsupported architecture": (
-        lambda tmp: ["--model", folder_with(tmp / "bert", config__json='{"model_type": "bert"}')],
-        "model_type: expected one of llama, .*; found 'bert'",
+        lambda tmp: ["--model", folder_with(tmp / "t5", config__json='{"model_type": "t5"}')],
+        "model_type: expected one of llama, .*; found 't5'",
     ),
     "no weights": (
         lambda tmp: ["--model", without(tmp / "light", "*.safetensors")],
