@@ -298,11 +298,8 @@ class MixerConfig(Part):
 
     @property
     def needs_order(self) -> str | None:
-        """Which part only a causal mixer can have, what an encoder's must be, and why; None: an encoder can have all.
-
-        Without a window, `shared_denominator` is what `add` is.
-        """
-        without_window = isinstance(self.combine, Add | SharedDenominator)
+        """Which part only a causal mixer can have, what an encoder's must be, and why; None: there is none."""
+        without_window = isinstance(self.combine, Add | SharedDenominator)  # where both are the linear part alone
         for field, expected, allowed, found in (
             ("span", "`none`", isinstance(self.span, NoSpan), self.span),
             ("decay", "null", self.decay is None, self.decay),
