@@ -151,7 +151,11 @@ def test_what_only_a_decoder_can_do() -> None:
 @pytest.mark.parametrize(
     ("chosen", "overrides", "message"),
     [
-        ("lolcats", {}, r"mixer.span: expected `none`, because an encoder.* found `sliding`; recipe hedgehog"),
+        (
+            "lolcats",
+            {},
+            r"mixer.span: expected `none`, because an encoder.* found `sliding`; use the recipe hedgehog-bert",
+        ),
         ("retnet", {}, r"mixer.decay: expected null, .* found `fixed`"),
         ("deltanet", {}, r"mixer.update: expected `additive`, .* found `delta`"),
         ("hedgehog", {"transfer.layers_per_block": 1}, r"transfer.layers_per_block: expected null, .*found 1"),
