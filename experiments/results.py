@@ -18,6 +18,7 @@ import run  # noqa: E402
 
 PAGE = HERE.parent / "docs" / "results.md"
 SECTIONS = {
+    "hedgehog": "Hedgehog",
     "lolcat": "LOLCAT (workshop paper)",
     "lolcats": "LoLCATs",
     "supra": "SUPRA",
@@ -26,16 +27,19 @@ SECTIONS = {
 }
 INTRODUCTION = """# Results: the papers' tables and ours, side by side
 
-Every table here is made by one command from a grid under `experiments/`, on models of 0.26M and 5.5M parameters and
-2 CPU cores, in place of the papers' 1B to 405B; what can be compared is the order of the rows, not the numbers. The
-papers' numbers stand in the last columns, in the papers' own measures (scores: higher is better; perplexity and errors:
-lower is better). Ours are perplexities on held-out text, or losses in nats per token; an interval is a 95 % bootstrap
-of paired differences on the same tokens. `python experiments/run.py --help` says how a grid is run, at this size or at
-that of its `gpu` setting.
+Every table here is made by one command from a grid under `experiments/`, on models of 0.26M and 5.5M parameters and 2
+CPU cores, in place of the papers' 1B to 405B; what can be compared is the order of the rows, not the numbers. The
+papers' numbers stand in the last columns, in the papers' own measures (scores: higher is better; perplexity and
+errors: lower is better). Ours are perplexities on held-out text, or losses in nats per token; an interval is a 95 %
+bootstrap of paired differences on the same tokens. Where a table is about a task, ours are scores on held-out
+examples, in per cent, and intervals are of differences paired over the examples. `python experiments/run.py --help`
+says how a grid is run, at this size or at that of its `gpu` setting.
 
-Teachers: `pycode-5m`, the bundled 5.5M-parameter Llama, on the sources of Python's standard library
-(`python scripts/write_stdlib_corpus.py corpus`); and stories260K (karpathy/tinyllamas on the hub) on TinyStories
-(roneneldan/TinyStories). The corpus of each table stands in its command.
+Teachers: `pycode-5m`, the bundled 5.5M-parameter Llama, on the sources of Python's standard library (`python
+scripts/write_stdlib_corpus.py corpus`); and stories260K (karpathy/tinyllamas on the hub) on TinyStories
+(roneneldan/TinyStories). Hedgehog's tables have teachers of their own (experiments/hedgehog/README.md): a MiniLM of
+22M parameters finetuned on CoLA and on SST-2, and small models trained from scratch. The corpus of each table stands
+in its command.
 """
 
 

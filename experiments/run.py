@@ -29,27 +29,31 @@ from typing import Any
 import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from linearize.config import Recipe
+from linearize.datasets import load_dataset, load_processor
 from linearize.errors import DivergedError, UserError
+from linearize.evaluation.answers import answering
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
-from linearize.evaluation.perplexity import TokenLosses, bootstrap, paired_difference, token_losses
-from linearize.hf.checkpoint import load_model, load_tokenizer, read_config
+from linearize.evaluation.metrics import title
+from linearize.evaluation.perplexity import token_losses
+from linearize.hf.checkpoint import load_model, read_config
 from linearize.hf.convert import convert_layers
 from linearize.pipeline import final_layers
 from linearize.pipeline import run as run_pipeline
-from linearize.runs import Run, check_output, claim, load_dataset, versions, write_json, write_text
+from linearize.runs import Run, check_output, claim, versions, write_json, write_text
 from linearize.teacher import TeacherShape
 from linearize.training.attention_transfer import load_transferred
-from linearize.training.data import Dataset
+from linearize.training.data import Dataset, PackedRows
 from linearize.training.finetune import load_finetuned
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+import outcomes
+from outcomes import FAR, POSITIONS, Outcome
+
 BATCH_SIZE = 8
-FAR = 64  # tokens before a query; losses "beyond" are of tokens that stand further into their document
 SHOWN = ("model", "dataset", "validation_dataset", "setting", "work_dir")
-POSITIONS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 class Cell(BaseModel):
@@ -114,7 +118,7 @@ class Place:
     """What all cells of a call have in common."""
 
     model: str
-    dataset: str
+    dataset: str | None
     validation_dataset: str | None
     work: Path
     device: torch.device
@@ -160,15 +164,8 @@ def run_cell(recipe: Recipe, place: Place, dataset: Callable[[Recipe], Dataset])
             scratch.rename(shared)
         except OSError:  # another process was faster
             shutil.rmtree(scratch)
-    losses, found = measure_cell(run, data)
-    save_file(
-        {
-            f"{name}.{key}": getattr(x, key).clone()
-            for name, x in losses.items()
-            for key in ("loss", "mask", "position")
-        },
-        folder / "losses.safetensors",
-    )
+    kept, found = measure_cell(run, data)
+    outcomes.write(kept, folder)
     found |= {"seconds": time.perf_counter() - started, "tokens": data.validation.num_tokens, "data": data.fingerprint}
     write_json(folder / "cell.json", found)
     return found, folder
@@ -195,23 +192,30 @@ def claim_folder(run: Run, data: Dataset) -> None:
     claim(run, data)
 
 
-def measure_cell(run: Run, data: Dataset) -> tuple[dict[str, TokenLosses], dict[str, Any]]:
-    """Token losses of every stage's model; what comes out of them, of the transfer, and of the heads."""
-    recipe, teacher = run.recipe, run.load_teacher()
+def measure_cell(run: Run, data: Dataset) -> tuple[dict[str, Outcome], dict[str, Any]]:
+    """What every stage's model makes of the held-out rows; what comes out of the transfer, and of the heads."""
+    recipe, teacher, task = run.recipe, run.load_teacher(), run.recipe.data.task
     layers = final_layers(run, TeacherShape.from_config(read_config(run.model)))
     student = convert_layers(teacher, layers, seed=recipe.seed)
-    losses, stages = {}, {}
+    kept, stages = {}, {}
+    answer = answering(task, data, load_processor(task, run.model), teacher) if task.scores else None
 
     def measure(name: str, model: Any) -> None:
-        losses[name] = token_losses(model, data.validation, batch_size=BATCH_SIZE, title=name)
+        if answer is not None:
+            kept[name] = answer(model, name)
+        else:
+            assert isinstance(data.validation, PackedRows)
+            kept[name] = token_losses(model, data.validation, batch_size=BATCH_SIZE, title=name)
 
     def fidelity() -> Fidelity:
         tokens = recipe.evaluation.fidelity_tokens
         return measure_fidelity(student, data.validation, None, max_tokens=tokens, batch_size=2, seed=recipe.seed)
 
-    # Not `teacher`, which is a new model where the recipe starts from random weights.
-    measure("teacher", load_model(run.model, dtype=run.dtype, device=run.device))
-    measure("swapped", student)
+    # A new model is no teacher; but one that has weights, which the recipe does not read, can stand beside it.
+    if recipe.weights == "pretrained" or any(Path(run.model).glob("*.safetensors")):
+        options: dict[str, Any] = {"dtype": run.dtype, "device": run.device, "auto_class": task.auto_class}
+        measure("teacher", load_model(run.model, **options))
+        measure("swapped", student)
     learned = recipe.mixer.decay is not None and not recipe.mixer.decay.constant
     before = gates(fidelity()) if learned else None
     if recipe.transfer is not None:
@@ -231,12 +235,21 @@ def measure_cell(run: Run, data: Dataset) -> tuple[dict[str, TokenLosses], dict[
         "output_relative": [mean(layer.output_relative) for layer in after.layers],
         "weight_kl": [mean(layer.weight_kl) for layer in after.layers if layer.weight_kl is not None] or None,
         "cosine": [mean(layer.cosine) for layer in after.layers if layer.cosine is not None] or None,
+        "entropy": _students(after, "entropy"),
+        "teacher_entropy": [mean(layer.entropy.teacher) for layer in after.layers],
+        "monotonicity": _students(after, "monotonicity"),
         "singular_values": [mean(x.singular_values) for x in after.layers if x.singular_values is not None] or None,
     }
     stages = {name: {k: v for k, v in stage.items() if k != "identity"} for name, stage in stages.items()}
     if before is not None:
         heads["gates"] = {"before": before, "after": gates(after)}
-    return losses, {"fidelity": heads, "stages": stages, "kept": [i for i, x in enumerate(layers) if x is None]}
+    return kept, {"fidelity": heads, "stages": stages, "kept": [i for i, x in enumerate(layers) if x is None]}
+
+
+def _students(fidelity: Fidelity, name: str) -> list[float] | None:
+    """Means over heads of one number of the student's weights, by layer; None where they are no distribution."""
+    pairs = [getattr(layer, name) for layer in fidelity.layers]
+    return [mean(pair.student) for pair in pairs if pair.student is not None] or None
 
 
 def gates(fidelity: Fidelity) -> list[float]:
@@ -249,41 +262,31 @@ def gates(fidelity: Fidelity) -> list[float]:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def read_losses(folder: Path) -> dict[str, TokenLosses]:
-    tensors = load_file(folder / "losses.safetensors")
-    names = dict.fromkeys(key.rsplit(".", 1)[0] for key in tensors)
-    return {name: TokenLosses(*(tensors[f"{name}.{key}"] for key in ("loss", "mask", "position"))) for name in names}
-
-
-def summary(losses: dict[str, TokenLosses], reference: TokenLosses | None) -> dict[str, Any]:
-    """Intervals of every model's losses; the student's differences, and its loss by position."""
-    found: dict[str, Any] = {"loss": {}, "beyond": {}}
-    for name, loss in losses.items():
-        found["loss"][name] = vars(bootstrap(loss))
-        if loss.beyond_missing(FAR) is None:
-            found["beyond"][name] = vars(bootstrap(loss.beyond(FAR)))
-    student = losses["student"]
-    found["minus_teacher"] = vars(paired_difference(student, losses["teacher"]))
-    if reference is not None:
-        found["minus_reference"] = vars(paired_difference(student, reference))
-        if student.beyond_missing(FAR) is None:
-            found["minus_reference_beyond"] = vars(paired_difference(student.beyond(FAR), reference.beyond(FAR)))
-    found["by_position"] = {
-        name: [_mean_between(losses[name], low, high) for low, high in pairwise(POSITIONS)]
-        for name in ("teacher", "student")
-    }
-    return found
-
-
-def _mean_between(losses: TokenLosses, low: int, high: int) -> float | None:
-    chosen = losses.mask & (losses.position >= low) & (losses.position < high)
-    return losses.loss[chosen].mean().item() if chosen.any() else None
-
-
 def _perplexity(name: str) -> Callable[[dict[str, Any]], str]:
     def text(result: dict[str, Any]) -> str:
         interval = result["loss"].get(name)
         return "" if interval is None else _number(math.exp(interval["mean"]))
+
+    return text
+
+
+def _score(name: str) -> Callable[[dict[str, Any]], str]:
+    """Of all metrics, in per cent."""
+
+    def text(result: dict[str, Any]) -> str:
+        scores = result["scores"].get(name, {})
+        return " / ".join(f"{100 * interval['mean']:.1f}" for interval in scores.values())
+
+    return text
+
+
+def _percent(name: str, sign: str = "") -> Callable[[dict[str, Any]], str]:
+    def text(result: dict[str, Any]) -> str:
+        x = result.get(name)
+        if x is None:
+            return ""
+        mean, low, high = (format(100 * x[key], f"{sign}.1f") for key in ("mean", "low", "high"))
+        return f"{mean} [{low}, {high}]"
 
     return text
 
@@ -298,7 +301,7 @@ def _interval(name: str) -> Callable[[dict[str, Any]], str]:
 
 def _heads(name: str) -> Callable[[dict[str, Any]], str]:
     def text(result: dict[str, Any]) -> str:
-        values = result["fidelity"][name]
+        values = result["fidelity"].get(name)
         return "" if not values else _number(mean(values))
 
     return text
@@ -326,6 +329,15 @@ COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "kl": ("KL of weights", _heads("weight_kl")),
     "cosine": ("cosine of weights", _heads("cosine")),
     "singular_values": ("distance of singular values", _heads("singular_values")),
+    "entropy": ("entropy of weights", _heads("entropy")),
+    "teacher_entropy": ("of softmax's", _heads("teacher_entropy")),
+    "monotonicity": ("monotonicity", _heads("monotonicity")),
+    "teacher_score": ("teacher", _score("teacher")),
+    "swapped_score": ("swapped in", _score("swapped")),
+    "transferred_score": ("after transfer", _score("transferred")),
+    "score": ("at the end", _score("student")),
+    "recovered": ("% of the teacher's", _percent("recovered")),
+    "score_minus_reference": ("minus the reference's", _percent("score_minus_reference", "+")),
 }
 
 
@@ -390,16 +402,26 @@ MORE = {"by_position": by_position, "by_layer": by_layer, "by_gate": by_gate}
 
 def described(grid: Grid, results: list[dict[str, Any]]) -> str:
     """What a reader of the table must know."""
-    text, measured = "", {result["seed"]: result for result in results if "loss" in result}
-    first = next(iter(measured.values()), None)
-    if first is not None:
-        teachers = ", ".join(_number(math.exp(result["loss"]["teacher"]["mean"])) for result in measured.values())
-        drawn = ", which each seed draws anew" if len(measured) > 1 else ""
-        text += f"Teacher: perplexity {teachers} on the same {first['tokens']:,} held-out tokens{drawn}. "
+    measured = {result["seed"]: result for result in results if "diverged" not in result}
+    if not measured:
+        return ""
+    first = next(iter(measured.values()))
+    drawn = ", which each seed draws anew" if len(measured) > 1 else ""
+    text = ""
+    if "loss" in first:
+        if "teacher" in first["loss"]:
+            teachers = ", ".join(_number(math.exp(result["loss"]["teacher"]["mean"])) for result in measured.values())
+            text += f"Teacher: perplexity {teachers} on the same {first['tokens']:,} held-out tokens{drawn}. "
+        else:
+            text += f"On the same {first['tokens']:,} held-out tokens{drawn}. "
+        brackets = "In brackets: 95 % bootstrap intervals of paired differences, in nats per token."
+    else:
+        names = " / ".join(title(metric) for metric in first["metrics"])
+        text += f"Scores: {names}, in per cent, on the same {first['examples']:,} held-out examples{drawn}. "
+        brackets = "In brackets: 95 % bootstrap intervals, paired over the examples."
     if grid.reference is not None:
         text += "The reference is in bold. "
-    text += "In brackets: 95 % bootstrap intervals of paired differences, in nats per token."
-    return "\n\n".join([text, *(MORE[name](results) for name in grid.more if first is not None)])
+    return "\n\n".join([text + brackets, *(MORE[name](results) for name in grid.more)])
 
 
 def page(grid: Grid, record: dict[str, Any], heading: str = "#") -> str:
@@ -425,16 +447,16 @@ def run_grid(path: Path, place: Place, *, setting: str, only: str | None, comman
     grid = Grid.load(path)
     if setting not in grid.settings:
         raise UserError(f"--setting: expected one of {', '.join(grid.settings)}; found {setting!r}")
-    shape, tokenizer = TeacherShape.from_config(read_config(place.model)), load_tokenizer(place.model)
+    config = read_config(place.model)
     datasets: dict[str, Dataset] = {}
-
-    def teacher() -> PreTrainedModel:
-        return load_model(place.model, dtype=torch.float32, device=place.device)
 
     def dataset(recipe: Recipe) -> Dataset:
         key = json.dumps([recipe.data.model_dump(mode="json"), recipe.seed])
         if key not in datasets:
-            datasets[key] = load_dataset(recipe, tokenizer, shape, teacher)
+            task = recipe.data.task
+            options: dict[str, Any] = {"dtype": torch.float32, "device": place.device, "auto_class": task.auto_class}
+            processor = load_processor(task, place.model)
+            datasets[key] = load_dataset(recipe, processor, config, lambda: load_model(place.model, **options))
         return datasets[key]
 
     done: list[tuple[Cell, Recipe, dict[str, Any], Path]] = []
@@ -449,7 +471,7 @@ def run_grid(path: Path, place: Place, *, setting: str, only: str | None, comman
 def collected(grid: Grid, done: list[tuple[Cell, Recipe, dict[str, Any], Path]]) -> list[dict[str, Any]]:
     """Every finished cell's result with its differences to the reference of the same seed."""
     references = {
-        recipe.seed: read_losses(folder)["student"]
+        recipe.seed: outcomes.read(folder)["student"]
         for cell, recipe, found, folder in done
         if cell.label == grid.reference and "diverged" not in found
     }
@@ -457,7 +479,9 @@ def collected(grid: Grid, done: list[tuple[Cell, Recipe, dict[str, Any], Path]])
     for cell, recipe, found, folder in done:
         reference = None if cell.label == grid.reference else references.get(recipe.seed)
         about = {"label": cell.label, "recipe": cell.recipe, "set": cell.set, "seed": recipe.seed, "paper": cell.paper}
-        results.append(about | ({} if "diverged" in found else summary(read_losses(folder), reference)) | found)
+        results.append(
+            about | ({} if "diverged" in found else outcomes.summary(outcomes.read(folder), reference)) | found
+        )
     return results
 
 
@@ -465,7 +489,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("grid", type=Path)
     parser.add_argument("--model", required=True, help="the teacher: a folder or hub id")
-    parser.add_argument("--dataset", required=True, help="text: a file, a folder or a hub id")
+    parser.add_argument("--dataset", help="text or examples: a file, a folder or a hub id; built-in tasks need none")
     parser.add_argument("--validation-dataset", help="held-out text of its own")
     parser.add_argument("--setting", default="small")
     parser.add_argument("--work-dir", type=Path, required=True, help="where runs lie; the same again resumes")

@@ -46,6 +46,7 @@ from linearize.demo.corpus import (
 )
 from linearize.errors import UserError
 from linearize.training.data import PackedRows, dataset_from_documents
+from linearize.training.rows import on_device
 
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_IN_PACKAGES = frozenset(
@@ -260,9 +261,10 @@ def train(model: LlamaForCausalLM, rows: PackedRows, args: argparse.Namespace) -
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("training", total=steps, loss=float("nan"))
         for step in range(1, steps + 1):
-            batch = {name: tensor.to(args.device) for name, tensor in next(batches).batch().items()}
+            batch = next(batches)
+            inputs, labels = on_device(batch.inputs(), torch.device(args.device)), batch.labels.to(args.device)
             with torch.autocast(torch.device(args.device).type, torch.bfloat16):
-                loss = model(**batch, use_cache=False).loss
+                loss = model(**inputs, labels=labels).loss
             loss.backward()
             for optimizer, schedule in zip(optimizers, schedules, strict=True):
                 optimizer.step()
@@ -300,9 +302,10 @@ def held_out_loss(model: LlamaForCausalLM, rows: PackedRows) -> float:
     model.eval()
     total, count = 0.0, 0
     for index in track(range(len(rows)), "held-out loss", console=console, disable=not console.is_terminal):
-        batch = {name: tensor.to(model.device) for name, tensor in rows.rows([index]).batch().items()}
-        predicted = int((batch["labels"][:, 1:] != -100).sum())
-        total += model(**batch, use_cache=False).loss.item() * predicted
+        row = rows.rows([index])
+        predicted = int(row.target_counts().sum())
+        loss = model(**on_device(row.inputs(), model.device), labels=row.labels.to(model.device)).loss
+        total += loss.item() * predicted
         count += predicted
     return total / count
 

@@ -35,7 +35,10 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto: bf
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")]
 Seed = Annotated[int | None, typer.Option(help="seed of everything random; the recipe's own by default")]
 Text = Annotated[
-    str | None, typer.Option(help="text: a txt, json, jsonl or parquet file, a folder of them, or a hub dataset id")
+    str | None,
+    typer.Option(
+        help="a txt, csv, tsv, json, jsonl or parquet file, a folder of them or of images, or a hub dataset id"
+    ),
 ]
 
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import settings
+
+import linearize_cli
+from tests.commands import Command, Done
 
 # Tiny tensors gain nothing from threads, and the tests run in several processes.
 torch.set_num_threads(1)
@@ -14,3 +21,19 @@ torch.set_flush_denormal(True)
 # How long one example takes says something about the machine, not about the code.
 settings.register_profile("linearize", deadline=None)
 settings.load_profile("linearize")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `linearize` with these arguments, in this process."""
+
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: Any) -> Done:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["linearize", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            linearize_cli.main()
+        return Done(exit_.value.code, *capsys.readouterr())
+
+    return call

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from linearize import pipeline
 from linearize.config import Recipe, recipe_names
 from linearize.training import checkpoint
 from tests import tiny
+from tests.commands import Command, assert_refused
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {
@@ -35,36 +35,10 @@ ENVIRONMENT = os.environ | {
 }
 
 
-@dataclass(frozen=True)
-class Done:
-    status: Any
-    out: str
-    err: str
-
-
-Command = Callable[..., Done]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _quick() -> Iterator[None]:
     with tiny.quick_measures():
         yield
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs `linearize` with these arguments, in this process."""
-
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments: Any) -> Done:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["linearize", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            linearize_cli.main()
-        return Done(exit_.value.code, *capsys.readouterr())
-
-    return call
 
 
 def settings(**changes: Any) -> list[str]:
@@ -80,13 +54,6 @@ def run_arguments(output_dir: Path, **changes: Any) -> list[str]:
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
-
-
-def assert_refused(done: Done, message: str = "") -> None:
-    """Status 2 and one line that says so."""
-    assert (done.status, done.out) == (2, "")
-    assert done.err.startswith(f"error: {message}")
-    assert done.err.count("\n") == 1 and done.err.endswith("\n")
 
 
 # --- quick commands ---------------------------------------------------------------------------------------------------
@@ -319,8 +286,8 @@ BAD_RUNS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
         "model: .*config.json: expected JSON, found ",
     ),
     "unsupported architecture": (
-        lambda tmp: ["--model", folder_with(tmp / "bert", config__json='{"model_type": "bert"}')],
-        "model_type: expected one of llama, .*; found 'bert'",
+        lambda tmp: ["--model", folder_with(tmp / "t5", config__json='{"model_type": "t5"}')],
+        "model_type: expected one of llama, .*; found 't5'",
     ),
     "no weights": (
         lambda tmp: ["--model", without(tmp / "light", "*.safetensors")],
@@ -344,7 +311,7 @@ BAD_RUNS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
         lambda tmp: ["--dataset", text(tmp, "short.txt", "a few words")],
         r"data: expected at least 64 training tokens \(data.sequence_length, one row\), found ",
     ),
-    "unknown file": (lambda tmp: ["--dataset", text(tmp, "text.csv", "a")], "data.dataset: expected a file that ends"),
+    "unknown file": (lambda tmp: ["--dataset", text(tmp, "text.xml", "a")], "data.dataset: expected a file that ends"),
     "long rows": (
         lambda _: ["--set", "data.sequence_length=257"],
         "data.sequence_length: expected at most the model's 256 positions, found 257; pass --set ",

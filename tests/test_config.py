@@ -179,7 +179,7 @@ def test_bad_file(text: str, expected: str, tmp_path: Path) -> None:
         ("transfer.micro_batch_size=3", "transfer", "multiple of micro_batch_size"),
         ("finetune.lora=null", "finetune", "nothing trains; set lora, mixers or all_weights"),
         ("finetune.all_weights=true", "finetune", "set lora=null and mixers=false"),
-        ("finetune.loss={next_token: 0}", "finetune.loss", "every weight is 0"),
+        ("finetune.loss={labels: 0}", "finetune.loss", "every weight is 0"),
         ("finetune.loss={top_k: 5}", "finetune.loss", "top_k is of kl and reverse_kl"),
         ("finetune.lora.targets=[]", "finetune.lora", "targets is empty"),
         ("finetune.lora.targets=[x]", "finetune.lora.targets", "found 'x'"),

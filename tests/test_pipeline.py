@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import linearize
-from linearize import runs
+from linearize import datasets, runs
 from linearize.config import Recipe
 from linearize.errors import UserError
 from linearize.evaluation.candidates import LABELS
@@ -480,7 +480,7 @@ def test_a_claim_that_was_killed_is_taken_up(
             replace(self, target)
         raise Interrupted
 
-    dataset = runs.load_dataset(*tiny.data_arguments(finished))
+    dataset = datasets.load_dataset(*tiny.data_arguments(finished))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", killed)
         patch.setattr(Path, "unlink", lambda self, missing_ok: None)  # nothing is cleaned up after a kill
@@ -504,5 +504,5 @@ def test_a_full_disk_leaves_no_half_file(finished: Run, tmp_path: Path, monkeypa
     monkeypatch.setattr(Path, "write_text", full)
     begun = dataclasses.replace(finished, folder=tmp_path / "run")
     with pytest.raises(UserError, match=f"^{begun.folder}: the disk is full"):
-        runs.claim(begun, runs.load_dataset(*tiny.data_arguments(finished)))
+        runs.claim(begun, datasets.load_dataset(*tiny.data_arguments(finished)))
     assert contents(begun.folder) == {}

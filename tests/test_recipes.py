@@ -27,6 +27,10 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "t2r": (16, 4, 2 * 4 * 16 * 17),
     "supra": (16, 4, 64 * 65 + 32 * 33),
     "hedgehog": (32, 4, 2 * 4 * 16 * 17),
+    **dict.fromkeys(
+        ("hedgehog-bert", "hedgehog-vit", "hedgehog-gpt2", "hedgehog-llama", "hedgehog-scratch"),
+        (32, 4, 2 * 4 * 16 * 17),
+    ),
     "lolcat-l": (16, 4, 2 * 4 * 16 * 16),
     "lolcat-w": (16, 4, 2 * 4 * 16 * 16 + 4),
     "lolcats": (16, 4, 2 * 4 * 16 * 8 + 4),
@@ -118,7 +122,7 @@ def test_recipe_file(name: str) -> None:
 # --- what the papers state --------------------------------------------------------------------------------------------
 # By the recipe's fields, with the place in the paper; "code": the paper leaves it open, and the authors' code does not.
 
-NEXT_TOKEN = {"next_token": 1.0, "kl": 0.0, "reverse_kl": 0.0, "top_k": None}
+NEXT_TOKEN = {"labels": 1.0, "kl": 0.0, "reverse_kl": 0.0, "output_mse": 0.0, "top_k": None}
 # What trains, where there is no attention transfer.
 ALL_WEIGHTS: dict[str, Any] = {
     "transfer": None,
@@ -281,6 +285,9 @@ HEDGEHOG_125M = ALL_WEIGHTS | {
     "data.sequence_length": 1024,
 }
 
+HEDGEHOG_DISTILLED = {field: value for field, value in HEDGEHOG.items() if field.split(".")[0] in ("mixer", "transfer")}
+HEDGEHOG_ALL_WEIGHTS = {field: value for field, value in ALL_WEIGHTS.items() if field != "transfer"}
+
 SUPRA_TRAINING = ALL_WEIGHTS | {
     "finetune.lr": 3e-5,  # sec. 7, 7B, also all below
     "finetune.schedule": {"type": "cosine", "warmup_steps": 1000, "min_lr": 1e-5},
@@ -292,6 +299,8 @@ SUPRA_TRAINING = ALL_WEIGHTS | {
     "finetune.weight_decay": 0.2,  # code
     "finetune.clip_norm": 1.0,  # code
 }
+
+_TRAINED = ("finetune.lr", "finetune.weight_decay", "finetune.betas", "finetune.batch_size", "data.sequence_length")
 
 HYPERPARAMETERS: dict[str, dict[str, Any]] = {
     "t2r": HEDGEHOG_125M
@@ -321,6 +330,40 @@ HYPERPARAMETERS: dict[str, dict[str, Any]] = {
         "mixer.normalizer": {"type": "group_norm", "eps": 1e-5},  # eq. 10; eps: code
     },
     "hedgehog": HEDGEHOG,
+    "hedgehog-llama": HEDGEHOG
+    | {
+        "data.task.type": "summarisation",
+        "data.task.new_tokens": 100,  # app. B.5
+        "data.format": "samsum",  # listing 4
+    },
+    "hedgehog-gpt2": HEDGEHOG_DISTILLED | HEDGEHOG_ALL_WEIGHTS | {k: HEDGEHOG_125M[k] for k in _TRAINED},  # app. B.5
+    "hedgehog-bert": HEDGEHOG_DISTILLED
+    | HEDGEHOG_ALL_WEIGHTS
+    | {
+        "transfer.epochs": 5,  # app. B.4, also all below
+        "transfer.early_stopping": 10,  # "early stopping based on validation loss"
+        "finetune.lr": 1e-5,
+        "finetune.weight_decay": 0.0,
+        "finetune.betas": [0.9, 0.999],
+        "finetune.batch_size": 8,
+        "finetune.epochs": 5,
+        "finetune.schedule": {"type": "cosine", "warmup_steps": 0, "min_lr": 0.0},
+        "data.task.type": "text_classification",
+    },
+    "hedgehog-vit": HEDGEHOG_DISTILLED
+    | HEDGEHOG_ALL_WEIGHTS
+    | {
+        "transfer.batch_size": 32,  # app. B.4, also all below
+        "finetune.lr": 1e-3,
+        "finetune.weight_decay": 0.0,
+        "finetune.betas": [0.9, 0.999],
+        "finetune.epochs": 10,
+        "finetune.early_stopping": 5,  # "with early stopping"
+        "data.task.type": "image_classification",
+    },
+    "hedgehog-scratch": {k: v for k, v in HEDGEHOG.items() if k.startswith("mixer.")}
+    | HEDGEHOG_125M
+    | {"weights": "random"},  # app. B.3
     "lolcat-l": LOLCAT | {"mixer.span": NO_WINDOW, "mixer.combine.type": "add"},
     "lolcat-w": LOLCAT
     | {

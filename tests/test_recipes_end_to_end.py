@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from linearize.evaluation.report_card import ReportCard
 from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
+from linearize.measuring import OF_ANY_TASK, Card
 from linearize.parts import NoSpan
 from linearize.pipeline import run
 from linearize.report import figures
@@ -35,7 +37,8 @@ STAGES = ("transfer", "adapt", "finetune")
 STEPS, BATCH, LENGTH = 4, 4, 64
 
 NORMS = {"input_layernorm", "post_attention_layernorm", "norm"}
-ALL = {"mixer", "q_proj", "k_proj", "v_proj", "o_proj", "mlp", "embed_tokens", "lm_head"} | NORMS  # kinds of weights
+# Kinds of weights, as a Llama calls them; those of other models are mixers, MLPs and all the rest.
+ALL = {"mixer", "q_proj", "k_proj", "v_proj", "o_proj", "mlp", "embed_tokens", "lm_head", "rest"} | NORMS
 
 # What takes seconds, and depends little on the recipe: trained controls, the examination, and drawing the report.
 CONTROLLED = {"lolcats-no-transfer"}
@@ -44,24 +47,62 @@ DRAWN = CONTROLLED | EXAMINED
 
 EXAMINATION = {"fidelity_tokens": 128, "prompts": 2, "new_tokens": 4, "recall_trials": 2}
 
+RECALL = "hedgehog-scratch on recall"
+MADE_UP = {"vocabulary_size": 8, "length": 16, "train_examples": STEPS * BATCH, "held_out_examples": 32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a recipe runs on, where it is not text for the Llama: a model's folder, its class, and further fields."""
+
+    model: Callable[[], str] = tiny.teacher_folder
+    student: str = "LinearizedLlamaForCausalLM"
+    fields: Callable[[], dict[str, Any]] = dict
+
+
+CASES = {
+    "hedgehog-bert": Case(
+        tiny.encoder_folder,
+        "LinearizedBertForSequenceClassification",
+        lambda: {"data.dataset": tiny.sentences_file(), "data.validation_fraction": 0.2},
+    ),
+    "hedgehog-vit": Case(
+        tiny.image_classifier_folder,
+        "LinearizedViTForImageClassification",
+        lambda: {"data.dataset": tiny.image_folder(), "data.validation_fraction": 0.25},
+    ),
+    "hedgehog-gpt2": Case(tiny.gpt2_folder, "LinearizedGPT2LMHeadModel"),
+    "hedgehog-llama": Case(
+        fields=lambda: {"data.dataset": tiny.dialogues_file(), "data.task.summaries": 2, "data.task.new_tokens": 4}
+    ),
+    RECALL: Case(fields=lambda: {"data.dataset": None, "data.task": {"type": "associative_recall", **MADE_UP}}),
+}
+# Rows of examples differ in length, so steps are counted in rows: an epoch is STEPS batches of this size.
+EPOCHS = {"hedgehog-bert": 64 // STEPS, "hedgehog-vit": 48 // STEPS, RECALL: BATCH}
+
 
 def small(name: str) -> Recipe:
     """The recipe with its own mixer and stages, but few steps, large ones, on short rows; windows they reach beyond."""
-    recipe = Recipe.load(name)
+    recipe = Recipe.load(name.split()[0])
     values: dict[str, Any] = {key: value for key, value in tiny.RECIPE.items() if key.startswith("data.")}
     values |= {"data.dataset": tiny.text_file(), "data.min_document_tokens": 1}
     values |= {"evaluation.bootstrap_samples": 40, "evaluation.copy_rows": 4}
     values |= {"evaluation.examine": name in EXAMINED, "evaluation.trained_controls": name in CONTROLLED}
     values |= {f"evaluation.{key}": value for key, value in EXAMINATION.items()}
+    values |= CASES.get(name, Case()).fields()
     if not isinstance(recipe.mixer.span, NoSpan):
         values["mixer.span.window_size"] = 8
     for stage in STAGES:
         config = getattr(recipe, stage)
         if config is None:
             continue
-        sizes = {"batch_size": BATCH, "micro_batch_size": 2, "max_tokens": STEPS * BATCH * LENGTH, "eval_every": 2}
+        sizes: dict[str, Any] = {"batch_size": BATCH, "micro_batch_size": 2, "eval_every": 2}
+        if name in EPOCHS:
+            sizes |= {"batch_size": EPOCHS[name], "epochs": 1}
+        else:
+            sizes |= {"max_tokens": STEPS * BATCH * LENGTH}
         values |= {f"{stage}.{key}": value for key, value in sizes.items()}
-        near = isinstance(config, FinetuneConfig) and not config.loss.next_token
+        near = isinstance(config, FinetuneConfig) and not config.loss.labels
         values[f"{stage}.lr"] = config.lr if near else 1e-2  # large steps lead away from outputs that are the teacher's
         if not isinstance(config.schedule, Plateau):
             values[f"{stage}.schedule.warmup_steps"] = 1
@@ -104,9 +145,10 @@ def fresh_process() -> Iterator[Fresh]:
         source.close()
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", [*recipe_names(), RECALL])
 def test_from_start_to_end(name: str, fresh_process: Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Run(small(name), tiny.teacher_folder(), tmp_path / "run", torch.float32, torch.device("cpu"))
+    case = CASES.get(name, Case())
+    made = Run(small(name), case.model(), tmp_path / "run", torch.float32, torch.device("cpu"))
     saved: dict[str, Any] = {}
 
     def save(student: Any, *others: Any, save_student: Callable[..., None] = pipeline.save_student) -> None:
@@ -123,18 +165,21 @@ def test_from_start_to_end(name: str, fresh_process: Fresh, tmp_path: Path, monk
     check_what_learned(made, saved["plan"])
     check_results(made, card)
     found = fresh_process(made.folder / "model")
-    assert found["class"] == saved["class"] == "LinearizedLlamaForCausalLM"
-    assert found["generated"] == saved["generated"] and len(saved["generated"]) == 6
+    assert found["class"] == saved["class"] == case.student
+    assert found["generated"] == saved["generated"]
+    assert len(saved["generated"]) == (6 if "CausalLM" in case.student or "LMHead" in case.student else 0)
     torch.testing.assert_close(torch.tensor(found["logits"]), torch.tensor(saved["logits"]))
 
 
 def check_stages(made: Run) -> None:
     """The recipe's stages ran, each to its last step, and no others."""
     stages = {stage for stage in STAGES if getattr(made.recipe, stage) is not None}
+    language = made.recipe.data.task.language
     assert {path.name for path in made.folder.iterdir()} & set(STAGES) == stages
     for stage in stages:
         result = json.loads((made.folder / stage / "result.json").read_text())
-        assert (result["steps"], result["tokens"]) == (STEPS, STEPS * BATCH * LENGTH)
+        assert result["steps"] == STEPS
+        assert not language or result["tokens"] == STEPS * BATCH * LENGTH
         assert sum(result["best_loss"].values()) < sum(result["initial_loss"].values()), f"{stage} learned"
     if made.recipe.transfer is not None:
         blocks = [path.name for path in (made.folder / "transfer").glob("block-*")]
@@ -143,10 +188,13 @@ def check_stages(made: Run) -> None:
 
 def check_what_learned(made: Run, layers: LayerPlan) -> None:
     """The saved student differs from the converted teacher in what the stages train, and in nothing else."""
-    teacher = load_model(made.model, dtype=made.dtype, device=made.device)
-    converted = convert_layers(teacher, layers, seed=made.recipe.seed)
-    before, learning = converted.state_dict(), {kind(name) for name, _ in converted.named_parameters()}
-    after = load_file(made.folder / "model" / "model.safetensors")
+    converted = convert_layers(made.load_teacher(), layers, seed=made.recipe.seed)
+    options: dict[str, Any] = {"dtype": made.dtype, "device": made.device}
+    saved = load_model(str(made.folder / "model"), **options, auto_class=made.recipe.data.task.auto_class)
+    before, after = converted.state_dict(), saved.state_dict()
+    learning = {kind(name) for name, _ in converted.named_parameters()}
+    if converted.config.model_type == "linearized_gpt2":
+        del before["lm_head.weight"], after["lm_head.weight"]  # the embeddings'
     assert after.keys() == before.keys()
     changed = {weight for weight in before if not torch.equal(before[weight], after[weight])}
 
@@ -170,11 +218,11 @@ def trains(config: TransferConfig | FinetuneConfig) -> set[str]:
 
 
 def kind(weight: str) -> str:
-    """``mixer``, ``q_proj``, ``norm``, ..."""
-    return next(part for part in weight.split(".") if part in ALL)
+    """``mixer``, ``q_proj``, ``norm``, ..., or ``rest``."""
+    return next((part for part in weight.split(".") if part in ALL), "rest")
 
 
-def check_results(made: Run, card: ReportCard | None) -> None:
+def check_results(made: Run, card: Card | None) -> None:
     """Every candidate that the recipe allows is measured, and everything is written."""
     assert card is not None
     recipe, missing = made.recipe, set()
@@ -182,10 +230,18 @@ def check_results(made: Run, card: ReportCard | None) -> None:
         missing |= {"transferred"}
     if not made.controls:
         missing |= {"teacher_lora", "window_lora"}
-    assert {measured.name for measured in card.measured} == LABELS.keys() - missing
-    assert (card.examination is not None) == recipe.evaluation.examine
+    if isinstance(card, ReportCard):
+        assert {measured.name for measured in card.measured} == LABELS.keys() - missing
+        assert (card.examination is not None) == recipe.evaluation.examine
+    if recipe.data.task.scores:
+        assert card.task is not None
+        expected = {"student"} if recipe.weights == "random" else set(OF_ANY_TASK) - missing
+        assert {line.name for line in card.task.scored} == expected
+        assert card.task.metrics == recipe.data.task.scores
     page = (made.folder / "report.html").read_text(encoding="utf-8")
     assert recipe.name in page and "</html>" in page
-    written = f"linearized with the recipe `{recipe.name}`"
-    assert written in (made.folder / "model" / "README.md").read_text(encoding="utf-8")
+    begun = "trained from scratch" if recipe.weights == "random" else "linearized"
+    written = (made.folder / "model" / "README.md").read_text(encoding="utf-8")
+    assert f"{begun} with the recipe `{recipe.name}`" in written
+    assert f"pipeline_tag: {recipe.data.task.pipeline_tag}\n" in written
     assert LABELS["student"] in (made.folder / "evaluation.md").read_text(encoding="utf-8")

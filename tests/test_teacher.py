@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
+from linearize.encoders import ENCODERS
 from linearize.errors import UserError
 from linearize.teacher import SUPPORTED, LayerShape, TeacherShape
 
@@ -72,7 +73,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 
-@pytest.mark.parametrize("model_type", SUPPORTED)
+@pytest.mark.parametrize("model_type", CONFIGS)
 def test_agrees_with_transformers(model_type: str) -> None:
     config = CONFIGS[model_type]
     shape = TeacherShape.from_config(config.to_dict())
@@ -87,6 +88,11 @@ def test_agrees_with_transformers(model_type: str) -> None:
     assert shape.sliding_layers == ()
     assert shape.layer == LayerShape(4, shape.num_kv_heads, shape.head_dim, 64, config.max_position_embeddings)
     assert shape.has_rope == ("rope_parameters" in config.to_dict())
+
+
+def test_every_decoder_is_here() -> None:
+    assert SUPPORTED.keys() == CONFIGS.keys() | ENCODERS.keys()
+    assert not any(TeacherShape.from_config(config.to_dict()).bidirectional for config in CONFIGS.values())
 
 
 def test_a_linearized_checkpoint_has_its_bases_shape() -> None:
@@ -111,7 +117,8 @@ def test_sliding_layers(change: dict[str, Any], sliding: tuple[int, ...]) -> Non
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": "bloom"}, "model_type: expected one of llama, mistral, qwen3, gpt2; found 'bloom'"),
+        ({"model_type": "bloom"}, "model_type: expected one of llama, mistral, qwen3, gpt2, bert, "),
+        ({"model_type": "bloom"}, "dinov2; found 'bloom'"),
         ({"model_type": ""}, "found 'nothing'"),
         ({"hidden_size": None}, "hidden_size: expected a positive integer, found None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: expected a positive integer, found 0"),

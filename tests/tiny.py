@@ -1,4 +1,4 @@
-"""A tiny random Llama and all that a run needs beside it: a tokenizer of bytes, text, rows, and a recipe of few steps.
+"""Tiny random models and all that a run needs beside them: a tokenizer of bytes, text, rows, and a recipe of few steps.
 
 What lies in files is written once per test session, and removed at its end.
 """
@@ -17,9 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import PIL.Image
 import pytest
 import torch
+import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from linearize.config import Recipe
 from linearize.evaluation import report_card
@@ -28,7 +31,6 @@ from linearize.hf.checkpoint import load_tokenizer, read_config
 from linearize.hf.convert import convert
 from linearize.pipeline import run
 from linearize.runs import Run
-from linearize.teacher import TeacherShape
 from linearize.training.data import PackedRows
 from tests.training.byte_tokenizer import byte_tokenizer
 
@@ -144,9 +146,9 @@ def untimed_metrics(stage: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
 
 
-def data_arguments(of: Run) -> tuple[Recipe, Any, TeacherShape]:
-    """What `runs.load_dataset` takes to make the data of a run."""
-    return of.recipe, load_tokenizer(of.model), TeacherShape.from_config(read_config(of.model))
+def data_arguments(of: Run) -> tuple[Recipe, Any, dict[str, Any]]:
+    """What `datasets.load_dataset` takes to make the data of a run."""
+    return of.recipe, load_tokenizer(of.model), read_config(of.model)
 
 
 @functools.cache
@@ -162,6 +164,127 @@ def teacher_folder() -> str:
     folder = _scratch() / "teacher"
     llama().save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@functools.cache
+def gpt2_folder() -> str:
+    """The GPT-2 with the same tokenizer."""
+    folder = _scratch() / "gpt2"
+    gpt2().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+# --- models and data of tasks -----------------------------------------------------------------------------------------
+
+PADDING = VOCABULARY  # the id of the padding token
+
+
+def padding_tokenizer() -> Any:
+    """The tokenizer of bytes with a token to pad with."""
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    return tokenizer
+
+
+@functools.cache
+def encoder_folder(head: str = "ForSequenceClassification", labels: int = 2) -> str:
+    """A BERT with a task's head (`Model`: with none) and its tokenizer."""
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    tokens = dict(vocab_size=VOCABULARY + 1, pad_token_id=PADDING, max_position_embeddings=128)
+    quiet = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.2)
+    config = transformers.BertConfig(**(sizes | tokens | quiet), num_labels=labels)
+    return _saved(f"bert-{head}-{labels}", _seeded(getattr(transformers, f"Bert{head}"), config), padding_tokenizer())
+
+
+@functools.cache
+def decoder_classifier_folder(labels: int = 2, padding: int | None = PADDING) -> str:
+    """A Llama with a head of classes, which reads the last token that is not padding, as its config has it."""
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+    tokens = _TOKENS | dict(vocab_size=VOCABULARY + 1, pad_token_id=padding)
+    config = LlamaConfig(**(sizes | tokens), num_hidden_layers=2, max_position_embeddings=256, num_labels=labels)
+    model = _seeded(transformers.LlamaForSequenceClassification, config)
+    return _saved(f"llama-classes-{labels}-{padding}", model, padding_tokenizer())
+
+
+@functools.cache
+def image_classifier_folder() -> str:
+    """A ViT of two classes, and what turns images of any size into its 16 x 16 pixels."""
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    quiet = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.2)
+    names = dict(id2label={0: "blue", 1: "red"}, label2id={"blue": 0, "red": 1})
+    config = transformers.ViTConfig(**(sizes | quiet | names), image_size=16, patch_size=4, encoder_stride=4)
+    processor = ViTImageProcessorPil(size={"height": 16, "width": 16})
+    return _saved("vit", _seeded(transformers.ViTForImageClassification, config), processor)
+
+
+def _saved(name: str, model: PreTrainedModel, processor: Any) -> str:
+    folder = _scratch() / name
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+def labelled(count: int = 80, seed: int = 0) -> Iterator[tuple[list[str], int]]:
+    """Made-up words of one half of some letters, and which half: what a model of any kind learns soon."""
+    source = random.Random(seed)
+    for index in range(count):
+        letters = "abcdefgh"[4 * (index % 2) :][:4]
+        yield ["".join(source.choices(letters, k=source.randint(2, 5))) for _ in range(source.randint(3, 6))], index % 2
+
+
+@functools.cache
+def sentences_file() -> str:
+    """A table of sentences, with their class (`label`) and how late in the alphabet they are (`score`)."""
+    lines = ["sentence\tlabel\tscore"]
+    for words, label in labelled():
+        text = " ".join(words)
+        lines.append(f"{text}\t{label}\t{sum(map(ord, ''.join(words))) / len(''.join(words)) / 100:.4f}")
+    path = _scratch() / "sentences.tsv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+@functools.cache
+def words_file() -> str:
+    """JSON lines of words of both kinds (`tokens`), and which kind each of them is (`tags`)."""
+    rows = []
+    source = random.Random(1)
+    some = list(labelled(160, seed=1))
+    for pair in zip(some[::2], some[1::2], strict=True):
+        words = [(word, kind) for of_one_kind, kind in pair for word in of_one_kind]
+        source.shuffle(words)
+        rows.append({"tokens": [word for word, _ in words], "tags": [kind for _, kind in words]})
+    return _lines("words.jsonl", rows)
+
+
+@functools.cache
+def dialogues_file() -> str:
+    """JSON lines of short dialogues, and of each a summary (SAMSum's columns): its first word."""
+    rows = [
+        {"dialogue": f"Ann: {words[0]}\nBob: {' '.join(words[1:])}", "summary": f"{words[0]} {words[0]}"}
+        for words, _ in labelled(60, seed=2)
+    ]
+    return _lines("dialogues.jsonl", rows)
+
+
+def _lines(name: str, rows: list[dict[str, Any]]) -> str:
+    path = _scratch() / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@functools.cache
+def image_folder() -> str:
+    """A folder per class: blue images and red ones, no two alike."""
+    folder, source = _scratch() / "images", random.Random(0)
+    for name, channel in (("blue", 2), ("red", 0)):
+        (folder / name).mkdir(parents=True)
+        for index in range(32):
+            colour = [source.randrange(100) for _ in range(3)]
+            colour[channel] += 150
+            PIL.Image.new("RGB", (20, 20), tuple(colour)).save(folder / name / f"{index:02}.png")
     return str(folder)
 
 

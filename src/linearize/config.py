@@ -19,16 +19,22 @@ from pydantic import Field, PositiveInt, ValidationError, model_validator
 from linearize.errors import UserError
 from linearize.layers import KeepByTransferError, LayersConfig
 from linearize.part import Part
-from linearize.parts import MixerConfig
+from linearize.parts import Add, MixerConfig
 from linearize.stages import FinetuneConfig, TransferConfig
+from linearize.tasks import AnyTask, LanguageModelling, TextEmbedding
 from linearize.teacher import TeacherShape
 
 FORMAT_VERSION = 1
 
 
 class DataConfig(Part):
-    """Text in, packed rows out. `dataset` is a hub id or a local txt / json / jsonl / parquet file or folder."""
+    """What to learn, and from what: text in packed rows, or the examples of a task.
 
+    `dataset` is a hub id, or a local txt / json / jsonl / csv / tsv / parquet file or a folder of them; of images, a
+    folder with a folder per class.
+    """
+
+    task: AnyTask = LanguageModelling()
     dataset: str | None = Field(default=None, description="set by --dataset")
     validation_dataset: str | None = Field(
         default=None, description="held-out text from a source of its own, instead of a share of `dataset`"
@@ -39,10 +45,13 @@ class DataConfig(Part):
         "samsum, else the text column",
     )
     text_column: str = "text"
+    columns: tuple[str, ...] | None = Field(
+        default=None, description="names of the columns of a csv or tsv file whose first line does not name them"
+    )
     split: str = Field(default="train", description="the split of a hub dataset")
     subset: str | None = Field(default=None, description="the configuration of a hub dataset, e.g. sample-10BT")
-    sequence_length: int = Field(default=1024, ge=2, description="tokens per packed row")
-    max_documents: PositiveInt | None = Field(default=None, description="read at most this many documents")
+    sequence_length: int = Field(default=1024, ge=2, description="tokens per packed row; examples are cut there")
+    max_documents: PositiveInt | None = Field(default=None, description="read at most this many documents or examples")
     max_tokens: PositiveInt | None = Field(
         default=None, description="stop reading at this many tokens; what a stream of pre-training text needs"
     )
@@ -52,7 +61,7 @@ class DataConfig(Part):
         description="train on this many documents, those of the largest effective sequence length (LoLCATs eq. 9)",
     )
     validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="share of the documents held out")
-    validation_rows: PositiveInt = Field(default=64, description="at most this many packed held-out rows")
+    validation_rows: PositiveInt = Field(default=64, description="at most this many held-out rows, packed or examples")
 
 
 class EvaluationConfig(Part):
@@ -104,11 +113,18 @@ class Recipe(Part):
     def _stages_fit(self) -> Recipe:
         if isinstance(self.layers.keep_softmax, KeepByTransferError) and self.transfer is None:
             raise ValueError("layers.keep_softmax `transfer_error` needs a transfer stage, which is null")
+        for name, stage in (("adapt", self.adapt), ("finetune", self.finetune)):
+            if isinstance(self.data.task, TextEmbedding) and stage is not None and stage.loss.labels:
+                raise ValueError(f"texts to embed have no labels: set {name}.loss={{labels: 0, output_mse: 1}}")
+        if self.data.top_esl is not None and not self.data.task.language:
+            raise ValueError("data.top_esl chooses texts for language models: set data.top_esl=null")
         if self.weights == "random":
             if self.transfer is not None:
                 raise ValueError("weights `random` have no attention to transfer from: set transfer=null")
             if any(stage is not None and stage.loss.needs_teacher for stage in (self.adapt, self.finetune)):
                 raise ValueError("weights `random` have no outputs to learn from: set loss.kl and loss.reverse_kl to 0")
+            if isinstance(self.data.task, TextEmbedding):
+                raise ValueError("weights `random` have no embeddings to learn from: set another data.task")
             if self.data.top_esl is not None:
                 raise ValueError("weights `random` have no attention to choose documents by: set data.top_esl=null")
         return self
@@ -121,9 +137,11 @@ class Recipe(Part):
         are all there is to learn: it has them already.
         """
         tuned = self.finetune
+        if not self.data.task.language:
+            return ()
         if tuned is None or not (tuned.lora or tuned.all_weights) or not self.evaluation.trained_controls:
             return ()
-        return ("teacher_lora", "window_lora") if tuned.loss.next_token else ("window_lora",)
+        return ("teacher_lora", "window_lora") if tuned.loss.labels else ("window_lora",)
 
     @classmethod
     def load(cls, name_or_path: str, overrides: dict[str, Any] | None = None) -> Recipe:
@@ -241,9 +259,11 @@ def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | Non
             when all are converted.
 
     Raises:
-        UserError: a layer index the teacher does not have, nothing left to convert, or a size that makes no sense for
-            these layers.
+        UserError: a layer index the teacher does not have, nothing left to convert, a size that makes no sense for
+            these layers, or for an encoder what only a decoder can have.
     """
+    if teacher.bidirectional:
+        _check_encoder(recipe)
     kept = recipe.layers.keep_softmax.kept(teacher.num_layers, errors)
     if not recipe.layers.convert_sliding:
         kept |= set(teacher.sliding_layers)
@@ -253,4 +273,31 @@ def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | Non
             "layers.convert_sliding=true to convert layers that already attend within a sliding window"
         )
     mixer = recipe.mixer.resolved(teacher.layer)
+    if teacher.bidirectional:
+        mixer = mixer.model_copy(update={"combine": Add()})  # without a window there is nothing to share or to learn
     return tuple(None if index in kept else mixer for index in range(teacher.num_layers))
+
+
+def _check_encoder(recipe: Recipe) -> None:
+    """See that the recipe asks an encoder for nothing that needs an order of tokens, or a decoder's layers.
+
+    Raises:
+        UserError: it does.
+    """
+    if recipe.mixer.needs_order is not None:
+        raise UserError(
+            f"mixer.{recipe.mixer.needs_order}; use the recipe hedgehog-bert or hedgehog-vit, or set it with --set"
+        )
+    if recipe.transfer is not None and recipe.transfer.layers_per_block is not None:
+        raise UserError(
+            "transfer.layers_per_block: expected null, because an encoder is transferred as a whole; "
+            f"found {recipe.transfer.layers_per_block}"
+        )
+    for name, stage in (("transfer", recipe.transfer), ("adapt", recipe.adapt), ("finetune", recipe.finetune)):
+        if stage is not None and stage.window_dropout is not None:
+            raise UserError(f"{name}.window_dropout: expected null, because an encoder's mixer has no window to hide")
+    if recipe.data.top_esl is not None:
+        raise UserError(
+            "data.top_esl: expected null, because effective sequence lengths are a decoder's; "
+            f"found {recipe.data.top_esl}"
+        )

@@ -11,28 +11,38 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.config import LayerPlan, Recipe
+from linearize.datasets import load_dataset, load_processor
 from linearize.errors import UserError
 from linearize.evaluation import bench as timing
+from linearize.evaluation.answers import answering
 from linearize.evaluation.bench import Bench
 from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.controls import SINKS, window_only_plan, window_reach, without_linear_part
 from linearize.evaluation.report_card import ReportCard, measure
-from linearize.hf.checkpoint import load_model, load_tokenizer, read_config
+from linearize.evaluation.task_report import TaskCard, measure_task, score_task
+from linearize.hf.checkpoint import CAUSAL, load_model, read_config
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.report import load_run, model_card, write_report
-from linearize.runs import Run, load_dataset, versions, write_json, write_text
+from linearize.runs import Run, versions, write_json, write_text
+from linearize.tasks import TextEmbedding
 from linearize.teacher import TeacherShape
 from linearize.training.attention_transfer import load_transferred
-from linearize.training.data import Dataset
+from linearize.training.data import Dataset, PackedRows
 from linearize.training.finetune import load_finetuned
+
+GENERATES = "only language models generate"
+
+Card = ReportCard | TaskCard
+
+# What says something of any task; the others are about what lies beyond a window of text.
+OF_ANY_TASK = ("teacher", "swapped", "transferred", "student")
 
 
 def candidates(
-    teacher: PreTrainedModel | None, student: PreTrainedModel, layers: LayerPlan, run: Run | None
+    teacher: PreTrainedModel | None, student: PreTrainedModel, layers: LayerPlan, recipe: Recipe, run: Run | None
 ) -> tuple[list[Candidate], list[str]]:
     """Everything to measure the student against, and the names of what is not to be had.
 
@@ -85,6 +95,10 @@ def candidates(
     at_hand = {"student", "ablated"}
     if teacher is not None:
         at_hand |= {"teacher", "swapped", "window", "window_sinks"} | trained
+    if not recipe.data.task.language:
+        # From scratch, nothing stands beside the student: what it was made from is a model of random weights.
+        names = ("student",) if recipe.weights == "random" else OF_ANY_TASK
+        every = {name: every[name] for name in names}
     return [c for name, c in every.items() if name in at_hand], [name for name in every if name not in at_hand]
 
 
@@ -96,37 +110,51 @@ def measure_run(
     run: Run,
     teacher: PreTrainedModel,
     student: PreTrainedModel,
-    tokenizer: Tokenizer,
+    processor: Any,
     dataset: Dataset,
     command: str | None,
-) -> ReportCard:
+) -> Card:
     """Measure the finished student of a run beside everything there is to compare it with."""
-    layers, started = read_plan(student.config), time.perf_counter()
-    found, missing = candidates(teacher, student, layers, run)
-    card = _measured(found, missing, layers, dataset, tokenizer, run.recipe, student)
+    started = time.perf_counter()
+    card = _measured(teacher, student, dataset, processor, run.recipe, run)
     seconds = time.perf_counter() - started
     return replace(card, provenance=provenance(run.recipe, dataset, run.device, seconds, command))
 
 
 def _measured(
-    found: list[Candidate],
-    missing: list[str],
-    layers: LayerPlan,
-    dataset: Dataset,
-    tokenizer: Tokenizer,
-    recipe: Recipe,
+    teacher: PreTrainedModel | None,
     student: PreTrainedModel,
-) -> ReportCard:
-    return measure(
+    dataset: Dataset,
+    processor: Any,
+    recipe: Recipe,
+    run: Run | None,
+) -> Card:
+    task, layers = recipe.data.task, read_plan(student.config)
+    found, missing = candidates(teacher, student, layers, recipe, run)
+    description = {"auto_class": task.auto_class, "pipeline_tag": task.pipeline_tag}
+    about: dict[str, Any] = {"config": recipe.evaluation, "seed": recipe.seed}
+    scored: dict[str, Any] = about | {"task": task.type, "description": description}
+    if task.scores and isinstance(task, TextEmbedding) and teacher is None:
+        raise UserError("--teacher: expected the model whose embeddings are compared with, found nothing; name it")
+    answer = answering(task, dataset, processor, teacher) if task.scores else None
+    if not task.language:
+        assert answer is not None
+        return measure_task(found, answer, missing=missing, rows=dataset.validation, **scored)
+    rows = dataset.validation
+    assert isinstance(rows, PackedRows)
+    card = measure(
         found,
-        dataset.validation,
-        tokenizer,
+        rows,
+        processor,
         window_size=window_reach(layers),
         max_positions=TeacherShape.from_config(student.config.to_dict()).max_positions,
-        config=recipe.evaluation,
-        seed=recipe.seed,
         missing=missing,
+        **about,
     )
+    if answer is None:
+        return card
+    of_any = [candidate for candidate in found if candidate.name in OF_ANY_TASK]
+    return replace(card, task=score_task(of_any, answer, **scored))
 
 
 def evaluate(
@@ -138,7 +166,7 @@ def evaluate(
     dtype: torch.dtype,
     device: torch.device,
     command: str | None = None,
-) -> ReportCard:
+) -> Card:
     """Measure a linearized model folder beside its teacher and, where it lies in a run folder, the trained controls.
 
     Args:
@@ -158,18 +186,18 @@ def evaluate(
         belongs_to_the_other = {f"data.{name}": None for name in ("validation_dataset", "subset", "top_esl")}
         overrides = {"data.dataset": dataset} | belongs_to_the_other | overrides
     recipe = recipe.override(overrides)
-    student = load_model(model, dtype=dtype, device=device)
-    tokenizer, shape = load_tokenizer(model), TeacherShape.from_config(config)
-    data = load_dataset(recipe, tokenizer, shape, run.load_teacher if run else None)
-    layers, started = read_plan(student.config), time.perf_counter()
-    teacher_model = None
+    task = recipe.data.task
+    require_head(model, config, task.auto_class, "set data.task.type to the model's task")
+    student = load_model(model, dtype=dtype, device=device, auto_class=task.auto_class)
+    processor = load_processor(task, model)
+    data = load_dataset(recipe, processor, config, run.load_teacher if run else None)
+    started, teacher_model = time.perf_counter(), None
     if run is not None:
         run = run if teacher is None else replace(run, model=teacher)
         teacher_model = run.load_teacher()
     elif teacher is not None:
-        teacher_model = load_model(teacher, dtype=dtype, device=device)
-    found, missing = candidates(teacher_model, student, layers, run)
-    card = _measured(found, missing, layers, data, tokenizer, recipe, student)
+        teacher_model = load_model(teacher, dtype=dtype, device=device, auto_class=task.auto_class)
+    card = _measured(teacher_model, student, data, processor, recipe, run)
     return replace(card, provenance=provenance(recipe, data, device, time.perf_counter() - started, command))
 
 
@@ -189,7 +217,7 @@ def bench(
     Raises:
         UserError: not a linearized model, no teacher to be found, or sizes that make no sense.
     """
-    require_linearized(model)
+    require_head(model, require_linearized(model), CAUSAL, GENERATES)
     folder = Path(model).resolve().parent
     if teacher is None and (folder / "run.json").is_file():
         teacher = Run.read(folder, dtype, device).model
@@ -212,7 +240,18 @@ def require_linearized(model: str) -> dict[str, Any]:
     return config
 
 
-def write_results(folder: Path, card: ReportCard) -> None:
+def require_head(model: str, config: dict[str, Any], auto_class: str, advice: str) -> None:
+    """See that a linearized model has the head that an Auto class stands for; what others have is not written down.
+
+    Raises:
+        UserError: it has another one.
+    """
+    found = [name for name in config.get("auto_map") or {} if name != "AutoConfig"]
+    if config.get("linearize") and found and auto_class not in found:
+        raise UserError(f"model {model}: expected one for {auto_class}, found one for {found[0]}; {advice}")
+
+
+def write_results(folder: Path, card: Card) -> None:
     """The measurements in a run's folder, for programs and for people; the model card tells them too."""
     write_json(folder / "evaluation.json", card.to_json())
     write_text(folder / "evaluation.md", card.to_markdown())

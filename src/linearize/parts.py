@@ -296,6 +296,23 @@ class MixerConfig(Part):
         key_heads = self.feature_map.key_heads(shape)
         return key_heads if self.decay is None else self.decay.heads(shape, key_heads)
 
+    @property
+    def needs_order(self) -> str | None:
+        """Which part only a causal mixer can have, what an encoder's must be, and why; None: there is none."""
+        without_window = isinstance(self.combine, Add | SharedDenominator)  # where both are the linear part alone
+        for field, expected, allowed, found in (
+            ("span", "`none`", isinstance(self.span, NoSpan), self.span),
+            ("decay", "null", self.decay is None, self.decay),
+            ("update", "`additive`", isinstance(self.update, AdditiveUpdate), self.update),
+            ("combine", "`add` or `shared_denominator`", without_window, self.combine),
+        ):
+            if not allowed:
+                return (
+                    f"{field}: expected {expected}, because an encoder's linear attention sums over all tokens alike, "
+                    f"before and after; found `{getattr(found, 'type', found)}`"
+                )
+        return None
+
     def resolved(self, shape: LayerShape) -> MixerConfig:
         """The mixer with every size filled in that may be left to the teacher.
 

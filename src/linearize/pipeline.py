@@ -10,20 +10,20 @@ from transformers import PreTrainedModel
 
 from linearize import plan as planning
 from linearize.config import LayerPlan, Recipe, resolve
+from linearize.datasets import load_dataset, load_processor
 from linearize.errors import UserError
 from linearize.evaluation.controls import window_only_plan
-from linearize.evaluation.report_card import ReportCard
 from linearize.hf.blocks import Checkpoint
-from linearize.hf.checkpoint import load_model, load_tokenizer, read_config, save_student
+from linearize.hf.checkpoint import CAUSAL, load_model, load_tokenizer, read_config, save_student
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
-from linearize.measuring import measure_run, write_results
-from linearize.runs import Run, check_output, claim, load_dataset, write_json
+from linearize.measuring import GENERATES, Card, measure_run, require_head, write_results
+from linearize.runs import Run, check_output, claim, write_json
 from linearize.stages import FinetuneConfig
 from linearize.teacher import TeacherShape
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, split, unfinished_blocks
-from linearize.training.data import Dataset
+from linearize.training.data import Dataset, PackedRows
 from linearize.training.finetune import finetune
 
 STAGES = ("transfer", "adapt", "finetune", "evaluate")
@@ -36,7 +36,7 @@ def run(
     until: str = "evaluate",
     block: int | None = None,
     command: str | None = None,
-) -> ReportCard | None:
+) -> Card | None:
     """Linearize `run.model` as `run.recipe` says; returns the measure of it, or None if `until` or `block` end before.
 
     Args:
@@ -48,12 +48,13 @@ def run(
     Raises:
         UserError: anything that the user can fix; nothing is half-written then.
     """
-    shape = TeacherShape.from_config(read_config(run.model))
+    config = read_config(run.model)
+    shape = TeacherShape.from_config(config)
     layers = resolve(run.recipe, shape)
     check_block(run.recipe, shape, block)
     check_output(run)
-    tokenizer = load_tokenizer(run.model)
-    dataset = load_dataset(run.recipe, tokenizer, shape, run.load_teacher) if dataset is None else dataset
+    processor = load_processor(run.recipe.data.task, run.model)
+    dataset = load_dataset(run.recipe, processor, config, run.load_teacher) if dataset is None else dataset
     if run.recipe.transfer is not None and run.recipe.transfer.layers_per_block is not None:
         transfer_by_block(run, shape, layers, dataset, block)
         if block is not None or until == "transfer":
@@ -78,8 +79,8 @@ def run(
     train_controls(run, teacher, layers, dataset)
     saved = run.folder / "model"
     if not saved.exists():
-        save_student(student, tokenizer, f"# {run.folder.name}\n\nNot measured yet.\n", saved)
-    card = measure_run(run, teacher, student, tokenizer, dataset, command)
+        save_student(student, processor, f"# {run.folder.name}\n\nNot measured yet.\n", saved)
+    card = measure_run(run, teacher, student, processor, dataset, command)
     write_results(run.folder, card)
     return card
 
@@ -110,14 +111,20 @@ def transfer_by_block(run: Run, shape: TeacherShape, layers: LayerPlan, dataset:
     """Train all blocks of layers, or one, without ever loading the whole teacher."""
     assert run.recipe.transfer is not None
     Checkpoint(run.model)  # refuses what cannot be read block by block before anything is written
+    train_rows, validation_rows = dataset.train, dataset.validation
+    if not (isinstance(train_rows, PackedRows) and isinstance(validation_rows, PackedRows)):
+        raise UserError(
+            f"transfer.layers_per_block: expected a language model, found the task {run.recipe.data.task.type}; "
+            "set transfer.layers_per_block=null"
+        )
     claim(run, dataset)
     write_plan(run, shape, layers, dataset)
     job = BlockwiseTransfer(
         run.model,
         layers,
         run.recipe.transfer,
-        dataset.train,
-        dataset.validation,
+        train_rows,
+        validation_rows,
         run.folder / "transfer",
         run.dtype,
         run.device,
@@ -187,6 +194,7 @@ def generate(
 ) -> None:
     """Print a continuation of `prompt` as it comes; `temperature` 0 takes the likeliest token."""
     tokenizer = load_tokenizer(model)
+    require_head(model, read_config(model), CAUSAL, GENERATES)
     loaded: Any = load_model(model, dtype=dtype, device=device)
     inputs = tokenizer(prompt, return_tensors="pt").to(device)
     if not inputs["input_ids"].shape[1]:

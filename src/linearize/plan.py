@@ -1,5 +1,8 @@
 """What a run would cost, from the recipe and the teacher's shape alone: no weights, no torch.
 
+An encoder has neither cache nor state: what conversion saves there is that its attention takes time and memory in
+proportion to length. Of its parameters the base model's are counted, without the head of a task.
+
 Letters: H query heads, G KV heads, D head dimension, h hidden size, I intermediate size. Parameters, bytes of state and
 bytes per token are exact (a teacher's optional attention biases apart); FLOPs, training memory and disk are estimates,
 and the docstrings say how. What one mixer costs stands in `costs`.
@@ -7,7 +10,7 @@ and the docstrings say how. What one mixer costs stands in `costs`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,6 +18,7 @@ from rich.table import Table
 
 from linearize.config import LayerPlan, Recipe
 from linearize.costs import FP32, mixer_activations, mixer_flops, new_parameters, softmax_flops, state_bytes
+from linearize.encoders import ENCODERS
 from linearize.stages import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
 from linearize.teacher import TeacherShape
 
@@ -45,7 +49,8 @@ class Plan:
     `state_bytes`: constant, over the converted layers. `student_cache_bytes_per_token`: what the student still grows
     by, in its kept layers; 0 is constant memory. A layer whose teacher attention slides is bounded already and counts
     as no growth, here and in `teacher_cache_bytes_per_token`. `break_even_tokens`: the length from which the state is
-    smaller than the teacher's cache of the same layers; None where that cache does not grow. `disk_bytes`: the model in
+    smaller than the teacher's cache of the same layers; None where that cache does not grow. `bidirectional`: an
+    encoder, for which all of these are 0 or None. `disk_bytes`: the model in
     its dtype (new parameters fp32), and 16 bytes per trainable parameter in the stages' checkpoints.
     `activation_bytes`: on disk besides, until a transfer block by block is finished; None where the amount of data is
     not known.
@@ -53,6 +58,7 @@ class Plan:
 
     recipe: str
     model_type: str
+    bidirectional: bool
     converted_layers: tuple[int, ...]
     kept_layers: tuple[int, ...]
     teacher_parameters: int
@@ -91,12 +97,15 @@ def make_plan(
     converted = {index: mixer for index, mixer in enumerate(layers) if mixer is not None}
     kept = {index for index, mixer in enumerate(layers) if mixer is None}
     growing = set(range(teacher.num_layers)) - set(teacher.sliding_layers)
-    cache = 2 * teacher.num_kv_heads * teacher.head_dim * kv_bytes_per_element
-    state = sum(state_bytes(mixer, teacher, kv_bytes_per_element) for mixer in converted.values())
+    cache = state = 0
+    if not teacher.bidirectional:
+        cache = 2 * teacher.num_kv_heads * teacher.head_dim * kv_bytes_per_element
+        state = sum(state_bytes(mixer, teacher, kv_bytes_per_element) for mixer in converted.values())
     saved = cache * len(growing & set(converted))
     total = teacher_parameters(teacher)
     new = sum(new_parameters(mixer, teacher) for mixer in converted.values())
-    rows = recipe.data.sequence_length
+    # Every image is one row of the same length.
+    rows = recipe.data.sequence_length if teacher.vocab_size else teacher.max_positions
 
     def stage(config: TrainConfig, trainable: int, flops: int, activations: int, loaded: tuple[int, int]) -> StageCost:
         """`loaded`: weights and trained parameters that are in memory at the same time."""
@@ -131,6 +140,7 @@ def make_plan(
     return Plan(
         recipe=recipe.name,
         model_type=teacher.model_type,
+        bidirectional=teacher.bidirectional,
         converted_layers=tuple(converted),
         kept_layers=tuple(sorted(kept)),
         teacher_parameters=total,
@@ -152,10 +162,16 @@ def make_plan(
 
 
 def teacher_parameters(teacher: TeacherShape) -> int:
-    """P: every weight of the language model, tied ones once. A head that is tied to the embeddings adds nothing."""
-    projections, rest = _ARCHITECTURES[teacher.model_type]
-    attention = sum(inputs * outputs for inputs, outputs in projections(teacher).values())
-    return teacher.num_layers * attention + rest(teacher)
+    """P: every weight of the language model, tied ones once. A head that is tied to the embeddings adds nothing.
+
+    Of an encoder: of the base model, without the head of a task.
+    """
+    return teacher.num_layers * _attention_weights(teacher) + _ARCHITECTURES[teacher.model_type][1](teacher)
+
+
+def _attention_weights(teacher: TeacherShape) -> int:
+    """The matrices of one layer."""
+    return sum(inputs * outputs for inputs, outputs in _ARCHITECTURES[teacher.model_type][0](teacher).values())
 
 
 def finetuned_parameters(config: FinetuneConfig, teacher: TeacherShape, mixers: int) -> int:
@@ -207,13 +223,18 @@ def _gpt2(t: TeacherShape) -> int:
     return embeddings + t.num_layers * layer + 2 * t.hidden_size
 
 
+def _encoder(t: TeacherShape) -> int:
+    assert t.encoder is not None
+    return t.encoder.embeddings + t.encoder.outside + t.num_layers * t.encoder.layer
+
+
 _Projections = Callable[[TeacherShape], dict[str, tuple[int, int]]]
 _ARCHITECTURES: dict[str, tuple[_Projections, Callable[[TeacherShape], int]]] = {
     "llama": (_separate, _gated),
     "mistral": (_separate, _gated),
     "qwen3": (_separate, _gated_qk_norm),
     "gpt2": (_fused, _gpt2),
-}
+} | {name: (_fused if name == "modernbert" else _separate, _encoder) for name in ENCODERS}
 
 
 # --- block by block ---------------------------------------------------------------------------------------------------
@@ -257,15 +278,27 @@ def _tokens(stage: TrainConfig, training_tokens: int | None) -> int | None:
 
 
 def _model_flops(teacher: TeacherShape) -> int:
-    """One token through the weights, forward: 2 FLOPs per parameter; looking up an untied embedding costs none."""
+    """One token through the weights, forward: 2 FLOPs per parameter; looking up an untied embedding costs none.
+
+    Weights that an encoder shares between layers count once per layer.
+    """
+    if teacher.encoder is not None:
+        layer = _attention_weights(teacher) + teacher.encoder.layer
+        return 2 * (teacher.encoder.outside + sum(teacher.passes) * layer)
     lookup = 0 if teacher.tied_embeddings else teacher.vocab_size * teacher.hidden_size
     return 2 * (teacher_parameters(teacher) - lookup)
 
 
+def _softmax_flops(teacher: TeacherShape, sequence_length: int) -> int:
+    """One token in one layer: causal softmax sees half a row on average, an encoder's all of it."""
+    return softmax_flops(teacher, sequence_length if teacher.bidirectional else sequence_length // 2)
+
+
 def _transfer_flops(teacher: TeacherShape, layers: LayerPlan, sequence_length: int) -> int:
-    """Per token: the teacher forward (causal softmax sees half a row on average), mixers forward and backward (3x)."""
-    softmax = teacher.num_layers * softmax_flops(teacher, sequence_length // 2)
-    mixers = sum(mixer_flops(mixer, teacher, sequence_length) for mixer in layers if mixer is not None)
+    """Per token: the teacher forward, mixers forward and backward (3x)."""
+    softmax = sum(teacher.passes) * _softmax_flops(teacher, sequence_length)
+    passes = zip(layers, teacher.passes, strict=True)
+    mixers = sum(times * mixer_flops(mixer, teacher, sequence_length) for mixer, times in passes if mixer is not None)
     return _model_flops(teacher) + softmax + 3 * mixers
 
 
@@ -273,11 +306,14 @@ def _finetune_flops(config: FinetuneConfig, teacher: TeacherShape, layers: Layer
     """Per token: 4 per weight (forward, and back to its input), 6 where it trains, each layer's attention 3x, its
     mixer's own weights among it; and the teacher forward, where its outputs are learned.
     """
-    softmax = softmax_flops(teacher, sequence_length // 2)
-    attention = sum(softmax if mixer is None else mixer_flops(mixer, teacher, sequence_length) for mixer in layers)
+    softmax = _softmax_flops(teacher, sequence_length)
+    attention = sum(
+        times * (softmax if mixer is None else mixer_flops(mixer, teacher, sequence_length))
+        for mixer, times in zip(layers, teacher.passes, strict=True)
+    )
     adapters = 0 if config.lora is None else lora_parameters(config.lora, teacher)
     weights = (3 if config.all_weights else 2) * _model_flops(teacher) + 6 * adapters
-    outputs = _model_flops(teacher) + teacher.num_layers * softmax if config.loss.needs_teacher else 0
+    outputs = _model_flops(teacher) + sum(teacher.passes) * softmax if config.loss.needs_teacher else 0
     return weights + 3 * attention + outputs
 
 
@@ -295,9 +331,10 @@ def _transfer_activations(teacher: TeacherShape, layers: LayerPlan, bytes_per_el
 
 def _finetune_activations(teacher: TeacherShape, layers: LayerPlan, bytes_per_element: int) -> int:
     """Per token: all layers and mixers kept for backward (no checkpointing); logits and their gradient in fp32."""
-    mixers = sum(mixer_activations(mixer, teacher) for mixer in layers if mixer is not None)
+    passes = zip(layers, teacher.passes, strict=True)
+    mixers = sum(times * mixer_activations(mixer, teacher) for mixer, times in passes if mixer is not None)
     layer = _layer_activations(teacher, bytes_per_element)
-    return teacher.num_layers * layer + mixers + 2 * FP32 * teacher.vocab_size
+    return sum(teacher.passes) * layer + mixers + 2 * FP32 * teacher.vocab_size
 
 
 # --- presentation -----------------------------------------------------------------------------------------------------
@@ -306,8 +343,6 @@ def _finetune_activations(teacher: TeacherShape, layers: LayerPlan, bytes_per_el
 def render(plan: Plan) -> Table:
     """The plan as a two-column table for the terminal."""
     converted, kept = len(plan.converted_layers), len(plan.kept_layers)
-    growth = plan.student_cache_bytes_per_token
-    start = plan.break_even_tokens
     table = Table(title=f"{plan.recipe} on {plan.model_type}", show_header=False)
     table.add_row("layers converted", f"{converted} of {converted + kept}")
     if kept:
@@ -318,14 +353,26 @@ def render(plan: Plan) -> Table:
             table.add_row(label, _describe(stage))
     if plan.control_flops:
         table.add_row("trained controls", f"about {plan.control_flops:.2g} FLOPs")
-    table.add_row("teacher's cache", f"{_size(plan.teacher_cache_bytes_per_token)} per token of each sequence")
-    grows = f", and {_size(growth)} per token" if growth else " at any length"
-    table.add_row("student's state", f"{_size(plan.state_bytes)} per sequence{grows}")
-    table.add_row("memory is saved", "at no length" if start is None else f"from {start:,} tokens on")
+    for label, text in _encoder_rows(plan) if plan.bidirectional else _memory_rows(plan):
+        table.add_row(label, text)
     table.add_row("disk", f"about {_size(plan.disk_bytes)}")
     if plan.activation_bytes:
         table.add_row("disk, between blocks", f"about {_size(plan.activation_bytes)}, until transfer is finished")
     return table
+
+
+def _memory_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Of a decoder: what generating takes."""
+    growth, start = plan.student_cache_bytes_per_token, plan.break_even_tokens
+    grows = f", and {_size(growth)} per token" if growth else " at any length"
+    yield "teacher's cache", f"{_size(plan.teacher_cache_bytes_per_token)} per token of each sequence"
+    yield "student's state", f"{_size(plan.state_bytes)} per sequence{grows}"
+    yield "memory is saved", "at no length" if start is None else f"from {start:,} tokens on"
+
+
+def _encoder_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    others = "; layers that stay softmax are as they were" if plan.kept_layers else ""
+    yield "attention", f"time and memory linear in length, no cache{others}"
 
 
 def _stages(plan: Plan) -> tuple[tuple[str, StageCost | None], ...]:

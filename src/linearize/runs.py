@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -13,18 +12,13 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from torch import Tensor
 from transformers import PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.config import Recipe
 from linearize.errors import UserError
 from linearize.hf.checkpoint import load_model, new_model
-from linearize.teacher import TeacherShape
 from linearize.training.checkpoint import full_disk_is_user_error
-from linearize.training.data import Dataset, build_dataset
-from linearize.training.selection import effective_sequence_lengths
-from linearize.training.templates import TokenDocument
+from linearize.training.data import Dataset
 
 
 @dataclass(frozen=True)
@@ -45,44 +39,17 @@ class Run:
         return cls(recipe, model, folder, dtype, device)
 
     def load_teacher(self) -> PreTrainedModel:
-        """The softmax model: with the weights of its folder, or new ones where the recipe starts from scratch."""
+        """The softmax model with its task's head: as it is saved, or new where the recipe starts from scratch."""
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        options["auto_class"] = self.recipe.data.task.auto_class
         if self.recipe.weights == "random":
-            return new_model(self.model, dtype=self.dtype, device=self.device, seed=self.recipe.seed)
-        return load_model(self.model, dtype=self.dtype, device=self.device)
+            return new_model(self.model, seed=self.recipe.seed, **options)
+        return load_model(self.model, **options)
 
     @property
     def controls(self) -> dict[str, Path]:
         """Folders of the trained controls, by the name of their candidate."""
         return {name: self.folder / "controls" / name for name in self.recipe.controls}
-
-
-def load_dataset(
-    recipe: Recipe,
-    tokenizer: Tokenizer,
-    shape: TeacherShape,
-    load_teacher: Callable[[], PreTrainedModel] | None = None,
-) -> Dataset:
-    """The recipe's data, packed.
-
-    Args:
-        load_teacher: gives the model that documents are chosen by; called where `data.top_esl` asks for it.
-
-    Raises:
-        UserError: no dataset named, rows longer than the model's positions, or data that cannot be used.
-    """
-    if recipe.data.dataset is None:
-        raise UserError("data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
-    if recipe.data.sequence_length > shape.max_positions:
-        raise UserError(
-            f"data.sequence_length: expected at most the model's {shape.max_positions} positions, found "
-            f"{recipe.data.sequence_length}; pass --set data.sequence_length={shape.max_positions}"
-        )
-
-    def score(documents: Sequence[TokenDocument]) -> Tensor:
-        assert load_teacher is not None
-        return effective_sequence_lengths(load_teacher(), documents, recipe.data.sequence_length)
-
-    return build_dataset(recipe.data, tokenizer, seed=recipe.seed, score=score if load_teacher else None)
 
 
 def check_output(run: Run) -> None:

@@ -139,24 +139,33 @@ class LoRAConfig(Part):
 class LossConfig(Part):
     """What fine-tuning minimises: a weighted sum, every term a mean over the labels."""
 
-    next_token: float = Field(default=1.0, ge=0, description="cross-entropy of the next token")
-    kl: float = Field(default=0.0, ge=0, description="KL(teacher || student) of the next-token distributions")
+    labels: float = Field(
+        default=1.0,
+        ge=0,
+        description="the task's own loss: cross-entropy of the next token or the class; squared error of a number",
+    )
+    kl: float = Field(default=0.0, ge=0, description="KL(teacher || student) of the distributions of tokens or classes")
     reverse_kl: float = Field(default=0.0, ge=0, description="KL(student || teacher)")
+    output_mse: float = Field(
+        default=0.0,
+        ge=0,
+        description="mean squared error against the teacher's outputs: logits, or hidden states where there is no head",
+    )
     top_k: PositiveInt | None = Field(
         default=None, description="compare the teacher's k likeliest tokens, and all others as one; null: all tokens"
     )
 
     @model_validator(mode="after")
     def _something(self) -> LossConfig:
-        if not self.next_token + self.kl + self.reverse_kl:
-            raise ValueError("every weight is 0; set one of next_token, kl, reverse_kl")
-        if self.top_k is not None and not self.needs_teacher:
+        if not self.labels + self.kl + self.reverse_kl + self.output_mse:
+            raise ValueError("every weight is 0; set one of labels, kl, reverse_kl, output_mse")
+        if self.top_k is not None and not self.kl + self.reverse_kl:
             raise ValueError("top_k is of kl and reverse_kl, whose weights are 0")
         return self
 
     @property
     def needs_teacher(self) -> bool:
-        return self.kl + self.reverse_kl > 0
+        return self.kl + self.reverse_kl + self.output_mse > 0
 
 
 class FinetuneConfig(TrainConfig):

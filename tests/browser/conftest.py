@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from linearize.report import write_report
-from tests.report import sample
+from tests.report import sample, task_sample
 
 
 @dataclass
@@ -26,12 +26,13 @@ class Opened:
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports of one run with everything, and of two."""
+    """Reports of one run with everything, of two, and of one whose task is not language modelling."""
     folder = tmp_path_factory.mktemp("reports")
     runs = [sample.write_run(folder / "alpha"), sample.write_run(folder / "beta", sample.evaluation(1, shift=0.03))]
     return {
         "one": write_report(runs[:1], folder / "one.html"),
         "two": write_report(runs, folder / "two.html"),
+        "task": write_report([task_sample.write_run(folder / "gamma")], folder / "task.html"),
     }
 
 

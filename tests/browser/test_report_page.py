@@ -40,7 +40,7 @@ def eventually(page: Any, expression: str) -> None:
     raise AssertionError(f"never came true: {expression}")
 
 
-@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize("name", ["one", "two", "task"])
 def test_it_opens_without_complaints_and_asks_for_nothing(open_page: Open, name: str) -> None:
     opened = open_page(name)
     opened.page.evaluate(OPEN_ALL)
@@ -50,7 +50,7 @@ def test_it_opens_without_complaints_and_asks_for_nothing(open_page: Open, name:
     assert opened.complaints == [] and opened.requests == []
 
 
-@pytest.mark.parametrize("name, figures, pickers", [("one", 23, 1), ("two", 26, 2)])
+@pytest.mark.parametrize("name, figures, pickers", [("one", 23, 1), ("two", 26, 2), ("task", 14, 1)])
 def test_every_figure_is_drawn(open_page: Open, name: str, figures: int, pickers: int) -> None:
     page = open_page(name).page
     assert page.locator("figure svg").count() == figures
@@ -119,8 +119,10 @@ def test_heads_are_chosen_by_arrow_keys(open_page: Open) -> None:
     assert shown() == [False, True, False]
 
 
-def test_the_pointer_reads_a_map(open_page: Open) -> None:
-    page = open_page().page
+# An encoder's queries look at later keys too.
+@pytest.mark.parametrize("name, query, key", [("one", 3, 1), ("task", 3, 1), ("task", 1, 3)])
+def test_the_pointer_reads_a_map(open_page: Open, name: str, query: int, key: int) -> None:
+    page = open_page(name).page
     svg = page.locator("[role=tabpanel] svg").first
     svg.scroll_into_view_if_needed()
     box = svg.bounding_box()
@@ -128,14 +130,15 @@ def test_the_pointer_reads_a_map(open_page: Open) -> None:
     for side in (0, 1):
         left, top = data["corners"][side]
         scale = box["width"] / svg.evaluate("svg => svg.viewBox.baseVal.width")
-        x, y = left + 1.5 * data["cell"], top + 3.5 * data["cell"]
+        x, y = left + (key + 0.5) * data["cell"], top + (query + 0.5) * data["cell"]
         page.mouse.move(box["x"] + x * scale, box["y"] + y * scale)
-        weights = [f"{grid[3][1]:.4f}" for grid in data["weights"]]
+        weights = [f"{grid[query][key]:.4f}" for grid in data["weights"]]
         said = page.locator(".readout").first.inner_text()
-        assert said == f"query 3 values, key 1 mean: teacher {weights[0]}, student {weights[1]}"
+        places = f"query {query} {data['tokens'][query]}, key {key} {data['tokens'][key]}"
+        assert said == f"{places}: teacher {weights[0]}, student {weights[1]}"
 
 
-@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize("name", ["one", "two", "task"])
 @pytest.mark.parametrize("width", [320, 400, 768, 1150, 1600])
 def test_the_page_never_scrolls_sideways(open_page: Open, name: str, width: int) -> None:
     page = open_page(name, width=width).page

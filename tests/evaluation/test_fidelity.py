@@ -26,7 +26,8 @@ from linearize.evaluation.fidelity import (
     singular_value_distance,
     worst_heads,
 )
-from linearize.evaluation.weights import Visit, sample_rows, visit_layers, weight_blocks
+from linearize.evaluation.samples import sample_rows
+from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers
 from linearize.training.data import PackedRows
 from tests import tiny

@@ -24,7 +24,8 @@ from linearize.evaluation.path_usage import (
     without_window,
 )
 from linearize.evaluation.perplexity import Interval, paired_difference, token_losses
-from linearize.evaluation.weights import Visit, sample_rows, visit_layers, weight_blocks
+from linearize.evaluation.samples import sample_rows
+from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers
 from linearize.hf.convert import convert_layers
 from linearize.parts import Add, NoSpan

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,10 @@ import linearize
 from linearize.config import EvaluationConfig
 from linearize.evaluation import report_card
 from linearize.evaluation.candidates import LABELS, Candidate
+from linearize.evaluation.perplexity import Interval
 from linearize.evaluation.report_card import ReportCard, measure, memory_in_words
 from linearize.evaluation.speed import Speed, Spread
+from linearize.evaluation.task_report import Scored, TaskReport
 from tests import tiny
 from tests.evaluation.fakes import Fake, FakeRows
 from tests.training.byte_tokenizer import byte_tokenizer
@@ -237,6 +240,24 @@ def test_the_terminal_shows_the_same(real_card: ReportCard) -> None:
     speed = real_card.speed[0]
     for text in (f"{mean.mean:.3f} [{mean.low:.2f}, {mean.high:.2f}]", f"{speed.cache_bytes:,}", *real_card.lines()):
         assert text in shown
+
+
+def test_a_task_stands_before_the_losses(real_card: ReportCard) -> None:
+    rouge = Interval(0.31, 0.29, 0.33)
+    lines = [Scored("student", "student", "its note", {"rouge1": rouge}, None)]
+    task = TaskReport("summarization", ("rouge1",), 40, lines, [], {}, {"auto_class": "AutoModelForCausalLM"})
+    found = replace(real_card, task=task)
+    plain = found.to_json()
+    assert plain["task"] == task.to_json() and plain["task"]["auto_class"] == "AutoModelForCausalLM"
+    assert real_card.to_json()["task"] is None
+    said = "ROUGE-1: the student has 0.310 [0.290, 0.330] on 40 held-out examples."
+    assert found.lines() == [said, *real_card.lines()]
+    caption, table, rest = found.to_markdown().split("\n\n", 2)
+    assert caption.startswith("Summarization, 40 examples") and table.endswith("| - | its note |")
+    assert rest.split("\n\n")[:2] == real_card.to_markdown().split("\n\n")[:2]
+    console = Console(width=250, file=StringIO())
+    console.print(found.render())
+    assert "Summarization, 40 examples" in console.file.getvalue() and "0.310 [0.290, 0.330]" in console.file.getvalue()
 
 
 def test_every_candidate_has_a_label() -> None:

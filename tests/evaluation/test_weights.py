@@ -14,8 +14,10 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 import linearize
 from linearize.config import Recipe
 from linearize.errors import UserError
-from linearize.evaluation import weights
-from linearize.evaluation.weights import Maps, Visit, WeightBlock, sample_rows, visit_layers, weight_blocks
+from linearize.evaluation import attention_maps, weights
+from linearize.evaluation.attention_maps import Maps
+from linearize.evaluation.samples import sample_rows
+from linearize.evaluation.weights import Visit, WeightBlock, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, softmax_attention
 from linearize.training.data import PackedRows
 from tests import tiny
@@ -276,12 +278,12 @@ def test_sampled_rows_are_as_many_as_asked_for() -> None:
 
 @pytest.mark.parametrize(("cells", "windows", "shown"), [(64, 4, 13), (4, 4, 13), (6, 2, 10)])
 def test_maps_are_the_weights_by_cells(monkeypatch: pytest.MonkeyPatch, cells: int, windows: int, shown: int) -> None:
-    monkeypatch.setattr(weights, "CELLS", cells)
-    monkeypatch.setattr(weights, "MAP_WINDOWS", windows)
+    monkeypatch.setattr(attention_maps, "CELLS", cells)
+    monkeypatch.setattr(attention_maps, "MAP_WINDOWS", windows)
     rows = tiny.packed([[8, 7], [2, 13]])
     student = recipe_student("lolcats", small_teacher())
     (visit,) = visits(student, rows)
-    maps = Maps(sample_rows(rows, 10**6, 0), student)
+    maps = Maps(sample_rows(rows, 10**6, 0), student, LENGTH)
     for block in weight_blocks(visit):
         maps.add(0, block)
     errors = {(0, 0): 0.5, (0, 1): 0.1, (0, 2): 0.3, (0, 3): 0.2}

@@ -8,7 +8,7 @@ from itertools import chain, combinations
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import ElectraConfig, ElectraModel, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import linearize
 from linearize.hf.attention import linearized_layers, observed, softmax_output
@@ -116,8 +116,8 @@ def test_projections_are_found_by_role() -> None:
     assert names("gpt2", "o") == ["c_proj"]
 
 
-def _bert() -> PreTrainedModel:
-    return BertModel(BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+def _electra() -> PreTrainedModel:
+    return ElectraModel(ElectraConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
 
 
 def _gpt2_with_cross_attention() -> PreTrainedModel:
@@ -127,7 +127,7 @@ def _gpt2_with_cross_attention() -> PreTrainedModel:
 @pytest.mark.parametrize(
     "make, message",
     [
-        (_bert, "model_type: expected one of llama, .*found 'bert'"),
+        (_electra, "model_type: expected one of llama, .*found 'electra'"),
         (_gpt2_with_cross_attention, "expected a decoder alone, found one with cross-attention"),
         (lambda: make_teacher("llama", "ForQuestionAnswering"), "found LlamaForQuestionAnswering"),
         (lambda: student_of(CASES[1]), "found 'linearized_llama', which is linearized already"),

@@ -13,11 +13,10 @@ from transformers import DynamicCache, PreTrainedModel
 import linearize
 from linearize.hf import attention
 from linearize.hf.attention import linearized_layers, observed, replaced_mixers, softmax_output
-from linearize.hf.classes import ARCHITECTURES
 from linearize.mixers import AttnInputs, MixerState
 from linearize.ops import Layout
 from tests.hf import checks
-from tests.hf.models import Case, make_student, make_teacher, random_tokens, student_of, teacher_of
+from tests.hf.models import ARCHITECTURES, Case, make_student, make_teacher, random_tokens, student_of, teacher_of
 
 WITH_ROPE = [name for name in ARCHITECTURES if name != "gpt2"]
 every = pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +16,18 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from linearize.hf.architectures import ARCHITECTURES as ALL
 from linearize.hf.attention import IMPLEMENTATION, LAYOUT, linearized_attention, linearized_layers
 from linearize.hf.cache import LinearizedCacheLayer
 from linearize.hf.classes import (
-    ARCHITECTURES,
     ATTENTION_CLASSES,
     CONFIG_CLASSES,
-    HEADS,
     MODEL_CLASSES,
     LinearizedModel,
 )
 from tests.hf.checks import left_padding
-from tests.hf.models import CASES, Case, make_student, make_teacher, random_tokens, student_of
+from tests.hf.encoders import ENCODERS, make_encoder
+from tests.hf.models import ARCHITECTURES, CASES, Case, make_student, make_teacher, random_tokens, student_of
 
 SLIDING, MIXED = CASES[1], CASES[5]
 
@@ -34,7 +35,7 @@ SLIDING, MIXED = CASES[1], CASES[5]
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_attention_classes(architecture: str) -> None:
     """Their class can be swapped, and they find the function, the cache and their place where we look for them."""
-    base, linearized = ARCHITECTURES[architecture].attention, ATTENTION_CLASSES[architecture]
+    base, linearized = ALL[architecture].attention, ATTENTION_CLASSES[architecture]
     module = next(m for m in make_teacher(architecture).modules() if isinstance(m, base))
     module.__class__ = linearized
     assert linearized.__mro__[2] is base
@@ -43,14 +44,26 @@ def test_attention_classes(architecture: str) -> None:
     assert "past_key_values" in parameters
     assert parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
     assert callable(sys.modules[base.__module__].eager_attention_forward)
-    assert set(ARCHITECTURES[architecture].projections) <= set(dict(module.named_children()))
+    assert set(ALL[architecture].projections) <= set(dict(module.named_children()))
+    assert linearized.arguments[0] == "hidden_states"
+
+
+@pytest.mark.parametrize("architecture", ENCODERS)
+def test_attention_classes_of_encoders(architecture: str) -> None:
+    """Likewise; a keyword argument of the layer reaches the function, and none of them is causal."""
+    base, linearized = ALL[architecture].attention, ATTENTION_CLASSES[architecture]
+    module: Any = next(m for m in make_encoder(architecture).modules() if isinstance(m, base))
+    assert linearized.__mro__[2] is base and linearized.bidirectional
+    assert module.is_causal is False
+    assert inspect.signature(base.forward).parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
+    assert callable(sys.modules[base.__module__].eager_attention_forward)
     assert linearized.arguments[0] == "hidden_states"
 
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "gpt2"])
 def test_rope(architecture: str) -> None:
     """It is one function of the attention class's module, and angles of zero change no bit."""
-    base = ARCHITECTURES[architecture].attention
+    base = ALL[architecture].attention
     assert "position_embeddings" in inspect.signature(base.forward).parameters
     rotate = sys.modules[base.__module__].apply_rotary_pos_emb
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
@@ -172,7 +185,8 @@ def test_missing_weights_are_initialised_by_a_method_of_the_model(
 
 
 def test_auto_classes_know_our_classes() -> None:
-    for architecture in ARCHITECTURES:
-        assert set(MODEL_CLASSES[f"linearized_{architecture}"]) == set(HEADS)
+    assert ARCHITECTURES.keys() | ENCODERS.keys() == ALL.keys()
+    for architecture in ALL:
+        assert set(MODEL_CLASSES[f"linearized_{architecture}"]) == set(ALL[architecture].heads)
         for auto, model_class in MODEL_CLASSES[f"linearized_{architecture}"].items():
             assert getattr(transformers, auto)._model_mapping[CONFIG_CLASSES[architecture]] is model_class

@@ -102,6 +102,18 @@ def test_a_map_says_how_much_weight_lies_elsewhere(read: Read) -> None:
     assert choice.under_pointer["weights"] == [[[1.0], [0.5, 0.5]], [[1.0], [0.1, 0.9]]]
 
 
+def test_a_map_of_an_encoder_has_both_sides_of_the_diagonal(read: Read) -> None:
+    found = sample.evaluation()["fidelity"]
+    grid = {"teacher": [[0.0, 1.0], [0.5, 0.5]], "student": [[0.25, 0.75], [0.5, 0.5]]}
+    chosen = {"layer": 0, "head": 0, "why": "best", "tokens": ["a", "b"], **grid}
+    picker = attention.maps([read(fidelity=found | {"maps": [chosen]})]).blocks[0]
+    assert isinstance(picker, Picker)
+    choice = picker.choices[0]
+    assert rows(choice.figure)[0] == ["0 a", "1 b (1.00), 0 a (0.00)", "1 b (0.75), 0 a (0.25)", "25\u202f%"]
+    assert choice.under_pointer["weights"][1] == [[0.25, 0.75], [0.5, 0.5]]
+    assert [choice.figure.svg.count(f">{x}</text>") for x in ("0.75", "1.00", "0.50")] == [1, 1, 4]
+
+
 def test_shares_by_distance_are_weighted_by_mass(read: Read) -> None:
     by_distance = {"mass": [[0.9, 0.1], [0.5, 0.5]], "linear": [[0.0, 1.0], [0.0, 0.4]]}
     layer = {"layer": 0, "linear_share": [0.1, 0.2], "by_distance": by_distance}

@@ -113,12 +113,13 @@ def test_scales_fit_their_numbers() -> None:
     assert Scale.weights("weight", [0.0, 1.0]).edges[6] == pytest.approx(0.25)
 
 
-def test_a_causal_map_has_no_cells_of_the_future() -> None:
-    grid = [[1.0, 0.0], [0.4, 0.6]]
-    panels = [Panel(name, grid, ["a", "b"], ["a", "b"], causal=True) for name in ("teacher", "student")]
+@pytest.mark.parametrize("grid", [[[1.0], [0.4, 0.6]], [[0.8, 0.2], [0.4, 0.6]]])
+def test_a_map_has_the_cells_that_its_rows_have(grid: list[list[float]]) -> None:
+    panels = [Panel(name, grid, ["a", "b"], ["a", "b"], square=True) for name in ("teacher", "student")]
     drawing = str(heatmaps("a", "b", panels, Scale.weights("w", [1.0]), row_title="query", column_title="key"))
     texts = re.findall(r">([01]\.\d\d)</text>", drawing)
-    assert sorted(texts) == sorted(["1.00", "0.40", "0.60"] * 2 + ["0.25"])  # the last is the legend's
+    cells = [f"{x:.2f}" for row in grid for x in row]
+    assert sorted(texts) == sorted(cells * 2 + ["0.25"])  # the last is the legend's
 
 
 def test_a_title_that_would_run_into_the_next_panel_is_cut_from_the_front() -> None:

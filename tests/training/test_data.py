@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from linearize.config import DataConfig
 from linearize.errors import UserError
 from linearize.training.data import Dataset, PackedRows, build_dataset, dataset_from_documents, pack
+from linearize.training.rows import Rows
 from linearize.training.templates import TokenDocument
 from tests.training.byte_tokenizer import CHATML, byte_tokenizer
 
@@ -106,8 +107,8 @@ def test_rows_and_batch():
     assert picked.input_ids.tolist() == [[9, 10, 11], [0, 1, 2]]
     assert picked.labels.tolist() == [[-100, 10, 11], [-100, 1, 2]]
     assert rows.rows(torch.tensor([1])).position_ids.tolist() == [[0, 1, 2]]
-    assert set(picked.batch()) == {"input_ids", "position_ids", "labels"}
-    assert torch.equal(picked.batch()["labels"], picked.labels)
+    assert set(picked.inputs()) == {"input_ids", "position_ids", "use_cache"} and isinstance(picked, Rows)
+    assert len(list(picked.tensors())) == 3
 
 
 # --- plain text -------------------------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def test_held_out_losses_are_without_dropout() -> None:
 def test_the_teachers_outputs_are_learned(tmp_path: Path) -> None:
     teacher = tiny.llama()
     student = linearize.convert(teacher, tiny.recipe())
-    loss = LossConfig(next_token=0, kl=1)
+    loss = LossConfig(labels=0, kl=1)
     chosen = config(lora=None, all_weights=True, lr=1e-3, loss=loss)
     result = finetune(student, TRAIN, VALIDATION, chosen, output_dir=tmp_path, teacher=teacher)
     assert 0 < result.best_loss["model"] < 0.8 * result.initial_loss["model"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from linearize import measuring, pipeline, runs
+from linearize import datasets, measuring, pipeline
 from linearize.errors import UserError
 from linearize.runs import Run
 from linearize.training.data import Dataset
@@ -166,18 +166,18 @@ def rows_of(dataset: Dataset) -> list[list[int]]:
 
 def test_the_longest_are_chosen(texts: Path, tmp_path: Path) -> None:
     run = run_of(texts, tmp_path / "run")
-    everything = runs.load_dataset(*tiny.data_arguments(run), lambda: pytest.fail("loaded a teacher for nothing"))
+    everything = datasets.load_dataset(*tiny.data_arguments(run), lambda: pytest.fail("loaded a teacher for nothing"))
     assert everything.train.input_ids.shape == (32, 64)
     teacher = eager(tiny.llama())
     ranked = sorted(
         everything.train.input_ids, key=lambda ids: explicit(teacher, TokenDocument(ids, ids), 64), reverse=True
     )
     best = run_of(texts, tmp_path / "run", data__top_esl=6)
-    chosen = runs.load_dataset(*tiny.data_arguments(best), best.load_teacher)
+    chosen = datasets.load_dataset(*tiny.data_arguments(best), best.load_teacher)
     assert rows_of(chosen) == sorted(ids.tolist() for ids in ranked[:6])
     assert torch.equal(chosen.validation.input_ids, everything.validation.input_ids)
     with pytest.raises(UserError, match=r"data\.top_esl: expected a teacher"):
-        runs.load_dataset(*tiny.data_arguments(best))
+        datasets.load_dataset(*tiny.data_arguments(best))
 
 
 def test_a_run_resumes_and_is_evaluated_on_the_same_data(texts: Path, tmp_path: Path) -> None:

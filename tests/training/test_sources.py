@@ -98,7 +98,8 @@ def test_home_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name, content, pattern",
     [
-        ("rows.csv", b"a,b", "data.dataset: expected a file that ends in .txt, .*parquet, found .*rows.csv"),
+        ("rows.xls", b"a,b", "data.dataset: expected a file that ends in .txt, .*parquet, .*found .*rows.xls"),
+        ("rows.csv", b"a,b\n1\n", "rows.csv line 2: expected 2 columns \\(a, b\\), found 1"),
         ("rows", b"a,b", "data.dataset: expected a file that ends in"),
         ("bad.json", b'[{"a": 1},\n {"a": }]', "bad.json line 2: not valid JSON: Expecting value"),
         ("lines.json", b'{"a": 1}\n{"a": 2}\n', "lines.json line 2: not valid JSON: Extra data; .*must end in .jsonl"),

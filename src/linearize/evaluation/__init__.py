@@ -1,4 +1,4 @@
 """What a student is worth beside its teacher: loss per token, recall beyond the window, speed and memory.
 
-Works on any Hugging Face causal LM, and reports every mean with a 95 % bootstrap interval.
+Where its task is another than language modelling, the scores at that. Every mean comes with a 95 % bootstrap interval.
 """

@@ -22,6 +22,7 @@ from linearize.evaluation.harness import Tasks, evaluate_tasks
 from linearize.evaluation.path_usage import PathUsage, measure_path_usage
 from linearize.evaluation.perplexity import Rows, SomeRows
 from linearize.evaluation.retrieval import Answers, Retrieval, answer, retrieval_result, retrieval_tests
+from linearize.hf.attention import linearized_layers
 
 RECALLING = ("teacher", "student", "window")  # the floor is the teacher within its window
 SHOWN = 4  # generations kept as text
@@ -35,7 +36,7 @@ class Examination:
     agreement: Agreement | None
     generations: Generations | None
     fidelity: Fidelity
-    path_usage: PathUsage
+    path_usage: PathUsage | None
     retrieval: list[Retrieval]
     tasks: Tasks | None
     not_measured: dict[str, str]
@@ -64,7 +65,8 @@ class Examination:
                 f"Left to themselves, both write the same for {prefix.mean:.1f} [{prefix.low:.1f}, {prefix.high:.1f}] "
                 f"of {self.generations.new_tokens} tokens before the first difference."
             )
-        lines.append(self.path_usage.words)
+        if self.path_usage is not None:
+            lines.append(self.path_usage.words)
         lines += [f"Recall, {test.name.replace('_', ' ')}: {test.verdict}." for test in self.retrieval]
         lines += [outlier.words for outlier in self.fidelity.worst]
         return lines
@@ -90,14 +92,17 @@ def examine(
     rows = SomeRows.spread(rows, config.examined_tokens)
     opened = {candidate.name: candidate for candidate in candidates}
     samples: dict[str, Any] = {"samples": config.bootstrap_samples, "seed": seed}
-    agreement = generations = tasks = None
+    agreement = generations = tasks = path_usage = None
     missing: dict[str, str] = {}
     if "teacher" not in opened:
         missing |= {"agreement": "no teacher at hand", "generations": "no teacher at hand"}
     with opened["student"].open() as student:
         sampled: dict[str, Any] = {"max_tokens": config.fidelity_tokens, "batch_size": BATCH_SIZE, "seed": seed}
         fidelity = measure_fidelity(student, rows, tokenizer, **sampled)
-        path_usage = measure_path_usage(student, rows, **sampled | samples)
+        if all(layer.mixer.causal for layer in linearized_layers(student).values()):
+            path_usage = measure_path_usage(student, rows, **sampled | samples)
+        else:
+            missing["path_usage"] = "an encoder has no window beside its linear part"
         if "teacher" in opened:
             with opened["teacher"].open() as teacher:
                 agreement = logit_agreement(

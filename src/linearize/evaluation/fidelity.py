@@ -21,18 +21,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from linearize.evaluation.perplexity import Rows
-from linearize.evaluation.weights import (
-    AttentionMap,
-    Maps,
-    Visit,
-    WeightBlock,
-    never_negative,
-    sample_rows,
-    visit_layers,
-    weight_blocks,
-)
-from linearize.mixers import AttnInputs, LinearMixer
+from linearize.evaluation.attention_maps import AttentionMap, Maps
+from linearize.evaluation.samples import Sampled, sample_rows
+from linearize.evaluation.weights import Visit, WeightBlock, never_negative, visit_layers, weight_blocks
+from linearize.mixers import AttnInputs, Mixer
 from linearize.mixers.combine import MixCombine, SharedDenominatorCombine
 
 LEAST_WEIGHT = (
@@ -79,7 +71,7 @@ class LayerFidelity:
         monotonicity: Spearman's rank correlation of a query's weights with its q.k (Hedgehog sec. 3: 1 where more q.k
             always means more weight), over the keys it sees; 0 where all weights are equal, and keys whose softmax
             weight is below e^-60 of the greatest count alike; mean over every sixteenth query that sees two keys.
-        esl: effective sequence length, sum_j (i - j) w_ij in tokens (LoLCATs eq. 9).
+        esl: effective sequence length, sum_j (i - j) w_ij in tokens (LoLCATs eq. 9); |i - j| in an encoder.
         gates: of the factors by which the linear state is multiplied at each step, per head of the state.
         mix: of what weighs the window, one number per query head: g of a shared denominator, s of a mix.
     """
@@ -123,7 +115,7 @@ class Fidelity:
 
 def measure_fidelity(
     student: PreTrainedModel,
-    rows: Rows,
+    rows: Sampled,
     tokenizer: Tokenizer | None,
     *,
     max_tokens: int,
@@ -142,9 +134,11 @@ def measure_fidelity(
     """
     sample = sample_rows(rows, max_tokens, seed)
     layers: dict[int, _LayerSums] = {}
-    maps = Maps(sample, student)
+    maps: Maps | None = None
 
     def visit(at: Visit) -> None:
+        nonlocal maps
+        maps = Maps(sample, student, at.inputs.q.shape[2]) if maps is None else maps
         found = layers.setdefault(at.index, _LayerSums(at.module.mixer))
         found.add_outputs(at)
         for block in weight_blocks(at):
@@ -152,6 +146,7 @@ def measure_fidelity(
             maps.add(at.index, block)
 
     visit_layers(student, sample, visit, batch_size=batch_size, title="fidelity")
+    assert maps is not None
     measured = [sums.finish(index) for index, sums in sorted(layers.items())]
     errors = {(x.layer, head): error for x in measured for head, error in enumerate(x.output_relative)}
     return Fidelity(sample.tokens, measured, maps.chosen(errors, tokenizer), worst_heads(errors))
@@ -160,7 +155,7 @@ def measure_fidelity(
 class _LayerSums:
     """What one layer's measures are made of, summed over batches and blocks."""
 
-    def __init__(self, mixer: LinearMixer) -> None:
+    def __init__(self, mixer: Mixer) -> None:
         self.mixer, self.distribution = mixer, never_negative(mixer.config)
         self.sums: dict[str, Any] = defaultdict(float)
         self.counts: dict[str, int] = defaultdict(int)
@@ -173,6 +168,9 @@ class _LayerSums:
 
     def add_outputs(self, at: Visit) -> None:
         y, target = at.module.mixer(at.inputs, at.layout).double(), at.target.double()
+        if at.layout is not None:  # without padding
+            valid = (at.layout.query_position >= 0).expand(len(y), -1)
+            y, target = (x.transpose(1, 2)[valid].transpose(0, 1)[None] for x in (y, target))
         if bad := int((~y.isfinite()).any(-1).sum()):
             raise FloatingPointError(f"fidelity: layer {at.index}: {bad} outputs of heads are not finite numbers")
         self.add("output_mse", (y - target).square().mean(-1).transpose(0, 1).flatten(1))
@@ -292,7 +290,7 @@ def _counts(x: Tensor) -> Int[Tensor, " bins"]:
     return torch.histc(x.float(), BINS, 0, 1).long().cpu()
 
 
-def gate_counts(mixer: LinearMixer, inputs: AttnInputs) -> Int[Tensor, "Hs bins"] | None:
+def gate_counts(mixer: Mixer, inputs: AttnInputs) -> Int[Tensor, "Hs bins"] | None:
     """How often the factors of the state, on either axis, lie in each bin; None where nothing decays."""
     if mixer.gate is None:
         return None
@@ -302,7 +300,7 @@ def gate_counts(mixer: LinearMixer, inputs: AttnInputs) -> Int[Tensor, "Hs bins"
     return torch.stack([torch.stack([_counts(x[:, h].exp()) for x in steps]).sum(0) for h in heads])
 
 
-def mix_histogram(mixer: LinearMixer) -> Histogram | None:
+def mix_histogram(mixer: Mixer) -> Histogram | None:
     """What weighs the window in each query head, where it is learned and there is a window."""
     combine = mixer.combine
     if isinstance(combine, SharedDenominatorCombine) and mixer.config.span.slots:

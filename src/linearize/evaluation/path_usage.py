@@ -17,9 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linearize.errors import UserError
 from linearize.evaluation.controls import DEFAULT_WINDOW, without_linear_part
-from linearize.evaluation.perplexity import Interval, Rows, paired_difference, token_losses
-from linearize.evaluation.weights import Visit, sample_rows, visit_layers, weight_blocks
+from linearize.evaluation.perplexity import Interval, Rows, SomeRows, paired_difference, token_losses
+from linearize.evaluation.samples import sample_rows
+from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, replaced_mixers
 from linearize.mixers import LinearMixer
 from linearize.mixers.combine import AddCombine, MixCombine
@@ -79,10 +81,12 @@ def measure_path_usage(
         seed: draws the rows and the bootstrap's `samples`.
 
     Raises:
-        UserError: a model without converted layers, or fewer than two rows with predicted tokens.
+        UserError: a model without converted layers, an encoder, or fewer than two rows with predicted tokens.
     """
-    sample = sample_rows(rows, max_tokens, seed)
-    edges = distance_edges(sample.position_ids.shape[1])
+    if not all(layer.mixer.causal for layer in linearized_layers(student).values()):
+        raise UserError(f"model: expected a decoder, found {type(student).__name__}, whose mixers have no window")
+    sample = sample_rows(SomeRows(rows.input_ids, rows.position_ids, rows.labels), max_tokens, seed)
+    edges = distance_edges(sample.input_ids.shape[1])
     layers: dict[int, _Masses] = {}
 
     def visit(at: Visit) -> None:

@@ -52,6 +52,21 @@ class SomeRows:
         index = torch.linspace(0, number - 1, count).round().long()
         return cls(rows.input_ids[index], rows.position_ids[index], rows.labels[index])
 
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.numel()
+
+    def rows(self, indices: Tensor | Sequence[int] | slice) -> SomeRows:
+        """These rows, in this order."""
+        return SomeRows(self.input_ids[indices], self.position_ids[indices], self.labels[indices])
+
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of a model without a head."""
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids}
+
 
 @dataclass(frozen=True)
 class TokenLosses:

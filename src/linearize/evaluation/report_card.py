@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -29,6 +28,8 @@ from linearize.evaluation.recall import (
     ordinary_tokens,
 )
 from linearize.evaluation.speed import Crossover, Speed, break_even, generation_speed
+from linearize.evaluation.tables import markdown_table, terminal_table
+from linearize.evaluation.task_report import TaskReport
 from linearize.evaluation.words import in_words, interval_text
 
 NEW_TOKENS = 16
@@ -59,7 +60,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ReportCard:
-    """Everything measured about a student."""
+    """Everything measured about a student; `task` where its text is to be good for more than its likelihood."""
 
     window_size: int
     measured: list[Measured]
@@ -71,6 +72,7 @@ class ReportCard:
     speed: list[Speed]
     crossover: Crossover | None = None
     examination: Examination | None = None
+    task: TaskReport | None = None
     missing: list[str] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
 
@@ -78,11 +80,13 @@ class ReportCard:
         """Plain data; what the examination found stands beside the rest."""
         data = asdict(self)
         del data["examination"]
+        data["task"] = None if self.task is None else self.task.to_json()
         return data | ({} if self.examination is None else self.examination.to_json())
 
     def lines(self) -> list[str]:
         """The findings, a sentence each."""
-        lines = [comparison.words for comparison in self.comparisons]
+        lines = [] if self.task is None else self.task.lines()
+        lines += [comparison.words for comparison in self.comparisons]
         if self.far_context is not None:
             lines.append(f"Context beyond the window of {self.window_size} tokens: {self.far_context.words}.")
         if self.copying is not None:
@@ -101,26 +105,24 @@ class ReportCard:
 
     def render(self) -> Group:
         """The table and the findings, for a terminal."""
-        table = Table(
-            title="Held-out loss, nats per token, with 95 % intervals (lower is better)", title_justify="left"
-        )
-        for name in self._header()[:-1]:
-            table.add_column(name)
-        for line in self._cells():
-            table.add_row(*map(Text, line[:-1]))
-        costs = Table(title="Generation, batch of one: medians, with least and greatest", title_justify="left")
-        for name in SPEED_HEADER:
-            costs.add_column(name)
-        for line in map(_speed_cells, self.speed):
-            costs.add_row(*map(Text, line))
-        tables = [table, costs] if self.speed else [table]
+        title = "Held-out loss, nats per token, with 95 % intervals (lower is better)"
+        tables = [terminal_table(title, self._header()[:-1], [line[:-1] for line in self._cells()])]
+        if self.speed:
+            title = "Generation, batch of one: medians, with least and greatest"
+            tables.append(terminal_table(title, SPEED_HEADER, list(map(_speed_cells, self.speed))))
+        if self.task is not None:
+            rows = [line[:-1] for line in self.task.cells()]
+            tables.insert(0, terminal_table(self.task.caption(), self.task.header()[:-1], rows))
         return Group(*tables, *(Text(f"- {line}") for line in self.lines()))
 
     def to_markdown(self) -> str:
         """The same as Markdown."""
         findings = "".join(f"- {line}\n" for line in self.lines())
-        costs = _markdown(SPEED_HEADER, [_speed_cells(speed) for speed in self.speed]) if self.speed else ""
-        return "\n".join(filter(None, [_markdown(self._header(), self._cells()), costs, findings]))
+        costs = markdown_table(SPEED_HEADER, [_speed_cells(speed) for speed in self.speed]) if self.speed else ""
+        task = ""
+        if self.task is not None:
+            task = f"{self.task.caption()}\n\n{markdown_table(self.task.header(), self.task.cells())}"
+        return "\n".join(filter(None, [task, markdown_table(self._header(), self._cells()), costs, findings]))
 
     def _header(self) -> list[str]:
         return ["model", "loss", f"beyond {self.window_size} tokens", "1st, 2nd copy", "what it is"]
@@ -146,10 +148,6 @@ def memory_in_words(speed: Sequence[Speed]) -> str:
         return f"{words}, never less than the teacher."
     length = break_even(constant["student"] - constant["teacher"], saved)
     return f"{words}, however long the text: less than the teacher from {length:,} tokens on."
-
-
-def _markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    return "".join("| " + " | ".join(line) + " |\n" for line in [header, ["---"] * len(header), *cells])
 
 
 def _speed_cells(speed: Speed) -> list[str]:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from linearize.errors import UserError
 from linearize.hf.cache import cache_layer
-from linearize.mixers import AttnInputs, LinearMixer
+from linearize.mixers import AttnInputs, Mixer
 from linearize.ops import Layout
 
 IMPLEMENTATION = "linearize"
@@ -30,7 +31,7 @@ CALL = "linearize_call"  # keyword that carries a layer's call to the attention 
 # Keyword arguments that reach the attention function and change nothing for it.
 IGNORED = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch"}
-    | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "sliding_window"}
+    | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "sliding_window", "deterministic"}
 )
 
 
@@ -54,7 +55,8 @@ Observer = Callable[[nn.Module, AttnInputs, Layout | None], Tensor]
 class LinearizedAttention:
     """Mixed into a model's own attention class; `mixer` is its child module."""
 
-    mixer: LinearMixer
+    mixer: Mixer
+    bidirectional = False  # an encoder's: every token sees those behind it too
     softmax_implementation: str
     observer: Observer | None = None
     arguments: tuple[str, ...]  # names of the parent's forward's arguments, in order
@@ -100,9 +102,12 @@ def linearized_attention(
     """
     call = kwargs.pop(CALL)
     unknown = [name for name, value in kwargs.items() if name not in IGNORED and value is not None]
-    if unknown or is_causal is False:
+    if is_causal is not None and is_causal == module.bidirectional:
+        unknown.append(f"is_causal={is_causal}")
+    if unknown:
+        kind = "bidirectional" if module.bidirectional else "causal"
         raise ValueError(
-            f"{type(module).__name__}: expected causal attention without {', '.join(unknown) or 'is_causal=False'}; "
+            f"{type(module).__name__}: expected {kind} attention without {', '.join(unknown)}; "
             "a linearized layer cannot honour it"
         )
     unrotated = None
@@ -115,6 +120,11 @@ def linearized_attention(
         y = module.observer(module, inputs, call.layout)
     elif call.cache is None:
         y = module.mixer(inputs, call.layout)
+    elif module.bidirectional:
+        raise UserError(
+            f"past_key_values: expected none, because an encoder reads all of its tokens at once; "
+            f"found {type(call.cache).__name__}"
+        )
     else:
         layer = cache_layer(call.cache, module.layer_idx)
         y, state = module.mixer.step(inputs, layer.state, call.layout)
@@ -130,7 +140,7 @@ def _teacher_module(module: Any) -> Any:
     return sys.modules[type(module).__mro__[2].__module__]
 
 
-def attach(module: Any, mixer: LinearMixer, linearized_class: type, config: Any) -> None:
+def attach(module: Any, mixer: Mixer, linearized_class: type, config: Any) -> None:
     """Turn one attention module into its linearized class, in place."""
     module.mixer = mixer
     module.softmax_implementation = config._attn_implementation
@@ -188,7 +198,7 @@ def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_mixers(model: nn.Module, make: Callable[[LinearMixer], LinearMixer]) -> Iterator[None]:
+def replaced_mixers(model: nn.Module, make: Callable[[Any], Mixer]) -> Iterator[None]:
     """Within, every converted layer uses `make(its mixer)`: the controls share all other weights."""
     layers = list(linearized_layers(model).values())
     saved = [layer.mixer for layer in layers]
@@ -202,9 +212,12 @@ def replaced_mixers(model: nn.Module, make: Callable[[LinearMixer], LinearMixer]
 
 
 def softmax_output(module: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
-    """What the layer's original attention gives for `inputs`, [B, H, T, D]; each document by itself, no T x T mask."""
+    """What the layer's original attention gives for `inputs`, [B, H, T, D], 0 for padding.
+
+    Each document by itself, no T x T mask.
+    """
     if layout is None:
-        return _causal_softmax(module, inputs)
+        return _softmax(module, inputs)
     y = torch.zeros_like(inputs.q)
     position, document = layout.key_position, layout.key_document
     for row in range(len(y)):
@@ -213,31 +226,43 @@ def softmax_output(module: Any, inputs: AttnInputs, layout: Layout | None) -> Te
         for slots in valid.split(lengths.tolist()):
             q, k, v = (x[row : row + 1].index_select(2, slots) for x in (inputs.q, inputs.k, inputs.v))
             part = AttnInputs(q, k, v, inputs.scaling, inputs.softcap)
-            y[row : row + 1, :, slots] = _causal_softmax(module, part)
+            y[row : row + 1, :, slots] = _softmax(module, part)
     return y
 
 
 def sliding_window(module: Any) -> int | None:
-    """Keys that a query of the layer's original attention sees, its own included; None: all before it."""
+    """How far a query of the layer's original attention sees, its own key included; None: without limit.
+
+    A decoder's looks back only, an encoder's to both sides.
+    """
     return getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
 
 
-def _causal_softmax(module: Any, inputs: AttnInputs) -> Tensor:
+def _softmax(module: Any, inputs: AttnInputs) -> Tensor:
+    """Of rows that are one document each, without padding."""
     implementation, length = module.softmax_implementation, inputs.q.shape[2]
     eager = _teacher_module(module).eager_attention_forward
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
     # The window of the layer's own sliding attention, if it has one; only masks tell it to eager and sdpa.
     window = sliding_window(module)
     reach = length if window is None else min(window, length)
+    slides = reach < length and (function is eager or implementation == "sdpa")
     mask = None
-    if function is eager or (reach < length and implementation == "sdpa"):
+    if slides or (function is eager and not module.bidirectional):
         slot = torch.arange(length, device=inputs.q.device)
         lag = slot[:, None] - slot
-        hidden = (lag < 0) | (lag >= reach)
+        hidden = lag.abs() >= reach if module.bidirectional else (lag < 0) | (lag >= reach)
         mask = inputs.q.new_zeros(length, length).masked_fill(hidden, torch.finfo(inputs.q.dtype).min)[None, None]
     options = {"sliding_window": window} | ({} if inputs.softcap is None else {"softcap": inputs.softcap})
     y = function(module, inputs.q, inputs.k, inputs.v, mask, scaling=inputs.scaling, dropout=0.0, **options)[0]
     return y.transpose(1, 2)
+
+
+def forward_base(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    """Run the base model of a linearized one, for what its layers observe; a decoder's without a cache."""
+    inputs = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    encoder = any(layer.bidirectional for layer in linearized_layers(model).values())
+    model.base_model(**({} if encoder else {"use_cache": False}) | inputs)
 
 
 def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -253,6 +278,23 @@ def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     position_ids = None if cached else given.get("position_ids")
     layout = read_layout(given.get("attention_mask"), position_ids, *tokens.shape[:2])
     return args, kwargs | {LAYOUT: layout}
+
+
+def encoder_layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The same of an encoder, whose rows are a document each; one of images has no padding, unless a mask says so."""
+    names = inspect.signature(type(model).forward).parameters
+    given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
+    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
+    if mask is None:
+        # Some implementations of softmax attention would keep such documents apart, others would not.
+        if position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any()):
+            raise UserError(
+                "position_ids: expected positions that go up by 1 from token to token, because there is no "
+                "attention_mask, found others; give each document a row of its own, with padding and an attention_mask"
+            )
+        return args, kwargs
+    layout = read_layout(mask, None, *(mask.shape if isinstance(mask, Tensor) and mask.ndim == 2 else (0, 0)))
+    return args, kwargs if layout is None else kwargs | {LAYOUT: layout}
 
 
 def read_layout(mask: Any, position_ids: Tensor | None, batch: int, length: int) -> Layout | None:

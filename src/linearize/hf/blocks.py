@@ -20,7 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from linearize.errors import UserError
-from linearize.hf.classes import ARCHITECTURES
+from linearize.hf.architectures import ARCHITECTURES, Parts
 
 _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 
@@ -52,7 +52,9 @@ def load_block(model: str, layers: range, *, dtype: torch.dtype, device: torch.d
 
 def _keep(model: Any, layers: range) -> None:
     """Cut everything but `layers` out of a model without weights, in place."""
-    base, parts = model.base_model, ARCHITECTURES[model.config.model_type].parts
+    base: Any = model.base_model
+    parts = ARCHITECTURES[model.config.model_type].parts
+    assert isinstance(parts, Parts)  # of a decoder
     stack, total = getattr(base, parts.layers), model.config.num_hidden_layers
     if not (layers and layers.step == 1 and layers.start >= 0 and layers.stop <= total):
         raise ValueError(f"layers: expected some of the model's {total}, one after the other; found {layers}")
@@ -94,6 +96,11 @@ class Checkpoint:
         if self.config.model_type not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UserError(f"model: expected a softmax model ({known}), found {self.config.model_type!r}")
+        if ARCHITECTURES[self.config.model_type].bidirectional:
+            raise UserError(
+                f"model {model}: expected a decoder, found the encoder {self.config.model_type!r}; block-wise transfer "
+                "is for decoders: set transfer.layers_per_block=null"
+            )
         if getattr(self.config, "quantization_config", None) is not None:
             raise UserError(
                 f"model {model}: expected weights that are not quantised, found a quantization_config; block-wise "

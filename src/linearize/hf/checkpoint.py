@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
@@ -53,23 +54,28 @@ def read_config(model: str) -> dict[str, Any]:
     return config
 
 
-def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A causal language model, softmax or linearized, in eval mode.
+CAUSAL = "AutoModelForCausalLM"
+
+
+def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_class: str = CAUSAL) -> PreTrainedModel:
+    """A model with the head of an Auto class of transformers, softmax or linearized, in eval mode.
 
     Raises:
         UserError: weights are missing or unreadable.
     """
     try:
         with _bars_on_terminals_only():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            loaded: Any = getattr(transformers, auto_class).from_pretrained(model, dtype=dtype)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model {model}: expected readable weights; {reason}") from None
     return loaded.to(device).eval()
 
 
-def new_model(model: str, *, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
-    """A causal language model of the shape of another, with random weights; the weights of `model` are not read.
+def new_model(
+    model: str, *, dtype: torch.dtype, device: torch.device, seed: int, auto_class: str = CAUSAL
+) -> PreTrainedModel:
+    """A model of the shape of another, with random weights; those of `model`, which may have none, are not read.
 
     Raises:
         UserError: no such model.
@@ -77,7 +83,8 @@ def new_model(model: str, *, dtype: torch.dtype, device: torch.device, seed: int
     read_config(model)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        made: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
+        config = AutoConfig.from_pretrained(model)
+        made: Any = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
     return made.to(device, dtype).eval()
 
 
@@ -92,6 +99,20 @@ def load_tokenizer(model: str) -> Tokenizer:
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model {model}: expected a tokenizer beside the weights; {reason}") from None
+
+
+def load_image_processor(model: str) -> Any:
+    """What turns images into a vision model's inputs, as the file beside its weights says.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        # The one that needs no torchvision: the same numbers for everybody.
+        return AutoImageProcessor.from_pretrained(model, backend="pil")
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"model {model}: expected a preprocessor_config.json beside the weights; {reason}") from None
 
 
 @contextmanager
@@ -117,11 +138,12 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def save_student(student: PreTrainedModel, tokenizer: Tokenizer, card: str, folder: Path) -> None:
-    """Weights, config, tokenizer and model card, all or nothing."""
+def save_student(student: PreTrainedModel, processor: Any, card: str, folder: Path) -> None:
+    """Weights, config, tokenizer or image processor (if any) and model card, all or nothing."""
     with atomic_folder(folder) as scratch, _bars_on_terminals_only():
         student.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
+        if processor is not None:
+            processor.save_pretrained(scratch)
         (scratch / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -16,67 +15,30 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.mistral.modeling_mistral import MistralAttention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 
 from linearize.config import FORMAT_VERSION, LayerPlan
+from linearize.errors import UserError
 from linearize.hf import checkpoint
+from linearize.hf.architectures import ARCHITECTURES, HEADS, Architecture
 from linearize.hf.attention import (
     LinearizedAttention,
     attach,
+    encoder_layout_hook,
     hide_masks,
     layout_hook,
     linearized_layers,
     unhide_masks,
 )
 from linearize.hf.cache import cache_layer
-from linearize.mixers import LinearMixer
+from linearize.mixers import BidirectionalMixer, LinearMixer
 from linearize.parts import MixerConfig
 from linearize.teacher import TeacherShape
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """A supported base: its attention class, the prefix of its class names, what its projections are for, its parts.
-
-    `parts` are children of the base model: its layers, what comes before and after them, and what holds RoPE's angles.
-    """
-
-    attention: type[nn.Module]
-    prefix: str
-    projections: dict[str, str]  # child of the attention module -> which of q, k, v, o it computes
-    parts: Parts
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Names of a base model's children."""
-
-    layers: str
-    embeddings: tuple[str, ...]
-    norm: str
-    rope: str | None
-
-
-_SEPARATE = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
-_PARTS = Parts("layers", ("embed_tokens",), "norm", "rotary_emb")
-ARCHITECTURES = {
-    "llama": Architecture(LlamaAttention, "Llama", _SEPARATE, _PARTS),
-    "mistral": Architecture(MistralAttention, "Mistral", _SEPARATE, _PARTS),
-    "qwen3": Architecture(Qwen3Attention, "Qwen3", _SEPARATE, _PARTS),
-    "gpt2": Architecture(
-        GPT2Attention, "GPT2", {"c_attn": "qkv", "c_proj": "o"}, Parts("h", ("wte", "wpe"), "ln_f", None)
-    ),
-}
-# Auto class -> how the model class is called behind the prefix; gpt2 calls its language model head differently.
-HEADS = {
-    "AutoModel": ("Model",),
-    "AutoModelForCausalLM": ("ForCausalLM", "LMHeadModel"),
-    "AutoModelForSequenceClassification": ("ForSequenceClassification",),
-    "AutoModelForTokenClassification": ("ForTokenClassification",),
-}
+__all__ = ["ARCHITECTURES", "HEADS"]
 
 
 def write_plan(plan: LayerPlan) -> dict[str, Any]:
@@ -147,6 +109,18 @@ class LinearizedModel(PreTrainedModel):
         return attention_mask
 
 
+class LinearizedEncoder(LinearizedModel):
+    """The same of an encoder, which generates nothing."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """There is no next token.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(f"model: expected a decoder to generate with, found the encoder {type(self).__name__}")
+
+
 @torch.no_grad()
 def _initialize_missing(part: Any) -> None:
     """Reset what a checkpoint lacks of one part of a mixer, learned or random; what was loaded stays."""
@@ -158,10 +132,16 @@ def _initialize_missing(part: Any) -> None:
             tensor.copy_(value)
 
 
-def attention_modules(model: nn.Module, architecture: Architecture) -> Iterator[Any]:
-    """The self-attention modules of a base model, in order of their layer index."""
+def attention_modules(model: nn.Module, architecture: Architecture) -> list[Any]:
+    """The self-attention modules of a base model, in order; each knows its place as `layer_idx`.
+
+    Some encoders' do not by themselves. Their names are in order: those of layers are numbers, counted up.
+    """
     found: list[Any] = [m for m in model.modules() if isinstance(m, architecture.attention)]
-    yield from sorted(found, key=lambda m: m.layer_idx)
+    for index, module in enumerate(found):
+        if getattr(module, "layer_idx", None) is None:
+            module.layer_idx = index
+    return sorted(found, key=lambda m: m.layer_idx)
 
 
 def projections(model: PreTrainedModel, roles: Collection[str]) -> dict[str, nn.Module]:
@@ -170,9 +150,11 @@ def projections(model: PreTrainedModel, roles: Collection[str]) -> dict[str, nn.
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, architecture.attention):
-            for child, computes in architecture.projections.items():
+            for path, computes in architecture.projections.items():
                 if set(computes) & set(roles):
-                    found[f"{name}.{child}"] = getattr(module, child)
+                    around = name.rpartition(".")[0] if path.startswith("../") else name
+                    child = f"{around}.{path.removeprefix('../')}"
+                    found[child] = model.get_submodule(child)
     return found
 
 
@@ -185,7 +167,8 @@ def install(model: PreTrainedModel) -> None:
     base_type = model.config.model_type.removeprefix("linearized_")
     shape, plan = TeacherShape.from_config(model.config.to_dict()), read_plan(model.config)
     architecture = ARCHITECTURES[base_type]
-    modules = list(attention_modules(model, architecture))
+    modules = attention_modules(model, architecture)
+    mixer_class = BidirectionalMixer if architecture.bidirectional else LinearMixer
     if len(modules) != len(plan):
         raise ValueError(f"config.linearize.layers: expected {len(modules)} layers, found {len(plan)}")
     seed = int(torch.randint(2**62, (), device="cpu"))
@@ -199,10 +182,11 @@ def install(model: PreTrainedModel) -> None:
         where = torch.device("meta" if weight.is_meta else "cpu")
         with where, _default_dtype(torch.float32), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(Random(f"{seed}, layer {module.layer_idx}").getrandbits(63))
-            mixer = LinearMixer(mixer_config, shape.layer)
+            mixer = mixer_class(mixer_config, shape.layer)
         attach(module, mixer.to(weight.device, dtype), ATTENTION_CLASSES[base_type], model.config)
     hide_masks(model, len(plan))
-    model.base_model.register_forward_pre_hook(layout_hook, with_kwargs=True)
+    hook = encoder_layout_hook if architecture.bidirectional else layout_hook
+    model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 @contextmanager
@@ -240,15 +224,20 @@ def _register() -> None:
         namespace = {"model_type": model_type, "__annotations__": {"linearize": "dict | None"}, "linearize": None}
         config = _define(getattr(transformers, f"{architecture.prefix}Config"), (), namespace)
         CONFIG_CLASSES[base_type] = config
-        ATTENTION_CLASSES[base_type] = _define(architecture.attention, (LinearizedAttention,), {})
+        bidirectional = {"bidirectional": architecture.bidirectional}
+        ATTENTION_CLASSES[base_type] = _define(architecture.attention, (LinearizedAttention,), bidirectional)
         AutoConfig.register(model_type, config)
         MODEL_CLASSES[model_type] = {}
-        for auto, suffixes in HEADS.items():
+        mixin = LinearizedEncoder if architecture.bidirectional else LinearizedModel
+        for auto, suffixes in architecture.heads.items():
             bases = [getattr(transformers, architecture.prefix + suffix, None) for suffix in suffixes]
             for base in filter(None, bases):
-                model_class = _define(base, (LinearizedModel,), {"config_class": config})
+                model_class = _define(base, (mixin,), {"config_class": config})
                 getattr(transformers, auto).register(config, model_class)
                 MODEL_CLASSES[model_type][auto] = model_class
+                # Of a base whose parameters were called otherwise in older checkpoints, and still are on disk.
+                if renamed := get_checkpoint_conversion_mapping(base.__name__):
+                    register_checkpoint_conversion_mapping(model_class.__name__, renamed)
 
 
 _register()

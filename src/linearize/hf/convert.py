@@ -41,9 +41,9 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     if getattr(config, "add_cross_attention", False):
         raise UserError("model: expected a decoder alone, found one with cross-attention (add_cross_attention)")
     classes = MODEL_CLASSES[f"linearized_{config.model_type}"].values()
-    student_class = next((cls for cls in classes if cls.__mro__[2] is type(teacher)), None)
+    student_class = next((cls for cls in classes if cls.__bases__[-1] is type(teacher)), None)
     if student_class is None:
-        known = ", ".join(cls.__mro__[2].__name__ for cls in classes)
+        known = ", ".join(cls.__bases__[-1].__name__ for cls in classes)
         raise UserError(f"model: expected one of {known}; found {type(teacher).__name__}")
 
     fields = {k: v for k, v in config.to_dict().items() if k not in {"model_type", "transformers_version"}}

@@ -6,6 +6,7 @@ Nothing here knows of transformers, teachers or training.
 from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
+from linearize.mixers.mixer import Mixer
 from linearize.mixers.state import MixerState
 
-__all__ = ["AttnInputs", "BidirectionalMixer", "LinearMixer", "MixerState"]
+__all__ = ["AttnInputs", "BidirectionalMixer", "LinearMixer", "Mixer", "MixerState"]

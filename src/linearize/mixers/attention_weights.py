@@ -19,6 +19,7 @@ from torch import Tensor
 
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
+from linearize.mixers.mixer import Mixer
 from linearize.mixers.state import Slots
 from linearize.ops import Layout, NoSpan, Partial, linear_scan
 from linearize.ops.decay import cumulative
@@ -32,7 +33,9 @@ MIN_QUERIES = 16  # of a block, however long the rows are
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """C neighbouring slots as queries, and the K slots that hold all their keys; the last C of these are their own.
+    """C neighbouring slots as queries, and the K slots that hold all their keys.
+
+    Of a causal mixer, the last C of these are the queries' own.
 
     Attributes:
         near, far: which keys each query reads through the window and through the linear part.
@@ -48,15 +51,20 @@ class QueryBlock:
     has_linear: Bool[Tensor, "#B C"]
 
 
-def query_blocks(mixer: LinearMixer, layout: Layout, batch: int, reach: int | None) -> Iterator[QueryBlock]:
+def query_blocks(mixer: Mixer, layout: Layout, batch: int, reach: int | None) -> Iterator[QueryBlock]:
     """All queries of whole documents, in order.
 
     Args:
-        reach: keys that a query of the teacher's softmax sees, its own included; None: all of its document.
+        reach: how far a query of the teacher's softmax sees, its own key included; None: all of its document.
     """
+    numbers = BLOCK_WEIGHTS["cpu" if layout.key_position.device.type == "cpu" else "cuda"]
+    size = max(MIN_QUERIES, numbers // (batch * mixer.shape.num_heads * layout.length))
+    yield from (_blocks_below if mixer.causal else _blocks_of_documents)(mixer, layout, size, reach)
+
+
+def _blocks_below(mixer: Mixer, layout: Layout, size: int, reach: int | None) -> Iterator[QueryBlock]:
+    """Keys are those of the query's document up to its own."""
     position, document, length = layout.key_position, layout.key_document.contiguous(), layout.length
-    numbers = BLOCK_WEIGHTS["cpu" if document.device.type == "cpu" else "cuda"]
-    size = max(MIN_QUERIES, numbers // (batch * mixer.shape.num_heads * length))
     first = [0] * length  # of the slots of each slot's document, in any row
     if not layout.uniform:
         first = torch.searchsorted(document, document).amin(0).tolist()
@@ -68,6 +76,18 @@ def query_blocks(mixer: LinearMixer, layout: Layout, batch: int, reach: int | No
         if reach is not None:
             visible &= (own.query_position[:, None, :, None] - own.key_position[:, None, None]) < reach
         yield QueryBlock(queries, keys, near, far, visible, far.any(-1).squeeze(1))
+
+
+def _blocks_of_documents(mixer: Mixer, layout: Layout, size: int, reach: int | None) -> Iterator[QueryBlock]:
+    """Keys are all of the query's document, and the linear part reads them all."""
+    position, document, length = layout.key_position[:, None, None], layout.key_document[:, None, None], layout.length
+    for start in range(0, length, size):
+        queries = slice(start, min(start + size, length))
+        at, own = (x[..., queries].mT for x in (position, document))
+        far = (own == document) & (at >= 0) & (position >= 0)
+        visible = far if reach is None else far & ((at - position).abs() < reach)
+        has_linear = far.any(-1).squeeze(1)
+        yield QueryBlock(queries, slice(0, length), torch.zeros_like(far), far, visible, has_linear)
 
 
 # --- softmax ----------------------------------------------------------------------------------------------------------
@@ -85,7 +105,7 @@ def softmax_weights(scores: Float[Tensor, "B H C K"], mask: Bool[Tensor, "#B 1 C
 
 
 @torch.no_grad()
-def far_softmax(mixer: LinearMixer, inputs: AttnInputs, layout: Layout, reach: int | None) -> Float[Tensor, "B H T D"]:
+def far_softmax(mixer: Mixer, inputs: AttnInputs, layout: Layout, reach: int | None) -> Float[Tensor, "B H T D"]:
     """Softmax attention over the mixer's linear keys alone, by blocks; 0 for queries without such keys.
 
     `reach` is that of `query_blocks`.
@@ -98,7 +118,7 @@ def far_softmax(mixer: LinearMixer, inputs: AttnInputs, layout: Layout, reach: i
     return y
 
 
-def far_queries(mixer: LinearMixer, position: Int[Tensor, "#B T"], reach: int | None) -> Bool[Tensor, "#B T"]:
+def far_queries(mixer: Mixer, position: Int[Tensor, "#B T"], reach: int | None) -> Bool[Tensor, "#B T"]:
     """Which queries, -1 being padding, have linear keys that the teacher's softmax sees too."""
     lowest = mixer.span.sinks if reach is None else (position - reach + 1).clamp_min(mixer.span.sinks)
     return (mixer.span.lo(position) > lowest) & (position >= 0)
@@ -107,7 +127,7 @@ def far_queries(mixer: LinearMixer, position: Int[Tensor, "#B T"], reach: int | 
 # --- the mixer --------------------------------------------------------------------------------------------------------
 
 
-def no_distribution(mixer: LinearMixer) -> str | None:
+def no_distribution(mixer: Mixer) -> str | None:
     """Which part of the mixer, and how, keeps a query's weights from being a distribution over its keys; None: none."""
     config = mixer.config
     if not config.sums:
@@ -121,7 +141,7 @@ def no_distribution(mixer: LinearMixer) -> str | None:
 
 
 class Features(NamedTuple):
-    """What the linear part's weights are made of; the queries' slots are the last ones of the keys'.
+    """What the linear part's weights are made of; where keys decay, the queries' slots are the last ones of the keys'.
 
     `log_decay_sums` (fp64, None where nothing decays) are those up to each slot: what is left of a key when a query
     reads it is exp of the difference. `log_scale` is the logarithm that a query's weights are relative to; 0 where the
@@ -144,7 +164,7 @@ class LinearPart:
         log_scale: as in `Features`.
     """
 
-    mixer: LinearMixer
+    mixer: Mixer
     inputs: AttnInputs
     layout: Layout
     tokens: Slots
@@ -153,18 +173,17 @@ class LinearPart:
     log_scale: Float[Tensor, "B H T"]
 
     @classmethod
-    def of(cls, mixer: LinearMixer, inputs: AttnInputs, layout: Layout) -> LinearPart:
+    def of(cls, mixer: Mixer, inputs: AttnInputs, layout: Layout) -> LinearPart:
         """Of a mixer that has one; to be called outside autocast."""
         inputs = inputs.accumulated()
-        tokens, phi_k, _ = mixer.tokens(inputs, layout, layout, None)
-        assert phi_k is not None
-        phi_q, log_scale = mixer.query_features(inputs, layout.query_position)
-        zero = phi_q.new_zeros(phi_q.shape[:3])
-        log_scale = mixer.in_scale(Partial(phi_q[..., :0], zero, zero), log_scale, tokens).log_scale
-        return cls(mixer, inputs, layout, tokens, phi_q, phi_k, log_scale)
+        return cls(mixer, inputs, layout, *mixer.linear_features(inputs, layout))
 
     def output(self) -> Float[Tensor, "B H T D"]:
-        """The linear part alone over its own keys, normalised as the mixer's is; 0 for queries without such keys."""
+        """The linear part alone over its own keys, normalised as the mixer's is; 0 for queries without such keys.
+
+        Of a causal mixer: the other's is its output.
+        """
+        assert isinstance(self.mixer, LinearMixer)
         written = self.mixer.written(self.tokens, self.phi_k, self.layout, None)
         options: dict[str, Any] = {name: self.tokens.get(name) for name in ("log_decay_k", "log_decay_v")}
         options |= {"span": self.mixer.span, "layout": self.layout}

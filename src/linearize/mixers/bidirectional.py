@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from linearize import parts
-from linearize.mixers.combine import NORMALIZERS, scale_of
-from linearize.mixers.feature_maps import FEATURE_MAPS, FeatureMap
+from linearize.mixers.combine import NORMALIZERS, AddCombine
 from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.mixer import LinearFeatures, Mixer
 from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.ops import Layout, NoSpan, Partial, SlidingSpan, linear_scan
 from linearize.ops.partial import accumulation_dtype
@@ -20,71 +18,54 @@ from linearize.parts import MixerConfig
 from linearize.teacher import LayerShape
 
 
-class BidirectionalMixer(nn.Module):
+class BidirectionalMixer(Mixer):
     """y_n = (phi_q(n) . S) / (phi_q(n) . z), or S otherwise normalised; S and z sum over all tokens of n's document.
 
-    There is no order among keys, so a span, a decay and the delta rule have no meaning here and are refused.
+    There is no order among keys, so a span, a decay and the delta rule have no meaning here and are refused. Without a
+    window, the linear part is the output: whatever `combine` the config has, it is `add`.
+
+    Raises:
+        ValueError: a part that needs an order.
     """
 
+    causal = False
+
     def __init__(self, config: MixerConfig, shape: LayerShape) -> None:
-        super().__init__()
-        refuse_what_needs_an_order(config)
-        assert config.feature_map is not None  # only `window_only` has none
-        self.config, self.shape = config, shape
-        self.feature_map: FeatureMap = FEATURE_MAPS[type(config.feature_map)](config.feature_map, shape)
-        self.rotation: Literal["before", "after", "none"] = config.feature_map.rotation
-        self.scale = scale_of(config, shape, self.feature_map.feature_dim)
+        if config.needs_order is not None:
+            raise ValueError(config.needs_order)
+        super().__init__(config, shape)
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
-
-    def reset_parameters(self) -> None:
-        """Initialise every parameter as the config says."""
-        part: Any
-        for part in self.children():
-            part.reset_parameters()
-
-    @property
-    def wants_hidden(self) -> bool:
-        """Whether `AttnInputs.hidden` is read."""
-        return self.config.reads_hidden
-
-    @property
-    def wants_unrotated(self) -> bool:
-        """Whether `AttnInputs.unrotated` and `.rope` are read, in a model with RoPE."""
-        return self.config.reads_unrotated
+        self.combine = AddCombine(parts.Add(), shape)
 
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs, 0 for padding. `layout` None: one full document per row."""
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
-        assert layout.key_position.shape[1] == inputs.q.shape[2], "encoders carry no keys over from earlier calls"
         with torch.autocast(inputs.q.device.type, enabled=False):
-            q, k = map_inputs(self.rotation, inputs)
-            phi_q = self.feature_map.q(q, layout.query_position)
-            phi_k = self.feature_map.k(k, layout.key_position)
-            if self.feature_map.exponential:
-                # Logarithms may come in fp64, for the sake of this difference.
-                phi_k = below_maximum(phi_k, layout).to(accumulation_dtype(inputs.v.dtype)).exp()
-            if self.rotation == "after" and inputs.rope is not None:
-                phi_q, phi_k = apply_rope(phi_q, inputs.rope), apply_rope(phi_k, inputs.rope)
-            phi_q = phi_q if self.scale == 1 else phi_q * self.scale
-            sums = sum_over_documents(phi_q, phi_k, inputs.v, layout)
+            sums = self.partials(inputs, layout)[1]
+            assert self.feature_map is not None
             y = self.normalizer(sums, inputs, self.feature_map.min_denominator)
         return without_padding(y, layout).to(inputs.v.dtype)
 
+    def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[None, Partial]:
+        """No window, and the sums over each query's document; those of padding are anything."""
+        with torch.autocast(inputs.q.device.type, enabled=False):
+            found = self.linear_features(inputs, layout)
+            return None, sum_over_documents(found.phi_q, found.phi_k, inputs.v, layout)
 
-def refuse_what_needs_an_order(config: MixerConfig) -> None:
-    """ValueError for parts that only a causal mixer can have."""
-    additive = (parts.Add, parts.SharedDenominator)
-    for field, expected, allowed, found in (
-        ("span", "`none`", isinstance(config.span, parts.NoSpan), config.span),
-        ("decay", "null", config.decay is None, config.decay),
-        ("update", "`additive`", isinstance(config.update, parts.AdditiveUpdate), config.update),
-        ("combine", "`add` or `shared_denominator`", isinstance(config.combine, additive), config.combine),
-    ):
-        if not allowed:
-            raise ValueError(
-                f"{field}: expected {expected}, because an encoder's linear attention sums over all tokens alike, "
-                f"before and after; found `{getattr(found, 'type', found)}`"
-            )
+    def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
+        """Padding has no key features: 0, whatever it holds."""
+        assert layout.key_position.shape[1] == inputs.q.shape[2], "encoders carry no keys over from earlier calls"
+        assert self.feature_map is not None and self.config.feature_map is not None  # only `window_only` has none
+        rotation, dtype = self.config.feature_map.rotation, accumulation_dtype(inputs.v.dtype)
+        phi_q, _ = self.query_features(inputs, layout.query_position)
+        phi_k = self.feature_map.k(map_inputs(rotation, inputs)[1], layout.key_position)
+        if self.feature_map.exponential:
+            # Logarithms may come in fp64, for the sake of this difference.
+            phi_k = below_maximum(phi_k, layout).to(dtype).exp()
+        if rotation == "after" and inputs.rope is not None:
+            phi_k = apply_rope(phi_k, inputs.rope)
+        phi_k = without_padding(phi_k.to(dtype), layout)
+        return LinearFeatures({}, phi_q, phi_k, phi_q.new_zeros(phi_q.shape[:3]))
 
 
 def below_maximum(logs: Float[Tensor, "B Hk T F"], layout: Layout) -> Float[Tensor, "B Hk T F"]:
@@ -109,12 +90,12 @@ def sum_over_documents(
 ) -> Partial:
     """num_n = phi_q(n) . sum_j phi_k(j) v_j^T over all tokens j of n's document, den_n with 1 for v_j.
 
-    Padding is never read as a key; as a query it gives anything.
+    Padding is never read as a key, where its features are 0; as a query it gives anything.
     Linear in T, whatever the number of documents and their lengths: the tokens up to n, in a scan, and those after n,
     in a scan from the end.
     """
     dtype = accumulation_dtype(v.dtype)
-    phi_k, v = (without_padding(x.to(dtype), layout) for x in (phi_k, v))
+    v = without_padding(v.to(dtype), layout)
     if layout.uniform or bool(one_document_per_row(layout)):
         S = phi_k.mT @ expand_heads(v, phi_k.shape[1])
         S, z = (expand_heads(x, phi_q.shape[1]) for x in (S, phi_k.sum(2)[..., None]))

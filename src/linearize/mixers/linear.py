@@ -7,18 +7,16 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from linearize import parts
-from linearize.mixers.combine import COMBINES, NORMALIZERS, scale_of
-from linearize.mixers.feature_maps import FEATURE_MAPS
+from linearize.mixers.combine import COMBINES, NORMALIZERS
 from linearize.mixers.gates import DECAYS, DeltaRule
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.rope import apply_rope, map_inputs
+from linearize.mixers.mixer import LinearFeatures, Mixer
+from linearize.mixers.rope import apply_rope
 from linearize.mixers.running_maximum import running_maximum
-from linearize.mixers.span import build_span
 from linearize.mixers.state import MixerState, Slots, keep_slots, push_slot
-from linearize.mixers.window_dropout import WindowDropout
 from linearize.ops import (
     Layout,
     LinearState,
@@ -41,7 +39,7 @@ from linearize.teacher import LayerShape
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
 
 
-class LinearMixer(nn.Module):
+class LinearMixer(Mixer):
     """Window + linear attention, or either alone, with any of the parts that its config names.
 
     With a window of at least T tokens the output equals softmax attention exactly.
@@ -51,39 +49,18 @@ class LinearMixer(nn.Module):
     running maximum of an exponential key map).
     """
 
+    causal = True
+
     def __init__(self, config: MixerConfig, shape: LayerShape) -> None:
-        super().__init__()
-        self.config, self.shape = config, shape
-        self.span = build_span(config.span)
-        self.feature_map = self.gate = self.delta = None
-        self.state_heads = config.state_heads(shape)
-        if config.feature_map is not None:
-            self.feature_map = FEATURE_MAPS[type(config.feature_map)](config.feature_map, shape)
-            features = self.feature_map.feature_dim
-            self.scale = scale_of(config, shape, features)
+        super().__init__(config, shape)
+        if self.feature_map is not None:
             if config.decay is not None:
+                features = self.feature_map.feature_dim
                 self.gate = DECAYS[type(config.decay)](config.decay, shape, self.state_heads, features)
             if isinstance(config.update, parts.DeltaUpdate):
                 self.delta = DeltaRule(config.update, shape, self.state_heads)
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
-        self.window_dropout: WindowDropout | None = None
-
-    def reset_parameters(self) -> None:
-        """Initialise every parameter as the config says."""
-        part: Any
-        for part in self.children():
-            part.reset_parameters()
-
-    @property
-    def wants_hidden(self) -> bool:
-        """Whether `AttnInputs.hidden` is read."""
-        return self.config.reads_hidden
-
-    @property
-    def wants_unrotated(self) -> bool:
-        """Whether `AttnInputs.unrotated` and `.rope` are read, in a model with RoPE."""
-        return self.config.reads_unrotated
 
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs for whole documents, without a state. `layout` None: one full document per row."""
@@ -198,18 +175,13 @@ class LinearMixer(nn.Module):
         phi_k = expand_heads(phi_k, self.state_heads)
         return phi_k * slots["input_scale"] if "input_scale" in slots else phi_k
 
-    def query_features(
-        self, inputs: AttnInputs, position: Int[Tensor, "#B T"]
-    ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B H T"] | None]:
-        """phi_q, and for an exponential map the logarithm that it is relative to."""
-        assert self.feature_map is not None and self.config.feature_map is not None
-        rotation = self.config.feature_map.rotation
-        phi_q, log_scale = self.feature_map.scaled_q(map_inputs(rotation, inputs)[0], position)
-        if self.delta is not None:
-            phi_q = self.delta.normalize(phi_q)
-        if rotation == "after" and inputs.rope is not None:
-            phi_q = apply_rope(phi_q, inputs.rope)
-        return phi_q if self.scale == 1 else phi_q * self.scale, log_scale
+    def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
+        tokens, phi_k, _ = self.tokens(inputs, layout, layout, None)
+        assert phi_k is not None
+        phi_q, log_scale = self.query_features(inputs, layout.query_position)
+        zero = phi_q.new_zeros(phi_q.shape[:3])
+        log_scale = self.in_scale(Partial(phi_q[..., :0], zero, zero), log_scale, tokens).log_scale
+        return LinearFeatures(tokens, phi_q, phi_k, log_scale)
 
     def in_scale(self, linear: Partial, log_scale: Tensor | None, own: Slots) -> Partial:
         """The linear part with the logarithm it is relative to: the query's, and the keys' running maximum."""
@@ -232,7 +204,6 @@ class LinearMixer(nn.Module):
         return delta_values(phi_k, tokens["values"], tokens["beta"], log_decay_k=decay, **options)
 
     def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
-        """The window's part and the linear one of whole documents, None where there is none: what is combined to y."""
         with torch.autocast(inputs.q.device.type, enabled=False):
             inputs = inputs.accumulated()
             tokens, phi_k, _ = self.tokens(inputs, layout, layout, None)
@@ -291,9 +262,6 @@ class LinearMixer(nn.Module):
             hidden = self.window_dropout.draw(len(y)).to(y.device)[:, None] & has_linear
             y = torch.where(hidden[:, None, :, None], alone, y)
         return y.to(inputs.v.dtype)
-
-    def has_linear(self, position: Int[Tensor, "#B T"]) -> Bool[Tensor, "#B T"]:
-        return (self.span.lo(position) > self.span.sinks) & (position >= 0)
 
     def _prefill(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> tuple[Tensor, MixerState]:
         batch, length = len(inputs.q), inputs.q.shape[2]

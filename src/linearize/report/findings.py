@@ -7,15 +7,14 @@ where its interval leaves out zero. All else is open.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import exp, isfinite, sqrt
-from typing import Any, Literal
+from typing import Any
 
-from linearize.evaluation.perplexity import Interval
+from linearize.report.finding import Finding, Kind, side_of_half
 from linearize.report.load import RunFiles, interval
 from linearize.report.numbers import THIN, count, milliseconds, number, percent, scaled, share, signed
+from linearize.report.task_findings import main_findings, more_findings
 
-Kind = Literal["win", "loss", "open"]
 _REFERENCES = {
     "teacher": ("its teacher", ""),
     "window_lora": ("the window-only control", " (finetuned alike, no linear part)"),
@@ -23,28 +22,16 @@ _REFERENCES = {
 }
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One sentence, and on which side it falls.
-
-    `lead` is its short form for the top of the page: the words before what matters, what matters, the words after.
-    """
-
-    kind: Kind
-    words: str
-    lead: tuple[str, str, str] = ("", "", "")
-
-
 def verdict(run: RunFiles) -> list[Finding]:
-    """The few sentences that stand on top: against the control and the teacher, beyond the window, memory."""
+    """The few sentences that stand on top: the task, against the control and the teacher, beyond the window, memory."""
     found = (difference(run, "window_lora"), difference(run, "teacher"), far_context(run), memory(run))
-    return [finding for finding in found if finding is not None]
+    return [*main_findings(run), *(finding for finding in found if finding is not None)]
 
 
 def findings(run: RunFiles) -> list[Finding]:
     """Everything that can be said, the verdict's own sentences first."""
     more = [difference(run, "ablated"), copying(run), *_retrieval(run), *_tasks(run), *_speed(run)]
-    return [*verdict(run), *(finding for finding in more if finding is not None)]
+    return [*verdict(run), *more_findings(run), *(finding for finding in more if finding is not None)]
 
 
 def difference(run: RunFiles, other: str) -> Finding | None:
@@ -90,11 +77,6 @@ def _share(verdict: dict[str, Any] | None, what: str) -> Finding | None:
     )
     words = f"The student keeps {percent(found)} of {what} (nats per token: {gains})."
     return Finding(side_of_half(found), words, ("It keeps ", percent(found), f" of {what}."))
-
-
-def side_of_half(found: Interval) -> Kind:
-    """Whether more than half is kept for sure, or less than half."""
-    return "win" if found.low > 0.5 else "loss" if found.high < 0.5 else "open"
 
 
 def memory(run: RunFiles) -> Finding | None:

@@ -69,13 +69,13 @@ class Scale:
 
 @dataclass(frozen=True)
 class Panel:
-    """One grid: rows from the top. In a causal one, row n has n + 1 cells."""
+    """One grid: rows from the top, of which some may end early; `square` where rows and columns are the same tokens."""
 
     title: str
     values: Grid
     rows: Sequence[str]
     columns: Sequence[str]
-    causal: bool = False
+    square: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ class Layout:
         rows, columns = max(len(p.rows) for p in panels), max(len(p.columns) for p in panels)
         left = max(58.0, 30 + _LETTER * max(len(row) for panel in panels for row in panel.rows))
         top = 28.0 if any(panel.title for panel in panels) else 6.0
-        causal = panels[0].causal
+        square = panels[0].square
         # Teacher and student are looked at together, however many tokens there are.
-        across, cell = (2, (WIDTH / 2 - left - _RIGHT) / columns) if causal else cls._cells(columns, len(panels), left)
+        across, cell = (2, (WIDTH / 2 - left - _RIGHT) / columns) if square else cls._cells(columns, len(panels), left)
         cell = min(cell, 42.0)
-        tall = cell if causal else max(min(cell, 26.0 if cell >= _ROOMY else 16.0), 4.0)
+        tall = cell if square else max(min(cell, 26.0 if cell >= _ROOMY else 16.0), 4.0)
         blanks = not all(value is not None and isfinite(value) for p in panels for row in _cells(p) for _, value in row)
-        deep = _LETTER * max(len(name) for panel in panels for name in panel.columns) if causal else 12.0
+        deep = _LETTER * max(len(name) for panel in panels for name in panel.columns) if square else 12.0
         return cls(len(panels), across, rows, columns, cell, tall, left, top, deep + 38, blanks)
 
     @staticmethod
@@ -167,7 +167,7 @@ def narrow(panels: Sequence[Panel]) -> bool:
 
 def _cells(panel: Panel) -> list[list[tuple[int, Number | None]]]:
     """Column and value of each cell that there is."""
-    return [list(enumerate(row))[: n + 1 if panel.causal else None] for n, row in enumerate(panel.values)]
+    return [list(enumerate(row)) for row in panel.values]
 
 
 def _panel(axis: Axes, panel: Panel, scale: Scale, layout: Layout) -> None:
@@ -201,8 +201,8 @@ def _panel(axis: Axes, panel: Panel, scale: Scale, layout: Layout) -> None:
     axis.tick_params(length=0)
     for spine in axis.spines.values():
         spine.set_visible(False)
-    widest = 1.5 if panel.causal else max(len(name) for name in panel.columns)
-    _ticks(axis.set_xticks, panel.columns, ceil((_LETTER * widest + 4) / cell), rotation=90 if panel.causal else 0)
+    widest = 1.5 if panel.square else max(len(name) for name in panel.columns)
+    _ticks(axis.set_xticks, panel.columns, ceil((_LETTER * widest + 4) / cell), rotation=90 if panel.square else 0)
     _ticks(axis.set_yticks, panel.rows, ceil(13 / tall))
 
 

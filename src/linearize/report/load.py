@@ -64,8 +64,14 @@ class RunFiles:
         return all(a == b for a, b in pairs if a is not None and b is not None)
 
     @property
-    def window(self) -> int:
-        return self.evaluation["window_size"]
+    def window(self) -> int | None:
+        """Tokens that the student's window reaches; None where its task has no such thing."""
+        return self.evaluation.get("window_size")
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether losses of text were measured."""
+        return bool(self.evaluation.get("measured"))
 
     def section(self, name: str) -> Any:
         """A section of the evaluation, or None where it was not measured."""
@@ -73,11 +79,37 @@ class RunFiles:
 
     def measured(self, candidate: str) -> dict[str, Any] | None:
         """The line of a candidate in the table of losses."""
-        return next((line for line in self.evaluation["measured"] if line["name"] == candidate), None)
+        return next((line for line in self.evaluation.get("measured") or [] if line["name"] == candidate), None)
 
     def comparison(self, other: str) -> dict[str, Any] | None:
         """The student's loss minus that of `other`, paired."""
         return next((line for line in self.evaluation.get("comparisons") or [] if line["other"] == other), None)
+
+    @property
+    def task(self) -> dict[str, Any] | None:
+        """The scores at a task that is not language modelling."""
+        return self.section("task")
+
+    def scored(self, candidate: str) -> dict[str, Any] | None:
+        """The line of a candidate in the table of scores."""
+        return next((line for line in (self.task or {}).get("scored") or [] if line["name"] == candidate), None)
+
+    def score(self, candidate: str, metric: str) -> Interval | None:
+        return interval(((self.scored(candidate) or {}).get("scores") or {}).get(metric))
+
+    def score_difference(self, other: str, metric: str) -> Interval | None:
+        """The student's score minus that of `other`, paired."""
+        lines = (self.task or {}).get("differences") or []
+        found = next((x for x in lines if x["other"] == other and x["metric"] == metric), None)
+        return interval(found["difference"] if found else None)
+
+    def recovery(self, metric: str) -> Interval | None:
+        """The student's score over the teacher's."""
+        return interval(((self.task or {}).get("recovery") or {}).get(metric))
+
+    def agreement(self, candidate: str) -> Interval | None:
+        """The share of a candidate's answers that are the teacher's."""
+        return interval((self.scored(candidate) or {}).get("agreement"))
 
 
 def interval(data: dict[str, Any] | None) -> Interval | None:
@@ -103,7 +135,7 @@ def load_run(folder: Path) -> RunFiles:
             f"(`linearize run` with the same arguments goes on) or name another folder"
         )
     evaluation = _read_json(path)
-    if not isinstance(evaluation, dict) or "window_size" not in evaluation or not evaluation.get("measured"):
+    if not isinstance(evaluation, dict) or not (_of_text(evaluation) or _of_a_task(evaluation)):
         raise UserError(f"{path}: expected the measurements of `linearize run`, found other JSON; run it again")
     recipe = folder / "recipe.yaml"
     plan, run = (_read_json(folder / name) if (folder / name).is_file() else None for name in ("plan.json", "run.json"))
@@ -129,6 +161,15 @@ def load_runs(folders: Sequence[Path]) -> list[RunFiles]:
         depth += 1
         names = ["/".join(path.parts[-depth:]) for path in paths]
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def _of_text(evaluation: dict[str, Any]) -> bool:
+    return "window_size" in evaluation and bool(evaluation.get("measured"))
+
+
+def _of_a_task(evaluation: dict[str, Any]) -> bool:
+    task = evaluation.get("task")
+    return isinstance(task, dict) and bool(task.get("scored"))
 
 
 def _stage(folder: Path, name: str) -> Stage | None:

@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from linearize.evaluation.metrics import title
 from linearize.report.blocks import Table, Text
-from linearize.report.findings import Finding, findings, speeds, verdict
+from linearize.report.finding import Finding
+from linearize.report.findings import findings, speeds, verdict
 from linearize.report.load import RunFiles, interval
 from linearize.report.numbers import DASH, count, milliseconds, percent, plain, scaled, with_interval
+from linearize.report.task_findings import what
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,14 @@ class Overview:
     wins: Sequence[Finding]
     losses: Sequence[Finding]
     undecided: Sequence[Finding]
+    facts: Sequence[Finding]
 
 
 def overview(run: RunFiles) -> Overview:
     top = verdict(run)
     every = findings(run)
-    wins, losses, undecided = ([f for f in every if f.kind == kind] for kind in ("win", "loss", "open"))
-    return Overview(run.name, _about(run), top, wins, losses, undecided)
+    sides = ([finding for finding in every if finding.kind == kind] for kind in ("win", "loss", "open", "fact"))
+    return Overview(run.name, _about(run), top, *sides)
 
 
 def _about(run: RunFiles) -> str:
@@ -45,7 +49,10 @@ def _about(run: RunFiles) -> str:
     if plan:
         layers = len(plan["converted_layers"]) + len(plan["kept_layers"])
         parts.append(f"{len(plan['converted_layers'])} of {layers} layers linear")
-    parts.append(f"window of {count(run.window)} tokens")
+    if run.task is not None:
+        parts.append(f"task: {what(run.task)}")
+    if run.window is not None:
+        parts.append(f"window of {count(run.window)} tokens")
     return " \N{MIDDLE DOT} ".join(parts)
 
 
@@ -57,20 +64,27 @@ def cautions(runs: Sequence[RunFiles]) -> list[Text]:
         words = f"These runs have different teachers ({names}). Compare each student with its own teacher and controls"
         found.append(
             Text(
-                f"{words}, not with the other students: losses of different teachers say nothing of the mixers.",
+                f"{words}, not with the other students: numbers of different teachers say nothing of the mixers.",
                 "caution",
             )
         )
+    kinds = {_kind(run) for run in runs}
     texts = {run.run.get("data") for run in runs} - {None}
     counts = {line["quality"]["tokens"] for run in runs if (line := run.measured("student"))}
-    if len(texts) > 1 or len(counts) > 1:
-        found.append(
-            Text(
-                "These runs were not all measured on the same text, so their losses are not paired with each other.",
-                "caution",
-            )
-        )
+    counts |= {run.task["examples"] for run in runs if run.task and not run.is_language_model}
+    if len(kinds) > 1:
+        names = "; ".join(f"{run.name}: {_kind(run)}" for run in runs)
+        words = f"These runs have different tasks ({names}): their numbers are not of one kind, and none is paired."
+        found.append(Text(words, "caution"))
+    elif len(texts) > 1 or len(counts) > 1:
+        measured = "text, so their losses" if runs[0].is_language_model else "examples, so their scores"
+        words = f"These runs were not all measured on the same {measured} are not paired with each other."
+        found.append(Text(words, "caution"))
     return found
+
+
+def _kind(run: RunFiles) -> str:
+    return "language modelling" if run.task is None else what(run.task)
 
 
 def _teacher(run: RunFiles) -> str:
@@ -84,13 +98,32 @@ def _teacher(run: RunFiles) -> str:
 
 def key_numbers(runs: Sequence[RunFiles]) -> Table:
     """A row per number that at least one run has, a column per run."""
-    lines = [[name, *(read(run) for run in runs)] for name, read in _KEYS.items()]
+    lines = [line for metric in _metrics(runs) for line in _scores(runs, metric)]
+    lines += [[name, *(read(run) for run in runs)] for name, read in _KEYS.items()]
     tasks = dict.fromkeys(task["name"] for run in runs for task in run.section("retrieval") or [])
     lines += [
         [f"Recall recovered: {name.replace('_', ' ')}", *(_recovery(run, name) for run in runs)] for name in tasks
     ]
     shown = [line for line in lines if set(line[1:]) != {DASH}]
     return Table.of("Key numbers, with 95 % intervals", ["", *(run.name for run in runs)], shown)
+
+
+def _metrics(runs: Sequence[RunFiles]) -> list[str]:
+    """The ones that count, of all tasks."""
+    return list(dict.fromkeys(run.task["metrics"][0] for run in runs if run.task))
+
+
+def _scores(runs: Sequence[RunFiles], metric: str) -> list[list[str]]:
+    name = title(metric)
+    read: dict[str, Callable[[RunFiles], str]] = {
+        f"Student's {name}": lambda run: with_interval(run.score("student", metric)),
+        f"Teacher's {name}": lambda run: with_interval(run.score("teacher", metric)),
+        f"Student's minus teacher's {name}, paired": lambda run: with_interval(
+            run.score_difference("teacher", metric), sign=True
+        ),
+        f"Share of the teacher's {name}": lambda run: percent(run.recovery(metric)),
+    }
+    return [[words, *map(write, runs)] for words, write in read.items()]
 
 
 def _loss(name: str) -> Callable[[RunFiles], str]:
@@ -127,6 +160,8 @@ def _recovery(run: RunFiles, name: str) -> str:
 
 
 _KEYS: dict[str, Callable[[RunFiles], str]] = {
+    "Same answer as the teacher": lambda run: percent(run.agreement("student")),
+    "Held-out examples of the task": lambda run: count((run.task or {}).get("examples")),
     "Loss of the student, nats per token": _loss("student"),
     "Loss of the teacher": _loss("teacher"),
     "Student minus teacher, paired": _difference("teacher"),

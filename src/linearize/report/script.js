@@ -83,7 +83,7 @@ document.querySelectorAll("[data-map]").forEach((panel) => {
     const x = (event.clientX - box.left) * scale;
     const y = (event.clientY - box.top) * scale;
     const cells = map.corners.map(([left, top]) => [Math.floor((x - left) / map.cell), Math.floor((y - top) / map.cell)]);
-    const found = cells.find(([key, query]) => query < map.tokens.length && key >= 0 && key <= query);
+    const found = cells.find(([key, query]) => key >= 0 && key < (map.weights[0][query] || []).length);
     if (!found) return;
     const [key, query] = found;
     const [teacher, student] = map.weights.map((grid) => grid[query][key].toFixed(4));

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -19,6 +20,7 @@ from torch import Tensor
 from linearize.errors import UserError
 from linearize.training.checkpoint import full_disk_is_user_error
 from linearize.training.data import PackedRows
+from linearize.training.rows import Indices
 
 FILE_BYTES = 2**28  # about; small enough to be lost when a process is killed, large enough for a disk
 _TENSOR = "residual_stream"
@@ -120,10 +122,12 @@ class StoredRows(PackedRows):
     activations: Activations
     numbers: Int64[Tensor, " N"]  # where the rows are in it
 
-    def rows(self, indices: Tensor | Sequence[int] | slice) -> StoredRows:
+    def rows(self, indices: Indices) -> StoredRows:
         chosen = super().rows(indices)
         numbers = self.numbers[indices]
         return StoredRows(chosen.input_ids, chosen.position_ids, chosen.labels, self.activations, numbers)
 
-    def inputs(self) -> dict[str, Tensor]:
-        return {"inputs_embeds": self.activations.read(self.numbers.tolist()), "position_ids": self.position_ids}
+    def inputs(self) -> dict[str, Any]:
+        inputs = super().inputs()
+        del inputs["input_ids"]
+        return inputs | {"inputs_embeds": self.activations.read(self.numbers.tolist())}

@@ -18,23 +18,31 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.errors import UserError
-from linearize.hf.attention import linearized_layers, observed, read_layout, sliding_window, softmax_output
+from linearize.hf.attention import (
+    linearized_layers,
+    observed,
+    read_layout,
+    sliding_window,
+    softmax_output,
+)
 from linearize.mixers import AttnInputs
 from linearize.mixers.attention_weights import far_queries
 from linearize.ops import Layout
 from linearize.stages import TransferConfig
+from linearize.teacher import TeacherShape
 from linearize.training.bypass import dropped_windows
 from linearize.training.calibration import calibrate
 from linearize.training.checkpoint import RESULT
 from linearize.training.data import PackedRows
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
+from linearize.training.rows import Rows, on_device
 from linearize.training.transfer_losses import Share, check_losses, transfer_loss
 
 
 def attention_transfer(
     student: PreTrainedModel,
-    train_rows: PackedRows,
-    validation_rows: PackedRows,
+    train_rows: Rows,
+    validation_rows: Rows,
     config: TransferConfig,
     *,
     output_dir: Path,
@@ -63,7 +71,7 @@ def transfer_errors(output_dir: Path, num_layers: int) -> list[float]:
 
 
 def layer_index(name: str) -> int:
-    """Which layer a module is in, by its name: the one number in it."""
+    """Which layer a module is in, by its name: the first number in it. (ALBERT's have another, which is 0.)"""
     return int(next(part for part in name.split(".") if part.isdigit()))
 
 
@@ -75,7 +83,9 @@ def load_transferred(student: PreTrainedModel, config: TransferConfig, output_di
 class TransferObjective:
     """The loss of each converted layer: the weighted sum of `transfer_losses.transfer_loss`.
 
-    Layers without a parameter are left out.
+    Layers without a parameter are left out. The loss of a layer through which the stream goes more than once (ALBERT's)
+    is the mean over these passes. Padding does not count: means are over the valid tokens of all batches
+    together.
 
     Raises:
         UserError: no layer has any, or a loss without meaning for a layer's mixer.
@@ -84,6 +94,7 @@ class TransferObjective:
     def __init__(self, student: PreTrainedModel, config: TransferConfig) -> None:
         self._student, self._config = student, config
         self._names = {id(layer): name for name, layer in linearized_layers(student).items()}
+        self._passes = layer_passes(student)
         units = []
         for name, layer in linearized_layers(student).items():
             layer.mixer.requires_grad_(True)
@@ -94,18 +105,18 @@ class TransferObjective:
             raise UserError("transfer: expected mixers that learn, found none with parameters; set transfer=null")
         self.units: Sequence[Unit] = units
 
-    def backward(self, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+    def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
         """Gradients of the mean loss over the rows, layer by layer while the model runs forward."""
         with dropped_windows(self._student, self._config, step):
             return self._losses(micro_batches, learn=True)
 
-    def evaluate(self, rows: PackedRows) -> dict[str, float]:
+    def evaluate(self, rows: Rows) -> dict[str, float]:
         """The held-out loss of each layer."""
         size = self._config.micro_batch_size or self._config.batch_size
         batches = [rows.rows(slice(start, start + size)) for start in range(0, len(rows), size)]
         return self._losses(batches, learn=False)
 
-    def _losses(self, batches: list[PackedRows], learn: bool) -> dict[str, float]:
+    def _losses(self, batches: list[Rows], learn: bool) -> dict[str, float]:
         shares, sums = self._shares(batches), dict[str, Tensor]()
 
         for index, batch in enumerate(batches):
@@ -115,31 +126,40 @@ class TransferObjective:
                 if name in shares:
                     with torch.set_grad_enabled(learn):
                         loss = transfer_loss(layer, inputs, layout, target, self._config, shares[name][index])
+                        loss = loss / self._passes[name]
                         if loss.requires_grad:  # without a window, nothing depends on how it is weighted
                             loss.backward()
                     sums[name] = sums.get(name, 0) + loss.detach()
                 return target
 
             with torch.no_grad(), observed(self._student, observe):
-                device = self._student.device
-                inputs = {name: tensor.to(device) for name, tensor in batch.inputs().items()}
-                self._student.base_model(**inputs, use_cache=False)
+                self._student.base_model(**on_device(batch.inputs(), self._student.device))
         return {name: float(value) for name, value in sums.items()}
 
-    def _shares(self, batches: list[PackedRows]) -> dict[str, list[Share]]:
+    def _shares(self, batches: list[Rows]) -> dict[str, list[Share]]:
         """Of each layer that learns: what every batch has of what there is in all of them."""
-        rows = sum(len(batch) for batch in batches)
+        sizes = [batch.num_tokens for batch in batches]  # padding apart
         layers, shares = linearized_layers(self._student), {}
         for unit in self.units:
             far = [0] * len(batches)
             if self._config.linear_part:
                 far = [int(_far_queries(layers[unit.name], batch).sum()) for batch in batches]
-            counts = zip(batches, far, strict=True)
-            shares[unit.name] = [Share(len(batch) / rows, count / max(1, sum(far))) for batch, count in counts]
+            counts = zip(sizes, far, strict=True)
+            shares[unit.name] = [Share(size / sum(sizes), count / max(1, sum(far))) for size, count in counts]
         return shares
 
 
-def _far_queries(layer: Any, rows: PackedRows) -> Bool[Tensor, "B T"]:
+def layer_passes(student: PreTrainedModel) -> dict[str, int]:
+    """How often the stream goes through each converted layer."""
+    layers = linearized_layers(student)
+    if not any(layer.bidirectional for layer in layers.values()):
+        return dict.fromkeys(layers, 1)
+    passes = TeacherShape.from_config(student.config.to_dict()).passes
+    return {name: passes[layer.layer_idx] for name, layer in layers.items()}
+
+
+def _far_queries(layer: Any, rows: Rows) -> Bool[Tensor, "B T"]:
+    assert isinstance(rows, PackedRows)  # a window and a linear part beside it are of decoders
     batch, length = rows.input_ids.shape
     layout = read_layout(None, rows.position_ids, batch, length)
     position = (Layout.full(length) if layout is None else layout).query_position

@@ -35,6 +35,7 @@ from linearize.training.attention_transfer import attention_transfer
 from linearize.training.checkpoint import RESULT, TRAINED, StageFolder, full_disk_is_user_error, run_identity
 from linearize.training.data import PackedRows
 from linearize.training.loop import TrainResult
+from linearize.training.rows import on_device
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class BlockwiseTransfer:
         return self._identity({})["data"]
 
     def _identity(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        rows = [t for r in self._sides.values() for t in (r.input_ids, r.position_ids, r.labels)]
+        rows = [t for r in self._sides.values() for t in r.tensors()]
         return run_identity(tensors, rows, self.config.model_dump(mode="json"), self.seed)
 
     # --- all blocks ---------------------------------------------------------------------------------------------------
@@ -220,8 +221,7 @@ def _stage(folder: Path, index: int) -> Path:
 def residual_stream(student: PreTrainedModel, rows: PackedRows) -> Float[Tensor, "N L E"]:
     """What leaves the last layer of a converted block whose every layer computes softmax attention, un-normalised."""
     with observed(student, softmax_output):
-        inputs = {name: tensor.to(student.device) for name, tensor in rows.inputs().items()}
-        return student.base_model(**inputs, use_cache=False).last_hidden_state
+        return student.base_model(**on_device(rows.inputs(), student.device)).last_hidden_state
 
 
 def merged_metrics(logs: Sequence[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,8 @@ from linearize.mixers import AttnInputs, LinearMixer
 from linearize.mixers.combine import AbsoluteScaleCombine
 from linearize.mixers.learned_maps import Learned
 from linearize.ops import Layout, SlidingSpan, window_softmax
-from linearize.training.data import PackedRows
+from linearize.teacher import TeacherShape
+from linearize.training.rows import Rows, on_device
 
 LEAST_SHARE = 1e-4  # of the far keys, where the teacher has less: with none at all there is nothing to learn from
 MOST_LOG_ODDS = 20.0
@@ -27,13 +28,18 @@ TEMPERATURES = tuple(2.0**i for i in range(-5, 3))  # there and back again witho
 
 
 @torch.no_grad()
-def calibrate(student: PreTrainedModel, rows: PackedRows, tokens: int) -> None:
+def calibrate(student: PreTrainedModel, rows: Rows, tokens: int) -> None:
     """Fit every layer that mixes in absolute scale, in place, on the teacher's queries and keys of the first rows.
 
     Logistic regression of the far keys' share p of softmax on log(phi_q . z) less the window's logarithm: the offset
     for which the mean share is right, and the temperature for which the cross-entropy of the shares is least. (Least
     squares of the logarithms themselves would fit the few queries that look far, and let all others look far too.)
+
+    Raises:
+        UserError: an encoder, which has no far keys and near ones.
     """
+    shape = TeacherShape.from_config(student.config.to_dict())
+    shape.refuse_encoder("transfer.calibration_tokens", "set it to null")
     fits = {
         id(layer): _Fit(layer.mixer)
         for layer in linearized_layers(student).values()
@@ -47,9 +53,8 @@ def calibrate(student: PreTrainedModel, rows: PackedRows, tokens: int) -> None:
         return softmax_output(layer, inputs, layout)
 
     with observed(student, observe):
-        for row in range(min(len(rows), -(-tokens // rows.input_ids.shape[1]))):
-            inputs = {name: x.to(student.device) for name, x in rows.rows(slice(row, row + 1)).inputs().items()}
-            student.base_model(**inputs, use_cache=False)
+        for row in range(min(len(rows), -(-tokens * len(rows) // rows.num_tokens))):
+            student.base_model(**on_device(rows.rows(slice(row, row + 1)).inputs(), student.device))
     for fit in fits.values():
         fit.finish()
 

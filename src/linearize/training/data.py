@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -19,7 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from linearize.config import DataConfig
 from linearize.errors import UserError
+from linearize.training.rows import Indices, Rows
 from linearize.training.sources import Row, on_disk, read_rows
+from linearize.training.splits import copies, shuffled, split, without
 from linearize.training.templates import IGNORED, TokenDocument, encoder_for
 
 _BATCH = 64  # documents per tokenizer call: enough for its threads, little enough for its memory
@@ -46,27 +48,43 @@ class PackedRows:
     def num_tokens(self) -> int:
         return self.input_ids.numel()
 
-    def rows(self, indices: Tensor | Sequence[int] | slice) -> PackedRows:
-        """These rows, in this order."""
+    def target_counts(self) -> Int64[Tensor, " N"]:
+        return self._predicted.sum(1)
+
+    @property
+    def _predicted(self) -> Bool[Tensor, "N _"]:
+        return self.labels[:, 1:] != IGNORED
+
+    def rows(self, indices: Indices) -> PackedRows:
         return PackedRows(self.input_ids[indices], self.position_ids[indices], self.labels[indices])
 
-    def batch(self) -> dict[str, Int64[Tensor, "N L"]]:
-        """Arguments for ``model(**batch, use_cache=False)``: without a mask, the positions tell documents apart."""
-        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "labels": self.labels}
+    def inputs(self) -> dict[str, Any]:
+        """Without a mask, the positions tell documents apart; with a cache, they would not."""
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
 
-    def inputs(self) -> dict[str, Tensor]:
-        """Arguments for a base model, which has no labels."""
-        return {"input_ids": self.input_ids, "position_ids": self.position_ids}
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self.input_ids, self.position_ids, self.labels)
+
+    def compared(self, outputs: Any) -> Float[Tensor, "P V"]:
+        """The logits at t - 1 of every token t that has a label."""
+        return outputs.logits[:, :-1][self._predicted.to(outputs.logits.device)]
+
+    def targets(self) -> Int64[Tensor, " P"]:
+        return self.labels[:, 1:][self._predicted]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows to train on and rows held out, the sha256 of their tokens, and the number of documents on each side."""
+    """Rows to train on and rows held out, the sha256 of what is in them, and the number of documents on each side.
 
-    train: PackedRows
-    validation: PackedRows
+    `held_out` are the held-out documents as they are before packing, where there are any.
+    """
+
+    train: Rows
+    validation: Rows
     fingerprint: str
     documents: tuple[int, int]
+    held_out: tuple[TokenDocument, ...] = ()
 
 
 Score = Callable[[Sequence[TokenDocument]], Float[Tensor, " N"]]
@@ -96,7 +114,7 @@ def build_dataset(
         train, validation = _split(documents, config.validation_fraction, seed)
     else:
         validation = _read(_held_out_source(config, config.validation_dataset), tokenizer, "data.validation_dataset")
-        train = _without(documents, validation)
+        train = without(documents, validation, _digest)
     return _dataset(_chosen(train, config, score), validation, config, seed)
 
 
@@ -120,7 +138,7 @@ def dataset_from_documents(
         return list(_tokenised(({as_text.text_column: text} for text in texts), tokenizer, as_text))
 
     validation = tokenised(validation_texts, None)
-    train = _without(tokenised(islice(train_texts, config.max_documents), config.max_tokens), validation)
+    train = without(tokenised(islice(train_texts, config.max_documents), config.max_tokens), validation, _digest)
     return _dataset(_chosen(train, config, None), validation, config, seed)
 
 
@@ -146,10 +164,11 @@ def pack(documents: Iterable[TokenDocument], sequence_length: int) -> PackedRows
 
 
 def _dataset(train: list[TokenDocument], validation: list[TokenDocument], config: DataConfig, seed: int) -> Dataset:
-    train_rows = _rows(_shuffled(train, f"train {seed}"), config, "training", "use more data")
-    validation_rows = _rows(
-        _shuffled(validation, f"validation {seed}"), config, "held-out", "use more data, or hold out more of it"
-    ).rows(slice(config.validation_rows))
+    train_rows = _rows(shuffled(train, f"train {seed}"), config, "training", "use more data")
+    validation = shuffled(validation, f"validation {seed}")
+    validation_rows = _rows(validation, config, "held-out", "use more data, or hold out more of it").rows(
+        slice(config.validation_rows)
+    )
     digest = hashlib.sha256()
     for side, packed in (("training", train_rows), ("held-out", validation_rows)):
         if not (packed.labels != IGNORED).any():
@@ -159,7 +178,7 @@ def _dataset(train: list[TokenDocument], validation: list[TokenDocument], config
             )
         digest.update(f"{tuple(packed.input_ids.shape)}".encode())
         digest.update(packed.input_ids.contiguous().numpy().data)
-    return Dataset(train_rows, validation_rows, digest.hexdigest(), (len(train), len(validation)))
+    return Dataset(train_rows, validation_rows, digest.hexdigest(), (len(train), len(validation)), tuple(validation))
 
 
 def _rows(documents: list[TokenDocument], config: DataConfig, side: str, advice: str) -> PackedRows:
@@ -195,34 +214,10 @@ def _chosen(train: list[TokenDocument], config: DataConfig, score: Score | None)
 def _split(
     documents: list[TokenDocument], fraction: float, seed: int
 ) -> tuple[list[TokenDocument], list[TokenDocument]]:
-    copies: dict[bytes, list[TokenDocument]] = {}
-    for document in documents:
-        copies.setdefault(_digest(document), []).append(document)
-    if len(copies) == 1:
+    if len(copies(documents, _digest)) == 1:
         cuts = [document.cut(len(document) - max(1, round(fraction * len(document)))) for document in documents]
         return [head for head, _ in cuts], [tail for _, tail in cuts]
-    goal = max(1, round(fraction * len(documents)))
-    held_out: set[bytes] = set()
-    count = 0
-    for key in _shuffled(list(copies), f"split {seed}"):
-        if count + len(copies[key]) <= goal and len(held_out) + 1 < len(copies):
-            held_out.add(key)
-            count += len(copies[key])
-    # Where every document is repeated more often than the goal, the least repeated one comes nearest to it.
-    held_out = held_out or {min(copies, key=lambda key: len(copies[key]))}
-    train = [document for key, group in copies.items() if key not in held_out for document in group]
-    validation = [document for key, group in copies.items() if key in held_out for document in group]
-    return train, validation
-
-
-def _without(documents: list[TokenDocument], held_out: list[TokenDocument]) -> list[TokenDocument]:
-    excluded = {_digest(document) for document in held_out}
-    return [document for document in documents if _digest(document) not in excluded]
-
-
-def _shuffled(items: list, stream: str) -> list:
-    # One stream per purpose, so that no shuffle depends on what another one drew.
-    return random.Random(stream).sample(items, len(items))
+    return split(documents, _digest, fraction, seed)
 
 
 def _digest(document: TokenDocument) -> bytes:

@@ -18,15 +18,15 @@ from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import projections
 from linearize.stages import FinetuneConfig, LoRAConfig
 from linearize.training.bypass import dropped_windows
-from linearize.training.data import PackedRows
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.losses import output_losses
+from linearize.training.rows import Rows, on_device
 
 
 def finetune(
     model: PreTrainedModel,
-    train_rows: PackedRows,
-    validation_rows: PackedRows,
+    train_rows: Rows,
+    validation_rows: Rows,
     config: FinetuneConfig,
     *,
     output_dir: Path,
@@ -142,36 +142,36 @@ class OutputObjective:
         self._model, self._config, self._teacher, self._autocast = model, config, teacher, autocast
         self.units: Sequence[Unit] = [_unit(model)]
 
-    def backward(self, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+    def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
         """Gradients of the mean loss over the rows' labels."""
         self._model.train()
         with dropped_windows(self._model, self._config, step):
             return {"model": self._loss(micro_batches, learn=True)}
 
-    def evaluate(self, rows: PackedRows) -> dict[str, float]:
+    def evaluate(self, rows: Rows) -> dict[str, float]:
         """The held-out loss."""
         self._model.eval()
         size = self._config.micro_batch_size or self._config.batch_size
         return {"model": self._loss([rows.rows(slice(i, i + size)) for i in range(0, len(rows), size)], learn=False)}
 
-    def _loss(self, batches: list[PackedRows], learn: bool) -> float:
+    def _loss(self, batches: list[Rows], learn: bool) -> float:
         device = next(self._model.parameters()).device
         # At least 1: long prompts can fill all rows of a step, whose loss is then 0.
-        labels = max(1, sum(int((batch.labels != -100).sum()) for batch in batches))
+        labels = max(1, sum(int(batch.target_counts().sum()) for batch in batches))
         total = 0.0
         for batch in batches:
-            inputs = {name: tensor.to(device) for name, tensor in batch.batch().items()}
-            targets = inputs.pop("labels")
+            inputs, targets = on_device(batch.inputs(), device), batch.targets()
             expected = None
             if self._config.loss.needs_teacher:
                 assert self._teacher is not None
                 with torch.no_grad():
-                    expected = self._teacher(**inputs, use_cache=False).logits
+                    expected = batch.compared(self._teacher(**inputs))
             cast = torch.autocast(device.type, self._autocast) if self._autocast else nullcontext()
             with torch.set_grad_enabled(learn), cast:
-                logits = self._model(**inputs, use_cache=False).logits
+                outputs = batch.compared(self._model(**inputs))
             with torch.set_grad_enabled(learn):
-                loss = output_losses(logits, expected, targets, self._config.loss) / labels
+                targets = None if targets is None else targets.to(device)
+                loss = output_losses(outputs, expected, targets, self._config.loss) / labels
                 if learn:
                     loss.backward()
             total += loss.item()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from linearize.errors import DivergedError, UserError
 from linearize.stages import TrainConfig
 from linearize.training.checkpoint import MetricsLog, StageFolder, restore_rng_state, rng_state, run_identity
-from linearize.training.data import PackedRows
+from linearize.training.rows import Rows
 from linearize.training.schedules import build_schedule
 
 
@@ -48,11 +48,11 @@ class Objective(Protocol):
     @property
     def units(self) -> Sequence[Unit]: ...
 
-    def backward(self, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+    def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
         """Add the gradients of the mean loss over one optimizer step's rows; the loss per unit."""
         ...
 
-    def evaluate(self, rows: PackedRows) -> dict[str, float]:
+    def evaluate(self, rows: Rows) -> dict[str, float]:
         """The held-out loss per unit."""
         ...
 
@@ -71,8 +71,8 @@ class TrainResult:
 
 def train(
     objective: Objective,
-    train_rows: PackedRows,
-    validation_rows: PackedRows,
+    train_rows: Rows,
+    validation_rows: Rows,
     config: TrainConfig,
     *,
     output_dir: Path,
@@ -97,7 +97,7 @@ def train(
         ValueError: no rows, losses that do not match the units, or names or parameters that two units share.
     """
     parameters = _parameters(objective.units)
-    rows = [tensor for r in (train_rows, validation_rows) for tensor in (r.input_ids, r.position_ids, r.labels)]
+    rows = [tensor for r in (train_rows, validation_rows) for tensor in r.tensors()]
     stage = StageFolder(output_dir, run_identity(parameters, rows, config.model_dump(mode="json"), seed))
     finished = stage.finished()
     if finished is not None:
@@ -159,7 +159,7 @@ def load_trained(units: Sequence[Unit], output_dir: Path) -> None:
 class _Batches:
     """Which rows each step sees, in micro batches: a function of the seed and the step alone."""
 
-    def __init__(self, rows: PackedRows, config: TrainConfig, seed: int) -> None:
+    def __init__(self, rows: Rows, config: TrainConfig, seed: int) -> None:
         if not len(rows):
             raise ValueError("there are no rows to train on")
         self._rows, self._seed = rows, seed
@@ -171,7 +171,7 @@ class _Batches:
         if config.max_tokens is not None:
             self.num_steps = max(1, min(self.num_steps, config.max_tokens // self.tokens_per_step))
 
-    def at(self, step: int) -> list[PackedRows]:
+    def at(self, step: int) -> list[Rows]:
         epoch, index = divmod(step, self._steps_per_epoch)
         order = _permutation(len(self._rows), self._seed, epoch)
         chosen = order[index * self._batch_size : (index + 1) * self._batch_size]
@@ -254,7 +254,7 @@ class _Run:
     """A stage under way: its units, and how far it is."""
 
     def __init__(
-        self, objective: Objective, batches: _Batches, validation_rows: PackedRows, config: TrainConfig, seed: int
+        self, objective: Objective, batches: _Batches, validation_rows: Rows, config: TrainConfig, seed: int
     ) -> None:
         self._objective, self._validation_rows, self.batches, self._seed = objective, validation_rows, batches, seed
         self.units = [_UnitRun(unit, config, batches.num_steps) for unit in objective.units]

@@ -14,38 +14,47 @@ CHUNK_ELEMENTS = 2**24  # of logits in fp32 at a time: 64 MiB
 
 
 def output_losses(
-    logits: Float[Tensor, "B L V"],
-    teacher: Float[Tensor, "B L V"] | None,
-    labels: Int[Tensor, "B L"],
+    outputs: Float[Tensor, "N C"],
+    teacher: Float[Tensor, "N C"] | None,
+    targets: Int[Tensor, " N"] | Float[Tensor, " N"] | None,
     config: LossConfig,
 ) -> Float[Tensor, ""]:
-    """The weighted sum of the losses, summed over the labels; logits at t - 1 are compared with the label at t.
+    """The weighted sum of the losses, summed over N outputs. In fp32 (fp64 for fp64 outputs).
 
-    Labels of -100 are left out. In fp32 (fp64 for fp64 logits).
+    Args:
+        outputs, teacher: logits of C tokens or classes, one number (C = 1), or hidden states, of student and teacher.
+        targets: classes, or numbers; None where `config.labels` is 0.
     """
-    kept = labels[:, 1:] != -100
-    student, targets = logits[:, :-1][kept], labels[:, 1:][kept]
-    expected = None if teacher is None else teacher[:, :-1][kept]
-    total = logits.new_zeros((), dtype=torch.promote_types(torch.float32, logits.dtype))
-    chunk = max(1, CHUNK_ELEMENTS // logits.shape[-1])
-    for start in range(0, max(1, len(targets)), chunk):  # once for no labels: a loss of 0 that has a graph
+    total = outputs.new_zeros((), dtype=torch.promote_types(torch.float32, outputs.dtype))
+    chunk = max(1, CHUNK_ELEMENTS // outputs.shape[-1])
+    for start in range(0, max(1, len(outputs)), chunk):  # once for no outputs: a loss of 0 that has a graph
         rows = slice(start, start + chunk)
-        arguments = student[rows], None if expected is None else expected[rows], targets[rows], config
-        if torch.is_grad_enabled() and len(targets) > chunk:
+        arguments = *(None if x is None else x[rows] for x in (outputs, teacher, targets)), config
+        if torch.is_grad_enabled() and len(outputs) > chunk:
             total = total + checkpoint(_chunk_loss, *arguments, use_reentrant=False)
         else:
-            total = total + _chunk_loss(*arguments)
+            total = total + _chunk_loss(*arguments)  # type: ignore[arg-type]
     return total
 
 
 def _chunk_loss(
-    student: Float[Tensor, "N V"], teacher: Float[Tensor, "N V"] | None, labels: Int[Tensor, " N"], config: LossConfig
+    outputs: Float[Tensor, "N C"],
+    teacher: Float[Tensor, "N C"] | None,
+    targets: Int[Tensor, " N"] | Float[Tensor, " N"] | None,
+    config: LossConfig,
 ) -> Float[Tensor, ""]:
-    dtype = torch.promote_types(torch.float32, student.dtype)
-    log_q = F.log_softmax(student.to(dtype), dim=-1)
-    loss = config.next_token * F.nll_loss(log_q, labels, reduction="sum") if config.next_token else log_q.new_zeros(())
-    if teacher is not None:
-        log_p = F.log_softmax(teacher.to(dtype), dim=-1)
+    outputs = outputs.to(torch.promote_types(torch.float32, outputs.dtype))
+    loss = outputs[:0].sum()  # 0, with a graph
+    if config.labels:
+        assert targets is not None
+        loss = loss + config.labels * _label_loss(outputs, targets)
+    if teacher is None:
+        return loss
+    teacher = teacher.to(outputs.dtype)
+    if config.output_mse:
+        loss = loss + config.output_mse * (outputs - teacher).square().mean(-1).sum()
+    if config.kl or config.reverse_kl:
+        log_q, log_p = (F.log_softmax(x, dim=-1) for x in (outputs, teacher))
         if config.top_k is not None and config.top_k < log_p.shape[-1] - 1:
             chosen = log_p.topk(config.top_k, dim=-1).indices
             log_p, log_q = _compressed(log_p, chosen), _compressed(log_q, chosen)
@@ -54,6 +63,13 @@ def _chunk_loss(
         if config.reverse_kl:
             loss = loss + config.reverse_kl * F.kl_div(log_p, log_q, reduction="sum", log_target=True)
     return loss
+
+
+def _label_loss(outputs: Float[Tensor, "N C"], targets: Tensor) -> Float[Tensor, ""]:
+    """Cross-entropy of classes; squared error of numbers."""
+    if targets.is_floating_point():
+        return (outputs[:, 0] - targets.to(outputs.dtype)).square().sum()
+    return F.cross_entropy(outputs, targets, reduction="sum")
 
 
 def _compressed(log_p: Float[Tensor, "N V"], chosen: Int[Tensor, "N k"]) -> Float[Tensor, "N k1"]:

@@ -41,10 +41,11 @@ def effective_sequence_lengths(
         max_length: only that many first tokens of a document are read.
 
     Raises:
-        UserError: an architecture that is not supported.
+        UserError: an architecture that is not supported, or an encoder.
     """
-    layers = TeacherShape.from_config(teacher.config.to_dict()).num_layers
-    watched = convert_layers(teacher, (_WATCHED,) * layers)
+    shape = TeacherShape.from_config(teacher.config.to_dict())
+    shape.refuse_encoder("data.top_esl", "set it to null")
+    watched = convert_layers(teacher, (_WATCHED,) * shape.num_layers)
     lengths = []
     title = f"effective sequence lengths of {len(documents):,}:"
     with inference(watched) as device, document_progress(title) as advance:

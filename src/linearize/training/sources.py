@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -36,11 +37,11 @@ def read_rows(config: DataConfig) -> Iterator[Row]:
         )
     path = _local(name)
     if path.is_dir():
-        return _folder_rows(path, config.text_column)
+        return _folder_rows(path, config)
     if path.is_file():
         if path.suffix.lower() not in _SUFFIXES:
             raise UserError(f"data.dataset: expected a file that ends in {', '.join(_SUFFIXES)}, found {name!r}")
-        return _file_rows(path, config.text_column)
+        return _file_rows(path, config)
     if path.suffix.lower() in _SUFFIXES or not _HUB_ID.fullmatch(name):
         raise UserError(
             f"data.dataset: expected a local file or folder or a hub id, found nothing at {name!r}; check the path"
@@ -62,7 +63,7 @@ def _local(name: str) -> Path:
     return Path(name).expanduser()
 
 
-def _folder_rows(folder: Path, text_column: str) -> Iterator[Row]:
+def _folder_rows(folder: Path, config: DataConfig) -> Iterator[Row]:
     files = [
         path
         for path in folder.rglob("*")
@@ -72,7 +73,7 @@ def _folder_rows(folder: Path, text_column: str) -> Iterator[Row]:
     ]
     if not files:
         raise UserError(f"data.dataset: expected files that end in {', '.join(_SUFFIXES)}, found none in {folder}")
-    tables = [path for path in files if path.suffix.lower() in _TABLE_READERS]
+    tables = [path for path in files if path.suffix.lower() not in _TEXT_READERS]
     texts = [path for path in files if path.suffix.lower() in _TEXT_READERS]
     if tables and texts:
         # Either reading could be meant (a README beside tables, a JSON file among sources), so neither is guessed.
@@ -81,14 +82,16 @@ def _folder_rows(folder: Path, text_column: str) -> Iterator[Row]:
             f"{min(tables)}); name one file or a subfolder"
         )
     for path in sorted(files, key=lambda path: path.relative_to(folder).as_posix()):
-        yield from _file_rows(path, text_column)
+        yield from _file_rows(path, config)
 
 
-def _file_rows(path: Path, text_column: str) -> Iterator[Row]:
+def _file_rows(path: Path, config: DataConfig) -> Iterator[Row]:
     suffix = path.suffix.lower()
     if suffix in _TEXT_READERS:
         for text in _TEXT_READERS[suffix](path):
-            yield {text_column: text}
+            yield {config.text_column: text}
+    elif suffix in _SEPARATED_READERS:
+        yield from _SEPARATED_READERS[suffix](path, config.columns)
     else:
         for number, row in enumerate(_TABLE_READERS[suffix](path), 1):
             if not isinstance(row, dict):
@@ -148,6 +151,25 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         raise UserError(f"{path}: not a readable parquet file: {_one_line(error)}") from None
 
 
+def _separated_rows(separator: str) -> Callable[[Path, tuple[str, ...] | None], Iterator[Row]]:
+    def read(path: Path, columns: tuple[str, ...] | None) -> Iterator[Row]:
+        # Tab-separated files of public benchmarks hold quotation marks as they are; spreadsheets' csv quotes with them.
+        quoting = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
+        with _readable(path), path.open(encoding="utf-8-sig", newline="") as lines:
+            table = csv.reader(lines, delimiter=separator, quoting=quoting)
+            names = list(columns) if columns else next(table, [])
+            for cells in table:
+                if cells and len(cells) != len(names):
+                    raise UserError(
+                        f"{path} line {table.line_num}: expected {len(names)} columns ({', '.join(names)}), found "
+                        f"{len(cells)}; name those of a file without a first line of names in data.columns"
+                    )
+                if cells:
+                    yield dict(zip(names, cells, strict=True))
+
+    return read
+
+
 _TEXT_READERS: dict[str, Callable[[Path], Iterator[str]]] = {
     ".txt": _separated_text,
     ".md": _whole_text,
@@ -158,7 +180,8 @@ _TABLE_READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
     ".jsonl": _jsonl_rows,
     ".parquet": _parquet_rows,
 }
-_SUFFIXES = (*_TEXT_READERS, *_TABLE_READERS)
+_SEPARATED_READERS = {".csv": _separated_rows(","), ".tsv": _separated_rows("\t")}
+_SUFFIXES = (*_TEXT_READERS, *_TABLE_READERS, *_SEPARATED_READERS)
 
 
 @contextmanager

@@ -37,7 +37,10 @@ MIN_WEIGHT = 1e-20  # what a weight is taken for, if it is less: relu and roundi
 
 @dataclass(frozen=True)
 class Share:
-    """What a micro batch has of an optimizer step's rows, and of its queries with linear keys (of one layer)."""
+    """What a micro batch has of an optimizer step's tokens, and of its queries with linear keys (of one layer).
+
+    `rows`: of its tokens, padding apart; without padding, that is its share of the rows.
+    """
 
     rows: float
     far_queries: float
@@ -67,11 +70,11 @@ def transfer_loss(
 ) -> Float[Tensor, ""]:
     """A layer's loss on one micro batch: its share of the weighted sum of all means of an optimizer step.
 
-    `output_mse`: of outputs before the output projection, a mean over tokens, heads and head dimension (LoLCATs eq. 5
-    for one layer). `weight_cross_entropy`: -sum_j a_nj log w_nj of the softmax weights a and the mixer's w, a mean over
-    heads and valid queries (Hedgehog's attention distillation; LOLCAT eq. 7; LoLCATs App. 405B). `linear_part` times
-    both again, for the linear part alone: against softmax over its keys alone, a mean over queries that have any
-    (against bypass, arXiv 2510.05901).
+    `output_mse`: of outputs before the output projection, a mean over valid tokens, heads and head dimension (LoLCATs
+    eq. 5 for one layer). `weight_cross_entropy`: -sum_j a_nj log w_nj of the softmax weights a and the mixer's w, a
+    mean over heads and valid queries (Hedgehog's attention distillation; LOLCAT eq. 7; LoLCATs App. 405B).
+    `linear_part` times both again, for the linear part alone: against softmax over its keys alone, a mean over queries
+    that have any (against bypass, arXiv 2510.05901).
 
     Args:
         layer: the converted attention module.
@@ -79,7 +82,7 @@ def transfer_loss(
     """
     mixer, loss = layer.mixer, torch.zeros((), device=target.device)
     if config.output_mse:
-        loss = share.rows * config.output_mse * mean_squared_error(mixer(inputs, layout), target)
+        loss = share.rows * config.output_mse * mean_squared_error(mixer(inputs, layout), target, layout)
     if not config.weight_cross_entropy and not config.linear_part:
         return loss
     with torch.autocast(target.device.type, enabled=False):
@@ -98,10 +101,18 @@ def transfer_loss(
     return loss
 
 
-def mean_squared_error(y: Float[Tensor, "B H T D"], target: Float[Tensor, "B H T D"]) -> Float[Tensor, ""]:
-    """In fp32 (fp64 for fp64 outputs), since bf16 cannot hold small differences of outputs."""
+def mean_squared_error(
+    y: Float[Tensor, "B H T D"], target: Float[Tensor, "B H T D"], layout: Layout | None = None
+) -> Float[Tensor, ""]:
+    """Over valid tokens. In fp32 (fp64 for fp64 outputs), since bf16 cannot hold small differences of outputs."""
     dtype = torch.promote_types(torch.float32, y.dtype)
-    return torch.nn.functional.mse_loss(y.to(dtype), target.to(dtype))
+    y, target = y.to(dtype), target.to(dtype)
+    valid = None if layout is None else layout.query_position >= 0
+    if valid is None or bool(valid.all()):
+        return torch.nn.functional.mse_loss(y, target)
+    valid = valid.expand(len(y), -1)
+    wrong = (y - target).square().mean((1, 3))
+    return wrong.masked_fill(~valid, 0).sum() / valid.sum().clamp_min(1)
 
 
 def weight_cross_entropy(part: LinearPart, reach: int | None, whole: float, alone: float) -> Float[Tensor, ""]:

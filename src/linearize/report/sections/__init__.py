@@ -2,28 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from linearize.report.blocks import Section
+from linearize.report.blocks import Section, Text
 from linearize.report.load import RunFiles
-from linearize.report.sections import attention, costs, paths, positions, quality, recall, recipe, tasks, training
+from linearize.report.sections import (
+    attention,
+    costs,
+    paths,
+    positions,
+    quality,
+    recall,
+    recipe,
+    scores,
+    tasks,
+    training,
+)
 
-_SECTIONS = (
-    recipe.recipe,
-    training.training,
-    quality.quality,
-    positions.positions,
-    quality.agreement,
-    recall.recall,
-    attention.fidelity,
-    attention.maps,
-    paths.paths,
-    tasks.tasks,
-    costs.speed,
-    tasks.generations,
-    costs.provenance,
+
+def every_run(run: RunFiles) -> bool:
+    return True
+
+
+def language_models(run: RunFiles) -> bool:
+    return run.is_language_model
+
+
+def at_a_task(run: RunFiles) -> bool:
+    return run.task is not None
+
+
+def looked_into(run: RunFiles) -> bool:
+    """Whether heads were compared, or it is said why they were not."""
+    reasons = run.section("not_measured") or {}
+    return run.is_language_model or run.section("fidelity") is not None or "fidelity" in reasons
+
+
+def with_heads(run: RunFiles) -> bool:
+    return run.is_language_model or run.section("fidelity") is not None
+
+
+# Each with the runs that it concerns. Where it concerns one, it says too what was not measured of it.
+_SECTIONS: tuple[tuple[Callable[[Sequence[RunFiles]], Section], Callable[[RunFiles], bool]], ...] = (
+    (recipe.recipe, every_run),
+    (training.training, every_run),
+    (scores.scores, at_a_task),
+    (quality.quality, language_models),
+    (positions.positions, language_models),
+    (quality.agreement, language_models),
+    (recall.recall, language_models),
+    (attention.fidelity, looked_into),
+    (attention.maps, with_heads),
+    (paths.paths, language_models),
+    (tasks.tasks, language_models),
+    (costs.speed, language_models),
+    (tasks.generations, language_models),
+    (costs.provenance, every_run),
 )
 
 
 def sections(runs: Sequence[RunFiles]) -> list[Section]:
-    return [section(runs) for section in _SECTIONS]
+    """Those that concern at least one of the runs; where they do not concern all, they say which."""
+    made = []
+    for make, concerns in _SECTIONS:
+        concerned = [run for run in runs if concerns(run)]
+        if not concerned:
+            continue
+        section = make(concerned)
+        if len(concerned) < len(runs):
+            words = f"Of {', '.join(run.name for run in concerned)} only."
+            section = replace(section, blocks=[Text(words, "note"), *section.blocks])
+        made.append(section)
+    return made

@@ -202,8 +202,13 @@ def maps(runs: Sequence[RunFiles]) -> Section:
     if holders:
         blocks.append(Text("All weights of these maps stand in evaluation.json, under fidelity.maps.", "note"))
     blocks += not_measured(runs, [run for run in runs if run not in holders], "maps")
-    windows = ", ".join(f"{count(run.window)} tokens" + (f" ({run.name})" if len(runs) > 1 else "") for run in holders)
-    summary = f"Rows are queries, columns the keys that they look at. The student's window: {windows}."
+    windows = ", ".join(
+        f"{count(run.window)} tokens" + (f" ({run.name})" if len(runs) > 1 else "")
+        for run in holders
+        if run.window is not None
+    )
+    summary = "Rows are queries, columns the keys that they look at."
+    summary += f" The student's window: {windows}." if windows else ""
     return Section("maps", "Attention maps", blocks, summary=summary if holders else "")
 
 
@@ -211,10 +216,10 @@ def _map(found: dict[str, Any], key: str) -> Choice:
     name = f"Layer {found['layer']}, head {found['head']}"
     tokens = [printable(token) for token in found["tokens"]]
     names = [_cut(token) for token in tokens] if len(tokens) <= 32 else [str(i) for i in range(len(tokens))]
-    pair = found["teacher"], found["student"]
+    pair = _seen(found["teacher"], found["student"])
     scale = Scale.weights("attention weight", [x for grid in pair for row in grid for x in row])
     panels = [
-        Panel(who, grid, names, names, causal=True) for who, grid in zip(("teacher", "student"), pair, strict=True)
+        Panel(who, grid, names, names, square=True) for who, grid in zip(("teacher", "student"), pair, strict=True)
     ]
     apart = [_apart(*rows) for rows in zip(*pair, strict=True)]
     mean = sum(apart) / len(apart)
@@ -223,7 +228,7 @@ def _map(found: dict[str, Any], key: str) -> Choice:
         key, f"{name}, teacher beside student. {words}", panels, scale, row_title="query", column_title="key"
     )
     rows = [
-        [f"{i} {tokens[i]}", _top(tokens, pair[0][i], i), _top(tokens, pair[1][i], i), share(apart[i])]
+        [f"{i} {tokens[i]}", _top(tokens, pair[0][i]), _top(tokens, pair[1][i]), share(apart[i])]
         for i in range(len(tokens))
     ]
     columns = ["query", "teacher looks most at", "student looks most at", "weight elsewhere"]
@@ -231,9 +236,15 @@ def _map(found: dict[str, Any], key: str) -> Choice:
     figure = Figure(f"{name}: {found['why']}", drawn, words, numbers)
     layout = Layout.of(panels)
     corners = [layout.corner(0), layout.corner(1)]
-    # What the page says of the cell under the pointer; four decimals, and no cells of the future.
-    weights = [[[round(x, 4) for x in row[: n + 1]] for n, row in enumerate(grid)] for grid in pair]
+    # What the page says of the cell under the pointer.
+    weights = [[[round(x, 4) for x in row] for row in grid] for grid in pair]
     return Choice(name, figure, {"tokens": tokens, "weights": weights, "corners": corners, "cell": layout.cell})
+
+
+def _seen(*grids: Sequence[Sequence[Number]]) -> list[list[list[Number]]]:
+    """Without the cells of the future, where no query looks at any: an encoder's do."""
+    causal = not any(x for grid in grids for n, row in enumerate(grid) for x in row[n + 1 :])
+    return [[list(row[: n + 1 if causal else None]) for n, row in enumerate(grid)] for grid in grids]
 
 
 def _cut(token: str) -> str:
@@ -246,9 +257,9 @@ def _apart(teacher: Sequence[Number], student: Sequence[Number]) -> Number:
     return 0.5 * sum(abs(a - b) for a, b in zip(teacher, student, strict=True))
 
 
-def _top(tokens: Sequence[str], weights: Sequence[Number], query: int) -> str:
+def _top(tokens: Sequence[str], weights: Sequence[Number]) -> str:
     """The heaviest keys of a query."""
-    order = sorted(range(query + 1), key=lambda key: -weights[key])[:2]
+    order = sorted(range(len(weights)), key=lambda key: -weights[key])[:2]
     return ", ".join(f"{key} {tokens[key]} ({number(weights[key], 2)})" for key in order)
 
 

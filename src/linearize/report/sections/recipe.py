@@ -54,6 +54,14 @@ def _plan(plan: Mapping[str, Any]) -> dict[str, str]:
                 f"{scaled(cost['flops'], 'FLOP')}, about {scaled(cost['memory_bytes'], 'B')} of memory"
             )
     lines["trained controls"] = scaled(plan["control_flops"], "FLOP") if plan["control_flops"] else "none"
+    return lines | _memory(plan)
+
+
+def _memory(plan: Mapping[str, Any]) -> dict[str, str]:
+    """Of a sequence that is being generated; an encoder reads its input at once and keeps nothing."""
+    if not plan.get("teacher_cache_bytes_per_token"):
+        return {"cache": "none: inputs are read at once, in time linear in their length"}
+    lines = {}
     growth = plan["student_cache_bytes_per_token"]
     lines["student holds, per sequence"] = f"{scaled(plan['state_bytes'], 'B')}" + (
         f" and {scaled(growth, 'B')} per token" if growth else ", however long the text"

@@ -1,0 +1,174 @@
+"""What a recipe's task needs beside the model: its tokenizer or image processor, and its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.config import Recipe
+from linearize.errors import UserError
+from linearize.hf.checkpoint import CAUSAL, load_image_processor, load_tokenizer, read_config
+from linearize.tasks import (
+    AnyTask,
+    AssociativeRecall,
+    ImageClassification,
+    LanguageModelling,
+    ListOps,
+    Summarisation,
+    TextClassification,
+    TextEmbedding,
+    TokenClassification,
+)
+from linearize.teacher import TeacherShape
+from linearize.training.data import Dataset, build_dataset
+from linearize.training.examples import build_examples
+from linearize.training.generated import PAD, build_generated
+from linearize.training.images import build_images
+from linearize.training.labels import Classes
+from linearize.training.selection import effective_sequence_lengths
+from linearize.training.templates import TokenDocument
+
+LoadTeacher = Callable[[], PreTrainedModel]
+
+
+def load_processor(task: AnyTask, model: str) -> Any:
+    """The tokenizer or image processor beside a model; None for a task whose examples are numbers already.
+
+    Raises:
+        UserError: there is none, or the model is not of the task's kind.
+    """
+    check_kind(task, TeacherShape.from_config(read_config(model)))
+    if task.built_in:
+        return None
+    return load_image_processor(model) if isinstance(task, ImageClassification) else load_tokenizer(model)
+
+
+def check_kind(task: AnyTask, shape: TeacherShape) -> None:
+    """See that a task of images has a vision model, and one of text a model of text; of next tokens, a decoder.
+
+    Raises:
+        UserError: it has not.
+    """
+    vision = shape.bidirectional and not shape.vocab_size
+    if isinstance(task, ImageClassification) and not vision:
+        raise UserError(
+            f"data.task: expected a vision model for image_classification, found {shape.model_type}; use one, or set "
+            "data.task.type to another task"
+        )
+    if vision and not isinstance(task, ImageClassification):
+        raise UserError(
+            f"data.task: expected image_classification for a vision model ({shape.model_type}), found {task.type}; "
+            "use the recipe hedgehog-vit, or set data.task.type"
+        )
+    if shape.bidirectional and task.auto_class == CAUSAL:
+        raise UserError(
+            f"data.task: expected a task for an encoder ({shape.model_type}), found {task.type}; use the recipe "
+            "hedgehog-bert, or set data.task.type to text_classification, token_classification or text_embedding"
+        )
+
+
+def _check_head(task: AnyTask, shape: TeacherShape, config: dict[str, Any], processor: Any, classes: Classes) -> None:
+    """See that the model's head can learn the task's labels, and finds the token that it reads.
+
+    Raises:
+        UserError: it has not one output for numbers; or a decoder whose config does not name the padding that is used.
+    """
+    if isinstance(task, TextClassification) and task.regression and classes.count != 1:
+        raise UserError(
+            f"data.task.metrics: expected a model with one output for `spearman`, found {classes.count} classes; use a "
+            "model with num_labels 1, or set data.task.metrics=[accuracy]"
+        )
+    padding = PAD if isinstance(task, ListOps) else getattr(processor, "pad_token_id", None)
+    if padding is None or task.language:
+        return
+    if padding >= shape.vocab_size:
+        raise UserError(
+            f"tokenizer: expected a padding token below the model's vocab_size of {shape.vocab_size}, found {padding}; "
+            "resize the model's embeddings"
+        )
+    # The class is read at the last token that is not padding, as the config has it.
+    at_the_end = task.auto_class == "AutoModelForSequenceClassification" and not shape.bidirectional
+    if at_the_end and config.get("pad_token_id") != padding:
+        raise UserError(
+            f"config.json: pad_token_id: expected {padding}, the padding of the rows, found "
+            f"{config.get('pad_token_id')}; set it there"
+        )
+
+
+def load_dataset(
+    recipe: Recipe, processor: Any, config: dict[str, Any], load_teacher: LoadTeacher | None = None
+) -> Dataset:
+    """The recipe's data, as the rows of its task.
+
+    Args:
+        processor: of `load_processor`.
+        config: the contents of the model's ``config.json``.
+        load_teacher: gives the model that documents are chosen by; called where `data.top_esl` asks for it.
+
+    Raises:
+        UserError: a model that does not fit the task, no dataset named, rows longer than the model's positions, or
+            data that cannot be used.
+    """
+    task, shape, classes = recipe.data.task, TeacherShape.from_config(config), Classes.of(config)
+    check_kind(task, shape)
+    if recipe.data.dataset is None and not task.built_in:
+        raise UserError("data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
+    length, field = _longest(recipe)
+    if length > shape.max_positions:
+        raise UserError(
+            f"{field}: expected at most the model's {shape.max_positions} positions, found "
+            f"{length}; pass --set {field}={shape.max_positions}"
+        )
+    _check_head(task, shape, config, processor, classes)
+    return _BUILDERS[type(task)](recipe, processor, shape, classes, load_teacher)
+
+
+def _longest(recipe: Recipe) -> tuple[int, str]:
+    """The longest row there can be, and the field that says so."""
+    task = recipe.data.task
+    if isinstance(task, AssociativeRecall):
+        return task.length, "data.task.length"
+    if isinstance(task, ListOps):
+        return task.max_length + 1, "data.task.max_length"
+    if isinstance(task, ImageClassification):
+        return 0, "data.sequence_length"
+    return recipe.data.sequence_length, "data.sequence_length"
+
+
+def _documents(recipe: Recipe, tokenizer: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
+    def score(documents: Sequence[TokenDocument]) -> Tensor:
+        assert load is not None
+        return effective_sequence_lengths(load(), documents, recipe.data.sequence_length)
+
+    return build_dataset(recipe.data, tokenizer, seed=recipe.seed, score=score if load else None)
+
+
+def _examples(recipe: Recipe, tokenizer: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
+    return build_examples(recipe.data, tokenizer, classes, seed=recipe.seed, use_cache=_use_cache(shape))
+
+
+def _images(recipe: Recipe, processor: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
+    return build_images(recipe.data, processor, classes, positions=shape.max_positions, seed=recipe.seed)
+
+
+def _generated(recipe: Recipe, processor: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
+    return build_generated(recipe.data, shape, classes, seed=recipe.seed, use_cache=_use_cache(shape))
+
+
+def _use_cache(shape: TeacherShape) -> bool | None:
+    return None if shape.bidirectional else False
+
+
+_BUILDERS: dict[type, Callable[[Recipe, Any, TeacherShape, Classes, LoadTeacher | None], Dataset]] = {
+    LanguageModelling: _documents,
+    Summarisation: _documents,
+    TextClassification: _examples,
+    TokenClassification: _examples,
+    TextEmbedding: _examples,
+    ImageClassification: _images,
+    AssociativeRecall: _generated,
+    ListOps: _generated,
+}

@@ -1,0 +1,89 @@
+"""What a model answers on a task's held-out rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linearize.evaluation.metrics import Answered, Predictions, Similarities
+from linearize.evaluation.perplexity import inference
+from linearize.tasks import Summarisation, Task, TextEmbedding
+from linearize.training.data import Dataset
+from linearize.training.rows import Rows, on_device
+
+BATCH_SIZE = 32  # rows per forward pass
+
+Answer = Callable[[PreTrainedModel, str], Answered]
+"""Of a model; the title stands beside the progress bar."""
+
+
+def answering(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
+    """How models are asked, by the task.
+
+    Args:
+        teacher: whose embeddings others are compared with; None where the task does not.
+    """
+    return _ANSWERING.get(type(task), _classifying)(task, dataset, tokenizer, teacher)
+
+
+def compared_outputs(model: nn.Module, rows: Rows, *, title: str) -> Float[Tensor, "M C"]:
+    """All outputs that `rows` are compared by, in fp32 on the CPU."""
+    found, console = [], Console(stderr=True)
+    starts = range(0, len(rows), BATCH_SIZE)
+    with inference(model) as device:
+        for start in track(starts, title, console=console, transient=True, disable=not console.is_terminal):
+            batch = rows.rows(slice(start, start + BATCH_SIZE))
+            found.append(batch.compared(model(**on_device(batch.inputs(), device))).float().cpu())
+    return torch.cat(found)
+
+
+def _classifying(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
+    rows = dataset.validation
+    targets, counts = rows.targets(), rows.target_counts()
+    assert targets is not None
+    example = torch.arange(len(counts)).repeat_interleave(counts)
+
+    def answer(model: PreTrainedModel, title: str) -> Answered:
+        return Predictions(compared_outputs(model, rows, title=title), targets, example, task.scores)
+
+    return answer
+
+
+def embeddings(model: nn.Module, rows: Rows, *, title: str) -> Float[Tensor, "N E"]:
+    """Of each row: the mean of the last hidden states over its tokens, of length 1."""
+    counts = rows.target_counts()
+    hidden = compared_outputs(model, rows, title=title)
+    row = torch.arange(len(counts)).repeat_interleave(counts)
+    sums = hidden.new_zeros(len(counts), hidden.shape[1]).index_add_(0, row, hidden)
+    return nn.functional.normalize(sums / counts[:, None], dim=-1)
+
+
+def _embedding(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
+    assert teacher is not None
+    rows, expected = dataset.validation, embeddings(teacher, dataset.validation, title="embeddings of the teacher")
+
+    def answer(model: PreTrainedModel, title: str) -> Answered:
+        return Similarities({"cosine": (embeddings(model, rows, title=title) * expected).sum(-1)})
+
+    return answer
+
+
+def _summarising(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
+    # Only here, for it needs the extra `eval`.
+    from linearize.evaluation.summaries import summarising
+
+    assert isinstance(task, Summarisation)
+    return summarising(task, dataset.held_out, tokenizer)
+
+
+_ANSWERING: dict[type, Callable[[Any, Dataset, Any, PreTrainedModel | None], Answer]] = {
+    TextEmbedding: _embedding,
+    Summarisation: _summarising,
+}

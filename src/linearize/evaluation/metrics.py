@@ -1,0 +1,265 @@
+"""What a model's answers to held-out examples are worth: scores by name, and the same under resamples of the examples.
+
+Every score is better where it is higher. A score that is not defined for some resample (one class only, all values
+equal) is 0 there, as scikit-learn has it.
+
+Axes: E examples, N answers (one or more per example, like the tokens of a sentence), C classes, U distinct values,
+I drawn examples, S bootstrap resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from linearize.errors import UserError
+
+Score = Callable[["Predictions", Tensor], float]
+
+
+@runtime_checkable
+class Answered(Protocol):
+    """What one model made of E examples."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of its scores; the first is the one that counts."""
+        ...
+
+    def __len__(self) -> int:
+        """E."""
+        ...
+
+    def scores(self, index: Int[Tensor, " I"] | None = None) -> dict[str, float]:
+        """Score by metric, of all examples or of those drawn; one that is drawn twice counts twice."""
+        ...
+
+    def agreement(self, other: Answered) -> Float[Tensor, " E"] | None:
+        """1 where both answer an example alike, a share where it has several answers; None where that means nothing."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """Classes (integer labels, the greatest of C outputs is the answer) or values (real labels, C = 1).
+
+    Args:
+        outputs: logits, or the value.
+        example: which example an answer belongs to; examples are drawn, and their answers come along.
+        metrics: names in `METRICS`.
+
+    Raises:
+        ValueError: an unknown metric, or labels that do not fit the outputs or the metrics.
+        FloatingPointError: an output is not a finite number.
+    """
+
+    outputs: Float[Tensor, "N C"]
+    labels: Int[Tensor, " N"] | Float[Tensor, " N"]
+    example: Int[Tensor, " N"]
+    metrics: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.metrics or not set(self.metrics) <= METRICS.keys():
+            found = ", ".join(self.metrics) or "none"
+            raise ValueError(f"metrics: expected some of {', '.join(METRICS)}, found {found}")
+        if bad := int((~self.outputs.isfinite()).any(dim=1).sum()):
+            raise FloatingPointError(f"predictions: the outputs of {bad} of {len(self.outputs)} answers are not finite")
+        classes = self.outputs.shape[1]
+        if self.labels.is_floating_point():
+            if classes != 1 or not self.labels.isfinite().all():
+                raise ValueError(f"labels: expected real ones to be finite, with one output, found {classes} outputs")
+        elif len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < classes:
+            span = f"{int(self.labels.min())} to {int(self.labels.max())}"
+            raise ValueError(f"labels: expected 0 to {classes - 1}, of {classes} classes, found {span}")
+        if wrong := [name for name in self.metrics if (name in RANKS) is not self.labels.is_floating_point()]:
+            raise ValueError(f"metrics: expected ones for {self.labels.dtype} labels, found {', '.join(wrong)}")
+
+    def __len__(self) -> int:
+        return int(self.place.max()) + 1 if len(self.place) else 0
+
+    def scores(self, index: Int[Tensor, " I"] | None = None) -> dict[str, float]:
+        drawn = torch.arange(len(self)) if index is None else index
+        weight = torch.bincount(drawn, minlength=len(self)).double()[self.place]
+        return {name: METRICS[name](self, weight) for name in self.metrics}
+
+    def agreement(self, other: Answered) -> Float[Tensor, " E"] | None:
+        """See `Answered`.
+
+        Raises:
+            ValueError: `other` is not about the same examples.
+        """
+        refused = "predictions can only be compared where they were made for the same examples"
+        if not isinstance(other, Predictions):
+            raise ValueError(refused)
+        if not torch.equal(self.truth, other.truth) or not torch.equal(self.place, other.place):
+            raise ValueError(refused)
+        if self.labels.is_floating_point():
+            return None
+        alike = torch.bincount(self.place, (self.classes == other.classes).double(), minlength=len(self))
+        return (alike / torch.bincount(self.place, minlength=len(self))).float()
+
+    @cached_property
+    def place(self) -> Int[Tensor, " N"]:
+        """Of each answer's example among all that have answers, from 0."""
+        return self.example.cpu().unique(return_inverse=True)[1]
+
+    @cached_property
+    def classes(self) -> Int[Tensor, " N"]:
+        """The class that each answer names."""
+        return self.outputs.argmax(dim=1).cpu()
+
+    @cached_property
+    def truth(self) -> Int[Tensor, " N"] | Float[Tensor, " N"]:
+        return self.labels.cpu()
+
+    @cached_property
+    def ranked(self) -> tuple[Ranks, Ranks]:
+        """Outputs and labels, ready to be ranked."""
+        return Ranks.of(self.outputs[:, 0].cpu()), Ranks.of(self.labels.cpu())
+
+
+@dataclass(frozen=True, eq=False)
+class Similarities:
+    """A number per example and metric, like the cosine to the teacher's embedding or ROUGE; a score is their mean.
+
+    Raises:
+        ValueError: no metric, or different numbers of examples.
+        FloatingPointError: a value is not a finite number.
+    """
+
+    values: dict[str, Float[Tensor, " _"]]
+
+    def __post_init__(self) -> None:
+        if len(lengths := {len(x) for x in self.values.values()}) != 1:
+            raise ValueError(f"similarities: expected as many values of each metric, found {sorted(lengths)}")
+        if bad := [name for name, x in self.values.items() if not x.isfinite().all()]:
+            raise FloatingPointError(f"similarities: {', '.join(bad)} has values that are not finite numbers")
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return tuple(self.values)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.values.values())))
+
+    def scores(self, index: Int[Tensor, " I"] | None = None) -> dict[str, float]:
+        chosen = slice(None) if index is None else index
+        return {name: x.cpu().double()[chosen].mean().item() for name, x in self.values.items()}
+
+    def agreement(self, other: Answered) -> Float[Tensor, " E"] | None:
+        return None
+
+
+def bootstrapped(
+    answered: Mapping[str, Answered], *, samples: int = 1000, seed: int = 0
+) -> dict[str, dict[str, Float[Tensor, " S"]]]:
+    """Each model's scores under the same `samples` resamples of the examples, so that differences are paired.
+
+    Raises:
+        ValueError: the models have not answered as many examples, or have other metrics.
+        UserError: fewer than two examples.
+    """
+    if len({(len(given), given.metrics) for given in answered.values()}) != 1:
+        found = ", ".join(f"{name}: {len(given)} ({', '.join(given.metrics)})" for name, given in answered.items())
+        raise ValueError(f"expected answers of all models to the same examples, found {found or 'none'}")
+    size = len(next(iter(answered.values())))
+    if size < 2:
+        raise UserError(f"evaluation data: expected at least 2 held-out examples, found {size}; give more")
+    generator = torch.Generator().manual_seed(seed)
+    draws: dict[str, list[dict[str, float]]] = {name: [] for name in answered}
+    for _ in range(samples):
+        index = torch.randint(size, (size,), generator=generator)
+        for name, given in answered.items():
+            draws[name].append(given.scores(index))
+    return {
+        name: {metric: torch.tensor([d[metric] for d in found], dtype=torch.float64) for metric in given.metrics}
+        for (name, given), found in zip(answered.items(), draws.values(), strict=True)
+    }
+
+
+# --- formulas: `weight` says how often each answer counts -------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """Values to be ranked again and again, each time with other weights."""
+
+    group: Int[Tensor, " N"]  # of each value among the distinct ones, in ascending order
+    size: int
+
+    @classmethod
+    def of(cls, values: Float[Tensor, " N"]) -> Ranks:
+        distinct, group = values.unique(sorted=True, return_inverse=True)
+        return cls(group, len(distinct))
+
+    def weighted(self, weight: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """The rank of each value among all; ties share the mean of theirs."""
+        held = torch.bincount(self.group, weight, minlength=self.size)
+        return (held.cumsum(0) - held / 2)[self.group]
+
+
+def accuracy(found: Predictions, weight: Float[Tensor, " N"]) -> float:
+    """Share of answers that are right."""
+    return _ratio(float(weight[found.classes == found.truth].sum()), float(weight.sum()))
+
+
+def f1(found: Predictions, weight: Float[Tensor, " N"]) -> float:
+    """2 right / (named + true): of class 1 where there are two, else the mean of the classes that occur."""
+    right, named, true = _counts(found, weight)
+    classes = [1] if len(right) == 2 else (named + true).nonzero().flatten().tolist()
+    return sum(_ratio(float(2 * right[c]), float(named[c] + true[c])) for c in classes) / max(1, len(classes))
+
+
+def matthews(found: Predictions, weight: Float[Tensor, " N"]) -> float:
+    """Correlation of two ways to sort into classes (Gorodkin 2004); for two classes Matthews' coefficient."""
+    right, named, true = _counts(found, weight)
+    total = weight.sum()
+    covariance = right.sum() * total - named @ true
+    spread = (total**2 - named @ named) * (total**2 - true @ true)
+    return _ratio(float(covariance), float(spread.clamp(min=0)) ** 0.5)
+
+
+def spearman(found: Predictions, weight: Float[Tensor, " N"]) -> float:
+    """Pearson's correlation of the ranks."""
+    x, y = (ranks.weighted(weight) for ranks in found.ranked)
+    total = weight.sum()
+    x, y = (z - (weight @ z) / total for z in (x, y))
+    return _ratio(float(weight @ (x * y)), float((weight @ x.square()) * (weight @ y.square())) ** 0.5)
+
+
+METRICS: dict[str, Score] = {"accuracy": accuracy, "f1": f1, "matthews": matthews, "spearman": spearman}
+RANKS = frozenset({"spearman"})  # those for real labels
+TITLES = {
+    "accuracy": "accuracy",
+    "f1": "F1",
+    "matthews": "Matthews correlation",
+    "spearman": "Spearman correlation",
+    "cosine": "cosine similarity",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+}
+
+
+def title(metric: str) -> str:
+    """What people call a metric."""
+    return TITLES.get(metric, metric.replace("_", " "))
+
+
+def _counts(found: Predictions, weight: Float[Tensor, " N"]) -> tuple[Tensor, Tensor, Tensor]:
+    """By class: how often it is named and right, how often it is named, how often it is true."""
+    size = found.outputs.shape[1]
+    right = weight * (found.classes == found.truth)
+    pairs = ((found.classes, right), (found.classes, weight), (found.truth, weight))
+    named_right, named, true = (torch.bincount(classes, w, minlength=size) for classes, w in pairs)
+    return named_right, named, true
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below else 0.0

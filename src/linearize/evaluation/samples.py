@@ -1,0 +1,70 @@
+"""Which rows are looked at closely: a few of them, of text or of images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+@runtime_checkable
+class Sampled(Protocol):
+    """N rows: packed sequences, padded texts, or images."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all rows, padding apart."""
+        ...
+
+    def rows(self, indices: Tensor | Sequence[int] | slice) -> Any:
+        """These rows, in this order."""
+        ...
+
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of a model without a head, for all rows at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A model's inputs for the rows that are looked at, on the CPU, and how many tokens they have, padding apart."""
+
+    inputs: dict[str, Any]
+    tokens: int
+
+    def __len__(self) -> int:
+        return next(len(x) for x in self.inputs.values() if isinstance(x, Tensor))
+
+    @property
+    def input_ids(self) -> Int[Tensor, "N L"]:
+        """Of text."""
+        return self.inputs["input_ids"]
+
+    def part(self, rows: slice) -> dict[str, Any]:
+        """The inputs of some rows."""
+        return {name: x[rows] if isinstance(x, Tensor) else x for name, x in self.inputs.items()}
+
+
+def sample_rows(rows: Sampled, max_tokens: int, seed: int) -> Sample:
+    """As many of the rows, drawn by `seed`, as hold at most `max_tokens`; of one text, if it is longer, the start.
+
+    Rows of different lengths count as their mean.
+    """
+    total = len(rows)
+    length = max(1, rows.num_tokens // total)
+    count = min(total, max(1, max_tokens // length))
+    index = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count].sort().values
+    chosen = rows.rows(index)
+    inputs = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in chosen.inputs().items()}
+    if "input_ids" not in inputs:
+        return Sample(inputs, chosen.num_tokens)
+    if count == 1:
+        inputs = {name: x[:, :max_tokens] if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    mask = inputs.get("attention_mask")
+    return Sample(inputs, int(inputs["input_ids"].numel() if mask is None else mask.sum()))

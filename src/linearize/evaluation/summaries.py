@@ -1,0 +1,87 @@
+"""Summaries that a model writes, beside those that people wrote: ROUGE (Hedgehog App. B.5).
+
+After SAMSum's protocol: greedy, at most 100 new tokens, cut at the first end-of-text token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from linearize.errors import UserError
+from linearize.evaluation.metrics import Answered, Similarities
+from linearize.evaluation.perplexity import inference
+from linearize.tasks import Summarisation
+from linearize.training.templates import IGNORED, TokenDocument
+
+
+def summarising(
+    task: Summarisation, held_out: Sequence[TokenDocument], tokenizer: Tokenizer
+) -> Callable[[PreTrainedModel, str], Answered]:
+    """Ask a model for summaries of the first held-out dialogues, and score them.
+
+    Raises:
+        UserError: `rouge-score` is not installed, or there are no dialogues with a prompt and a summary.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise UserError(
+            "data.task `summarisation`: expected the package rouge-score, found none; pip install 'linearize[eval]'"
+        ) from None
+    scorer = RougeScorer(list(task.scores), use_stemmer=True)
+    asked = [document for document in held_out if _is_dialogue(document)][: task.summaries]
+    if len(asked) < 2:
+        raise UserError(
+            "data.task `summarisation`: expected held-out dialogues with summaries, found none; use data with the "
+            "columns dialogue and summary (data.format samsum)"
+        )
+    references = [_text(tokenizer, document.labels[document.labels != IGNORED].tolist()) for document in asked]
+
+    def answer(model: PreTrainedModel, title: str) -> Answered:
+        made = [_text(tokenizer, tokens) for tokens in summaries(model, asked, tokenizer, task.new_tokens, title=title)]
+        scores = [scorer.score(reference, text) for reference, text in zip(references, made, strict=True)]
+        values = {name: torch.tensor([score[name].fmeasure for score in scores]) for name in task.scores}
+        return Similarities(values)
+
+    return answer
+
+
+def summaries(
+    model: PreTrainedModel, asked: Sequence[TokenDocument], tokenizer: Tokenizer, new_tokens: int, *, title: str
+) -> list[list[int]]:
+    """The tokens that a model writes behind each prompt, greedily, up to the first end-of-text token."""
+    end: Any = tokenizer.eos_token_id
+    padding = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    settings = GenerationConfig(
+        max_new_tokens=new_tokens, do_sample=False, eos_token_id=end, pad_token_id=0 if padding is None else padding
+    )
+    console, found = Console(stderr=True), []
+    with inference(model) as device:
+        for document in track(asked, title, console=console, transient=True, disable=not console.is_terminal):
+            prompt = document.input_ids[: _prompt_length(document)][None].to(device)
+            made: Any = model.generate(  # type: ignore[operator]
+                prompt, attention_mask=torch.ones_like(prompt), generation_config=settings
+            )
+            tokens = made[0, prompt.shape[1] :].tolist()
+            found.append(tokens[: tokens.index(end)] if end in tokens else tokens)
+    return found
+
+
+def _prompt_length(document: TokenDocument) -> int:
+    """The tokens before the first that carries a loss."""
+    return int((document.labels == IGNORED).long().cumprod(0).sum())
+
+
+def _is_dialogue(document: TokenDocument) -> bool:
+    return 0 < _prompt_length(document) < len(document)
+
+
+def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))

@@ -1,0 +1,107 @@
+"""What every mixer is: the base class."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from linearize.mixers.combine import scale_of
+from linearize.mixers.feature_maps import FEATURE_MAPS, FeatureMap
+from linearize.mixers.gates import DeltaRule
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.rope import apply_rope, map_inputs
+from linearize.mixers.span import build_span
+from linearize.mixers.state import Slots
+from linearize.mixers.window_dropout import WindowDropout
+from linearize.ops import Layout, Partial
+from linearize.parts import MixerConfig
+from linearize.teacher import LayerShape
+
+
+class LinearFeatures(NamedTuple):
+    """What the linear part is made of, for whole documents.
+
+    `tokens` are the mixer's slots. `phi_q` is what is read and `phi_k` what is written to the state; `log_scale` is the
+    logarithm that a query's weights are relative to, 0 where the mixer's combination does not ask for it.
+    """
+
+    tokens: Slots
+    phi_q: Float[Tensor, "B H T F"]
+    phi_k: Float[Tensor, "B Hs T F"]
+    log_scale: Float[Tensor, "B H T"]
+
+
+class Mixer(nn.Module, ABC):
+    """A feature map for queries and keys, and how sums over keys become outputs. Subclasses set the parts they have.
+
+    Attributes:
+        causal: whether a query's keys are those up to its own; else all of its document.
+        feature_map, gate, delta: None where the config names none.
+        scale: what phi_q . phi_k is multiplied by.
+        state_heads: Hs, heads of the linear part's state.
+    """
+
+    causal: ClassVar[bool]
+    normalizer: nn.Module
+    combine: nn.Module
+
+    def __init__(self, config: MixerConfig, shape: LayerShape) -> None:
+        super().__init__()
+        self.config, self.shape = config, shape
+        self.span = build_span(config.span)
+        self.state_heads = config.state_heads(shape)
+        self.feature_map: FeatureMap | None = None
+        self.gate: Any = None
+        self.delta: DeltaRule | None = None
+        self.window_dropout: WindowDropout | None = None
+        if config.feature_map is not None:
+            self.feature_map = FEATURE_MAPS[type(config.feature_map)](config.feature_map, shape)
+            self.scale = scale_of(config, shape, self.feature_map.feature_dim)
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter as the config says."""
+        part: Any
+        for part in self.children():
+            part.reset_parameters()
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether `AttnInputs.hidden` is read."""
+        return self.config.reads_hidden
+
+    @property
+    def wants_unrotated(self) -> bool:
+        """Whether `AttnInputs.unrotated` and `.rope` are read, in a model with RoPE."""
+        return self.config.reads_unrotated
+
+    @abstractmethod
+    def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
+        """Outputs for whole documents. `layout` None: one full document per row."""
+
+    @abstractmethod
+    def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
+        """The window's part and the linear one of whole documents, None where there is none: what is combined to y."""
+
+    @abstractmethod
+    def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
+        """Of a mixer with a linear part; to be called outside autocast, with `inputs.accumulated()`."""
+
+    def has_linear(self, position: Int[Tensor, "#B T"]) -> Bool[Tensor, "#B T"]:
+        """Which queries, -1 being padding, read keys through the linear part."""
+        return (self.span.lo(position) > self.span.sinks) & (position >= 0)
+
+    def query_features(
+        self, inputs: AttnInputs, position: Int[Tensor, "#B T"]
+    ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B H T"] | None]:
+        """phi_q, and for an exponential map the logarithm that it is relative to."""
+        assert self.feature_map is not None and self.config.feature_map is not None
+        rotation = self.config.feature_map.rotation
+        phi_q, log_scale = self.feature_map.scaled_q(map_inputs(rotation, inputs)[0], position)
+        if self.delta is not None:
+            phi_q = self.delta.normalize(phi_q)
+        if rotation == "after" and inputs.rope is not None:
+            phi_q = apply_rope(phi_q, inputs.rope)
+        return phi_q if self.scale == 1 else phi_q * self.scale, log_scale

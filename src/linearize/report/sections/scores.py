@@ -1,0 +1,143 @@
+"""A task that is not language modelling: scores of all candidates, differences, what is kept of the teacher's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from linearize.evaluation.candidates import LABELS
+from linearize.evaluation.metrics import title
+from linearize.evaluation.perplexity import Interval
+from linearize.report.blocks import Block, Figure, Group, Section, Table, Text
+from linearize.report.figures import DotPanel, Dots, dots
+from linearize.report.load import RunFiles, label
+from linearize.report.numbers import DASH, count, percent, with_interval
+from linearize.report.task_findings import what
+
+_ACROSS = 3  # panels side by side
+
+Read = Callable[[RunFiles, str, str], Interval | None]
+
+
+def scores(runs: Sequence[RunFiles]) -> Section:
+    """Scores of all candidates, the student's paired differences, and its share of the teacher's score."""
+    names = list(dict.fromkeys(metric for run in runs if run.task for metric in run.task["metrics"]))
+    chunks = [names[start : start + _ACROSS] for start in range(0, len(names), _ACROSS)]
+    blocks: list[Block] = [_scores(runs, metrics) for metrics in chunks]
+    compared = [run for run in runs if run.task and run.task.get("differences")]
+    blocks += [_differences(compared, metrics) for metrics in chunks if compared]
+    if kept := list(_kept(runs, names)):
+        columns = ["", *(run.name for run in runs)]
+        blocks.append(Table.of("What the student has of its teacher", columns, kept))
+    for run in runs:
+        where = f" for {run.name}" if len(runs) > 1 else ""
+        if not run.is_language_model and run.section("missing"):
+            blocks.append(Text(f"Not measured{where}: {', '.join(run.evaluation['missing'])}.", tone="missing"))
+    summary = "; ".join(f"{run.name}: {_about(run)}" if len(runs) > 1 else _about(run) for run in runs)
+    return Section(
+        "task",
+        "Task",
+        blocks,
+        summary=f"{summary[:1].upper()}{summary[1:]}. Scores are better where they are higher. All candidates share "
+        "the examples: judge by the paired differences.",
+    )
+
+
+def _about(run: RunFiles) -> str:
+    task = run.task or {}
+    return f"{what(task)}, {count(task['examples'])} held-out examples"
+
+
+def _scores(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Figure:
+    names = [name for name in LABELS if any(run.scored(name) for run in runs)]
+    groups = [
+        Group(
+            [
+                [label(name), *(with_interval(run.score(name, metric)) for metric in metrics), line["note"]]
+                for name in names
+                if (line := run.scored(name))
+            ],
+            title=run.name if len(runs) > 1 else None,
+        )
+        for run in runs
+    ]
+    said = "; ".join(
+        f"{run.name}, {label(name)}: {title(metric)} {with_interval(run.score(name, metric))}"
+        for run in runs
+        for metric in metrics
+        for name in names
+        if run.score(name, metric)
+    )
+    return Figure(
+        f"Scores of all candidates: {_titles(metrics)}",
+        dots(
+            f"task-scores-{metrics[0]}",
+            f"Scores with 95 % intervals. {said}",
+            [label(name) for name in names],
+            _panels(runs, metrics, names, RunFiles.score),
+        ),
+        "With 95 % bootstrap intervals over examples.",
+        Table(f"Scores: {_titles(metrics)}", ["candidate", *map(title, metrics), "what it is"], groups),
+    )
+
+
+def _differences(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Figure:
+    read = RunFiles.score_difference
+    names = [name for name in LABELS if any(read(run, name, metric) for run in runs for metric in metrics)]
+    groups = [
+        Group(
+            [
+                [f"against {label(name)}", *(with_interval(read(run, name, metric), sign=True) for metric in metrics)]
+                for name in names
+            ],
+            title=run.name if len(runs) > 1 else None,
+        )
+        for run in runs
+    ]
+    said = "; ".join(
+        f"{run.name} against {label(name)}: {title(metric)} {with_interval(read(run, name, metric), sign=True)}"
+        for run in runs
+        for metric in metrics
+        for name in names
+        if read(run, name, metric)
+    )
+    return Figure(
+        f"The student minus the others, on the same examples: {_titles(metrics)}",
+        dots(
+            f"task-pairs-{metrics[0]}",
+            f"Paired differences of scores. {said}",
+            [f"against {label(name)}" for name in names],
+            _panels(runs, metrics, names, read, zero=True),
+        ),
+        "Right of zero the student is better. Paired over the same examples, with 95 % intervals.",
+        Table(f"Student's score minus the other's: {_titles(metrics)}", ["", *map(title, metrics)], groups),
+    )
+
+
+def _panels(
+    runs: Sequence[RunFiles], metrics: Sequence[str], names: Sequence[str], read: Read, zero: bool = False
+) -> list[DotPanel]:
+    return [
+        DotPanel(
+            title(metric),
+            [
+                Dots(run.name, [read(run, name, metric) for name in names], place, place)
+                for place, run in enumerate(runs)
+            ],
+            zero=zero,
+        )
+        for metric in metrics
+    ]
+
+
+def _kept(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Iterator[list[str]]:
+    """Rows that at least one run has a number for."""
+    rows = [
+        [f"{title(metric)}, share of the teacher's", *(percent(run.recovery(metric)) for run in runs)]
+        for metric in metrics
+    ]
+    rows.append(["same answer as the teacher", *(percent(run.agreement("student")) for run in runs)])
+    yield from (row for row in rows if set(row[1:]) != {DASH})
+
+
+def _titles(metrics: Sequence[str]) -> str:
+    return ", ".join(map(title, metrics))

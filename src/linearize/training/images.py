@@ -1,0 +1,172 @@
+"""Images with a class each: read from a folder with a folder per class, or from a table or hub dataset of images."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from linearize.config import DataConfig
+from linearize.errors import UserError
+from linearize.tasks import ImageClassification
+from linearize.training.data import Dataset, document_progress
+from linearize.training.examples import examples_dataset, split_examples
+from linearize.training.labels import Classes, cell
+from linearize.training.rows import Indices
+from linearize.training.sources import read_rows
+
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image as the bytes of its file, and its class."""
+
+    data: bytes
+    label: int
+
+    @property
+    def digest(self) -> int:
+        return int.from_bytes(hashlib.blake2b(self.data, digest_size=7).digest(), "big")
+
+
+@dataclass(frozen=True)
+class ImageExamples:
+    """N images, decoded and brought to the model's size and scale when they are asked for.
+
+    Attributes:
+        processor: of transformers: from PIL images to `pixel_values` [N, channels, height, width].
+        positions: of the model's sequence for one image: its patches, and the tokens before them.
+    """
+
+    images: Sequence[Image]
+    processor: Any
+    positions: int
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.images) * self.positions
+
+    def target_counts(self) -> Int64[Tensor, " N"]:
+        return torch.ones(len(self.images), dtype=torch.int64)
+
+    def rows(self, indices: Indices) -> ImageExamples:
+        chosen = torch.arange(len(self.images))[indices].tolist()
+        return replace(self, images=[self.images[index] for index in chosen])
+
+    def inputs(self) -> dict[str, Tensor]:
+        decoded = [decode(image.data, "an image") for image in self.images]
+        return {"pixel_values": self.processor(decoded, return_tensors="pt")["pixel_values"]}
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield torch.tensor([image.digest for image in self.images])
+        yield self.targets()
+
+    def compared(self, outputs: Any) -> Float[Tensor, "N C"]:
+        return outputs.logits
+
+    def targets(self) -> Int64[Tensor, " N"]:
+        return torch.tensor([image.label for image in self.images])
+
+
+def build_images(config: DataConfig, processor: Any, classes: Classes, *, positions: int, seed: int) -> Dataset:
+    """Read and split images as `examples.build_examples` does texts.
+
+    Raises:
+        UserError: no images, one that cannot be read, or a class that the model does not have.
+    """
+    read = partial(_read, classes=classes)
+    sides = split_examples(config, read, lambda image: image.data, seed)
+    train, held_out = (ImageExamples(side, processor, positions) for side in sides)
+    return examples_dataset(train, held_out)
+
+
+def decode(data: bytes, where: str) -> Any:
+    """The PIL image, in RGB, that a file's bytes hold.
+
+    Raises:
+        UserError: none that PIL knows.
+    """
+    import PIL.Image
+
+    try:
+        return PIL.Image.open(io.BytesIO(data)).convert("RGB")
+    except (OSError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        raise UserError(f"{where}: expected an image that PIL can read, found: {error}") from None
+
+
+def _read(config: DataConfig, classes: Classes) -> list[Image]:
+    folder = Path(config.dataset or "").expanduser()
+    found = _folder(folder, classes) if config.dataset and folder.is_dir() else _table(config, classes)
+    images = []
+    with document_progress("reading images") as advance:
+        for image in islice(found, config.max_documents):
+            images.append(image)
+            advance(1)
+    if images:
+        decode(images[0].data, "data: the first image")
+    return images
+
+
+def _folder(folder: Path, classes: Classes) -> Iterator[Image]:
+    """FOLDER/CLASS/IMAGE; classes that the config does not name are numbered in the order of their names."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    paths = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in _SUFFIXES)
+    if not paths:
+        raise UserError(
+            f"data.dataset: expected a folder with a folder of images ({', '.join(_SUFFIXES)}) for each class, found "
+            f"none in {folder}"
+        )
+    known = set(names) <= set(classes.numbers)
+    # Evenly from all classes, so that `data.max_documents` of them are not all of one.
+    by_class = [[path for path in paths if path.parent.name == name] for name in names]
+    for index in range(max(map(len, by_class))):
+        for place, of_class in enumerate(by_class):
+            if index < len(of_class):
+                path = of_class[index]
+                label: object = path.parent.name if known else place
+                yield Image(_bytes(path), classes.number(label, str(path)))
+
+
+def _table(config: DataConfig, classes: Classes) -> Iterator[Image]:
+    task = config.task
+    assert isinstance(task, ImageClassification)
+    for number, row in enumerate(read_rows(config), 1):
+        where = f"data row {number}"
+        value = cell(row, task.image_column, where, "data.task.image_column")
+        label = classes.number(cell(row, task.label_column, where, "data.task.label_column"), where)
+        yield Image(_encoded(value, where), label)
+
+
+def _encoded(value: Any, where: str) -> bytes:
+    """The bytes of an image: those of a file, of its path, or of what `datasets` has decoded already."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return _bytes(Path(value))
+    if hasattr(value, "save"):
+        buffer = io.BytesIO()
+        value.save(buffer, format="PNG")
+        return buffer.getvalue()
+    raise UserError(f"{where}: expected an image, its file's bytes or its path, found {type(value).__name__}")
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: expected an image, found: {error.strerror}") from None

@@ -1,0 +1,90 @@
+"""Whole runs whose task is not language modelling: what they write, that they resume and can be measured again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from linearize.evaluation.report_card import ReportCard
+from linearize.measuring import Card, evaluate
+from linearize.pipeline import run
+from linearize.runs import Run
+from linearize.training import loop
+from tests import task_runs
+from tests.task_runs import CPU, KINDS, Kind, job, numbers, written
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    with task_runs.quick_measures():
+        yield
+
+
+def evaluated(model: Path, **options: Any) -> Card:
+    return evaluate(str(model), **(dict(teacher=None, dataset=None, overrides={}) | CPU | options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_of_each_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = job(kind, tmp_path / "run")
+    card = run(made)
+    assert card is not None and card.task is not None
+    check_what_is_written(made, card)
+    check_something_was_learned(made, card)
+
+    def update(self: Any) -> None:
+        raise AssertionError("an optimizer step was taken")
+
+    monkeypatch.setattr(loop._Run, "update", update)
+    before = numbers(written(made.folder))
+    if made.recipe.data.task.language:
+        run(made, until="finetune")  # measuring a language model takes long, and is done again below
+    else:
+        again = run(made)
+        assert again is not None and numbers(again.to_json()) == before == numbers(written(made.folder))
+    assert numbers(evaluated(made.folder / "model").to_json()) == before
+
+
+def check_what_is_written(made: Run, card: Card) -> None:
+    """Scores of every candidate in all files, and the tag of the hub in the model's card."""
+    kind, found = next(kind for kind in KINDS.values() if _is(kind, made)), written(made.folder)
+    random = made.recipe.weights == "random"
+    assert found["task"]["metrics"] == list(kind.metrics)
+    assert found["task"]["type"] == made.recipe.data.task.type
+    assert found["task"]["pipeline_tag"] == kind.tag
+    names = [line["name"] for line in found["task"]["scored"]]
+    assert names == (["student"] if random else ["teacher", "swapped", "transferred", "student"])
+    assert isinstance(card, ReportCard) == made.recipe.data.task.language
+    readme = (made.folder / "model" / "README.md").read_text()
+    assert f"pipeline_tag: {kind.tag}\n" in readme and "Not measured yet" not in readme
+    assert f"import {made.recipe.data.task.auto_class}," in readme
+    markdown, page = (made.folder / "evaluation.md").read_text(), (made.folder / "report.html").read_text()
+    for line in found["task"]["scored"]:
+        for metric in kind.metrics:
+            score = line["scores"][metric]
+            assert f"{score['mean']:.3f} [{score['low']:.3f}, {score['high']:.3f}]" in markdown
+    assert made.recipe.name in page and "</html>" in page
+    if made.recipe.evaluation.examine:
+        assert found["fidelity"] is not None, found["not_measured"]
+
+
+def _is(kind: Kind, made: Run) -> bool:
+    return (
+        kind.recipe == made.recipe.name and kind.metrics == made.recipe.data.task.scores and kind.model() == made.model
+    )
+
+
+def check_something_was_learned(made: Run, card: Card) -> None:
+    """Held-out losses fell; where nothing was known before, the finished student is better than at its beginning."""
+    for stage in ("transfer", "finetune"):
+        if getattr(made.recipe, stage) is not None:
+            result = json.loads((made.folder / stage / "result.json").read_text())
+            assert sum(result["best_loss"].values()) < sum(result["initial_loss"].values()), stage
+    assert card.task is not None
+    scores = {line.name: line.scores[card.task.metrics[0]].mean for line in card.task.scored}
+    if "swapped" in scores and not made.recipe.data.task.language:
+        assert scores["student"] > scores["swapped"]
