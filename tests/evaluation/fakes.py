@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class FakeRows:
-    input_ids: Tensor
-    position_ids: Tensor
-    labels: Tensor
+from linearize.training.data import PackedRows
 
 
-def packed(documents: list[list[int]], *, vocab_size: int = 50, seed: int = 0) -> FakeRows:
+def packed(documents: list[list[int]], *, vocab_size: int = 50, seed: int = 0) -> PackedRows:
     """One row per list of document lengths; random tokens, no loss on a document's first token."""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in documents])
     input_ids = torch.randint(vocab_size, positions.shape, generator=generator)
-    return FakeRows(input_ids, positions, input_ids.masked_fill(positions == 0, -100))
+    return PackedRows(input_ids, positions, input_ids.masked_fill(positions == 0, -100))
 
 
 class Fake(nn.Module):

@@ -27,8 +27,9 @@ from linearize.evaluation.agreement import (
 )
 from linearize.evaluation.perplexity import Interval, TokenLosses, bootstrap, token_losses
 from linearize.evaluation.speed import peak_bytes
+from linearize.training.data import PackedRows
 from tests import tiny
-from tests.evaluation.fakes import Fake, FakeRows, packed
+from tests.evaluation.fakes import Fake, packed
 from tests.training.byte_tokenizer import byte_tokenizer
 
 
@@ -195,7 +196,7 @@ def test_what_cannot_be_compared() -> None:
 # --- by position ------------------------------------------------------------------------------------------------------
 
 
-def random_losses(rows: FakeRows, seed: int) -> TokenLosses:
+def random_losses(rows: PackedRows, seed: int) -> TokenLosses:
     loss = torch.rand(rows.labels.shape, generator=torch.Generator().manual_seed(seed))
     return TokenLosses(loss, rows.labels != -100, rows.position_ids)
 
@@ -264,11 +265,11 @@ def chain(following: dict[int, int], end: int | list[int] | None = None) -> Llam
     return model
 
 
-def counting(starts: list[list[int]], length: int) -> FakeRows:
+def counting(starts: list[list[int]], length: int) -> PackedRows:
     """Documents of `length` tokens that count up from their starts; labels everywhere but on their first tokens."""
     ids = torch.stack([torch.cat([torch.arange(start, start + length) for start in row]) for row in starts])
     positions = torch.arange(length).repeat(len(starts[0])).expand(len(starts), -1)
-    return FakeRows(ids, positions, ids.masked_fill(positions == 0, -100))
+    return PackedRows(ids, positions, ids.masked_fill(positions == 0, -100))
 
 
 def generated(teacher: Any, student: Any, rows: Any, **options: Any) -> Generations:
@@ -363,7 +364,7 @@ def test_prompts_lie_within_one_document_at_its_start() -> None:
     # Long enough are 10-21 in the first row and 100-109 in the second; what follows 40 is another document.
     ids = torch.tensor([[*range(40, 45), *range(10, 22)], [*range(60, 67), *range(100, 110)]])
     positions = torch.tensor([[*range(5), *range(12)], [*range(7), *range(10)]])
-    rows = FakeRows(ids, positions, ids.masked_fill(positions == 0, -100))
+    rows = PackedRows(ids, positions, ids.masked_fill(positions == 0, -100))
     found = generated(chain({}), chain({}), rows)
     assert [sample.prompt for sample in found.samples] == [written(*range(10, 14)), written(*range(100, 104))]
     assert [sample.reference for sample in found.samples] == [written(*range(14, 20)), written(*range(104, 110))]
@@ -393,7 +394,7 @@ def test_the_space_before_a_word_is_kept() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     ids = torch.cat([tiny.tokens("so it goes on"), tiny.tokens("so we go on..")])
-    rows = FakeRows(ids, torch.arange(13).expand(2, -1), ids)
+    rows = PackedRows(ids, torch.arange(13).expand(2, -1), ids)
     found = generation_agreement(
         chain({}), chain({}), tokenizer, rows, prompts=2, prompt_length=5, new_tokens=5, shown=2, seed=0
     )

@@ -24,8 +24,9 @@ from linearize.evaluation.perplexity import Interval
 from linearize.evaluation.report_card import ReportCard, measure, memory_in_words
 from linearize.evaluation.speed import Speed, Spread
 from linearize.evaluation.task_report import Scored, TaskReport
+from linearize.training.data import PackedRows
 from tests import tiny
-from tests.evaluation.fakes import Fake, FakeRows
+from tests.evaluation.fakes import Fake
 from tests.training.byte_tokenizer import byte_tokenizer
 
 WINDOW, PERIOD, LENGTH = 8, 16, 48
@@ -35,11 +36,11 @@ POSITIONS, NEW_TOKENS = 64, 4
 CONFIG = EvaluationConfig(bootstrap_samples=50, copy_rows=4, examine=False)
 
 
-def periodic_rows(num_rows: int = 4) -> FakeRows:
+def periodic_rows(num_rows: int = 4) -> PackedRows:
     """Every token comes again after `PERIOD` tokens, which is beyond the window."""
     start = torch.randint(VOCABULARY, (num_rows, PERIOD), generator=torch.Generator().manual_seed(0))
     input_ids, positions = start.repeat(1, LENGTH // PERIOD), torch.arange(LENGTH).expand(num_rows, -1)
-    return FakeRows(input_ids, positions, input_ids.masked_fill(positions == 0, -100))
+    return PackedRows(input_ids, positions, input_ids.masked_fill(positions == 0, -100))
 
 
 def candidate(name: str, model: nn.Module, opened: list[str] | None = None, note: str = "") -> Candidate:

@@ -27,13 +27,13 @@ from linearize.errors import UserError
 from linearize.evaluation.perplexity import (
     IGNORE,
     Interval,
-    Rows,
     TokenLosses,
     Totals,
     inference,
     require_same_tokens,
     resample,
 )
+from linearize.training.data import PackedRows
 
 _CHUNK_ELEMENTS = 2**24  # most fp32 numbers at a time beside the models' own logits: 64 MiB
 _COPIES = 4  # [C, V] tensors of them that live together
@@ -67,7 +67,7 @@ class Agreement:
 def logit_agreement(
     teacher: nn.Module,
     student: nn.Module,
-    rows: Rows,
+    rows: PackedRows,
     *,
     batch_size: int,
     window_size: int,
@@ -107,7 +107,7 @@ def _intervals(columns: list[Totals], *, samples: int = 1000, seed: int = 0) -> 
     return [Interval.of(means[i], draws[:, i]) for i in range(len(columns))]
 
 
-def _logits(model: nn.Module, rows: Rows, index: Int[Tensor, " B"]) -> Float[Tensor, "B L V"]:
+def _logits(model: nn.Module, rows: PackedRows, index: Int[Tensor, " B"]) -> Float[Tensor, "B L V"]:
     device = next(model.parameters()).device
     input_ids, position_ids = rows.input_ids[index].to(device), rows.position_ids[index].to(device)
     # No attention mask: Hugging Face models then read the document boundaries off the positions.
@@ -234,7 +234,7 @@ def generation_agreement(
     teacher: PreTrainedModel,
     student: PreTrainedModel,
     tokenizer: Tokenizer,
-    rows: Rows,
+    rows: PackedRows,
     *,
     prompts: int,
     prompt_length: int,
@@ -280,7 +280,7 @@ def generation_agreement(
     return Generations(agreement, common_prefix, new_tokens, samples)
 
 
-def _beginnings(rows: Rows, length: int, count: int, seed: int) -> Int[Tensor, "P M"]:
+def _beginnings(rows: PackedRows, length: int, count: int, seed: int) -> Int[Tensor, "P M"]:
     """The first `length` tokens of up to `count` documents that have so many, in the order of the rows.
 
     A document that runs on into the next row counts as another one there, for its positions do.

@@ -20,9 +20,10 @@ from linearize.evaluation.candidates import BATCH_SIZE, Candidate
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.harness import Tasks, evaluate_tasks
 from linearize.evaluation.path_usage import PathUsage, measure_path_usage
-from linearize.evaluation.perplexity import Rows, SomeRows
 from linearize.evaluation.retrieval import Answers, Retrieval, answer, retrieval_result, retrieval_tests
+from linearize.evaluation.samples import spread_rows
 from linearize.hf.attention import linearized_layers
+from linearize.training.data import PackedRows
 
 RECALLING = ("teacher", "student", "window")  # the floor is the teacher within its window
 SHOWN = 4  # generations kept as text
@@ -74,7 +75,7 @@ class Examination:
 
 def examine(
     candidates: Sequence[Candidate],
-    rows: Rows,
+    rows: PackedRows,
     tokenizer: Tokenizer,
     *,
     window_size: int,
@@ -89,7 +90,7 @@ def examine(
         rows: packed held-out rows, of which `config.examined_tokens` tokens are read.
         window_size: what counts as "beyond the window".
     """
-    rows = SomeRows.spread(rows, config.examined_tokens)
+    rows = spread_rows(rows, config.examined_tokens)
     opened = {candidate.name: candidate for candidate in candidates}
     samples: dict[str, Any] = {"samples": config.bootstrap_samples, "seed": seed}
     agreement = generations = tasks = path_usage = None
@@ -139,7 +140,7 @@ def _tasks(models: Mapping[str, Any], tokenizer: Tokenizer, config: EvaluationCo
 
 def _retrieval(
     opened: Mapping[str, Candidate],
-    rows: Rows,
+    rows: PackedRows,
     tokenizer: Tokenizer,
     window_size: int,
     max_positions: int,

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from linearize.errors import UserError
 from linearize.evaluation.controls import DEFAULT_WINDOW, without_linear_part
-from linearize.evaluation.perplexity import Interval, Rows, SomeRows, paired_difference, token_losses
+from linearize.evaluation.perplexity import Interval, paired_difference, token_losses
 from linearize.evaluation.samples import sample_rows
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, replaced_mixers
@@ -27,6 +27,7 @@ from linearize.mixers import LinearMixer
 from linearize.mixers.combine import AddCombine, MixCombine
 from linearize.mixers.span import build_span
 from linearize.parts import Add, NoSpan
+from linearize.training.data import PackedRows
 
 NEGLIGIBLE = 0.01  # nats per token: one percent of perplexity
 
@@ -72,7 +73,7 @@ class PathUsage:
 
 
 def measure_path_usage(
-    student: PreTrainedModel, rows: Rows, *, max_tokens: int, batch_size: int, seed: int, samples: int = 1000
+    student: PreTrainedModel, rows: PackedRows, *, max_tokens: int, batch_size: int, seed: int, samples: int = 1000
 ) -> PathUsage:
     """Attention mass on whole rows of at most `max_tokens` together; losses, paired, on all of `rows`.
 
@@ -85,7 +86,7 @@ def measure_path_usage(
     """
     if not all(layer.mixer.causal for layer in linearized_layers(student).values()):
         raise UserError(f"model: expected a decoder, found {type(student).__name__}, whose mixers have no window")
-    sample = sample_rows(SomeRows(rows.input_ids, rows.position_ids, rows.labels), max_tokens, seed)
+    sample = sample_rows(rows, max_tokens, seed)
     edges = distance_edges(sample.input_ids.shape[1])
     layers: dict[int, _Masses] = {}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,53 +19,10 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from linearize.errors import UserError
+from linearize.training.data import PackedRows
 
 IGNORE = -100  # Hugging Face's label for "no loss here"
 _CHUNK_ELEMENTS = 2**24  # largest fp32 copy of logits at a time: 64 MiB
-
-
-@runtime_checkable
-class Rows(Protocol):
-    """Packed sequences; labels[t] is the token at t, or -100 for no loss, and position_ids restart at each document."""
-
-    @property
-    def input_ids(self) -> Int[Tensor, "N L"]: ...
-    @property
-    def position_ids(self) -> Int[Tensor, "N L"]: ...
-    @property
-    def labels(self) -> Int[Tensor, "N L"]: ...
-
-
-@dataclass(frozen=True)
-class SomeRows:
-    """A few of the rows of another."""
-
-    input_ids: Int[Tensor, "N L"]
-    position_ids: Int[Tensor, "N L"]
-    labels: Int[Tensor, "N L"]
-
-    @classmethod
-    def spread(cls, rows: Rows, max_tokens: int) -> SomeRows:
-        """As many rows as hold `max_tokens` tokens together, evenly spaced; at least two, which an interval needs."""
-        number = len(rows.input_ids)
-        count = min(number, max(2, max_tokens // rows.input_ids.shape[1]))
-        index = torch.linspace(0, number - 1, count).round().long()
-        return cls(rows.input_ids[index], rows.position_ids[index], rows.labels[index])
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.input_ids.numel()
-
-    def rows(self, indices: Tensor | Sequence[int] | slice) -> SomeRows:
-        """These rows, in this order."""
-        return SomeRows(self.input_ids[indices], self.position_ids[indices], self.labels[indices])
-
-    def inputs(self) -> dict[str, Any]:
-        """Arguments of a model without a head."""
-        return {"input_ids": self.input_ids, "position_ids": self.position_ids}
 
 
 @dataclass(frozen=True)
@@ -152,7 +109,7 @@ def inference(model: nn.Module) -> Iterator[torch.device]:
         model.train(training)
 
 
-def token_losses(model: nn.Module, rows: Rows, *, batch_size: int, title: str = "loss") -> TokenLosses:
+def token_losses(model: nn.Module, rows: PackedRows, *, batch_size: int, title: str = "loss") -> TokenLosses:
     """Cross-entropy of every predicted token, in fp32, `batch_size` rows per forward pass.
 
     Raises:

@@ -24,6 +24,7 @@ from linearize.evaluation.perplexity import (
     resample,
     token_losses,
 )
+from linearize.training.data import PackedRows
 
 # Random tokens get up to 0.15 nats easier with their place in the row although nothing is copied (measured on a small
 # Llama), so a gain counts as copying only well above that.
@@ -31,15 +32,12 @@ NEGLIGIBLE_COPY_GAIN = 0.25
 
 
 @dataclass(frozen=True)
-class CopyRows:
+class CopyRows(PackedRows):
     """Rows of `length` random tokens, random filler, and, `distance` after their start, the same tokens again.
 
     Only the copies have labels, without each copy's first token, which nothing announces.
     """
 
-    input_ids: Int[Tensor, "N L"]
-    position_ids: Int[Tensor, "N L"]
-    labels: Int[Tensor, "N L"]
     length: int
     distance: int
 
@@ -124,7 +122,7 @@ def copy_rows(
     labels = input_ids.clone()
     labels[:, length : distance + 1] = IGNORE
     labels[:, 0] = IGNORE
-    position_ids = torch.arange(distance + length).expand(rows, -1)
+    position_ids = torch.arange(distance + length).expand(rows, -1).contiguous()
     return CopyRows(input_ids, position_ids, labels, length, distance)
 
 

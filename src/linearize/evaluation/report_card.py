@@ -15,7 +15,7 @@ from linearize.config import EvaluationConfig
 from linearize.evaluation.agreement import PositionLosses, loss_by_position
 from linearize.evaluation.candidates import BATCH_SIZE, LABELS, Candidate
 from linearize.evaluation.examination import Examination, examine
-from linearize.evaluation.perplexity import Interval, Quality, Rows, TokenLosses, paired_difference, token_losses
+from linearize.evaluation.perplexity import Interval, Quality, TokenLosses, paired_difference, token_losses
 from linearize.evaluation.recall import (
     CopyLosses,
     CopyRows,
@@ -31,6 +31,7 @@ from linearize.evaluation.speed import Crossover, Speed, break_even, generation_
 from linearize.evaluation.tables import markdown_table, terminal_table
 from linearize.evaluation.task_report import TaskReport
 from linearize.evaluation.words import in_words, interval_text
+from linearize.training.data import PackedRows
 
 NEW_TOKENS = 16
 
@@ -171,7 +172,7 @@ def _copying(recall: Recall | None) -> str:
 
 def measure(
     candidates: Sequence[Candidate],
-    rows: Rows,
+    rows: PackedRows,
     tokenizer: Tokenizer,
     *,
     window_size: int,

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-
-@runtime_checkable
-class Sampled(Protocol):
-    """N rows: packed sequences, padded texts, or images."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all rows, padding apart."""
-        ...
-
-    def rows(self, indices: Tensor | Sequence[int] | slice) -> Any:
-        """These rows, in this order."""
-        ...
-
-    def inputs(self) -> dict[str, Any]:
-        """Arguments of a model without a head, for all rows at once."""
-        ...
+from linearize.training.data import PackedRows
+from linearize.training.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -51,7 +33,13 @@ class Sample:
         return {name: x[rows] if isinstance(x, Tensor) else x for name, x in self.inputs.items()}
 
 
-def sample_rows(rows: Sampled, max_tokens: int, seed: int) -> Sample:
+def spread_rows(rows: PackedRows, max_tokens: int) -> PackedRows:
+    """As many rows as hold `max_tokens` tokens together, evenly spaced; at least two, which an interval needs."""
+    count = min(len(rows), max(2, max_tokens // rows.input_ids.shape[1]))
+    return rows.rows(torch.linspace(0, len(rows) - 1, count).round().long())
+
+
+def sample_rows(rows: Rows, max_tokens: int, seed: int) -> Sample:
     """As many of the rows, drawn by `seed`, as hold at most `max_tokens`; of one text, if it is longer, the start.
 
     Rows of different lengths count as their mean.

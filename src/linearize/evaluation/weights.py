@@ -32,12 +32,13 @@ from transformers import PreTrainedModel
 from linearize.errors import UserError
 from linearize.evaluation.perplexity import inference
 from linearize.evaluation.samples import Sample
-from linearize.hf.attention import forward_base, linearized_layers, observed, sliding_window, softmax_output
+from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
 from linearize.mixers import AttnInputs, LinearMixer, Mixer
 from linearize.mixers.attention_weights import Features, LinearPart
 from linearize.mixers.combine import NoNorm, SumNorm
 from linearize.ops import Layout
 from linearize.parts import DeltaUpdate, MixerConfig, NoNormalizer, RfaMap
+from linearize.training.rows import on_device
 
 QUERIES = 64  # of a block
 CANCELLED = 1e-6
@@ -129,7 +130,7 @@ def visit_layers(
                 return target
 
             with observed(student, observe):
-                forward_base(student, sample.part(slice(first, first + batch_size)))
+                student.base_model(**on_device(sample.part(slice(first, first + batch_size)), student.device))
 
 
 def weight_blocks(visit: Visit) -> Iterator[WeightBlock]:

@@ -258,13 +258,6 @@ def _softmax(module: Any, inputs: AttnInputs) -> Tensor:
     return y.transpose(1, 2)
 
 
-def forward_base(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
-    """Run the base model of a linearized one, for what its layers observe; a decoder's without a cache."""
-    inputs = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    encoder = any(layer.bidirectional for layer in linearized_layers(model).values())
-    model.base_model(**({} if encoder else {"use_cache": False}) | inputs)
-
-
 def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of the base model: hands padding and document boundaries to the linearized layers."""
     names = inspect.signature(type(model).forward).parameters
