@@ -145,7 +145,15 @@ def fresh_process() -> Iterator[Fresh]:
         source.close()
 
 
-@pytest.mark.parametrize("name", [*recipe_names(), RECALL])
+# Always: what stands for the others, which have no part or stage that none of these has. Those with `make test-slow`.
+ALWAYS = {"recommended", "lolcats", "lolcats-405b", "lolcats-no-transfer", "lolcat-w", "supra", "regla-hybrid", "rfa"}
+ALWAYS |= {"gated-deltanet", "performer", "t2r", "hedgehog-bert", "hedgehog-vit", "hedgehog-llama", RECALL}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in ALWAYS else pytest.mark.slow) for x in (*recipe_names(), RECALL)],
+)
 def test_from_start_to_end(name: str, fresh_process: Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES.get(name, Case())
     made = Run(small(name), case.model(), tmp_path / "run", torch.float32, torch.device("cpu"))

@@ -28,7 +28,11 @@ def evaluated(model: Path, **options: Any) -> Card:
     return evaluate(str(model), **(dict(teacher=None, dataset=None, overrides={}) | CPU | options))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Always: one of texts, of images, of examples that are made, of embeddings and of generated text.
+ALWAYS = {"classes of texts", "images", "recall", "embeddings", "summaries"}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=() if x in ALWAYS else pytest.mark.slow) for x in KINDS])
 def test_a_run_of_each_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = job(kind, tmp_path / "run")
     card = run(made)

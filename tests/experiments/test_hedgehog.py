@@ -186,6 +186,7 @@ def embedder(encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_minilm(embedder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     minilm, draw = load("minilm"), random.Random(0)
     words = ["".join(draw.choices("abcdef", k=draw.randint(2, 20))) for _ in range(80)]
@@ -251,6 +252,7 @@ def distilled(encoder: Path, sentences: Path, tmp_path_factory: pytest.TempPathF
     return runs
 
 
+@pytest.mark.slow
 def test_generalisation(
     distilled: dict[str, Path], sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def test_chunked_outputs_and_gradients(span: SpanSpec, length: int, small_blocks
     check_chunked(case, FP64, layout=Layout.full(length))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("span", SPANS + SINK_SPANS, ids=str)
 def test_chunked_at_length_1000(span: SpanSpec, small_blocks: None) -> None:
     check_chunked(make_case(span, ("packed", "left"), 1000, seed=3), FP64)

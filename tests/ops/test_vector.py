@@ -22,6 +22,11 @@ from tests.oracles.spans import SpanSpec
 from tests.probes import LargestTensor, flops
 
 RULES = ("features", "values", "gates")
+# Every second span always, the others among the slow tests.
+EACH_SPAN = [
+    pytest.param(span, id=str(span), marks=pytest.mark.slow if index % 2 else ())
+    for index, span in enumerate(SPANS + SINK_SPANS)
+]
 FP32 = 1e-4
 LEAVES = ("phi_q", "phi_k", "v", "log_decay_k", "log_decay_v")
 
@@ -51,7 +56,7 @@ def check(case: Case, tolerance: float, layout: Layout | None = None, state: Lin
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("span", SPANS + SINK_SPANS, ids=str)
+@pytest.mark.parametrize("span", EACH_SPAN)
 def test_token_by_token(span: SpanSpec, rule: str, small_blocks: None) -> None:
     case = make_case(span, ("full", "packed", "mixed"), 75, heads=(2, 1, 1), seed=4, rule=rule)
     for one in (case, gently(case)):
@@ -62,7 +67,7 @@ def test_token_by_token(span: SpanSpec, rule: str, small_blocks: None) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("span", SPANS + SINK_SPANS, ids=str)
+@pytest.mark.parametrize("span", EACH_SPAN)
 def test_outputs_and_gradients(span: SpanSpec, rule: str, small_blocks: None) -> None:
     for i, length in enumerate((1, 63, 130, 150)):
         styles = (SIDE_BY_SIDE, WITH_GAPS)[i % 2]
@@ -90,7 +95,7 @@ def test_windows_of_several_chunks(span: SpanSpec) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("span", SPANS + SINK_SPANS, ids=str)
+@pytest.mark.parametrize("span", EACH_SPAN)
 def test_with_context_and_a_carried_state(span: SpanSpec, rule: str) -> None:
     for start in (3, 60):
         case = make_case(span, ("packed", "interior"), 111, heads=(2, 1, 2), seed=start, rule=rule)
