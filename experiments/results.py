@@ -37,9 +37,7 @@ says how a grid is run, at this size or at that of its `gpu` setting.
 
 Teachers: `pycode-5m`, the bundled 5.5M-parameter Llama, on the sources of Python's standard library (`python
 scripts/write_stdlib_corpus.py corpus`); and stories260K (karpathy/tinyllamas on the hub) on TinyStories
-(roneneldan/TinyStories). Hedgehog's tables have teachers of their own (experiments/hedgehog/README.md): a MiniLM of
-22M parameters finetuned on CoLA and on SST-2, and small models trained from scratch. The corpus of each table stands
-in its command.
+(roneneldan/TinyStories). The corpus of each table stands in its command.
 """
 
 

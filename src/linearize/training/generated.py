@@ -14,7 +14,7 @@ from linearize.config import DataConfig
 from linearize.errors import UserError
 from linearize.tasks import AssociativeRecall, ListOps
 from linearize.teacher import TeacherShape
-from linearize.training.data import Dataset, PackedRows
+from linearize.training.data import Dataset, PackedRows, document_progress
 from linearize.training.examples import Example, classified_texts, examples_dataset
 from linearize.training.labels import Classes, text_cell
 from linearize.training.sources import read_rows
@@ -129,7 +129,11 @@ def _listops(config: DataConfig, shape: TeacherShape, classes: Classes, seed: in
         )
     train_count, held_out_count = task.train_examples, task.held_out_examples
     if config.dataset is None:
-        made = list(islice(expressions(task, f"ListOps {seed}"), train_count + held_out_count))
+        made = []
+        with document_progress("making expressions") as advance:
+            for example in islice(expressions(task, f"ListOps {seed}"), train_count + held_out_count):
+                made.append(example)
+                advance(1)
         train, held_out = made[held_out_count:], made[:held_out_count]
     else:
         name = config.validation_dataset or config.dataset
