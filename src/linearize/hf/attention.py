@@ -126,9 +126,7 @@ def linearized_attention(
             f"found {type(call.cache).__name__}"
         )
     else:
-        layer = cache_layer(call.cache, module.layer_idx)
-        y, state = module.mixer.step(inputs, layer.state, call.layout)
-        layer.advance(state, query.shape[2])
+        y = cache_layer(call.cache, module.layer_idx).step(module.mixer, inputs, call.layout)
     return y.transpose(1, 2).contiguous(), None
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from linearize.mixers import MixerState
+from linearize.mixers import AttnInputs, LinearMixer, MixerState, Recording
+from linearize.ops import Layout
 
 
 class LinearizedCacheLayer(CacheLayerMixin):
@@ -24,6 +25,16 @@ class LinearizedCacheLayer(CacheLayerMixin):
         super().__init__()
         self.state: MixerState | None = None
         self.length = 0  # slots seen, padding included: what transformers counts positions by
+        self.recording: Recording | None = None
+
+    def step(self, mixer: LinearMixer, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+        """What `mixer` makes of more slots, [B, H, T, D]; the layer goes on to the state after them."""
+        if self.recording is None:
+            y, state = mixer.step(inputs, self.state, layout)
+        else:
+            y, state = self.recording.step(mixer, inputs, self.state, layout)
+        self.advance(state, inputs.q.shape[2])
+        return y
 
     def advance(self, state: MixerState, tokens: int) -> None:
         """Take the state after `tokens` more slots."""
@@ -57,15 +68,49 @@ class LinearizedCacheLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """A constant-size state stays where it is."""
 
+    @property
+    def record_past(self) -> bool:
+        """Whether the last tokens can be taken back; transformers asks for it by this name."""
+        return self.recording is not None
+
+    @record_past.setter
+    def record_past(self, wanted: bool) -> None:
+        self.recording = Recording() if wanted else None
+
+    def activate_past_recording(self) -> None:
+        """From here on, tokens can be taken back by `crop`."""
+        if self.recording is None:
+            self.record_past = True
+
+    def _forget(self) -> None:
+        """No token from before this point can be taken back any more."""
+        if self.recording is not None:
+            self.recording = Recording()
+
     def reset(self) -> None:
         self.state, self.length, self.is_initialized = None, 0, False
+        self._forget()
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        if tokens_to_remove:
+        """Take back -`tokens_to_remove` tokens, exactly: afterwards they have never been there.
+
+        A positive number is, as it was in older releases of transformers, how many tokens stay.
+
+        Raises:
+            RuntimeError: so many tokens are not recorded.
+        """
+        count = int(tokens_to_remove)
+        count = max(self.length - count, 0) if count > 0 else -count
+        recorded = 0 if self.recording is None else self.recording.length
+        if count > recorded:
             raise RuntimeError(
-                f"cannot take {abs(int(tokens_to_remove))} tokens back out of a linear attention state; copy the cache "
-                "before the tokens you may want to undo (copy.deepcopy), and go on from the copy"
+                f"cannot take {count} tokens back out of a linear attention state that recorded {recorded}; copy the "
+                "cache before the tokens you may want to undo (linearize.fork_state) and go on from the copy, or call "
+                "cache.activate_past_recording() before them"
             )
+        if self.recording is not None and count:
+            self.state, self.length = self.recording.take_back(count), self.length - count
+        self._forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -73,10 +118,12 @@ class LinearizedCacheLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.state is not None:
             self.state = self.state.select(indices)
+        self._forget()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
             self.state = self.state.repeat(repeats)
+        self._forget()
 
 
 def cache_layer(cache: Cache, index: int) -> LinearizedCacheLayer:

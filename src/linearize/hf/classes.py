@@ -92,15 +92,18 @@ class LinearizedModel(PreTrainedModel):
         checkpoint.write_auto_module(save_directory, type(self.config).__name__, type(self).__name__)
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+        self, generation_config: Any, model_kwargs: Any, generation_mode: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        """Also puts our layers into the cache; candidates, own or an assistant's, can be taken back out of them."""
         result = super()._prepare_cache_for_generation(  # type: ignore[misc]
-            generation_config, model_kwargs, *args, **kwargs
+            generation_config, model_kwargs, generation_mode, *args, **kwargs
         )
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
-            for layer in linearized_layers(self).values():
-                cache_layer(cache, layer.layer_idx)
+            for module in linearized_layers(self).values():
+                layer = cache_layer(cache, module.layer_idx)
+                if generation_config.is_assistant or generation_mode == "assisted_generation":
+                    layer.activate_past_recording()
         return result
 
     @staticmethod

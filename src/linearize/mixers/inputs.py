@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxtyping import Float
@@ -28,16 +29,20 @@ class AttnInputs:
     unrotated: tuple[Float[Tensor, "B H T D"], Float[Tensor, "B G T D"]] | None = None
     rope: tuple[Float[Tensor, "#B T R"], Float[Tensor, "#B T R"]] | None = None
 
+    def map(self, fn: Callable[[Tensor], Tensor]) -> AttnInputs:
+        """The inputs with `fn` applied to every tensor."""
+
+        def pair(tensors: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+            return None if tensors is None else (fn(tensors[0]), fn(tensors[1]))
+
+        hidden = None if self.hidden is None else fn(self.hidden)
+        tensors = {"hidden": hidden, "unrotated": pair(self.unrotated), "rope": pair(self.rope)}
+        return replace(self, q=fn(self.q), k=fn(self.k), v=fn(self.v), **tensors)
+
     def accumulated(self) -> AttnInputs:
         """All of it in fp32, or fp64: what reads a tensor twice should not round its gradient twice."""
         dtype = accumulation_dtype(self.v.dtype)
-
-        def pair(tensors: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-            return None if tensors is None else (tensors[0].to(dtype), tensors[1].to(dtype))
-
-        q, k, v = (x.to(dtype) for x in (self.q, self.k, self.v))
-        hidden = None if self.hidden is None else self.hidden.to(dtype)
-        return replace(self, q=q, k=k, v=v, hidden=hidden, unrotated=pair(self.unrotated), rope=pair(self.rope))
+        return self.map(lambda x: x.to(dtype))
 
     def tokens(self, start: int, stop: int) -> AttnInputs:
         """The inputs of some tokens."""
