@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from linearize.errors import UserError
-from linearize.hf.cache import cache_layer
+from linearize.hf.cache import cache_layer, without_slots_to_come
 from linearize.mixers import AttnInputs, Mixer
 from linearize.ops import Layout
 
@@ -267,8 +267,10 @@ def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     use_cache = model.config.use_cache if given.get("use_cache") is None else given["use_cache"]
     cached = use_cache or given.get("past_key_values") is not None
     position_ids = None if cached else given.get("position_ids")
-    layout = read_layout(given.get("attention_mask"), position_ids, *tokens.shape[:2])
-    return args, kwargs | {LAYOUT: layout}
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        mask = without_slots_to_come(mask, given.get("past_key_values"), tokens.shape[1])
+    return args, kwargs | {LAYOUT: read_layout(mask, position_ids, *tokens.shape[:2])}
 
 
 def encoder_layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

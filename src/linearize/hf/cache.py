@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticCache
 
 from linearize.mixers import AttnInputs, LinearMixer, MixerState, Recording
 from linearize.ops import Layout
@@ -24,7 +25,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.state: MixerState | None = None
-        self.length = 0  # slots seen, padding included: what transformers counts positions by
+        self.length: int | Tensor = 0  # slots seen, padding included: what transformers counts positions by
         self.recording: Recording | None = None
 
     def step(self, mixer: LinearMixer, inputs: AttnInputs, layout: Layout | None) -> Tensor:
@@ -48,10 +49,10 @@ class LinearizedCacheLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         raise RuntimeError("a linearized layer keeps a state, not keys and values; its mixer advances it")
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> int | Tensor:
         return self.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int | Tensor, int]:
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
@@ -100,7 +101,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
             RuntimeError: so many tokens are not recorded.
         """
         count = int(tokens_to_remove)
-        count = max(self.length - count, 0) if count > 0 else -count
+        count = max(int(self.length) - count, 0) if count > 0 else -count
         recorded = 0 if self.recording is None else self.recording.length
         if count > recorded:
             raise RuntimeError(
@@ -126,6 +127,33 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self._forget()
 
 
+class StaticLinearizedCacheLayer(LinearizedCacheLayer):
+    """The same in a static cache: every step's state is written where the last one was.
+
+    So a compiled step is one graph for all tokens, at addresses that CUDA graphs can replay. As in the other layers of
+    a static cache, no token can be taken back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = torch.tensor(0)  # an int would be another graph
+
+    def advance(self, state: MixerState, tokens: int) -> None:
+        if self.state is None:
+            self.state, self.length = state.map(Tensor.clone), torch.tensor(tokens, device=state.seen.device)
+            self.is_initialized = True
+            if not torch.compiler.is_compiling():
+                for x in (*self.state.named_tensors().values(), self.length):
+                    torch._dynamo.mark_static_address(x)
+            return
+        for kept, new in zip(self.state.named_tensors().values(), state.named_tensors().values(), strict=True):
+            kept.copy_(new)
+        self.length.add_(tokens)
+
+    def activate_past_recording(self) -> None:
+        """Nothing is recorded."""
+
+
 def cache_layer(cache: Cache, index: int) -> LinearizedCacheLayer:
     """The linearized layer `index` of `cache`, put there if the layer is still empty.
 
@@ -142,5 +170,23 @@ def cache_layer(cache: Cache, index: int) -> LinearizedCacheLayer:
             f"cache layer {index}: expected an empty or a linearized layer, found {type(layer).__name__} with "
             f"{layer.get_seq_length()} tokens; a softmax model's cache cannot be continued, start from an empty one"
         )
-    cache.layers[index] = layer = LinearizedCacheLayer()
+    cache.layers[index] = layer = StaticLinearizedCacheLayer() if type(cache) is StaticCache else LinearizedCacheLayer()
     return layer
+
+
+def same_size_mask(mask: Tensor | None, cache: Cache | None) -> Tensor | None:
+    """The 2D mask [B, past + 1] of one more token as every step of a static cache can share it: one graph for all.
+
+    Slots to come are 0 in it; None, where no layer of the cache reads masks.
+    """
+    if mask is None or type(cache) is not StaticCache or not bool(mask[:, -1].all()):
+        return mask
+    slots = max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
+    return nn.functional.pad(mask, (0, max(slots - mask.shape[1], 0))) if slots else None
+
+
+def without_slots_to_come(mask: Tensor, cache: Cache | None, tokens: int) -> Tensor:
+    """A mask for `tokens` more tokens, without what `same_size_mask` added."""
+    if type(cache) is not StaticCache or torch.compiler.is_compiling():
+        return mask
+    return mask[:, : int(cache.get_seq_length()) + tokens]

@@ -33,7 +33,7 @@ from linearize.hf.attention import (
     linearized_layers,
     unhide_masks,
 )
-from linearize.hf.cache import cache_layer
+from linearize.hf.cache import cache_layer, same_size_mask
 from linearize.mixers import BidirectionalMixer, LinearMixer
 from linearize.parts import MixerConfig
 from linearize.teacher import TeacherShape
@@ -107,9 +107,15 @@ class LinearizedModel(PreTrainedModel):
         return result
 
     @staticmethod
-    def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    def create_masks_for_generate(
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Tensor | None:
         """Keep the 2D mask: linearized layers read padding from it, and the others make their own from it."""
-        return attention_mask
+        one_token = inputs_embeds is not None and inputs_embeds.shape[1] == 1
+        return same_size_mask(attention_mask, past_key_values) if one_token else attention_mask
 
 
 class LinearizedEncoder(LinearizedModel):

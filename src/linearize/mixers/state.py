@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -37,24 +37,27 @@ class MixerState:
     maximum: Float[Tensor, "B Hk"] | None = None
     totals: LinearState | None = None
 
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state by a name, that of its field: `slots.keys`, `seen`, `linear.S` and so on."""
+        parts = {"slots": self.slots}
+        parts |= {} if self.linear is None else {"linear": self.linear.named_tensors()}
+        parts |= {} if self.totals is None else {"totals": self.totals.named_tensors()}
+        named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
+        return named | {"seen": self.seen} | ({} if self.maximum is None else {"maximum": self.maximum})
+
+    @classmethod
+    def from_named_tensors(cls, named: dict[str, Tensor]) -> MixerState:
+        """The state that has these tensors."""
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): x for name, x in named.items() if name.startswith(prefix)}
+
+        linear, totals = (LinearState(**x) if x else None for x in (part("linear."), part("totals.")))
+        return cls(part("slots."), named["seen"], linear, named.get("maximum"), totals)
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> MixerState:
         """The state with `fn` applied to every tensor."""
-
-        def each(state: LinearState | None) -> LinearState | None:
-            if state is None:
-                return None
-            parts = {field.name: getattr(state, field.name) for field in fields(LinearState)}
-            return replace(state, **{name: fn(part) for name, part in parts.items() if part is not None})
-
-        slots = {name: fn(x) for name, x in self.slots.items()}
-        maximum = None if self.maximum is None else fn(self.maximum)
-        return MixerState(slots, fn(self.seen), each(self.linear), maximum, each(self.totals))
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor of the state."""
-        found: list[Tensor] = []
-        self.map(lambda x: (found.append(x), x)[1])
-        return found
+        return MixerState.from_named_tensors({name: fn(x) for name, x in self.named_tensors().items()})
 
     def select(self, index: Int[Tensor, " N"]) -> MixerState:
         """Rows `index` of the batch (beam search, dropping finished rows)."""
@@ -67,7 +70,7 @@ class MixerState:
     @property
     def nbytes(self) -> int:
         """Bytes held by all tensors."""
-        return sum(x.numel() * x.element_size() for x in self.tensors())
+        return sum(x.numel() * x.element_size() for x in self.named_tensors().values())
 
 
 def keep_slots(slots: Slots, layout: Layout, span: Span, batch: int) -> Slots:

@@ -27,6 +27,11 @@ class LinearState:
     next_S: Float[Tensor, "B Hk F D"] | None = None
     next_z: Float[Tensor, "B Hk F"] | None = None
 
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state, by the name of its field."""
+        following = {} if self.next_S is None or self.next_z is None else {"next_S": self.next_S, "next_z": self.next_z}
+        return {"S": self.S, "z": self.z} | following
+
 
 def expand_heads(x: Float[Tensor, "B h K X"], heads: int) -> Float[Tensor, "B H K X"]:
     """Each head repeated for those that share it: KV heads for query heads (GQA), values for heads of keys."""
