@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from linearize.errors import UserError
 from linearize.hf.cache import cache_layer, without_slots_to_come
+from linearize.hf.refusals import refuse_context_parallel, refuse_paged_cache
 from linearize.mixers import AttnInputs, Mixer
 from linearize.ops import Layout
 
@@ -99,7 +100,9 @@ def linearized_attention(
 
     Raises:
         ValueError: a keyword argument that would change the result, and that linear attention does not know.
+        UserError: one of continuous batching.
     """
+    refuse_paged_cache(kwargs)
     call = kwargs.pop(CALL)
     unknown = [name for name, value in kwargs.items() if name not in IGNORED and value is not None]
     if is_causal is not None and is_causal == module.bidirectional:
@@ -258,6 +261,7 @@ def _softmax(module: Any, inputs: AttnInputs) -> Tensor:
 
 def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of the base model: hands padding and document boundaries to the linearized layers."""
+    refuse_context_parallel()
     names = inspect.signature(type(model).forward).parameters
     given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
@@ -275,6 +279,7 @@ def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 def encoder_layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The same of an encoder, whose rows are a document each; one of images has no padding, unless a mask says so."""
+    refuse_context_parallel()
     names = inspect.signature(type(model).forward).parameters
     given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")

@@ -34,6 +34,7 @@ from linearize.hf.attention import (
     unhide_masks,
 )
 from linearize.hf.cache import cache_layer, same_size_mask
+from linearize.hf.refusals import Refusals
 from linearize.mixers import BidirectionalMixer, LinearMixer
 from linearize.parts import MixerConfig
 from linearize.teacher import TeacherShape
@@ -64,7 +65,7 @@ def read_plan(config: PreTrainedConfig) -> LayerPlan:
     return tuple(None if mixer is None else MixerConfig.model_validate(mixer) for mixer in stored["layers"])
 
 
-class LinearizedModel(PreTrainedModel):
+class LinearizedModel(Refusals, PreTrainedModel):
     """Mixed into the base's model classes: builds the mixers, initialises them, and prepares generation."""
 
     _keep_in_fp32_modules_strict = {"mixer"}  # noqa: RUF012 (transformers declares it so)
