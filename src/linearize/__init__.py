@@ -7,6 +7,7 @@ from linearize.config import Recipe
 from linearize.errors import UserError
 from linearize.hf.attention import softmax_attention
 from linearize.hf.convert import convert
+from linearize.hf.state import fork_state, load_state, save_state
 from linearize.training.attention_transfer import attention_transfer
 from linearize.training.data import build_dataset
 from linearize.training.finetune import finetune
@@ -18,5 +19,8 @@ __all__ = [
     "build_dataset",
     "convert",
     "finetune",
+    "fork_state",
+    "load_state",
+    "save_state",
     "softmax_attention",
 ]

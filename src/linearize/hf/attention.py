@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from linearize.errors import UserError
-from linearize.hf.cache import cache_layer, without_slots_to_come
+from linearize.hf.cache import LinearizedCacheLayer, cache_layer, without_slots_to_come
 from linearize.hf.refusals import refuse_context_parallel, refuse_paged_cache
 from linearize.mixers import AttnInputs, Mixer
 from linearize.ops import Layout
@@ -129,7 +129,7 @@ def linearized_attention(
             f"found {type(call.cache).__name__}"
         )
     else:
-        y = cache_layer(call.cache, module.layer_idx).step(module.mixer, inputs, call.layout)
+        y = layer_of(call.cache, module).step(module.mixer, inputs, call.layout)
     return y.transpose(1, 2).contiguous(), None
 
 
@@ -141,9 +141,14 @@ def _teacher_module(module: Any) -> Any:
     return sys.modules[type(module).__mro__[2].__module__]
 
 
+def layer_of(cache: Any, module: Any) -> LinearizedCacheLayer:
+    """The layer of `cache` that belongs to a linearized attention module."""
+    return cache_layer(cache, module.layer_idx, module.model_config.state_dtype)
+
+
 def attach(module: Any, mixer: Mixer, linearized_class: type, config: Any) -> None:
     """Turn one attention module into its linearized class, in place."""
-    module.mixer = mixer
+    module.mixer, module.model_config = mixer, config
     module.softmax_implementation = config._attn_implementation
     module.config = copy.copy(config)
     module.config._attn_implementation_internal = IMPLEMENTATION

@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
 
+from linearize.errors import UserError
 from linearize.mixers import AttnInputs, LinearMixer, MixerState, Recording
 from linearize.ops import Layout
+
+STATE_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class LinearizedCacheLayer(CacheLayerMixin):
@@ -22,11 +25,24 @@ class LinearizedCacheLayer(CacheLayerMixin):
     is_sliding = "neither"
     supports_early_init = False
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """`dtype` is that of S between steps; None: the one it is computed in, fp32 or, of an fp64 model, fp64."""
         super().__init__()
-        self.state: MixerState | None = None
+        self.dtype = dtype
+        self.kept: MixerState | None = None  # in `dtype`
         self.length: int | Tensor = 0  # slots seen, padding included: what transformers counts positions by
         self.recording: Recording | None = None
+
+    @property
+    def state(self) -> MixerState | None:
+        """As the mixer reads it."""
+        if self.kept is None or self.dtype is None or self.kept.linear is None:
+            return self.kept
+        return self.kept.matrices_in(self.kept.linear.z.dtype)
+
+    @state.setter
+    def state(self, state: MixerState | None) -> None:
+        self.kept = state if state is None or self.dtype is None else state.matrices_in(self.dtype)
 
     def step(self, mixer: LinearMixer, inputs: AttnInputs, layout: Layout | None) -> Tensor:
         """What `mixer` makes of more slots, [B, H, T, D]; the layer goes on to the state after them."""
@@ -61,7 +77,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return 0 if self.state is None else self.state.nbytes
+        return 0 if self.kept is None else self.kept.nbytes
 
     def offload(self) -> None:
         """A constant-size state stays where it is."""
@@ -134,19 +150,19 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
     a static cache, no token can be taken back.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__(dtype)
         self.length = torch.tensor(0)  # an int would be another graph
 
     def advance(self, state: MixerState, tokens: int) -> None:
-        if self.state is None:
-            self.state, self.length = state.map(Tensor.clone), torch.tensor(tokens, device=state.seen.device)
-            self.is_initialized = True
+        if self.kept is None:
+            self.state, self.is_initialized = state.map(Tensor.clone), True
+            self.length = torch.tensor(tokens, device=state.seen.device)
             if not torch.compiler.is_compiling():
-                for x in (*self.state.named_tensors().values(), self.length):
+                for x in (*self.kept.named_tensors().values(), self.length):
                     torch._dynamo.mark_static_address(x)
             return
-        for kept, new in zip(self.state.named_tensors().values(), state.named_tensors().values(), strict=True):
+        for kept, new in zip(self.kept.named_tensors().values(), state.named_tensors().values(), strict=True):
             kept.copy_(new)
         self.length.add_(tokens)
 
@@ -154,11 +170,14 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
         """Nothing is recorded."""
 
 
-def cache_layer(cache: Cache, index: int) -> LinearizedCacheLayer:
+def cache_layer(cache: Cache, index: int, state_dtype: str | None = None) -> LinearizedCacheLayer:
     """The linearized layer `index` of `cache`, put there if the layer is still empty.
+
+    `state_dtype` is the config's: in what a new layer keeps S between steps.
 
     Raises:
         ValueError: the layer already holds keys and values of a softmax model.
+        UserError: a `state_dtype` that is none.
     """
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
@@ -170,8 +189,39 @@ def cache_layer(cache: Cache, index: int) -> LinearizedCacheLayer:
             f"cache layer {index}: expected an empty or a linearized layer, found {type(layer).__name__} with "
             f"{layer.get_seq_length()} tokens; a softmax model's cache cannot be continued, start from an empty one"
         )
-    cache.layers[index] = layer = StaticLinearizedCacheLayer() if type(cache) is StaticCache else LinearizedCacheLayer()
+    if state_dtype not in STATE_DTYPES:
+        raise UserError(
+            f"config.state_dtype: expected one of {', '.join(map(str, STATE_DTYPES))}; found {state_dtype!r}"
+        )
+    layer_class = StaticLinearizedCacheLayer if type(cache) is StaticCache else LinearizedCacheLayer
+    cache.layers[index] = layer = layer_class(STATE_DTYPES[state_dtype])
     return layer
+
+
+def layer_tensors(layer: Any) -> dict[str, Tensor]:
+    """All that a layer has to keep of the tokens seen, by name.
+
+    Raises:
+        UserError: a layer of a static, quantized or other special cache.
+    """
+    if isinstance(layer, LinearizedCacheLayer):
+        return {} if layer.kept is None else layer.kept.named_tensors()
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise UserError(
+            f"state: expected the cache that generate() uses by default, found one with a {type(layer).__name__}; "
+            "generate without cache_implementation"
+        )
+    return {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
+
+
+def fill_layer(layer: Any, tensors: dict[str, Tensor], length: int) -> None:
+    """Put `layer_tensors` of a layer that saw `length` slots into an empty one."""
+    if isinstance(layer, LinearizedCacheLayer):
+        layer.advance(MixerState.from_named_tensors(tensors), length)
+        return
+    layer.update(tensors["keys"], tensors["values"])
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = length
 
 
 def same_size_mask(mask: Tensor | None, cache: Cache | None) -> Tensor | None:

@@ -29,11 +29,12 @@ from linearize.hf.attention import (
     attach,
     encoder_layout_hook,
     hide_masks,
+    layer_of,
     layout_hook,
     linearized_layers,
     unhide_masks,
 )
-from linearize.hf.cache import cache_layer, same_size_mask
+from linearize.hf.cache import same_size_mask
 from linearize.hf.refusals import Refusals
 from linearize.mixers import BidirectionalMixer, LinearMixer
 from linearize.parts import MixerConfig
@@ -102,7 +103,7 @@ class LinearizedModel(Refusals, PreTrainedModel):
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             for module in linearized_layers(self).values():
-                layer = cache_layer(cache, module.layer_idx)
+                layer = layer_of(cache, module)
                 if generation_config.is_assistant or generation_mode == "assisted_generation":
                     layer.activate_past_recording()
         return result
@@ -231,7 +232,8 @@ def _register() -> None:
     """Make and register the classes of every architecture; runs once, on import."""
     for base_type, architecture in ARCHITECTURES.items():
         model_type = f"linearized_{base_type}"
-        namespace = {"model_type": model_type, "__annotations__": {"linearize": "dict | None"}, "linearize": None}
+        fields = {"linearize": "dict | None", "state_dtype": "str | None"}
+        namespace = {"model_type": model_type, "__annotations__": fields} | dict.fromkeys(fields)
         config = _define(getattr(transformers, f"{architecture.prefix}Config"), (), namespace)
         CONFIG_CLASSES[base_type] = config
         bidirectional = {"bidirectional": architecture.bidirectional}

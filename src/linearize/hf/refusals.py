@@ -10,9 +10,9 @@ from torch.nn import functional
 from linearize.errors import UserError
 
 CONTINUOUS_BATCHING = (
-    "{found}: expected generate() with a padded batch, found continuous batching, which keeps keys and values in pages; "
-    "a linearized layer has a state of constant size instead. Use generate() on a left-padded batch, and continue "
-    "conversations from their own states (linearize.save_state, linearize.fork_state)"
+    "{found}: expected generate() with a padded batch, found continuous batching, which keeps keys and values in "
+    "pages; a linearized layer has a state of constant size instead. Use generate() on a left-padded batch, and go on "
+    "with conversations from their own states (linearize.save_state, linearize.fork_state)"
 )
 
 
@@ -32,10 +32,10 @@ class Refusals:
         asked = dict(distributed if isinstance(distributed, dict) else vars(distributed))
         asked |= {name: kwargs[name] for name in ("tp_plan", "tp_size") if kwargs.get(name) is not None}
         if asked.get("tp_plan") or (asked.get("tp_size") or 1) > 1:
-            found = f"tp_plan={asked.get('tp_plan')!r}, tp_size={asked.get('tp_size')!r}"
             raise UserError(
-                f"tensor parallelism: expected none, because no plan shards the mixers with their heads; found {found}. "
-                "Use device_map='auto' to spread the layers over devices, or one copy of the model per process"
+                "tensor parallelism: expected none, because no plan shards the mixers with their heads; found "
+                f"tp_plan={asked.get('tp_plan')!r}, tp_size={asked.get('tp_size')!r}. Use device_map='auto' to spread "
+                "the layers over devices, or one copy of the model per process"
             )
         return super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
 

@@ -13,6 +13,7 @@ from linearize.ops import Layout, LinearState, Span
 from linearize.ops.layout import context_positions
 
 Slots = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
+MATRICES = ("linear.S", "linear.next_S")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,14 @@ class MixerState:
     def map(self, fn: Callable[[Tensor], Tensor]) -> MixerState:
         """The state with `fn` applied to every tensor."""
         return MixerState.from_named_tensors({name: fn(x) for name, x in self.named_tensors().items()})
+
+    def matrices_in(self, dtype: torch.dtype) -> MixerState:
+        """The state with S, which is most of it, in `dtype`.
+
+        z, one D-th of S, is what S is divided by, and the rest is read as it was written: they stay exact.
+        """
+        named = {name: x.to(dtype) if name in MATRICES else x for name, x in self.named_tensors().items()}
+        return MixerState.from_named_tensors(named)
 
     def select(self, index: Int[Tensor, " N"]) -> MixerState:
         """Rows `index` of the batch (beam search, dropping finished rows)."""

@@ -1,0 +1,125 @@
+"""The state of a conversation, kept in a file or copied: functions over the ordinary transformers cache."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from linearize.errors import UserError
+from linearize.hf.architectures import ARCHITECTURES
+from linearize.hf.attention import LinearizedAttention, layer_of
+from linearize.hf.cache import fill_layer, layer_tensors
+from linearize.hf.classes import MODEL_CLASSES, attention_modules
+
+VERSION = 1  # of the file
+
+
+def save_state(state: Cache, model: PreTrainedModel, path: str | os.PathLike[str]) -> None:
+    """Write what `model` has seen to the safetensors file `path`, all or nothing.
+
+    `state` is the cache that `generate(..., return_dict_in_generate=True)` or a forward returned as `past_key_values`.
+    Of linearized layers the file holds the state, of a size that does not depend on the tokens seen; of layers that
+    stayed softmax it holds keys and values. It does not hold the tokens.
+
+    Raises:
+        UserError: an empty cache, or one of a kind that cannot be saved.
+    """
+    path, tokens = Path(path), int(state.get_seq_length())
+    if not tokens:
+        raise UserError(f"state: expected a cache that has seen tokens, found an empty one; {path} is not written")
+    named = {
+        f"layers.{i}.{name}": x for i, layer in enumerate(state.layers) for name, x in layer_tensors(layer).items()
+    }
+    # Copies, because safetensors refuses tensors that share storage.
+    named = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in named.items()}
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.incomplete")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(named, scratch, metadata=_identity(model) | {"tokens": str(tokens)})
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def load_state(path: str | os.PathLike[str], model: PreTrainedModel) -> Cache:
+    """What `save_state` wrote, on the devices of `model`: a cache to go on from, as `past_key_values`.
+
+    Raises:
+        UserError: no such file, or the state of another model.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            found, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"state {path}: expected a file that save_state wrote; found: {error}") from None
+    for name, expected in _identity(model).items():
+        if found.get(name) != expected:
+            raise UserError(
+                f"state {path}: expected a state of this model, which has {name} {expected}; found {name} "
+                f"{found.get(name)}; load it into the model that it was saved from"
+            )
+    cache = DynamicCache(config=model.config)
+    for index, module in enumerate(_attention(model)):
+        prefix, device = f"layers.{index}.", next(module.parameters()).device
+        mine = {name.removeprefix(prefix): x.to(device) for name, x in tensors.items() if name.startswith(prefix)}
+        layer = layer_of(cache, module) if isinstance(module, LinearizedAttention) else cache.layers[index]
+        fill_layer(layer, mine, int(found["tokens"]))
+    return cache
+
+
+def fork_state(state: Cache, rows: Sequence[int] | None = None) -> Cache:
+    """A copy that goes its own way, of the whole batch or of `rows` of it, in that order, as often as they are named.
+
+    `rows=[0] * n` are n continuations of the first conversation. A copy is also how to come back: keep it, go on with
+    the original, and fork it again to be where it was made. Of layers that stayed softmax all keys and values are
+    copied.
+
+    Raises:
+        UserError: rows that are not there, or a mixed model's static cache, whose rows cannot be chosen.
+    """
+    fork = copy.deepcopy(state)
+    if rows is not None:
+        batch = min((len(x) for layer in state.layers for x in layer_tensors(layer).values()), default=0)
+        if not rows or not all(0 <= row < batch for row in rows):
+            raise UserError(f"rows: expected some of 0 to {batch - 1}, the rows of the state; found {list(rows)}")
+        fork.batch_select_indices(torch.tensor(rows))
+    return fork
+
+
+def _attention(model: PreTrainedModel) -> list[Any]:
+    return attention_modules(model, ARCHITECTURES[model.config.model_type.removeprefix("linearized_")])
+
+
+def _identity(model: PreTrainedModel) -> dict[str, str]:
+    """What must be the same of the model that a state is loaded into, in words.
+
+    Raises:
+        UserError: not a linearized model.
+    """
+    if model.config.model_type not in MODEL_CLASSES:
+        raise UserError(f"model: expected a linearized model, found {model.config.model_type!r}; see linearize.convert")
+    plan = model.config.linearize
+    layers = {f"layer {i}": json.dumps(mixer, sort_keys=True) for i, mixer in enumerate(plan["layers"])}
+    identity = {"state_version": str(VERSION), "model_type": model.config.model_type, "layers": str(len(layers))}
+    identity |= {"format_version": str(plan["format_version"]), "dtype": str(model.dtype).removeprefix("torch.")}
+    return identity | layers | {"weights": _fingerprint(model)}
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """Of a few numbers of every parameter, quantized ones apart: no two training runs give the same ones."""
+    digest = hashlib.blake2b(digest_size=8)
+    for parameter in model.parameters():
+        if type(parameter.data) is Tensor and parameter.is_floating_point():
+            digest.update(parameter.detach().flatten()[:8].double().cpu().numpy().tobytes())
+    return digest.hexdigest()
