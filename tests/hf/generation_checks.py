@@ -1,0 +1,202 @@
+"""What users expect of generate() and of a conversation's state, as functions of a case; mutants make each fail."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+
+import linearize
+from linearize.hf.cache import layer_tensors
+from tests.hf.checks import TOLERANCE, assert_close, cached, left_padding, uncached
+from tests.hf.models import Case, random_tokens, student_of, teacher_of
+
+NEW = 8
+EOS = list(range(1, 16))
+
+
+def generate(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    settings = dict(max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    return model.generate(ids, attention_mask=torch.ones_like(ids) if mask is None else mask, **(settings | options))
+
+
+def by_hand(model: PreTrainedModel, ids: Tensor, mask: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
+    """Tokens generated without a cache and without generate(); `choose` gets logits [B, vocabulary]."""
+    for _ in range(NEW):
+        token = choose(uncached(model, ids, mask)[:, -1].float())[:, None]
+        ids, mask = torch.cat([ids, token], dim=1), torch.cat([mask, torch.ones_like(token)], dim=1)
+    return ids
+
+
+def prefilled(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, cache: Cache | None = None) -> Cache:
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    cached(model, ids, (0, ids.shape[1] - 1, ids.shape[1]), mask, cache)
+    return cache
+
+
+def assert_same_state(found: Cache, expected: Cache) -> None:
+    assert found.get_seq_length() == expected.get_seq_length()
+    for mine, theirs in zip(found.layers, expected.layers, strict=True):
+        for x, y in zip(layer_tensors(mine).values(), layer_tensors(theirs).values(), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=TOLERANCE)
+
+
+# --- tokens chosen ----------------------------------------------------------------------------------------------------
+
+
+def greedy_by_hand(case: Case) -> None:
+    model, ids, mask = student_of(case), random_tokens(2, 14), left_padding([5, 0], 14)
+    expected = by_hand(model, ids, mask, lambda logits: logits.argmax(-1))
+    assert torch.equal(generate(model, ids, mask).sequences, expected)
+
+
+def sampling_by_hand(case: Case) -> None:
+    """The same seed draws the same tokens from a loop of one line."""
+    model, ids, mask = student_of(case), random_tokens(2, 14), left_padding([5, 0], 14)
+    torch.manual_seed(5)
+    expected = by_hand(model, ids, mask, lambda logits: torch.multinomial((logits / 3).softmax(-1), 1)[:, 0])
+    torch.manual_seed(5)
+    found = generate(model, ids, mask, do_sample=True, temperature=3.0, top_k=0, top_p=1.0)
+    assert torch.equal(found.sequences, expected)
+
+
+def _finished_early(case: Case, **options: Any) -> None:
+    """Rows end at different tokens, and the others go on as if alone."""
+    model, ids, mask = student_of(case), random_tokens(3, 14), left_padding([5, 0, 2], 14)
+    options |= dict(eos_token_id=EOS, pad_token_id=0)
+    found = generate(model, ids, mask, **options)
+    expected = generate(model, ids, mask, use_cache=False, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    lengths = (found.sequences[:, 14:] != 0).sum(1)
+    assert len(lengths.unique()) > 1
+
+
+def greedy_finished_early(case: Case) -> None:
+    _finished_early(case)
+
+
+def beams_finished_early(case: Case) -> None:
+    _finished_early(case, num_beams=3, early_stopping=True, length_penalty=-3.0)
+
+
+def returned_sequences(case: Case) -> None:
+    """Several samples of each prompt."""
+    model, ids, mask = student_of(case), random_tokens(2, 14), left_padding([5, 0], 14)
+    ids_of, masks = ids.repeat_interleave(3, dim=0), mask.repeat_interleave(3, dim=0)
+    torch.manual_seed(5)
+    expected = by_hand(model, ids_of, masks, lambda logits: torch.multinomial((logits / 3).softmax(-1), 1)[:, 0])
+    torch.manual_seed(5)
+    options = dict(do_sample=True, temperature=3.0, top_k=0, top_p=1.0, num_return_sequences=3)
+    assert torch.equal(generate(model, ids, mask, **options).sequences, expected)
+    assert len(expected.unique(dim=0)) == 6
+
+
+# --- tokens taken back ------------------------------------------------------------------------------------------------
+
+
+def _assert_as_plain(model: PreTrainedModel, **options: Any) -> None:
+    """Candidates, whoever proposes them, change neither a token nor the state that is left."""
+    ids = random_tokens(1, 9).repeat(1, 2)
+    found, plain = generate(model, ids, **options), generate(model, ids)
+    assert torch.equal(found.sequences, plain.sequences)
+    assert_close(torch.stack(found.logits), torch.stack(plain.logits))
+    assert_same_state(found.past_key_values, plain.past_key_values)
+
+
+def assisted(case: Case) -> None:
+    """By its teacher, whose candidates are mostly wrong."""
+    _assert_as_plain(student_of(case), assistant_model=teacher_of(case))
+
+
+def assisted_by_itself(case: Case) -> None:
+    """All candidates are right: both roles are a linearized model's."""
+    _assert_as_plain(student_of(case), assistant_model=student_of(case))
+
+
+def assisting(case: Case) -> None:
+    """A softmax model is assisted."""
+    _assert_as_plain(teacher_of(case), assistant_model=student_of(case))
+
+
+def prompt_lookup(case: Case) -> None:
+    _assert_as_plain(student_of(case), prompt_lookup_num_tokens=4)
+
+
+def taken_back(case: Case) -> None:
+    """Any number of tokens, whatever steps they came in, with padding among them; others take their place."""
+    model, ids, other = student_of(case), random_tokens(2, 24), random_tokens(2, 24, seed=1)
+    mask = torch.cat([left_padding([5, 0], 18), left_padding([2, 0], 6)], dim=1)
+    for count in (2, 9):
+        cache = DynamicCache(config=model.config)
+        cached(model, ids, (0, 12), mask, cache)
+        cache.activate_past_recording()
+        cached(model, ids, (12, 13, 17, 18, 19, 22), mask, cache)
+        cache.crop(-count)
+        stay = 22 - count
+        mixed = torch.cat([ids[:, :stay], other[:, stay:]], dim=1)
+        found = cached(model, mixed, (stay, stay + 1, 24), mask, cache)
+        valid = mask[:, stay:].bool()
+        assert_close(found[valid], uncached(model, mixed, mask)[:, stay:][valid])
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+def forked(case: Case) -> None:
+    """One state, continuations of different lengths, one after the other and then the first conversation itself."""
+    model, ids, mask = student_of(case), random_tokens(2, 18), left_padding([5, 0], 18)
+    state = prefilled(model, ids, mask)
+    for rows, length in (([0, 0, 1], 1), ([1], 6), (None, 3), ([1, 0], 4)):
+        chosen = slice(None) if rows is None else rows
+        longer = torch.cat([ids[chosen], random_tokens(len(ids[chosen]), length, seed=length)], dim=1)
+        wider = torch.cat([mask[chosen], torch.ones_like(longer[:, 18:])], dim=1)
+        fork = linearize.fork_state(state, rows)
+        found = generate(model, longer, wider, past_key_values=fork, max_new_tokens=length)
+        expected = generate(model, longer, wider, use_cache=False, max_new_tokens=length)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+    assert_same_state(state, prefilled(model, ids, mask))
+
+
+def forked_static(case: Case) -> None:
+    """A fork shares no storage: a static cache writes its state in place."""
+    model, ids = student_of(case), random_tokens(2, 24)
+    state = prefilled(model, ids[:, :18], cache=StaticCache(config=model.config, max_cache_len=24))
+    mark = linearize.fork_state(state)
+    for cache in (state, mark):
+        found = cached(model, ids, (18, 19, 20, 24), cache=cache)
+        assert_close(found, uncached(model, ids)[:, 18:])
+
+
+def saved(case: Case) -> None:
+    """A state read from a file goes on as the one that was written, bit for bit."""
+    model, ids = student_of(case), random_tokens(2, 26)
+    mask = torch.cat([left_padding([5, 0], 18), left_padding([2, 0], 8)], dim=1)
+    state = prefilled(model, ids[:, :18], mask)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "deep" / "state.safetensors"
+        linearize.save_state(state, model, file)
+        loaded = linearize.load_state(file, model)
+        assert [path.name for path in file.parent.iterdir()] == [file.name]
+    cuts = (18, 22, 23, 26)
+    found, expected = cached(model, ids, cuts, mask, loaded), cached(model, ids, cuts, mask, state)
+    assert torch.equal(found, expected)
+    valid = mask[:, 18:].bool()
+    assert_close(found[valid], uncached(model, ids, mask)[:, 18:][valid])
+
+
+def bytes_constant(case: Case) -> None:
+    """Linearized layers hold as much after 60 tokens as after 20."""
+    model, ids = student_of(case), random_tokens(2, 60)
+    cache = DynamicCache(config=model.config)
+    sizes = []
+    for cuts in ((0, 19, 20), (20, 59, 60)):
+        cached(model, ids, cuts, cache=cache)
+        sizes.append([getattr(layer, "nbytes", None) for layer in cache.layers])
+    assert sizes[0] == sizes[1]
+    assert any(sizes[0])
