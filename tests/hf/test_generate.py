@@ -126,13 +126,28 @@ def graphs_of(backend: str, *names: str) -> int:
     return int(subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout)
 
 
-def test_a_compiled_step_is_one_graph() -> None:
-    assert graphs_of("eager", MIXED.name) == 1
+def test_a_static_cache_keeps_its_place() -> None:
+    """What a compiled step needs to be one graph for all tokens; the slow tests compile it."""
+    model, ids, mask, seen = student_of(MIXED), random_tokens(2, 14), checks.left_padding([5, 0], 14), []
+
+    def spy(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        layer = kwargs["past_key_values"].layers[0]
+        places = [] if layer.kept is None else [x.data_ptr() for x in layer.kept.named_tensors().values()]
+        seen.append((kwargs["attention_mask"].shape, places, type(layer.length)))
+
+    handle = model.register_forward_pre_hook(spy, with_kwargs=True)
+    try:
+        rows.generate(model, ids, mask, cache_implementation="static")
+    finally:
+        handle.remove()
+    assert len(seen) == rows.NEW
+    assert seen[1] == seen[2] == seen[-1]
+    assert seen[1][0] == (2, 14 + rows.NEW - 1)
 
 
 @pytest.mark.slow
 def test_compiled_steps() -> None:
-    names = ["llama-none", "qwen3-sliding-kept", "gpt2-mixed", *KINDS]
+    names = ["llama-mixed", "llama-none", "qwen3-sliding-kept", "gpt2-mixed", *KINDS]
     assert graphs_of("eager", *names) == len(names)
 
 

@@ -1,0 +1,192 @@
+"""A conversation's state in files and copies: bit for bit, and into no other model."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+import linearize
+from linearize.errors import UserError
+from linearize.hf import state as state_module
+from tests.hf import checks
+from tests.hf import generation_checks as rows
+from tests.hf.models import (
+    CASES,
+    MIXER_CASES,
+    SLIDING_TEACHERS,
+    Case,
+    make_student,
+    make_teacher,
+    random_tokens,
+    student_of,
+    teacher_of,
+)
+from tests.hf.test_generation import pairs
+
+CASE = {case.name: case for case in CASES + MIXER_CASES + SLIDING_TEACHERS}
+PLAIN, MIXED = CASE["llama-sliding"], CASE["llama-mixed"]
+KINDS = ["qwen3-sliding-kept", "regla-gpt2", "performer-qwen3", "gated-delta-llama", "mix-gpt2", "fast-decay-mistral"]
+
+
+@pairs([CASE["llama-none"], MIXED, *(CASE[name] for name in KINDS)], [rows.saved])
+def test_saved(case: Case, check: checks.Check) -> None:
+    check(case)
+
+
+@pairs([CASE["qwen3-sinks"], MIXED, CASE["gated-delta-llama"]], [rows.forked, rows.bytes_constant])
+def test_forked(case: Case, check: checks.Check) -> None:
+    check(case)
+
+
+@pairs([PLAIN, MIXED], [rows.forked_static])
+def test_forked_static(case: Case, check: checks.Check) -> None:
+    check(case)
+
+
+def test_a_file_does_not_grow(tmp_path: Path) -> None:
+    model, ids = student_of(PLAIN), random_tokens(1, 60)
+    for length in (20, 60):
+        linearize.save_state(rows.prefilled(model, ids[:, :length]), model, tmp_path / f"{length}")
+    assert (tmp_path / "20").stat().st_size == (tmp_path / "60").stat().st_size
+
+
+def test_a_fresh_process_goes_on(tmp_path: Path) -> None:
+    """Left-padded rows of a model with a softmax layer."""
+    model, ids, mask = student_of(MIXED), random_tokens(2, 24), checks.left_padding([5, 0], 24)
+    state = rows.prefilled(model, ids[:, :18], mask)
+    model.save_pretrained(tmp_path / "model")
+    linearize.save_state(state, model, tmp_path / "state.safetensors")
+    save_file({"ids": ids[:, 18:].contiguous(), "mask": mask}, tmp_path / "turn.safetensors")
+    subprocess.run([sys.executable, Path(__file__).with_name("continuing.py"), tmp_path], check=True)
+    with torch.no_grad():
+        expected = model(ids[:, 18:], attention_mask=mask, past_key_values=state).logits
+    assert torch.equal(load_file(tmp_path / "logits.safetensors")["logits"], expected)
+
+
+def test_generate_goes_on_with_new_tokens_only(tmp_path: Path) -> None:
+    """The tokens seen are not needed: a mask over all of them says how many there are."""
+    model, ids = student_of(MIXED), random_tokens(1, 18)
+    first = rows.generate(model, ids)
+    linearize.save_state(first.past_key_values, model, tmp_path / "state")
+    state = linearize.load_state(tmp_path / "state", model)
+    # The last token of an answer has been chosen, but not fed.
+    turn = torch.cat([first.sequences[:, state.get_seq_length() :], random_tokens(1, 5, seed=1)], dim=1)
+    mask = torch.ones(1, state.get_seq_length() + turn.shape[1], dtype=torch.long)
+    found = rows.generate(model, turn, mask, past_key_values=state).sequences
+    expected = rows.generate(model, torch.cat([ids, first.sequences[:, 18:], turn[:, 1:]], dim=1), use_cache=False)
+    assert torch.equal(found[:, turn.shape[1] :], expected.sequences[:, -rows.NEW :])
+
+
+# --- into no other model ----------------------------------------------------------------------------------------------
+
+
+def _other_weights() -> PreTrainedModel:
+    model = make_student(MIXED, make_teacher("llama"))
+    with torch.no_grad():
+        model.model.layers[2].mlp.up_proj.weight.mul_(1.001)
+    return model
+
+
+OTHERS = {
+    "model_type linearized_qwen3; found model_type linearized_llama": lambda: student_of(CASE["qwen3-sinks"]),
+    "dtype float32; found dtype float64": lambda: copy.deepcopy(student_of(MIXED)).float(),
+    "layers 2; found layers 3": lambda: student_of(CASE["gla-llama"]),
+    "layer 1 .*sliding.*; found layer 1 null": lambda: student_of(PLAIN),
+    "weights [0-9a-f]{16}; found weights [0-9a-f]{16}": _other_weights,
+    "expected a linearized model, found 'llama'": lambda: teacher_of(MIXED),
+}
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_another_model(message: str, tmp_path: Path) -> None:
+    model = student_of(MIXED)
+    linearize.save_state(rows.prefilled(model, random_tokens(1, 9)), model, tmp_path / "state")
+    with pytest.raises(UserError, match=message):
+        linearize.load_state(tmp_path / "state", OTHERS[message]())
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("Once upon a time")
+    save_file({"x": torch.ones(1)}, tmp_path / "weights")
+    for name, message in (("none", "No such file"), ("text", "save_state wrote"), ("weights", "state_version None")):
+        with pytest.raises(UserError, match=message):
+            linearize.load_state(tmp_path / name, student_of(PLAIN))
+
+
+def test_what_cannot_be_saved_or_forked(tmp_path: Path) -> None:
+    model, ids = student_of(MIXED), random_tokens(2, 9)
+    state = rows.prefilled(model, ids)
+    with pytest.raises(UserError, match="found an empty one"):
+        linearize.save_state(DynamicCache(config=model.config), model, tmp_path / "state")
+    static = rows.prefilled(model, ids, cache=StaticCache(config=model.config, max_cache_len=12))
+    for call in (
+        lambda: linearize.save_state(static, model, tmp_path / "state"),
+        lambda: linearize.fork_state(static, [0, 0]),
+    ):
+        with pytest.raises(UserError, match="found one with a StaticLayer; generate without cache_implementation"):
+            call()
+    for rows_of in ([], [2], [-1]):
+        with pytest.raises(UserError, match="rows: expected some of 0 to 1"):
+            linearize.fork_state(state, rows_of)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = student_of(PLAIN)
+    file = tmp_path / "state"
+    linearize.save_state(rows.prefilled(model, random_tokens(1, 9)), model, file)
+    before = file.read_bytes()
+
+    def fails(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(state_module, "save_file", fails)
+    with pytest.raises(OSError, match="no space left"):
+        linearize.save_state(rows.prefilled(model, random_tokens(1, 12)), model, file)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+# --- in what dtype ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, error", [("float32", 1e-6), ("float16", 1e-2), ("bfloat16", 1e-1)])
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_state_dtype(kind: type, dtype: str, error: float, tmp_path: Path) -> None:
+    """Of S between steps; it is an option of the config, and a file holds it so."""
+    case = replace(MIXED, span="terraced")
+    model, ids = copy.deepcopy(student_of(case)), random_tokens(2, 30)
+    exact = checks.uncached(model, ids)
+    model.config.state_dtype = dtype
+    cache = DynamicCache() if kind is DynamicCache else StaticCache(config=model.config, max_cache_len=30)
+    found = checks.cached(model, ids, range(31), cache=cache)
+    kept = cache.layers[0].kept
+    assert kept.linear.S.dtype == kept.linear.next_S.dtype == getattr(torch, dtype)
+    assert kept.linear.z.dtype == cache.layers[0].state.linear.S.dtype == torch.float64
+    assert 0 < (found - exact).abs().mean() / exact.abs().mean() < error
+    if kind is DynamicCache:
+        linearize.save_state(cache, model, tmp_path / "state")
+        loaded = linearize.load_state(tmp_path / "state", model).layers[0]
+        assert torch.equal(loaded.kept.linear.S, kept.linear.S)
+        assert loaded.kept.linear.S.dtype == kept.linear.S.dtype
+        assert loaded.nbytes == cache.layers[0].nbytes
+
+
+def test_state_dtype_when_loading(tmp_path: Path) -> None:
+    model = student_of(PLAIN)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, state_dtype="bfloat16")
+    state = rows.generate(loaded, random_tokens(1, 9)).past_key_values
+    assert state.layers[0].kept.linear.S.dtype == torch.bfloat16
+    loaded.config.state_dtype = "int8"
+    with pytest.raises(UserError, match=r"config.state_dtype: expected one of None, float32.*found 'int8'"):
+        rows.generate(loaded, random_tokens(1, 9))
