@@ -26,9 +26,10 @@ def generate(model: PreTrainedModel, ids: Tensor, mask: Tensor | None = None, **
 
 
 def by_hand(model: PreTrainedModel, ids: Tensor, mask: Tensor, choose: Callable[[Tensor], Tensor]) -> Tensor:
-    """Tokens generated without a cache and without generate(); `choose` gets logits [B, vocabulary]."""
+    """Tokens generated without cache, padding and generate(); `choose` gets logits [B, vocabulary]."""
     for _ in range(NEW):
-        token = choose(uncached(model, ids, mask)[:, -1].float())[:, None]
+        alone = [uncached(model, row[None, valid])[:, -1] for row, valid in zip(ids, mask.bool(), strict=True)]
+        token = choose(torch.cat(alone).float())[:, None]
         ids, mask = torch.cat([ids, token], dim=1), torch.cat([mask, torch.ones_like(token)], dim=1)
     return ids
 
@@ -119,8 +120,23 @@ def assisted_by_itself(case: Case) -> None:
 
 
 def assisting(case: Case) -> None:
-    """A softmax model is assisted."""
-    _assert_as_plain(teacher_of(case), assistant_model=student_of(case))
+    """A softmax model is assisted, by what the linearized one would generate if it had never been wrong."""
+    student, calls = student_of(case), []
+
+    def spy(input_ids: Tensor, **options: Any) -> Any:
+        made = type(student).generate(student, input_ids=input_ids, **options)
+        calls.append((input_ids, made.sequences))
+        return made
+
+    student.generate = spy
+    try:
+        _assert_as_plain(teacher_of(case), assistant_model=student)
+    finally:
+        del student.generate
+    assert len(calls) > 1
+    for given, made in calls:
+        plain = generate(student, given, max_new_tokens=made.shape[1] - given.shape[1]).sequences
+        assert torch.equal(made, plain)
 
 
 def prompt_lookup(case: Case) -> None:
@@ -186,8 +202,8 @@ def saved(case: Case) -> None:
     cuts = (18, 22, 23, 26)
     found, expected = cached(model, ids, cuts, mask, loaded), cached(model, ids, cuts, mask, state)
     assert torch.equal(found, expected)
-    valid = mask[:, 18:].bool()
-    assert_close(found[valid], uncached(model, ids, mask)[:, 18:][valid])
+    assert_close(found[0, 2:], uncached(model, ids[:1, mask[0].bool()])[0, 13:])
+    assert_close(found[1], uncached(model, ids[1:])[0, 18:])
 
 
 def bytes_constant(case: Case) -> None:

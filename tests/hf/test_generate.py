@@ -92,6 +92,25 @@ def test_candidates_are_taken_back_and_kept(monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 in crops
 
 
+def test_rows_that_are_chosen_forget_their_past() -> None:
+    """A recording is of the rows that were fed."""
+    model, ids = student_of(PLAIN), random_tokens(2, 8)
+    changes = (
+        lambda cache: cache.batch_select_indices(torch.tensor([1])),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda cache: cache.reset(),
+        lambda cache: cache.crop(0),
+    )
+    for change in changes:
+        cache = rows.prefilled(model, ids)
+        cache.activate_past_recording()
+        checks.cached(model, torch.cat([ids, ids], dim=1), (8, 12), cache=cache)
+        change(cache)
+        with pytest.raises(RuntimeError, match="recorded 0"):
+            cache.layers[0].crop(-1)
+
+
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 

@@ -107,12 +107,12 @@ def test_arguments_it_cannot_honour(case: Case) -> None:
 
 
 def test_taking_tokens_back() -> None:
+    """Out of a cache that was not told to record them."""
     model, ids = student_of(CASES[1]), random_tokens(1, 6)
     cache = DynamicCache(config=model.config)
     checks.cached(model, ids, (0, 6), cache=cache)
     assert not cache.is_croppable
     cache.crop(0)
-    with pytest.raises(RuntimeError, match=r"cannot take 2 tokens back.*copy\.deepcopy"):
+    with pytest.raises(RuntimeError, match=r"cannot take 2 tokens back.*fork_state"):
         cache.crop(-2)
-    with pytest.raises(RuntimeError, match="tokens back"):
-        model.generate(ids, max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3)
+    assert cache.get_seq_length() == 6

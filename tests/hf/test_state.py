@@ -58,6 +58,7 @@ def test_a_file_does_not_grow(tmp_path: Path) -> None:
     assert (tmp_path / "20").stat().st_size == (tmp_path / "60").stat().st_size
 
 
+@pytest.mark.slow
 def test_a_fresh_process_goes_on(tmp_path: Path) -> None:
     """Left-padded rows of a model with a softmax layer."""
     model, ids, mask = student_of(MIXED), random_tokens(2, 24), checks.left_padding([5, 0], 24)

@@ -11,8 +11,17 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import AttentionInterface, Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from torch.nn import functional
+from transformers import (
+    AttentionInterface,
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.generation import GenerationMode
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -134,7 +143,7 @@ def test_caches_are_lists_of_layers() -> None:
 
 def test_generation_prepares_a_cache_through_a_private_method() -> None:
     parameters = list(inspect.signature(GenerationMixin._prepare_cache_for_generation).parameters)
-    assert parameters[:3] == ["self", "generation_config", "model_kwargs"]
+    assert parameters[:4] == ["self", "generation_config", "model_kwargs", "generation_mode"]
     made: list[list[type]] = []
 
     def forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, Cache]) -> None:
@@ -144,6 +153,48 @@ def test_generation_prepares_a_cache_through_a_private_method() -> None:
     student.register_forward_pre_hook(forward, with_kwargs=True)
     student.generate(random_tokens(1, 4), max_new_tokens=1)
     assert made == [[LinearizedCacheLayer, DynamicLayer, LinearizedCacheLayer]]
+
+
+def test_generation_takes_candidates_back_by_crop() -> None:
+    """A negative number of tokens, after it asked for a recording by this name; assistants are told that they are."""
+    assert GenerationMode.ASSISTED_GENERATION == "assisted_generation"
+    assert GenerationConfig().is_assistant is None
+    calls: list[object] = []
+
+    class Spy(DynamicCache):
+        def activate_past_recording(self) -> None:
+            calls.append("recording")
+            super().activate_past_recording()
+
+        def crop(self, tokens_to_remove: int) -> None:
+            calls.append(tokens_to_remove)
+            super().crop(tokens_to_remove)
+
+    ids = random_tokens(1, 6).repeat(1, 2)
+    make_teacher("llama").generate(ids, past_key_values=Spy(), prompt_lookup_num_tokens=2, max_new_tokens=4)
+    assert calls[0] == "recording"
+    assert len(calls) > 1 and all(-2 <= int(n) <= 0 for n in calls[1:])
+
+
+def test_continuous_batching_starts_in_two_methods() -> None:
+    for name in ("generate_batch", "init_continuous_batching"):
+        assert name in dir(GenerationMixin)
+    assert "init_continuous_batching" in inspect.getsource(GenerationMixin.continuous_batching_context_manager)
+
+
+def test_torch_s_context_parallelism_exchanges_softmax_attention() -> None:
+    """By a function of torch's own, in place of the one that everybody calls."""
+    from torch.distributed.tensor.experimental import _attention
+
+    assert not (functional.scaled_dot_product_attention.__module__ or "").startswith("torch.distributed")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        with _attention.context_parallel(mesh):
+            assert functional.scaled_dot_product_attention.__module__.startswith("torch.distributed")
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_generation_asks_the_model_for_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
