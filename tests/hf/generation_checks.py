@@ -16,7 +16,7 @@ from linearize.hf.cache import layer_tensors
 from tests.hf.checks import TOLERANCE, assert_close, cached, left_padding, uncached
 from tests.hf.models import Case, random_tokens, student_of, teacher_of
 
-NEW = 8
+NEW = 6
 EOS = list(range(1, 16))
 
 

@@ -32,8 +32,13 @@ CHOSEN = [rows.greedy_by_hand, rows.sampling_by_hand, rows.greedy_finished_early
 CANDIDATES = [rows.assisted, rows.assisted_by_itself, rows.assisting, rows.prompt_lookup]
 
 
-@pairs(SOME, [*CHOSEN, rows.returned_sequences])
+@pairs(SOME, CHOSEN)
 def test_tokens_chosen(case: Case, check: checks.Check) -> None:
+    check(case)
+
+
+@pairs([MIXED], [rows.returned_sequences])
+def test_several_sequences_of_a_prompt(case: Case, check: checks.Check) -> None:
     check(case)
 
 
