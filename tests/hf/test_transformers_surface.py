@@ -191,7 +191,7 @@ def test_torch_s_context_parallelism_exchanges_softmax_attention() -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        with _attention.context_parallel(mesh):
+        with _attention.context_parallel(mesh, buffers=[random_tokens(1, 4)], buffer_seq_dims=[1]):
             assert functional.scaled_dot_product_attention.__module__.startswith("torch.distributed")
     finally:
         torch.distributed.destroy_process_group()

@@ -42,7 +42,10 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     @state.setter
     def state(self, state: MixerState | None) -> None:
-        self.kept = state if state is None or self.dtype is None else state.matrices_in(self.dtype)
+        self.kept = None if state is None else self._stored(state)
+
+    def _stored(self, state: MixerState) -> MixerState:
+        return state if self.dtype is None else state.matrices_in(self.dtype)
 
     def step(self, mixer: LinearMixer, inputs: AttnInputs, layout: Layout | None) -> Tensor:
         """What `mixer` makes of more slots, [B, H, T, D]; the layer goes on to the state after them."""
@@ -156,14 +159,15 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
 
     def advance(self, state: MixerState, tokens: int) -> None:
         if self.kept is None:
-            self.state, self.is_initialized = state.map(Tensor.clone), True
-            self.length = torch.tensor(tokens, device=state.seen.device)
+            self.kept = stored = self._stored(state.map(Tensor.clone))
+            self.length, self.is_initialized = torch.tensor(tokens, device=state.seen.device), True
             if not torch.compiler.is_compiling():
-                for x in (*self.kept.named_tensors().values(), self.length):
+                for x in (*stored.named_tensors().values(), self.length):
                     torch._dynamo.mark_static_address(x)
             return
         for kept, new in zip(self.kept.named_tensors().values(), state.named_tensors().values(), strict=True):
             kept.copy_(new)
+        assert isinstance(self.length, Tensor)
         self.length.add_(tokens)
 
     def activate_past_recording(self) -> None:
