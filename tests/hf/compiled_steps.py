@@ -38,5 +38,6 @@ for name in sys.argv[2:]:
     found = generate(model, ids, mask, cache_implementation="static", compile_config=settings)
     expected = generate(model, ids, mask, use_cache=False)
     assert torch.equal(found.sequences, expected.sequences)
-    assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+    # generate() gives logits in fp32, where machine code may round otherwise.
+    assert_close(torch.stack(found.logits), torch.stack(expected.logits), 1e-4 if sys.argv[1] == "inductor" else 1e-10)
 sys.stdout.write(str(len(graphs)))
