@@ -169,8 +169,8 @@ def test_the_state_is_of_constant_size_from_the_start(span: SpanSpec) -> None:
     y, first = mixer.step(inputs_of(case, 0, 1), empty)
     assert_equal(y, mixer(inputs_of(case))[:, :, :1])
     for state in first, in_calls(mixer, case, [])[1], in_calls(mixer, case, [1, 2, 30])[1]:
-        assert [x.shape for x in state.named_tensors().values()] == [x.shape for x in empty.named_tensors().values()]
-        assert [x.dtype for x in state.named_tensors().values()] == [x.dtype for x in empty.named_tensors().values()]
+        assert [x.shape for x in state.tensors()] == [x.shape for x in empty.tensors()]
+        assert [x.dtype for x in state.tensors()] == [x.dtype for x in empty.tensors()]
         assert state.nbytes == empty.nbytes
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
 
 from linearize.errors import UserError
-from linearize.mixers import AttnInputs, LinearMixer, MixerState, Recording
+from linearize.mixers import AttnInputs, MixerState, Recording
 from linearize.ops import Layout
 
 STATE_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,7 +47,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
     def _stored(self, state: MixerState) -> MixerState:
         return state if self.dtype is None else state.matrices_in(self.dtype)
 
-    def step(self, mixer: LinearMixer, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+    def step(self, mixer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
         """What `mixer` makes of more slots, [B, H, T, D]; the layer goes on to the state after them."""
         if self.recording is None:
             y, state = mixer.step(inputs, self.state, layout)
@@ -162,10 +162,10 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
             self.kept = stored = self._stored(state.map(Tensor.clone))
             self.length, self.is_initialized = torch.tensor(tokens, device=state.seen.device), True
             if not torch.compiler.is_compiling():
-                for x in (*stored.named_tensors().values(), self.length):
+                for x in (*stored.tensors(), self.length):
                     torch._dynamo.mark_static_address(x)
             return
-        for kept, new in zip(self.kept.named_tensors().values(), state.named_tensors().values(), strict=True):
+        for kept, new in zip(self.kept.tensors(), state.tensors(), strict=True):
             kept.copy_(new)
         assert isinstance(self.length, Tensor)
         self.length.add_(tokens)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.linear import LinearMixer
 from linearize.mixers.state import MixerState
 from linearize.ops import Layout
 
@@ -20,7 +20,7 @@ RECORDED = 512  # tokens that can be taken back, at the least; assistants propos
 class Step:
     """What one call fed `mixer`."""
 
-    mixer: LinearMixer
+    mixer: Any  # a LinearMixer, or what has its `step`
     inputs: AttnInputs
     layout: Layout | None
 
@@ -70,7 +70,7 @@ class Recording:
         return sum(stretch.length for stretch in self.stretches)
 
     def step(
-        self, mixer: LinearMixer, inputs: AttnInputs, state: MixerState | None, layout: Layout | None
+        self, mixer: Any, inputs: AttnInputs, state: MixerState | None, layout: Layout | None
     ) -> tuple[Float[Tensor, "B H T D"], MixerState]:
         """As `mixer.step`, and recorded: of a long prompt its end."""
         step = Step(mixer, inputs, layout)

@@ -46,6 +46,10 @@ class MixerState:
         named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
         return named | {"seen": self.seen} | ({} if self.maximum is None else {"maximum": self.maximum})
 
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the state."""
+        return list(self.named_tensors().values())
+
     @classmethod
     def from_named_tensors(cls, named: dict[str, Tensor]) -> MixerState:
         """The state that has these tensors."""
@@ -79,7 +83,7 @@ class MixerState:
     @property
     def nbytes(self) -> int:
         """Bytes held by all tensors."""
-        return sum(x.numel() * x.element_size() for x in self.named_tensors().values())
+        return sum(x.numel() * x.element_size() for x in self.tensors())
 
 
 def keep_slots(slots: Slots, layout: Layout, span: Span, batch: int) -> Slots:
