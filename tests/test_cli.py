@@ -129,6 +129,18 @@ def test_the_recipe_when_none_is_named(command: Command, tmp_path: Path) -> None
     assert Recipe.load(str(tmp_path / "run" / "recipe.yaml")).name == "recommended"
 
 
+def test_a_model_that_cannot_be_linearized_is_refused_before_its_weights_are_read(
+    command: Command, tmp_path: Path
+) -> None:
+    """It has none: from config.json alone."""
+    (tmp_path / "bloom").mkdir()
+    (tmp_path / "bloom" / "config.json").write_text(json.dumps({"model_type": "bloom", "n_head": 4}))
+    for arguments in (["plan", "lolcats"], ["run", "lolcats", "--output-dir", str(tmp_path / "run")]):
+        done = command(*arguments, "--model", str(tmp_path / "bloom"))
+        assert_refused(done, "config.json: model_type: expected a model with softmax attention, found 'bloom': its pos")
+    assert not (tmp_path / "run" / "model").exists()
+
+
 def test_numbers_next_to_0_are_taken_for_0(command: Command, tmp_path: Path) -> None:
     """Before anything is computed: they would take a CPU most of its time."""
     torch.set_flush_denormal(False)

@@ -25,20 +25,9 @@ from linearize.parts import (
 )
 from linearize.stages import Plateau
 from linearize.teacher import TeacherShape
+from tests.shapes import make_shape
 
-FOUR_LAYERS = TeacherShape(
-    model_type="llama",
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    hidden_size=64,
-    intermediate_size=128,
-    vocab_size=256,
-    max_positions=512,
-    tied_embeddings=False,
-    sliding_layers=(),
-)
+FOUR_LAYERS = make_shape("llama", 4, 4, 2, 16, 64, 128, 256, 512, False)
 TWO_SLIDING = TeacherShape(**{**vars(FOUR_LAYERS), "sliding_layers": (0, 2)})
 
 

@@ -10,10 +10,11 @@ from linearize.costs import mixer_flops, new_parameters, state_bytes
 from linearize.mixers import AttnInputs, LinearMixer
 from linearize.parts import MixerConfig
 from linearize.teacher import TeacherShape
+from tests.shapes import make_shape
 
 # H = 4, G = 2, D = 8, hidden size 32; and without RoPE, and without GQA.
-SMALL = TeacherShape("llama", 2, 4, 2, 8, 32, 80, 101, 64, False, ())
-SMALL_GPT2 = TeacherShape("gpt2", 2, 4, 4, 8, 32, 128, 101, 64, True, ())
+SMALL = make_shape("llama", 2, 4, 2, 8, 32, 80, 101, 64, False)
+SMALL_GPT2 = make_shape("gpt2", 2, 4, 4, 8, 32, 128, 101, 64, True)
 SLIDING, SINKS = parts.SlidingSpan(window_size=5), parts.SlidingSpan(window_size=5, sinks=3)
 TERRACED = parts.TerracedSpan(window_size=5, blocks=3, sinks=2)
 SIX = parts.HedgehogMap(feature_dim=6)
@@ -138,14 +139,14 @@ BY_HAND = {
 def test_mixer_by_hand(name: str) -> None:
     parameters, state = BY_HAND[name]
     assert new_parameters(MIXERS[name], SMALL) == parameters
-    assert state_bytes(MIXERS[name], SMALL, kv_bytes_per_element=2) == state
+    assert state_bytes(MIXERS[name], SMALL, kv_bytes_per_element=2, layer=0) == state
 
 
 def test_without_rope_there_is_nothing_unrotated_to_keep() -> None:
     for rotation in ("before", "after", "none"):
         mixer = MixerConfig(span=SINKS, feature_map=parts.Elu1Map(rotation=rotation), **PLAIN)
         # 8 slots of 2 x 4 x 8 numbers; S and z of 4 heads.
-        assert state_bytes(mixer, SMALL_GPT2, kv_bytes_per_element=2) == 2 * 8 * 64 + 4 * (4 * 72)
+        assert state_bytes(mixer, SMALL_GPT2, kv_bytes_per_element=2, layer=0) == 2 * 8 * 64 + 4 * (4 * 72)
 
 
 def inputs_of(teacher: TeacherShape, length: int) -> AttnInputs:
@@ -155,7 +156,7 @@ def inputs_of(teacher: TeacherShape, length: int) -> AttnInputs:
         return torch.zeros(1, *sizes, dtype=torch.bfloat16)
 
     q, kv = (zeros(heads, length, 8) for heads in (teacher.num_heads, teacher.num_kv_heads))
-    rope = dict(unrotated=(q, kv), rope=(zeros(length, 8), zeros(length, 8))) if teacher.has_rope else {}
+    rope = dict(unrotated=(q, kv), rope=(zeros(length, 8), zeros(length, 8))) if teacher.rotary_dims[0] else {}
     return AttnInputs(q, kv, kv, scaling=1.0, hidden=zeros(length, 32), **rope)
 
 
@@ -164,7 +165,7 @@ def inputs_of(teacher: TeacherShape, length: int) -> AttnInputs:
 def test_mixer_itself(name: str, teacher: TeacherShape) -> None:
     mixer = LinearMixer(MIXERS[name], teacher.layer)
     assert new_parameters(MIXERS[name], teacher) == sum(parameter.numel() for parameter in mixer.parameters())
-    expected = state_bytes(MIXERS[name], teacher, kv_bytes_per_element=2)
+    expected = state_bytes(MIXERS[name], teacher, kv_bytes_per_element=2, layer=0)
     empty = mixer.state_like(inputs_of(teacher, 1))
     assert empty.nbytes - empty.seen.nbytes == expected
     _, state = mixer.step(inputs_of(teacher, 40), None)

@@ -109,10 +109,11 @@ def test_shapes(name: str) -> None:
     model_type, _, special = CONFIGS[name]
     expected: dict[str, Any] = dict(num_layers=3, num_heads=4, num_kv_heads=4, head_dim=12, hidden_size=48)
     expected |= dict(intermediate_size=80, vocab_size=101, max_positions=64, sliding_layers=(), passes=(1, 1, 1))
-    expected |= dict(model_type=model_type, bidirectional=True, has_rope=model_type == "modernbert") | special
+    expected |= dict(model_type=model_type, bidirectional=True) | special
     shape = shape_of(name)
     assert {field: getattr(shape, field) for field in expected} == expected
     assert shape.layer == LayerShape(4, 4, 12, 48, shape.max_positions)
+    assert shape.rotary_dims == (12 if model_type == "modernbert" else 0,) * shape.num_layers
 
 
 def test_published_configs() -> None:

@@ -8,13 +8,13 @@ import pytest
 
 from linearize.config import Recipe, resolve
 from linearize.errors import UserError
-from linearize.teacher import TeacherShape
+from tests.shapes import make_shape
 
-SHAPE = TeacherShape("llama", 6, 4, 4, 16, 64, 128, 256, 512, False, ())
+SHAPE = make_shape("llama", 6, 4, 4, 16, 64, 128, 256, 512, False)
 
 
 def kept(rule: Any, layers: int = 6, errors: list[float] | None = None) -> list[int]:
-    shape = TeacherShape("llama", layers, 4, 4, 16, 64, 128, 256, 512, False, ())
+    shape = make_shape("llama", layers, 4, 4, 16, 64, 128, 256, 512, False)
     plan = resolve(Recipe.load("lolcats", {"layers.keep_softmax": rule}), shape, errors)
     return [index for index, mixer in enumerate(plan) if mixer is None]
 

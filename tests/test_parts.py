@@ -49,10 +49,11 @@ from linearize.parts import (
     WindowOnly,
 )
 from linearize.teacher import TeacherShape
+from tests.shapes import make_shape
 
 # H = 4, G = 2, D = 16, hidden size 64, 512 positions; and without GQA.
-GROUPED = TeacherShape("llama", 3, 4, 2, 16, 64, 128, 256, 512, False, ())
-EVERY_HEAD = TeacherShape("llama", 3, 4, 4, 16, 64, 128, 256, 512, False, ())
+GROUPED = make_shape("llama", 3, 4, 2, 16, 64, 128, 256, 512, False)
+EVERY_HEAD = make_shape("llama", 3, 4, 4, 16, 64, 128, 256, 512, False)
 
 
 def with_head_dim(head_dim: int) -> TeacherShape:

@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from linearize import stages
 from linearize.config import LayerPlan, Recipe, parse_overrides, recipe_names, resolve
-from linearize.encoders import ENCODERS
 from linearize.hf.classes import projections
 from linearize.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render, teacher_parameters
-from linearize.teacher import SUPPORTED, TeacherShape
+from linearize.teacher import TeacherShape
+from tests.hf.decoders import DECODERS
+from tests.shapes import make_shape
 
 
 def llama_like(model_type: str, layers: int, heads: int, kv: int, h: int, inner: int, vocab: int, **more: Any) -> dict:
@@ -64,13 +65,37 @@ def test_published_parameter_counts(teacher: TeacherShape, parameters: int) -> N
     assert teacher_parameters(teacher) == parameters
 
 
+def small(name: str) -> dict[str, Any]:
+    """Fields of a small model's config, by a name of `MODELS`."""
+    if name in DECODERS:
+        model_type, fields = DECODERS[name]
+        return fields | {"model_type": model_type}
+    if name == "gpt2":
+        return {"model_type": name, "n_layer": 3, "n_head": 4, "n_embd": 48, "n_inner": 80, "n_positions": 64}
+    return llama_like(name.partition(",")[0], 3, 4, 2, 48, 80, 101, head_dim=16) | MODELS[name]
+
+
+# Others than those of `DECODERS`, with what these leave out.
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {},
+    "llama, biases": dict(attention_bias=True, mlp_bias=True),
+    "mistral": {},
+    "qwen3": {},
+    "qwen3, biases": dict(attention_bias=True),
+    "qwen3_moe, every other": dict(
+        num_experts=3, num_experts_per_tok=1, moe_intermediate_size=20, decoder_sparse_step=2
+    ),
+    "gpt_neox, no biases": dict(head_dim=12, num_key_value_heads=4, attention_bias=False),
+    "opt, bare": dict(ffn_dim=80, head_dim=12, num_key_value_heads=4, pad_token_id=0)
+    | dict(enable_bias=False, layer_norm_elementwise_affine=False, do_layer_norm_before=False),
+}
+
+
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("model_type", sorted(SUPPORTED.keys() - ENCODERS.keys()))
-def test_parameters_of_the_models_themselves(model_type: str, tied: bool) -> None:
-    sizes = llama_like(model_type, 3, 4, 2, 48, 80, 101, head_dim=16)
-    if model_type == "gpt2":
-        sizes = {"n_layer": 3, "n_head": 4, "n_embd": 48, "n_inner": 80, "n_positions": 64, "vocab_size": 101}
-    made = AutoConfig.for_model(**(sizes | {"model_type": model_type, "tie_word_embeddings": tied}))
+@pytest.mark.parametrize("name", [*MODELS, *DECODERS])
+def test_parameters_of_the_models_themselves(name: str, tied: bool) -> None:
+    made = AutoConfig.for_model(**(small(name) | {"tie_word_embeddings": tied}))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made)
     teacher = TeacherShape.from_config(made.to_dict())
@@ -79,6 +104,35 @@ def test_parameters_of_the_models_themselves(model_type: str, tied: bool) -> Non
         adapted = projections(model, targets).values()
         lora = stages.LoRAConfig(rank=3, targets=targets)
         assert lora_parameters(lora, teacher) == 3 * sum(sum(module.weight.shape) for module in adapted)
+
+
+def test_experts_that_a_token_is_not_sent_to_cost_memory_but_no_time() -> None:
+    def planned_with(experts: int, chosen: int) -> tuple[int, int]:
+        fields = {"num_local_experts": experts, "num_experts_per_tok": chosen}
+        teacher = TeacherShape.from_config(small("mixtral") | fields)
+        transfer = planned(teacher, training_tokens=1).transfer
+        assert transfer is not None and transfer.flops is not None
+        return teacher_parameters(teacher), transfer.flops
+
+    (few, flops), (many, same), (again, more) = planned_with(4, 2), planned_with(9, 2), planned_with(9, 3)
+    expert = 3 * 32 * 48
+    assert many - few == 2 * 5 * (expert + 32) and again == many
+    # Of two epochs, in two layers: the router, and then one more expert.
+    assert same - flops == 2 * 2 * 2 * 5 * 32 and more - same == 2 * 2 * 2 * expert
+
+
+def test_layers_without_rope_keep_nothing_unrotated() -> None:
+    fields = {"num_hidden_layers": 2, "use_sliding_window": False, "layer_types": None}
+    mixer = {"span.type": "sliding", "feature_map.rotation": "none"}
+    sizes = [
+        planned(
+            TeacherShape.from_config(small("smollm3") | fields | {"no_rope_layers": rotating}),
+            *(f"mixer.{name}={value}" for name, value in mixer.items()),
+        ).state_bytes
+        for rotating in ([1, 1], [1, 0], [0, 0])
+    ]
+    # 64 slots with an unrotated key of 2 heads of 8 each.
+    assert sizes[0] - sizes[1] == sizes[1] - sizes[2] == 64 * 2 * 8 * 2
 
 
 def test_lora_on_llama_3_8b() -> None:
@@ -225,7 +279,7 @@ def test_memory_and_disk() -> None:
     assert plan.disk_bytes == 2 * plan.teacher_parameters + 4 * plan.new_parameters + checkpoints
 
 
-LLAMA_31_405B = TeacherShape("llama", 126, 128, 8, 128, 16384, 53248, 128256, 131072, False, ())
+LLAMA_31_405B = make_shape("llama", 126, 128, 8, 128, 16384, 53248, 128256, 131072, False)
 
 
 def test_block_by_block() -> None:

@@ -12,12 +12,13 @@ from linearize.config import Recipe, recipe_names, resolve
 from linearize.costs import new_parameters
 from linearize.parts import MixerConfig
 from linearize.teacher import TeacherShape
+from tests.shapes import make_shape
 
 # H = 4, D = 16, hidden size 64, 512 positions; grouped: G = 2.
 TEACHERS = {
-    "grouped": TeacherShape("llama", 3, 4, 2, 16, 64, 128, 256, 512, False, ()),
-    "llama": TeacherShape("llama", 3, 4, 4, 16, 64, 128, 256, 512, False, ()),
-    "gpt2": TeacherShape("gpt2", 3, 4, 4, 16, 64, 128, 256, 512, True, ()),
+    "grouped": make_shape("llama", 3, 4, 2, 16, 64, 128, 256, 512, False),
+    "llama": make_shape("llama", 3, 4, 4, 16, 64, 128, 256, 512, False),
+    "gpt2": make_shape("gpt2", 3, 4, 4, 16, 64, 128, 256, 512, True),
 }
 GROUPED = TEACHERS["grouped"]
 
@@ -445,7 +446,7 @@ def test_the_description_tells_what_trains(name: str) -> None:
 
 def test_what_the_papers_count() -> None:
     """LoLCATs sec. 3.1 and app. A.3, SUPRA sec. 7, ReGLA sec. 4.1."""
-    llama = TeacherShape("llama", 32, 32, 8, 128, 4096, 14336, 128256, 8192, False, ())
+    llama = make_shape("llama", 32, 32, 8, 128, 4096, 14336, 128256, 8192, False)
     for name in ("lolcats", "lolcats-terraced"):
         maps = new_parameters(mixer_of(name, llama), llama) - 32  # the mixing terms
         assert 32 * maps == 16_777_216, "16.8M trainable weights"
@@ -454,6 +455,6 @@ def test_what_the_papers_count() -> None:
     assert 126 / transfer.layers_per_block == 14, "blocks, each on a GPU"
     supra = Recipe.load("supra")
     assert supra.finetune is not None and supra.finetune.batch_size * supra.data.sequence_length == 2**21
-    pythia = TeacherShape("gpt_neox", 12, 12, 12, 64, 768, 3072, 50304, 2048, False, ())
+    pythia = make_shape("gpt_neox", 12, 12, 12, 64, 768, 3072, 50304, 2048, False)
     kept = [index for index, mixer in enumerate(resolve(Recipe.load("regla-hybrid"), pythia)) if mixer is None]
     assert kept == [1, 3, 5, 7, 9, 11], "6 of 12, every second"

@@ -38,6 +38,15 @@ class ConfigJson:
             raise UserError(f"config.json: {field}: expected a positive integer or two, found {value!r}")
         return sides[0], sides[1]
 
+    def rope(self, field: str) -> float | None:
+        """A number that says how positions rotate: among `rope_parameters`, or as a field of its own, as of old."""
+        parameters = self.contents.get("rope_parameters")
+        value = parameters.get(field) if isinstance(parameters, dict) else None
+        value = self.contents.get(self._names.get(field, field)) if value is None else value
+        if value is not None and (not isinstance(value, int | float) or not 0 < value <= 1):
+            raise UserError(f"config.json: {field}: expected a number from 0 to 1, found {value!r}")
+        return value
+
     def flag(self, field: str, default: bool) -> bool:
         value = self.contents.get(field)
         return default if value is None else bool(value)

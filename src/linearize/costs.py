@@ -17,14 +17,14 @@ def new_parameters(mixer: MixerConfig, teacher: TeacherShape) -> int:
     return _map_parameters(mixer, teacher) + _other_parameters(mixer, teacher)
 
 
-def state_bytes(mixer: MixerConfig, teacher: TeacherShape, kv_bytes_per_element: int) -> int:
-    """One converted layer's state per sequence, in bytes.
+def state_bytes(mixer: MixerConfig, teacher: TeacherShape, kv_bytes_per_element: int, layer: int) -> int:
+    """The state of one converted layer, by its index, per sequence, in bytes.
 
     The slots of the window and the sinks; and in fp32 S [Hs, F, D] and z [Hs, F], twice for a terraced span (the block
     that is being folded), z over all keys [Hs, F] where weights are normalised over them, and the running maximum [Hk]
     of an exponential map (Performer's in fp64).
     """
-    slots = mixer.span.slots * slot_bytes(mixer, teacher, kv_bytes_per_element)
+    slots = mixer.span.slots * slot_bytes(mixer, teacher, kv_bytes_per_element, teacher.rotary_dims[layer])
     if mixer.feature_map is None:
         return slots
     heads, features = mixer.state_heads(teacher.layer), mixer.feature_map.features(teacher.layer)
@@ -33,19 +33,19 @@ def state_bytes(mixer: MixerConfig, teacher: TeacherShape, kv_bytes_per_element:
     return slots + FP32 * (states + z_all) + _maximum_bytes(mixer, teacher)
 
 
-def slot_bytes(mixer: MixerConfig, teacher: TeacherShape, kv_bytes_per_element: int) -> int:
+def slot_bytes(mixer: MixerConfig, teacher: TeacherShape, kv_bytes_per_element: int, rotary_dim: int) -> int:
     """What is kept of one token in the window, or of a sink, until it is folded.
 
     In the model's dtype: key and value [G, D]; where the map sees unrotated keys, these too [G, D]; where features are
-    rotated, their cosines and sines [D]. In fp32 what folding will need: log decays [Hs, F or 1] and [Hs, D], input
-    scale and write strength [Hs], and the running maximum [Hk] that the token found.
+    rotated, their cosines and sines [rotary_dim]. In fp32 what folding will need: log decays [Hs, F or 1] and [Hs, D],
+    input scale and write strength [Hs], and the running maximum [Hk] that the token found.
     """
     keys_and_values = 2 * teacher.num_kv_heads * teacher.head_dim
     if mixer.feature_map is None:
         return keys_and_values * kv_bytes_per_element
     shape, rotation = teacher.layer, mixer.feature_map.rotation
-    unrotated = teacher.num_kv_heads * teacher.head_dim if teacher.has_rope and rotation != "before" else 0
-    cos_and_sin = 2 * teacher.head_dim if teacher.has_rope and rotation == "after" else 0
+    unrotated = teacher.num_kv_heads * teacher.head_dim if rotary_dim and rotation != "before" else 0
+    cos_and_sin = 2 * rotary_dim if rotation == "after" else 0
     write_strength = mixer.state_heads(shape) if isinstance(mixer.update, DeltaUpdate) else 0
     in_model_dtype = (keys_and_values + unrotated + cos_and_sin) * kv_bytes_per_element
     for_folding = FP32 * (_gate_numbers(mixer, teacher) + write_strength) + _maximum_bytes(mixer, teacher)

@@ -11,33 +11,23 @@ from dataclasses import dataclass
 
 from linearize.config_json import ConfigJson
 from linearize.errors import UserError
-
-
-@dataclass(frozen=True)
-class EncoderSizes:
-    """What only encoders have to say of themselves.
-
-    Attributes:
-        passes: how often the stream goes through each layer.
-        embeddings: weights that are looked up or added: of tokens, positions, types, special tokens.
-        layer: weights of one layer but for its four attention matrices; their biases count.
-        outside: all others.
-    """
-
-    passes: tuple[int, ...]
-    embeddings: int
-    layer: int
-    outside: int
+from linearize.sizes import Sizes
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """`EncoderSizes`, and what a decoder has under a common name; a vision model has no vocabulary (0)."""
+    """Its `Sizes`, and what a decoder has under a common name; a vision model has no vocabulary (0)."""
 
     vocab_size: int
     max_positions: int
     intermediate_size: int
-    sizes: EncoderSizes
+    sizes: Sizes
+
+
+def _sizes(passes: tuple[int, ...], embeddings: int, layer: int, outside: int) -> Sizes:
+    """Of layers that are all alike, without the head of a task."""
+    layers = (layer,) * len(passes)
+    return Sizes(passes, embeddings, layers, layers, head=0, outside=outside)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -52,7 +42,7 @@ def _bert(c: ConfigJson, unused_positions: int = 0) -> Encoder:
     h, inner, layers = c.size("hidden_size"), c.size("intermediate_size"), c.size("num_hidden_layers")
     vocabulary, positions = c.size("vocab_size"), c.size("max_position_embeddings", 512)
     embeddings = (vocabulary + positions + c.size("type_vocab_size", 2)) * h
-    sizes = EncoderSizes((1,) * layers, embeddings, _bert_layer(h, inner), 2 * h + h * h + h)
+    sizes = _sizes((1,) * layers, embeddings, _bert_layer(h, inner), 2 * h + h * h + h)
     return Encoder(vocabulary, positions - unused_positions, inner, sizes)
 
 
@@ -65,7 +55,7 @@ def _roberta(c: ConfigJson) -> Encoder:
 def _distilbert(c: ConfigJson) -> Encoder:
     h, inner, layers = c.size("hidden_size"), c.size("intermediate_size"), c.size("num_hidden_layers")
     vocabulary, positions = c.size("vocab_size"), c.size("max_position_embeddings", 512)
-    sizes = EncoderSizes((1,) * layers, (vocabulary + positions) * h, _bert_layer(h, inner), 2 * h)
+    sizes = _sizes((1,) * layers, (vocabulary + positions) * h, _bert_layer(h, inner), 2 * h)
     return Encoder(vocabulary, positions, inner, sizes)
 
 
@@ -81,7 +71,7 @@ def _albert(c: ConfigJson) -> Encoder:
     vocabulary, positions = c.size("vocab_size"), c.size("max_position_embeddings", 512)
     embeddings = (vocabulary + positions + c.size("type_vocab_size", 2)) * width
     outside = 2 * width + (width * h + h) + (h * h + h)
-    sizes = EncoderSizes(tuple(map(used.count, range(groups))), embeddings, _bert_layer(h, inner), outside)
+    sizes = _sizes(tuple(map(used.count, range(groups))), embeddings, _bert_layer(h, inner), outside)
     return Encoder(vocabulary, positions, inner, sizes)
 
 
@@ -93,7 +83,7 @@ def _modernbert(c: ConfigJson) -> Encoder:
     mlp = 3 * h * inner + (2 * inner + h if c.flag("mlp_bias", False) else 0)
     vocabulary = c.size("vocab_size")
     # Outside: the norms of the embeddings and of the end, less the one that the first layer lacks.
-    sizes = EncoderSizes((1,) * layers, vocabulary * h, attention + mlp + 2 * norm, 2 * norm - norm)
+    sizes = _sizes((1,) * layers, vocabulary * h, attention + mlp + 2 * norm, 2 * norm - norm)
     return Encoder(vocabulary, c.size("max_position_embeddings", 8192), inner, sizes)
 
 
@@ -122,7 +112,7 @@ def _vit(c: ConfigJson, special: int = 1) -> Encoder:
     positions, pooled = _patches(c) + special, c.size("pooler_output_size", h)
     layer = _vision_attention(c, h) + 2 * h * inner + inner + h
     outside = _patch_projection(c, h) + 2 * h + h * pooled + pooled
-    return Encoder(0, positions, inner, EncoderSizes((1,) * layers, (special + positions) * h, layer, outside))
+    return Encoder(0, positions, inner, _sizes((1,) * layers, (special + positions) * h, layer, outside))
 
 
 def _deit(c: ConfigJson) -> Encoder:
@@ -140,7 +130,7 @@ def _dinov2(c: ConfigJson) -> Encoder:
         mlp = 2 * h * inner + inner + h
     special = 2 if c.flag("use_mask_token", True) else 1
     layer = _vision_attention(c, h) + mlp + 2 * h
-    sizes = EncoderSizes((1,) * layers, (special + positions) * h, layer, _patch_projection(c, h) + 2 * h)
+    sizes = _sizes((1,) * layers, (special + positions) * h, layer, _patch_projection(c, h) + 2 * h)
     return Encoder(0, positions, inner, sizes)
 
 

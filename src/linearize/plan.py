@@ -4,21 +4,20 @@ An encoder has neither cache nor state: what conversion saves there is that its 
 proportion to length. Of its parameters the base model's are counted, without the head of a task.
 
 Letters: H query heads, G KV heads, D head dimension, h hidden size, I intermediate size. Parameters, bytes of state and
-bytes per token are exact (a teacher's optional attention biases apart); FLOPs, training memory and disk are estimates,
+bytes per token are exact; FLOPs, training memory and disk are estimates,
 and the docstrings say how. What one mixer costs stands in `costs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.table import Table
 
 from linearize.config import LayerPlan, Recipe
 from linearize.costs import FP32, mixer_activations, mixer_flops, new_parameters, softmax_flops, state_bytes
-from linearize.encoders import ENCODERS
 from linearize.stages import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
 from linearize.teacher import TeacherShape
 
@@ -100,7 +99,7 @@ def make_plan(
     cache = state = 0
     if not teacher.bidirectional:
         cache = 2 * teacher.num_kv_heads * teacher.head_dim * kv_bytes_per_element
-        state = sum(state_bytes(mixer, teacher, kv_bytes_per_element) for mixer in converted.values())
+        state = sum(state_bytes(mixer, teacher, kv_bytes_per_element, index) for index, mixer in converted.items())
     saved = cache * len(growing & set(converted))
     total = teacher_parameters(teacher)
     new = sum(new_parameters(mixer, teacher) for mixer in converted.values())
@@ -166,12 +165,15 @@ def teacher_parameters(teacher: TeacherShape) -> int:
 
     Of an encoder: of the base model, without the head of a task.
     """
-    return teacher.num_layers * _attention_weights(teacher) + _ARCHITECTURES[teacher.model_type][1](teacher)
+    sizes = teacher.sizes
+    head = 0 if teacher.tied_embeddings else sizes.head
+    layers = teacher.num_layers * _attention_weights(teacher) + sum(sizes.layers)
+    return sizes.embeddings + layers + sizes.outside + head
 
 
 def _attention_weights(teacher: TeacherShape) -> int:
     """The matrices of one layer."""
-    return sum(inputs * outputs for inputs, outputs in _ARCHITECTURES[teacher.model_type][0](teacher).values())
+    return sum(inputs * outputs for inputs, outputs in _projections(teacher).values())
 
 
 def finetuned_parameters(config: FinetuneConfig, teacher: TeacherShape, mixers: int) -> int:
@@ -184,57 +186,19 @@ def finetuned_parameters(config: FinetuneConfig, teacher: TeacherShape, mixers: 
 
 def lora_parameters(lora: LoRAConfig, teacher: TeacherShape) -> int:
     """rank x (inputs + outputs) per adapted projection, in every layer; a fused projection is adapted as a whole."""
-    projections, _ = _ARCHITECTURES[teacher.model_type]
-    sizes = [sum(size) for roles, size in projections(teacher).items() if set(roles) & set(lora.targets)]
+    sizes = [sum(size) for roles, size in _projections(teacher).items() if set(roles) & set(lora.targets)]
     return teacher.num_layers * lora.rank * sum(sizes)
 
 
-# Attention projections as (inputs, outputs), named by the roles (q, k, v, o) that each holds.
+_FUSED = frozenset({"gpt2", "gpt_neox", "modernbert", "phi3"})
 
 
-def _separate(t: TeacherShape) -> dict[str, tuple[int, int]]:
-    queries, keys = t.num_heads * t.head_dim, t.num_kv_heads * t.head_dim
-    h = t.hidden_size
+def _projections(t: TeacherShape) -> dict[str, tuple[int, int]]:
+    """Attention projections of a layer as (inputs, outputs), named by the roles (q, k, v, o) that each holds."""
+    h, queries, keys = t.hidden_size, t.num_heads * t.head_dim, t.num_kv_heads * t.head_dim
+    if t.model_type in _FUSED:
+        return {"qkv": (h, queries + 2 * keys), "o": (queries, h)}
     return {"q": (h, queries), "k": (h, keys), "v": (h, keys), "o": (queries, h)}
-
-
-def _fused(t: TeacherShape) -> dict[str, tuple[int, int]]:
-    return {"qkv": (t.hidden_size, 3 * t.hidden_size), "o": (t.hidden_size, t.hidden_size)}
-
-
-# Every other parameter: embeddings, head, norms, MLPs, biases.
-
-
-def _gated(t: TeacherShape) -> int:
-    embeddings = (1 if t.tied_embeddings else 2) * t.vocab_size * t.hidden_size
-    layer = 3 * t.hidden_size * t.intermediate_size + 2 * t.hidden_size
-    return embeddings + t.num_layers * layer + t.hidden_size
-
-
-def _gated_qk_norm(t: TeacherShape) -> int:
-    return _gated(t) + t.num_layers * 2 * t.head_dim
-
-
-def _gpt2(t: TeacherShape) -> int:
-    embeddings = ((1 if t.tied_embeddings else 2) * t.vocab_size + t.max_positions) * t.hidden_size
-    biases = 5 * t.hidden_size + t.intermediate_size
-    norms = 4 * t.hidden_size
-    layer = 2 * t.hidden_size * t.intermediate_size + biases + norms
-    return embeddings + t.num_layers * layer + 2 * t.hidden_size
-
-
-def _encoder(t: TeacherShape) -> int:
-    assert t.encoder is not None
-    return t.encoder.embeddings + t.encoder.outside + t.num_layers * t.encoder.layer
-
-
-_Projections = Callable[[TeacherShape], dict[str, tuple[int, int]]]
-_ARCHITECTURES: dict[str, tuple[_Projections, Callable[[TeacherShape], int]]] = {
-    "llama": (_separate, _gated),
-    "mistral": (_separate, _gated),
-    "qwen3": (_separate, _gated_qk_norm),
-    "gpt2": (_fused, _gpt2),
-} | {name: (_fused if name == "modernbert" else _separate, _encoder) for name in ENCODERS}
 
 
 # --- block by block ---------------------------------------------------------------------------------------------------
@@ -242,18 +206,16 @@ _ARCHITECTURES: dict[str, tuple[_Projections, Callable[[TeacherShape], int]]] = 
 
 def _transferred_at_once(config: TransferConfig, teacher: TeacherShape, layers: LayerPlan) -> tuple[int, int]:
     """Weights, and parameters that train, which are in memory together: the whole model, or its largest block."""
-    outside = teacher_parameters(replace(teacher, num_layers=0))
-    layer = (teacher_parameters(teacher) - outside) // teacher.num_layers
     new = [0 if mixer is None else new_parameters(mixer, teacher) for mixer in layers]
     size = config.layers_per_block
     if size is None:
         return teacher_parameters(teacher) + sum(new), sum(new)
-    embeddings = outside if teacher.tied_embeddings else outside // 2  # no block has the head
-    blocks = [new[start : start + size] for start in range(0, len(new), size)]
-    at_once = [
-        (len(block) * layer + sum(block) + (0 if index else embeddings), sum(block))
-        for index, block in enumerate(blocks)
-    ]
+    own = [_attention_weights(teacher) + weights for weights in teacher.sizes.layers]
+    at_once = []
+    for start in range(0, len(new), size):  # no block has the head
+        block = slice(start, start + size)
+        embeddings = 0 if start else teacher.sizes.embeddings
+        at_once.append((sum(own[block]) + sum(new[block]) + embeddings, sum(new[block])))
     return max(at_once)
 
 
@@ -278,15 +240,13 @@ def _tokens(stage: TrainConfig, training_tokens: int | None) -> int | None:
 
 
 def _model_flops(teacher: TeacherShape) -> int:
-    """One token through the weights, forward: 2 FLOPs per parameter; looking up an untied embedding costs none.
+    """One token through the weights, forward: 2 FLOPs per parameter; looking up embeddings costs none.
 
-    Weights that an encoder shares between layers count once per layer.
+    Weights that an encoder shares between layers count once per layer, those of experts only where a token is sent.
     """
-    if teacher.encoder is not None:
-        layer = _attention_weights(teacher) + teacher.encoder.layer
-        return 2 * (teacher.encoder.outside + sum(teacher.passes) * layer)
-    lookup = 0 if teacher.tied_embeddings else teacher.vocab_size * teacher.hidden_size
-    return 2 * (teacher_parameters(teacher) - lookup)
+    sizes, attention = teacher.sizes, _attention_weights(teacher)
+    layers = sum(times * (attention + used) for times, used in zip(sizes.passes, sizes.used, strict=True))
+    return 2 * (sizes.head + sizes.outside + layers)
 
 
 def _softmax_flops(teacher: TeacherShape, sequence_length: int) -> int:

@@ -22,10 +22,11 @@ from linearize.evaluation.perplexity import TokenLosses
 from linearize.teacher import TeacherShape
 from linearize.training import loop
 from tests import tiny
+from tests.shapes import make_shape
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 GRIDS = sorted(path for path in EXPERIMENTS.glob("*/*.yaml") if path.name != "recipe.yaml")
-SHAPE = TeacherShape("llama", 5, 8, 4, 8, 64, 172, 512, 4096, True, ())
+SHAPE = make_shape("llama", 5, 8, 4, 8, 64, 172, 512, 4096, True)
 ENCODER = {"model_type": "bert", "vocab_size": 30_522, "hidden_size": 384, "intermediate_size": 1536}
 ENCODER |= {"num_hidden_layers": 6, "num_attention_heads": 12, "max_position_embeddings": 512}
 

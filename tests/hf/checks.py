@@ -13,6 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 import linearize
 from linearize.hf.attention import linearized_layers
+from tests.hf.decoders import ONE_DOCUMENT
 from tests.hf.models import Case, make_student, make_teacher, random_tokens, student_of, teacher_of
 
 Check = Callable[[Case], None]
@@ -71,8 +72,9 @@ def whole_window(case: Case) -> None:
     ids = random_tokens(2, 30)
     mask = left_padding([7, 0], 30)
     documents = torch.cat([torch.arange(11), torch.arange(1), torch.arange(18)]).expand(2, -1)
+    rows = [dict(), dict(attention_mask=mask, position_ids=positions(mask)), dict(position_ids=documents)]
     with torch.no_grad():
-        for options in (dict(), dict(attention_mask=mask, position_ids=positions(mask)), dict(position_ids=documents)):
+        for options in rows[:2] if case.architecture in ONE_DOCUMENT else rows:
             found, expected = (m(ids, use_cache=False, **options).logits for m in (student, teacher))
             valid = options.get("attention_mask", torch.ones_like(ids)).bool()
             assert_close(found[valid], expected[valid])
@@ -155,6 +157,12 @@ def left_padded(case: Case) -> None:
     assert_rows_alone(model, ids, mask, cached(model, ids, (0, 13, 25, *range(26, 31)), mask))
 
 
+def left_padded_cache(case: Case) -> None:
+    """The same in short: cached, of two rows. The first chunk holds no token of the first."""
+    model, ids, mask = student_of(case), random_tokens(2, 22), left_padding([7, 0], 22)
+    assert_rows_alone(model, ids, mask, cached(model, ids, (0, 6, 19, 20, 22), mask))
+
+
 def two_turns(case: Case) -> None:
     """A left-padded second turn on the same cache, under one mask over both turns."""
     model, ids = student_of(case), random_tokens(2, 40)
@@ -229,6 +237,16 @@ def next_turn(case: Case) -> None:
     expected = _generate(model, ids, mask, use_cache=False)
     assert torch.equal(found.sequences, expected.sequences)
     assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+
+
+def generated_alone(case: Case) -> None:
+    """Left-padded prompts generate together what each generates by itself."""
+    model, ids, mask = student_of(case), random_tokens(2, 14), left_padding([5, 0], 14)
+    together = _generate(model, ids, mask, max_new_tokens=3)
+    for row, valid in enumerate(mask.bool()):
+        alone = _generate(model, ids[row : row + 1, valid], mask[row : row + 1, valid], max_new_tokens=3)
+        assert torch.equal(together.sequences[row, 14:], alone.sequences[0, int(valid.sum()) :])
+        assert_close(torch.stack(together.logits)[:, row], torch.stack(alone.logits)[:, 0])
 
 
 def _prefilled(model: PreTrainedModel, ids: Tensor) -> DynamicCache:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,8 +26,9 @@ checkpoints, folder = Path(sys.argv[1]), Path(sys.argv[2])
 report = {}
 
 
-def load(architecture: str, **options: bool) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(checkpoints / architecture, dtype=torch.float64, **options)
+def load(architecture: str, **options: Any) -> PreTrainedModel:
+    options |= dict(dtype=torch.float64, experts_implementation="eager")
+    return AutoModelForCausalLM.from_pretrained(checkpoints / architecture, **options)
 
 
 def write(name: str, model: PreTrainedModel) -> None:

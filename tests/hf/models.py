@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 import linearize
 from linearize.hf.attention import linearized_layers
+from tests.hf.decoders import DECODERS, EXACT
 
 VOCABULARY = 60
 LAYERS = 3
@@ -153,21 +154,22 @@ SLIDING_TEACHERS = [
 
 def make_teacher(architecture: str, head: str = "ForCausalLM", **fields: Any) -> PreTrainedModel:
     """A new fp64 teacher in eval mode, the same weights every time."""
-    prefix, defaults = ARCHITECTURES[architecture]
-    if architecture == "gpt2" and head == "ForCausalLM":
-        head = "LMHeadModel"
-    config = getattr(transformers, f"{prefix}Config")(**(defaults | fields))
+    model_type, defaults = DECODERS.get(architecture) or (architecture, ARCHITECTURES[architecture][1])
+    config = CONFIG_MAPPING[model_type](**(defaults | fields))
+    model_class = getattr(transformers, "AutoModel" + head.removeprefix("Model"))._model_mapping[type(config)]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = getattr(transformers, prefix + head)(config).double().eval()
+        model = model_class(config).double().eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1:
                     parameter.normal_(std=0.4)
                 else:
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
-                if name.endswith(("q_norm.weight", "k_norm.weight")):
+                if name.endswith(("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")):
                     parameter.mul_(2)  # normalised queries and keys are short
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation(EXACT)
     return model
 
 

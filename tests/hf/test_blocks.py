@@ -20,13 +20,15 @@ import linearize
 from linearize.config import resolve
 from linearize.errors import UserError
 from linearize.hf import blocks
+from linearize.hf.architectures import ARCHITECTURES as KNOWN
 from linearize.hf.attention import linearized_layers
 from linearize.hf.blocks import load_block
 from linearize.hf.checkpoint import load_model
 from linearize.hf.convert import convert_layers
 from linearize.teacher import TeacherShape
 from tests import tiny
-from tests.hf.models import ARCHITECTURES
+from tests.hf.decoders import ARCHITECTURES as OTHERS
+from tests.hf.models import ARCHITECTURES, make_teacher
 
 CPU = torch.device("cpu")
 LAYERS = 5
@@ -43,6 +45,7 @@ TEACHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "gpt2, scaled by layer": ("gpt2", dict(scale_attn_by_inverse_layer_idx=True)),
 }
+EXPERTS = ("mixtral", "qwen3_moe")
 
 
 @functools.cache
@@ -60,18 +63,24 @@ def teacher(name: str) -> PreTrainedModel:
     return model
 
 
-@functools.cache
-def hidden_states(name: str) -> list[Tensor]:
+@torch.no_grad()
+def streams(model: Any) -> list[Tensor]:
     """What enters each layer of the whole model, and what leaves the last one, before the final norm."""
-    entered: list[Tensor] = []
-    model: Any = teacher(name).base_model
-    layers, norm = (model.h, model.ln_f) if "gpt2" in name else (model.layers, model.norm)
-    handles = [m.register_forward_pre_hook(lambda _, args: entered.append(args[0])) for m in (*layers, norm)]
-    with torch.no_grad():
-        model(input_ids=ROWS.input_ids, position_ids=ROWS.position_ids, use_cache=False)
+    found: list[Tensor] = []
+    parts = KNOWN[model.config.model_type].parts
+    assert parts is not None
+    layers = model.base_model.get_submodule(parts.layers)
+    handles = [layer.register_forward_pre_hook(lambda _, args: found.append(args[0])) for layer in layers]
+    handles.append(layers[-1].register_forward_hook(lambda _, args, out: found.append(out)))
+    model.base_model(input_ids=ROWS.input_ids, position_ids=ROWS.position_ids, use_cache=False)
     for handle in handles:
         handle.remove()
-    return entered
+    return found
+
+
+@functools.cache
+def hidden_states(name: str) -> list[Tensor]:
+    return streams(teacher(name))
 
 
 @pytest.fixture(params=["one file", "several files"])
@@ -100,6 +109,26 @@ def test_blocks_one_after_the_other_are_the_model(name: str, size: int, tmp_path
         stream = run(load_block(str(tmp_path), layers, dtype=torch.float32, device=CPU), **inputs)
         torch.testing.assert_close(stream, hidden_states(name)[layers.stop], rtol=0, atol=1e-6)
         inputs = {"inputs_embeds": stream}
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name not in EXPERTS])
+def test_blocks_of_other_architectures(name: str, tmp_path: Path) -> None:
+    """What stands before the first layer and behind the last one is there once, whatever it is."""
+    model, inputs = make_teacher(name), {"input_ids": ROWS.input_ids}
+    model.save_pretrained(tmp_path)
+    expected = streams(model)
+    for layers in (range(0, 1), range(1, model.config.num_hidden_layers)):
+        block = load_block(str(tmp_path), layers, dtype=torch.float64, device=CPU)
+        block.set_attn_implementation(model.config._attn_implementation)
+        stream = run(block, **inputs)
+        torch.testing.assert_close(stream, expected[layers.stop], rtol=0, atol=1e-10)
+        inputs = {"inputs_embeds": stream}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_lie_otherwise_in_files(name: str, tmp_path: Path) -> None:
+    make_teacher(name).save_pretrained(tmp_path)
+    refused(tmp_path, f"found '{name}', whose experts do not; set transfer.layers_per_block=null")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -23,6 +23,7 @@ from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import MODEL_CLASSES
 from linearize.mixers import LinearMixer
 from tests.hf.checks import assert_close, left_padding, positions, uncached
+from tests.hf.decoders import ARCHITECTURES as OTHERS
 from tests.hf.models import (
     ARCHITECTURES,
     CASES,
@@ -40,6 +41,7 @@ SAVED = {
     CASE[name].architecture: CASE[name] for name in ("llama-mixed", "mistral-terraced", "qwen3-sinks", "gpt2-sliding")
 }
 SAVED |= {case.name: case for case in MIXER_CASES if case.name in ("performer-qwen3", "rfa-gpt2", "gated-delta-llama")}
+SAVED |= {name: Case("", name, convert_sliding=True) for name in OTHERS}
 HEADS = {
     "AutoModel": "Model",
     "AutoModelForSequenceClassification": "ForSequenceClassification",

@@ -128,7 +128,7 @@ def _gpt2_with_cross_attention() -> PreTrainedModel:
     "make, message",
     [
         (_electra, "model_type: expected one of llama, .*found 'electra'"),
-        (_gpt2_with_cross_attention, "expected a decoder alone, found one with cross-attention"),
+        (_gpt2_with_cross_attention, "add_cross_attention: expected false, found True: .*give a decoder alone"),
         (lambda: make_teacher("llama", "ForQuestionAnswering"), "found LlamaForQuestionAnswering"),
         (lambda: student_of(CASES[1]), "found 'linearized_llama', which is linearized already"),
         (lambda: teacher_of(SLIDING_TEACHERS[1]), "nothing to convert, .*layers.convert_sliding=true"),

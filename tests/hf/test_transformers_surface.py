@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.generation import GenerationMode
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -35,13 +36,18 @@ from linearize.hf.classes import (
     LinearizedModel,
 )
 from tests.hf.checks import left_padding
+from tests.hf.decoders import ARCHITECTURES as OTHERS
 from tests.hf.encoders import ENCODERS, make_encoder
 from tests.hf.models import ARCHITECTURES, CASES, Case, make_student, make_teacher, random_tokens, student_of
 
 SLIDING, MIXED = CASES[1], CASES[5]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+DECODERS = (*ARCHITECTURES, *OTHERS)
+EVERY = pytest.mark.parametrize("architecture", DECODERS)
+
+
+@EVERY
 def test_attention_classes(architecture: str) -> None:
     """Their class can be swapped, and they find the function, the cache and their place where we look for them."""
     base, linearized = ALL[architecture].attention, ATTENTION_CLASSES[architecture]
@@ -50,11 +56,27 @@ def test_attention_classes(architecture: str) -> None:
     assert linearized.__mro__[2] is base
     assert module.layer_idx == 0
     parameters = inspect.signature(base.forward).parameters
-    assert "past_key_values" in parameters
+    assert linearized.cache_argument == ("layer_past" if architecture == "gpt_neox" else "past_key_values")
+    assert linearized.cache_argument in parameters
     assert parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
     assert callable(sys.modules[base.__module__].eager_attention_forward)
     assert set(ALL[architecture].projections) <= set(dict(module.named_children()))
     assert linearized.arguments[0] == "hidden_states"
+    assert ("use_rope" in vars(module)) == (architecture == "smollm3")
+
+
+@EVERY
+def test_parts_of_base_models(architecture: str) -> None:
+    """Each is where we say, and what runs the layers is handed the mask, positions and cache under these names."""
+    parts, base = ALL[architecture].parts, make_teacher(architecture, "Model")
+    assert parts is not None
+    wanted = {*parts.embeddings, parts.norm, parts.rope, parts.entry, parts.exit} - {None}
+    assert all(isinstance(base.get_submodule(path), nn.Module) for path in wanted)
+    assert len(base.get_submodule(parts.layers)) == base.config.num_hidden_layers
+    assert parts.multiplier is None or isinstance(getattr(base, parts.multiplier), float)
+    arguments = inspect.signature(type(base.get_submodule(parts.stack)).forward).parameters
+    assert {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"} <= set(arguments)
+    assert (base.get_submodule(parts.stack) is base) == (architecture != "opt")
 
 
 @pytest.mark.parametrize("architecture", ENCODERS)
@@ -69,7 +91,7 @@ def test_attention_classes_of_encoders(architecture: str) -> None:
     assert linearized.arguments[0] == "hidden_states"
 
 
-@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "gpt2"])
+@pytest.mark.parametrize("architecture", [name for name in DECODERS if name not in ("gpt2", "opt")])
 def test_rope(architecture: str) -> None:
     """It is one function of the attention class's module, and angles of zero change no bit."""
     base = ALL[architecture].attention
@@ -79,6 +101,21 @@ def test_rope(architecture: str) -> None:
         q, k = torch.randn(2, 4, 5, 8).to(dtype), torch.randn(2, 2, 5, 8).to(dtype)
         cos, sin = torch.ones(1, 5, 8, dtype=dtype), torch.zeros(1, 5, 8, dtype=dtype)
         assert all(torch.equal(a, b) for a, b in zip(rotate(q, k, cos, sin), (q, k), strict=True))
+
+
+def test_soft_capping_needs_more_than_sdpa() -> None:
+    """So that what computed the teacher's attention computes our target, too."""
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="softcap"):
+        ALL_ATTENTION_FUNCTIONS["sdpa"](nn.Identity(), q, q, q, None, softcap=3.0)
+    assert not transformers.Gemma2ForCausalLM._supports_sdpa
+
+
+def test_what_is_called_otherwise_on_disk() -> None:
+    """Experts, which are one tensor in the model; by model type."""
+    renamed = {name for name in DECODERS if get_checkpoint_conversion_mapping(name)}
+    assert renamed == {"mixtral", "qwen3_moe"}
+    assert all(get_checkpoint_conversion_mapping(f"linearized_{name}") for name in renamed)
 
 
 def test_attention_functions() -> None:
@@ -106,14 +143,17 @@ def test_no_mask_is_built_for_our_function() -> None:
     assert create_causal_mask(**options) is None
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@EVERY
 def test_layers_get_what_a_hook_of_the_base_model_adds(architecture: str) -> None:
     """Keyword arguments reach every attention module, through the models with a head as well."""
-    student, seen = make_student(Case("", architecture), make_teacher(architecture)), []
+    case = Case("", architecture, convert_sliding=True)
+    student, seen = make_student(case, make_teacher(architecture)), []
     for layer in linearized_layers(student).values():
         layer.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs[LAYOUT]), with_kwargs=True)
     student(random_tokens(1, 6), attention_mask=left_padding([2], 6))
-    assert [layout.key_position.tolist() for layout in seen] == 3 * [[[-1, -1, 0, 1, 2, 3]]]
+    assert [layout.key_position.tolist() for layout in seen] == student.config.num_hidden_layers * [
+        [[-1, -1, 0, 1, 2, 3]]
+    ]
 
 
 def test_cache_layers() -> None:
@@ -236,8 +276,10 @@ def test_missing_weights_are_initialised_by_a_method_of_the_model(
 
 
 def test_auto_classes_know_our_classes() -> None:
-    assert ARCHITECTURES.keys() | ENCODERS.keys() == ALL.keys()
+    assert {*DECODERS, *ENCODERS} == ALL.keys()
     for architecture in ALL:
-        assert set(MODEL_CLASSES[f"linearized_{architecture}"]) == set(ALL[architecture].heads)
+        config = transformers.CONFIG_MAPPING[architecture]
+        heads = {auto for auto in ALL[architecture].heads if config in getattr(transformers, auto)._model_mapping}
+        assert set(MODEL_CLASSES[f"linearized_{architecture}"]) == heads
         for auto, model_class in MODEL_CLASSES[f"linearized_{architecture}"].items():
             assert getattr(transformers, auto)._model_mapping[CONFIG_CLASSES[architecture]] is model_class

@@ -10,23 +10,54 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.deit.modeling_deit import DeiTAttention
 from transformers.models.dinov2 import modeling_dinov2
 from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention
+from transformers.models.gemma.modeling_gemma import GemmaAttention
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
+from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
+from transformers.models.granite.modeling_granite import GraniteAttention
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 from transformers.models.modernbert.modeling_modernbert import ModernBertAttention
+from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
+from transformers.models.opt.modeling_opt import OPTAttention
+from transformers.models.phi.modeling_phi import PhiAttention
+from transformers.models.phi3.modeling_phi3 import Phi3Attention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
 from transformers.models.vit.modeling_vit import ViTAttention
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Names of a base model's children."""
+    """Where a base model has its parts, as paths to its children.
 
-    layers: str
-    embeddings: tuple[str, ...]
-    norm: str
-    rope: str | None
+    Attributes:
+        layers: the list of layers; the module around it is the one that runs them.
+        embeddings: of tokens and of positions.
+        norm: behind the last layer.
+        rope: what holds the angles of RoPE.
+        entry: what embeddings go through before the first layer, in some models of this kind.
+        exit: likewise behind the norm.
+        multiplier: attribute of the base model by which it scales embeddings.
+    """
+
+    layers: str = "layers"
+    embeddings: tuple[str, ...] = ("embed_tokens",)
+    norm: str = "norm"
+    rope: str | None = "rotary_emb"
+    entry: str | None = None
+    exit: str | None = None
+    multiplier: str | None = None
+
+    @property
+    def stack(self) -> str:
+        """Path of the module that runs the layers; empty for the base model itself."""
+        return self.layers.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -59,6 +90,12 @@ HEADS = {
     "AutoModelForSequenceClassification": ("ForSequenceClassification",),
     "AutoModelForTokenClassification": ("ForTokenClassification",),
 }
+# Gemma 3's other classes of these names read images, too.
+GEMMA3_HEADS = {
+    "AutoModel": ("TextModel",),
+    "AutoModelForCausalLM": ("ForCausalLM",),
+    "AutoModelForSequenceClassification": ("TextForSequenceClassification",),
+}
 TEXT_HEADS = {
     "AutoModel": ("Model",),
     "AutoModelForMaskedLM": ("ForMaskedLM",),
@@ -73,8 +110,21 @@ _SEPARATE = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
 _BERT = {"query": "q", "key": "k", "value": "v", "../output.dense": "o"}
 _ALBERT = {"query": "q", "key": "k", "value": "v", "dense": "o"}
 _DISTILBERT = {"q_lin": "q", "k_lin": "k", "v_lin": "v", "out_lin": "o"}
-_PARTS = Parts("layers", ("embed_tokens",), "norm", "rotary_emb")
+_FUSED = {"qkv_proj": "qkv", "o_proj": "o"}
+_PHI = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "dense": "o"}
+_GPT_NEOX = {"query_key_value": "qkv", "dense": "o"}
+_OPT = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "o"}
+_PARTS = Parts()
 _GPT2_PARTS = Parts("h", ("wte", "wpe"), "ln_f", None)
+_GPT_NEOX_PARTS = Parts(embeddings=("embed_in",), norm="final_layer_norm")
+_OPT_PARTS = Parts(
+    "decoder.layers",
+    ("decoder.embed_tokens", "decoder.embed_positions"),
+    "decoder.final_layer_norm",
+    rope=None,
+    entry="decoder.project_in",
+    exit="decoder.project_out",
+)
 # DINOv2's projections came to be called as ViT's are.
 _OLD_DINOV2: type[nn.Module] | None = getattr(modeling_dinov2, "Dinov2SelfAttention", None)
 _DINOV2 = (modeling_dinov2.Dinov2Attention, _SEPARATE) if _OLD_DINOV2 is None else (_OLD_DINOV2, _BERT)
@@ -84,6 +134,19 @@ ARCHITECTURES = {
     "mistral": Architecture(MistralAttention, "Mistral", _SEPARATE, _PARTS, HEADS),
     "qwen3": Architecture(Qwen3Attention, "Qwen3", _SEPARATE, _PARTS, HEADS),
     "gpt2": Architecture(GPT2Attention, "GPT2", {"c_attn": "qkv", "c_proj": "o"}, _GPT2_PARTS, HEADS),
+    "mixtral": Architecture(MixtralAttention, "Mixtral", _SEPARATE, _PARTS, HEADS),
+    "qwen2": Architecture(Qwen2Attention, "Qwen2", _SEPARATE, _PARTS, HEADS),
+    "qwen3_moe": Architecture(Qwen3MoeAttention, "Qwen3Moe", _SEPARATE, _PARTS, HEADS),
+    "gemma": Architecture(GemmaAttention, "Gemma", _SEPARATE, _PARTS, HEADS),
+    "gemma2": Architecture(Gemma2Attention, "Gemma2", _SEPARATE, _PARTS, HEADS),
+    "gemma3_text": Architecture(Gemma3Attention, "Gemma3", _SEPARATE, _PARTS, GEMMA3_HEADS),
+    "phi": Architecture(PhiAttention, "Phi", _PHI, Parts(norm="final_layernorm"), HEADS),
+    "phi3": Architecture(Phi3Attention, "Phi3", _FUSED, _PARTS, HEADS),
+    "gpt_neox": Architecture(GPTNeoXAttention, "GPTNeoX", _GPT_NEOX, _GPT_NEOX_PARTS, HEADS),
+    "opt": Architecture(OPTAttention, "OPT", _OPT, _OPT_PARTS, HEADS),
+    "olmo2": Architecture(Olmo2Attention, "Olmo2", _SEPARATE, _PARTS, HEADS),
+    "smollm3": Architecture(SmolLM3Attention, "SmolLM3", _SEPARATE, _PARTS, HEADS),
+    "granite": Architecture(GraniteAttention, "Granite", _SEPARATE, Parts(multiplier="embedding_multiplier"), HEADS),
     "bert": Architecture(BertSelfAttention, "Bert", _BERT, None, TEXT_HEADS),
     "roberta": Architecture(RobertaSelfAttention, "Roberta", _BERT, None, TEXT_HEADS),
     "distilbert": Architecture(DistilBertSelfAttention, "DistilBert", _DISTILBERT, None, TEXT_HEADS),

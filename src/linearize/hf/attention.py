@@ -33,6 +33,7 @@ CALL = "linearize_call"  # keyword that carries a layer's call to the attention 
 IGNORED = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch"}
     | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "sliding_window", "deterministic"}
+    | {"output_router_logits"}
 )
 
 
@@ -60,10 +61,13 @@ class LinearizedAttention:
     bidirectional = False  # an encoder's: every token sees those behind it too
     softmax_implementation: str
     observer: Observer | None = None
+    use_rope: bool | int = True  # SmolLM3's own attribute, where a layer does not rotate
     arguments: tuple[str, ...]  # names of the parent's forward's arguments, in order
+    cache_argument: str  # the one of them that is the cache
 
     def __init_subclass__(cls) -> None:
         cls.arguments = tuple(inspect.signature(cls.__mro__[2].forward).parameters)[1:]  # type: ignore[attr-defined]
+        cls.cache_argument = "layer_past" if "layer_past" in cls.arguments else "past_key_values"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The parent's forward with the cache kept from it: the mixer carries a state instead of keys and values.
@@ -72,12 +76,12 @@ class LinearizedAttention:
         """
         kwargs |= dict(zip(self.arguments, args, strict=False))
         hidden = kwargs["hidden_states"] if self.mixer.wants_hidden else None
-        rope = kwargs.get("position_embeddings") if self.mixer.wants_unrotated else None
+        rope = kwargs.get("position_embeddings") if self.mixer.wants_unrotated and self.use_rope else None
         if rope is not None:
             kwargs["position_embeddings"] = (torch.ones_like(rope[0]), torch.zeros_like(rope[1]))
-        call = Call(kwargs.get("past_key_values"), kwargs.pop(LAYOUT, None), hidden, rope)
-        if "past_key_values" in kwargs:
-            kwargs["past_key_values"] = None
+        call = Call(kwargs.get(self.cache_argument), kwargs.pop(LAYOUT, None), hidden, rope)
+        if self.cache_argument in kwargs:
+            kwargs[self.cache_argument] = None
         return super().forward(**kwargs, **{CALL: call})  # type: ignore[misc]
 
 
@@ -116,7 +120,7 @@ def linearized_attention(
     unrotated = None
     if call.rope is not None:
         unrotated = query, key
-        query, key = _teacher_module(module).apply_rotary_pos_emb(query, key, *call.rope)
+        query, key = _rotate(module, query, key, call.rope)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     inputs = AttnInputs(query, key, value, scale, softcap, call.hidden, unrotated, call.rope)
     if module.observer is not None:
@@ -144,6 +148,18 @@ def _teacher_module(module: Any) -> Any:
 def layer_of(cache: Any, module: Any) -> LinearizedCacheLayer:
     """The layer of `cache` that belongs to a linearized attention module."""
     return cache_layer(cache, module.layer_idx, module.model_config.state_dtype)
+
+
+def _rotate(module: Any, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """RoPE by the function of the layer's own attention, for as many dimensions as have angles.
+
+    Some of these functions leave the others alone by themselves; for Phi's, the attention does.
+    """
+    turned = rope[0].shape[-1]
+    rotated = _teacher_module(module).apply_rotary_pos_emb(query[..., :turned], key[..., :turned], *rope)
+    both = zip(rotated, (query, key), strict=True)
+    query, key = (torch.cat([x, whole[..., turned:]], dim=-1) for x, whole in both)
+    return query, key
 
 
 def attach(module: Any, mixer: Mixer, linearized_class: type, config: Any) -> None:
@@ -265,7 +281,7 @@ def _softmax(module: Any, inputs: AttnInputs) -> Tensor:
 
 
 def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of the base model: hands padding and document boundaries to the linearized layers."""
+    """Forward pre-hook of what runs the layers: hands padding and document boundaries to the linearized ones."""
     refuse_context_parallel()
     names = inspect.signature(type(model).forward).parameters
     given = dict(zip(list(names)[1:], args, strict=False)) | kwargs

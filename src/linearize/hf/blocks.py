@@ -7,15 +7,16 @@ whole model, so what is trained in a block, or drawn at random for it, needs no 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -45,6 +46,7 @@ def load_block(model: str, layers: range, *, dtype: torch.dtype, device: torch.d
     try:
         tensors = checkpoint.read(block.state_dict(), block.base_model_prefix, device)
         block.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
+        _compute_buffers(block, device)
     except _UNREADABLE as error:
         raise _unreadable(model, error) from None
     return block.to(device).eval()
@@ -55,7 +57,7 @@ def _keep(model: Any, layers: range) -> None:
     base: Any = model.base_model
     parts = ARCHITECTURES[model.config.model_type].parts
     assert isinstance(parts, Parts)  # of a decoder
-    stack, total = getattr(base, parts.layers), model.config.num_hidden_layers
+    stack, total = base.get_submodule(parts.layers), model.config.num_hidden_layers
     if not (layers and layers.step == 1 and layers.start >= 0 and layers.stop <= total):
         raise ValueError(f"layers: expected some of the model's {total}, one after the other; found {layers}")
     for index in set(range(total)) - set(layers):
@@ -64,18 +66,41 @@ def _keep(model: Any, layers: range) -> None:
     if getattr(model.config, "layer_types", None) is not None:  # read by the place in the stack
         model.config.layer_types = model.config.layer_types[layers.start : layers.stop]
     model.set_output_embeddings(nn.Identity())
-    setattr(base, parts.norm, nn.Identity())
+    _replace(base, (parts.norm, parts.exit), nn.Identity)
     if layers.start:
-        for name in parts.embeddings:
-            setattr(base, name, _NoEmbedding())
+        _replace(base, parts.embeddings, _NoEmbedding)
+        _replace(base, (parts.entry,), nn.Identity)
+        if parts.multiplier is not None:
+            setattr(base, parts.multiplier, 1.0)
     if parts.rope is not None:  # computed, not loaded
         setattr(base, parts.rope, type(getattr(base, parts.rope))(model.config))
+
+
+@torch.no_grad()
+def _compute_buffers(block: Any, device: torch.device) -> None:
+    """Those that no checkpoint holds and the model itself initialises, such as the factor of Gemma's embeddings."""
+    for module in block.modules():
+        missing = {name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        if missing:
+            for name in missing:
+                setattr(module, name, torch.empty_like(getattr(module, name), device=device))
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True
+            block._init_weights(module)
+
+
+def _replace(base: nn.Module, paths: Iterable[str | None], make: Callable[[], nn.Module]) -> None:
+    """Put something else in these places; those that this model has none of stay empty."""
+    for path in paths:
+        around, _, name = (path or "").rpartition(".")
+        if getattr(base.get_submodule(around), name, None) is not None:
+            setattr(base.get_submodule(around), name, make())
 
 
 class _NoEmbedding(nn.Module):
     """In place of embeddings of tokens or positions, where they are in the residual stream already: adds nothing."""
 
-    def forward(self, ids: Int64[Tensor, "B T"]) -> Tensor:
+    def forward(self, ids: Shaped[Tensor, "B T"], *args: object, **kwargs: object) -> Tensor:
         return torch.zeros((), device=ids.device)
 
 
@@ -100,6 +125,11 @@ class Checkpoint:
             raise UserError(
                 f"model {model}: expected a decoder, found the encoder {self.config.model_type!r}; block-wise transfer "
                 "is for decoders: set transfer.layers_per_block=null"
+            )
+        if get_checkpoint_conversion_mapping(self.config.model_type):
+            raise UserError(
+                f"model {model}: expected weights that lie in its files as the model holds them, found "
+                f"{self.config.model_type!r}, whose experts do not; set transfer.layers_per_block=null"
             )
         if getattr(self.config, "quantization_config", None) is not None:
             raise UserError(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -86,6 +86,11 @@ class LinearizedModel(Refusals, PreTrainedModel):
             for module in layer.mixer.modules():
                 module._is_hf_initialized = True
         super().initialize_weights()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As the base class: transformers reads it in the source of the class's module, which ours is not."""
+        return cls.__bases__[-1]._can_set_experts_implementation()  # type: ignore[attr-defined]
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """As in transformers, and the model also loads with ``trust_remote_code=True`` where linearize is installed."""
@@ -196,8 +201,11 @@ def install(model: PreTrainedModel) -> None:
             mixer = mixer_class(mixer_config, shape.layer)
         attach(module, mixer.to(weight.device, dtype), ATTENTION_CLASSES[base_type], model.config)
     hide_masks(model, len(plan))
-    hook = encoder_layout_hook if architecture.bidirectional else layout_hook
-    model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+    if architecture.parts is None:
+        model.base_model.register_forward_pre_hook(encoder_layout_hook, with_kwargs=True)
+    else:  # OPT's language model goes past the base model to what is in it
+        stack = model.base_model.get_submodule(architecture.parts.stack)
+        stack.register_forward_pre_hook(layout_hook, with_kwargs=True)
 
 
 @contextmanager
@@ -234,12 +242,15 @@ def _register() -> None:
         model_type = f"linearized_{base_type}"
         fields = {"linearize": "dict | None", "state_dtype": "str | None"}
         namespace = {"model_type": model_type, "__annotations__": fields} | dict.fromkeys(fields)
-        config = _define(getattr(transformers, f"{architecture.prefix}Config"), (), namespace)
+        config = _define(CONFIG_MAPPING[base_type], (), namespace)
         CONFIG_CLASSES[base_type] = config
         bidirectional = {"bidirectional": architecture.bidirectional}
         ATTENTION_CLASSES[base_type] = _define(architecture.attention, (LinearizedAttention,), bidirectional)
         AutoConfig.register(model_type, config)
         MODEL_CLASSES[model_type] = {}
+        # What is called otherwise on disk, as experts are, or was in older checkpoints; of the type, and of a class.
+        if renamed := get_checkpoint_conversion_mapping(base_type):
+            register_checkpoint_conversion_mapping(model_type, renamed)
         mixin = LinearizedEncoder if architecture.bidirectional else LinearizedModel
         for auto, suffixes in architecture.heads.items():
             bases = [getattr(transformers, architecture.prefix + suffix, None) for suffix in suffixes]
@@ -247,7 +258,6 @@ def _register() -> None:
                 model_class = _define(base, (mixin,), {"config_class": config})
                 getattr(transformers, auto).register(config, model_class)
                 MODEL_CLASSES[model_type][auto] = model_class
-                # Of a base whose parameters were called otherwise in older checkpoints, and still are on disk.
                 if renamed := get_checkpoint_conversion_mapping(base.__name__):
                     register_checkpoint_conversion_mapping(model_class.__name__, renamed)
 

@@ -38,8 +38,6 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     config = teacher.config
     if config.model_type not in ARCHITECTURES:
         raise UserError(f"model: expected a softmax model, found {config.model_type!r}, which is linearized already")
-    if getattr(config, "add_cross_attention", False):
-        raise UserError("model: expected a decoder alone, found one with cross-attention (add_cross_attention)")
     classes = MODEL_CLASSES[f"linearized_{config.model_type}"].values()
     student_class = next((cls for cls in classes if cls.__bases__[-1] is type(teacher)), None)
     if student_class is None:
@@ -49,7 +47,9 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     fields = {k: v for k, v in config.to_dict().items() if k not in {"model_type", "transformers_version"}}
     config_class: Any = CONFIG_CLASSES[config.model_type]
     student_config = config_class(**fields, linearize=write_plan(plan))
-    student_config._attn_implementation_internal = config._attn_implementation
+    # What the teacher chose to compute with, which no config.json says.
+    for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
+        setattr(student_config, name, getattr(config, name, None))
     # Copy the module tree, not the tensors: the copies' parameters are new objects over the same storage.
     shared: dict[int, object] = {id(config): student_config}
     for parameter in teacher.parameters():
