@@ -18,6 +18,7 @@ from linearize.hf.cache import LinearizedCacheLayer
 from linearize.mixers import recording
 from tests.hf import checks
 from tests.hf import generation_checks as rows
+from tests.hf.decoders import ARCHITECTURES
 from tests.hf.models import CASES, MIXER_CASES, SLIDING_TEACHERS, Case, random_tokens, student_of
 from tests.hf.test_generation import pairs
 
@@ -79,6 +80,16 @@ def test_taken_back_in_every_kind_of_state(case: Case, check: checks.Check) -> N
 def test_taken_back_further(case: Case, check: checks.Check, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens since the last `crop` are more than a stretch of the recording."""
     monkeypatch.setattr(recording, "RECORDED", 9)
+    check(case)
+
+
+EVERYWHERE = [rows.greedy_by_hand, *CANDIDATES, rows.saved, rows.forked, checks.static_cache, checks.beams]
+
+
+@pytest.mark.slow
+@pairs([Case(name, name, keep_softmax=(1,)) for name in ARCHITECTURES], EVERYWHERE)
+def test_every_architecture(case: Case, check: checks.Check) -> None:
+    """Each with a softmax layer among the others."""
     check(case)
 
 
