@@ -79,9 +79,9 @@ def test_the_selection_asks_for_everything() -> None:
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", MIXER_CASES, ids=lambda case: case.name)
+@named(MIXER_CASES)
 def test_beams_are_those_without_a_cache(case: Case) -> None:
-    """Left-padded prompts, token by token, on every architecture."""
+    """Left-padded prompts, token by token."""
     checks.beams(case)
 
 
