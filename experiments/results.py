@@ -37,7 +37,8 @@ says how a grid is run, at this size or at that of its `gpu` setting.
 
 Teachers: `pycode-5m`, the bundled 5.5M-parameter Llama, on the sources of Python's standard library (`python
 scripts/write_stdlib_corpus.py corpus`); and stories260K (karpathy/tinyllamas on the hub) on TinyStories
-(roneneldan/TinyStories). The corpus of each table stands in its command.
+(roneneldan/TinyStories); Hedgehog's sentence encoder is all-MiniLM-L6-v2, a BERT of 22.7M parameters. The corpus of
+each table stands in its command.
 """
 
 
@@ -52,9 +53,11 @@ def page() -> str:
     parts = [INTRODUCTION]
     for folder, title in SECTIONS.items():
         pages = [run.page(grid, record, "###") for _, grid, record in records(folder)]
-        figures = HERE / folder / "figures.md"
-        if figures.is_file():
-            pages.append(figures.read_text(encoding="utf-8").replace("\n## ", "\n#### ").replace("# ", "### ", 1))
+        # What scripts of their own measured; a grid's page has its setting in its name.
+        for path in sorted((HERE / folder).glob("*.md")):
+            if "." not in path.stem and path.stem != "README":
+                text = path.read_text(encoding="utf-8")
+                pages.append(text.replace("\n## ", "\n#### ").replace("# ", "### ", 1))
         parts += [f"## {title}\n", *pages] if pages else []
     return "\n".join(parts)
 
