@@ -40,12 +40,12 @@ def numbers(shape: TeacherShape) -> list[object]:
 
 def test_llama_3_8b() -> None:
     sizes = [32, 32, 8, 128, 4096, 14336, 128256, 8192]
-    assert numbers(TeacherShape.from_config(LLAMA_3_8B)) == ["llama", *sizes, False, (), (128,) * 32, False]
+    assert numbers(TeacherShape.from_config(LLAMA_3_8B)) == ["llama", *sizes, False, (), (128,) * 32, False, False]
 
 
 def test_gpt2() -> None:
     sizes = [12, 12, 12, 64, 768, 3072, 50257, 1024]
-    assert numbers(TeacherShape.from_config(GPT2)) == ["gpt2", *sizes, True, (), (0,) * 12, False]
+    assert numbers(TeacherShape.from_config(GPT2)) == ["gpt2", *sizes, True, (), (0,) * 12, False, True]
 
 
 CONFIGS: dict[str, PreTrainedConfig] = {

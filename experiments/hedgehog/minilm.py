@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -123,7 +124,7 @@ def minilm(a: argparse.Namespace) -> dict[str, Any]:
 def markdown(found: dict[str, Any]) -> str:
     """The same as tables."""
     lines = ["# A sentence encoder, linearized", "", "By `experiments/hedgehog/minilm.py`, with these settings:", ""]
-    lines += [f"    --set {name}={json.dumps(value)}" for name, value in found["recipe"].items()]
+    lines += [f"    --set {shlex.quote(f'{name}={json.dumps(value)}')}" for name, value in found["recipe"].items()]
     lines += ["", f"## Embeddings of {found['texts']:,} held-out texts", ""]
     lines += ["Cosine to the teacher's, with 95 % intervals.", "", "| model | cosine |", "| --- | --- |"]
     lines += [f"| {name} | {_interval(x, 4)} |" for name, x in found["cosine"].items() if name != "teacher"]

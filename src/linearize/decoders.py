@@ -58,6 +58,7 @@ class Decoder:
         learned_positions: rows of position embeddings beyond `max_position_embeddings`; None where it has none.
         rope: whether it rotates queries and keys (RoPE).
         partial_rope: whether it may rotate a part of the head dimensions only.
+        fused_qkv: whether queries, keys and values come out of one matrix.
     """
 
     layers: Layers
@@ -70,6 +71,7 @@ class Decoder:
     learned_positions: int | None = None
     rope: bool = True
     partial_rope: bool = False
+    fused_qkv: bool = False
 
     def embedding_size(self, c: ConfigJson, h: int) -> int:
         return h if self.width is None else c.size(self.width, h)
@@ -255,15 +257,24 @@ DECODERS: dict[str, Decoder] = {
         more=lambda c, h: c.size("vocab_size"),  # its head has a bias
         partial_rope=True,
     ),
-    "phi3": Decoder(_alike(_bare), partial_rope=True),
+    "phi3": Decoder(_alike(_bare), partial_rope=True, fused_qkv=True),
     "gpt_neox": Decoder(
         _alike(_gpt_neox),
         names={"partial_rotary_factor": "rotary_pct"},
         defaults={"rotary_pct": 0.25},
         norm=2,
         partial_rope=True,
+        fused_qkv=True,
     ),
-    "gpt2": Decoder(_alike(_gpt2), names=_GPT2_NAMES, defaults=_TIED, norm=2, learned_positions=0, rope=False),
+    "gpt2": Decoder(
+        _alike(_gpt2),
+        names=_GPT2_NAMES,
+        defaults=_TIED,
+        norm=2,
+        learned_positions=0,
+        rope=False,
+        fused_qkv=True,
+    ),
     "opt": Decoder(
         _alike(_opt),
         names={"intermediate_size": "ffn_dim"},

@@ -4,8 +4,8 @@ An encoder has neither cache nor state: what conversion saves there is that its 
 proportion to length. Of its parameters the base model's are counted, without the head of a task.
 
 Letters: H query heads, G KV heads, D head dimension, h hidden size, I intermediate size. Parameters, bytes of state and
-bytes per token are exact; FLOPs, training memory and disk are estimates,
-and the docstrings say how. What one mixer costs stands in `costs`.
+bytes per token are exact; FLOPs, training memory and disk are estimates, and the docstrings say how. What one mixer
+costs stands in `costs`.
 """
 
 from __future__ import annotations
@@ -190,13 +190,10 @@ def lora_parameters(lora: LoRAConfig, teacher: TeacherShape) -> int:
     return teacher.num_layers * lora.rank * sum(sizes)
 
 
-_FUSED = frozenset({"gpt2", "gpt_neox", "modernbert", "phi3"})
-
-
 def _projections(t: TeacherShape) -> dict[str, tuple[int, int]]:
     """Attention projections of a layer as (inputs, outputs), named by the roles (q, k, v, o) that each holds."""
     h, queries, keys = t.hidden_size, t.num_heads * t.head_dim, t.num_kv_heads * t.head_dim
-    if t.model_type in _FUSED:
+    if t.fused_qkv:
         return {"qkv": (h, queries + 2 * keys), "o": (queries, h)}
     return {"q": (h, queries), "k": (h, keys), "v": (h, keys), "o": (queries, h)}
 

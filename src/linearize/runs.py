@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,8 +15,8 @@ from transformers import PreTrainedModel
 
 from linearize.config import Recipe
 from linearize.errors import UserError
+from linearize.files import atomic_file
 from linearize.hf.checkpoint import load_model, new_model
-from linearize.training.checkpoint import full_disk_is_user_error
 from linearize.training.data import Dataset
 
 
@@ -129,10 +128,5 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         UserError: the disk is full.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.incomplete")  # jobs may share a folder
-    try:
-        with full_disk_is_user_error(path.parent, len(text)):
-            scratch.write_text(text, encoding="utf-8")
-            scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    with atomic_file(path, len(text)) as scratch:
+        scratch.write_text(text, encoding="utf-8")

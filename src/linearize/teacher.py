@@ -39,7 +39,7 @@ class TeacherShape:
     Layers that share their weights (ALBERT) are one. A vision model has no vocabulary (0), and its `max_positions` are
     the patches and special tokens of an image of its own size. `rotary_dims`: how many dimensions of a head each layer
     rotates (RoPE), 0 where positions are embeddings, or nothing. `bidirectional`: every token sees those behind it,
-    too, which makes an encoder.
+    too, which makes an encoder. `fused_qkv`: queries, keys and values come out of one matrix.
     """
 
     model_type: str
@@ -55,6 +55,7 @@ class TeacherShape:
     sliding_layers: tuple[int, ...]
     rotary_dims: tuple[int, ...]
     bidirectional: bool
+    fused_qkv: bool
     sizes: Sizes
 
     @property
@@ -120,6 +121,7 @@ class TeacherShape:
             sliding_layers=_sliding_layers(found, decoder, layers, positions),
             rotary_dims=decoder.rotary_dims(found, layers, common["head_dim"]),
             bidirectional=False,
+            fused_qkv=decoder.fused_qkv,
             sizes=sizes,
         )
 
@@ -138,6 +140,7 @@ class TeacherShape:
             sliding_layers=_local_layers(config, common["num_layers"]) if modern else (),
             rotary_dims=(common["head_dim"] if modern else 0,) * common["num_layers"],
             bidirectional=True,
+            fused_qkv=modern,
             sizes=encoder.sizes,
         )
 

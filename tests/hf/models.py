@@ -150,6 +150,7 @@ SLIDING_TEACHERS = [
     Case("qwen3-sliding-kept", "qwen3", teacher=dict(use_sliding_window=True, sliding_window=8, max_window_layers=2)),
     Case("mistral-sliding-kept", "mistral", convert_sliding=True, keep_softmax=(1,), teacher=dict(sliding_window=8)),
 ]
+CASE = {case.name: case for case in CASES + MIXER_CASES + SLIDING_TEACHERS}
 
 
 def make_teacher(architecture: str, head: str = "ForCausalLM", **fields: Any) -> PreTrainedModel:

@@ -19,10 +19,9 @@ from linearize.mixers import recording
 from tests.hf import checks
 from tests.hf import generation_checks as rows
 from tests.hf.decoders import ARCHITECTURES
-from tests.hf.models import CASES, MIXER_CASES, SLIDING_TEACHERS, Case, random_tokens, student_of
+from tests.hf.models import CASE, Case, random_tokens, student_of
 from tests.hf.test_generation import pairs
 
-CASE = {case.name: case for case in CASES + MIXER_CASES + SLIDING_TEACHERS}
 PLAIN, MIXED = CASE["llama-sliding"], CASE["llama-mixed"]
 # With every kind of state: decays, the delta rule, slots of the window, sinks, running maxima, sums over all keys.
 KINDS = ["gla-llama", "regla-gpt2", "performer-qwen3", "gated-delta-llama", "mix-gpt2", "fast-decay-mistral"]

@@ -14,9 +14,7 @@ from linearize.hf import cache, state
 from linearize.hf.cache import LinearizedCacheLayer
 from linearize.mixers import LinearMixer, MixerState, Recording
 from tests.hf import generation_checks as rows
-from tests.hf.models import student_of
 from tests.hf.test_mutants import (
-    CASE,
     Guard,
     beams_not_reordered,
     carrying,
@@ -112,8 +110,4 @@ GUARDS = [
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda g: f"{g.mutant.__name__}-{g.check.__name__}-{g.case}")
 def test_what_is_broken_is_noticed(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASE[guard.case]
-    student_of(case)  # made before it is broken
-    guard.mutant(monkeypatch)
-    with pytest.raises(guard.error):
-        guard.check(case)
+    guard.hold(monkeypatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,9 +20,7 @@ from linearize.hf import state as state_module
 from tests.hf import checks
 from tests.hf import generation_checks as rows
 from tests.hf.models import (
-    CASES,
-    MIXER_CASES,
-    SLIDING_TEACHERS,
+    CASE,
     Case,
     make_student,
     make_teacher,
@@ -31,7 +30,6 @@ from tests.hf.models import (
 )
 from tests.hf.test_generation import pairs
 
-CASE = {case.name: case for case in CASES + MIXER_CASES + SLIDING_TEACHERS}
 PLAIN, MIXED = CASE["llama-sliding"], CASE["llama-mixed"]
 KINDS = ["qwen3-sliding-kept", "regla-gpt2", "performer-qwen3", "gated-delta-llama", "mix-gpt2", "fast-decay-mistral"]
 
@@ -159,10 +157,10 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 
     def fails(tensors: object, path: Path, metadata: object) -> None:
         path.write_bytes(b"half")
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(state_module, "save_file", fails)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(UserError, match=r"the disk is full.*free some space and save the state again"):
         linearize.save_state(rows.prefilled(model, random_tokens(1, 12)), model, file)
     assert file.read_bytes() == before
     assert list(tmp_path.iterdir()) == [file]

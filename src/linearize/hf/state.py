@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from linearize.errors import UserError
+from linearize.files import atomic_file
 from linearize.hf.architectures import ARCHITECTURES
 from linearize.hf.attention import LinearizedAttention, layer_of
 from linearize.hf.cache import fill_layer, layer_tensors
@@ -33,7 +34,7 @@ def save_state(state: Cache, model: PreTrainedModel, path: str | os.PathLike[str
     stayed softmax it holds keys and values. It does not hold the tokens.
 
     Raises:
-        UserError: an empty cache, or one of a kind that cannot be saved.
+        UserError: an empty cache, or one of a kind that cannot be saved, or a full disk.
     """
     path, tokens = Path(path), int(state.get_seq_length())
     if not tokens:
@@ -43,13 +44,10 @@ def save_state(state: Cache, model: PreTrainedModel, path: str | os.PathLike[str
     }
     # Copies, because safetensors refuses tensors that share storage.
     named = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in named.items()}
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.incomplete")
-    try:
+    num_bytes = sum(x.nbytes for x in named.values())
+    with atomic_file(path, num_bytes, "save the state again") as scratch:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(named, scratch, metadata=_identity(model) | {"tokens": str(tokens)})
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def load_state(path: str | os.PathLike[str], model: PreTrainedModel) -> Cache:

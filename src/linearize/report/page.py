@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from linearize.errors import UserError
+from linearize.files import atomic_file
 from linearize.report.load import RunFiles, load_runs
 from linearize.report.overview import cautions, key_numbers, overview
 from linearize.report.sections import sections
-from linearize.training.checkpoint import full_disk_is_user_error
 
 _FILES = resources.files("linearize") / "report"
 
@@ -28,19 +27,14 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         UserError: a folder without evaluation.json, or an output file that cannot be written.
     """
     page = render(load_runs(folders))
-    scratch = output.with_name(f".{output.name}.incomplete")
     try:
-        with full_disk_is_user_error(output.parent, len(page)):
+        with atomic_file(output, len(page)) as scratch:
             output.parent.mkdir(parents=True, exist_ok=True)
             scratch.write_text(page, encoding="utf-8")
-            scratch.replace(output)
     except OSError as error:
         raise UserError(
             f"report {output}: expected a file that can be written, found: {error.strerror}; use another"
         ) from None
-    finally:
-        with suppress(OSError):
-            scratch.unlink(missing_ok=True)
     return output
 
 

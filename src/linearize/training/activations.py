@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from linearize.errors import UserError
-from linearize.training.checkpoint import full_disk_is_user_error
+from linearize.files import atomic_file
 from linearize.training.data import PackedRows
 from linearize.training.rows import Indices
 
@@ -74,15 +72,8 @@ class Activations:
             self._write(self._file(number), stream.cpu().contiguous())
 
     def _write(self, path: Path, stream: Tensor) -> None:
-        scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.incomplete")
-        try:
-            with full_disk_is_user_error(self.folder, stream.nbytes):
-                save_file({_TENSOR: stream}, scratch, metadata=self._metadata)
-                with scratch.open("rb+") as file:
-                    os.fsync(file.fileno())
-                scratch.replace(path)
-        finally:
-            scratch.unlink(missing_ok=True)
+        with atomic_file(path, stream.nbytes) as scratch:
+            save_file({_TENSOR: stream}, scratch, metadata=self._metadata)
 
     @property
     def _metadata(self) -> dict[str, str]:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from linearize.config import LayerPlan
 from linearize.errors import UserError
+from linearize.files import full_disk_is_user_error
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.blocks import load_block
 from linearize.hf.checkpoint import read_config
@@ -32,7 +33,7 @@ from linearize.stages import TransferConfig
 from linearize.teacher import TeacherShape
 from linearize.training.activations import FILE_BYTES, Activations, StoredRows
 from linearize.training.attention_transfer import attention_transfer
-from linearize.training.checkpoint import RESULT, TRAINED, StageFolder, full_disk_is_user_error, run_identity
+from linearize.training.checkpoint import RESULT, TRAINED, StageFolder, run_identity
 from linearize.training.data import PackedRows
 from linearize.training.loop import TrainResult
 from linearize.training.rows import on_device

@@ -10,7 +10,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from linearize.errors import UserError
+from linearize.files import full_disk_is_user_error, sync
 
 SCRATCH = "unfinished"
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -102,7 +102,7 @@ class StageFolder:
 
     def _write_json(self, path: Path, data: dict[str, Any]) -> None:
         path.write_text(json.dumps({**data, "identity": self.identity}, allow_nan=False, indent=1), encoding="utf-8")
-        _sync(path)
+        sync(path)
 
     def _read_json(self, path: Path) -> dict[str, Any]:
         try:
@@ -185,30 +185,13 @@ class MetricsLog:
         return os.fstat(self._file.fileno()).st_size
 
 
-@contextmanager
-def full_disk_is_user_error(folder: Path, num_bytes: int) -> Iterator[None]:
-    """Turn "no space left" and "quota exceeded" while writing `num_bytes` bytes to `folder` into a UserError."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        # safetensors passes the operating system's error on as text only.
-        match = re.search(r"os error (\d+)", str(error))
-        number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
-        if number not in {errno.ENOSPC, errno.EDQUOT}:
-            raise
-        raise UserError(
-            f"{folder}: the disk is full: expected room for {num_bytes} bytes, found less; free some space and run "
-            "the same command again, which goes on from the last checkpoint"
-        ) from None
-
-
 def _num_bytes(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    _sync(path)
+    sync(path)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -220,9 +203,3 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             f"{path}: expected the tensors of a training stage, found no such file or one that cannot be read; "
             "delete the stage's folder to train again"
         ) from None
-
-
-def _sync(path: Path) -> None:
-    """Wait until the file is on the disk: a rename must not overtake the contents when the power fails."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
