@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu test-fla test-browser lint quick-lint format clean
+.PHONY: help setup demo test test-slow test-gpu test-fla test-quantized test-browser lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,12 @@ test-gpu: setup ## a smoke of some minutes on a CUDA device: tests, then the dem
 test-fla: setup ## the operators against flash-linear-attention's, which is installed for it (the extra `gpu`)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gpu]'
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_fla.py
+
+# Not into .venv itself: peft imports both wherever it finds them, which takes many seconds.
+test-quantized: setup ## teachers with weights of torchao and bitsandbytes, which are installed for it (the extra `quantized`)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/quantized \
+	    -c constraints.txt torchao bitsandbytes
+	PYTHONPATH=.venv/quantized $(BIN)/python -m pytest tests/hf/test_quantized.py
 
 test-browser: setup ## the report page in Debian's chromium, which it installs, with playwright (the extra `browser`)
 	@command -v chromium >/dev/null || { \

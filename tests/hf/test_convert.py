@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import ElectraConfig, ElectraModel, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    ElectraConfig,
+    ElectraModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+)
 
 import linearize
 from linearize.hf.attention import linearized_layers, observed, softmax_output
+from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import projections
 from tests.hf import checks
 from tests.hf.models import (
@@ -138,3 +148,20 @@ def test_models_that_cannot_be_converted(make: Callable[[], PreTrainedModel], me
     with pytest.raises(linearize.UserError, match=message) as error:
         linearize.convert(make(), CASES[1].recipe())
     assert "\n" not in str(error.value)
+
+
+def test_a_soft_cap_that_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """SDPA has none, and transformers used it before 5.21: no teacher for us, so we load such a model otherwise."""
+    make_teacher("gemma2").save_pretrained(tmp_path)
+    load = AutoModelForCausalLM.from_pretrained
+
+    def older(*args: Any, **kwargs: Any) -> PreTrainedModel:
+        model = load(*args, **kwargs)
+        model.config._attn_implementation_internal = "sdpa"
+        return model
+
+    with pytest.raises(linearize.UserError, match="attn_implementation='eager'"):
+        linearize.convert(older(tmp_path), CASES[1].recipe())
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", older)
+    loaded = load_model(str(tmp_path), dtype=torch.float64, device=torch.device("cpu"))
+    assert loaded.config._attn_implementation == "eager"

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+
+# From its own module: by its public name, older versions want torchvision for it.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import logging
 
 from linearize.errors import UserError
@@ -69,7 +72,7 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_cla
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model {model}: expected readable weights; {reason}") from None
-    return loaded.to(device).eval()
+    return _capped(loaded.to(device).eval())
 
 
 def new_model(
@@ -85,7 +88,19 @@ def new_model(
         torch.default_generator.manual_seed(seed)
         config = AutoConfig.from_pretrained(model)
         made: Any = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
-    return made.to(device, dtype).eval()
+    return _capped(made.to(device, dtype).eval())
+
+
+def drops_soft_cap(config: PreTrainedConfig) -> bool:
+    """Whether a model computes without the soft cap of its logits: SDPA has none, and transformers once let it pass."""
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return capped and config._attn_implementation == "sdpa"
+
+
+def _capped(model: PreTrainedModel) -> PreTrainedModel:
+    if drops_soft_cap(model.config):
+        model.set_attn_implementation("eager")
+    return model
 
 
 def load_tokenizer(model: str) -> Tokenizer:

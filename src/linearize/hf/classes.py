@@ -94,6 +94,9 @@ class LinearizedModel(Refusals, PreTrainedModel):
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """As in transformers, and the model also loads with ``trust_remote_code=True`` where linearize is installed."""
+        if getattr(self, "is_quantized", False):
+            # What reads quantized weights cannot write them: they would have to be in full precision again.
+            kwargs.setdefault("save_original_format", False)
         self.config.auto_map = checkpoint.auto_map(type(self.config).__name__, type(self).__name__, auto_class(self))
         super().save_pretrained(save_directory, **kwargs)
         checkpoint.write_auto_module(save_directory, type(self.config).__name__, type(self).__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from linearize.config import LayerPlan, Recipe, resolve
 from linearize.errors import UserError
+from linearize.hf.checkpoint import drops_soft_cap
 from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, write_plan
 from linearize.teacher import TeacherShape
 
@@ -44,21 +46,54 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
         known = ", ".join(cls.__bases__[-1].__name__ for cls in classes)
         raise UserError(f"model: expected one of {known}; found {type(teacher).__name__}")
 
+    if drops_soft_cap(config):
+        raise UserError(
+            "model: expected an implementation of attention that caps its logits, as this model does, found sdpa, "
+            "which leaves the cap out; load it with attn_implementation='eager'"
+        )
     fields = {k: v for k, v in config.to_dict().items() if k not in {"model_type", "transformers_version"}}
     config_class: Any = CONFIG_CLASSES[config.model_type]
     student_config = config_class(**fields, linearize=write_plan(plan))
     # What the teacher chose to compute with, which no config.json says.
     for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
         setattr(student_config, name, getattr(config, name, None))
+    for module in teacher.modules():
+        _settle(module)
     # Copy the module tree, not the tensors: the copies' parameters are new objects over the same storage.
     shared: dict[int, object] = {id(config): student_config}
     for parameter in teacher.parameters():
-        shared[id(parameter)] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+        quantized = type(parameter) is not nn.Parameter  # of a class of its own, which says how; nobody trains it
+        shared[id(parameter)] = parameter if quantized else nn.Parameter(parameter.data, parameter.requires_grad)
     for buffer in teacher.buffers():
         shared[id(buffer)] = buffer
+    for module in teacher.modules():
+        # Where bitsandbytes keeps int8 weights.
+        for kept in vars(getattr(module, "state", None) or SimpleNamespace()).values():
+            if isinstance(kept, torch.Tensor):
+                shared[id(kept)] = kept
     student = copy.deepcopy(teacher, shared)
     student.__class__ = student_class
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         install(student)
     return student
+
+
+def _settle(module: Any) -> None:
+    """Do now what a layer of bitsandbytes (0.50) does at its first use, which two that share weights could not.
+
+    A CPU with AVX512-BF16 packs 4-bit weights anew then. They let no gradient through after that, and are saved
+    wrongly, so that is kept from happening.
+
+    Raises:
+        UserError: they are packed already.
+    """
+    if hasattr(module, "init_8bit_state") and module.weight.CB is not None:
+        module.init_8bit_state()
+    if hasattr(module, "support_avx512bf16_for_cpu"):
+        module.support_avx512bf16_for_cpu = False
+        if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+            raise UserError(
+                "model: expected 4-bit weights of bitsandbytes as they were loaded, found weights that were packed for "
+                "this CPU when the model was first used; convert it before that"
+            )

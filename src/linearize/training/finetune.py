@@ -70,6 +70,11 @@ class _Prepared:
         self.autocast: torch.dtype | None = None
         model.requires_grad_(False)
         if config.all_weights:
+            if getattr(model, "is_quantized", False):
+                raise UserError(
+                    "finetune.all_weights: expected a model that is not quantized, found quantized weights, which "
+                    "cannot be trained; set finetune.all_weights=false and finetune.lora, or load it unquantized"
+                )
             if model.dtype in (torch.bfloat16, torch.float16):
                 self.autocast = model.dtype
             for parameter in model.parameters():
@@ -113,7 +118,8 @@ def _merge(adapted: Any, model: PreTrainedModel, config: LoRAConfig) -> None:
     module: Any
     for module in projections(model, config.targets).values():
         weight = module.base_layer.weight
-        module.base_layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+        if type(weight) is nn.Parameter:  # PEFT adds to these in place, and replaces quantized ones
+            module.base_layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
     adapted.merge_and_unload()
 
 
