@@ -23,6 +23,7 @@ SECTIONS = {
     "lolcats": "LoLCATs",
     "supra": "SUPRA",
     "regla": "ReGLA",
+    "real_models": "Public models, converted",
     "recommended": "What `linearize run` takes when no recipe is named",
 }
 INTRODUCTION = """# Results: the papers' tables and ours, side by side
@@ -37,8 +38,8 @@ says how a grid is run, at this size or at that of its `gpu` setting.
 
 Teachers: `pycode-5m`, the bundled 5.5M-parameter Llama, on the sources of Python's standard library (`python
 scripts/write_stdlib_corpus.py corpus`); and stories260K (karpathy/tinyllamas on the hub) on TinyStories
-(roneneldan/TinyStories); Hedgehog's sentence encoder is all-MiniLM-L6-v2, a BERT of 22.7M parameters. The corpus of
-each table stands in its command.
+(roneneldan/TinyStories); Hedgehog's sentence encoder is all-MiniLM-L6-v2, a BERT of 22.7M parameters; and
+gpt-nano-sort (bbycroft/llm-viz on GitHub) is a GPT-2 that sorts. The corpus of each table stands in its command.
 """
 
 

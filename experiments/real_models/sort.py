@@ -88,9 +88,9 @@ def rightly_sorted(model: PreTrainedModel, inputs: Tensor) -> int:
     return int((answers(model, inputs) == inputs.sort(dim=1).values).all(dim=1).sum())
 
 
-def sorting_rows(inputs: Tensor, answers: Tensor) -> ClassifiedTokens:
-    """Inputs with their answers; each letter of an answer is the class of the token before it, the last one too."""
-    tokens = torch.cat([inputs, answers], dim=1)
+def sorting_rows(inputs: Tensor, outputs: Tensor) -> ClassifiedTokens:
+    """Inputs with what is to be written; each letter of that is the class of the token before it, the last one too."""
+    tokens = torch.cat([inputs, outputs], dim=1)
     labels = tokens[:, 1:].clone()
     labels[:, : inputs.shape[1] - 1] = IGNORED
     lengths = torch.full((len(labels),), labels.shape[1])
@@ -128,8 +128,8 @@ def measured(a: argparse.Namespace) -> dict[str, Any]:
     inputs = every_input(a.model)
     teacher = load_model(a.model, dtype=torch.float32, device=torch.device("cpu"))
     shuffled = inputs[torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))]
-    other, half = shuffled.tensor_split(2)
-    found: dict[str, Any] = {"model": a.model, "inputs": len(inputs), "other_half": len(half)}
+    learned, rest = shuffled.tensor_split(2)
+    found: dict[str, Any] = {"model": a.model, "inputs": len(inputs), "other_half": len(rest)}
     found |= {"teacher": rightly_sorted(teacher, inputs), "methods": {}}
     for label, (name, overrides) in METHODS.items():
         recipe = Recipe.load(name, overrides)
@@ -137,7 +137,7 @@ def measured(a: argparse.Namespace) -> dict[str, Any]:
             "recipe": name,
             "set": overrides,
             "all": counts(teacher, recipe, inputs, inputs, a.output_dir / name / "all"),
-            "half": counts(teacher, recipe, other, half, a.output_dir / name / "half"),
+            "half": counts(teacher, recipe, learned, rest, a.output_dir / name / "half"),
         }
     return found | {"versions": versions()}
 
