@@ -2,12 +2,13 @@
 PYTHON ?= python3
 PYTEST_ARGS ?= -n auto --maxprocesses 4
 OUTPUT_DIR ?= demo-output
+TRANSFORMERS ?= 5.17.0 5.23.0
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu test-fla test-quantized test-browser lint quick-lint format clean
+.PHONY: help setup demo test test-slow test-gpu test-fla test-matrix test-quantized test-browser lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +40,19 @@ test-fla: setup ## the operators against flash-linear-attention's, which is inst
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gpu]'
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_fla.py
 
+# Each in an environment of its own. What transformers pins itself is left to it.
+test-matrix: $(TRANSFORMERS:%=test-transformers-%) ## what touches transformers, with the oldest and the newest that are supported
+
+test-transformers-%:
+	test -f .venv-matrix/$*/.installed || { \
+	    $(PYTHON) -m venv --clear .venv-matrix/$* && \
+	    sed -E '/^(transformers|huggingface-hub|tokenizers|hf-xet)==/d' constraints.txt > .venv-matrix/$*/constraints.txt && \
+	    .venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	        -c .venv-matrix/$*/constraints.txt -e '.[dev]' transformers==$* && \
+	    touch .venv-matrix/$*/.installed; }
+	.venv-matrix/$*/bin/python -m pytest $(PYTEST_ARGS) tests/hf tests/training tests/test_pipeline.py \
+	    tests/test_recipes_end_to_end.py tests/test_task_runs.py
+
 # Not into .venv itself: peft imports both wherever it finds them, which takes many seconds.
 test-quantized: setup ## teachers with weights of torchao and bitsandbytes, which are installed for it (the extra `quantized`)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/quantized \
@@ -67,5 +81,5 @@ format: setup ## format, and fix what can be fixed
 	$(BIN)/ruff format .
 
 clean: ## remove everything that was made here, .venv included
-	rm -rf .venv $(OUTPUT_DIR) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-matrix $(OUTPUT_DIR) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +

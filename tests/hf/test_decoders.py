@@ -1,4 +1,4 @@
-"""Decoders beyond the first four: each one's own attention, as it was, under every kind of mixer."""
+"""Every decoder: each one's own attention, as it was, under every kind of mixer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from linearize.hf.convert import convert_layers
 from linearize.teacher import TeacherShape
 from tests.hf import checks
 from tests.hf.decoders import ARCHITECTURES, DECODERS, ONE_DOCUMENT
+from tests.hf.models import ARCHITECTURES as FIRST
 from tests.hf.models import Case, make_student, make_teacher, random_tokens, student_of, teacher_of
 from tests.hf.test_inputs import positions, record
 
-every = pytest.mark.parametrize("name", DECODERS)
-plain = pytest.mark.parametrize("name", ARCHITECTURES)
+every = pytest.mark.parametrize("name", [*FIRST, *DECODERS])
+plain = pytest.mark.parametrize("name", [*FIRST, *ARCHITECTURES])
 WHOLE = {"mixer.span.window_size": 30}
 
 

@@ -19,6 +19,7 @@ from linearize.mixers import recording
 from tests.hf import checks
 from tests.hf import generation_checks as rows
 from tests.hf.decoders import ARCHITECTURES
+from tests.hf.models import ARCHITECTURES as FIRST
 from tests.hf.models import CASE, Case, random_tokens, student_of
 from tests.hf.test_generation import pairs
 
@@ -86,7 +87,7 @@ EVERYWHERE = [rows.greedy_by_hand, *CANDIDATES, rows.saved, rows.forked, checks.
 
 
 @pytest.mark.slow
-@pairs([Case(name, name, keep_softmax=(1,)) for name in ARCHITECTURES], EVERYWHERE)
+@pairs([Case(name, name, keep_softmax=(1,)) for name in (*FIRST, *ARCHITECTURES)], EVERYWHERE)
 def test_every_architecture(case: Case, check: checks.Check) -> None:
     """Each with a softmax layer among the others."""
     check(case)

@@ -1,0 +1,210 @@
+"""docs/models.md: what each supported architecture can do, as far as tests prove it.
+
+    python -m tests.models_page    # runs these tests, the slow ones too, and writes the page
+
+A cell is ticked where there are tests of this name for this architecture, and all of them pass.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from linearize.hf.architectures import ARCHITECTURES
+from linearize.runs import write_text
+from tests.hf.decoders import DECODERS
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "models.md"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A column: `tests` are prefixes of the ids of tests; what stands in brackets names the architecture."""
+
+    label: str
+    words: str
+    tests: tuple[str, ...]
+
+
+def _generates(check: str) -> tuple[str, ...]:
+    return (f"test_generate.py::test_every_architecture[*-{check}]",)
+
+
+OF_DECODERS = (
+    Feature(
+        "exact",
+        "a layer that stays softmax is the teacher's to the bit, and a window over everything is softmax attention",
+        (
+            "test_decoders.py::test_softmax_layers_are_the_teacher[*]",
+            "test_decoders.py::test_a_window_over_everything_is_the_teacher[*]",
+        ),
+    ),
+    Feature(
+        "inputs",
+        "mixers get the queries, keys and values that the model's own attention would, rotated and not",
+        ("test_decoders.py::test_q_k_v_are_those_of_a_mixer_that_asks_for_nothing[*]",),
+    ),
+    Feature(
+        "scale",
+        "the model's own scale and soft cap",
+        ("test_decoders.py::test_scales_and_soft_caps_are_the_model_s_own[*]",),
+    ),
+    Feature(
+        "transfer",
+        "attention transfer's target is the teacher's attention, document by document",
+        ("test_decoders.py::test_attention_transfer_s_target_is_the_teacher[*]",),
+    ),
+    Feature(
+        "blocks",
+        "weights of a few layers are read alone, for transfer block by block",
+        (
+            "test_blocks.py::test_blocks_of_other_architectures[*]",
+            "test_blocks.py::test_blocks_one_after_the_other_are_the_model[1-*]",
+            "test_blocks.py::test_experts_lie_otherwise_in_files[*]",
+        ),
+    ),
+    Feature(
+        "cache",
+        "with a cache as without, left-padded, and padded prompts generate what each does alone",
+        (
+            "test_decoders.py::test_left_padding_and_a_cache_leave_no_trace[*]",
+            "test_decoders.py::test_padded_prompts_generate_what_each_does_alone[*]",
+        ),
+    ),
+    Feature("greedy", "greedy generation, in a padded batch", _generates("greedy_by_hand")),
+    Feature("beams", "beam search", _generates("beams")),
+    Feature("static", "a static cache", _generates("static_cache")),
+    Feature(
+        "assisted",
+        "assisted decoding, as target and as assistant",
+        (*_generates("assisted"), *_generates("assisting")),
+    ),
+    Feature("lookup", "prompt lookup", _generates("prompt_lookup")),
+    Feature("state", "states saved, loaded and forked", (*_generates("saved"), *_generates("forked"))),
+    Feature(
+        "folder",
+        "saved, and loaded in a fresh process with equal logits",
+        ("test_checkpoint.py::test_loads_in_a_fresh_process[*]",),
+    ),
+    Feature(
+        "converter",
+        "the teacher's own folder loads with a linearized config, which is a conversion",
+        ("test_decoders.py::test_a_teacher_s_folder_with_a_linearized_config_is_a_conversion[*]",),
+    ),
+)
+OF_ENCODERS = (
+    Feature(
+        "exact",
+        "without a converted layer it is the teacher, to the bit",
+        ("test_encoders.py::test_without_a_converted_layer_it_is_the_teacher[*]",),
+    ),
+    Feature(
+        "definition",
+        "linear attention is the slow loop of its definition",
+        tuple(f"test_encoders.py::test_the_definition[{x}-*]" for x in ("hedgehog", "lolcat", "elu")),
+    ),
+    Feature(
+        "transfer",
+        "attention transfer's target is the teacher's attention",
+        ("test_encoders.py::test_softmax_outputs_are_the_layer_s_own[sdpa-1e-10-*]",),
+    ),
+    Feature(
+        "padding",
+        "padding leaves no trace, also with softmax layers between; an image has none",
+        (
+            "test_encoders.py::test_padding[hedgehog-*]",
+            "test_encoders.py::test_padding_with_softmax_layers_between[*]",
+        ),
+    ),
+    Feature(
+        "rows",
+        "the order of rows does not matter",
+        ("test_encoders.py::test_the_order_of_rows_does_not_matter[*]",),
+    ),
+    Feature(
+        "larger images",
+        "images larger than the teacher has seen, where its positions can be interpolated",
+        ("test_encoders.py::test_larger_images_than_the_teacher_has_seen[*]",),
+    ),
+    Feature(
+        "folder",
+        "saved, and loaded in a fresh process with equal outputs",
+        ("test_encoder_checkpoints.py::test_loads_in_a_fresh_process[*]",),
+    ),
+    Feature(
+        "converter",
+        "the teacher's own folder loads with a linearized config, which is a conversion",
+        ("test_encoder_checkpoints.py::test_a_teacher_s_folder_with_a_linearized_config_is_a_conversion[*]",),
+    ),
+)
+FILES = sorted({test.split("::")[0] for feature in OF_DECODERS + OF_ENCODERS for test in feature.tests})
+
+
+def proved(feature: Feature, name: str, outcomes: Mapping[str, bool]) -> bool:
+    """Whether there are such tests of an architecture, and all of them pass; not each architecture has all of them."""
+    wanted = [f"tests/hf/{test.replace('*', name)}" for test in feature.tests]
+    found = [outcomes[test] for test in wanted if test in outcomes]
+    return bool(found) and all(found)
+
+
+def _table(features: Iterable[Feature], names: Iterable[str], outcomes: Mapping[str, bool]) -> list[str]:
+    features = list(features)
+    lines = [f"| | {' | '.join(x.label for x in features)} |", f"| --- |{' :-: |' * len(features)}"]
+    for name in names:
+        ticks = ("✓" if proved(feature, name, outcomes) else "" for feature in features)
+        lines.append(f"| {name} | {' | '.join(ticks)} |")
+    return [*lines, "", *(f"- **{x.label}**: {x.words}." for x in features), ""]
+
+
+def page(outcomes: Mapping[str, bool]) -> str:
+    """The page, of the outcomes of tests by their ids."""
+    encoders = [name for name, architecture in ARCHITECTURES.items() if architecture.bidirectional]
+    decoders = [name for name in ARCHITECTURES if name not in encoders]
+    scaled = [name for name in DECODERS if name not in decoders]
+    return "\n".join(
+        [
+            "# Supported models",
+            "",
+            "By the `model_type` of config.json. A tick stands where a test of this architecture proves it, on a small",
+            "random model in fp64: `python -m tests.models_page` runs these tests and writes this page. What stands in",
+            "neither table is refused, with the reason, before weights are read.",
+            "",
+            "## Decoders",
+            "",
+            "The last rows are models with RoPE scaled for longer contexts.",
+            "",
+            *_table(OF_DECODERS, [*decoders, *scaled], outcomes),
+            "## Encoders",
+            "",
+            *_table(OF_ENCODERS, encoders, outcomes),
+        ]
+    )
+
+
+def run(*arguments: str) -> str:
+    """What pytest says of the tests of the page: of their outcomes, or what else it is asked for."""
+    files = [str(Path("tests", "hf", file)) for file in FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "", *arguments, *files]
+    return subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True).stdout
+
+
+def collected() -> list[str]:
+    """The ids of all tests there are."""
+    return [line for line in run("--collect-only").splitlines() if "::" in line]
+
+
+def outcomes() -> dict[str, bool]:
+    """Whether each test passes."""
+    lines = re.findall(r"^(PASSED|FAILED|ERROR) (\S+::.*?)(?: - .*)?$", run("-rA", "--tb=no"), re.MULTILINE)
+    return {test: outcome == "PASSED" for outcome, test in lines}
+
+
+if __name__ == "__main__":
+    found = outcomes()
+    write_text(PAGE, page(found))
+    sys.exit(not found or not all(found.values()))
