@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
-from linearize.hf.architectures import ARCHITECTURES
+from linearize.hf.classes import MODEL_CLASSES
 from tests.hf.checks import assert_close
 from tests.hf.encoders import ENCODERS, Case, inputs_of, make_encoder, make_student, student_of, teacher_of
 
-HEADS = [(name, auto) for name in ENCODERS for auto in ARCHITECTURES[name].heads]
+HEADS = [(name, auto) for name in ENCODERS for auto in MODEL_CLASSES[f"linearized_{name}"]]
 # One head of each architecture; of BERT's, the base model is the one that remote code loads.
 SAVED = {name: Case(name, head="ForMaskedLM") for name in ("roberta", "albert", "modernbert")}
 SAVED |= {name: Case(name, head="ForSequenceClassification") for name in ("distilbert",)}
@@ -44,7 +44,8 @@ def outputs(model: PreTrainedModel, architecture: str, auto: str) -> Tensor:
 
 @pytest.mark.parametrize("architecture, auto", HEADS)
 def test_every_head_comes_back(architecture: str, auto: str, tmp_path: Path) -> None:
-    case = Case(architecture, head=ARCHITECTURES[architecture].heads[auto][0])
+    base = MODEL_CLASSES[f"linearized_{architecture}"][auto].__bases__[-1].__name__
+    case = Case(architecture, head=base.removeprefix(ENCODERS[architecture][0]))
     teacher, student = teacher_of(case), make_student(case)
     found = outputs(student, architecture, auto)
     student.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""What we know of each supported base: its attention class, where its projections are, its heads, its parts."""
+"""What we know of each supported base: its attention class, where its projections are, its parts, its heads."""
 
 from __future__ import annotations
 
@@ -62,20 +62,17 @@ class Parts:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A supported base: its attention class, the prefix of its class names, what its projections are for, its parts.
+    """A supported base: its attention class, what its projections are for, its parts.
 
     Attributes:
         projections: path from the attention module -> which of q, k, v, o it computes; `../` is the module around it.
         parts: children of the base model: its layers, what comes before and after them, and what holds RoPE's angles;
             None for encoders, of which nobody wants a few layers alone.
-        heads: Auto class -> how the model class is called behind the prefix; those that the base lacks are left out.
     """
 
     attention: type[nn.Module]
-    prefix: str
     projections: dict[str, str]
     parts: Parts | None
-    heads: dict[str, tuple[str, ...]]
 
     @property
     def bidirectional(self) -> bool:
@@ -83,28 +80,29 @@ class Architecture:
         return self.parts is None
 
 
-# gpt2 calls its language model head differently.
-HEADS = {
-    "AutoModel": ("Model",),
-    "AutoModelForCausalLM": ("ForCausalLM", "LMHeadModel"),
-    "AutoModelForSequenceClassification": ("ForSequenceClassification",),
-    "AutoModelForTokenClassification": ("ForTokenClassification",),
-}
-# Gemma 3's other classes of these names read images, too.
-GEMMA3_HEADS = {
-    "AutoModel": ("TextModel",),
-    "AutoModelForCausalLM": ("ForCausalLM",),
-    "AutoModelForSequenceClassification": ("TextForSequenceClassification",),
-}
-TEXT_HEADS = {
-    "AutoModel": ("Model",),
-    "AutoModelForMaskedLM": ("ForMaskedLM",),
-    "AutoModelForSequenceClassification": ("ForSequenceClassification",),
-    "AutoModelForTokenClassification": ("ForTokenClassification",),
-    "AutoModelForMultipleChoice": ("ForMultipleChoice",),
-    "AutoModelForQuestionAnswering": ("ForQuestionAnswering",),
-}
-VISION_HEADS = {"AutoModel": ("Model",), "AutoModelForImageClassification": ("ForImageClassification",)}
+# The Auto classes by which models are made and loaded; no base has them all. Where two of them make the same
+# class of model, the first is the one that a checkpoint names.
+DECODER_HEADS = (
+    "AutoModel",
+    "AutoModelForCausalLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForPreTraining",
+)
+ENCODER_HEADS = (
+    "AutoModel",
+    "AutoModelForMaskedLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForMultipleChoice",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForNextSentencePrediction",
+    "AutoModelForPreTraining",
+    "AutoModelForTextEncoding",
+    "AutoModelForImageClassification",
+    "AutoModelForMaskedImageModeling",
+)
 
 _SEPARATE = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
 _BERT = {"query": "q", "key": "k", "value": "v", "../output.dense": "o"}
@@ -130,29 +128,29 @@ _OLD_DINOV2: type[nn.Module] | None = getattr(modeling_dinov2, "Dinov2SelfAttent
 _DINOV2 = (modeling_dinov2.Dinov2Attention, _SEPARATE) if _OLD_DINOV2 is None else (_OLD_DINOV2, _BERT)
 
 ARCHITECTURES = {
-    "llama": Architecture(LlamaAttention, "Llama", _SEPARATE, _PARTS, HEADS),
-    "mistral": Architecture(MistralAttention, "Mistral", _SEPARATE, _PARTS, HEADS),
-    "qwen3": Architecture(Qwen3Attention, "Qwen3", _SEPARATE, _PARTS, HEADS),
-    "gpt2": Architecture(GPT2Attention, "GPT2", {"c_attn": "qkv", "c_proj": "o"}, _GPT2_PARTS, HEADS),
-    "mixtral": Architecture(MixtralAttention, "Mixtral", _SEPARATE, _PARTS, HEADS),
-    "qwen2": Architecture(Qwen2Attention, "Qwen2", _SEPARATE, _PARTS, HEADS),
-    "qwen3_moe": Architecture(Qwen3MoeAttention, "Qwen3Moe", _SEPARATE, _PARTS, HEADS),
-    "gemma": Architecture(GemmaAttention, "Gemma", _SEPARATE, _PARTS, HEADS),
-    "gemma2": Architecture(Gemma2Attention, "Gemma2", _SEPARATE, _PARTS, HEADS),
-    "gemma3_text": Architecture(Gemma3Attention, "Gemma3", _SEPARATE, _PARTS, GEMMA3_HEADS),
-    "phi": Architecture(PhiAttention, "Phi", _PHI, Parts(norm="final_layernorm"), HEADS),
-    "phi3": Architecture(Phi3Attention, "Phi3", _FUSED, _PARTS, HEADS),
-    "gpt_neox": Architecture(GPTNeoXAttention, "GPTNeoX", _GPT_NEOX, _GPT_NEOX_PARTS, HEADS),
-    "opt": Architecture(OPTAttention, "OPT", _OPT, _OPT_PARTS, HEADS),
-    "olmo2": Architecture(Olmo2Attention, "Olmo2", _SEPARATE, _PARTS, HEADS),
-    "smollm3": Architecture(SmolLM3Attention, "SmolLM3", _SEPARATE, _PARTS, HEADS),
-    "granite": Architecture(GraniteAttention, "Granite", _SEPARATE, Parts(multiplier="embedding_multiplier"), HEADS),
-    "bert": Architecture(BertSelfAttention, "Bert", _BERT, None, TEXT_HEADS),
-    "roberta": Architecture(RobertaSelfAttention, "Roberta", _BERT, None, TEXT_HEADS),
-    "distilbert": Architecture(DistilBertSelfAttention, "DistilBert", _DISTILBERT, None, TEXT_HEADS),
-    "albert": Architecture(AlbertAttention, "Albert", _ALBERT, None, TEXT_HEADS),
-    "modernbert": Architecture(ModernBertAttention, "ModernBert", {"Wqkv": "qkv", "Wo": "o"}, None, TEXT_HEADS),
-    "vit": Architecture(ViTAttention, "ViT", _SEPARATE, None, VISION_HEADS),
-    "deit": Architecture(DeiTAttention, "DeiT", _SEPARATE, None, VISION_HEADS),
-    "dinov2": Architecture(_DINOV2[0], "Dinov2", _DINOV2[1], None, VISION_HEADS),
+    "llama": Architecture(LlamaAttention, _SEPARATE, _PARTS),
+    "mistral": Architecture(MistralAttention, _SEPARATE, _PARTS),
+    "qwen3": Architecture(Qwen3Attention, _SEPARATE, _PARTS),
+    "gpt2": Architecture(GPT2Attention, {"c_attn": "qkv", "c_proj": "o"}, _GPT2_PARTS),
+    "mixtral": Architecture(MixtralAttention, _SEPARATE, _PARTS),
+    "qwen2": Architecture(Qwen2Attention, _SEPARATE, _PARTS),
+    "qwen3_moe": Architecture(Qwen3MoeAttention, _SEPARATE, _PARTS),
+    "gemma": Architecture(GemmaAttention, _SEPARATE, _PARTS),
+    "gemma2": Architecture(Gemma2Attention, _SEPARATE, _PARTS),
+    "gemma3_text": Architecture(Gemma3Attention, _SEPARATE, _PARTS),
+    "phi": Architecture(PhiAttention, _PHI, Parts(norm="final_layernorm")),
+    "phi3": Architecture(Phi3Attention, _FUSED, _PARTS),
+    "gpt_neox": Architecture(GPTNeoXAttention, _GPT_NEOX, _GPT_NEOX_PARTS),
+    "opt": Architecture(OPTAttention, _OPT, _OPT_PARTS),
+    "olmo2": Architecture(Olmo2Attention, _SEPARATE, _PARTS),
+    "smollm3": Architecture(SmolLM3Attention, _SEPARATE, _PARTS),
+    "granite": Architecture(GraniteAttention, _SEPARATE, Parts(multiplier="embedding_multiplier")),
+    "bert": Architecture(BertSelfAttention, _BERT, None),
+    "roberta": Architecture(RobertaSelfAttention, _BERT, None),
+    "distilbert": Architecture(DistilBertSelfAttention, _DISTILBERT, None),
+    "albert": Architecture(AlbertAttention, _ALBERT, None),
+    "modernbert": Architecture(ModernBertAttention, {"Wqkv": "qkv", "Wo": "o"}, None),
+    "vit": Architecture(ViTAttention, _SEPARATE, None),
+    "deit": Architecture(DeiTAttention, _SEPARATE, None),
+    "dinov2": Architecture(_DINOV2[0], _DINOV2[1], None),
 }

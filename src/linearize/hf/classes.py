@@ -23,7 +23,7 @@ from transformers.conversion_mapping import (
 from linearize.config import FORMAT_VERSION, LayerPlan
 from linearize.errors import UserError
 from linearize.hf import checkpoint
-from linearize.hf.architectures import ARCHITECTURES, HEADS, Architecture
+from linearize.hf.architectures import ARCHITECTURES, DECODER_HEADS, ENCODER_HEADS, Architecture
 from linearize.hf.attention import (
     LinearizedAttention,
     attach,
@@ -40,7 +40,7 @@ from linearize.mixers import BidirectionalMixer, LinearMixer
 from linearize.parts import MixerConfig
 from linearize.teacher import TeacherShape
 
-__all__ = ["ARCHITECTURES", "HEADS"]
+__all__ = ["ARCHITECTURES"]
 
 
 def write_plan(plan: LayerPlan) -> dict[str, Any]:
@@ -255,14 +255,17 @@ def _register() -> None:
         if renamed := get_checkpoint_conversion_mapping(base_type):
             register_checkpoint_conversion_mapping(model_type, renamed)
         mixin = LinearizedEncoder if architecture.bidirectional else LinearizedModel
-        for auto, suffixes in architecture.heads.items():
-            bases = [getattr(transformers, architecture.prefix + suffix, None) for suffix in suffixes]
-            for base in filter(None, bases):
-                model_class = _define(base, (mixin,), {"config_class": config})
-                getattr(transformers, auto).register(config, model_class)
-                MODEL_CLASSES[model_type][auto] = model_class
-                if renamed := get_checkpoint_conversion_mapping(base.__name__):
-                    register_checkpoint_conversion_mapping(model_class.__name__, renamed)
+        made: dict[type, type[PreTrainedModel]] = {}  # some Auto classes make what another makes, too
+        for auto in ENCODER_HEADS if architecture.bidirectional else DECODER_HEADS:
+            found = getattr(transformers, auto)._model_mapping.get(CONFIG_MAPPING[base_type], ())
+            # Where there are several, the first is transformers' own choice.
+            for base in found[:1] if isinstance(found, tuple) else (found,):
+                if base not in made:
+                    made[base] = _define(base, (mixin,), {"config_class": config})
+                    if renamed := get_checkpoint_conversion_mapping(base.__name__):
+                        register_checkpoint_conversion_mapping(made[base].__name__, renamed)
+                getattr(transformers, auto).register(config, made[base])
+                MODEL_CLASSES[model_type][auto] = made[base]
 
 
 _register()

@@ -40,10 +40,10 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     config = teacher.config
     if config.model_type not in ARCHITECTURES:
         raise UserError(f"model: expected a softmax model, found {config.model_type!r}, which is linearized already")
-    classes = MODEL_CLASSES[f"linearized_{config.model_type}"].values()
+    classes = set(MODEL_CLASSES[f"linearized_{config.model_type}"].values())
     student_class = next((cls for cls in classes if cls.__bases__[-1] is type(teacher)), None)
     if student_class is None:
-        known = ", ".join(cls.__bases__[-1].__name__ for cls in classes)
+        known = ", ".join(sorted(cls.__bases__[-1].__name__ for cls in classes))
         raise UserError(f"model: expected one of {known}; found {type(teacher).__name__}")
 
     if drops_soft_cap(config):
