@@ -48,6 +48,9 @@ sys.meta_path.remove(NotInstalled)
 remote = load("llama", trust_remote_code=True)
 report["remote"] = f"{type(remote).__module__}.{type(remote).__name__}"
 write("remote", remote)
+remote.save_pretrained(folder / "again")
+report["again"] = dict(remote.config.auto_map)
+report["again's files"] = sorted(path.name for path in (folder / "again").glob("*.py"))
 
 import linearize  # noqa: E402, F401
 

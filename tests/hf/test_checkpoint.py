@@ -92,6 +92,13 @@ def test_loads_with_remote_code(fresh_process: tuple[dict[str, Any], Path]) -> N
     assert_close(logits, uncached(student_of(CASE["llama-mixed"]), torch.arange(1, 31)[None]))
 
 
+def test_remote_code_is_saved_as_it_was(fresh_process: tuple[dict[str, Any], Path]) -> None:
+    """transformers copies the source of classes that remote code names; ours lies in the package."""
+    report, _ = fresh_process
+    assert report["again's files"] == ["modeling_linearize.py"]
+    assert {reference.partition(".")[0] for reference in report["again"].values()} == {"modeling_linearize"}
+
+
 def test_without_the_package_it_says_what_to_install(fresh_process: tuple[dict[str, Any], Path]) -> None:
     assert "pip install linearize" in fresh_process[0]["without the package"]
 

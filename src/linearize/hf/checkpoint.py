@@ -180,8 +180,9 @@ def auto_map(config_class: str, model_class: str, auto_class: str) -> dict[str, 
     return {"AutoConfig": f"{AUTO_MODULE}.{config_class}", auto_class: f"{AUTO_MODULE}.{model_class}"}
 
 
-def write_auto_module(folder: str | os.PathLike[str], config_class: str, model_class: str) -> None:
+def write_auto_module(folder: str | os.PathLike[str], auto_map: dict[str, str]) -> None:
     """The module that `auto_map` names. It only imports: without the package, transformers says what to install."""
-    names = f'"{config_class}", "{model_class}"'
-    text = f"from linearize.hf.classes import {config_class}, {model_class}\n\n__all__ = [{names}]\n"
+    classes = [reference.rpartition(".")[2] for reference in auto_map.values()]
+    names = ", ".join(f'"{name}"' for name in classes)
+    text = f"from linearize.hf.classes import {', '.join(classes)}\n\n__all__ = [{names}]\n"
     (Path(folder) / f"{AUTO_MODULE}.py").write_text(text, encoding="utf-8")

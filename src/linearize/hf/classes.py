@@ -6,6 +6,7 @@ stay the base model's; a linearized layer adds ``<attention>.mixer.*``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from random import Random
@@ -66,6 +67,22 @@ def read_plan(config: PreTrainedConfig) -> LayerPlan:
     return tuple(None if mixer is None else MixerConfig.model_validate(mixer) for mixer in stored["layers"])
 
 
+class LinearizedConfig:
+    """Mixed into the base's config classes: a folder with a config also has the module that its `auto_map` names."""
+
+    auto_map: dict[str, str]
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """As in transformers; models save theirs in here, before they upload what is new in the folder."""
+        super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+        if hasattr(self, "auto_map"):  # only models know their class
+            checkpoint.write_auto_module(save_directory, self.auto_map)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing. When remote code is loaded it is called, and our source would be copied into every folder saved."""
+
+
 class LinearizedModel(Refusals, PreTrainedModel):
     """Mixed into the base's model classes: builds the mixers, initialises them, and prepares generation."""
 
@@ -99,7 +116,6 @@ class LinearizedModel(Refusals, PreTrainedModel):
             kwargs.setdefault("save_original_format", False)
         self.config.auto_map = checkpoint.auto_map(type(self.config).__name__, type(self).__name__, auto_class(self))
         super().save_pretrained(save_directory, **kwargs)
-        checkpoint.write_auto_module(save_directory, type(self.config).__name__, type(self).__name__)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, generation_mode: Any, *args: Any, **kwargs: Any
@@ -245,7 +261,7 @@ def _register() -> None:
         model_type = f"linearized_{base_type}"
         fields = {"linearize": "dict | None", "state_dtype": "str | None"}
         namespace = {"model_type": model_type, "__annotations__": fields} | dict.fromkeys(fields)
-        config = _define(CONFIG_MAPPING[base_type], (), namespace)
+        config = _define(CONFIG_MAPPING[base_type], (LinearizedConfig,), namespace)
         CONFIG_CLASSES[base_type] = config
         bidirectional = {"bidirectional": architecture.bidirectional}
         ATTENTION_CLASSES[base_type] = _define(architecture.attention, (LinearizedAttention,), bidirectional)
