@@ -74,6 +74,8 @@ class LinearizedAttention:
 
         Where the mixer asks for unrotated q and k, RoPE is kept from it too: by angles of zero, which change no bit.
         """
+        if not isinstance(self, LinearizedAttention):  # accelerate calls what was bound before `softmax_attention`
+            return type(self).forward(self, *args, **kwargs)
         kwargs |= dict(zip(self.arguments, args, strict=False))
         hidden = kwargs["hidden_states"] if self.mixer.wants_hidden else None
         rope = kwargs.get("position_embeddings") if self.mixer.wants_unrotated and self.use_rope else None

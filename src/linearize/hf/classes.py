@@ -36,6 +36,7 @@ from linearize.hf.attention import (
     unhide_masks,
 )
 from linearize.hf.cache import same_size_mask
+from linearize.hf.offload import keep_mixers
 from linearize.hf.refusals import Refusals
 from linearize.mixers import BidirectionalMixer, LinearMixer
 from linearize.parts import MixerConfig
@@ -94,6 +95,13 @@ class LinearizedModel(Refusals, PreTrainedModel):
         # Some heads make their base model through AutoModel: a linearized model, which has its mixers already.
         if not linearized_layers(self):
             install(self)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; where a `device_map` keeps layers on disk, their mixers are in memory nonetheless."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        keep_mixers(loaded[0] if isinstance(loaded, tuple) else loaded)
+        return loaded
 
     def initialize_weights(self) -> None:
         """Also initialises mixers that a checkpoint does not have (all of them, when it is the softmax teacher's)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -66,6 +66,13 @@ class Layout:
         position = torch.cat([context, own], dim=1)
         document = torch.cat([torch.zeros_like(context), self.key_document.expand(len(seen), -1)], dim=1)
         return Layout(position, document, self.length, sink_slots=span.sinks, seen=seen)
+
+    def to(self, device: torch.device | str | int) -> Layout:
+        """The same on another device; accelerate calls it for layers that are on another than the layer before."""
+        seen = None if self.seen is None else self.seen.to(device)
+        return replace(
+            self, key_position=self.key_position.to(device), key_document=self.key_document.to(device), seen=seen
+        )
 
     @property
     def query_position(self) -> Int[Tensor, "B T"]:

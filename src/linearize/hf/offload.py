@@ -1,0 +1,33 @@
+"""Models of which accelerate keeps a part in CPU memory or on disk, because the devices are too small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from linearize.hf.attention import linearized_layers
+
+
+def keep_mixers(model: nn.Module) -> None:
+    """Give mixers that accelerate has offloaded their weights back, for good: they are small.
+
+    accelerate brings a module's weights when its `forward` is called, and only then; the parts of a mixer have methods
+    of other names, which would compute with nothing.
+    """
+    for layer in linearized_layers(model).values():
+        for module in layer.mixer.modules():
+            hook: Any = getattr(module, "_hf_hook", None)
+            if getattr(hook, "offload", False):
+                _load(module, hook)
+
+
+def _load(module: nn.Module, hook: Any) -> None:
+    from accelerate.hooks import remove_hook_from_module  # there, if there is a hook; it is slow to import
+    from accelerate.utils import set_module_tensor_to_device
+
+    remove_hook_from_module(module)
+    for tensors in (module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+        for name, tensor in list(tensors):
+            value = hook.weights_map[name] if tensor.is_meta else None
+            set_module_tensor_to_device(module, name, hook.execution_device, value=value)

@@ -1,0 +1,3 @@
+from linearize.hf.classes import LinearizedLlamaConfig, LinearizedLlamaForCausalLM
+
+__all__ = ["LinearizedLlamaConfig", "LinearizedLlamaForCausalLM"]

@@ -1,0 +1,3 @@
+from linearize.hf.classes import LinearizedBertConfig, LinearizedBertForMaskedLM
+
+__all__ = ["LinearizedBertConfig", "LinearizedBertForMaskedLM"]
