@@ -73,6 +73,8 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
                 shared[id(kept)] = kept
     student = copy.deepcopy(teacher, shared)
     student.__class__ = student_class
+    # No folder holds this model yet. Of the teacher's name, an adapter would make its base: a softmax model.
+    student.name_or_path = student_config.name_or_path = ""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         install(student)
