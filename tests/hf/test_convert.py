@@ -15,6 +15,7 @@ from transformers import (
     ElectraConfig,
     ElectraModel,
     GPT2Config,
+    GPT2DoubleHeadsModel,
     GPT2LMHeadModel,
     PreTrainedModel,
 )
@@ -134,12 +135,16 @@ def _gpt2_with_cross_attention() -> PreTrainedModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, add_cross_attention=True))
 
 
+def _two_heads() -> PreTrainedModel:
+    return GPT2DoubleHeadsModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1))
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
         (_electra, "model_type: expected one of llama, .*found 'electra'"),
         (_gpt2_with_cross_attention, "add_cross_attention: expected false, found True: .*give a decoder alone"),
-        (lambda: make_teacher("llama", "ForQuestionAnswering"), "found LlamaForQuestionAnswering"),
+        (_two_heads, "expected one of .*GPT2LMHeadModel.*; found GPT2DoubleHeadsModel"),
         (lambda: student_of(CASES[1]), "found 'linearized_llama', which is linearized already"),
         (lambda: teacher_of(SLIDING_TEACHERS[1]), "nothing to convert, .*layers.convert_sliding=true"),
     ],
