@@ -32,7 +32,7 @@ class Feature:
 
 
 def _generates(check: str) -> tuple[str, ...]:
-    return (f"test_generate.py::test_every_architecture[*-{check}]",)
+    return (f"hf/test_generate.py::test_every_architecture[*-{check}]",)
 
 
 OF_DECODERS = (
@@ -40,40 +40,40 @@ OF_DECODERS = (
         "exact",
         "a layer that stays softmax is the teacher's to the bit, and a window over everything is softmax attention",
         (
-            "test_decoders.py::test_softmax_layers_are_the_teacher[*]",
-            "test_decoders.py::test_a_window_over_everything_is_the_teacher[*]",
+            "hf/test_decoders.py::test_softmax_layers_are_the_teacher[*]",
+            "hf/test_decoders.py::test_a_window_over_everything_is_the_teacher[*]",
         ),
     ),
     Feature(
         "inputs",
         "mixers get the queries, keys and values that the model's own attention would, rotated and not",
-        ("test_decoders.py::test_q_k_v_are_those_of_a_mixer_that_asks_for_nothing[*]",),
+        ("hf/test_decoders.py::test_q_k_v_are_those_of_a_mixer_that_asks_for_nothing[*]",),
     ),
     Feature(
         "scale",
         "the model's own scale and soft cap",
-        ("test_decoders.py::test_scales_and_soft_caps_are_the_model_s_own[*]",),
+        ("hf/test_decoders.py::test_scales_and_soft_caps_are_the_model_s_own[*]",),
     ),
     Feature(
         "transfer",
         "attention transfer's target is the teacher's attention, document by document",
-        ("test_decoders.py::test_attention_transfer_s_target_is_the_teacher[*]",),
+        ("hf/test_decoders.py::test_attention_transfer_s_target_is_the_teacher[*]",),
     ),
     Feature(
         "blocks",
         "weights of a few layers are read alone, for transfer block by block",
         (
-            "test_blocks.py::test_blocks_of_other_architectures[*]",
-            "test_blocks.py::test_blocks_one_after_the_other_are_the_model[1-*]",
-            "test_blocks.py::test_experts_lie_otherwise_in_files[*]",
+            "hf/test_blocks.py::test_blocks_of_other_architectures[*]",
+            "hf/test_blocks.py::test_blocks_one_after_the_other_are_the_model[1-*]",
+            "hf/test_blocks.py::test_experts_lie_otherwise_in_files[*]",
         ),
     ),
     Feature(
         "cache",
         "with a cache as without, left-padded, and padded prompts generate what each does alone",
         (
-            "test_decoders.py::test_left_padding_and_a_cache_leave_no_trace[*]",
-            "test_decoders.py::test_padded_prompts_generate_what_each_does_alone[*]",
+            "hf/test_decoders.py::test_left_padding_and_a_cache_leave_no_trace[*]",
+            "hf/test_decoders.py::test_padded_prompts_generate_what_each_does_alone[*]",
         ),
     ),
     Feature("greedy", "greedy generation, in a padded batch", _generates("greedy_by_hand")),
@@ -89,57 +89,62 @@ OF_DECODERS = (
     Feature(
         "folder",
         "saved, and loaded in a fresh process with equal logits",
-        ("test_checkpoint.py::test_loads_in_a_fresh_process[*]",),
+        ("hf/test_checkpoint.py::test_loads_in_a_fresh_process[*]",),
     ),
     Feature(
         "converter",
         "the teacher's own folder loads with a linearized config, which is a conversion",
-        ("test_decoders.py::test_a_teacher_s_folder_with_a_linearized_config_is_a_conversion[*]",),
+        ("hf/test_decoders.py::test_a_teacher_s_folder_with_a_linearized_config_is_a_conversion[*]",),
+    ),
+    Feature(
+        "run",
+        "`linearize run` from the teacher's folder to the report, by LoLCATs: attention transfer, then LoRA",
+        ("test_architectures_end_to_end.py::test_from_start_to_end[*]",),
     ),
 )
 OF_ENCODERS = (
     Feature(
         "exact",
         "without a converted layer it is the teacher, to the bit",
-        ("test_encoders.py::test_without_a_converted_layer_it_is_the_teacher[*]",),
+        ("hf/test_encoders.py::test_without_a_converted_layer_it_is_the_teacher[*]",),
     ),
     Feature(
         "definition",
         "linear attention is the slow loop of its definition",
-        tuple(f"test_encoders.py::test_the_definition[{x}-*]" for x in ("hedgehog", "lolcat", "elu")),
+        tuple(f"hf/test_encoders.py::test_the_definition[{x}-*]" for x in ("hedgehog", "lolcat", "elu")),
     ),
     Feature(
         "transfer",
         "attention transfer's target is the teacher's attention",
-        ("test_encoders.py::test_softmax_outputs_are_the_layer_s_own[sdpa-1e-10-*]",),
+        ("hf/test_encoders.py::test_softmax_outputs_are_the_layer_s_own[sdpa-1e-10-*]",),
     ),
     Feature(
         "padding",
         "padding leaves no trace, also with softmax layers between; an image has none",
         (
-            "test_encoders.py::test_padding[hedgehog-*]",
-            "test_encoders.py::test_padding_with_softmax_layers_between[*]",
+            "hf/test_encoders.py::test_padding[hedgehog-*]",
+            "hf/test_encoders.py::test_padding_with_softmax_layers_between[*]",
         ),
     ),
     Feature(
         "rows",
         "the order of rows does not matter",
-        ("test_encoders.py::test_the_order_of_rows_does_not_matter[*]",),
+        ("hf/test_encoders.py::test_the_order_of_rows_does_not_matter[*]",),
     ),
     Feature(
         "larger images",
         "images larger than the teacher has seen, where its positions can be interpolated",
-        ("test_encoders.py::test_larger_images_than_the_teacher_has_seen[*]",),
+        ("hf/test_encoders.py::test_larger_images_than_the_teacher_has_seen[*]",),
     ),
     Feature(
         "folder",
         "saved, and loaded in a fresh process with equal outputs",
-        ("test_encoder_checkpoints.py::test_loads_in_a_fresh_process[*]",),
+        ("hf/test_encoder_checkpoints.py::test_loads_in_a_fresh_process[*]",),
     ),
     Feature(
         "converter",
         "the teacher's own folder loads with a linearized config, which is a conversion",
-        ("test_encoder_checkpoints.py::test_a_teacher_s_folder_with_a_linearized_config_is_a_conversion[*]",),
+        ("hf/test_encoder_checkpoints.py::test_a_teacher_s_folder_with_a_linearized_config_is_a_conversion[*]",),
     ),
 )
 FILES = sorted({test.split("::")[0] for feature in OF_DECODERS + OF_ENCODERS for test in feature.tests})
@@ -147,7 +152,7 @@ FILES = sorted({test.split("::")[0] for feature in OF_DECODERS + OF_ENCODERS for
 
 def proved(feature: Feature, name: str, outcomes: Mapping[str, bool]) -> bool:
     """Whether there are such tests of an architecture, and all of them pass; not each architecture has all of them."""
-    wanted = [f"tests/hf/{test.replace('*', name)}" for test in feature.tests]
+    wanted = [f"tests/{test.replace('*', name)}" for test in feature.tests]
     found = [outcomes[test] for test in wanted if test in outcomes]
     return bool(found) and all(found)
 
@@ -188,7 +193,7 @@ def page(outcomes: Mapping[str, bool]) -> str:
 
 def run(*arguments: str) -> str:
     """What pytest says of the tests of the page: of their outcomes, or what else it is asked for."""
-    files = [str(Path("tests", "hf", file)) for file in FILES]
+    files = [str(Path("tests", file)) for file in FILES]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "", *arguments, *files]
     return subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True).stdout
 

@@ -16,7 +16,7 @@ def test_the_page_is_that_of_the_tests() -> None:
 @pytest.mark.parametrize("outcome", [True, False])
 def test_a_tick_takes_a_test_that_passes(outcome: bool) -> None:
     feature = OF_DECODERS[0]
-    ids = [f"tests/hf/{test.replace('*', 'opt')}" for test in feature.tests]
+    ids = [f"tests/{test.replace('*', 'opt')}" for test in feature.tests]
     assert not proved(feature, "opt", {})
     assert not proved(feature, "opt", {ids[0]: True, ids[1]: False})
     assert proved(feature, "opt", dict.fromkeys(ids, outcome)) is outcome

@@ -58,16 +58,21 @@ def choose(device: torch.device, forced: str | None) -> Impl:
     raise ValueError(f"no implementation of linear attention for {device}: {'; '.join(reasons)}")
 
 
+# Compilers leave these alone, rather than break them into many graphs at what they cannot trace (the choice is cached,
+# and layouts keep what they have worked out). A compiled step of generation does not come through here.
+@torch.compiler.disable
 def linear_scan(phi_q, phi_k, v, **options) -> Partial:
     """The linear part of every query; see `reference.linear_scan` for shapes and definition."""
     return choose(v.device, os.environ.get(ENVIRONMENT)).linear_scan(phi_q, phi_k, v, **options)
 
 
+@torch.compiler.disable
 def delta_values(phi_k, v, beta, **options) -> Tensor:
     """What the delta rule writes instead of v; see `reference.delta_values` for shapes and definition."""
     return choose(v.device, os.environ.get(ENVIRONMENT)).delta_values(phi_k, v, beta, **options)
 
 
+@torch.compiler.disable
 def window_softmax(q, k, v, **options) -> Partial:
     """The softmax part of every query; see `reference.window_softmax` for shapes and definition."""
     return choose(v.device, os.environ.get(ENVIRONMENT)).window_softmax(q, k, v, **options)
