@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 .PHONY: help setup demo test test-slow test-gpu test-fla test-matrix test-quantized test-browser lint quick-lint format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv and install linearize into it, with everything for development
 
