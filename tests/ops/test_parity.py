@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,10 @@ from tests.ops.recurrence import gently
 from tests.oracles.spans import SpanSpec
 
 each_implementation = pytest.mark.parametrize("ops", [reference, chunked], ids=["reference", "chunked"])
+
+
+def among_the_slow(value: int) -> ParameterSet:
+    return pytest.param(value, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +121,7 @@ def test_softmax_attention_where_the_span_holds_every_key(
 # --- chunked against the definition -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130])
+@pytest.mark.parametrize("length", [1, among_the_slow(2), among_the_slow(63), 64, 65, 130])
 @pytest.mark.parametrize("span", SPANS + SINK_SPANS, ids=str)
 def test_chunked_outputs_and_gradients(span: SpanSpec, length: int, small_blocks: None) -> None:
     for styles in (SIDE_BY_SIDE, WITH_GAPS):
@@ -257,7 +262,7 @@ def test_a_sequence_in_many_random_calls(ops: ModuleType, case: Case, data: st.D
     check_split(ops, case, [cut for cut in data.draw(points) if cut < case.length])
 
 
-@pytest.mark.parametrize("start", [1, 8, 41])
+@pytest.mark.parametrize("start", [1, among_the_slow(8), 41])
 @pytest.mark.parametrize("span", SPANS + SINK_SPANS, ids=str)
 def test_token_by_token(span: SpanSpec, start: int) -> None:
     check_steps(make_case(span, ("full", "full"), start + 40, heads=(4, 2, 2), seed=start, softcap=2.0), start)

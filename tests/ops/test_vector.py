@@ -22,9 +22,9 @@ from tests.oracles.spans import SpanSpec
 from tests.probes import LargestTensor, flops
 
 RULES = ("features", "values", "gates")
-# Every second span always, the others among the slow tests.
+# Every third span always, the others among the slow tests.
 EACH_SPAN = [
-    pytest.param(span, id=str(span), marks=pytest.mark.slow if index % 2 else ())
+    pytest.param(span, id=str(span), marks=pytest.mark.slow if index % 3 else ())
     for index, span in enumerate(SPANS + SINK_SPANS)
 ]
 FP32 = 1e-4
