@@ -1,6 +1,7 @@
 # Needs Python (>= 3.10) and make; `make setup` brings the rest into .venv.
 PYTHON ?= python3
-PYTEST_ARGS ?= -n auto --maxprocesses 4
+# One process per file of tests: what its tests share is made once.
+PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadfile
 OUTPUT_DIR ?= demo-output
 TRANSFORMERS ?= 5.17.0 5.23.0
 

@@ -191,10 +191,10 @@ def teacher_converted(patch: pytest.MonkeyPatch) -> None:
 
 
 def storage_copied(patch: pytest.MonkeyPatch) -> None:
-    def copied(data: Tensor, requires_grad: bool) -> torch.nn.Parameter:
-        return torch.nn.Parameter(data.clone(), requires_grad)
+    def copied(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        return torch.nn.Parameter(parameter.data.clone(), parameter.requires_grad)
 
-    patch.setattr(convert, "nn", SimpleNamespace(Parameter=copied))
+    patch.setattr(convert, "_over_the_same_storage", copied)
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,7 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     # Copy the module tree, not the tensors: the copies' parameters are new objects over the same storage.
     shared: dict[int, object] = {id(config): student_config}
     for parameter in teacher.parameters():
-        quantized = type(parameter) is not nn.Parameter  # of a class of its own, which says how; nobody trains it
-        shared[id(parameter)] = parameter if quantized else nn.Parameter(parameter.data, parameter.requires_grad)
+        shared[id(parameter)] = _over_the_same_storage(parameter)
     for buffer in teacher.buffers():
         shared[id(buffer)] = buffer
     for module in teacher.modules():
@@ -79,6 +78,12 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
         torch.default_generator.manual_seed(seed)
         install(student)
     return student
+
+
+def _over_the_same_storage(parameter: nn.Parameter) -> nn.Parameter:
+    """A new parameter; a quantized one is of a class of its own, which says how, and stays: nobody trains it."""
+    quantized = type(parameter) is not nn.Parameter
+    return parameter if quantized else nn.Parameter(parameter.data, parameter.requires_grad)
 
 
 def _settle(module: Any) -> None:
