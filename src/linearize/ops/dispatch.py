@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from linearize.ops import chunked, delta, reference
 from linearize.ops.partial import Partial
 
 ENVIRONMENT = "LINEARIZE_IMPL"
+Operation = TypeVar("Operation", bound=Callable[..., object])
 logger = logging.getLogger(__name__)
 
 
@@ -58,21 +60,28 @@ def choose(device: torch.device, forced: str | None) -> Impl:
     raise ValueError(f"no implementation of linear attention for {device}: {'; '.join(reasons)}")
 
 
-# Compilers leave these alone, rather than break them into many graphs at what they cannot trace (the choice is cached,
-# and layouts keep what they have worked out). A compiled step of generation does not come through here.
-@torch.compiler.disable
+def _uncompiled(function: Operation) -> Operation:
+    """Compilers leave it alone, rather than break it into many graphs at what they cannot trace.
+
+    The choice is cached, and layouts keep what they have worked out. A compiled step of generation does not come
+    through here.
+    """
+    return torch.compiler.disable(function)  # type: ignore[return-value]
+
+
+@_uncompiled
 def linear_scan(phi_q, phi_k, v, **options) -> Partial:
     """The linear part of every query; see `reference.linear_scan` for shapes and definition."""
     return choose(v.device, os.environ.get(ENVIRONMENT)).linear_scan(phi_q, phi_k, v, **options)
 
 
-@torch.compiler.disable
+@_uncompiled
 def delta_values(phi_k, v, beta, **options) -> Tensor:
     """What the delta rule writes instead of v; see `reference.delta_values` for shapes and definition."""
     return choose(v.device, os.environ.get(ENVIRONMENT)).delta_values(phi_k, v, beta, **options)
 
 
-@torch.compiler.disable
+@_uncompiled
 def window_softmax(q, k, v, **options) -> Partial:
     """The softmax part of every query; see `reference.window_softmax` for shapes and definition."""
     return choose(v.device, os.environ.get(ENVIRONMENT)).window_softmax(q, k, v, **options)
