@@ -19,5 +19,6 @@ def test_a_tick_takes_a_test_that_passes(outcome: bool) -> None:
     ids = [f"tests/{test.replace('*', 'opt')}" for test in feature.tests]
     assert not proved(feature, "opt", {})
     assert not proved(feature, "opt", {ids[0]: True, ids[1]: False})
+    assert not proved(feature, "opt", {ids[0]: True})
     assert proved(feature, "opt", dict.fromkeys(ids, outcome)) is outcome
     assert ("✓" in page(dict.fromkeys(ids, outcome))) is outcome

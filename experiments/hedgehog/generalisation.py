@@ -15,7 +15,6 @@ Writes generalisation.json and the same as tables beside it (.md).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,6 +43,10 @@ from linearize.training.finetune import finetune
 from linearize.training.labels import text_cell
 from linearize.training.rows import Rows
 from linearize.training.sources import read_rows
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pages import write_page
 
 FIXED: dict[str, dict[str, Any]] = {
     "1 + ELU": {"type": "elu1"},
@@ -272,14 +275,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = parser.parse_args()
-    torch.set_flush_denormal(True)  # as the command line does
-    try:
-        found = generalisation(a)
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
-    a.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    a.json.with_suffix(".md").write_text(markdown(found), encoding="utf-8")
+    write_page(a.json, lambda: generalisation(a), markdown)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from linearize.config import DataConfig, Recipe, parse_overrides
 from linearize.datasets import load_processor
-from linearize.errors import UserError
 from linearize.evaluation.answers import embeddings
 from linearize.evaluation.metrics import Answered, Predictions, bootstrapped
 from linearize.evaluation.perplexity import Interval
@@ -43,6 +42,10 @@ from linearize.tasks import TextEmbedding
 from linearize.training.examples import Example, make_texts
 from linearize.training.labels import as_number, cell, texts
 from linearize.training.sources import read_rows
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pages import write_page
 
 RECIPE: dict[str, Any] = {
     "data.task": {"type": "text_embedding"},
@@ -158,14 +161,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = parser.parse_args()
-    torch.set_flush_denormal(True)  # as the command line does
-    try:
-        found = minilm(a)
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
-    a.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    a.json.with_suffix(".md").write_text(markdown(found), encoding="utf-8")
+    write_page(a.json, lambda: minilm(a), markdown)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,14 @@ from linearize.hf.checkpoint import load_model, read_config
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.parts import NoSpan
-from linearize.runs import versions, write_json, write_text
+from linearize.runs import versions
 from linearize.teacher import TeacherShape
 from linearize.training.examples import ClassifiedTokens
 from linearize.training.templates import IGNORED
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pages import write_page
 
 BUDGET: dict[str, Any] = {
     "transfer.batch_size": 27,
@@ -173,14 +177,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, required=True, help="the stages' folder, to resume from")
     parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"), help="where the counts go")
     a = parser.parse_args()
-    torch.set_flush_denormal(True)  # as the command line does
-    try:
-        found = measured(a)
-        write_json(a.json, found)
-        write_text(a.json.with_suffix(".md"), markdown(found))
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
+    write_page(a.json, lambda: measured(a), markdown)
 
 
 if __name__ == "__main__":

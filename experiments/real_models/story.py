@@ -28,12 +28,15 @@ import torch
 
 import linearize
 from linearize.config import Recipe, parse_overrides
-from linearize.errors import UserError
 from linearize.evaluation.perplexity import Interval
 from linearize.evaluation.report_card import ReportCard
 from linearize.hf.checkpoint import load_model, load_tokenizer
 from linearize.pipeline import run as run_pipeline
-from linearize.runs import Run, versions, write_json, write_text
+from linearize.runs import Run, versions
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pages import write_page
 
 RECIPE: dict[str, Any] = {
     "mixer.span.window_size": 16,
@@ -125,14 +128,7 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, required=True, help="the run's folder")
     parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"), help="where the results go")
     a = parser.parse_args()
-    torch.set_flush_denormal(True)  # as the command line does
-    try:
-        found = measured(a)
-        write_json(a.json, found)
-        write_text(a.json.with_suffix(".md"), markdown(found))
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
+    write_page(a.json, lambda: measured(a), markdown)
 
 
 if __name__ == "__main__":

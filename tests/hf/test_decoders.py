@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 import linearize
-from linearize.hf import attention
+from linearize.hf import architectures, attention
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.classes import projections
 from linearize.hf.convert import convert_layers
@@ -159,6 +159,12 @@ def test_scales_and_soft_caps_are_the_model_s_own(name: str) -> None:
     for inputs in record(student_of(Case("", name)), random_tokens(1, 5)):
         assert inputs.scaling == pytest.approx(SCALES.get(name, 8**-0.5))
         assert inputs.softcap == (4.0 if name == "gemma2" else None)
+
+
+@plain
+def test_plans_know_which_projections_are_one_matrix(name: str) -> None:
+    """The numbers of a plan are read from config.json alone, projections from the model."""
+    assert shape_of(name).fused_qkv == ("qkv" in architectures.ARCHITECTURES[name].projections.values())
 
 
 def test_projections_are_found_by_role() -> None:

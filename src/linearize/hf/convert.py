@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from linearize.config import LayerPlan, Recipe, resolve
 from linearize.errors import UserError
 from linearize.hf.checkpoint import drops_soft_cap
 from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, write_plan
+from linearize.hf.quantized import beside_parameters, settle
 from linearize.teacher import TeacherShape
 
 
@@ -57,19 +57,13 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     # What the teacher chose to compute with, which no config.json says.
     for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
         setattr(student_config, name, getattr(config, name, None))
-    for module in teacher.modules():
-        _settle(module)
+    settle(teacher)
     # Copy the module tree, not the tensors: the copies' parameters are new objects over the same storage.
     shared: dict[int, object] = {id(config): student_config}
     for parameter in teacher.parameters():
         shared[id(parameter)] = _over_the_same_storage(parameter)
-    for buffer in teacher.buffers():
-        shared[id(buffer)] = buffer
-    for module in teacher.modules():
-        # Where bitsandbytes keeps int8 weights.
-        for kept in vars(getattr(module, "state", None) or SimpleNamespace()).values():
-            if isinstance(kept, torch.Tensor):
-                shared[id(kept)] = kept
+    for tensor in (*teacher.buffers(), *beside_parameters(teacher)):
+        shared[id(tensor)] = tensor
     student = copy.deepcopy(teacher, shared)
     student.__class__ = student_class
     # No folder holds this model yet. Of the teacher's name, an adapter would make its base: a softmax model.
@@ -84,23 +78,3 @@ def _over_the_same_storage(parameter: nn.Parameter) -> nn.Parameter:
     """A new parameter; a quantized one is of a class of its own, which says how, and stays: nobody trains it."""
     quantized = type(parameter) is not nn.Parameter
     return parameter if quantized else nn.Parameter(parameter.data, parameter.requires_grad)
-
-
-def _settle(module: Any) -> None:
-    """Do now what a layer of bitsandbytes (0.50) does at its first use, which two that share weights could not.
-
-    A CPU with AVX512-BF16 packs 4-bit weights anew then. They let no gradient through after that, and are saved
-    wrongly, so that is kept from happening.
-
-    Raises:
-        UserError: they are packed already.
-    """
-    if hasattr(module, "init_8bit_state") and module.weight.CB is not None:
-        module.init_8bit_state()
-    if hasattr(module, "support_avx512bf16_for_cpu"):
-        module.support_avx512bf16_for_cpu = False
-        if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
-            raise UserError(
-                "model: expected 4-bit weights of bitsandbytes as they were loaded, found weights that were packed for "
-                "this CPU when the model was first used; convert it before that"
-            )
