@@ -6,6 +6,7 @@ python experiments/results.py
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,12 +54,14 @@ def records(folder: str) -> Iterator[tuple[Path, run.Grid, dict[str, Any]]]:
 def page() -> str:
     parts = [INTRODUCTION]
     for folder, title in SECTIONS.items():
-        pages = [run.page(grid, record, "###") for _, grid, record in records(folder)]
+        here = f"../experiments/{folder}/"
+        pages = [run.page(grid, record, "###", here) for _, grid, record in records(folder)]
         # What scripts of their own measured; a grid's page has its setting in its name.
         for path in sorted((HERE / folder).glob("*.md")):
             if "." not in path.stem and path.stem != "README":
                 text = path.read_text(encoding="utf-8")
-                pages.append(text.replace("\n## ", "\n#### ").replace("# ", "### ", 1))
+                text = text.replace("\n## ", "\n#### ").replace("# ", "### ", 1)
+                pages.append(re.sub(r"(?<=\]\()(?=[\w.]+\.svg\))", here, text))
         parts += [f"## {title}\n", *pages] if pages else []
     return "\n".join(parts)
 
@@ -69,3 +72,4 @@ if __name__ == "__main__":
     for folder in SECTIONS:
         for path, grid, record in records(folder):
             path.with_suffix(".md").write_text(run.page(grid, record), encoding="utf-8")
+            run.draw(grid, record, path.with_suffix(".svg"))

@@ -3,11 +3,11 @@
     python experiments/run.py experiments/lolcats/table_6.yaml --model M --dataset D --work-dir W
 
 A grid is a YAML file: `title`, `source` (the paper's table), `question`, `finding` (what came out, in words), `columns`
-(of `COLUMNS`, below), `more` (of `MORE`: further tables), `paper_columns` (what the numbers under `paper` are),
-`reference` (the cell that others are compared with), `seeds`, `set` (overrides of every cell), `settings` (overrides by
-size of the machine: `small`, `gpu`), and `cells`: `label`, `recipe`, and optionally `set`, `paper`, `seeds`. Beside it
-come NAME.SETTING.json and NAME.SETTING.md. Runs lie in W, where cells that differ after attention transfer only share
-that stage.
+(of `COLUMNS`, below), `more` (of `MORE`: more tables), `figure` (of `MEASURES`: the score over each), `paper_columns`
+(what the numbers under `paper` are), `reference` (the cell that others are compared with), `seeds`, `set` (overrides of
+every cell), `settings` (overrides by size of the machine: `small`, `gpu`), and `cells`: `label`, `recipe`, and
+optionally `set`, `paper`, `seeds`. Beside it come NAME.SETTING.json, NAME.SETTING.md and, where there is a figure,
+NAME.SETTING.svg. Runs lie in W, where cells that differ after attention transfer only share that stage.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from linearize.training.finetune import load_finetuned
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import figures
 import outcomes
 from outcomes import FAR, POSITIONS, Outcome
 
@@ -77,6 +78,7 @@ class Grid(BaseModel):
     finding: str = ""
     columns: list[str]
     more: list[str] = Field(default_factory=list)
+    figure: list[str] = Field(default_factory=list)
     paper_columns: list[str] = Field(default_factory=list)
     reference: str | None = None
     seeds: list[int] = Field(default_factory=lambda: [0])
@@ -90,8 +92,8 @@ class Grid(BaseModel):
         labels = [cell.label for cell in grid.cells]
         if len(set(labels)) < len(labels) or (grid.reference is not None and grid.reference not in labels):
             raise UserError(f"{path}: expected cells of different labels, the reference {grid.reference!r} among them")
-        for field, known in (("columns", COLUMNS), ("more", MORE)):
-            if unknown := set(getattr(grid, field)) - known.keys():
+        for field, known in (("columns", COLUMNS), ("more", MORE), ("figure", MEASURES)):
+            if unknown := set(getattr(grid, field)) - set(known):
                 raise UserError(f"{path}: {field}: expected some of {', '.join(known)}; found {min(unknown)!r}")
         return grid
 
@@ -400,6 +402,31 @@ def by_gate(results: list[dict[str, Any]]) -> str:
 MORE = {"by_position": by_position, "by_layer": by_layer, "by_gate": by_gate}
 
 
+# Of attention weights: what a figure has over its x axis, and the same of the teacher's.
+MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
+    "entropy": lambda fidelity: mean(fidelity["teacher_entropy"]),
+    "monotonicity": lambda fidelity: 1.0,
+}
+
+
+def draw(grid: Grid, record: dict[str, Any], path: Path) -> None:
+    """The first of the scores over each measure of the weights, a point per cell of the first seed, and the teacher."""
+    results = {r["label"]: r for r in reversed(record["results"]) if "diverged" not in r}
+    if not grid.figure or not results:
+        return
+    first = next(iter(results.values()))
+    metric = first["metrics"][0]
+    panels = {}
+    for name in grid.figure:
+        points = {
+            label: (mean(r["fidelity"][name]), r["scores"]["student"][metric]["mean"]) for label, r in results.items()
+        }
+        if "teacher" in first["scores"]:
+            points["softmax"] = MEASURES[name](first["fidelity"]), first["scores"]["teacher"][metric]["mean"]
+        panels[f"{name} of weights"] = {label: (x, 100 * y) for label, (x, y) in points.items()}
+    figures.scatter(path, f"{title(metric)}, per cent", panels)
+
+
 def described(grid: Grid, results: list[dict[str, Any]]) -> str:
     """What a reader of the table must know."""
     measured = {result["seed"]: result for result in results if "diverged" not in result}
@@ -424,12 +451,16 @@ def described(grid: Grid, results: list[dict[str, Any]]) -> str:
     return "\n\n".join([text + brackets, *(MORE[name](results) for name in grid.more)])
 
 
-def page(grid: Grid, record: dict[str, Any], heading: str = "#") -> str:
-    """What is written of a grid: its question, the table, what came out, and the command."""
+def page(grid: Grid, record: dict[str, Any], heading: str = "#", folder: str = "") -> str:
+    """What is written of a grid: its question, the table, a figure (in `folder`), what came out, the command."""
     results = record["results"]
     missing = len(list(grid.jobs(record["setting"]))) - len(results)
     parts = [f"{heading} {grid.title}", f"{grid.source}. {grid.question}"]
     parts += [table(grid, results), described(grid, results)]
+    drawing = Path(record["grid"]).with_suffix(f".{record['setting']}.svg")
+    parts += (
+        [f"![Score over {' and '.join(grid.figure)} of attention weights]({folder}{drawing})"] if grid.figure else []
+    )
     parts += [f"**Found.** {grid.finding.strip()}"] if grid.finding else []
     parts += [f"{missing} more cells of this grid have not been run."] if missing else []
     return "\n\n".join([*parts, f"    {record['command']}"]) + "\n"
@@ -440,6 +471,7 @@ def write_table(path: Path, grid: Grid, setting: str, results: list[dict[str, An
     record = {"grid": path.name, "setting": setting, "command": command, "versions": versions(), "results": results}
     write_json(name, record)
     write_text(name.with_suffix(".md"), page(grid, record))
+    draw(grid, record, name.with_suffix(".svg"))
 
 
 def run_grid(path: Path, place: Place, *, setting: str, only: str | None, command: str) -> None:

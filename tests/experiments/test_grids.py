@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -71,7 +72,7 @@ def test_every_cell_resolves_at_every_setting(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", GRIDS, ids=[f"{path.parent.name}/{path.stem}" for path in GRIDS])
-def test_committed_results_are_of_this_grid(path: Path) -> None:
+def test_committed_results_are_of_this_grid(path: Path, tmp_path: Path) -> None:
     record_file = path.with_suffix(".small.json")
     if not record_file.is_file():
         pytest.skip("has not been run")
@@ -80,13 +81,20 @@ def test_committed_results_are_of_this_grid(path: Path) -> None:
     for result in record["results"]:
         cell = cells[result["label"]]
         assert (result["recipe"], result["set"], result["paper"]) == (cell.recipe, cell.set, cell.paper)
-    text = record_file.with_suffix(".md").read_text()
-    assert text == run.page(run.Grid.load(path), record), "python experiments/results.py"
+    grid, made = run.Grid.load(path), tmp_path / record_file.with_suffix(".svg").name
+    assert record_file.with_suffix(".md").read_text() == run.page(grid, record), "python experiments/results.py"
+    run.draw(grid, record, made)
+    assert made.is_file() is bool(grid.figure)
+    if grid.figure:
+        assert record_file.with_suffix(".svg").read_text() == made.read_text(), "python experiments/results.py"
 
 
 def test_the_page_of_results_is_that_of_the_tables() -> None:
     results = load("results")
-    assert results.PAGE.read_text(encoding="utf-8") == results.page(), "python experiments/results.py"
+    text = results.PAGE.read_text(encoding="utf-8")
+    assert text == results.page(), "python experiments/results.py"
+    drawings = re.findall(r"\]\(([^)]*\.svg)\)", text)
+    assert drawings and all((results.PAGE.parent / drawing).is_file() for drawing in drawings)
 
 
 # --- the runner -------------------------------------------------------------------------------------------------------
@@ -188,7 +196,13 @@ def test_a_grid_of_a_task(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {"label": "hedgehog", "recipe": "hedgehog-scratch", "paper": [100]},
     ]
     columns = ["score", "score_minus_reference", "entropy", "monotonicity"]
-    changes = {"cells": cells, "columns": columns, "reference": "softmax", "settings": {"small": RECALL, "gpu": RECALL}}
+    changes = {
+        "cells": cells,
+        "columns": columns,
+        "figure": ["entropy", "monotonicity"],
+        "reference": "softmax",
+        "settings": {"small": RECALL, "gpu": RECALL},
+    }
     grid.write_text(yaml.safe_dump(GRID | changes))
     results = go(grid, monkeypatch)["results"]
     first, second = (result["scores"]["student"]["accuracy"] for result in results)
@@ -198,6 +212,10 @@ def test_a_grid_of_a_task(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "score_minus_reference" not in results[0]
     assert results[0]["fidelity"]["monotonicity"] == [pytest.approx(1.0)] * 2, "softmax is monotone"
     assert results[0]["fidelity"]["entropy"] == pytest.approx(results[0]["fidelity"]["teacher_entropy"])
+    assert "](table.small.svg)" in grid.with_suffix(".small.md").read_text()
+    drawing = grid.with_suffix(".small.svg").read_text()
+    assert all(drawing.count(f">{label}</text>") == 2 for label in ("softmax", "hedgehog"))
+    assert "accuracy, per cent" in drawing
     text = grid.with_suffix(".small.md").read_text()
     assert f"| {100 * second['mean']:.1f} |" in text and "Scores: accuracy, in per cent, on the same 40" in text
     assert go(grid, monkeypatch)["results"] == results

@@ -286,3 +286,38 @@ def test_joined_rows() -> None:
     assert rows.inputs()["input_ids"][:, 1:3].tolist() == tiny.tokens("abcdefgh").view(4, 2).tolist()
     assert (rows.inputs()["input_ids"][:, [0, 3]] == 256).all()
     assert generalisation.joined(["ab"], tokenizer, 8) is None
+
+
+# --- Fig. 6 -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_figure_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    figure = load("figure_6")
+
+    def result(recipe: str, length: int, seconds: float) -> dict[str, Any]:
+        spread = {"median": seconds, "low": seconds, "high": seconds}
+        times = {"ours": spread, "softmax": {**spread, "median": length / 1000}}
+        return {"recipe": recipe, "feature_dim": 8, "length": length, "backward": False, "peak_bytes": 2**21,
+                "softmax_peak_bytes": 2**20, **times}  # fmt: skip
+
+    results = [result(name, length, 0.25) for name in ("hedgehog", "taylor") for length in (1024, 2048)]
+    record = {"threads": 2, "heads": 4, "head_dim": 16, "repeats": 3, "results": results}
+    source, page = tmp_path / "times.json", tmp_path / "figure.md"
+    source.write_text(json.dumps(record))
+    call(figure, monkeypatch, source, "--output", page)
+    assert "| 2,048 | 2,048.0 | 250.0 | 250.0 | 1.0 | 2.0 | 2.0 |" in page.read_text()
+    assert "at 2,048 tokens: 8.2 (Hedgehog) and 8.2 (Taylor)" in page.read_text()
+    assert ">Hedgehog</text>" in page.with_suffix(".svg").read_text()
+
+    source.write_text(json.dumps(record | {"results": results[:-1]}))
+    with pytest.raises(SystemExit, match="2"):
+        call(figure, monkeypatch, source, "--output", tmp_path / "other.md")
+    assert "missing [('taylor', 2048)]" in capsys.readouterr().err
+    assert not list(tmp_path.glob("other*"))
+
+
+def test_the_committed_figure_is_that_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HEDGEHOG.parents[1])
+    call(load("figure_6"), monkeypatch, "benchmarks/results/wide.json", "--output", tmp_path / "figure_6.md")
+    for name in ("figure_6.md", "figure_6.svg"):
+        assert (tmp_path / name).read_text() == (HEDGEHOG / name).read_text(), "python experiments/hedgehog/figure_6.py"
