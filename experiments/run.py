@@ -6,8 +6,9 @@ A grid is a YAML file: `title`, `source` (the paper's table), `question`, `findi
 (of `COLUMNS`, below), `more` (of `MORE`: more tables), `figure` (of `MEASURES`: the score over each), `paper_columns`
 (what the numbers under `paper` are), `reference` (the cell that others are compared with), `seeds`, `set` (overrides of
 every cell), `settings` (overrides by size of the machine: `small`, `gpu`), and `cells`: `label`, `recipe`, and
-optionally `set`, `paper`, `seeds`. Beside it come NAME.SETTING.json, NAME.SETTING.md and, where there is a figure,
-NAME.SETTING.svg. Runs lie in W, where cells that differ after attention transfer only share that stage.
+optionally `set`, `paper`, `seeds`, `settings` (those it is for). Beside it come NAME.SETTING.json, NAME.SETTING.md and,
+where there is a figure, NAME.SETTING.svg. Runs lie in W, where cells that differ after attention transfer only share
+that stage.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Cell(BaseModel):
     set: dict[str, Any] = Field(default_factory=dict)
     paper: list[float | str | None] = Field(default_factory=list)
     seeds: list[int] | None = None
+    settings: list[str] | None = None
 
 
 class Grid(BaseModel):
@@ -98,8 +100,10 @@ class Grid(BaseModel):
         return grid
 
     def jobs(self, setting: str) -> Iterator[tuple[Cell, Recipe]]:
-        """Each cell with its recipe, once per seed."""
+        """Each cell with its recipe, once per seed; without those that are for other settings."""
         for cell in self.cells:
+            if cell.settings is not None and setting not in cell.settings:
+                continue
             for seed in cell.seeds or self.seeds:
                 overrides = self.set | self.settings[setting] | cell.set | {"seed": seed}
                 yield cell, Recipe.load(cell.recipe, _present(Recipe.load(cell.recipe), overrides))

@@ -180,6 +180,13 @@ def test_a_cell_on_chosen_documents(grid: Path, monkeypatch: pytest.MonkeyPatch)
     assert found["data"] != anything["data"]
 
 
+def test_a_cell_for_some_settings(grid: Path) -> None:
+    cells = [cell | {"settings": ["gpu"]} if cell["label"] == "rank 2" else cell for cell in GRID["cells"]]
+    grid.write_text(yaml.safe_dump(GRID | {"cells": cells}))
+    small, gpu = ({cell.label for cell, _ in run.Grid.load(grid).jobs(setting)} for setting in ("small", "gpu"))
+    assert gpu - small == {"rank 2"} and small < gpu
+
+
 RECALL = {
     "data.task": {"type": "associative_recall", "vocabulary_size": 8, "length": 16, "train_examples": 64,
                   "held_out_examples": 40},
