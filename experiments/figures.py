@@ -25,8 +25,8 @@ STYLE: dict[Any, Any] = {
     "grid.color": "#dddddd",
     "legend.frameon": False,
 }
-COLOURS = ("#222222", "#0072b2", "#d55e00", "#009e73")
-MARKERS = "osD^"
+COLOURS = ("#222222", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
+MARKERS = "osD^v"
 
 
 def draw(path: Path, titles: Sequence[str], paint: Callable[[Sequence[Axes]], None]) -> None:
@@ -44,23 +44,17 @@ def draw(path: Path, titles: Sequence[str], paint: Callable[[Sequence[Axes]], No
 
 
 def scatter(path: Path, y_label: str, panels: dict[str, dict[str, tuple[float, float]]]) -> None:
-    """One panel per quantity x: points (x, y) with their names, one above the other where points lie close."""
+    """One panel per quantity x: points (x, y) with their names, the same in every panel."""
 
     def paint(axes: Sequence[Axes]) -> None:
         for axis, (x_label, points) in zip(axes, panels.items(), strict=True):
             axis.set(xlabel=x_label, ylabel=y_label)
-            axis.margins(0.12)
-            xs, ys = zip(*points.values(), strict=True)
-            axis.plot(xs, ys, "o", color=COLOURS[1])
-            middle, taken = (min(xs) + max(xs)) / 2, []
-            beside, apart = 0.02 * (max(xs) - min(xs)), 0.06 * (max(ys) - min(ys))
-            for name, (x, y) in sorted(points.items(), key=lambda item: item[1][1]):
-                right, place = x > middle, y
-                for other in [height for side, height in taken if side is right]:
-                    place = max(place, other + apart)
-                taken.append((right, place))
-                side = {"ha": "right", "x": x - beside} if right else {"ha": "left", "x": x + beside}
-                axis.text(y=place, s=name, va="center", fontsize=7.5, **side)
+            axis.margins(0.08)
+            for number, (name, (x, y)) in enumerate(points.items()):
+                # Hollow: those that lie on one another can be told apart.
+                colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number // len(COLOURS) % len(MARKERS)]
+                axis.plot([x], [y], marker, color=colour, label=name, fillstyle="none", markeredgewidth=1.5)
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
 
     draw(path, [""] * len(panels), paint)
 

@@ -414,11 +414,17 @@ MEASURES: dict[str, Callable[[dict[str, Any]], float]] = {
 
 
 def draw(grid: Grid, record: dict[str, Any], path: Path) -> None:
-    """The first of the scores over each measure of the weights, a point per cell of the first seed, and the teacher."""
-    results = {r["label"]: r for r in reversed(record["results"]) if "diverged" not in r}
+    """The first of the scores over each measure of the weights, a point per cell of the first seed, and the teacher.
+
+    The teacher's weights are those beside the reference's: they are of the student's own queries and keys.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    for result in record["results"]:
+        if "diverged" not in result:
+            results.setdefault(result["label"], result)
     if not grid.figure or not results:
         return
-    first = next(iter(results.values()))
+    first = results.get(grid.reference or "", next(iter(results.values())))
     metric = first["metrics"][0]
     panels = {}
     for name in grid.figure:

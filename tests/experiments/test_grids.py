@@ -221,8 +221,9 @@ def test_a_grid_of_a_task(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert results[0]["fidelity"]["entropy"] == pytest.approx(results[0]["fidelity"]["teacher_entropy"])
     assert "](table.small.svg)" in grid.with_suffix(".small.md").read_text()
     drawing = grid.with_suffix(".small.svg").read_text()
-    assert all(drawing.count(f">{label}</text>") == 2 for label in ("softmax", "hedgehog"))
-    assert "accuracy, per cent" in drawing
+    words = ("softmax", "hedgehog", "entropy of weights", "monotonicity of weights")
+    assert all(drawing.count(f">{word}</text>") == 1 for word in words)
+    assert drawing.count(">accuracy, per cent</text>") == 2
     text = grid.with_suffix(".small.md").read_text()
     assert f"| {100 * second['mean']:.1f} |" in text and "Scores: accuracy, in per cent, on the same 40" in text
     assert go(grid, monkeypatch)["results"] == results
