@@ -229,6 +229,7 @@ def generalisation(a: argparse.Namespace) -> dict[str, Any]:
         "lengths": on_text(maps, teacher, long, a.tokens),
         "moved": {name: moved(maps, to, a.tokens, a.finetune and a.finetune / name) for name, to in onto.items()},
         "tokens": a.tokens,
+        "finding": a.finding,
         "versions": versions(),
     }
 
@@ -251,9 +252,11 @@ def markdown(found: dict[str, Any]) -> str:
     for name, task in found["moved"].items():
         titles: dict[str, Callable[[dict[str, Any]], Any]] = {"KL": lambda row: row.get("kl")}
         titles[f"{task['metric']}, swapped in"] = lambda row: row["score"]
-        titles["finetuned"] = lambda row: row.get("finetuned")
+        if any("finetuned" in row for row in task["maps"].values()):
+            titles["finetuned"] = lambda row: row.get("finetuned")
         rows = {label: {title: get(row) for title, get in titles.items()} for label, row in task["maps"].items()}
         lines += ["", f"## Swapped into the teacher of another task: {name} (Table 15)", "", *_table(rows)]
+    lines += ["", f"**Found.** {found['finding']}"] if found["finding"] else []
     return "\n".join(lines) + "\n"
 
 
@@ -272,6 +275,7 @@ def main() -> None:
     parser.add_argument("--finetune", type=Path, help="finetune on the other task, too; the folder for that")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of joined rows")
     parser.add_argument("--tokens", type=int, default=4096, help="at most so many are looked at, of each text")
+    parser.add_argument("--finding", default="", help="what came out, in words, for the page")
     parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = parser.parse_args()

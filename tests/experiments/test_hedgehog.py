@@ -261,13 +261,24 @@ def test_generalisation(
     arguments += ["--onto", f"other={distilled['other']}", "--finetune", tmp_path, "--lengths", 8, 16, 128]
     generalisation = load("generalisation")
     monkeypatch.setattr(generalisation, "FIXED", {"1 + ELU": {"type": "elu1"}})
-    call(generalisation, monkeypatch, *arguments, *CPU, "--tokens", 120, "--json", tmp_path / "found.json")
+    call(
+        generalisation,
+        monkeypatch,
+        *arguments,
+        *CPU,
+        "--tokens",
+        120,
+        "--finding",
+        "So it is.",
+        "--json",
+        tmp_path / "found.json",
+    )
     found, page = json.loads((tmp_path / "found.json").read_text()), (tmp_path / "found.md").read_text()
     kl = {label: row["letters"] for label, row in found["data"].items()}
     assert list(kl) == ["HH", "T2R-HH", "hedgehog, untrained", "t2r, untrained", *generalisation.FIXED]
     assert 0 < kl["HH"] < kl["hedgehog, untrained"] and kl["T2R-HH"] < kl["t2r, untrained"], "they were distilled"
     assert {tuple(row) for row in found["lengths"].values()} == {("8", "16")}, "the model has 64 positions"
-    assert f"| HH | {kl['HH']:.3f} |" in page
+    assert f"| HH | {kl['HH']:.3f} |" in page and "**Found.** So it is.\n" in page
 
     other = found["moved"]["other"]
     assert other["metric"] == "accuracy" and "kl" not in other["maps"]["softmax"]
@@ -275,6 +286,12 @@ def test_generalisation(
     assert moved["of its own"] < moved["HH"] < moved["1 + ELU"], "learned for other weights, but learned"
     assert all({"kl", "score", "finetuned"} == row.keys() for label, row in other["maps"].items() if label != "softmax")
     assert max(row["finetuned"] for row in list(other["maps"].values())[1:]) > 0.6
+
+
+@pytest.mark.parametrize("script", ["generalisation", "minilm"])
+def test_committed_pages_are_those_of_their_numbers(script: str) -> None:
+    found = json.loads((HEDGEHOG / f"{script}.json").read_text())
+    assert (HEDGEHOG / f"{script}.md").read_text() == load(script).markdown(found)
 
 
 def test_joined_rows() -> None:
