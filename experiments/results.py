@@ -40,7 +40,9 @@ says how a grid is run, at this size or at that of its `gpu` setting.
 Teachers: `pycode-5m`, the bundled 5.5M-parameter Llama, on the sources of Python's standard library (`python
 scripts/write_stdlib_corpus.py corpus`); and stories260K (karpathy/tinyllamas on the hub) on TinyStories
 (roneneldan/TinyStories); Hedgehog's sentence encoder is all-MiniLM-L6-v2, a BERT of 22.7M parameters; and
-gpt-nano-sort (bbycroft/llm-viz on GitHub) is a GPT-2 that sorts. The corpus of each table stands in its command.
+gpt-nano-sort (bbycroft/llm-viz on GitHub) is a GPT-2 that sorts. Hedgehog's other teachers are finetuned from the
+sentence encoder, or trained, by commands in `experiments/hedgehog/README.md`. The corpus of each table stands in its
+command.
 """
 
 
