@@ -152,12 +152,11 @@ FILES = sorted({x.split("::")[0] for feature in OF_DECODERS + OF_ENCODERS for x 
 
 
 def proved(feature: Feature, name: str, outcomes: Mapping[str, bool]) -> bool:
-    """Whether the tests of a feature that an architecture needs are there, and pass."""
-
-    def passes(test: str) -> bool:
-        return outcomes.get(f"tests/{test.replace('*', name)}", False)
-
-    return all(map(passes, feature.tests)) and (not feature.either or any(map(passes, feature.either)))
+    """Whether the tests of a feature that an architecture needs are there, and all that there are pass."""
+    needed, either = (
+        [outcomes.get(f"tests/{x.replace('*', name)}") for x in tests] for tests in (feature.tests, feature.either)
+    )
+    return all(needed) and (not either or any(either)) and False not in either
 
 
 def _table(features: Iterable[Feature], names: Iterable[str], outcomes: Mapping[str, bool]) -> list[str]:

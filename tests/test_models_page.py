@@ -21,4 +21,8 @@ def test_a_tick_takes_a_test_that_passes(outcome: bool) -> None:
     assert not proved(feature, "opt", {ids[0]: True, ids[1]: False})
     assert not proved(feature, "opt", {ids[0]: True})
     assert proved(feature, "opt", dict.fromkeys(ids, outcome)) is outcome
+    one_of = next(feature for feature in OF_DECODERS if feature.either)
+    first, second = (f"tests/{test.replace('*', 'opt')}" for test in one_of.either[:2])
+    assert not proved(one_of, "opt", {})
+    assert proved(one_of, "opt", {first: outcome}) is proved(one_of, "opt", {first: True, second: outcome}) is outcome
     assert ("✓" in page(dict.fromkeys(ids, outcome))) is outcome

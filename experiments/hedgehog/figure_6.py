@@ -51,8 +51,8 @@ def page(record: dict[str, Any], source: str) -> str:
     for i, length in enumerate(lengths):
         values = [line[i] for lines in panels.values() for line in lines.values()]
         rows.append([f"{length:,}", *(f"{x:,.1f}" for x in values)])
-    slowest = panels["ms"]["softmax"][-1]
-    faster = " and ".join(f"{slowest / panels['ms'][label][-1]:.1f} ({label})" for label in MAPS.values())
+    softmax = panels["ms"]["softmax"][-1]
+    faster = " and ".join(f"{softmax / panels['ms'][label][-1]:.1f} ({label})" for label in MAPS.values())
     dims = {r["recipe"]: r["feature_dim"] for r in record["results"]}
     features = ", ".join(f"{label} has {dims[name]} features" for name, label in MAPS.items())
     heads = f"{record['heads']} heads of {record['head_dim']}"
@@ -84,7 +84,8 @@ def main() -> None:
         figures.curves(a.output.with_suffix(".svg"), *measured(record))
         write_text(a.output, page(record, str(a.results)))
     except (UserError, OSError, ValueError, KeyError) as error:
-        sys.stderr.write(f"error: {a.results}: {error}\n")
+        missing = f"expected what `benchmarks/mixers.py --json` writes; found no {error}"
+        sys.stderr.write(f"error: {a.results}: {missing if isinstance(error, KeyError) else error}\n")
         sys.exit(2)
 
 

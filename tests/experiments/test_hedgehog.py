@@ -261,18 +261,8 @@ def test_generalisation(
     arguments += ["--onto", f"other={distilled['other']}", "--finetune", tmp_path, "--lengths", 8, 16, 128]
     generalisation = load("generalisation")
     monkeypatch.setattr(generalisation, "FIXED", {"1 + ELU": {"type": "elu1"}})
-    call(
-        generalisation,
-        monkeypatch,
-        *arguments,
-        *CPU,
-        "--tokens",
-        120,
-        "--finding",
-        "So it is.",
-        "--json",
-        tmp_path / "found.json",
-    )
+    arguments += ["--tokens", 120, "--finding", "So it is.", "--json", tmp_path / "found.json"]
+    call(generalisation, monkeypatch, *arguments, *CPU)
     found, page = json.loads((tmp_path / "found.json").read_text()), (tmp_path / "found.md").read_text()
     kl = {label: row["letters"] for label, row in found["data"].items()}
     assert list(kl) == ["HH", "T2R-HH", "hedgehog, untrained", "t2r, untrained", *generalisation.FIXED]

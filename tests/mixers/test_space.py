@@ -83,7 +83,7 @@ def test_chunked_in_single_precision(draw: Draw) -> None:
     check_chunked(draw.well_conditioned().make().to(torch.float32), FP32)
 
 
-@cases(25)
+@cases(40)
 @given(draw=draws(40), data=st.data())
 def test_calls(draw: Draw, data: st.DataObject) -> None:
     check_calls(draw.make(), cut(draw, data))
