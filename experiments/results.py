@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,14 @@ command.
 """
 
 
+def in_order(paths: Iterable[Path]) -> list[Path]:
+    """By name, numbers as numbers: Table 3 before Table 10."""
+    return sorted(paths, key=lambda path: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", path.name)])
+
+
 def records(folder: str) -> Iterator[tuple[Path, run.Grid, dict[str, Any]]]:
     """The results of a folder's grids: where they lie, the grid as it is now, what was measured."""
-    for path in sorted((HERE / folder).glob("*.small.json")):
+    for path in in_order((HERE / folder).glob("*.small.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         yield path, run.Grid.load(path.with_name(record["grid"])), record
 
@@ -59,7 +64,7 @@ def page() -> str:
         here = f"../experiments/{folder}/"
         pages = [run.page(grid, record, "###", here) for _, grid, record in records(folder)]
         # What scripts of their own measured; a grid's page has its setting in its name.
-        for path in sorted((HERE / folder).glob("*.md")):
+        for path in in_order((HERE / folder).glob("*.md")):
             if "." not in path.stem and path.stem != "README":
                 text = path.read_text(encoding="utf-8")
                 text = text.replace("\n## ", "\n#### ").replace("# ", "### ", 1)
