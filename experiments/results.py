@@ -29,8 +29,8 @@ SECTIONS = {
 }
 INTRODUCTION = """# Results: the papers' tables and ours, side by side
 
-Every table here is made by one command from a grid under `experiments/`, on models of 0.26M and 5.5M parameters and 2
-CPU cores, in place of the papers' 1B to 405B; what can be compared is the order of the rows, not the numbers. The
+Every table here is made by one command from a grid under `experiments/`, on models of 0.1M to 23M parameters and 2
+CPU cores, in place of the papers' 0.1B to 405B; what can be compared is the order of the rows, not the numbers. The
 papers' numbers stand in the last columns, in the papers' own measures (scores: higher is better; perplexity and
 errors: lower is better). Ours are perplexities on held-out text, or losses in nats per token; an interval is a 95 %
 bootstrap of paired differences on the same tokens. Where a table is about a task, ours are scores on held-out
