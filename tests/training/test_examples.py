@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +82,13 @@ def test_names_and_numbers_of_classes(tmp_path: Path) -> None:
         for ids, length, label in zip(side.input_ids, side.lengths, side.labels, strict=True):
             labels[tokenizer().decode(ids[:length])] = int(label)
     assert [labels[f"t{i}"] for i in range(5)] == [0, 1, 1, 0, 1]
-    for wrong, words in ((2, "a class from 0 to 1"), ("dull", "found 'dull'"), (0.5, "found 0.5"), (None, "None")):
+    for wrong, words in (
+        (2, "a class from 0 to 1"),
+        ("dull", "found 'dull'"),
+        (0.5, "found 0.5"),
+        (None, "None"),
+        (math.inf, "inf"),
+    ):
         config = DataConfig(dataset=table(tmp_path, [{"sentence": "a", "label": wrong}] * 9), task=config.task)
         with pytest.raises(UserError, match=words):
             built(config)
@@ -99,6 +106,10 @@ def test_numbers_as_labels_of_pairs(tmp_path: Path) -> None:
     assert isinstance(data.train, ClassifiedTexts) and data.train.labels.dtype == torch.float32
     first = tokenizer().decode(data.train.input_ids[0][: data.train.lengths[0]])
     assert first.startswith("one ") and first.endswith("two")
+    for wrong in (float("nan"), "inf", "high", None):
+        broken = table(tmp_path, [rows[0], rows[1] | {"score": wrong}])
+        with pytest.raises(UserError, match="data row 2: expected a number, found"):
+            built(DataConfig(dataset=broken, task=task))  # type: ignore[arg-type]
 
 
 def test_words_carry_labels_once(tmp_path: Path) -> None:

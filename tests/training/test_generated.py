@@ -110,3 +110,9 @@ def test_listops_of_a_table(tmp_path: Path) -> None:
     path.write_text("Source\tTarget\n[MEAN 1 2 ]\t1\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"data row 1: expected an expression .* found '\[MEAN'"):
         build_generated(config, DECODER, TEN, seed=0, use_cache=False)
+    path.write_text("Source\tTarget\n[MAX 1 2 ]\ttwo\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"data row 1: expected a class .* found 'two'"):
+        build_generated(config, DECODER, TEN, seed=0, use_cache=False)
+    path.write_text(f"Source\tTarget\n[MAX {'1 ' * 300}]\t1\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"at most 200 tokens \(data\.task\.max_length\)"):
+        build_generated(config, DECODER, TEN, seed=0, use_cache=False)

@@ -90,6 +90,21 @@ def test_parquet_of_bytes(tmp_path: Path) -> None:
     assert data.fingerprint == built(config_of(tmp_path / "images.parquet")).fingerprint
 
 
+def test_hidden_folders_are_no_classes(folder: Path) -> None:
+    (folder / ".thumbnails").mkdir()
+    picture((0, 255, 0), 0).save(folder / ".thumbnails" / "00.png")
+    data = built(config_of(folder))
+    assert len(data.train) + len(data.validation) == 24
+
+
+def test_an_image_that_cannot_be_read_is_named(folder: Path) -> None:
+    (folder / "red" / "03.png").write_bytes(b"no image")
+    data = built(config_of(folder))
+    with pytest.raises(UserError, match=r"red/03\.png: expected an image that PIL can read"):
+        for side in (data.train, data.validation):
+            side.inputs()
+
+
 def test_what_cannot_be_read_is_said(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     empty = tmp_path_factory.mktemp("empty")
     with pytest.raises(UserError, match="a folder of images"):

@@ -16,7 +16,7 @@ from linearize.tasks import AssociativeRecall, ListOps
 from linearize.teacher import TeacherShape
 from linearize.training.data import Dataset, PackedRows, document_progress
 from linearize.training.examples import Example, classified_texts, examples_dataset
-from linearize.training.labels import Classes, text_cell
+from linearize.training.labels import Classes, cell, text_cell
 from linearize.training.sources import read_rows
 from linearize.training.templates import IGNORED
 
@@ -137,15 +137,18 @@ def _listops(config: DataConfig, shape: TeacherShape, classes: Classes, seed: in
         train, held_out = made[held_out_count:], made[:held_out_count]
     else:
         name = config.validation_dataset or config.dataset
-        held_out = list(islice(_read(config.model_copy(update={"dataset": name}), task), held_out_count))
+        held_out = list(islice(_read(config.model_copy(update={"dataset": name}), task, classes), held_out_count))
         excluded = {example.key for example in held_out}
-        train = list(islice((x for x in _read(config, task) if x.key not in excluded), train_count))
+        train = list(islice((x for x in _read(config, task, classes) if x.key not in excluded), train_count))
     if not train or len(held_out) < 2:
-        raise UserError(f"data.dataset: expected expressions to train on, found {len(train)} and {len(held_out)}")
+        raise UserError(
+            f"data.dataset: expected expressions of at most {task.max_length} tokens (data.task.max_length) to train "
+            f"on and at least two held out, found {len(train)} and {len(held_out)}; allow longer ones, or use more data"
+        )
     return examples_dataset(*(classified_texts(side, PAD, use_cache) for side in (train, held_out)))
 
 
-def _read(config: DataConfig, task: ListOps) -> Iterator[Example]:
+def _read(config: DataConfig, task: ListOps, classes: Classes) -> Iterator[Example]:
     for number, row in enumerate(read_rows(config), 1):
         where = f"data row {number}"
         tokens = text_cell(row, "Source", where, "ListOps").replace("(", " ").replace(")", " ").split()
@@ -153,7 +156,7 @@ def _read(config: DataConfig, task: ListOps) -> Iterator[Example]:
         if unknown:
             raise UserError(f"{where}: expected an expression of {' '.join(TOKENS)}, found {min(unknown)!r}")
         if len(tokens) <= task.max_length:
-            yield _listops_example(tokens, int(text_cell(row, "Target", where, "ListOps")))
+            yield _listops_example(tokens, classes.number(cell(row, "Target", where, "ListOps"), where))
 
 
 # --- both -------------------------------------------------------------------------------------------------------------

@@ -29,10 +29,11 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 @dataclass(frozen=True)
 class Image:
-    """One image as the bytes of its file, and its class."""
+    """One image as the bytes of its file, its class, and where it came from, for messages."""
 
     data: bytes
     label: int
+    where: str
 
     @property
     def digest(self) -> int:
@@ -67,7 +68,7 @@ class ImageExamples:
         return replace(self, images=[self.images[index] for index in chosen])
 
     def inputs(self) -> dict[str, Tensor]:
-        decoded = [decode(image.data, "an image") for image in self.images]
+        decoded = [decode(image.data, image.where) for image in self.images]
         return {"pixel_values": self.processor(decoded, return_tensors="pt")["pixel_values"]}
 
     def tensors(self) -> Iterator[Tensor]:
@@ -116,7 +117,7 @@ def _read(config: DataConfig, classes: Classes) -> list[Image]:
             images.append(image)
             advance(1)
     if images:
-        decode(images[0].data, "data: the first image")
+        decode(images[0].data, images[0].where)
     return images
 
 
@@ -131,13 +132,16 @@ def _folder(folder: Path, classes: Classes) -> Iterator[Image]:
         )
     known = set(names) <= set(classes.numbers)
     # Evenly from all classes, so that `data.max_documents` of them are not all of one.
-    by_class = [[path for path in paths if path.parent.name == name] for name in names]
-    for index in range(max(map(len, by_class))):
-        for place, of_class in enumerate(by_class):
+    by_class: dict[str, list[Path]] = {name: [] for name in names}
+    for path in paths:
+        if path.parent.name in by_class:
+            by_class[path.parent.name].append(path)
+    for index in range(max(map(len, by_class.values()))):
+        for place, of_class in enumerate(by_class.values()):
             if index < len(of_class):
                 path = of_class[index]
                 label: object = path.parent.name if known else place
-                yield Image(_bytes(path), classes.number(label, str(path)))
+                yield Image(_bytes(path), classes.number(label, str(path)), str(path))
 
 
 def _table(config: DataConfig, classes: Classes) -> Iterator[Image]:
@@ -147,7 +151,7 @@ def _table(config: DataConfig, classes: Classes) -> Iterator[Image]:
         where = f"data row {number}"
         value = cell(row, task.image_column, where, "data.task.image_column")
         label = classes.number(cell(row, task.label_column, where, "data.task.label_column"), where)
-        yield Image(_encoded(value, where), label)
+        yield Image(_encoded(value, where), label, where)
 
 
 def _encoded(value: Any, where: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ class Classes:
             return self.numbers[value]
         try:
             number = int(value)  # type: ignore[call-overload]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = None
         if number is None or (isinstance(value, float) and not value.is_integer()):
             known = ", ".join(self.numbers) or "numbers"
@@ -47,15 +48,18 @@ class Classes:
 
 
 def as_number(value: object, where: str) -> float:
-    """A label that is a number.
+    """A label that is a finite number.
 
     Raises:
         UserError: it is not.
     """
     try:
-        return float(value)  # type: ignore[arg-type]
+        number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise UserError(f"{where}: expected a number, found {value!r:.60}") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{where}: expected a number, found {value!r:.60}")
+    return number
 
 
 def cell(row: Mapping[str, Any], column: str, where: str, field: str) -> Any:
