@@ -18,9 +18,8 @@ from linearize.teacher import LayerShape
 class FeatureMapPart(Part):
     """What every map says of itself.
 
-    `signed`: its kernel phi_q.phi_k can be negative, so a sum cannot normalise it. `mixed_signs`: single features, as
-    the map gives them, can be negative. `exponential`: features are exponentials, which are made safe by dividing those
-    of a query by their largest, and those of the keys by their running maximum.
+    `signed`: its kernel phi_q.phi_k can be negative, so a sum cannot normalise it. `mixed_signs`: single features can
+    be negative. `exponential`: features are exponentials, divided by a query's largest or the keys' running maximum.
     """
 
     rotation: Literal["before", "none"] = Field(
