@@ -305,11 +305,12 @@ def _interval(name: str) -> Callable[[dict[str, Any]], str]:
     return text
 
 
-def _heads(name: str) -> Callable[[dict[str, Any]], str]:
+def _heads(name: str, resolution: float = 0.0) -> Callable[[dict[str, Any]], str]:
+    """Less than `resolution` is what fp32 makes of 0."""
+
     def text(result: dict[str, Any]) -> str:
         values = result["fidelity"].get(name)
-        # Softmax's divergence from itself is what fp32 makes of 0.
-        return "" if not values else _number(0 if abs(mean(values)) < 1e-7 else mean(values))
+        return "" if not values else _number(0 if abs(mean(values)) < resolution else mean(values))
 
     return text
 
@@ -333,7 +334,7 @@ COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "minus_reference_beyond": (f"the same beyond {FAR} tokens", _interval("minus_reference_beyond")),
     "mse": ("MSE of outputs", _heads("output_mse")),
     "relative_mse": ("MSE over mean square", _heads("output_relative")),
-    "kl": ("KL of weights", _heads("weight_kl")),
+    "kl": ("KL of weights", _heads("weight_kl", resolution=1e-7)),
     "cosine": ("cosine of weights", _heads("cosine")),
     "singular_values": ("distance of singular values", _heads("singular_values")),
     "entropy": ("entropy of weights", _heads("entropy")),

@@ -18,8 +18,8 @@ from linearize.teacher import LayerShape
 class FeatureMapPart(Part):
     """What every map says of itself.
 
-    `signed`: its kernel phi_q.phi_k can be negative, so a sum cannot normalise it. `mixed_signs`: single features can
-    be negative. `exponential`: features are exponentials, divided by a query's largest or the keys' running maximum.
+    `signed`: the kernel phi_q.phi_k can be negative, so no sum normalises it. `mixed_signs`: unrotated features can be
+    negative. `exponential`: features are exponentials, divided by a query's largest or the keys' running maximum.
     """
 
     rotation: Literal["before", "none"] = Field(

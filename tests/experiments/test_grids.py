@@ -77,6 +77,8 @@ def test_committed_results_are_of_this_grid(path: Path, tmp_path: Path) -> None:
     assert record_file.is_file(), "run it: python experiments/run.py --help"
     record = json.loads(record_file.read_text())
     cells = {cell.label: cell for cell in run.Grid.load(path).cells}
+    expected = sorted((cell.label, recipe.seed) for cell, recipe in run.Grid.load(path).jobs("small"))
+    assert sorted((result["label"], result["seed"]) for result in record["results"]) == expected, "all of its cells"
     for result in record["results"]:
         cell = cells[result["label"]]
         assert (result["recipe"], result["set"], result["paper"]) == (cell.recipe, cell.set, cell.paper)

@@ -116,3 +116,6 @@ def test_listops_of_a_table(tmp_path: Path) -> None:
     path.write_text(f"Source\tTarget\n[MAX {'1 ' * 300}]\t1\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"at most 200 tokens \(data\.task\.max_length\)"):
         build_generated(config, DECODER, TEN, seed=0, use_cache=False)
+    path.write_text("Source\tValue\n[MAX 1 2 ]\t2\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"a column 'Target' .* found Source, Value; set data\.columns$"):
+        build_generated(config, DECODER, TEN, seed=0, use_cache=False)

@@ -95,6 +95,10 @@ def test_hidden_folders_are_no_classes(folder: Path) -> None:
     picture((0, 255, 0), 0).save(folder / ".thumbnails" / "00.png")
     data = built(config_of(folder))
     assert len(data.train) + len(data.validation) == 24
+    for name in COLOURS:
+        (folder / name).rename(folder / f".{name}")
+    with pytest.raises(UserError, match="a folder of images"):
+        built(config_of(folder))
 
 
 def test_an_image_that_cannot_be_read_is_named(folder: Path) -> None:

@@ -151,12 +151,12 @@ def _listops(config: DataConfig, shape: TeacherShape, classes: Classes, seed: in
 def _read(config: DataConfig, task: ListOps, classes: Classes) -> Iterator[Example]:
     for number, row in enumerate(read_rows(config), 1):
         where = f"data row {number}"
-        tokens = text_cell(row, "Source", where, "ListOps").replace("(", " ").replace(")", " ").split()
+        tokens = text_cell(row, "Source", where, "data.columns").replace("(", " ").replace(")", " ").split()
         unknown = set(tokens) - TOKENS.keys()
         if unknown:
             raise UserError(f"{where}: expected an expression of {' '.join(TOKENS)}, found {min(unknown)!r}")
         if len(tokens) <= task.max_length:
-            yield _listops_example(tokens, classes.number(cell(row, "Target", where, "ListOps"), where))
+            yield _listops_example(tokens, classes.number(cell(row, "Target", where, "data.columns"), where))
 
 
 # --- both -------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -124,22 +124,20 @@ def _read(config: DataConfig, classes: Classes) -> list[Image]:
 def _folder(folder: Path, classes: Classes) -> Iterator[Image]:
     """FOLDER/CLASS/IMAGE; classes that the config does not name are numbered in the order of their names."""
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    paths = sorted(path for path in folder.glob("*/*") if path.suffix.lower() in _SUFFIXES)
-    if not paths:
+    by_class: dict[str, list[Path]] = {name: [] for name in names}
+    for path in sorted(folder.glob("*/*")):
+        if path.suffix.lower() in _SUFFIXES and path.parent.name in by_class:
+            by_class[path.parent.name].append(path)
+    if not any(by_class.values()):
         raise UserError(
             f"data.dataset: expected a folder with a folder of images ({', '.join(_SUFFIXES)}) for each class, found "
             f"none in {folder}"
         )
     known = set(names) <= set(classes.numbers)
     # Evenly from all classes, so that `data.max_documents` of them are not all of one.
-    by_class: dict[str, list[Path]] = {name: [] for name in names}
-    for path in paths:
-        if path.parent.name in by_class:
-            by_class[path.parent.name].append(path)
-    for index in range(max(map(len, by_class.values()))):
-        for place, of_class in enumerate(by_class.values()):
-            if index < len(of_class):
-                path = of_class[index]
+    for of_each in zip_longest(*by_class.values()):
+        for place, path in enumerate(of_each):
+            if path is not None:
                 label: object = path.parent.name if known else place
                 yield Image(_bytes(path), classes.number(label, str(path)), str(path))
 

@@ -70,7 +70,8 @@ def cell(row: Mapping[str, Any], column: str, where: str, field: str) -> Any:
     """
     if column not in row:
         found = ", ".join(str(name) for name in row) or "no columns"
-        raise UserError(f"{where}: expected a column {column!r} ({field}), found {found}; set {field}, or data.columns")
+        settable = " or ".join(dict.fromkeys((field, "data.columns")))
+        raise UserError(f"{where}: expected a column {column!r} ({field}), found {found}; set {settable}")
     return row[column]
 
 
