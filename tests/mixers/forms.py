@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from linearize.mixers import BidirectionalMixer, LinearMixer, MixerState
-from linearize.ops import chunked, dispatch
+from linearize.ops import blockwise, chunked, dispatch, window
 from linearize.ops.layout import context_positions
 from linearize.parts import Add, AdditiveUpdate, NoSpan
 from tests.mixers.space import Drawn, pieces, with_tensors
@@ -128,5 +128,5 @@ def check_segments(case: Drawn) -> None:
 def small_chunks(patch: pytest.MonkeyPatch) -> None:
     """Short sequences cross chunk and block boundaries too."""
     patch.setattr(chunked, "CHUNK", 16)
-    patch.setattr(chunked, "WINDOW_CHUNK", 16)
-    patch.setattr(chunked, "MAX_CHUNKS_PER_BLOCK", 2)
+    patch.setattr(window, "WINDOW_CHUNK", 16)
+    patch.setattr(blockwise, "MAX_CHUNKS_PER_BLOCK", 2)

@@ -17,6 +17,10 @@ from linearize.ops.slots import Slots
 
 Masks = TypeVar("Masks")
 
+# Scores per block: large enough to fill the device, small enough on a CPU to stay in cache and off fresh pages.
+BLOCK_SCORES = {"cpu": 2**18, "cuda": 2**26}
+MAX_CHUNKS_PER_BLOCK = 64  # carrying the state from chunk to chunk costs the square of their number
+
 
 class Block(NamedTuple):
     """Worked on at once: slots start..stop, the `index`-th such stretch, of some batch entries and key heads."""
@@ -167,6 +171,18 @@ class Grid:
     def _key_rows(self, x: Tensor, block: Block) -> Tensor:
         start, stop = block.start - self.first * self.chunk - self.delay, block.stop - self.delay
         return x[block.batch, block.heads, max(0, start) : max(0, stop)]
+
+
+def chunks_back(slots: Slots, max_lag: int) -> int:
+    """What lies less than `max_lag` slots before a query is at most that many chunks before its own."""
+    return -((1 - max(1, max_lag)) // slots.chunk)
+
+
+def make_grid(slots: Slots, q: Tensor, k: Tensor, first: int, delay: int = 0) -> Grid:
+    """Each chunk of queries beside its own chunk of keys and the `first` before it."""
+    max_scores = BLOCK_SCORES["cpu" if q.device.type == "cpu" else "cuda"]
+    rows, group = (k.shape[0], k.shape[1]), q.shape[1] // k.shape[1]
+    return Grid(slots, rows, group, first, first + 1, max_scores, MAX_CHUNKS_PER_BLOCK, delay)
 
 
 def pick(x: Shaped[Tensor, "#B ..."], batch: slice) -> Shaped[Tensor, "b ..."]:

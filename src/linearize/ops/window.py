@@ -1,0 +1,178 @@
+"""Softmax over a window and sinks in linear time and memory, any length: scores by chunks, forward and backward.
+
+The backward pass computes a block's scores again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from linearize.ops.blockwise import Block, Grid, chunks_back, make_grid, pick
+from linearize.ops.layout import Layout
+from linearize.ops.partial import Partial, accumulation_dtype
+from linearize.ops.slots import Slots
+from linearize.ops.span import Span
+
+WINDOW_CHUNK = 32  # shorter than those of the linear part: fewer of the near keys' scores are masked
+LOG2_E = math.log2(math.e)
+
+
+def window_softmax(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G K D"],
+    v: Float[Tensor, "B G K D"],
+    *,
+    span: Span,
+    scaling: float,
+    softcap: float | None = None,
+    layout: Layout,
+) -> Partial:
+    """The softmax part (`reference.window_softmax`) in O(T w) time and O(T) memory, forward and backward."""
+    dtype, slots = accumulation_dtype(v.dtype), Slots(layout, min(WINDOW_CHUNK, max(16, span.max_lag)))
+    q, k, v = (slots.spread(x.to(dtype)) for x in (q, k, v))
+    first = min(chunks_back(slots, span.max_lag), slots.num_chunks - 1)
+    grid = make_grid(slots, q, k, first)
+    slot, sinks_seen = _far_sinks(grid, slots, span)
+    sink_k, sink_v = (_take(x, slot) for x in (k, v))
+    bias = partial(_window_bias, grid, span, sinks_seen, dtype)
+    num, rest = _WindowSoftmax.apply(grid, bias, scaling, softcap, q, k, v, sink_k, sink_v)
+    return Partial(slots.collect(num), *slots.collect(rest).unbind(-1))
+
+
+def _far_sinks(grid: Grid, slots: Slots, span: Span) -> tuple[Int[Tensor, "#B N s"], Bool[Tensor, "#B N s"]]:
+    """Slots of the sinks that lie below the near keys of each chunk, and which of them there are.
+
+    They belong to one document, that of the slot before: the others that a chunk holds begin among its near keys.
+    """
+    owner = grid.owner[:, :-1, None].long()
+    start = (torch.arange(slots.num_chunks, device=owner.device)[:, None] - grid.first) * slots.chunk
+    before = F.pad(grid.position, (1, 0), value=-1)[:, : slots.num_chunks * slots.chunk : slots.chunk]
+    sink = torch.arange(span.sinks, device=owner.device)
+    slot = start - 1 - before[..., None] + sink
+    if slots.layout.sink_slots:
+        moved = (slots.position[:, None, : span.sinks] == sink) & (owner == 0)
+        slot = torch.where(moved, sink, slot)
+    there = (slot >= 0) & (slot < start)
+    slot = torch.where(there, slot, 0)
+    position, document = (x.gather(1, slot.flatten(1)).view_as(slot) for x in (slots.position, slots.document))
+    return slot, there & (position == sink) & (document == owner)
+
+
+def _take(x: Float[Tensor, "B G P D"], slot: Int[Tensor, "#B N s"]) -> Float[Tensor, "B G N s D"]:
+    index = slot.flatten(1)[:, None, :, None].expand(len(x), x.shape[1], -1, x.shape[3])
+    return x.gather(2, index).unflatten(2, slot.shape[1:])
+
+
+def _window_bias(
+    grid: Grid, span: Span, sinks_seen: Bool[Tensor, "#B N s"], dtype: torch.dtype, batch: slice, start: int, stop: int
+) -> Float[Tensor, "b 1 n gC Ws"]:
+    """0 where a query sees a near key or a far sink, -inf elsewhere."""
+    position, near_position, _ = grid.around(grid.query_position, grid.position, batch, start, stop)
+    document, near_document, _ = grid.around(grid.query_document, grid.document, batch, start, stop)
+    position, near_position = position[..., None], near_position[:, :, None]
+    seen = (near_position >= span.lo(position).clamp_min(0)) & (near_position <= position)
+    if span.sinks:
+        seen |= (near_position >= 0) & (near_position < span.sinks) & (near_position <= position)
+    seen &= near_document[:, :, None] == document[..., None]
+    if span.sinks:
+        chunks = slice(start // grid.chunk, stop // grid.chunk)
+        reads = (document == pick(grid.owner, batch)[:, chunks, None])[..., None] & (position >= 0)
+        seen = torch.cat([seen, reads & pick(sinks_seen, batch)[:, chunks, None]], dim=3)
+    bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+    return grid.per_query_head(bias)
+
+
+class _WindowBlock:
+    """What forward and backward of a block share; in powers of 2, which take a fourth of the time of those of e."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        block: Block,
+        bias: Float[Tensor, "b 1 n gC Ws"],
+        scaling: float,
+        softcap: float | None,
+        *tensors: Tensor,
+    ) -> None:
+        q, k, v, sink_k, sink_v = tensors
+        self.chunks = slice(block.start // grid.chunk, block.stop // grid.chunk)
+        self.k, self.v = grid.near(grid.keys(k, block)), grid.near(grid.keys(v, block))
+        if sink_k.shape[3]:
+            self.k = torch.cat([self.k, sink_k[block.rows][:, :, self.chunks]], dim=3)
+            self.v = torch.cat([self.v, sink_v[block.rows][:, :, self.chunks]], dim=3)
+        self.unit = LOG2_E if softcap is None else 1 / softcap
+        self.q = grid.queries(q, block)
+        scores = torch.baddbmm(
+            bias.expand(*self.q.shape[:2], -1, -1, -1).flatten(0, 2) if softcap is None else bias.new_zeros(()),
+            self.q.flatten(0, 2),
+            self.k.flatten(0, 2).mT,
+            alpha=scaling * self.unit,
+        ).unflatten(0, self.q.shape[:3])
+        self.slope = None
+        if softcap is not None:
+            scores.tanh_()
+            self.slope = 1 - scores.square()
+            scores.mul_(softcap * LOG2_E).add_(bias)
+        top = scores.amax(-1, keepdim=True)
+        top.masked_fill_(top == -torch.inf, 0)
+        self.below_top = scores.sub_(top)  # of which the weights are powers of 2
+        self.log_scale = top.div_(LOG2_E)
+
+
+class _WindowSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grid: Grid,
+        bias: Callable[[slice, int, int], Float[Tensor, "b 1 n gC Ws"]],
+        scaling: float,
+        softcap: float | None,
+        *tensors: Tensor,
+    ) -> tuple[Float[Tensor, "B H P D"], Float[Tensor, "B H P 2"]]:
+        """num, and den beside log_scale, of the tensors q, k, v and the far sinks of k and v."""
+        q, _, v, *_ = tensors
+        num, rest = v.new_empty(*q.shape[:3], v.shape[3]), v.new_empty(*q.shape[:3], 2)
+        for block, mask in grid.blocks(bias):
+            x = _WindowBlock(grid, block, mask, scaling, softcap, *tensors)
+            weights = x.below_top.exp2_()
+            grid.put_product(num, block, weights, x.v)
+            grid.put_queries(rest, block, torch.cat([weights.sum(-1, keepdim=True), x.log_scale], dim=-1))
+        ctx.save_for_backward(*tensors)
+        ctx.grid, ctx.bias, ctx.scaling, ctx.softcap = grid, bias, scaling, softcap
+        return num, rest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_num: Tensor, grad_rest: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, grid = ctx.saved_tensors, ctx.grid
+        grad_q, *grad_keys = torch.empty_like(tensors[0]), *(torch.zeros_like(x) for x in tensors[1:])
+        grad_k, grad_v, grad_sink_k, grad_sink_v = grad_keys
+        for block, mask in grid.blocks(ctx.bias, reverse=True):
+            x = _WindowBlock(grid, block, mask, ctx.scaling, ctx.softcap, *tensors)
+            # The largest score is log_scale and is taken off all others; equals share, as in amax.
+            is_top = (x.below_top == 0).to(grad_num.dtype)
+            weights = x.below_top.exp2_()
+            g_num = grid.queries(grad_num, block)
+            g_den, g_log_scale = grid.queries(grad_rest, block).split(1, dim=-1)
+            g_values = weights.mT @ g_num
+            g_scores = (g_num @ x.v.mT).add_(g_den).mul_(weights)
+            share = (g_log_scale - g_scores.sum(-1, keepdim=True)) / is_top.sum(-1, keepdim=True).clamp_min(1)
+            g_scores.addcmul_(is_top, share)
+            if x.slope is not None:
+                g_scores.mul_(x.slope)
+            grid.put_queries(grad_q, block, (g_scores @ x.k).mul_(ctx.scaling))
+            g_keys = (g_scores.mT @ x.q).mul_(ctx.scaling)
+            near = grid.count * grid.chunk
+            for grad, grad_sink, g in ((grad_k, grad_sink_k, g_keys), (grad_v, grad_sink_v, g_values)):
+                grid.add_keys(grad, block, grid.fold(g[:, :, :, :near]))
+                grad_sink[block.rows][:, :, x.chunks] = g[:, :, :, near:]
+        return None, None, None, None, grad_q, grad_k, grad_v, grad_sink_k, grad_sink_v
