@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from linearize.maps import FeatureMapPart
+from linearize.ops.kernel import Kernel
 from linearize.ops.partial import accumulation_dtype
 from linearize.teacher import LayerShape
 
@@ -22,9 +23,11 @@ class FeatureMap(nn.Module, ABC):
         exponential: features are exponentials, and `k` returns their logarithms.
         feature_dim: F. key_heads: Hk, the heads of key features.
         min_denominator: the least that a sum normaliser divides by.
+        kernel: phi_q.phi_k as a function of a dot product of the map's `kernel_input`, where there is one.
     """
 
     min_denominator: float = 1e-6
+    kernel: Kernel | None = None
 
     def __init__(self, config: FeatureMapPart, shape: LayerShape) -> None:
         super().__init__()
@@ -45,7 +48,7 @@ class FeatureMap(nn.Module, ABC):
         self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]
     ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B H T"] | None]:
         """The same, and for an exponential map the logarithm of what they were divided by."""
-        x = _accumulated(x)
+        x = accumulated(x)
         phi = self._queries(x, position)
         if not self.exponential:
             return phi, None
@@ -58,7 +61,11 @@ class FeatureMap(nn.Module, ABC):
         Logarithms may be fp64 where fp32 cannot hold their differences (Performer): subtract the maximum in the dtype
         they come in, and only then round.
         """
-        return self._keys(_accumulated(x), position)
+        return self._keys(accumulated(x), position)
+
+    def kernel_input(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T X"]:
+        """What `kernel` makes the same features of as `q` and `k`, for a map with one."""
+        raise NotImplementedError(type(self).__name__)
 
     def _query_constant(self, x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T"] | float:
         """What the logarithms of `_queries` leave out, the same for all features of a query."""
@@ -73,7 +80,8 @@ class FeatureMap(nn.Module, ABC):
         """Features, or logarithms, of x in the dtype of the features."""
 
 
-def _accumulated(x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
+def accumulated(x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
+    """x in the dtype of features."""
     # One pass for the cast and for the order that matrix products want.
     return x.to(accumulation_dtype(x.dtype), memory_format=torch.contiguous_format)
 

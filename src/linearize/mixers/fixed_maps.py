@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from linearize.maps import CosformerMap, DpfpMap, ExpMap, PerformerMap, RfaMap
-from linearize.mixers.feature_map import FeatureMap, elu1
+from linearize.mixers.feature_map import FeatureMap, accumulated, elu1
+from linearize.mixers.taylor import TaylorKernel
 from linearize.teacher import LayerShape
 
 
@@ -116,53 +115,14 @@ class Cosformer(Symmetric):
 class Taylor(Symmetric):
     """phi.phi = 1 + u + u^2 / 2, u = q.k D^-1/2: products of pairs of (1, x'), x' = x D^-1/4."""
 
+    kernel: TaylorKernel = TaylorKernel()
+
+    def kernel_input(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T D"]:
+        """x'."""
+        return accumulated(x) * x.shape[-1] ** -0.25
+
     def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T F"]:
-        x = x * x.shape[-1] ** -0.25
-        return _PairProducts.apply(torch.cat([torch.ones_like(x[..., :1]), x], dim=-1))
-
-
-def _pairs(y: Float[Tensor, "*shape n"]) -> tuple[int, int, Float[Tensor, "*shape m"]]:
-    """n; for how many j all pairs are there once; and y twice, so that y moved by j places is a slice."""
-    return y.shape[-1], y.shape[-1] // 2 + 1, torch.cat([y, y], dim=-1)
-
-
-def _square_weights(y: Float[Tensor, "*shape n"]) -> Float[Tensor, " n"]:
-    """Of the squares of (1, x'): 1, and 2^-1/2 where the pair (i, i) stands for x_i^2 / 2 in the kernel."""
-    weights = y.new_full(y.shape[-1:], 0.5**0.5)
-    weights[0] = 1
-    return weights
-
-
-class _PairProducts(torch.autograd.Function):
-    """y_i y_i+j (indices modulo n) for j = 0 .. n / 2: every pair once. y [..., n] -> [..., n (n + 1) / 2].
-
-    All at once, into their place, and back without a tensor for each pair: autograd takes five times as long.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, y: Float[Tensor, "*shape n"]) -> Float[Tensor, "*shape F"]:
-        ctx.save_for_backward(y)
-        n, rows, twice = _pairs(y)
-        # Left to itself the product would be laid out j first, because of the overlap.
-        phi = y.new_empty(*y.shape[:-1], rows, n)
-        torch.mul(y[..., None, :], twice.unfold(-1, n, 1)[..., :rows, :], out=phi)
-        phi[..., 0, :].mul_(_square_weights(y))
-        # Of an even n the last row has every pair twice.
-        return phi.flatten(-2)[..., : n * (n + 1) // 2]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape n"]:
-        (y,) = ctx.saved_tensors
-        n, rows, twice = _pairs(y)
-        g_first, g_twice = torch.zeros_like(y), torch.zeros_like(twice)
-        for j in range(rows):
-            g = grad[..., j * n : (j + 1) * n]
-            g = g if j else g * _square_weights(y)
-            size = g.shape[-1]
-            g_first[..., :size].addcmul_(g, twice[..., j : j + size])
-            g_twice[..., j : j + size].addcmul_(g, y[..., :size])
-        return g_first.add_(g_twice[..., :n]).add_(g_twice[..., n:])
+        return self.kernel.features(self.kernel_input(x))
 
 
 class Rfa(FeatureMap):

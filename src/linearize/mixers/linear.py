@@ -59,6 +59,8 @@ class LinearMixer(Mixer):
                 self.gate = DECAYS[type(config.decay)](config.decay, shape, self.state_heads, features)
             if isinstance(config.update, parts.DeltaUpdate):
                 self.delta = DeltaRule(config.update, shape, self.state_heads)
+            if self.gate is None and self.delta is None and self.scale == 1:  # features as they are
+                self.kernel = self.feature_map.kernel
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
 
@@ -102,7 +104,8 @@ class LinearMixer(Mixer):
         if torch.is_grad_enabled() or self.feature_map is None:
             return length
         numbers = SEGMENT_NUMBERS["cpu" if inputs.q.device.type == "cpu" else "cuda"]
-        width = len(inputs.q) * self.shape.num_heads * max(self.shape.head_dim, self.feature_map.feature_dim)
+        features = 0 if self.kernel is not None else self.feature_map.feature_dim  # of all tokens at once
+        width = len(inputs.q) * self.shape.num_heads * max(self.shape.head_dim, features)
         return max(numbers // width // 64 * 64, 1024, 4 * self.span.context)
 
     # --- features and gates of tokens ---------------------------------------------------------------------------------
@@ -154,9 +157,10 @@ class LinearMixer(Mixer):
         return step + slots["log_decay_k"] if "log_decay_k" in slots else step
 
     def _map_keys(self, slots: Slots, position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
-        """The key map's features, or for an exponential map their logarithms."""
+        """The key map's features, or for an exponential map their logarithms; or what `kernel` makes them of."""
         assert self.feature_map is not None
-        return self.feature_map.k(slots.get("map_keys", slots["keys"]), position)
+        keys = slots.get("map_keys", slots["keys"])
+        return self.feature_map.k(keys, position) if self.kernel is None else self.feature_map.kernel_input(keys)
 
     def _key_features(self, slots: Slots, phi_k: Tensor, layout: Layout | None) -> Float[Tensor, "B Hs K F"]:
         """phi_k as it is written to the state, from what the map gave."""
@@ -179,6 +183,8 @@ class LinearMixer(Mixer):
         tokens, phi_k, _ = self.tokens(inputs, layout, layout, None)
         assert phi_k is not None
         phi_q, log_scale = self.query_features(inputs, layout.query_position)
+        if self.kernel is not None:
+            phi_q, phi_k = self.kernel.features(phi_q), self.kernel.features(phi_k)
         zero = phi_q.new_zeros(phi_q.shape[:3])
         log_scale = self.in_scale(Partial(phi_q[..., :0], zero, zero), log_scale, tokens).log_scale
         return LinearFeatures(tokens, phi_q, phi_k, log_scale)
@@ -225,12 +231,12 @@ class LinearMixer(Mixer):
         if phi_k is not None:
             phi_q, log_scale = self.query_features(inputs, layout.query_position)
             before = None if state is None else state.linear
-            options: dict[str, Any] = _decays(tokens) | {"span": self.span, "layout": layout, "state": before}
+            options: dict[str, Any] = self._how(tokens) | {"span": self.span, "layout": layout, "state": before}
             linear = linear_scan(phi_q, phi_k, written, **options)
             if self.config.sums_all_keys:
                 own, own_layout = self._without_context(tokens, phi_k, layout)
                 totals = None if state is None else state.totals
-                options = _decays(own) | {"span": NoSpan(), "layout": own_layout, "state": totals}
+                options = self._how(own) | {"span": NoSpan(), "layout": own_layout, "state": totals}
                 over_all = linear_scan(phi_q, own["phi_k"], own["values"][..., :0], **options)
                 linear = replace(linear, den=over_all.den)
             own = {name: x[:, :, x.shape[2] - layout.length :] for name, x in tokens.items()}
@@ -272,16 +278,20 @@ class LinearMixer(Mixer):
         written = self.written(tokens, phi_k, layout, before)
         linear = totals = None
         if phi_k is not None:
-            linear = linear_state(phi_k, written, **_decays(tokens), span=self.span, layout=layout, state=before)
+            linear = linear_state(phi_k, written, **self._how(tokens), span=self.span, layout=layout, state=before)
             if self.config.sums_all_keys:
                 mine, mine_layout = self._without_context(tokens, phi_k, layout)
-                options: dict[str, Any] = _decays(mine) | {"span": NoSpan(), "layout": mine_layout}
+                options: dict[str, Any] = self._how(mine) | {"span": NoSpan(), "layout": mine_layout}
                 options["state"] = None if state is None else state.totals
                 totals = linear_state(mine["phi_k"], mine["values"][..., :0], **options)
         read = self._partials(inputs, tokens, phi_k, written, layout, state)
         y = self._combine(inputs, *read, self.has_linear(layout.query_position))
         slots = keep_slots(tokens, layout, self.span, batch)
         return y, MixerState(slots, layout.count.expand(batch).clone(), linear, maximum, totals)
+
+    def _how(self, tokens: Slots) -> dict[str, Any]:
+        """Decays of the tokens and the kernel, as the ops take them."""
+        return {name: tokens.get(name) for name in ("log_decay_k", "log_decay_v")} | {"kernel": self.kernel}
 
     # --- one token ----------------------------------------------------------------------------------------------------
 
@@ -309,12 +319,12 @@ class LinearMixer(Mixer):
             phi_q, log_scale = self.query_features(inputs, position[:, None])
             phi_k = self._key_features(one, self._map_keys(one, position[:, None] - span.fold_lag), None)
             options: dict[str, Any] = {"beta": one.get("beta"), "span": span, "position": position}
-            options |= {"state": state.linear} | _decays(one) | _skipped(tokens, below if span.max_lag else None)
+            options |= {"state": state.linear} | self._how(one) | _skipped(tokens, below if span.max_lag else None)
             linear, after = linear_step(phi_q, phi_k, one["values"], **options)
             if self.config.sums_all_keys:
                 assert state.totals is not None
                 phi_k = self._key_features(new, self._map_keys(new, position[:, None]), None)
-                options = _decays(new) | {"span": NoSpan(), "position": position, "state": state.totals}
+                options = self._how(new) | {"span": NoSpan(), "position": position, "state": state.totals}
                 over_all, totals = linear_step(phi_q, phi_k, new["values"][..., :0], **options)
                 linear = replace(linear, den=over_all.den)
             linear = self.in_scale(linear, log_scale, new)
@@ -342,10 +352,6 @@ class LinearMixer(Mixer):
         size = self.span.sinks + self.span.context
         slots = {name: x.new_zeros(batch, x.shape[1], size, x.shape[3]) for name, x in new.items()}
         return MixerState(slots, seen, linear, maximum, totals)
-
-
-def _decays(tokens: Slots) -> dict[str, Tensor | None]:
-    return {name: tokens.get(name) for name in ("log_decay_k", "log_decay_v")}
 
 
 def _skipped(tokens: Slots, below: Bool[Tensor, "B S"] | None) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.mixers.span import build_span
 from linearize.mixers.state import Slots
 from linearize.mixers.window_dropout import WindowDropout
-from linearize.ops import Layout, Partial
+from linearize.ops import Kernel, Layout, Partial
 from linearize.parts import MixerConfig
 from linearize.teacher import LayerShape
 
@@ -41,6 +41,7 @@ class Mixer(nn.Module, ABC):
         causal: whether a query's keys are those up to its own; else all of its document.
         feature_map, gate, delta: None where the config names none.
         scale: what phi_q . phi_k is multiplied by.
+        kernel: phi_q . phi_k in closed form where this mixer can use it; its features are then made by the ops.
         state_heads: Hs, heads of the linear part's state.
     """
 
@@ -56,6 +57,7 @@ class Mixer(nn.Module, ABC):
         self.feature_map: FeatureMap | None = None
         self.gate: Any = None
         self.delta: DeltaRule | None = None
+        self.kernel: Kernel | None = None
         self.window_dropout: WindowDropout | None = None
         if config.feature_map is not None:
             self.feature_map = FEATURE_MAPS[type(config.feature_map)](config.feature_map, shape)
@@ -96,10 +98,13 @@ class Mixer(nn.Module, ABC):
     def query_features(
         self, inputs: AttnInputs, position: Int[Tensor, "#B T"]
     ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B H T"] | None]:
-        """phi_q, and for an exponential map the logarithm that it is relative to."""
+        """phi_q, or what `kernel` makes it of; and for an exponential map the logarithm that it is relative to."""
         assert self.feature_map is not None and self.config.feature_map is not None
         rotation = self.config.feature_map.rotation
-        phi_q, log_scale = self.feature_map.scaled_q(map_inputs(rotation, inputs)[0], position)
+        q = map_inputs(rotation, inputs)[0]
+        if self.kernel is not None:
+            return self.feature_map.kernel_input(q), None
+        phi_q, log_scale = self.feature_map.scaled_q(q, position)
         if self.delta is not None:
             phi_q = self.delta.normalize(phi_q)
         if rotation == "after" and inputs.rope is not None:

@@ -19,6 +19,7 @@ Masks = TypeVar("Masks")
 
 # Scores per block: large enough to fill the device, small enough on a CPU to stay in cache and off fresh pages.
 BLOCK_SCORES = {"cpu": 2**18, "cuda": 2**26}
+BLOCK_FEATURES = {"cpu": 2**20, "cuda": 2**26}  # where a block makes them itself
 MAX_CHUNKS_PER_BLOCK = 64  # carrying the state from chunk to chunk costs the square of their number
 
 
@@ -59,20 +60,19 @@ class Grid:
         group: int,
         first: int,
         count: int,
-        max_scores: int,
+        at_once: int,
         max_chunks: int,
         delay: int = 0,
     ) -> None:
-        """`rows`: batch entries and key heads; a block holds about `max_scores` scores and at most `max_chunks`."""
+        """`rows`: batch entries and key heads; a block has at most `at_once` chunks, `max_chunks` of any row."""
         self.rows, self.group, self.first, self.count, self.delay = rows, group, first, count, delay
         self.chunk, self.length, self.uniform = slots.chunk, slots.num_chunks * slots.chunk, slots.layout.uniform
         self.query_position, self.query_document = slots.position.int(), slots.document.int()
         self.position = self.lay_keys(self.query_position, empty=-1)
         self.document = self.lay_keys(self.query_document, empty=0)
         self.owner = F.pad(self.document, (1, 0))[:, : self.length + 1 : self.chunk]
-        scores = group * count * self.chunk**2
-        chunks = max(1, min(max_scores // scores, max_chunks, slots.num_chunks))
-        self.size, self.max_rows = chunks * self.chunk, max(1, max_scores // (chunks * scores))
+        chunks = max(1, min(at_once, max_chunks, slots.num_chunks))
+        self.size, self.max_rows = chunks * self.chunk, max(1, at_once // chunks)
 
     def lay_keys(self, x: Shaped[Tensor, "*rows P"], empty: int) -> Shaped[Tensor, "*rows Q"]:
         """What the slots say of their keys, where the keys lie; `empty` in front."""
@@ -178,11 +178,17 @@ def chunks_back(slots: Slots, max_lag: int) -> int:
     return -((1 - max(1, max_lag)) // slots.chunk)
 
 
-def make_grid(slots: Slots, q: Tensor, k: Tensor, first: int, delay: int = 0) -> Grid:
-    """Each chunk of queries beside its own chunk of keys and the `first` before it."""
-    max_scores = BLOCK_SCORES["cpu" if q.device.type == "cpu" else "cuda"]
+def make_grid(slots: Slots, q: Tensor, k: Tensor, first: int, delay: int = 0, features: int = 0) -> Grid:
+    """Each chunk of queries beside its own chunk of keys and the `first` before it.
+
+    `features`: of a query, made by the block itself.
+    """
+    device, count = "cpu" if q.device.type == "cpu" else "cuda", first + 1
     rows, group = (k.shape[0], k.shape[1]), q.shape[1] // k.shape[1]
-    return Grid(slots, rows, group, first, first + 1, max_scores, MAX_CHUNKS_PER_BLOCK, delay)
+    at_once = BLOCK_SCORES[device] // (group * count * slots.chunk**2)
+    if features:
+        at_once = min(at_once, BLOCK_FEATURES[device] // (group * slots.chunk * features))
+    return Grid(slots, rows, group, first, count, at_once, MAX_CHUNKS_PER_BLOCK, delay)
 
 
 def pick(x: Shaped[Tensor, "#B ..."], batch: slice) -> Shaped[Tensor, "b ..."]:

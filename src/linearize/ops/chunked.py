@@ -8,7 +8,7 @@ more chunks of scores). The backward passes compute a block's scores and states 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from linearize.ops import vector
 from linearize.ops.blockwise import Block, Grid, chunks_back, make_grid, pick
 from linearize.ops.decay import ticking
+from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.slots import Slots
@@ -30,6 +31,7 @@ from linearize.ops.window import window_softmax
 __all__ = ["linear_scan", "window_softmax"]
 
 CHUNK = 64
+MAX_CHUNK = 256  # with a kernel: scores are cheap beside states, the more so the wider its inputs
 # Decays of less than e to this are 0: arithmetic with denormal numbers, which their products are, takes twice the time.
 NEGLIGIBLE = {torch.float32: -80.0, torch.float64: -700.0}
 
@@ -41,6 +43,7 @@ def linear_scan(
     *,
     log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
     log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
+    kernel: Kernel | None = None,
     span: Span,
     layout: Layout,
     state: LinearState | None = None,
@@ -48,20 +51,29 @@ def linear_scan(
     """The linear part (`reference.linear_scan`) in O(T) time and memory, forward and backward."""
     if log_decay_v is not None or (log_decay_k is not None and log_decay_k.shape[-1] > 1):
         decays = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v}
+        assert kernel is None
         return vector.linear_scan(phi_q, phi_k, v, **decays, span=span, layout=layout, state=state)
-    dtype, slots = accumulation_dtype(v.dtype), Slots(layout, CHUNK)
+    chunk = CHUNK if kernel is None else min(max(CHUNK, 4 * phi_k.shape[3]), MAX_CHUNK)
+    dtype, slots = accumulation_dtype(v.dtype), Slots(layout, chunk)
     sums = None
     if log_decay_k is not None:
+        assert kernel is None
         ticks = slots.spread(ticking(log_decay_k, span, layout).expand(len(phi_k), -1, -1, -1))
         sums = ticks.squeeze(-1).double().cumsum(-1)
     phi_q, phi_k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, expand_heads(v, phi_k.shape[1])))
     # Keys lie beside the first query that reads them, at the latest. Of query chunk c, keys in chunks c - first .. c
     # are read through scores, all before through the state.
     first = min(chunks_back(slots, span.max_lag - span.fold_lag), slots.num_chunks - 1)
-    grid = make_grid(slots, phi_q, phi_k, first, delay=min(span.fold_lag, slots.num_chunks * slots.chunk))
-    S = v.new_zeros(*phi_k.shape[:2], phi_k.shape[3], v.shape[3]) if state is None else state.S.to(dtype)
-    z = v.new_zeros(*phi_k.shape[:2], phi_k.shape[3]) if state is None else state.z.to(dtype)
-    num, den = _LinearScan.apply(grid, partial(_linear_masks, grid, span, dtype), sums, phi_q, phi_k, v, S, z)
+    S = z = None
+    if state is not None:
+        S, z = state.S.to(dtype), state.z.to(dtype)
+    elif slots.num_chunks > first + 1:  # else all keys that there are lie near
+        z = _features(kernel, torch.zeros_like(phi_k[:, :, 0])).zero_()
+        S = v.new_zeros(*z.shape, v.shape[3])
+    features = 0 if kernel is None or z is None else z.shape[2]
+    grid = make_grid(slots, phi_q, phi_k, first, min(span.fold_lag, slots.num_chunks * slots.chunk), features)
+    masks = partial(_linear_masks, grid, span, dtype, kernel is not None)
+    num, den = _LinearScan.apply(grid, masks, kernel, sums, phi_q, phi_k, v, S, z)
     den = slots.collect(den).squeeze(-1)
     return Partial(slots.collect(num), den, torch.zeros_like(den))
 
@@ -78,7 +90,10 @@ class _LinearMasks(NamedTuple):
     into: Float[Tensor, "b y N1 N1"]  # what an old chunk adds (first: the carried state) is in the state of a chunk
 
 
-def _linear_masks(grid: Grid, span: Span, dtype: torch.dtype, batch: slice, start: int, stop: int) -> _LinearMasks:
+def _linear_masks(
+    grid: Grid, span: Span, dtype: torch.dtype, explicit: bool, batch: slice, start: int, stop: int
+) -> _LinearMasks:
+    """`explicit`: slots without a key have features all the same, which are not 0."""
     q_position, near_position, k_position = grid.around(grid.query_position, grid.position, batch, start, stop)
     q_document, near_document, k_document = grid.around(grid.query_document, grid.document, batch, start, stop)
     near = near_position[:, :, None] < span.lo(q_position)[..., None]
@@ -88,7 +103,7 @@ def _linear_masks(grid: Grid, span: Span, dtype: torch.dtype, batch: slice, star
     # The document of the slot before a chunk's near keys owns the state there, which holds its keys and no others.
     owner = pick(grid.owner, batch)[:, start // grid.chunk : stop // grid.chunk + 1]
     into = (owner[:, :, None] == owner[:, None, :]).tril().to(dtype)[:, None]
-    if grid.uniform and not span.sinks:
+    if grid.uniform and not span.sinks and not explicit:
         return _LinearMasks(near, None, None, into)
     n = q_position.shape[1]
     reads = (q_document == owner[:, :n, None]) & (q_position >= 0)
@@ -138,17 +153,44 @@ def _times(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x * mask
 
 
+def _features(kernel: Kernel | None, x: Float[Tensor, "*shape X"]) -> Float[Tensor, "*shape F"]:
+    return x if kernel is None else kernel.features(x)
+
+
+def _features_grad(
+    kernel: Kernel | None, x: Float[Tensor, "*shape X"], grad: Float[Tensor, "*shape F"]
+) -> Float[Tensor, "*shape X"]:
+    return grad if kernel is None else kernel.features_grad(x, grad)
+
+
 class _LinearBlock:
     """What forward and backward of a block share."""
 
-    def __init__(self, grid: Grid, block: Block, masks: _LinearMasks, phi_q: Tensor, phi_k: Tensor, v: Tensor) -> None:
-        self.into = masks.into
+    def __init__(
+        self,
+        grid: Grid,
+        block: Block,
+        masks: _LinearMasks,
+        kernel: Kernel | None,
+        phi_q: Tensor,
+        phi_k: Tensor,
+        v: Tensor,
+    ) -> None:
+        self.masks, self.kernel = masks, kernel
         keys, values = grid.keys(phi_k, block), grid.keys(v, block)
         self.q, self.near_k, self.near_v = grid.queries(phi_q, block), grid.near(keys), grid.near(values)
-        self.scores = (self.q @ self.near_k.mT).mul_(masks.near)
+        self.products = self.q @ self.near_k.mT
+        self.scores = (self.products if kernel is None else kernel.scores(self.products)).mul_(masks.near)
         n = self.q.shape[2]
-        self.old_k, self.old_v = _times(keys[:, :, :n], masks.enters), values[:, :, :n]
-        self.reads = _times(self.q, masks.reads)
+        self.old_x, self.old_v = keys[:, :, :n], values[:, :, :n]
+
+    @cached_property
+    def reads(self) -> Float[Tensor, "b h n gC F"]:
+        return _times(_features(self.kernel, self.q), self.masks.reads)
+
+    @cached_property
+    def old_k(self) -> Float[Tensor, "b h n C F"]:
+        return _times(_features(self.kernel, self.old_x), self.masks.enters)
 
     def states(
         self, S: Float[Tensor, "b h F D"], z: Float[Tensor, "b h F"]
@@ -162,7 +204,8 @@ class _LinearBlock:
         else:
             all_S[:, :, 1:] = self.old_k.mT @ self.old_v
         torch.sum(self.old_k, -2, out=all_z[:, :, 1:])
-        return (self.into @ all_S.flatten(3)).view_as(all_S), self.into @ all_z
+        into = self.masks.into
+        return (into @ all_S.flatten(3)).view_as(all_S), into @ all_z
 
 
 class _LinearScan(torch.autograd.Function):
@@ -171,27 +214,33 @@ class _LinearScan(torch.autograd.Function):
         ctx: Any,
         grid: Grid,
         masks: Callable[[slice, int, int], _LinearMasks],
+        kernel: Kernel | None,
         sums: Float[Tensor, "B Hk P"] | None,
         phi_q: Tensor,
         phi_k: Tensor,
         v: Tensor,
-        S: Tensor,
-        z: Tensor,
+        S: Tensor | None,
+        z: Tensor | None,
     ) -> tuple[Float[Tensor, "B H P D"], Float[Tensor, "B H P 1"]]:
         num, den = v.new_empty(*phi_q.shape[:3], v.shape[3]), v.new_empty(*phi_q.shape[:3], 1)
-        # The state before each stretch of slots.
-        all_S, all_z = (x.expand(grid.num_stretches + 1, *x.shape).clone() for x in (S, z))
+        # The state before each stretch of slots; None where no query reads one.
+        all_S, all_z = (None if x is None else x.expand(grid.num_stretches + 1, *x.shape).clone() for x in (S, z))
         key_sums = None if sums is None else _key_sums(grid, sums)
         for block, mask in grid.blocks(masks):
             mask = mask if sums is None or key_sums is None else _decayed(mask, grid, block, sums, key_sums)
-            x = _LinearBlock(grid, block, mask, phi_q, phi_k, v)
+            x = _LinearBlock(grid, block, mask, kernel, phi_q, phi_k, v)
+            near = x.scores.sum(-1, keepdim=True)
+            if all_S is None or all_z is None:
+                grid.put_queries(den, block, near)
+                grid.put_product(num, block, x.scores, x.near_v)
+                continue
             S, z = x.states(all_S[block.index][block.rows], all_z[block.index][block.rows])
             all_S[block.index + 1][block.rows], all_z[block.index + 1][block.rows] = S[:, :, -1], z[:, :, -1]
             from_state = (x.reads * z[:, :, :-1, None]).sum(-1, keepdim=True)
-            grid.put_queries(den, block, from_state.add_(x.scores.sum(-1, keepdim=True)))
+            grid.put_queries(den, block, from_state.add_(near))
             grid.put_product(num, block, x.reads, S[:, :, :-1], added=(x.scores, x.near_v))
         ctx.save_for_backward(sums, phi_q, phi_k, v, all_S, all_z)
-        ctx.grid, ctx.masks = grid, masks
+        ctx.grid, ctx.masks, ctx.kernel = grid, masks, kernel
         return num, den
 
     @staticmethod
@@ -199,35 +248,42 @@ class _LinearScan(torch.autograd.Function):
     def backward(ctx: Any, grad_num: Tensor, grad_den: Tensor) -> tuple[Tensor | None, ...]:
         sums, phi_q, phi_k, v, all_S, all_z = ctx.saved_tensors
         grid: Grid = ctx.grid
-        grad_q, grad_k, grad_S, grad_z = torch.empty_like(phi_q), *map(torch.zeros_like, (phi_k, all_S[0], all_z[0]))
+        kernel: Kernel | None = ctx.kernel
+        grad_q, grad_k = torch.empty_like(phi_q), torch.zeros_like(phi_k)
+        grad_S, grad_z = (None if x is None else torch.zeros_like(x[0]) for x in (all_S, all_z))
         # Attention transfer trains nothing but the features.
-        grad_v = torch.zeros_like(v) if ctx.needs_input_grad[5] else None
+        grad_v = torch.zeros_like(v) if ctx.needs_input_grad[6] else None
         key_sums = None if sums is None else _key_sums(grid, sums)
         for block, mask in grid.blocks(ctx.masks, reverse=True):
             mask = mask if sums is None or key_sums is None else _decayed(mask, grid, block, sums, key_sums)
-            x, n = _LinearBlock(grid, block, mask, phi_q, phi_k, v), (block.stop - block.start) // grid.chunk
-            S, z = (y[:, :, :-1] for y in x.states(all_S[block.index][block.rows], all_z[block.index][block.rows]))
+            x, n = _LinearBlock(grid, block, mask, kernel, phi_q, phi_k, v), (block.stop - block.start) // grid.chunk
             g_num, g_den = grid.queries(grad_num, block), grid.queries(grad_den, block)
-            # Of the states: a chunk's own reads, and what comes back from the slots behind; then of what they sum.
-            g_S = torch.cat([x.reads.mT @ g_num, grad_S[block.rows][:, :, None]], dim=2)
-            g_z = torch.cat([(x.reads * g_den).sum(-2), grad_z[block.rows][:, :, None]], dim=2)
-            g_S, g_z = (mask.into.mT @ g_S.flatten(3)).view_as(g_S), mask.into.mT @ g_z
-            grad_S[block.rows], grad_z[block.rows] = g_S[:, :, 0], g_z[:, :, 0]
-            g_S, g_z = g_S[:, :, 1:], g_z[:, :, 1:, None]
-
-            g_scores = (g_num @ x.near_v.mT).add_(g_den).mul_(mask.near)
-            g_reads = _times((g_num @ S.mT).addcmul_(g_den, z[:, :, :, None]), mask.reads)
-            grid.put_queries(grad_q, block, g_reads.add_(g_scores @ x.near_k))
-            g_keys = grid.fold(g_scores.mT @ x.q)
-            g_keys[:, :, :n] += _times((x.old_v @ g_S.mT).add_(g_z), mask.enters)
+            g_products = (g_num @ x.near_v.mT).add_(g_den).mul_(mask.near)
+            if kernel is not None:
+                g_products.mul_(kernel.slope(x.products))
+            g_q, g_keys = g_products @ x.near_k, grid.fold(g_products.mT @ x.q)
+            g_values = None if grad_v is None else grid.fold(x.scores.mT @ g_num)
+            if grad_S is not None and grad_z is not None:
+                S, z = (y[:, :, :-1] for y in x.states(all_S[block.index][block.rows], all_z[block.index][block.rows]))
+                # Of the states: a chunk's own reads, and what comes back from the slots behind; then of what they sum.
+                g_S = torch.cat([x.reads.mT @ g_num, grad_S[block.rows][:, :, None]], dim=2)
+                g_z = torch.cat([(x.reads * g_den).sum(-2), grad_z[block.rows][:, :, None]], dim=2)
+                g_S, g_z = (mask.into.mT @ g_S.flatten(3)).view_as(g_S), mask.into.mT @ g_z
+                grad_S[block.rows], grad_z[block.rows] = g_S[:, :, 0], g_z[:, :, 0]
+                g_S, g_z = g_S[:, :, 1:], g_z[:, :, 1:, None]
+                g_reads = _times((g_num @ S.mT).addcmul_(g_den, z[:, :, :, None]), mask.reads)
+                g_q += _features_grad(kernel, x.q, g_reads)
+                g_old = _times((x.old_v @ g_S.mT).add_(g_z), mask.enters)
+                g_keys[:, :, :n] += _features_grad(kernel, x.old_x, g_old)
+                if g_values is not None:
+                    g_values[:, :, :n] += x.old_k @ g_S
+            grid.put_queries(grad_q, block, g_q)
             grid.add_keys(grad_k, block, g_keys)
-            if grad_v is not None:
-                g_values = grid.fold(x.scores.mT @ g_num)
-                g_values[:, :, :n] += x.old_k @ g_S
+            if grad_v is not None and g_values is not None:
                 grid.add_keys(grad_v, block, g_values)
         grad_sums = None
-        if sums is not None and ctx.needs_input_grad[2]:
+        if sums is not None and ctx.needs_input_grad[3]:
             # The sum G_n appears as e^{G_n} phi_q(n) and e^{-G_n} phi_k(n) only.
             reads = (phi_q * grad_q).sum(-1).unflatten(1, (-1, grid.group)).sum(2)
             grad_sums = reads.double() - (phi_k * grad_k).sum(-1)
-        return None, None, grad_sums, grad_q, grad_k, grad_v, grad_S, grad_z
+        return None, None, None, grad_sums, grad_q, grad_k, grad_v, grad_S, grad_z

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from linearize.ops.kernel import Kernel
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.span import Span, TerracedSpan
 from linearize.ops.state import LinearState, expand_heads
@@ -21,6 +22,7 @@ def linear_step(
     log_decay_v: Float[Tensor, "#B Hk 1 D"] | None = None,
     skipped_k: Float[Tensor, "#B Hk 1 X"] | None = None,
     skipped_v: Float[Tensor, "#B Hk 1 D"] | None = None,
+    kernel: Kernel | None = None,
     span: Span,
     position: Int[Tensor, " B"],
     state: LinearState,
@@ -29,9 +31,12 @@ def linear_step(
 
     `phi_k`, `v`, `beta` (of the delta rule) and the log decays are those of the token that enters the state, at
     position - span.fold_lag; `skipped` are the log decays of the steps lo(position) .. position, summed.
+    With a `kernel`, phi_q and phi_k are what it makes features of.
     """
     dtype, heads = accumulation_dtype(v.dtype), phi_k.shape[1]
     phi_q, phi_k, v = phi_q.to(dtype), phi_k.to(dtype), expand_heads(v, heads).to(dtype)
+    if kernel is not None:
+        phi_q, phi_k = kernel.features(phi_q), kernel.features(phi_k)
     phi_k = phi_k * (position - span.fold_lag >= span.sinks)[:, None, None, None]
     S, z = state.S, state.z
     readable = S, z

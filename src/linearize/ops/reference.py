@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linearize.ops.decay import cumulative
+from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.span import Span
@@ -29,6 +30,7 @@ def linear_scan(
     *,
     log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
     log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
+    kernel: Kernel | None = None,
     span: Span,
     layout: Layout,
     state: LinearState | None = None,
@@ -38,6 +40,8 @@ def linear_scan(
     D(n,j) is exp of the sum of the log decays of steps j+1 .. n, elementwise: one number per head (X = 1) or per
     feature (X = F) on the feature axis, and one per value on the value axis; log decays are <= 0. den_n is the same
     with 1 for v_j and without D_v. `state` stands before the first slot.
+
+    With a `kernel`, phi_q and phi_k are what it makes features of, and there are no decays.
     """
     dtype, heads, length = accumulation_dtype(v.dtype), phi_q.shape[1], phi_q.shape[2]
     phi_q, phi_k, v = phi_q.to(dtype), expand_heads(phi_k, heads).to(dtype), expand_heads(v, heads).to(dtype)
@@ -45,7 +49,12 @@ def linear_scan(
     sums_k, sums_v = (
         None if x is None else expand_heads(cumulative(x, span, layout), heads) for x in (log_decay_k, log_decay_v)
     )
-    weights = kernel_weights(phi_q, phi_k, sums_k, mask)
+    if kernel is None:
+        weights = kernel_weights(phi_q, phi_k, sums_k, mask)
+    else:
+        assert sums_k is None and sums_v is None
+        weights = kernel.scores(phi_q @ phi_k.mT) * mask
+        phi_q = phi_q if state is None else kernel.features(phi_q)
     den = weights.sum(-1)
     if sums_v is None:
         num = weights @ v

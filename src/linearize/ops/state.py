@@ -8,9 +8,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linearize.ops.decay import remaining
+from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout
 from linearize.ops.partial import accumulation_dtype
 from linearize.ops.span import Span, TerracedSpan
+
+SLOTS_AT_ONCE = 256  # of which features are made
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ def linear_state(
     *,
     log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
     log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
+    kernel: Kernel | None = None,
     span: Span,
     layout: Layout,
     state: LinearState | None = None,
@@ -51,6 +55,7 @@ def linear_state(
     """The state after the last token: keys of its document with sinks <= position < lo(its position).
 
     `state` counts only where a row is still in the carried document. For the delta rule, v are its `delta_values`.
+    With a `kernel`, phi_k is what it makes features of.
     """
     dtype = accumulation_dtype(v.dtype)
     phi_k, v = phi_k.to(dtype), expand_heads(v, phi_k.shape[1]).to(dtype)
@@ -59,21 +64,38 @@ def linear_state(
     goes_on = (layout.last_document == 0)[:, :, None, None].to(dtype)
 
     def up_to(bound: Bool[Tensor, "#B K"]) -> tuple[Tensor, Tensor]:
-        keys, values = phi_k * (bound & (layout.key_position >= span.sinks))[:, None, :, None], v
+        counts = (bound & (layout.key_position >= span.sinks))[:, None, :, None]
         S, z = None if state is None else state.S * goes_on, None if state is None else state.z[..., None] * goes_on
-        if log_decay_k is not None:
-            after, total = remaining(log_decay_k, span, layout, bound)
-            keys = keys * after.exp().to(dtype)
-            if S is not None and z is not None:
-                S, z = S * total.mT.exp().to(dtype), z * total.mT.exp().to(dtype)
-        if log_decay_v is not None:
-            after, total = remaining(log_decay_v, span, layout, bound)
-            values = values * after.exp().to(dtype)
-            S = None if S is None else S * total.exp().to(dtype)
-        added_S, added_z = keys.mT @ values, keys.sum(2)
+        if kernel is not None:
+            added_S, added_z = _sums_of_features(kernel, phi_k, counts, v)
+        else:
+            keys, values = phi_k * counts, v
+            if log_decay_k is not None:
+                after, total = remaining(log_decay_k, span, layout, bound)
+                keys = keys * after.exp().to(dtype)
+                if S is not None and z is not None:
+                    S, z = S * total.mT.exp().to(dtype), z * total.mT.exp().to(dtype)
+            if log_decay_v is not None:
+                after, total = remaining(log_decay_v, span, layout, bound)
+                values = values * after.exp().to(dtype)
+                S = None if S is None else S * total.exp().to(dtype)
+            added_S, added_z = keys.mT @ values, keys.sum(2)
         return (added_S, added_z) if S is None or z is None else (S + added_S, z.squeeze(-1) + added_z)
 
     readable = up_to(mine & (layout.key_position < span.lo(last)))
     if not isinstance(span, TerracedSpan):
         return LinearState(*readable)
     return LinearState(*readable, *up_to(mine & (layout.key_position <= last - span.fold_lag)))
+
+
+def _sums_of_features(
+    kernel: Kernel, x: Float[Tensor, "B Hk K X"], counts: Bool[Tensor, "#B 1 K 1"], v: Float[Tensor, "B Hk K D"]
+) -> tuple[Float[Tensor, "B Hk F D"], Float[Tensor, "B Hk F"]]:
+    """The sums over the keys that count of phi(x) v^T and of phi(x); no more than some features exist at a time."""
+    S = z = None
+    for some, which, values in zip(*(y.split(SLOTS_AT_ONCE, dim=2) for y in (x, counts, v)), strict=True):
+        keys = kernel.features(some) * which
+        added_S, added_z = keys.mT @ values, keys.sum(2)
+        S, z = (added_S, added_z) if S is None or z is None else (S + added_S, z + added_z)
+    assert S is not None and z is not None
+    return S, z

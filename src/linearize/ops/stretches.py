@@ -110,8 +110,9 @@ class DelayedSlots(Slots):
 
     def grid(self, rows: tuple[int, int], group: int, device: torch.device) -> Grid:
         max_scores = BLOCK_SCORES["cpu" if device.type == "cpu" else "cuda"]
-        max_chunks = max(MIN_CHUNKS_PER_BLOCK, max_scores // (rows[0] * rows[1] * group * self.chunk**2))
-        return Grid(self, rows, group, 0, 1, max_scores, max_chunks)
+        at_once = max_scores // (group * self.chunk**2)
+        max_chunks = max(MIN_CHUNKS_PER_BLOCK, at_once // (rows[0] * rows[1]))
+        return Grid(self, rows, group, 0, 1, at_once, max_chunks)
 
 
 Body = Callable[..., tuple[Tensor, Tensor]]
