@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from linearize import parts
-from linearize.costs import mixer_flops, new_parameters, state_bytes
+from linearize.costs import mixer_activations, mixer_flops, new_parameters, state_bytes
 from linearize.mixers import AttnInputs, LinearMixer
 from linearize.parts import MixerConfig
 from linearize.teacher import TeacherShape
@@ -191,3 +193,13 @@ FLOPS_BY_HAND = {
 @pytest.mark.parametrize("name", FLOPS_BY_HAND)
 def test_mixer_flops_by_hand(name: str) -> None:
     assert mixer_flops(MIXERS[name], SMALL, sequence_length=64) == FLOPS_BY_HAND[name]
+
+
+def test_a_kernel_in_closed_form_keeps_inputs_and_not_features() -> None:
+    """Taylor's 45 features of 8 inputs; not where a gate or a scale changes features, or a mixer is not causal."""
+    mixer = MixerConfig(span=parts.NoSpan(), feature_map=parts.TaylorMap(), combine=ADD)
+    as_wide_as_inputs = mixer_activations(mixer.model_copy(update={"feature_map": parts.Elu1Map()}), SMALL)
+    all_features = as_wide_as_inputs + 4 * (4 + 2) * (45 - 8)
+    assert mixer_activations(mixer, SMALL) == as_wide_as_inputs
+    assert mixer_activations(mixer.model_copy(update={"scale": "head_dim"}), SMALL) == all_features
+    assert mixer_activations(mixer, replace(SMALL, bidirectional=True)) == all_features

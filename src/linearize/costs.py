@@ -78,7 +78,8 @@ def mixer_activations(mixer: MixerConfig, teacher: TeacherShape) -> int:
     features = 0
     if mixer.feature_map is not None:
         heads = teacher.num_heads + mixer.state_heads(teacher.layer)
-        features = heads * mixer.feature_map.features(teacher.layer)
+        kept_as_inputs = mixer.in_closed_form and not teacher.bidirectional
+        features = heads * (teacher.head_dim if kept_as_inputs else mixer.feature_map.features(teacher.layer))
     return FP32 * (keys + outputs + features + _gate_numbers(mixer, teacher))
 
 

@@ -6,7 +6,7 @@ H query heads, G KV heads, Hk heads of key features, D head dimension, F feature
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
@@ -20,7 +20,10 @@ class FeatureMapPart(Part):
 
     `signed`: the kernel phi_q.phi_k can be negative, so no sum normalises it. `mixed_signs`: unrotated features can be
     negative. `exponential`: features are exponentials, divided by a query's largest or the keys' running maximum.
+    `closed_form`: the kernel is a function of one dot product, so features are made where states are and not kept.
     """
+
+    closed_form: ClassVar[bool] = False
 
     rotation: Literal["before", "none"] = Field(
         default="before",
@@ -346,6 +349,7 @@ class TaylorMap(FeatureMapPart):
     """phi(q).phi(k) = 1 + u + u^2 / 2 > 0, u = q.k D^-1/2; symmetric form, F = 1 + D + D (D + 1) / 2."""
 
     type: Literal["taylor2"] = "taylor2"
+    closed_form: ClassVar[bool] = True
 
     @property
     def mixed_signs(self) -> bool:

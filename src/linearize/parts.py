@@ -269,6 +269,12 @@ class MixerConfig(Part):
         )
 
     @property
+    def in_closed_form(self) -> bool:
+        """Whether a causal mixer reads single keys by the map's kernel; else its features are changed on the way."""
+        as_they_are = self.decay is None and not isinstance(self.update, DeltaUpdate) and self.scale == "none"
+        return self.feature_map is not None and self.feature_map.closed_form and as_they_are
+
+    @property
     def sums_all_keys(self) -> bool:
         """Whether the linear part's weights are normalised over the window's keys too."""
         return isinstance(self.combine, Mix) and self.combine.weights_over == "all_keys"

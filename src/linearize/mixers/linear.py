@@ -59,7 +59,7 @@ class LinearMixer(Mixer):
                 self.gate = DECAYS[type(config.decay)](config.decay, shape, self.state_heads, features)
             if isinstance(config.update, parts.DeltaUpdate):
                 self.delta = DeltaRule(config.update, shape, self.state_heads)
-            if self.gate is None and self.delta is None and self.scale == 1:  # features as they are
+            if config.in_closed_form:
                 self.kernel = self.feature_map.kernel
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
