@@ -104,6 +104,13 @@ KINDS = {
     "images": Kind(
         "hedgehog-vit", tiny.image_classifier_folder, _on(tiny.image_folder), ("accuracy",), "image-classification"
     ),
+    "images, by a distilled model": Kind(
+        "hedgehog-vit",
+        functools.partial(tiny.image_classifier_folder, "DeiT", "ForImageClassificationWithTeacher"),
+        _on(tiny.image_folder),
+        ("accuracy",),
+        "image-classification",
+    ),
     "recall": Kind(
         "hedgehog-scratch",
         tiny.teacher_folder,

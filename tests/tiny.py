@@ -209,14 +209,15 @@ def decoder_classifier_folder(labels: int = 2, padding: int | None = PADDING) ->
 
 
 @functools.cache
-def image_classifier_folder() -> str:
-    """A ViT of two classes, and what turns images of any size into its 16 x 16 pixels."""
+def image_classifier_folder(base: str = "ViT", head: str = "ForImageClassification") -> str:
+    """A model of two classes of images, and what turns images of any size into its 16 x 16 pixels."""
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     quiet = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.2)
     names = dict(id2label={0: "blue", 1: "red"}, label2id={"blue": 0, "red": 1})
-    config = transformers.ViTConfig(**(sizes | quiet | names), image_size=16, patch_size=4, encoder_stride=4)
+    sizes |= dict(image_size=16, patch_size=4, encoder_stride=4)
+    config = getattr(transformers, f"{base}Config")(**(sizes | quiet | names))
     processor = ViTImageProcessorPil(size={"height": 16, "width": 16})
-    return _saved("vit", _seeded(transformers.ViTForImageClassification, config), processor)
+    return _saved(base + head, _seeded(getattr(transformers, base + head), config), processor)
 
 
 def _saved(name: str, model: PreTrainedModel, processor: Any) -> str:

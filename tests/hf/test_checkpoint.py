@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import pickle
@@ -119,7 +120,7 @@ def test_every_head_comes_back(architecture: str, auto: str, tmp_path: Path) -> 
 
 def test_every_registered_class_is_an_attribute_of_its_module() -> None:
     for heads in MODEL_CLASSES.values():
-        for cls in heads.values():
+        for cls in itertools.chain.from_iterable(heads.values()):
             assert getattr(sys.modules[cls.__module__], cls.__name__) is cls
 
 

@@ -22,7 +22,12 @@ from linearize.hf.classes import MODEL_CLASSES
 from tests.hf.checks import assert_close
 from tests.hf.encoders import ENCODERS, Case, inputs_of, make_encoder, make_student, student_of, teacher_of
 
-HEADS = [(name, auto) for name in ENCODERS for auto in MODEL_CLASSES[f"linearized_{name}"]]
+HEADS = [
+    pytest.param(name, auto, cls.__bases__[-1].__name__, id=f"{name}-{auto}" + f"-{number}" * (number > 0))
+    for name in ENCODERS
+    for auto, classes in MODEL_CLASSES[f"linearized_{name}"].items()
+    for number, cls in enumerate(classes)
+]
 # One head of each architecture; of BERT's, the base model is the one that remote code loads.
 SAVED = {name: Case(name, head="ForMaskedLM") for name in ("roberta", "albert", "modernbert")}
 SAVED |= {name: Case(name, head="ForSequenceClassification") for name in ("distilbert",)}
@@ -42,9 +47,8 @@ def outputs(model: PreTrainedModel, architecture: str, auto: str) -> Tensor:
         return model(**head_inputs(architecture, auto))[0]
 
 
-@pytest.mark.parametrize("architecture, auto", HEADS)
-def test_every_head_comes_back(architecture: str, auto: str, tmp_path: Path) -> None:
-    base = MODEL_CLASSES[f"linearized_{architecture}"][auto].__bases__[-1].__name__
+@pytest.mark.parametrize("architecture, auto, base", HEADS)
+def test_every_head_comes_back(architecture: str, auto: str, base: str, tmp_path: Path) -> None:
     case = Case(architecture, head=base.removeprefix(ENCODERS[architecture][0]))
     teacher, student = teacher_of(case), make_student(case)
     found = outputs(student, architecture, auto)

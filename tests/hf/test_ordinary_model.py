@@ -286,7 +286,7 @@ def test_pipelines(task: str, tmp_path: Path) -> None:
     architecture, auto = TASKS[task]
     tokenizer = byte_tokenizer()
     if architecture in encoders.ENCODERS:
-        base = MODEL_CLASSES[f"linearized_{architecture}"][auto].__bases__[-1].__name__
+        base = MODEL_CLASSES[f"linearized_{architecture}"][auto][0].__bases__[-1].__name__
         head = base.removeprefix(encoders.ENCODERS[architecture][0])
         sizes = {} if architecture == "vit" else dict(vocab_size=len(tokenizer) + 1, pad_token_id=0)
         teacher = encoders.make_encoder(architecture, head, **sizes)

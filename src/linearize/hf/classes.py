@@ -248,12 +248,13 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def auto_class(model: PreTrainedModel) -> str:
     """The Auto class that loads a linearized model."""
-    return next(auto for auto, cls in MODEL_CLASSES[model.config.model_type].items() if type(model) is cls)
+    return next(auto for auto, classes in MODEL_CLASSES[model.config.model_type].items() if type(model) in classes)
 
 
 ATTENTION_CLASSES: dict[str, type] = {}
 CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {}
-MODEL_CLASSES: dict[str, dict[str, type[PreTrainedModel]]] = {}
+# What each Auto class makes; where there are several, a checkpoint says which, and the first is for those that do not.
+MODEL_CLASSES: dict[str, dict[str, tuple[type[PreTrainedModel], ...]]] = {}
 
 
 def _define(base: type, mixin: tuple[type, ...], namespace: dict[str, Any]) -> Any:
@@ -282,14 +283,16 @@ def _register() -> None:
         made: dict[type, type[PreTrainedModel]] = {}  # some Auto classes make what another makes, too
         for auto in ENCODER_HEADS if architecture.bidirectional else DECODER_HEADS:
             found = getattr(transformers, auto)._model_mapping.get(CONFIG_MAPPING[base_type], ())
-            # Where there are several, the first is transformers' own choice.
-            for base in found[:1] if isinstance(found, tuple) else (found,):
+            several = isinstance(found, tuple)
+            for base in found if several else (found,):
                 if base not in made:
                     made[base] = _define(base, (mixin,), {"config_class": config})
                     if renamed := get_checkpoint_conversion_mapping(base.__name__):
                         register_checkpoint_conversion_mapping(made[base].__name__, renamed)
-                getattr(transformers, auto).register(config, made[base])
-                MODEL_CLASSES[model_type][auto] = made[base]
+                MODEL_CLASSES[model_type][auto] = (*MODEL_CLASSES[model_type].get(auto, ()), made[base])
+            if found:
+                classes = MODEL_CLASSES[model_type][auto]
+                getattr(transformers, auto).register(config, classes if several else classes[0])
 
 
 _register()

@@ -40,7 +40,7 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     config = teacher.config
     if config.model_type not in ARCHITECTURES:
         raise UserError(f"model: expected a softmax model, found {config.model_type!r}, which is linearized already")
-    classes = set(MODEL_CLASSES[f"linearized_{config.model_type}"].values())
+    classes = {cls for head in MODEL_CLASSES[f"linearized_{config.model_type}"].values() for cls in head}
     student_class = next((cls for cls in classes if cls.__bases__[-1] is type(teacher)), None)
     if student_class is None:
         known = ", ".join(sorted(cls.__bases__[-1].__name__ for cls in classes))
