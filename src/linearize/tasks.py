@@ -100,7 +100,7 @@ class ImageClassification(Task):
     type: Literal["image_classification"] = "image_classification"
     auto_class: ClassVar[str] = "AutoModelForImageClassification"
     pipeline_tag: ClassVar[str] = "image-classification"
-    image_column: str = "image"
+    image_column: str = Field(default="image", description="of files' bytes, or of paths from the table's folder on")
     label_column: str = "label"
 
     @property

@@ -67,12 +67,25 @@ def test_a_part_of_a_folder_has_all_classes(folder: Path) -> None:
     assert torch.cat([data.train.targets(), data.validation.targets()]).bincount().tolist() == [4, 4]
 
 
-def test_table_of_paths(folder: Path) -> None:
-    rows = [{"img": str(path), "kind": int(path.parent.name == "red")} for path in sorted(folder.glob("*/*.png"))]
+@pytest.mark.parametrize("absolute", [True, False])
+def test_table_of_paths(absolute: bool, folder: Path) -> None:
+    """Relative ones start at the table's folder, wherever the run is."""
+    paths = sorted(folder.glob("*/*.png"))
+    start = folder if absolute else Path()
+    rows = [{"img": str(start / path.relative_to(folder)), "kind": int(path.parent.name == "red")} for path in paths]
     table = folder / "rows.jsonl"
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = built(config_of(table, image_column="img", label_column="kind"))
     assert torch.equal(data.train.inputs()["pixel_values"][:, 0, 4, 4] == 1.0, data.train.targets() == 1)
+
+
+def test_files_are_not_held_in_memory(folder: Path) -> None:
+    data = built(config_of(folder))
+    assert {type(image.source) for side in (data.train, data.validation) for image in side.images} == {type(folder)}
+    (folder / "red" / "03.png").unlink()
+    with pytest.raises(UserError, match=r"red/03\.png: expected an image, found: No such file"):
+        for side in (data.train, data.validation):
+            side.inputs()
 
 
 def test_parquet_of_bytes(tmp_path: Path) -> None:

@@ -29,15 +29,27 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 @dataclass(frozen=True)
 class Image:
-    """One image as the bytes of its file, its class, and where it came from, for messages."""
+    """One image, its class, and where it came from, for messages. `digest` is that of its file's bytes.
 
-    data: bytes
+    A file is read again whenever it is decoded: the folders that people have do not fit in memory.
+    """
+
+    source: bytes | Path
+    digest: bytes
     label: int
     where: str
 
-    @property
-    def digest(self) -> int:
-        return int.from_bytes(hashlib.blake2b(self.data, digest_size=7).digest(), "big")
+    @classmethod
+    def read(cls, source: bytes | Path, label: int, where: str) -> Image:
+        return cls(source, hashlib.blake2b(_data(source), digest_size=16).digest(), label, where)
+
+    def decoded(self) -> Any:
+        """The PIL image, in RGB.
+
+        Raises:
+            UserError: the file is not there any more, or none that PIL knows.
+        """
+        return decode(_data(self.source), self.where)
 
 
 @dataclass(frozen=True)
@@ -68,11 +80,11 @@ class ImageExamples:
         return replace(self, images=[self.images[index] for index in chosen])
 
     def inputs(self) -> dict[str, Tensor]:
-        decoded = [decode(image.data, image.where) for image in self.images]
+        decoded = [image.decoded() for image in self.images]
         return {"pixel_values": self.processor(decoded, return_tensors="pt")["pixel_values"]}
 
     def tensors(self) -> Iterator[Tensor]:
-        yield torch.tensor([image.digest for image in self.images])
+        yield torch.tensor([int.from_bytes(image.digest[:7], "big") for image in self.images])
         yield self.targets()
 
     def compared(self, outputs: Any) -> Float[Tensor, "N C"]:
@@ -89,7 +101,7 @@ def build_images(config: DataConfig, processor: Any, classes: Classes, *, positi
         UserError: no images, one that cannot be read, or a class that the model does not have.
     """
     read = partial(_read, classes=classes)
-    sides = split_examples(config, read, lambda image: image.data, seed)
+    sides = split_examples(config, read, lambda image: image.digest, seed)
     train, held_out = (ImageExamples(side, processor, positions) for side in sides)
     return examples_dataset(train, held_out)
 
@@ -117,7 +129,7 @@ def _read(config: DataConfig, classes: Classes) -> list[Image]:
             images.append(image)
             advance(1)
     if images:
-        decode(images[0].data, images[0].where)
+        images[0].decoded()
     return images
 
 
@@ -139,27 +151,30 @@ def _folder(folder: Path, classes: Classes) -> Iterator[Image]:
         for place, path in enumerate(of_each):
             if path is not None:
                 label: object = path.parent.name if known else place
-                yield Image(_bytes(path), classes.number(label, str(path)), str(path))
+                yield Image.read(path, classes.number(label, str(path)), str(path))
 
 
 def _table(config: DataConfig, classes: Classes) -> Iterator[Image]:
+    """Paths that are not absolute start at the table's folder."""
     task = config.task
     assert isinstance(task, ImageClassification)
+    table = Path(config.dataset or "").expanduser()
+    folder = table.parent if table.is_file() else Path()
     for number, row in enumerate(read_rows(config), 1):
         where = f"data row {number}"
         value = cell(row, task.image_column, where, "data.task.image_column")
         label = classes.number(cell(row, task.label_column, where, "data.task.label_column"), where)
-        yield Image(_encoded(value, where), label, where)
+        yield Image.read(_source(value, folder, where), label, where)
 
 
-def _encoded(value: Any, where: str) -> bytes:
-    """The bytes of an image: those of a file, of its path, or of what `datasets` has decoded already."""
+def _source(value: Any, folder: Path, where: str) -> bytes | Path:
+    """The bytes of an image's file, its path, or bytes of what `datasets` has decoded already."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):
-        return _bytes(Path(value))
+        return folder / Path(value).expanduser()
     if hasattr(value, "save"):
         buffer = io.BytesIO()
         value.save(buffer, format="PNG")
@@ -167,8 +182,10 @@ def _encoded(value: Any, where: str) -> bytes:
     raise UserError(f"{where}: expected an image, its file's bytes or its path, found {type(value).__name__}")
 
 
-def _bytes(path: Path) -> bytes:
+def _data(source: bytes | Path) -> bytes:
+    if isinstance(source, bytes):
+        return source
     try:
-        return path.read_bytes()
+        return source.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}: expected an image, found: {error.strerror}") from None
+        raise UserError(f"{source}: expected an image, found: {error.strerror}") from None
