@@ -223,8 +223,9 @@ class _LinearScan(torch.autograd.Function):
         z: Tensor | None,
     ) -> tuple[Float[Tensor, "B H P D"], Float[Tensor, "B H P 1"]]:
         num, den = v.new_empty(*phi_q.shape[:3], v.shape[3]), v.new_empty(*phi_q.shape[:3], 1)
-        # The state before each stretch of slots; None where no query reads one.
-        all_S, all_z = (None if x is None else x.expand(grid.num_stretches + 1, *x.shape).clone() for x in (S, z))
+        # The state before each stretch of slots, which backward needs, or before the next; None: no query reads one.
+        kept = grid.num_stretches if any(ctx.needs_input_grad) else 0
+        all_S, all_z = (None if x is None else x.expand(kept + 1, *x.shape).clone() for x in (S, z))
         key_sums = None if sums is None else _key_sums(grid, sums)
         for block, mask in grid.blocks(masks):
             mask = mask if sums is None or key_sums is None else _decayed(mask, grid, block, sums, key_sums)
@@ -234,8 +235,9 @@ class _LinearScan(torch.autograd.Function):
                 grid.put_queries(den, block, near)
                 grid.put_product(num, block, x.scores, x.near_v)
                 continue
-            S, z = x.states(all_S[block.index][block.rows], all_z[block.index][block.rows])
-            all_S[block.index + 1][block.rows], all_z[block.index + 1][block.rows] = S[:, :, -1], z[:, :, -1]
+            before, after = (block.index, block.index + 1) if kept else (0, 0)
+            S, z = x.states(all_S[before][block.rows], all_z[before][block.rows])
+            all_S[after][block.rows], all_z[after][block.rows] = S[:, :, -1], z[:, :, -1]
             from_state = (x.reads * z[:, :, :-1, None]).sum(-1, keepdim=True)
             grid.put_queries(den, block, from_state.add_(near))
             grid.put_product(num, block, x.reads, S[:, :, :-1], added=(x.scores, x.near_v))
