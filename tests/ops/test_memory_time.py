@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from linearize.evaluation.speed import peak_bytes
-from linearize.ops import chunked, reference
+from linearize.mixers.taylor import TaylorKernel
+from linearize.ops import blockwise, chunked, reference
 from linearize.ops.layout import Layout
 from linearize.ops.span import NoSpan, SlidingSpan, Span, TerracedSpan
 from tests.probes import LargestTensor, flops
@@ -60,6 +61,27 @@ def test_arithmetic_is_linear_in_length(span: Span, backward: bool) -> None:
     """Multiply-adds of matrix products; from one block of chunks on, every further one costs the same."""
     short, long = (flops(attention(chunked, span, n, backward=backward)) for n in (4096, 8192))
     assert 0 < long < 2.05 * short
+
+
+@each_pass
+def test_a_kernel_makes_features_of_some_slots_at_a_time(backward: bool) -> None:
+    """561 features of 32 inputs, at 8,192 slots."""
+    q, k, v = torch.rand(3, 1, 1, 8192, 32).requires_grad_(backward).unbind()
+    options = {"span": NoSpan(), "layout": Layout.full(8192)}
+    with LargestTensor() as largest:
+        linear = chunked.linear_scan(q, k, v, **options, kernel=TaylorKernel())
+        if backward:
+            (linear.num.sum() + linear.den.sum()).backward()
+    assert 8192 * 32 <= largest.elements < 8192 * 561 // 2  # a view of twice as many is counted, too
+
+
+def test_states_of_all_stretches_are_kept_for_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "MAX_CHUNKS_PER_BLOCK", 1)
+    x = torch.rand(1, 1, 1024, 256)
+    for wanted in (True, False):
+        with LargestTensor() as largest:
+            chunked.linear_scan(x, x, x.clone().requires_grad_(wanted), span=NoSpan(), layout=Layout.full(1024))
+        assert (largest.elements >= 16 * 256 * 256) == wanted
 
 
 def test_the_definition_is_quadratic() -> None:

@@ -49,15 +49,14 @@ def linear_scan(
     state: LinearState | None = None,
 ) -> Partial:
     """The linear part (`reference.linear_scan`) in O(T) time and memory, forward and backward."""
+    assert kernel is None or (log_decay_k is None and log_decay_v is None)
     if log_decay_v is not None or (log_decay_k is not None and log_decay_k.shape[-1] > 1):
         decays = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v}
-        assert kernel is None
         return vector.linear_scan(phi_q, phi_k, v, **decays, span=span, layout=layout, state=state)
     chunk = CHUNK if kernel is None else min(max(CHUNK, 4 * phi_k.shape[3]), MAX_CHUNK)
     dtype, slots = accumulation_dtype(v.dtype), Slots(layout, chunk)
     sums = None
     if log_decay_k is not None:
-        assert kernel is None
         ticks = slots.spread(ticking(log_decay_k, span, layout).expand(len(phi_k), -1, -1, -1))
         sums = ticks.squeeze(-1).double().cumsum(-1)
     phi_q, phi_k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, expand_heads(v, phi_k.shape[1])))
