@@ -51,7 +51,7 @@ test-transformers-%:
 	    .venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check \
 	        -c .venv-matrix/$*/constraints.txt -e '.[dev]' transformers==$* && \
 	    touch .venv-matrix/$*/.installed; }
-	.venv-matrix/$*/bin/python -m pytest $(PYTEST_ARGS) tests/hf tests/training tests/test_pipeline.py \
+	.venv-matrix/$*/bin/python -m pytest $(PYTEST_ARGS) tests/hf tests/training tests/data tests/run \
 	    tests/test_recipes_end_to_end.py tests/test_task_runs.py
 
 # Not into .venv itself: peft imports both wherever it finds them, which takes many seconds.

@@ -30,12 +30,12 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from linearize.config import Recipe, recipe_names
 from linearize.evaluation.speed import Spread, even, seconds_in_turns
-from linearize.maps import LearnedMap
 from linearize.mixers import AttnInputs, LinearMixer
-from linearize.parts import MixerConfig
-from linearize.teacher import LayerShape
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.maps import LearnedMap
+from linearize.mixers.shape import LayerShape
+from linearize.recipe import Recipe, recipe_names
 
 SHAPE = LayerShape(num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, max_positions=8192)
 

@@ -30,10 +30,10 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from linearize.config import Recipe, recipe_names
 from linearize.evaluation.speed import Spread, peak_bytes, seconds_in_turns
 from linearize.mixers import AttnInputs, LinearMixer
-from linearize.teacher import LayerShape
+from linearize.mixers.shape import LayerShape
+from linearize.recipe import Recipe, recipe_names
 
 SOFTMAX = "softmax"
 

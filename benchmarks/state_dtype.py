@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import linearize
-from linearize.config import DataConfig, Recipe
+from linearize.data.config import DataConfig
+from linearize.data.sources import read_rows
 from linearize.hf.checkpoint import load_model, load_tokenizer
-from linearize.training.sources import read_rows
+from linearize.recipe import Recipe
 
 DTYPES = ("float32", "float16", "bfloat16")
 

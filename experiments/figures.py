@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from linearize.runs import write_text
+from linearize.run.folder import write_text
 
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",

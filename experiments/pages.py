@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from linearize.errors import UserError
-from linearize.runs import write_json, write_text
+from linearize.base import UserError
+from linearize.run.folder import write_json, write_text
 
 
 def write_page(path: Path, measure: Callable[[], dict[str, Any]], markdown: Callable[[dict[str, Any]], str]) -> None:

@@ -31,21 +31,21 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from linearize.config import Recipe
-from linearize.datasets import load_dataset, load_processor
-from linearize.errors import DivergedError, UserError
+from linearize.base import DivergedError, UserError
+from linearize.data.load import load_dataset, load_processor
+from linearize.data.packing import Dataset, PackedRows
 from linearize.evaluation.answers import answering
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.metrics import title
 from linearize.evaluation.perplexity import token_losses
 from linearize.hf.checkpoint import load_model, read_config
 from linearize.hf.convert import convert_layers
-from linearize.pipeline import final_layers
-from linearize.pipeline import run as run_pipeline
-from linearize.runs import Run, check_output, claim, versions, write_json, write_text
-from linearize.teacher import TeacherShape
+from linearize.hf.teacher import TeacherShape
+from linearize.recipe import Recipe
+from linearize.run.folder import Run, check_output, claim, versions, write_json, write_text
+from linearize.run.pipeline import final_layers
+from linearize.run.pipeline import run as run_pipeline
 from linearize.training.attention_transfer import load_transferred
-from linearize.training.data import Dataset, PackedRows
 from linearize.training.finetune import load_finetuned
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -500,7 +500,9 @@ def run_grid(path: Path, place: Place, *, setting: str, only: str | None, comman
             task = recipe.data.task
             options: dict[str, Any] = {"dtype": torch.float32, "device": place.device, "auto_class": task.auto_class}
             processor = load_processor(task, place.model)
-            datasets[key] = load_dataset(recipe, processor, config, lambda: load_model(place.model, **options))
+            datasets[key] = load_dataset(
+                recipe.data, processor, config, lambda: load_model(place.model, **options), seed=recipe.seed
+            )
         return datasets[key]
 
     done: list[tuple[Cell, Recipe, dict[str, Any], Path]] = []

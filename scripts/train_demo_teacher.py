@@ -37,16 +37,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from linearize.config import DataConfig
+from linearize.base import UserError
+from linearize.data.config import DataConfig
+from linearize.data.packing import PackedRows, dataset_from_documents
+from linearize.data.rows import on_device
 from linearize.demo.corpus import (
     HELD_OUT_MODULES,
     module_sources,
     standard_library_folder,
     standard_library_texts,
 )
-from linearize.errors import UserError
-from linearize.training.data import PackedRows, dataset_from_documents
-from linearize.training.rows import on_device
 
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_IN_PACKAGES = frozenset(

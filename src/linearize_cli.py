@@ -45,7 +45,7 @@ Text = Annotated[
 @app.command()
 def recipes(name: Annotated[str | None, typer.Argument(help="print this one as YAML, to edit")] = None) -> None:
     """List the recipes, or print one as YAML."""
-    from linearize.config import Recipe, recipe_names
+    from linearize.recipe import Recipe, recipe_names
 
     if name is not None:
         typer.echo(Recipe.load(name).to_yaml(), nl=False)
@@ -66,10 +66,9 @@ def plan(
     import torch
 
     from linearize import plan as planning
-    from linearize.config import Recipe, parse_overrides, resolve
     from linearize.hf.checkpoint import read_config
-    from linearize.layers import KeepByTransferError
-    from linearize.teacher import TeacherShape
+    from linearize.hf.teacher import TeacherShape
+    from linearize.recipe import KeepByTransferError, Recipe, parse_overrides, resolve
 
     chosen = Recipe.load(recipe, parse_overrides(set_ or []))
     shape = TeacherShape.from_config(read_config(model))
@@ -100,10 +99,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Linearize a model: convert, train, measure beside every control, and write an ordinary Hugging Face folder."""
-    from linearize import pipeline
-    from linearize.config import Recipe, parse_overrides
-    from linearize.errors import UserError
-    from linearize.runs import Run
+    from linearize.base import UserError
+    from linearize.recipe import Recipe, parse_overrides
+    from linearize.run import pipeline
+    from linearize.run.folder import Run
 
     if until not in pipeline.STAGES:
         raise UserError(f"--until: expected one of {', '.join(pipeline.STAGES)}; found {until!r}")
@@ -144,8 +143,9 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure a linearized model beside its teacher and controls: held-out text, generations, recall, heads, speed."""
-    from linearize import measuring, runs
-    from linearize.config import parse_overrides
+    from linearize.recipe import parse_overrides
+    from linearize.run import evaluate as measuring
+    from linearize.run import folder as runs
 
     where, overrides = _device(device), parse_overrides(set_ or [])
     given = {"evaluation.tasks": tasks, "evaluation.shots": shots, "evaluation.task_limit": limit}
@@ -171,7 +171,7 @@ def report(
     output: Annotated[Path | None, typer.Option(help="the page; DIR/report.html by default")] = None,
 ) -> None:
     """One self-contained HTML page on what a run made: what was kept, what was lost, and what it cost."""
-    from linearize.errors import UserError
+    from linearize.base import UserError
     from linearize.report import write_report
 
     if output is None and len(folders) > 1:
@@ -192,7 +192,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time prefill and generation of a linearized model and its teacher, taking turns, and weigh their caches."""
-    from linearize import measuring
+    from linearize.run import evaluate as measuring
 
     where = _device(device)
     found = measuring.bench(
@@ -219,10 +219,10 @@ def generate(
     seed: Seed = None,
 ) -> None:
     """Continue a prompt, printing tokens as they come."""
-    from linearize import pipeline
+    from linearize.run import generate as generating
 
     where = _device(device)
-    pipeline.generate(
+    generating.generate(
         model,
         prompt,
         max_new_tokens=max_new_tokens,
@@ -255,7 +255,7 @@ def _command() -> str:
 def _device(name: str) -> Any:
     import torch
 
-    from linearize.errors import UserError
+    from linearize.base import UserError
 
     # Features and gradients hold numbers so near 0 that a CPU takes tens of times as long for them. Whoever computes
     # asks for the device first: torch's threads, started later, inherit this.
@@ -274,7 +274,7 @@ def _device(name: str) -> Any:
 def _dtype(name: str, device: Any) -> Any:
     import torch
 
-    from linearize.errors import UserError
+    from linearize.base import UserError
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name == "auto":
@@ -303,7 +303,7 @@ def main() -> None:
         app()
     except ValueError as error:
         # Not imported at the top: the module is free of heavy imports, but its package is not.
-        from linearize.errors import UserError
+        from linearize.base import UserError
 
         if not isinstance(error, UserError):
             raise

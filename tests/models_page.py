@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linearize.hf.architectures import ARCHITECTURES
-from linearize.runs import write_text
+from linearize.run.folder import write_text
 from tests.hf.decoders import DECODERS
 
 ROOT = Path(__file__).parents[1]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from linearize.decoders import DECODERS
-from linearize.teacher import TeacherShape
+from linearize.hf.decoders import DECODERS
+from linearize.hf.teacher import TeacherShape
 
 
 def make_shape(

@@ -15,10 +15,10 @@ import pytest
 import torch
 from markupsafe import Markup
 
-from linearize.config import Recipe
 from linearize.evaluation import task_report
+from linearize.recipe import Recipe
 from linearize.report import figures
-from linearize.runs import Run
+from linearize.run.folder import Run
 from tests import tiny
 
 CPU = {"dtype": torch.float32, "device": torch.device("cpu")}

@@ -9,15 +9,15 @@ import torch
 from markupsafe import Markup
 
 from linearize.hf.checkpoint import load_model, load_tokenizer
-from linearize.pipeline import run
 from linearize.report import figures
-from linearize.runs import Run
+from linearize.run.folder import Run
+from linearize.run.pipeline import run
 from tests import tiny
+from tests.byte_tokenizer import byte_tokenizer
 from tests.hf.decoders import ARCHITECTURES
 from tests.hf.models import ARCHITECTURES as FIRST
 from tests.hf.models import make_teacher
 from tests.test_recipes_end_to_end import check_stages, small
-from tests.training.byte_tokenizer import byte_tokenizer
 
 
 @pytest.mark.slow

@@ -22,9 +22,9 @@ import torch
 
 import linearize
 import linearize_cli
-from linearize import pipeline
-from linearize.config import Recipe, recipe_names
-from linearize.training import checkpoint
+from linearize.recipe import Recipe, recipe_names
+from linearize.run import pipeline
+from linearize.training import resumption as checkpoint
 from tests import tiny
 from tests.commands import Command, assert_refused
 

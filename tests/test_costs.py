@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linearize import parts
 from linearize.costs import mixer_activations, mixer_flops, new_parameters, state_bytes
+from linearize.hf.teacher import TeacherShape
 from linearize.mixers import AttnInputs, LinearMixer
-from linearize.parts import MixerConfig
-from linearize.teacher import TeacherShape
+from linearize.mixers import config as parts
+from linearize.mixers.config import MixerConfig
 from tests.shapes import make_shape
 
 # H = 4, G = 2, D = 8, hidden size 32; and without RoPE, and without GQA.

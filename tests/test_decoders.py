@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from linearize.decoders import DECODERS
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.hf.decoders import DECODERS
+from linearize.hf.teacher import TeacherShape
 from linearize.plan import teacher_parameters
-from linearize.teacher import TeacherShape
 
 
 def config(

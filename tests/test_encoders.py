@@ -11,15 +11,16 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModel
 
-from linearize import stages
-from linearize.config import Recipe, resolve
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import projections
 from linearize.hf.convert import convert_layers
-from linearize.parts import Add
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import Add
+from linearize.mixers.shape import LayerShape
 from linearize.plan import Plan, lora_parameters, make_plan, render, teacher_parameters
-from linearize.teacher import LayerShape, TeacherShape
+from linearize.recipe import Recipe, resolve
+from linearize.training import config as stages
 
 TEXT = dict(vocab_size=101, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4)
 TEXT |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=None, eos_token_id=None)

@@ -9,11 +9,11 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import linearize
-from linearize.config import Recipe, recipe_names
 from linearize.mixers import AttnInputs, LinearMixer
+from linearize.mixers.shape import LayerShape
 from linearize.ops import Layout, SlidingSpan, TerracedSpan, chunked, reference
 from linearize.ops.dispatch import ENVIRONMENT
-from linearize.teacher import LayerShape
+from linearize.recipe import Recipe, recipe_names
 
 pytestmark = [
     pytest.mark.gpu,

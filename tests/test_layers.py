@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from linearize.config import Recipe, resolve
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.recipe import Recipe, resolve
 from tests.shapes import make_shape
 
 SHAPE = make_shape("llama", 6, 4, 4, 16, 64, 128, 256, 512, False)

@@ -11,11 +11,12 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from linearize import stages
-from linearize.config import LayerPlan, Recipe, parse_overrides, recipe_names, resolve
 from linearize.hf.classes import projections
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import LayerPlan
 from linearize.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render, teacher_parameters
-from linearize.teacher import TeacherShape
+from linearize.recipe import Recipe, parse_overrides, recipe_names, resolve
+from linearize.training import config as stages
 from tests.hf.decoders import DECODERS
 from tests.shapes import make_shape
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from linearize.config import Recipe, recipe_names, resolve
 from linearize.costs import new_parameters
-from linearize.parts import MixerConfig
-from linearize.teacher import TeacherShape
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import MixerConfig
+from linearize.recipe import Recipe, recipe_names, resolve
 from tests.shapes import make_shape
 
 # H = 4, D = 16, hidden size 64, 512 positions; grouped: G = 2.

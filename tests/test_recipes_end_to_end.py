@@ -18,19 +18,19 @@ from markupsafe import Markup
 from safetensors.torch import load_file
 
 import linearize
-from linearize import pipeline
-from linearize.config import LayerPlan, Recipe, recipe_names
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.report_card import ReportCard
 from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
-from linearize.measuring import OF_ANY_TASK, Card
-from linearize.parts import NoSpan
-from linearize.pipeline import run
+from linearize.mixers.config import LayerPlan, NoSpan
+from linearize.recipe import Recipe, recipe_names
 from linearize.report import figures
-from linearize.runs import Run
-from linearize.stages import FinetuneConfig, Plateau, TransferConfig
+from linearize.run import pipeline
+from linearize.run.evaluate import OF_ANY_TASK, Card
+from linearize.run.folder import Run
+from linearize.run.pipeline import run
+from linearize.training.config import FinetuneConfig, Plateau, TransferConfig
 from tests import loaded, tiny
 
 STAGES = ("transfer", "adapt", "finetune")

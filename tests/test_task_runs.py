@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from linearize.evaluation.report_card import ReportCard
-from linearize.measuring import Card, evaluate
-from linearize.pipeline import run
-from linearize.runs import Run
+from linearize.run.evaluate import Card, evaluate
+from linearize.run.folder import Run
+from linearize.run.pipeline import run
 from linearize.training import loop
 from tests import task_runs
 from tests.task_runs import CPU, KINDS, Kind, job, numbers, written

@@ -11,7 +11,7 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +24,15 @@ import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from linearize.config import Recipe
+from linearize.data.load import load_dataset
+from linearize.data.packing import Dataset, PackedRows
 from linearize.evaluation import report_card
 from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_tokenizer, read_config
-from linearize.hf.convert import convert
-from linearize.pipeline import run
-from linearize.runs import Run
-from linearize.training.data import PackedRows
-from tests.training.byte_tokenizer import byte_tokenizer
+from linearize.recipe import Recipe, convert
+from linearize.run.folder import Run
+from linearize.run.pipeline import run
+from tests.byte_tokenizer import byte_tokenizer
 
 VOCABULARY = 259  # bytes, and three special tokens
 _TOKENS = dict(vocab_size=VOCABULARY, bos_token_id=256, eos_token_id=258, pad_token_id=None, initializer_range=0.2)
@@ -146,9 +146,10 @@ def untimed_metrics(stage: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
 
 
-def data_arguments(of: Run) -> tuple[Recipe, Any, dict[str, Any]]:
-    """What `datasets.load_dataset` takes to make the data of a run."""
-    return of.recipe, load_tokenizer(of.model), read_config(of.model)
+def load_data(of: Run, load_teacher: Callable[[], Any] | None = None) -> Dataset:
+    """The data of a run."""
+    tokenizer, seed = load_tokenizer(of.model), of.recipe.seed
+    return load_dataset(of.recipe.data, tokenizer, read_config(of.model), load_teacher, seed=seed)
 
 
 @functools.cache

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from linearize.errors import UserError
-from linearize.runs import write_text
+from linearize.base import UserError
+from linearize.run.folder import write_text
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

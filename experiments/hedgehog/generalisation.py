@@ -27,22 +27,23 @@ import torch
 import yaml
 from transformers import PreTrainedModel
 
-from linearize.config import DataConfig, Recipe, resolve
-from linearize.datasets import load_dataset, load_processor
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.config import DataConfig
+from linearize.data.examples import Example, make_texts
+from linearize.data.labels import text_cell
+from linearize.data.load import load_dataset, load_processor
+from linearize.data.rows import Rows
+from linearize.data.sources import read_rows
+from linearize.data.tasks import TextEmbedding
 from linearize.evaluation.answers import answering
 from linearize.evaluation.fidelity import measure_fidelity
 from linearize.hf.checkpoint import load_tokenizer, read_config
 from linearize.hf.convert import convert_layers
-from linearize.runs import Run, versions
-from linearize.tasks import TextEmbedding
-from linearize.teacher import TeacherShape
+from linearize.hf.teacher import TeacherShape
+from linearize.recipe import Recipe, resolve
+from linearize.run.folder import Run, versions
 from linearize.training.attention_transfer import load_transferred
-from linearize.training.examples import Example, make_texts
 from linearize.training.finetune import finetune
-from linearize.training.labels import text_cell
-from linearize.training.rows import Rows
-from linearize.training.sources import read_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -186,7 +187,7 @@ def moved(maps: Sequence[Maps], run: Run, max_tokens: int, work: Path | None) ->
     """
     recipe, config = run.recipe, read_config(run.model)
     processor = load_processor(recipe.data.task, run.model)
-    dataset = load_dataset(recipe, processor, config)
+    dataset = load_dataset(recipe.data, processor, config, seed=recipe.seed)
     teacher = run.load_teacher()
     answer = answering(recipe.data.task, dataset, processor, teacher)
     found: dict[str, Any] = {"softmax": {"score": first(answer(teacher, "softmax").scores())}}

@@ -29,19 +29,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.config import DataConfig, Recipe, parse_overrides
-from linearize.datasets import load_processor
+from linearize.data.config import DataConfig
+from linearize.data.examples import Example, make_texts
+from linearize.data.labels import as_number, cell, texts
+from linearize.data.load import load_processor
+from linearize.data.sources import read_rows
+from linearize.data.tasks import TextEmbedding
 from linearize.evaluation.answers import embeddings
 from linearize.evaluation.metrics import Answered, Predictions, bootstrapped
 from linearize.evaluation.perplexity import Interval
 from linearize.evaluation.task_report import TaskCard
 from linearize.hf.checkpoint import load_model
-from linearize.pipeline import run as run_pipeline
-from linearize.runs import Run, versions
-from linearize.tasks import TextEmbedding
-from linearize.training.examples import Example, make_texts
-from linearize.training.labels import as_number, cell, texts
-from linearize.training.sources import read_rows
+from linearize.recipe import Recipe, parse_overrides
+from linearize.run.folder import Run, versions
+from linearize.run.pipeline import run as run_pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -24,15 +24,15 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from linearize.config import Recipe, parse_overrides
-from linearize.datasets import load_dataset, load_processor
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.load import load_dataset, load_processor
+from linearize.data.packing import Dataset, PackedRows
+from linearize.data.tasks import ImageClassification
 from linearize.evaluation.answers import answering
 from linearize.evaluation.perplexity import token_losses
 from linearize.hf.checkpoint import read_config, save_student
-from linearize.runs import Run, check_output, claim, versions, write_json
-from linearize.tasks import ImageClassification
-from linearize.training.data import Dataset, PackedRows
+from linearize.recipe import Recipe, parse_overrides
+from linearize.run.folder import Run, check_output, claim, versions, write_json
 from linearize.training.finetune import finetune
 
 FINETUNE = {"all_weights": True, "lora": None, "schedule": {"type": "cosine"}}
@@ -125,7 +125,7 @@ def train_teacher(a: argparse.Namespace) -> dict[str, Any]:
     source = str(a.model or a.new)
     config = read_config(source) | labels_of(a.classes)
     processor = processor_of(a, recipe, config)
-    dataset = load_dataset(recipe, processor, config)
+    dataset = load_dataset(recipe.data, processor, config, seed=recipe.seed)
     run = Run(recipe, source, a.output_dir, torch.float32, device)
     check_output(run)
     claim(run, dataset)

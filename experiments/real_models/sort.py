@@ -28,17 +28,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
-from linearize.config import Recipe
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.examples import ClassifiedTokens
+from linearize.data.templates import IGNORED
 from linearize.evaluation.controls import window_only_plan
 from linearize.hf.checkpoint import load_model, read_config
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
-from linearize.parts import NoSpan
-from linearize.runs import versions
-from linearize.teacher import TeacherShape
-from linearize.training.examples import ClassifiedTokens
-from linearize.training.templates import IGNORED
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import NoSpan
+from linearize.recipe import Recipe
+from linearize.run.folder import versions
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 import linearize
-from linearize.config import Recipe, parse_overrides
 from linearize.evaluation.perplexity import Interval
 from linearize.evaluation.report_card import ReportCard
 from linearize.hf.checkpoint import load_model, load_tokenizer
-from linearize.pipeline import run as run_pipeline
-from linearize.runs import Run, versions
+from linearize.recipe import Recipe, parse_overrides
+from linearize.run.folder import Run, versions
+from linearize.run.pipeline import run as run_pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

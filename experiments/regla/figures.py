@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from linearize import Recipe, convert
 from linearize.evaluation.speed import generation_speed
 from linearize.mixers.combine import scale_of
+from linearize.mixers.config import MixerConfig, ReglaMap
 from linearize.mixers.gates import refined_log_decay
-from linearize.parts import MixerConfig, ReglaMap
-from linearize.teacher import LayerShape
+from linearize.mixers.shape import LayerShape
 
 FEATURES = (16, 32, 64, 128, 256)
 GATES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)

@@ -6,8 +6,8 @@ dimension, F features per head.
 
 from __future__ import annotations
 
-from linearize.parts import DeltaUpdate, MixerConfig
-from linearize.teacher import TeacherShape
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import DeltaUpdate, MixerConfig
 
 FP32 = 4
 

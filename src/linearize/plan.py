@@ -16,10 +16,11 @@ from typing import Any
 
 from rich.table import Table
 
-from linearize.config import LayerPlan, Recipe
 from linearize.costs import FP32, mixer_activations, mixer_flops, new_parameters, softmax_flops, state_bytes
-from linearize.stages import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
-from linearize.teacher import TeacherShape
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import LayerPlan
+from linearize.recipe import Recipe
+from linearize.training.config import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
 
 # In memory: a trained parameter, its gradient and AdamW's two moments. On disk: its latest and best value, the moments.
 _TRAINED = 4 * FP32

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from linearize.base import UserError
 from linearize.demo import corpus
 from linearize.demo.corpus import HELD_OUT_MODULES, module_sources, standard_library_texts, teacher_path
-from linearize.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from linearize.training.data import PackedRows
+from linearize.data.packing import PackedRows
 
 
 def packed(documents: list[list[int]], *, vocab_size: int = 50, seed: int = 0) -> PackedRows:

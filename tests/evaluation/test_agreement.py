@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaForCausalLM
 
 import linearize
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
 from linearize.evaluation import agreement
 from linearize.evaluation.agreement import (
     Agreement,
@@ -27,10 +28,9 @@ from linearize.evaluation.agreement import (
 )
 from linearize.evaluation.perplexity import Interval, TokenLosses, bootstrap, token_losses
 from linearize.evaluation.speed import peak_bytes
-from linearize.training.data import PackedRows
 from tests import tiny
+from tests.byte_tokenizer import byte_tokenizer
 from tests.evaluation.fakes import Fake, packed
-from tests.training.byte_tokenizer import byte_tokenizer
 
 
 class Table(nn.Module):

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.config import DataConfig, Recipe
-from linearize.datasets import load_dataset, load_processor
+from linearize.data.config import DataConfig
+from linearize.data.examples import Texts
+from linearize.data.load import load_dataset, load_processor
+from linearize.data.packing import Dataset
 from linearize.evaluation import answers
 from linearize.evaluation.answers import answering, compared_outputs, embeddings
 from linearize.evaluation.metrics import Predictions, Similarities
 from linearize.hf.checkpoint import load_model, read_config
-from linearize.hf.convert import convert
-from linearize.training.data import Dataset
-from linearize.training.examples import Texts
+from linearize.recipe import Recipe, convert
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def made(task: str) -> tuple[Recipe, PreTrainedModel, PreTrainedModel, Dataset]:
     data = {"data.task": {"type": task}, "data.text_column": "sentence", "data.sequence_length": 40}
     data |= {"data.dataset": file(), "data.validation_fraction": 0.3}
     recipe, folder = Recipe.load("hedgehog-bert", data | loss), make(head)
-    dataset = load_dataset(recipe, load_processor(recipe.data.task, folder), read_config(folder))
+    dataset = load_dataset(recipe.data, load_processor(recipe.data.task, folder), read_config(folder), seed=0)
     task_class = recipe.data.task.auto_class
     teacher = load_model(folder, dtype=torch.float32, device=CPU, auto_class=task_class)
     return recipe, teacher, convert(teacher, recipe), dataset
@@ -116,7 +116,7 @@ def test_last_tokens_of_a_recall_are_compared() -> None:
     config = DataConfig(task=task | {"train_examples": 4, "held_out_examples": 40})  # type: ignore[arg-type]
     recipe = Recipe.load("hedgehog-scratch").model_copy(update={"data": config})
     model = tiny.llama()
-    dataset = load_dataset(recipe, None, model.config.to_dict())
+    dataset = load_dataset(recipe.data, None, model.config.to_dict(), seed=0)
     outputs = compared_outputs(model, dataset.validation, title="recall")
     tokens = next(iter(dataset.validation.tensors()))
     with torch.no_grad():

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
 from linearize.evaluation import fidelity, weights
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.path_usage import measure_path_usage
 from linearize.evaluation.samples import sample_rows
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import sliding_window
-from linearize.training.data import PackedRows
 from tests.hf.encoder_rows import encoder_rows
 from tests.hf.encoders import ENCODERS, TEXT, VISION, Case, make_student, student_of, teacher_of
 

@@ -12,14 +12,14 @@ import torch
 from transformers import PreTrainedModel
 
 import linearize
-from linearize.config import EvaluationConfig
 from linearize.evaluation.candidates import Candidate
+from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.controls import window_only_plan
 from linearize.evaluation.examination import Examination, examine
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from tests import tiny
-from tests.training.byte_tokenizer import byte_tokenizer
+from tests.byte_tokenizer import byte_tokenizer
 
 POSITIONS = 128
 ROWS = tiny.packed([[64], [30, 34], [64], [64]])

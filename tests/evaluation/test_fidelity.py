@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
-from linearize.config import Recipe
+from linearize.data.packing import PackedRows
 from linearize.evaluation import fidelity, weights
 from linearize.evaluation.fidelity import (
     Fidelity,
@@ -29,10 +29,10 @@ from linearize.evaluation.fidelity import (
 from linearize.evaluation.samples import sample_rows
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers
-from linearize.training.data import PackedRows
+from linearize.recipe import Recipe
 from tests import tiny
+from tests.byte_tokenizer import byte_tokenizer
 from tests.hf.models import randomize_mixers
-from tests.training.byte_tokenizer import byte_tokenizer
 
 LENGTH = 40
 ROWS = tiny.packed([[LENGTH], [9, 1, 30]])

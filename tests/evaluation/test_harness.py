@@ -19,12 +19,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import linearize
-from linearize.config import Recipe
+from linearize.base import UserError
 from linearize.demo.corpus import teacher_path
-from linearize.errors import UserError
 from linearize.evaluation import harness
 from linearize.evaluation.harness import TaskResult, choice_task, evaluate_tasks, rouge
 from linearize.evaluation.perplexity import Interval
+from linearize.recipe import Recipe
 
 QUESTIONS = [
     {"query": f"Question: which keyword comes first in a {thing}", "choices": choices, "gold": gold, "id": thing}

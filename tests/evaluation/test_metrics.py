@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.evaluation.metrics import METRICS, Predictions, Similarities, bootstrapped, title
 
 CLASSIFYING = ("accuracy", "f1", "matthews")

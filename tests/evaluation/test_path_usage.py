@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
-from linearize.config import Recipe
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
 from linearize.evaluation.controls import without_linear_part
 from linearize.evaluation.path_usage import (
     ByDistance,
@@ -28,8 +28,8 @@ from linearize.evaluation.samples import sample_rows
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers
 from linearize.hf.convert import convert_layers
-from linearize.parts import Add, NoSpan
-from linearize.training.data import PackedRows
+from linearize.mixers.config import Add, NoSpan
+from linearize.recipe import Recipe
 from tests import tiny
 from tests.hf.models import randomize_mixers
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.evaluation import perplexity
 from linearize.evaluation.perplexity import Quality, TokenLosses, bootstrap, paired_difference, token_losses
 from tests.evaluation.fakes import Fake, packed

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.evaluation.perplexity import TokenLosses
 from linearize.evaluation.recall import (
     CopyLosses,

@@ -17,17 +17,17 @@ from rich.console import Console
 from torch import nn
 
 import linearize
-from linearize.config import EvaluationConfig
+from linearize.data.packing import PackedRows
 from linearize.evaluation import report_card
 from linearize.evaluation.candidates import LABELS, Candidate
+from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.perplexity import Interval
 from linearize.evaluation.report_card import ReportCard, measure, memory_in_words
 from linearize.evaluation.speed import Speed, Spread
 from linearize.evaluation.task_report import Scored, TaskReport
-from linearize.training.data import PackedRows
 from tests import tiny
+from tests.byte_tokenizer import byte_tokenizer
 from tests.evaluation.fakes import Fake
-from tests.training.byte_tokenizer import byte_tokenizer
 
 WINDOW, PERIOD, LENGTH = 8, 16, 48
 VOCABULARY = tiny.VOCABULARY

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.evaluation.retrieval import (
     TASKS,
     Answers,
@@ -22,7 +22,7 @@ from linearize.evaluation.retrieval import (
     retrieval_result,
     retrieval_tests,
 )
-from tests.training.byte_tokenizer import byte_tokenizer
+from tests.byte_tokenizer import byte_tokenizer
 
 WINDOW = 64
 NAMES = ["passkey", "needle", "associative_recall", "copying"]

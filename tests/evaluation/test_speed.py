@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import linearize
-from linearize.config import Recipe
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.evaluation import speed
 from linearize.evaluation.bench import Bench, bench
 from linearize.evaluation.speed import (
@@ -28,6 +27,7 @@ from linearize.evaluation.speed import (
     generation_speed,
     seconds_in_turns,
 )
+from linearize.recipe import Recipe
 from tests import tiny
 
 

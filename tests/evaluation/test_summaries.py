@@ -12,15 +12,15 @@ from rouge_score.rouge_scorer import RougeScorer
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.config import DataConfig
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.config import DataConfig
+from linearize.data.packing import Dataset, build_dataset
+from linearize.data.tasks import Summarisation
+from linearize.data.templates import SAMSUM, TokenDocument
 from linearize.evaluation.metrics import Similarities
 from linearize.evaluation.summaries import summaries, summarising
-from linearize.tasks import Summarisation
-from linearize.training.data import Dataset, build_dataset
-from linearize.training.templates import SAMSUM, TokenDocument
 from tests import tiny
-from tests.training.byte_tokenizer import byte_tokenizer
+from tests.byte_tokenizer import byte_tokenizer
 
 TASK = Summarisation(new_tokens=8, summaries=5)
 EOS, NEW_TOKENS = 258, 8

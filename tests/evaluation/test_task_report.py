@@ -15,10 +15,10 @@ from rich.console import Console
 from torch import Tensor
 
 import linearize
-from linearize.config import EvaluationConfig
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.evaluation import task_report
 from linearize.evaluation.candidates import LABELS, Candidate
+from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.metrics import Answered, Predictions, Similarities
 from linearize.evaluation.task_report import TaskCard, measure_task
 from tests import tiny

@@ -12,14 +12,14 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 import linearize
-from linearize.config import Recipe
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
 from linearize.evaluation import attention_maps, weights
 from linearize.evaluation.attention_maps import Maps
 from linearize.evaluation.samples import sample_rows
 from linearize.evaluation.weights import Visit, WeightBlock, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, softmax_attention
-from linearize.training.data import PackedRows
+from linearize.recipe import Recipe
 from tests import tiny
 from tests.hf.models import randomize_mixers
 from tests.mixers.weights import weights_of

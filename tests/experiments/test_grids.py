@@ -16,11 +16,11 @@ import pytest
 import torch
 import yaml
 
-from linearize.config import Recipe, resolve
-from linearize.errors import DivergedError, UserError
+from linearize.base import DivergedError, UserError
 from linearize.evaluation.metrics import Predictions, Similarities
 from linearize.evaluation.perplexity import TokenLosses
-from linearize.teacher import TeacherShape
+from linearize.hf.teacher import TeacherShape
+from linearize.recipe import Recipe, resolve
 from linearize.training import loop
 from tests import tiny
 from tests.shapes import make_shape
@@ -251,7 +251,7 @@ def test_a_cell_that_diverges_is_a_result(grid: Path, monkeypatch: pytest.Monkey
     def diverge(*args: Any, **options: Any) -> None:
         raise DivergedError("loss is not finite")
 
-    monkeypatch.setattr("linearize.pipeline.finetune", diverge)
+    monkeypatch.setattr("linearize.run.pipeline.finetune", diverge)
     results = go(grid, monkeypatch)["results"]
     assert [result["diverged"] for result in results] == ["loss is not finite"] * 4
     assert "| **first** | 0 | diverged |" in grid.with_suffix(".small.md").read_text()

@@ -23,12 +23,12 @@ from transformers import (
     BertModel,
 )
 
-from linearize.config import Recipe
-from linearize.pipeline import run
-from linearize.runs import Run
+from linearize.recipe import Recipe
+from linearize.run.folder import Run
+from linearize.run.pipeline import run
 from linearize.training import loop
 from tests import tiny
-from tests.training.byte_tokenizer import byte_tokenizer
+from tests.byte_tokenizer import byte_tokenizer
 
 HEDGEHOG = Path(__file__).parents[2] / "experiments" / "hedgehog"
 CPU = ["--device", "cpu"]

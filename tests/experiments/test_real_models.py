@@ -14,8 +14,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import linearize
-from linearize.config import Recipe
 from linearize.hf.checkpoint import load_model
+from linearize.recipe import Recipe
 from tests import tiny
 
 REAL_MODELS = Path(__file__).parents[2] / "experiments" / "real_models"

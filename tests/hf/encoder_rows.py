@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.training.data import PackedRows
+from linearize.data.packing import PackedRows
 from tests.hf.encoders import VISION, images, padded
 
 

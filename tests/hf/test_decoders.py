@@ -17,7 +17,7 @@ from linearize.hf import architectures, attention
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.classes import projections
 from linearize.hf.convert import convert_layers
-from linearize.teacher import TeacherShape
+from linearize.hf.teacher import TeacherShape
 from tests.hf import checks
 from tests.hf.decoders import ARCHITECTURES, DECODERS, ONE_DOCUMENT
 from tests.hf.models import ARCHITECTURES as FIRST

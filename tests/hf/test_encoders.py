@@ -12,17 +12,18 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import linearize
+from linearize.data.selection import effective_sequence_lengths
 from linearize.hf import attention
 from linearize.hf.attention import linearized_layers, observed, softmax_output
-from linearize.hf.blocks import load_block
 from linearize.hf.classes import projections
 from linearize.hf.convert import convert_layers
+from linearize.hf.partial_model import load_block
+from linearize.hf.teacher import TeacherShape
 from linearize.mixers import AttnInputs, BidirectionalMixer
 from linearize.mixers.bidirectional import sum_over_documents
-from linearize.parts import MixerConfig
-from linearize.teacher import LayerShape, TeacherShape
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.shape import LayerShape
 from linearize.training.calibration import calibrate
-from linearize.training.selection import effective_sequence_lengths
 from tests import tiny
 from tests.hf.checks import assert_close
 from tests.hf.encoders import (

@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.generation.streamers import TextIteratorStreamer, TextStreamer
 
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.hf.cache import LinearizedCacheLayer
 from linearize.mixers import recording
 from tests.hf import checks

@@ -10,8 +10,8 @@ import pytest
 from transformers import DynamicCache, TextStreamer
 
 import linearize
+from tests.byte_tokenizer import byte_tokenizer
 from tests.hf.models import make_teacher
-from tests.training.byte_tokenizer import byte_tokenizer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "generation.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

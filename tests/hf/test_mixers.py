@@ -13,13 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import linearize
-from linearize.config import recipe_names, resolve
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
+from linearize.hf.teacher import TeacherShape
 from linearize.mixers import LinearMixer
-from linearize.parts import NoSpan
-from linearize.teacher import TeacherShape
+from linearize.mixers.config import NoSpan
+from linearize.recipe import recipe_names, resolve
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.loop import Step
 from tests import tiny

@@ -26,6 +26,7 @@ import linearize
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import MODEL_CLASSES
 from linearize.mixers import LinearMixer
+from tests.byte_tokenizer import byte_tokenizer
 from tests.hf import encoders
 from tests.hf.checks import assert_close, left_padding, positions, uncached
 from tests.hf.decoders import ARCHITECTURES as OTHERS
@@ -40,7 +41,6 @@ from tests.hf.models import (
     student_of,
     teacher_of,
 )
-from tests.training.byte_tokenizer import byte_tokenizer
 
 # Purely linear, a window beside a softmax layer, and a base that is another in all respects.
 SOME = [CASE["llama-none"], CASE["llama-mixed"], CASE["gpt2-sliding"]]

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import linearize
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.hf.convert import convert_layers
 from tests.tiny import packed
 

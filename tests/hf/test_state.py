@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import linearize
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.hf import state as state_module
 from tests.hf import checks
 from tests.hf import generation_checks as rows

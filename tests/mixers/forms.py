@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from linearize.mixers import BidirectionalMixer, LinearMixer, MixerState
+from linearize.mixers.config import Add, AdditiveUpdate, NoSpan
 from linearize.ops import blockwise, chunked, dispatch, window
 from linearize.ops.layout import context_positions
-from linearize.parts import Add, AdditiveUpdate, NoSpan
 from tests.mixers.space import Drawn, pieces, with_tensors
 from tests.mixers.weights import weights_of
 from tests.ops.cases import own_layout

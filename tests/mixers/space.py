@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from linearize import parts
 from linearize.mixers import AttnInputs, LinearMixer
+from linearize.mixers import config as parts
+from linearize.mixers.config import MixerConfig
 from linearize.mixers.rope import apply_rope
+from linearize.mixers.shape import LayerShape
 from linearize.ops import Layout
-from linearize.parts import MixerConfig
-from linearize.teacher import LayerShape
 from tests.ops.cases import STYLES, documents_of, own_layout
 from tests.oracles.attention import Documents
 

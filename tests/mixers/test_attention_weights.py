@@ -18,9 +18,9 @@ from linearize.mixers.attention_weights import (
     query_blocks,
     softmax_weights,
 )
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.shape import LayerShape
 from linearize.ops import Layout
-from linearize.parts import MixerConfig
-from linearize.teacher import LayerShape
 from tests.mixers.weights import weights_of
 from tests.oracles.attention_weights import mixer_weights
 from tests.oracles.attention_weights import softmax_weights as softmax_oracle

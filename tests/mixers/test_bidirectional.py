@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize import parts
 from linearize.evaluation.speed import peak_bytes
+from linearize.mixers import config as parts
 from linearize.mixers.bidirectional import BidirectionalMixer
+from linearize.mixers.config import MixerConfig
 from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.shape import LayerShape
 from linearize.ops import Layout
-from linearize.parts import MixerConfig
-from linearize.teacher import LayerShape
 from tests.oracles.attention import Documents
 from tests.probes import LargestTensor, flops
 

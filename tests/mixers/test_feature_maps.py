@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize import maps, parts
+from linearize.mixers import config as parts
+from linearize.mixers import maps
 from linearize.mixers.feature_maps import FEATURE_MAPS, FeatureMap
-from linearize.teacher import LayerShape
+from linearize.mixers.shape import LayerShape
 
 GROUPED = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=24, max_positions=32)
 FULL = LayerShape(num_heads=3, num_kv_heads=3, head_dim=6, hidden_size=18, max_positions=32)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linearize import parts
+from linearize.mixers import config as parts
 from linearize.mixers.gates import DECAYS, DeltaRule, Gate, GateOut, refined_log_decay
 from linearize.mixers.inputs import AttnInputs
-from linearize.teacher import LayerShape
+from linearize.mixers.shape import LayerShape
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=10, max_positions=64)
 HEADS, FEATURES, LENGTH = 2, 8, 5

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from linearize.mixers import AttnInputs, LinearMixer
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.shape import LayerShape
 from linearize.ops import Layout, chunked
-from linearize.parts import MixerConfig
-from linearize.teacher import LayerShape
 from tests.ops.parity import FP64, assert_near
 
 SHAPE = LayerShape(4, 2, 5, hidden_size=8, max_positions=256)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.config import Recipe, recipe_names
 from linearize.mixers import LinearMixer
-from linearize.parts import HedgehogMap, MixerConfig, SlidingSpan
-from linearize.teacher import LayerShape
+from linearize.mixers.config import HedgehogMap, MixerConfig, SlidingSpan
+from linearize.mixers.shape import LayerShape
+from linearize.recipe import Recipe, recipe_names
 from tests.mixers.space import make_drawn, with_tensors
 
 ROUNDING = 2**-7  # the distance of neighbouring bf16 numbers, relative

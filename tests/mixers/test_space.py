@@ -15,11 +15,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from linearize import parts
 from linearize.evaluation.speed import peak_bytes
 from linearize.mixers import AttnInputs, LinearMixer, linear
-from linearize.parts import MixerConfig
-from linearize.teacher import LayerShape
+from linearize.mixers import config as parts
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.shape import LayerShape
 from tests.mixers.forms import (
     FP32,
     FP64,

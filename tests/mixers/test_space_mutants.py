@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linearize import parts
+from linearize.mixers import config as parts
 from linearize.mixers import linear
+from linearize.mixers.config import MixerConfig
 from linearize.mixers.running_maximum import running_maximum
+from linearize.mixers.shape import LayerShape
 from linearize.ops.span import SlidingSpan, TerracedSpan
-from linearize.parts import MixerConfig
-from linearize.teacher import LayerShape
 from tests.mixers.forms import check_calls, check_oracle
 from tests.mixers.space import Drawn, make_drawn
 

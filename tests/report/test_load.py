@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.report.load import load_run, load_runs
 from tests.report import sample
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.report import RunFiles, write_report
 from linearize.report.page import clean, numeric, render, rich
 from tests.report import sample

@@ -15,8 +15,8 @@ import torch
 import yaml
 
 import linearize
-from linearize.config import EvaluationConfig
 from linearize.evaluation.candidates import Candidate
+from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.metrics import Predictions
 from linearize.evaluation.task_report import measure_task
 from linearize.report import RunFiles, load_run, model_card, write_report

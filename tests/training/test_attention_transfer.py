@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import linearize
+from linearize.data.packing import PackedRows
 from linearize.evaluation.speed import peak_bytes
 from linearize.hf.attention import linearized_layers
 from linearize.mixers import AttnInputs
+from linearize.mixers.config import NoSpan
 from linearize.ops import Layout
-from linearize.parts import NoSpan
 from linearize.training.attention_transfer import TransferObjective, attention_transfer, load_transferred
-from linearize.training.data import PackedRows
 from linearize.training.loop import Step
 from tests import tiny
 from tests.probes import LargestTensor

@@ -23,15 +23,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
-from linearize.config import Recipe, resolve
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.hf.checkpoint import load_model
 from linearize.hf.convert import convert_layers
-from linearize.stages import Plateau
-from linearize.teacher import TeacherShape
+from linearize.hf.teacher import TeacherShape
+from linearize.recipe import Recipe, resolve
 from linearize.training import activations, blockwise, loop
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, merged_metrics
+from linearize.training.config import Plateau
 from tests import tiny
 
 CPU = torch.device("cpu")

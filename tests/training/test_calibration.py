@@ -14,9 +14,9 @@ import linearize
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.mixers import AttnInputs
 from linearize.ops import Layout
-from linearize.stages import TransferConfig
 from linearize.training import attention_transfer
 from linearize.training.calibration import calibrate
+from linearize.training.config import TransferConfig
 from tests import tiny
 
 WINDOW = 6

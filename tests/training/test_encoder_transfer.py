@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
+from linearize.data.packing import PackedRows
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
 from linearize.mixers import AttnInputs, attention_weights
-from linearize.stages import TransferConfig
 from linearize.training import attention_transfer as module
 from linearize.training import transfer_losses
 from linearize.training.attention_transfer import TransferObjective, attention_transfer, layer_index
-from linearize.training.data import PackedRows
+from linearize.training.config import TransferConfig
 from linearize.training.loop import Step
 from tests.hf.encoder_rows import Padded, encoder_rows
 from tests.hf.encoders import ENCODERS, TEXT, Case, make_encoder, make_student

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
-from linearize.errors import UserError
-from linearize.stages import FinetuneConfig, LossConfig
-from linearize.training.data import PackedRows
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
+from linearize.training.config import FinetuneConfig, LossConfig
 from linearize.training.finetune import OutputObjective, finetune, load_finetuned
 from linearize.training.loop import Step, TrainResult
 from tests import tiny

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import linearize
-from linearize.errors import UserError
-from linearize.stages import Constant, Cosine, Linear, Plateau, TrainConfig
-from linearize.training import checkpoint as checkpoint_module
-from linearize.training.data import PackedRows
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
+from linearize.training import resumption as checkpoint_module
+from linearize.training.config import Constant, Cosine, Linear, Plateau, TrainConfig
 from linearize.training.loop import Step, TrainResult, Unit, train
 from linearize.training.schedules import build_schedule
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.stages import LossConfig
+from linearize.data.packing import PackedRows
 from linearize.training import losses
-from linearize.training.data import PackedRows
+from linearize.training.config import LossConfig
 from linearize.training.losses import output_losses
 from tests.probes import LargestTensor
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
+from linearize.data.packing import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.mixers import AttnInputs, LinearMixer, attention_weights
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.shape import LayerShape
 from linearize.ops import Layout
-from linearize.parts import MixerConfig
-from linearize.stages import TransferConfig
-from linearize.teacher import LayerShape
 from linearize.training.attention_transfer import TransferObjective, attention_transfer
-from linearize.training.data import PackedRows
+from linearize.training.config import TransferConfig
 from linearize.training.loop import Step
 from linearize.training.transfer_losses import Share, transfer_loss
 from tests import tiny

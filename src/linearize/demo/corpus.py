@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from linearize.errors import UserError
+from linearize.base import UserError
 
 HELD_OUT_MODULES = frozenset(
     {

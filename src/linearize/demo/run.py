@@ -9,12 +9,12 @@ import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from linearize.config import Recipe
+from linearize.data.packing import dataset_from_documents
 from linearize.demo.corpus import standard_library_texts, teacher_path
 from linearize.hf.checkpoint import load_model, load_tokenizer
-from linearize.pipeline import run
-from linearize.runs import Run
-from linearize.training.data import dataset_from_documents
+from linearize.recipe import Recipe
+from linearize.run.folder import Run
+from linearize.run.pipeline import run
 
 PROMPT = "def read_config(path):\n"
 # Small enough for two CPU cores and six minutes, the two trained controls included. The window factor moves by at most

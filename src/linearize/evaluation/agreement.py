@@ -23,17 +23,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from linearize.errors import UserError
-from linearize.evaluation.perplexity import (
-    IGNORE,
-    Interval,
-    TokenLosses,
-    Totals,
-    inference,
-    require_same_tokens,
-    resample,
-)
-from linearize.training.data import PackedRows
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
+from linearize.data.rows import inference
+from linearize.evaluation.perplexity import IGNORE, Interval, TokenLosses, Totals, require_same_tokens, resample
 
 _CHUNK_ELEMENTS = 2**24  # most fp32 numbers at a time beside the models' own logits: 64 MiB
 _COPIES = 4  # [C, V] tensors of them that live together

@@ -12,11 +12,10 @@ from rich.progress import track
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from linearize.data.packing import Dataset
+from linearize.data.rows import Rows, inference, on_device
+from linearize.data.tasks import Summarisation, Task, TextEmbedding
 from linearize.evaluation.metrics import Answered, Predictions, Similarities
-from linearize.evaluation.perplexity import inference
-from linearize.tasks import Summarisation, Task, TextEmbedding
-from linearize.training.data import Dataset
-from linearize.training.rows import Rows, on_device
 
 BATCH_SIZE = 32  # rows per forward pass
 

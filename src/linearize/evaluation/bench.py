@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.evaluation.speed import Crossover, Speed, Spread, generation_speed
 
 HEADER = (

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-from linearize.config import LayerPlan
 from linearize.hf.attention import replaced_mixers
 from linearize.mixers import LinearMixer
-from linearize.parts import MixerConfig, NoSpan, SlidingSpan, TerracedSpan, WindowOnly
+from linearize.mixers.config import LayerPlan, MixerConfig, NoSpan, SlidingSpan, TerracedSpan, WindowOnly
 
 DEFAULT_WINDOW = 64  # the window of the controls where a mixer has none
 SINKS = 4

@@ -13,17 +13,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from linearize.config import EvaluationConfig
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
 from linearize.evaluation.agreement import Agreement, Generations, generation_agreement, logit_agreement
 from linearize.evaluation.candidates import BATCH_SIZE, Candidate
+from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.harness import Tasks, evaluate_tasks
 from linearize.evaluation.path_usage import PathUsage, measure_path_usage
 from linearize.evaluation.retrieval import Answers, Retrieval, answer, retrieval_result, retrieval_tests
 from linearize.evaluation.samples import spread_rows
 from linearize.hf.attention import linearized_layers
-from linearize.training.data import PackedRows
 
 RECALLING = ("teacher", "student", "window")  # the floor is the teacher within its window
 SHOWN = 4  # generations kept as text

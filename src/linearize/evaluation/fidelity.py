@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from linearize.data.rows import Rows
 from linearize.evaluation.attention_maps import AttentionMap, Maps
 from linearize.evaluation.samples import sample_rows
 from linearize.evaluation.weights import Visit, WeightBlock, never_negative, visit_layers, weight_blocks
 from linearize.mixers import AttnInputs, Mixer
 from linearize.mixers.combine import MixCombine, SharedDenominatorCombine
-from linearize.training.rows import Rows
 
 LEAST_WEIGHT = (
     1e-12  # in logarithms: a key that the student cannot see at all costs 27.6 nats times the teacher's weight

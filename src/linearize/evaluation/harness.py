@@ -27,8 +27,9 @@ from rich.console import Console
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from linearize.errors import UserError
-from linearize.evaluation.perplexity import Interval, Totals, inference, resample
+from linearize.base import UserError
+from linearize.data.rows import inference
+from linearize.evaluation.perplexity import Interval, Totals, resample
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from linearize.errors import UserError
+from linearize.base import UserError
 
 Score = Callable[["Predictions", Tensor], float]
 

@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
 from linearize.evaluation.controls import DEFAULT_WINDOW, without_linear_part
 from linearize.evaluation.perplexity import Interval, paired_difference, token_losses
 from linearize.evaluation.samples import sample_rows
@@ -25,9 +26,8 @@ from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, replaced_mixers
 from linearize.mixers import LinearMixer
 from linearize.mixers.combine import AddCombine, MixCombine
+from linearize.mixers.config import Add, NoSpan
 from linearize.mixers.span import build_span
-from linearize.parts import Add, NoSpan
-from linearize.training.data import PackedRows
 
 NEGLIGIBLE = 0.01  # nats per token: one percent of perplexity
 

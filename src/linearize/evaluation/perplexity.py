@@ -6,8 +6,7 @@ same rows, S bootstrap resamples. Losses are in nats per token; perplexity is e^
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,8 +17,9 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from linearize.errors import UserError
-from linearize.training.data import PackedRows
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
+from linearize.data.rows import inference
 
 IGNORE = -100  # Hugging Face's label for "no loss here"
 _CHUNK_ELEMENTS = 2**24  # largest fp32 copy of logits at a time: 64 MiB
@@ -95,18 +95,6 @@ class Quality:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@contextmanager
-def inference(model: nn.Module) -> Iterator[torch.device]:
-    """No gradients, no dropout; yields the device to put inputs on. The model's training flag is put back."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield next(model.parameters()).device
-    finally:
-        model.train(training)
 
 
 def token_losses(model: nn.Module, rows: PackedRows, *, batch_size: int, title: str = "loss") -> TokenLosses:

@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
 from linearize.evaluation.perplexity import (
     IGNORE,
     Interval,
@@ -24,7 +25,6 @@ from linearize.evaluation.perplexity import (
     resample,
     token_losses,
 )
-from linearize.training.data import PackedRows
 
 # Random tokens get up to 0.15 nats easier with their place in the row although nothing is copied (measured on a small
 # Llama), so a gain counts as copying only well above that.

@@ -11,9 +11,10 @@ from rich.console import Group
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from linearize.config import EvaluationConfig
+from linearize.data.packing import PackedRows
 from linearize.evaluation.agreement import PositionLosses, loss_by_position
 from linearize.evaluation.candidates import BATCH_SIZE, LABELS, Candidate
+from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.examination import Examination, examine
 from linearize.evaluation.perplexity import Interval, Quality, TokenLosses, paired_difference, token_losses
 from linearize.evaluation.recall import (
@@ -31,7 +32,6 @@ from linearize.evaluation.speed import Crossover, Speed, break_even, generation_
 from linearize.evaluation.tables import markdown_table, terminal_table
 from linearize.evaluation.task_report import TaskReport
 from linearize.evaluation.words import in_words, interval_text
-from linearize.training.data import PackedRows
 
 NEW_TOKENS = 16
 

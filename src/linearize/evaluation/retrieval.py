@@ -31,8 +31,9 @@ from rich.progress import track
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from linearize.errors import UserError
-from linearize.evaluation.perplexity import Interval, Totals, inference, resample
+from linearize.base import UserError
+from linearize.data.rows import inference
+from linearize.evaluation.perplexity import Interval, Totals, resample
 from linearize.evaluation.recall import ordinary_tokens
 
 # A teacher that beats the floor by so little can fetch next to nothing, and a share of that says nothing.

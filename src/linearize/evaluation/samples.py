@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from linearize.training.data import PackedRows
-from linearize.training.rows import Rows
+from linearize.data.packing import PackedRows
+from linearize.data.rows import Rows
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, PreTrainedModel
 
-from linearize.errors import UserError
-from linearize.evaluation.perplexity import inference
+from linearize.base import UserError
+from linearize.data.rows import inference
 
 Name = TypeVar("Name", bound=Hashable)
 

@@ -14,11 +14,11 @@ from rich.progress import track
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.rows import inference
+from linearize.data.tasks import Summarisation
+from linearize.data.templates import IGNORED, TokenDocument
 from linearize.evaluation.metrics import Answered, Similarities
-from linearize.evaluation.perplexity import inference
-from linearize.tasks import Summarisation
-from linearize.training.templates import IGNORED, TokenDocument
 
 
 def summarising(

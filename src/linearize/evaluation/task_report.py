@@ -14,9 +14,9 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.config import EvaluationConfig
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.evaluation.candidates import BATCH_SIZE, LABELS, Candidate
+from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.metrics import Answered, bootstrapped, title
 from linearize.evaluation.perplexity import Interval

@@ -29,16 +29,15 @@ from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.errors import UserError
-from linearize.evaluation.perplexity import inference
+from linearize.base import UserError
+from linearize.data.rows import inference, on_device
 from linearize.evaluation.samples import Sample
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
 from linearize.mixers import AttnInputs, LinearMixer, Mixer
 from linearize.mixers.attention_weights import Features, LinearPart
 from linearize.mixers.combine import NoNorm, SumNorm
+from linearize.mixers.config import DeltaUpdate, MixerConfig, NoNormalizer, RfaMap
 from linearize.ops import Layout
-from linearize.parts import DeltaUpdate, MixerConfig, NoNormalizer, RfaMap
-from linearize.training.rows import on_device
 
 QUERIES = 64  # of a block
 CANCELLED = 1e-6

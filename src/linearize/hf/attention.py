@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.hf.cache import LinearizedCacheLayer, cache_layer, without_slots_to_come
-from linearize.hf.refusals import refuse_context_parallel, refuse_paged_cache
+from linearize.hf.unsupported import refuse_context_parallel, refuse_paged_cache
 from linearize.mixers import AttnInputs, Mixer
 from linearize.ops import Layout
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
 
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.mixers import AttnInputs, MixerState, Recording
 from linearize.ops import Layout
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import logging
 
-from linearize.errors import UserError
+from linearize.base import UserError
 
 AUTO_MODULE = "modeling_linearize"
 

@@ -21,8 +21,7 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 
-from linearize.config import FORMAT_VERSION, LayerPlan
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.hf import checkpoint
 from linearize.hf.architectures import ARCHITECTURES, DECODER_HEADS, ENCODER_HEADS, Architecture
 from linearize.hf.attention import (
@@ -37,12 +36,14 @@ from linearize.hf.attention import (
 )
 from linearize.hf.cache import same_size_mask
 from linearize.hf.offload import keep_mixers
-from linearize.hf.refusals import Refusals
+from linearize.hf.teacher import TeacherShape
+from linearize.hf.unsupported import Refusals
 from linearize.mixers import BidirectionalMixer, LinearMixer
-from linearize.parts import MixerConfig
-from linearize.teacher import TeacherShape
+from linearize.mixers.config import LayerPlan, MixerConfig
 
 __all__ = ["ARCHITECTURES"]
+
+FORMAT_VERSION = 1  # of the layer plan in a config
 
 
 def write_plan(plan: LayerPlan) -> dict[str, Any]:

@@ -9,33 +9,25 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearize.config import LayerPlan, Recipe, resolve
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.hf.checkpoint import drops_soft_cap
 from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, write_plan
 from linearize.hf.quantized import beside_parameters, settle
-from linearize.teacher import TeacherShape
-
-
-def convert(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """A student that shares the teacher's storage; the teacher itself is left as it is.
-
-    Mixers are new and initialised as the recipe says. Training the shared weights in place would change the teacher
-    too; `linearize.finetune` copies what it changes.
-
-    Raises:
-        UserError: an architecture or head that is not supported, or a plan that does not fit the teacher.
-    """
-    plan = resolve(recipe, TeacherShape.from_config(teacher.config.to_dict()))
-    return convert_layers(teacher, plan, seed=recipe.seed)
+from linearize.mixers.config import LayerPlan
 
 
 def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) -> PreTrainedModel:
-    """The same for a layer plan that is resolved already.
+    """A student that shares the teacher's storage; the teacher itself is left as it is.
+
+    Mixers are new and initialised as the plan says. Training the shared weights in place would change the teacher too;
+    `linearize.finetune` copies what it changes.
 
     What is random about a layer's mixer is a function of the seed and the layer's index: the files of a training stage
     hold learned numbers only, so the random projections beside them must come out the same when the stage is resumed or
-    loaded, and in a block of layers the same as in the whole model (`linearize.hf.blocks`).
+    loaded, and in a block of layers the same as in the whole model (`linearize.hf.partial_model`).
+
+    Raises:
+        UserError: an architecture or head that is not supported.
     """
     config = teacher.config
     if config.model_type not in ARCHITECTURES:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from linearize.errors import UserError
+from linearize.base import UserError
 
 
 def settle(model: nn.Module) -> None:

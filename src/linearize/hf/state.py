@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from linearize.errors import UserError
-from linearize.files import atomic_file
+from linearize.base import UserError, atomic_file
 from linearize.hf.architectures import ARCHITECTURES
 from linearize.hf.attention import LinearizedAttention, layer_of
 from linearize.hf.cache import fill_layer, layer_tensors

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from linearize.mixers.config import RfaMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer import Mixer
@@ -25,7 +26,6 @@ from linearize.ops import Layout, NoSpan, Partial, linear_scan
 from linearize.ops.decay import cumulative
 from linearize.ops.reference import exponentials, kernel_weights, softmax_scores, visible_keys
 from linearize.ops.state import expand_heads
-from linearize.parts import RfaMap
 
 BLOCK_WEIGHTS = {"cpu": 2**18, "cuda": 2**24}  # numbers in the weights of one block, about
 MIN_QUERIES = 16  # of a block, however long the rows are

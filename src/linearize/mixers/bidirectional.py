@@ -6,16 +6,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize import parts
+from linearize.mixers import config as parts
 from linearize.mixers.combine import NORMALIZERS, AddCombine
+from linearize.mixers.config import MixerConfig
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, Mixer
 from linearize.mixers.rope import apply_rope, map_inputs
+from linearize.mixers.shape import LayerShape
 from linearize.ops import Layout, NoSpan, Partial, SlidingSpan, linear_scan
 from linearize.ops.partial import accumulation_dtype
 from linearize.ops.state import expand_heads
-from linearize.parts import MixerConfig
-from linearize.teacher import LayerShape
 
 
 class BidirectionalMixer(Mixer):

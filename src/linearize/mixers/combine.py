@@ -10,9 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from linearize.mixers.inputs import AttnInputs
-from linearize.ops import Partial
-from linearize.parts import (
+from linearize.mixers.config import (
     AbsoluteScale,
     Add,
     GroupNormalizer,
@@ -24,7 +22,9 @@ from linearize.parts import (
     SumNormalizer,
     WindowOnly,
 )
-from linearize.teacher import LayerShape
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.shape import LayerShape
+from linearize.ops import Partial
 
 MIN_DENOMINATOR = 1e-6
 MAX_LOG_SCALE = 30.0  # beyond e^30 one part is all there is, in fp32 too

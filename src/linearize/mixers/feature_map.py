@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from linearize.maps import FeatureMapPart
+from linearize.mixers.maps import FeatureMapPart
+from linearize.mixers.shape import LayerShape
 from linearize.ops.kernel import Kernel
 from linearize.ops.partial import accumulation_dtype
-from linearize.teacher import LayerShape
 
 
 class FeatureMap(nn.Module, ABC):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from linearize import maps
+from linearize.mixers import maps
 from linearize.mixers.feature_map import FeatureMap
 from linearize.mixers.fixed_maps import Cosformer, Dpfp, Elu1, Exp, Identity, Performer, Relu, Rfa, Taylor
 from linearize.mixers.learned_maps import T2R, Hedgehog, Lolcat, Regla
-from linearize.teacher import LayerShape
+from linearize.mixers.shape import LayerShape
 
 __all__ = ["FEATURE_MAPS", "FeatureMap"]
 

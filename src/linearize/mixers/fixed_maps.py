@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from linearize.maps import CosformerMap, DpfpMap, ExpMap, PerformerMap, RfaMap
 from linearize.mixers.feature_map import FeatureMap, accumulated, elu1
+from linearize.mixers.maps import CosformerMap, DpfpMap, ExpMap, PerformerMap, RfaMap
+from linearize.mixers.shape import LayerShape
 from linearize.mixers.taylor import TaylorKernel
-from linearize.teacher import LayerShape
 
 
 class Symmetric(FeatureMap):

@@ -16,10 +16,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from linearize import parts
+from linearize.mixers import config as parts
 from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.shape import LayerShape
 from linearize.ops.partial import accumulation_dtype
-from linearize.teacher import LayerShape
 
 MIN_NORM = 1e-6
 

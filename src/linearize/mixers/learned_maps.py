@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from linearize.maps import HedgehogMap, LearnedMap, LolcatMap, ReglaMap, T2RMap
 from linearize.mixers.feature_map import FeatureMap, elu1
+from linearize.mixers.maps import HedgehogMap, LearnedMap, LolcatMap, ReglaMap, T2RMap
+from linearize.mixers.shape import LayerShape
 from linearize.ops.state import expand_heads
-from linearize.teacher import LayerShape
 
 MIN_FEATURE = 1e-12  # LoLCATs' clamp
 

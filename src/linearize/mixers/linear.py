@@ -9,13 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize import parts
+from linearize.mixers import config as parts
 from linearize.mixers.combine import COMBINES, NORMALIZERS
+from linearize.mixers.config import MixerConfig
 from linearize.mixers.gates import DECAYS, DeltaRule
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, Mixer
 from linearize.mixers.rope import apply_rope
 from linearize.mixers.running_maximum import running_maximum
+from linearize.mixers.shape import LayerShape
 from linearize.mixers.state import MixerState, Slots, keep_slots, push_slot
 from linearize.ops import (
     Layout,
@@ -33,8 +35,6 @@ from linearize.ops import (
 from linearize.ops.layout import context_positions
 from linearize.ops.partial import accumulation_dtype
 from linearize.ops.state import expand_heads
-from linearize.parts import MixerConfig
-from linearize.teacher import LayerShape
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
 

@@ -9,16 +9,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linearize.mixers.combine import scale_of
+from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps import FEATURE_MAPS, FeatureMap
 from linearize.mixers.gates import DeltaRule
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.rope import apply_rope, map_inputs
+from linearize.mixers.shape import LayerShape
 from linearize.mixers.span import build_span
 from linearize.mixers.state import Slots
 from linearize.mixers.window_dropout import WindowDropout
 from linearize.ops import Kernel, Layout, Partial
-from linearize.parts import MixerConfig
-from linearize.teacher import LayerShape
 
 
 class LinearFeatures(NamedTuple):

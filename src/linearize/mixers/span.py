@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from linearize import parts
+from linearize.mixers import config as parts
 from linearize.ops import NoSpan, SlidingSpan, Span, TerracedSpan
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.perplexity import Interval
 from linearize.report.numbers import Number

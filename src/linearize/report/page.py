@@ -11,8 +11,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from linearize.errors import UserError
-from linearize.files import atomic_file
+from linearize.base import UserError, atomic_file
 from linearize.report.load import RunFiles, load_runs
 from linearize.report.overview import cautions, key_numbers, overview
 from linearize.report.sections import sections

@@ -15,10 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from linearize.errors import UserError
-from linearize.files import atomic_file
-from linearize.training.data import PackedRows
-from linearize.training.rows import Indices
+from linearize.base import UserError, atomic_file
+from linearize.data.packing import PackedRows
+from linearize.data.rows import Indices
 
 FILE_BYTES = 2**28  # about; small enough to be lost when a process is killed, large enough for a disk
 _TENSOR = "residual_stream"

@@ -17,7 +17,9 @@ from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
+from linearize.data.rows import Rows, on_device
 from linearize.hf.attention import (
     linearized_layers,
     observed,
@@ -25,17 +27,15 @@ from linearize.hf.attention import (
     sliding_window,
     softmax_output,
 )
+from linearize.hf.teacher import TeacherShape
 from linearize.mixers import AttnInputs
 from linearize.mixers.attention_weights import far_queries
 from linearize.ops import Layout
-from linearize.stages import TransferConfig
-from linearize.teacher import TeacherShape
 from linearize.training.bypass import dropped_windows
 from linearize.training.calibration import calibrate
-from linearize.training.checkpoint import RESULT
-from linearize.training.data import PackedRows
+from linearize.training.config import TransferConfig
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
-from linearize.training.rows import Rows, on_device
+from linearize.training.resumption import RESULT
 from linearize.training.transfer_losses import Share, check_losses, transfer_loss
 
 

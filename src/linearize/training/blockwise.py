@@ -22,21 +22,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.config import LayerPlan
-from linearize.errors import UserError
-from linearize.files import full_disk_is_user_error
+from linearize.base import UserError, full_disk_is_user_error
+from linearize.data.packing import PackedRows
+from linearize.data.rows import on_device
 from linearize.hf.attention import linearized_layers, observed, softmax_output
-from linearize.hf.blocks import load_block
 from linearize.hf.checkpoint import read_config
 from linearize.hf.convert import convert_layers
-from linearize.stages import TransferConfig
-from linearize.teacher import TeacherShape
+from linearize.hf.partial_model import load_block
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import LayerPlan
 from linearize.training.activations import FILE_BYTES, Activations, StoredRows
 from linearize.training.attention_transfer import attention_transfer
-from linearize.training.checkpoint import RESULT, TRAINED, StageFolder, run_identity
-from linearize.training.data import PackedRows
+from linearize.training.config import TransferConfig
 from linearize.training.loop import TrainResult
-from linearize.training.rows import on_device
+from linearize.training.resumption import RESULT, TRAINED, StageFolder, run_identity
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import nn
 
 from linearize.hf.attention import linearized_layers
 from linearize.mixers.window_dropout import WindowDropout
-from linearize.stages import TrainConfig
+from linearize.training.config import TrainConfig
 from linearize.training.loop import Step
 
 

@@ -13,14 +13,14 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearize.errors import UserError
+from linearize.base import UserError
+from linearize.data.rows import Rows, on_device
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import projections
-from linearize.stages import FinetuneConfig, LoRAConfig
 from linearize.training.bypass import dropped_windows
+from linearize.training.config import FinetuneConfig, LoRAConfig
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.losses import output_losses
-from linearize.training.rows import Rows, on_device
 
 
 def finetune(

@@ -17,10 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from linearize.errors import DivergedError, UserError
-from linearize.stages import TrainConfig
-from linearize.training.checkpoint import MetricsLog, StageFolder, restore_rng_state, rng_state, run_identity
-from linearize.training.rows import Rows
+from linearize.base import DivergedError, UserError
+from linearize.data.rows import Rows
+from linearize.training.config import TrainConfig
+from linearize.training.resumption import MetricsLog, StageFolder, restore_rng_state, rng_state, run_identity
 from linearize.training.schedules import build_schedule
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from linearize.stages import LossConfig
+from linearize.training.config import LossConfig
 
 CHUNK_ELEMENTS = 2**24  # of logits in fp32 at a time: 64 MiB
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from linearize.stages import Constant, Cosine, Linear, Plateau, Schedule
+from linearize.training.config import Constant, Cosine, Linear, Plateau, Schedule
 
 
 class LRSchedule(ABC):

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linearize.errors import UserError
+from linearize.base import UserError
 from linearize.hf.attention import sliding_window
 from linearize.mixers import AttnInputs
 from linearize.mixers.attention_weights import (
@@ -30,7 +30,7 @@ from linearize.mixers.attention_weights import (
     softmax_weights,
 )
 from linearize.ops import Layout, NoSpan
-from linearize.stages import TransferConfig
+from linearize.training.config import TransferConfig
 
 MIN_WEIGHT = 1e-20  # what a weight is taken for, if it is less: relu and rounding give weights of 0
 

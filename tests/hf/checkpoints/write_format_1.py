@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from linearize.hf.convert import convert_layers
-from linearize.parts import MixerConfig
+from linearize.mixers.config import MixerConfig
 from tests.hf import encoders
 from tests.hf.models import MIXERS, SPANS, Case, randomize_mixers
 

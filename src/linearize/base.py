@@ -1,0 +1,76 @@
+"""What everything rests on: the base of all data, the exception that a user can act on, and files that are whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError
+
+
+class UserError(ValueError):
+    """Bad input: one line that names the field or file, what was expected, what was found, and what to do.
+
+    The command line prints the message and exits with status 2. Everything else that is raised is a bug (status 1).
+    """
+
+
+class DivergedError(UserError):
+    """A loss or gradient that is not finite."""
+
+
+class Config(BaseModel):
+    """Base of every recipe component: immutable, and unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+_AGAIN = "run the same command again, which goes on from the last checkpoint"
+
+
+@contextmanager
+def full_disk_is_user_error(folder: Path, num_bytes: int, advice: str = _AGAIN) -> Iterator[None]:
+    """Turn "no space left" and "quota exceeded" while writing `num_bytes` bytes to `folder` into a UserError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        # safetensors passes the operating system's error on as text only.
+        match = re.search(r"os error (\d+)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
+        if number not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        raise UserError(
+            f"{folder}: the disk is full: expected room for {num_bytes} bytes, found less; free some space and {advice}"
+        ) from None
+
+
+@contextmanager
+def atomic_file(path: Path, num_bytes: int, advice: str = _AGAIN) -> Iterator[Path]:
+    """A temporary file to write `num_bytes` bytes to: it becomes `path` when the block ends well, else disappears.
+
+    Raises:
+        UserError: the disk is full; `advice` says what to do once it is not.
+    """
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.incomplete")  # jobs may share a folder
+    try:
+        with full_disk_is_user_error(path.parent, num_bytes, advice):
+            yield scratch
+            sync(scratch)
+            scratch.replace(path)
+    finally:
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until the file is on the disk: a rename must not overtake the contents when the power fails."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())

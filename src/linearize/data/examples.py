@@ -1,0 +1,340 @@
+"""Texts with labels of their own, padded to the longest of a batch, and how a dataset of them is read."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from linearize.base import UserError
+from linearize.data.config import DataConfig
+from linearize.data.labels import Classes, as_number, cell, text_cell, texts
+from linearize.data.packing import Dataset, document_progress
+from linearize.data.rows import Indices, Rows
+from linearize.data.sources import Row, read_rows
+from linearize.data.splits import shuffled, split, without
+from linearize.data.tasks import TextClassification, TextEmbedding, TokenClassification
+from linearize.data.templates import IGNORED
+
+_BATCH = 256  # texts per tokenizer call
+
+
+@dataclass(frozen=True)
+class Example:
+    """One text, or pair of texts, as tokens; `segments` tell the two apart where the tokenizer does."""
+
+    input_ids: list[int]
+    segments: list[int] | None
+    label: Any  # a class, a number, a class per token, or None
+
+    @property
+    def key(self) -> bytes:
+        """Equal inputs have equal keys."""
+        return hashlib.blake2b(torch.tensor(self.input_ids).numpy().data, digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class Texts:
+    """N sequences, padded at the end to the longest of them.
+
+    Attributes:
+        segments: token types, where the tokenizer has any.
+        use_cache: False for decoders, which would fill a cache; None for models that know no such argument.
+    """
+
+    input_ids: Int64[Tensor, "N L"]
+    lengths: Int64[Tensor, " N"]
+    segments: Int64[Tensor, "N L"] | None
+    use_cache: bool | None
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def mask(self) -> Bool[Tensor, "N L"]:
+        """True for tokens, False for padding."""
+        return torch.arange(self.input_ids.shape[1]) < self.lengths[:, None]
+
+    def rows(self, indices: Indices) -> Texts:
+        lengths = self.lengths[indices]
+        longest = int(lengths.max()) if len(lengths) else 0
+        cut = {
+            name: x[indices][:, :longest]
+            for name in ("input_ids", "segments")
+            if (x := getattr(self, name)) is not None
+        }
+        return replace(self, lengths=lengths, **cut, **self._labels(indices, longest))
+
+    def inputs(self) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"input_ids": self.input_ids, "attention_mask": self.mask.long()}
+        if self.segments is not None:
+            inputs["token_type_ids"] = self.segments
+        return inputs if self.use_cache is None else inputs | {"use_cache": self.use_cache}
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (self.input_ids, self.lengths)
+        if self.segments is not None:
+            yield self.segments
+        if (targets := self.targets()) is not None:
+            yield targets
+
+    def _labels(self, indices: Indices, longest: int) -> dict[str, Tensor]:
+        """The labels of these rows, as fields."""
+        return {}
+
+    @abstractmethod
+    def target_counts(self) -> Int64[Tensor, " N"]: ...
+
+    @abstractmethod
+    def compared(self, outputs: Any) -> Float[Tensor, "M C"]: ...
+
+    @abstractmethod
+    def targets(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class UnlabelledTexts(Texts):
+    """Texts whose hidden states are to be the teacher's."""
+
+    def target_counts(self) -> Int64[Tensor, " N"]:
+        return self.lengths
+
+    def compared(self, outputs: Any) -> Float[Tensor, "M E"]:
+        """The last hidden states of all tokens."""
+        return outputs.last_hidden_state[self.mask.to(outputs.last_hidden_state.device)]
+
+    def targets(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class ClassifiedTexts(Texts):
+    """Texts with a label each: classes (int64), or numbers (float32)."""
+
+    labels: Int64[Tensor, " N"] | Float[Tensor, " N"]
+
+    def _labels(self, indices: Indices, longest: int) -> dict[str, Tensor]:
+        return {"labels": self.labels[indices]}
+
+    def target_counts(self) -> Int64[Tensor, " N"]:
+        return torch.ones_like(self.lengths)
+
+    def compared(self, outputs: Any) -> Float[Tensor, "N C"]:
+        return outputs.logits
+
+    def targets(self) -> Int64[Tensor, " N"] | Float[Tensor, " N"]:
+        return self.labels
+
+
+@dataclass(frozen=True)
+class ClassifiedTokens(Texts):
+    """Texts with the class of each token; -100 for none."""
+
+    labels: Int64[Tensor, "N L"]
+
+    def _labels(self, indices: Indices, longest: int) -> dict[str, Tensor]:
+        return {"labels": self.labels[indices][:, :longest]}
+
+    def target_counts(self) -> Int64[Tensor, " N"]:
+        return (self.labels != IGNORED).sum(1)
+
+    def compared(self, outputs: Any) -> Float[Tensor, "M C"]:
+        return outputs.logits[(self.labels != IGNORED).to(outputs.logits.device)]
+
+    def targets(self) -> Int64[Tensor, " M"]:
+        return self.labels[self.labels != IGNORED]
+
+
+def build_examples(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes, *, seed: int, use_cache: bool | None
+) -> Dataset:
+    """Read, tokenise and split the examples of `config.task`, cut to `config.sequence_length` tokens.
+
+    As `data.build_dataset` splits documents; held out are at most `config.validation_rows` examples.
+
+    Args:
+        classes: of the model's head.
+        use_cache: as in `Texts`.
+
+    Raises:
+        UserError: nothing to read, malformed rows, labels that the model has no class for, or no padding token.
+    """
+    pad: Any = tokenizer.pad_token_id
+    if pad is None:
+        raise UserError(
+            "tokenizer: expected a padding token, which a batch of texts needs, found none; set the tokenizer's "
+            "pad_token and the config's pad_token_id, and save both"
+        )
+    make = make_texts(config.task)
+    train, held_out = split_examples(config, lambda source: _read(source, tokenizer, classes), _key, seed)
+    sides = [make(examples, pad, use_cache) for examples in (train, held_out)]
+    return examples_dataset(sides[0], sides[1])
+
+
+def split_examples(
+    config: DataConfig, read: Callable[[DataConfig], list[Any]], key: Callable[[Any], bytes], seed: int
+) -> tuple[list[Any], list[Any]]:
+    """What to train on and what is held out, in the orders that the seed gives.
+
+    Raises:
+        UserError: fewer than two different examples, which is what an interval needs, on the held-out side.
+    """
+    everything = read(config)
+    if config.validation_dataset is None:
+        train, held_out = split(everything, key, config.validation_fraction, seed)
+    else:
+        held_out = read(config.model_copy(update={"dataset": config.validation_dataset, "max_documents": None}))
+        train = without(everything, held_out, key)
+    if not train or len(held_out) < 2:
+        raise UserError(
+            f"data: expected examples to train on and at least two held out, found {len(train)} and {len(held_out)}; "
+            "use more data, or set data.validation_dataset"
+        )
+    held_out = shuffled(held_out, f"validation {seed}")[: config.validation_rows]
+    return shuffled(train, f"train {seed}"), held_out
+
+
+def examples_dataset(train: Rows, validation: Rows) -> Dataset:
+    """A dataset of examples that are made or read already."""
+    digest = hashlib.sha256()
+    for tensor in (*train.tensors(), *validation.tensors()):
+        digest.update(f"{tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return Dataset(train, validation, digest.hexdigest(), (len(train), len(validation)))
+
+
+def make_texts(task: Any) -> Callable[[Sequence[Example], int, bool | None], Texts]:
+    """What turns a task's examples into rows."""
+    return _MAKE[type(task)]
+
+
+def classified_texts(examples: Sequence[Example], pad: int, use_cache: bool | None) -> ClassifiedTexts:
+    """Rows of examples that have a label each."""
+    labels = torch.tensor([example.label for example in examples])  # int64, or float32 for numbers
+    return ClassifiedTexts(*_padded(examples, pad), use_cache, labels)
+
+
+def _unlabelled_texts(examples: Sequence[Example], pad: int, use_cache: bool | None) -> UnlabelledTexts:
+    return UnlabelledTexts(*_padded(examples, pad), use_cache)
+
+
+def _classified_tokens(examples: Sequence[Example], pad: int, use_cache: bool | None) -> ClassifiedTokens:
+    labels = [example.label for example in examples if isinstance(example.label, list)]
+    return ClassifiedTokens(*_padded(examples, pad), use_cache, _filled(labels, IGNORED))
+
+
+_MAKE: dict[type, Callable[[Sequence[Example], int, bool | None], Texts]] = {
+    TextClassification: classified_texts,
+    TokenClassification: _classified_tokens,
+    TextEmbedding: _unlabelled_texts,
+}
+
+
+def _padded(examples: Sequence[Example], pad: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    lengths = torch.tensor([len(example.input_ids) for example in examples])
+    segments = [example.segments for example in examples if example.segments is not None]
+    input_ids = _filled([example.input_ids for example in examples], pad)
+    return input_ids, lengths, _filled(segments, 0) if segments else None
+
+
+def _filled(rows: Sequence[list[int]], value: int) -> Int64[Tensor, "N L"]:
+    tensors = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
+
+
+def _key(example: Example) -> bytes:
+    return example.key
+
+
+def _read(config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes) -> list[Example]:
+    numbered = enumerate(islice(read_rows(config), config.max_documents), 1)
+    encode, examples = _ENCODERS[type(config.task)], []
+    with document_progress("tokenising") as advance:
+        while batch := list(islice(numbered, _BATCH)):
+            examples += encode(batch, config, tokenizer, classes)
+            advance(len(batch))
+    return examples
+
+
+NumberedRows = Iterable[tuple[int, Row]]
+
+
+def _encode_texts(
+    rows: NumberedRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes
+) -> list[Example]:
+    task = config.task
+    assert isinstance(task, TextClassification)
+    pairs, labels = [], []
+    for number, row in rows:
+        where = f"data row {number}"
+        pairs.append(texts(task.text_columns, row, where, "data.task.text_columns"))
+        label = cell(row, task.label_column, where, "data.task.label_column")
+        labels.append(as_number(label, where) if task.regression else classes.number(label, where))
+    first, *second = (list(column) for column in zip(*pairs, strict=True))
+    encoded = tokenizer(
+        first,
+        text_pair=second[0] if second else None,
+        truncation=True,
+        max_length=config.sequence_length,
+        verbose=False,
+    )
+    segments = encoded.get("token_type_ids") or [None] * len(labels)
+    return [Example(*fields) for fields in zip(encoded["input_ids"], segments, labels, strict=True)]
+
+
+def _encode_words(
+    rows: NumberedRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes
+) -> list[Example]:
+    task, examples = config.task, []
+    assert isinstance(task, TokenClassification)
+    for number, row in rows:
+        where = f"data row {number}"
+        words, tags = (
+            cell(row, column, where, f"data.task.{field}")
+            for field, column in (("words_column", task.words_column), ("labels_column", task.labels_column))
+        )
+        if not isinstance(words, list) or not isinstance(tags, list) or len(words) != len(tags) or not words:
+            raise UserError(f"{where}: expected a list of words and a list of as many labels, found {words!r:.60}")
+        numbers = [classes.number(tag, where) for tag in tags]
+        encoded = tokenizer(
+            words, is_split_into_words=True, truncation=True, max_length=config.sequence_length, verbose=False
+        )
+        label, before = [], None
+        for word in encoded.word_ids():
+            label.append(IGNORED if word is None or word == before else numbers[word])
+            before = word
+        ids: Any = encoded["input_ids"]
+        segments: Any = encoded.get("token_type_ids")
+        examples.append(Example(ids, segments, label))
+    return examples
+
+
+def _encode_unlabelled(
+    rows: NumberedRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes
+) -> list[Example]:
+    found = [text_cell(row, config.text_column, f"data row {number}", "data.text_column") for number, row in rows]
+    found = [text for text in found if text.strip()]
+    if not found:
+        return []
+    encoded = tokenizer(found, truncation=True, max_length=config.sequence_length, verbose=False)
+    segments = encoded.get("token_type_ids") or [None] * len(found)
+    return [Example(ids, types, None) for ids, types in zip(encoded["input_ids"], segments, strict=True)]
+
+
+_ENCODERS: dict[type, Callable[[NumberedRows, DataConfig, PreTrainedTokenizerBase, Classes], list[Example]]] = {
+    TextClassification: _encode_texts,
+    TokenClassification: _encode_words,
+    TextEmbedding: _encode_unlabelled,
+}

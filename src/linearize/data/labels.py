@@ -1,0 +1,88 @@
+"""Classes by their numbers, as a model's config names them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from linearize.base import UserError
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes of a model's head, by name, as in its config's `label2id`; None: the config does not say how many."""
+
+    numbers: Mapping[str, int]
+    count: int | None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Classes:
+        """Of the contents of a ``config.json``; transformers takes one that names no classes to have two."""
+        names = {str(name): int(number) for name, number in (config.get("label2id") or {}).items()}
+        named = config.get("id2label") or names
+        return cls(names, len(named) if named else int(config.get("num_labels") or 2))
+
+    def number(self, value: object, where: str) -> int:
+        """The number of a class that is given by number or by name.
+
+        Raises:
+            UserError: the model has no such class.
+        """
+        if isinstance(value, str) and value in self.numbers:
+            return self.numbers[value]
+        try:
+            number = int(value)  # type: ignore[call-overload]
+        except (TypeError, ValueError, OverflowError):
+            number = None
+        if number is None or (isinstance(value, float) and not value.is_integer()):
+            known = ", ".join(self.numbers) or "numbers"
+            raise UserError(f"{where}: expected a class of the model ({known:.80}), found {value!r:.60}")
+        if self.count is not None and not 0 <= number < self.count:
+            raise UserError(
+                f"{where}: expected a class from 0 to {self.count - 1}, as the model's config has {self.count}; "
+                f"found {number}; use a model with a head for these classes (num_labels)"
+            )
+        return number
+
+
+def as_number(value: object, where: str) -> float:
+    """A label that is a finite number.
+
+    Raises:
+        UserError: it is not.
+    """
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{where}: expected a number, found {value!r:.60}")
+    return number
+
+
+def cell(row: Mapping[str, Any], column: str, where: str, field: str) -> Any:
+    """What a row has in a column.
+
+    Raises:
+        UserError: there is no such column; `field` of the recipe names it.
+    """
+    if column not in row:
+        found = ", ".join(str(name) for name in row) or "no columns"
+        settable = " or ".join(dict.fromkeys((field, "data.columns")))
+        raise UserError(f"{where}: expected a column {column!r} ({field}), found {found}; set {settable}")
+    return row[column]
+
+
+def text_cell(row: Mapping[str, Any], column: str, where: str, field: str) -> str:
+    """The same, where it must be text."""
+    value = cell(row, column, where, field)
+    if not isinstance(value, str):
+        raise UserError(f"{where}: expected text in the column {column!r} ({field}), found {value!r:.60}")
+    return value
+
+
+def texts(columns: Sequence[str], row: Mapping[str, Any], where: str, field: str) -> list[str]:
+    """One text per column."""
+    return [text_cell(row, column, where, field) for column in columns]

@@ -1,0 +1,183 @@
+"""What a recipe's task needs beside the model: its tokenizer or image processor, and its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.base import UserError
+from linearize.data.config import DataConfig
+from linearize.data.examples import build_examples
+from linearize.data.images import build_images
+from linearize.data.labels import Classes
+from linearize.data.packing import Dataset, build_dataset
+from linearize.data.selection import effective_sequence_lengths
+from linearize.data.synthetic import PAD, build_generated
+from linearize.data.tasks import (
+    AnyTask,
+    AssociativeRecall,
+    ImageClassification,
+    LanguageModelling,
+    ListOps,
+    Summarisation,
+    TextClassification,
+    TextEmbedding,
+    TokenClassification,
+)
+from linearize.data.templates import TokenDocument
+from linearize.hf.checkpoint import CAUSAL, load_image_processor, load_tokenizer, read_config
+from linearize.hf.teacher import TeacherShape
+
+LoadTeacher = Callable[[], PreTrainedModel]
+
+
+def load_processor(task: AnyTask, model: str) -> Any:
+    """The tokenizer or image processor beside a model; None for a task whose examples are numbers already.
+
+    Raises:
+        UserError: there is none, or the model is not of the task's kind.
+    """
+    check_kind(task, TeacherShape.from_config(read_config(model)))
+    if task.built_in:
+        return None
+    return load_image_processor(model) if isinstance(task, ImageClassification) else load_tokenizer(model)
+
+
+def check_kind(task: AnyTask, shape: TeacherShape) -> None:
+    """See that a task of images has a vision model, and one of text a model of text; of next tokens, a decoder.
+
+    Raises:
+        UserError: it has not.
+    """
+    vision = shape.bidirectional and not shape.vocab_size
+    if isinstance(task, ImageClassification) and not vision:
+        raise UserError(
+            f"data.task: expected a vision model for image_classification, found {shape.model_type}; use one, or set "
+            "data.task.type to another task"
+        )
+    if vision and not isinstance(task, ImageClassification):
+        raise UserError(
+            f"data.task: expected image_classification for a vision model ({shape.model_type}), found {task.type}; "
+            "use the recipe hedgehog-vit, or set data.task.type"
+        )
+    if shape.bidirectional and task.auto_class == CAUSAL:
+        raise UserError(
+            f"data.task: expected a task for an encoder ({shape.model_type}), found {task.type}; use the recipe "
+            "hedgehog-bert, or set data.task.type to text_classification, token_classification or text_embedding"
+        )
+
+
+def _check_head(task: AnyTask, shape: TeacherShape, config: dict[str, Any], processor: Any, classes: Classes) -> None:
+    """See that the model's head can learn the task's labels, and finds the token that it reads.
+
+    Raises:
+        UserError: it has not one output for numbers; or a decoder whose config does not name the padding that is used.
+    """
+    if isinstance(task, TextClassification) and task.regression and classes.count != 1:
+        raise UserError(
+            f"data.task.metrics: expected a model with one output for `spearman`, found {classes.count} classes; use a "
+            "model with num_labels 1, or set data.task.metrics=[accuracy]"
+        )
+    padding = PAD if isinstance(task, ListOps) else getattr(processor, "pad_token_id", None)
+    if padding is None or task.language:
+        return
+    if padding >= shape.vocab_size:
+        raise UserError(
+            f"tokenizer: expected a padding token below the model's vocab_size of {shape.vocab_size}, found {padding}; "
+            "resize the model's embeddings"
+        )
+    # The class is read at the last token that is not padding, as the config has it.
+    at_the_end = task.auto_class == "AutoModelForSequenceClassification" and not shape.bidirectional
+    if at_the_end and config.get("pad_token_id") != padding:
+        raise UserError(
+            f"config.json: pad_token_id: expected {padding}, the padding of the rows, found "
+            f"{config.get('pad_token_id')}; set it there"
+        )
+
+
+def load_dataset(
+    data: DataConfig,
+    processor: Any,
+    config: dict[str, Any],
+    load_teacher: LoadTeacher | None = None,
+    *,
+    seed: int,
+) -> Dataset:
+    """The rows of a task.
+
+    Args:
+        processor: of `load_processor`.
+        config: the contents of the model's ``config.json``.
+        load_teacher: gives the model that documents are chosen by; called where `data.top_esl` asks for it.
+
+    Raises:
+        UserError: a model that does not fit the task, no dataset named, rows longer than the model's positions, or
+            data that cannot be used.
+    """
+    task, shape, classes = data.task, TeacherShape.from_config(config), Classes.of(config)
+    check_kind(task, shape)
+    if data.dataset is None and not task.built_in:
+        raise UserError("data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
+    length, field = _longest(data)
+    if length > shape.max_positions:
+        raise UserError(
+            f"{field}: expected at most the model's {shape.max_positions} positions, found "
+            f"{length}; pass --set {field}={shape.max_positions}"
+        )
+    _check_head(task, shape, config, processor, classes)
+    return _BUILDERS[type(task)](data, seed, processor, shape, classes, load_teacher)
+
+
+def _longest(data: DataConfig) -> tuple[int, str]:
+    """The longest row there can be, and the field that says so."""
+    task = data.task
+    if isinstance(task, AssociativeRecall):
+        return task.length, "data.task.length"
+    if isinstance(task, ListOps):
+        return task.max_length + 1, "data.task.max_length"
+    if isinstance(task, ImageClassification):
+        return 0, "data.sequence_length"
+    return data.sequence_length, "data.sequence_length"
+
+
+def _documents(
+    data: DataConfig, seed: int, tokenizer: Any, shape: TeacherShape, classes: Classes, load: Any
+) -> Dataset:
+    def score(documents: Sequence[TokenDocument]) -> Tensor:
+        assert load is not None
+        return effective_sequence_lengths(load(), documents, data.sequence_length)
+
+    return build_dataset(data, tokenizer, seed=seed, score=score if load else None)
+
+
+def _examples(data: DataConfig, seed: int, tokenizer: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
+    return build_examples(data, tokenizer, classes, seed=seed, use_cache=_use_cache(shape))
+
+
+def _images(data: DataConfig, seed: int, processor: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
+    return build_images(data, processor, classes, positions=shape.max_positions, seed=seed)
+
+
+def _generated(
+    data: DataConfig, seed: int, processor: Any, shape: TeacherShape, classes: Classes, load: Any
+) -> Dataset:
+    return build_generated(data, shape, classes, seed=seed, use_cache=_use_cache(shape))
+
+
+def _use_cache(shape: TeacherShape) -> bool | None:
+    return None if shape.bidirectional else False
+
+
+_BUILDERS: dict[type, Callable[[DataConfig, int, Any, TeacherShape, Classes, LoadTeacher | None], Dataset]] = {
+    LanguageModelling: _documents,
+    Summarisation: _documents,
+    TextClassification: _examples,
+    TokenClassification: _examples,
+    TextEmbedding: _examples,
+    ImageClassification: _images,
+    AssociativeRecall: _generated,
+    ListOps: _generated,
+}

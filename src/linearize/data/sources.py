@@ -1,0 +1,210 @@
+"""Rows out of a local file, a folder of files, or a dataset of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from linearize.base import UserError
+from linearize.data.config import DataConfig
+
+Row = dict[str, Any]
+
+DOCUMENT_SEPARATOR = "<|endoftext|>"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def read_rows(config: DataConfig) -> Iterator[Row]:
+    """The rows of `config.dataset`, lazily and in a fixed order. What exists on disk is local, the rest is a hub id.
+
+    A text file is one row, with its text in `config.text_column`; a .txt file is cut at `DOCUMENT_SEPARATOR` into
+    several. A folder is all files of a known suffix below it, by path, hidden ones apart; it holds either text files
+    or tables. A hub dataset is streamed.
+
+    Raises:
+        UserError: nothing there, an unknown or unreadable file, a mixed or empty folder, an unreachable hub dataset,
+            or one whose reading nothing limits.
+    """
+    name = config.dataset
+    if not name:
+        raise UserError(
+            "data.dataset: expected a hub id, or a local file or folder, found none; pass --dataset or set data.dataset"
+        )
+    path = _local(name)
+    if path.is_dir():
+        return _folder_rows(path, config)
+    if path.is_file():
+        if path.suffix.lower() not in _SUFFIXES:
+            raise UserError(f"data.dataset: expected a file that ends in {', '.join(_SUFFIXES)}, found {name!r}")
+        return _file_rows(path, config)
+    if path.suffix.lower() in _SUFFIXES or not _HUB_ID.fullmatch(name):
+        raise UserError(
+            f"data.dataset: expected a local file or folder or a hub id, found nothing at {name!r}; check the path"
+        )
+    if config.max_tokens is None and config.max_documents is None:
+        raise UserError(
+            f"data.max_tokens: expected how much to read of {name!r}, which is no file or folder here and would be "
+            "streamed from the hub, found nothing; set data.max_tokens (or data.max_documents), or check the path"
+        )
+    return _hub_rows(name, config.subset, config.split)
+
+
+def on_disk(name: str) -> bool:
+    """Whether `read_rows` finds a dataset of this name on disk, and so does not ask the hub for it."""
+    return _local(name).exists()
+
+
+def _local(name: str) -> Path:
+    return Path(name).expanduser()
+
+
+def _folder_rows(folder: Path, config: DataConfig) -> Iterator[Row]:
+    files = [
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in _SUFFIXES
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and path.is_file()
+    ]
+    if not files:
+        raise UserError(f"data.dataset: expected files that end in {', '.join(_SUFFIXES)}, found none in {folder}")
+    tables = [path for path in files if path.suffix.lower() not in _TEXT_READERS]
+    texts = [path for path in files if path.suffix.lower() in _TEXT_READERS]
+    if tables and texts:
+        # Either reading could be meant (a README beside tables, a JSON file among sources), so neither is guessed.
+        raise UserError(
+            f"data.dataset: expected either text files or tables in {folder}, found both ({min(texts)} and "
+            f"{min(tables)}); name one file or a subfolder"
+        )
+    for path in sorted(files, key=lambda path: path.relative_to(folder).as_posix()):
+        yield from _file_rows(path, config)
+
+
+def _file_rows(path: Path, config: DataConfig) -> Iterator[Row]:
+    suffix = path.suffix.lower()
+    if suffix in _TEXT_READERS:
+        for text in _TEXT_READERS[suffix](path):
+            yield {config.text_column: text}
+    elif suffix in _SEPARATED_READERS:
+        yield from _SEPARATED_READERS[suffix](path, config.columns)
+    else:
+        for number, row in enumerate(_TABLE_READERS[suffix](path), 1):
+            if not isinstance(row, dict):
+                raise UserError(f"{path}: expected an object with named columns, found {row!r:.60} in row {number}")
+            yield row
+
+
+def _whole_text(path: Path) -> Iterator[str]:
+    with _readable(path):
+        yield path.read_text(encoding="utf-8-sig")
+
+
+def _separated_text(path: Path) -> Iterator[str]:
+    for text in _whole_text(path):
+        documents = text.split(DOCUMENT_SEPARATOR)
+        # The line breaks around a separator belong to the file's layout, not to the documents.
+        yield from (
+            documents if len(documents) == 1 else (document.strip("\n") for document in documents if document.strip())
+        )
+
+
+def _json_rows(path: Path) -> Iterator[Any]:
+    with _readable(path):
+        text = path.read_text(encoding="utf-8-sig")
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        advice = "; a file with one object per line must end in .jsonl" if error.msg == "Extra data" else ""
+        raise UserError(f"{path} line {error.lineno}: not valid JSON: {error.msg}{advice}") from None
+    if isinstance(data, dict):
+        lists = [value for value in data.values() if isinstance(value, list)]
+        data = lists[0] if len(lists) == 1 else None
+    if not isinstance(data, list):
+        raise UserError(f"{path}: expected a list of rows, or an object with exactly one list in it")
+    yield from data
+
+
+def _jsonl_rows(path: Path) -> Iterator[Any]:
+    with _readable(path), path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise UserError(f"{path} line {number}: not valid JSON: {error.msg}") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with _readable(path), pyarrow.parquet.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: not a readable parquet file: {_one_line(error)}") from None
+
+
+def _separated_rows(separator: str) -> Callable[[Path, tuple[str, ...] | None], Iterator[Row]]:
+    def read(path: Path, columns: tuple[str, ...] | None) -> Iterator[Row]:
+        # Tab-separated files of public benchmarks hold quotation marks as they are; spreadsheets' csv quotes with them.
+        quoting = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
+        with _readable(path), path.open(encoding="utf-8-sig", newline="") as lines:
+            table = csv.reader(lines, delimiter=separator, quoting=quoting)
+            names = list(columns) if columns else next(table, [])
+            for cells in table:
+                if cells and len(cells) != len(names):
+                    raise UserError(
+                        f"{path} line {table.line_num}: expected {len(names)} columns ({', '.join(names)}), found "
+                        f"{len(cells)}; name those of a file without a first line of names in data.columns"
+                    )
+                if cells:
+                    yield dict(zip(names, cells, strict=True))
+
+    return read
+
+
+_TEXT_READERS: dict[str, Callable[[Path], Iterator[str]]] = {
+    ".txt": _separated_text,
+    ".md": _whole_text,
+    ".py": _whole_text,
+}
+_TABLE_READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
+    ".json": _json_rows,
+    ".jsonl": _jsonl_rows,
+    ".parquet": _parquet_rows,
+}
+_SEPARATED_READERS = {".csv": _separated_rows(","), ".tsv": _separated_rows("\t")}
+_SUFFIXES = (*_TEXT_READERS, *_TABLE_READERS, *_SEPARATED_READERS)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: expected UTF-8 text, found byte {error.object[error.start]:#04x}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _hub_rows(name: str, subset: str | None, split: str) -> Iterator[Row]:
+    import datasets
+
+    try:
+        yield from datasets.load_dataset(name, subset, split=split, streaming=True)
+    except Exception as error:  # the network, the hub and each dataset's files fail with types of their own
+        raise UserError(
+            f"data.dataset: found no file or folder {name!r}, and reading it from the hub (data.subset {subset!r}, "
+            f"data.split {split!r}) failed: {type(error).__name__}: {_one_line(error)}"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,179 @@
+"""Examples that are made, not read: associative recall and ListOps. A function of the seed alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from random import Random
+from typing import Any
+
+import torch
+
+from linearize.base import UserError
+from linearize.data.config import DataConfig
+from linearize.data.examples import Example, classified_texts, examples_dataset
+from linearize.data.labels import Classes, cell, text_cell
+from linearize.data.packing import Dataset, PackedRows, document_progress
+from linearize.data.sources import read_rows
+from linearize.data.tasks import AssociativeRecall, ListOps
+from linearize.data.templates import IGNORED
+from linearize.hf.teacher import TeacherShape
+
+# --- associative recall -----------------------------------------------------------------------------------------------
+
+
+def recall_rows(task: AssociativeRecall, examples: int, *, labels: str, seed: str) -> PackedRows:
+    """Sequences of keys (the lower half of the vocabulary) and values in turn; the last key has been there before.
+
+    Args:
+        labels: ``last``: the last value alone carries a loss; ``every``: so does that of every key seen before.
+    """
+    generator = torch.Generator().manual_seed(Random(seed).getrandbits(63))
+    half, pairs = task.vocabulary_size // 2, task.length // 2
+    table = torch.randint(half, 2 * half, (examples, half), generator=generator)
+    keys = torch.randint(half, (examples, pairs), generator=generator)
+    again = torch.randint(pairs - 1, (examples, 1), generator=generator)
+    keys[:, -1:] = keys.gather(1, again)
+    input_ids = torch.stack([keys, table.gather(1, keys)], dim=-1).flatten(1)
+    known = torch.zeros(examples, pairs, dtype=torch.bool)
+    if labels == "every":
+        seen = torch.zeros(examples, half, dtype=torch.bool)
+        for pair in range(pairs):
+            known[:, pair : pair + 1] = seen.gather(1, keys[:, pair : pair + 1])
+            seen.scatter_(1, keys[:, pair : pair + 1], True)
+    known[:, -1] = True
+    learned = torch.stack([torch.zeros_like(known), known], dim=-1).flatten(1)
+    positions = torch.arange(task.length).expand(examples, -1).contiguous()
+    return PackedRows(input_ids, positions, input_ids.masked_fill(~learned, IGNORED))
+
+
+def _recall(config: DataConfig, shape: TeacherShape, classes: Classes, seed: int, use_cache: bool | None) -> Dataset:
+    task = config.task
+    assert isinstance(task, AssociativeRecall)
+    if shape.vocab_size < task.vocabulary_size or shape.bidirectional:
+        raise UserError(
+            f"data.task: expected a decoder with at least {task.vocabulary_size} tokens (data.task.vocabulary_size), "
+            f"found {shape.model_type} with {shape.vocab_size}; use another model"
+        )
+    make = partial(recall_rows, task)
+    train = make(task.train_examples, labels=task.labels, seed=f"recall, train {seed}")
+    return examples_dataset(train, make(task.held_out_examples, labels="last", seed=f"recall, held out {seed}"))
+
+
+# --- ListOps ----------------------------------------------------------------------------------------------------------
+
+OPERATORS: dict[str, Callable[[list[int]], int]] = {
+    "[MIN": min,
+    "[MAX": max,
+    "[MED": lambda values: int(_median(sorted(values))),
+    "[SM": lambda values: sum(values) % 10,
+}
+NESTED = 0.25  # of an operator's arguments are operators, above the greatest depth
+PAD, CLS = 0, 1
+TOKENS = {name: index for index, name in enumerate(("[PAD]", "[CLS]", *map(str, range(10)), *OPERATORS, "]"))}
+
+
+def _median(values: list[int]) -> float:
+    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
+
+
+def expression(random: Random, task: ListOps, depth: int = 1, room: int | None = None) -> tuple[list[str], int] | None:
+    """A random expression as its tokens, and its value; None once it is longer than `room` tokens.
+
+    Most expressions grow without end, so that what is given up early saves nearly all of the time.
+    """
+    room = task.max_length if room is None else room
+    operator = random.choice(list(OPERATORS))
+    tokens, values = [operator], []
+    for _ in range(random.randint(2, task.max_arguments)):
+        if depth < task.max_depth and random.random() < NESTED:
+            inner = expression(random, task, depth + 1, room - len(tokens) - 1)
+            if inner is None:
+                return None
+            tokens += inner[0]
+            values.append(inner[1])
+        else:
+            values.append(random.randrange(10))
+            tokens.append(str(values[-1]))
+        if len(tokens) >= room:
+            return None
+    return [*tokens, "]"], OPERATORS[operator](values)
+
+
+def expressions(task: ListOps, seed: str) -> Iterator[Example]:
+    """Expressions of the lengths that the task allows, without end, no two alike."""
+    random, seen = Random(seed), set[bytes]()
+    while True:
+        made = expression(random, task)
+        if made is None or len(made[0]) < task.min_length:
+            continue
+        example = _listops_example(*made)
+        if example.key not in seen:
+            seen.add(example.key)
+            yield example
+
+
+def _listops_example(tokens: list[str], value: int) -> Example:
+    return Example([CLS, *(TOKENS[token] for token in tokens)], None, value)
+
+
+def _listops(config: DataConfig, shape: TeacherShape, classes: Classes, seed: int, use_cache: bool | None) -> Dataset:
+    """Made, or read where there is a dataset: a table with the columns Source and Target."""
+    task = config.task
+    assert isinstance(task, ListOps)
+    if shape.vocab_size < len(TOKENS) or (classes.count or 10) < 10:
+        raise UserError(
+            f"data.task: expected a model with at least {len(TOKENS)} tokens and 10 classes, found {shape.vocab_size} "
+            f"and {classes.count}; use a config with vocab_size {len(TOKENS)} and num_labels 10"
+        )
+    train_count, held_out_count = task.train_examples, task.held_out_examples
+    if config.dataset is None:
+        made = []
+        with document_progress("making expressions") as advance:
+            for example in islice(expressions(task, f"ListOps {seed}"), train_count + held_out_count):
+                made.append(example)
+                advance(1)
+        train, held_out = made[held_out_count:], made[:held_out_count]
+    else:
+        name = config.validation_dataset or config.dataset
+        held_out = list(islice(_read(config.model_copy(update={"dataset": name}), task, classes), held_out_count))
+        excluded = {example.key for example in held_out}
+        train = list(islice((x for x in _read(config, task, classes) if x.key not in excluded), train_count))
+    if not train or len(held_out) < 2:
+        raise UserError(
+            f"data.dataset: expected expressions of at most {task.max_length} tokens (data.task.max_length) to train "
+            f"on and at least two held out, found {len(train)} and {len(held_out)}; allow longer ones, or use more data"
+        )
+    return examples_dataset(*(classified_texts(side, PAD, use_cache) for side in (train, held_out)))
+
+
+def _read(config: DataConfig, task: ListOps, classes: Classes) -> Iterator[Example]:
+    for number, row in enumerate(read_rows(config), 1):
+        where = f"data row {number}"
+        tokens = text_cell(row, "Source", where, "data.columns").replace("(", " ").replace(")", " ").split()
+        unknown = set(tokens) - TOKENS.keys()
+        if unknown:
+            raise UserError(f"{where}: expected an expression of {' '.join(TOKENS)}, found {min(unknown)!r}")
+        if len(tokens) <= task.max_length:
+            yield _listops_example(tokens, classes.number(cell(row, "Target", where, "data.columns"), where))
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+_BUILDERS: dict[type, Callable[[DataConfig, TeacherShape, Classes, int, bool | None], Dataset]] = {
+    AssociativeRecall: _recall,
+    ListOps: _listops,
+}
+
+
+def build_generated(
+    config: DataConfig, shape: TeacherShape, classes: Classes, *, seed: int, use_cache: bool | None
+) -> Dataset:
+    """The examples of a task that is built in.
+
+    Raises:
+        UserError: a model without the tokens or classes that the task needs, or one of another kind.
+    """
+    task: Any = config.task
+    return _BUILDERS[type(task)](config, shape, classes, seed, use_cache)

@@ -1,0 +1,249 @@
+"""Rows as token documents: text, Alpaca instructions, chats, summaries. Labels mark the tokens that carry the loss."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jinja2
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from linearize.base import UserError
+from linearize.data.config import DataConfig
+from linearize.data.sources import Row
+
+IGNORED = -100
+"""The label of a token without loss (the Hugging Face convention)."""
+
+ALPACA_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+ALPACA_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+SAMSUM = "Summarize this dialog:\n{dialogue}\n---\nSummary:\n"
+
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class TokenDocument:
+    """One document: its tokens, and for each the token again, or `IGNORED` where it carries no loss."""
+
+    input_ids: Int64[Tensor, " T"]
+    labels: Int64[Tensor, " T"]
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def cut(self, length: int) -> tuple[TokenDocument, TokenDocument]:
+        """The first `length` tokens, and the rest."""
+        return (
+            TokenDocument(self.input_ids[:length], self.labels[:length]),
+            TokenDocument(self.input_ids[length:], self.labels[length:]),
+        )
+
+
+NumberedRow = tuple[int, Row]
+Encoder = Callable[[Sequence[NumberedRow], PreTrainedTokenizerBase, DataConfig], list[TokenDocument]]
+
+
+def encoder_for(columns: Collection[str], config: DataConfig) -> Encoder:
+    """The encoder of `config.format`; `auto` goes by the columns of the first row."""
+    if config.format != "auto":
+        return _ENCODERS[config.format]
+    if "messages" in columns:
+        return _ENCODERS["chat"]
+    if "instruction" in columns and "output" in columns:
+        return _ENCODERS["alpaca"]
+    if "dialogue" in columns and "summary" in columns:
+        return _ENCODERS["samsum"]
+    return _ENCODERS["text"]
+
+
+def encode_text(
+    rows: Sequence[NumberedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> list[TokenDocument]:
+    """``BOS text EOS``, each only where the tokenizer has it, with loss on every token. Blank texts are left out."""
+    hint = "set data.text_column to the column that holds the text"
+    texts = [_string(row, config.text_column, number, hint) for number, row in rows]
+    bos, eos = _special(tokenizer.bos_token_id), _special(tokenizer.eos_token_id)
+    documents = []
+    for ids in _tokenise([text for text in texts if text.strip()], tokenizer):
+        input_ids = torch.tensor([*bos, *ids, *eos], dtype=torch.int64)
+        documents.append(TokenDocument(input_ids, input_ids))
+    return documents
+
+
+def encode_alpaca(
+    rows: Sequence[NumberedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> list[TokenDocument]:
+    """``BOS prompt`` without loss, then ``output EOS`` with it (LoLCATs; the Stanford Alpaca templates)."""
+    hint = "data.format alpaca needs the columns instruction and output"
+    prompts, outputs = [], []
+    for number, row in rows:
+        instruction, output = (_string(row, column, number, hint) for column in ("instruction", "output"))
+        context = _string(row, "input", number, hint) if row.get("input") is not None else ""
+        template = ALPACA_WITH_INPUT if context else ALPACA_WITHOUT_INPUT
+        prompts.append(template.format(instruction=instruction, input=context))
+        outputs.append(output)
+    return _completions(prompts, outputs, tokenizer)
+
+
+def encode_samsum(
+    rows: Sequence[NumberedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> list[TokenDocument]:
+    """``BOS prompt`` without loss, then ``summary EOS`` with it (Hedgehog's template for SAMSum)."""
+    hint = "data.format samsum needs the columns dialogue and summary"
+    prompts = [SAMSUM.format(dialogue=_string(row, "dialogue", number, hint)) for number, row in rows]
+    return _completions(prompts, [_string(row, "summary", number, hint) for number, row in rows], tokenizer)
+
+
+def _completions(prompts: list[str], outputs: list[str], tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
+    bos, eos = _special(tokenizer.bos_token_id), _special(tokenizer.eos_token_id)
+    documents = []
+    for prompt, output in zip(_tokenise(prompts, tokenizer), _tokenise(outputs, tokenizer), strict=True):
+        input_ids = torch.tensor([*bos, *prompt, *output, *eos], dtype=torch.int64)
+        labels = input_ids.clone()
+        labels[: len(bos) + len(prompt)] = IGNORED
+        documents.append(TokenDocument(input_ids, labels))
+    return documents
+
+
+def encode_chat(
+    rows: Sequence[NumberedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> list[TokenDocument]:
+    """`messages` through the tokenizer's chat template, with loss on the assistant's turns.
+
+    A template with ``{% generation %}`` blocks says itself which tokens are the assistant's. For any other, a turn is
+    what rendering the conversation up to it adds to the generation prompt of the conversation before it. An opening
+    assistant turn then carries no loss: there is no conversation before it to render.
+
+    Raises:
+        UserError: no (default) chat template, a slow tokenizer, not a conversation, one that the template refuses, or
+            a template without blocks that renders earlier turns differently once later ones follow.
+    """
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError:
+        raise UserError(
+            "data.format chat: expected a tokenizer with a chat template, found none; use an instruction-tuned "
+            "teacher, or data.format=text"
+        ) from None
+    if not tokenizer.is_fast:
+        raise UserError("data.format chat: expected a fast tokenizer (tokenizer.json), found a slow one")
+    by_block = _GENERATION_BLOCK.search(template) is not None
+    encode = _encode_by_block if by_block else _encode_by_prefix
+    documents = []
+    for number, row in rows:
+        messages = _messages(row, number)
+        try:
+            input_ids, is_assistant = encode(messages, tokenizer)
+        except UserError as error:
+            raise UserError(f"data row {number}: {error}") from None
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"data row {number}: the tokenizer's chat template refuses it: {reason}") from error
+        ids = torch.tensor(input_ids, dtype=torch.int64)
+        labels = ids.masked_fill(~torch.tensor(is_assistant, dtype=torch.bool), IGNORED)
+        documents.append(TokenDocument(ids, labels))
+    return documents
+
+
+def _encode_by_block(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+    encoded = cast(
+        BatchEncoding,
+        tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+        ),
+    )
+    return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
+
+
+def _encode_by_prefix(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+    def render(count: int, *, prompt: bool = False) -> str:
+        return cast(str, tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt))
+
+    conversation = render(len(messages))
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant" or index == 0:
+            continue
+        before, after = render(index, prompt=True), render(index + 1)
+        if not (after.startswith(before) and conversation.startswith(after)):
+            raise UserError(
+                f"expected a chat template that only appends, but it renders message {index + 1} or what precedes it "
+                "differently as the conversation goes on; use conversations of one reply each, or a template with "
+                "{% generation %} blocks"
+            )
+        turn = after[len(before) :]
+        # Templates break the line after the end-of-turn token; the model stops before that and need not learn it.
+        if isinstance(eos := tokenizer.eos_token, str) and turn.rstrip().endswith(eos):
+            turn = turn.rstrip()
+        spans.append((len(before), len(before) + len(turn)))
+    encoded = tokenizer(conversation, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    is_assistant = [
+        any(start < span_end and end > span_start for span_start, span_end in spans)
+        for start, end in encoded["offset_mapping"]
+    ]
+    return encoded["input_ids"], is_assistant
+
+
+_ENCODERS: dict[str, Encoder] = {
+    "text": encode_text,
+    "alpaca": encode_alpaca,
+    "chat": encode_chat,
+    "samsum": encode_samsum,
+}
+
+
+def _messages(row: Row, number: int) -> list[Row]:
+    messages = _column(row, "messages", number, "data.format chat needs it")
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
+    ):
+        raise UserError(
+            f"data row {number}: expected messages to be a list of objects with role and content, "
+            f"found {messages!r:.60}"
+        )
+    return messages
+
+
+def _string(row: Row, column: str, number: int, hint: str) -> str:
+    value = _column(row, column, number, hint)
+    if not isinstance(value, str):
+        raise UserError(f"data row {number}: expected text in the column {column}, found {value!r:.60}")
+    return value
+
+
+def _column(row: Row, column: str, number: int, hint: str) -> Any:
+    if column not in row:
+        found = ", ".join(str(name) for name in row) or "no columns"
+        raise UserError(f"data row {number}: expected a column {column!r}, found {found}; {hint}")
+    return row[column]
+
+
+def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if not texts:
+        return []
+    # verbose=False: documents longer than the model's context are cut when they are packed, no need to warn.
+    encoded = tokenizer(
+        texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )
+    return encoded["input_ids"]
+
+
+def _special(token_id: object) -> list[int]:
+    """The id as a list, empty where the tokenizer has no such token."""
+    return [token_id] if isinstance(token_id, int) else []

@@ -1,0 +1,31 @@
+"""What is measured at the end of a run, as data."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveInt
+
+from linearize.base import Config
+
+
+class EvaluationConfig(Config):
+    """What `run` measures at the end."""
+
+    trained_controls: bool = Field(
+        default=True, description="finetune the controls alike: teacher and window only, same budget"
+    )
+    bootstrap_samples: PositiveInt = 1000
+    copy_rows: PositiveInt = Field(default=16, description="random sequences of the copying test")
+    examine: bool = Field(
+        default=True,
+        description="agreement with the teacher, generations, recall, fidelity of heads and use of the linear part too",
+    )
+    examined_tokens: PositiveInt = Field(default=32768, description="held-out tokens that the examination looks at")
+    fidelity_tokens: PositiveInt = Field(default=2048, description="of these, the ones whose attention is compared")
+    prompts: int = Field(default=16, ge=2, description="held-out beginnings that teacher and student continue")
+    new_tokens: PositiveInt = Field(default=64, description="tokens of each continuation")
+    recall_trials: int = Field(default=8, ge=2, description="rows per cell of the recall tests")
+    tasks: tuple[str, ...] = Field(
+        default=(), description="public benchmarks: lm-eval's names, its YAML files or .jsonl files of questions"
+    )
+    shots: int = Field(default=0, ge=0, description="solved examples before each question of a task")
+    task_limit: PositiveInt | None = Field(default=None, description="only the first questions of every task")

@@ -1,0 +1,81 @@
+"""Models that cannot be linearized, and why: told by their ``config.json`` alone, before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from linearize.base import UserError
+
+_OWN_ATTENTION = "its attention is code of its own, which leaves no place for another function of q, k and v"
+_ALIBI = f"its positions are biases of the attention scores (ALiBi), and {_OWN_ATTENTION}"
+_LATENT = "its keys and values are expanded from one latent vector per token (MLA), which is all that its cache keeps"
+_SINKS = "its softmax has a learned sink in every head, for which linear attention has no place"
+_LINEAR = "its layers are linear or recurrent already, with no softmax attention to learn from"
+_HYBRID = "some of its layers are linear or recurrent already, and such hybrids are not supported"
+_ENCODER = "its tokens see those behind them, although its architecture is a decoder's"
+_CROSS_ATTENTION = "layers that attend to another model are not supported"
+_IMAGES = "it is more than a language model"
+_TEXT_ALONE = "save its language model by itself and give that folder"
+
+
+def _any_of(*names: str) -> Callable[[Any], Any]:
+    return lambda value: value if value in names else None
+
+
+def _anything(value: Any) -> Any:
+    return value or None
+
+
+def _other_layers(kinds: Any) -> str | None:
+    return ", ".join(sorted(set(map(str, kinds or ())) - {"full_attention", "sliding_attention"})) or None
+
+
+def _model_type(config: Any) -> Any:
+    return config.get("model_type", "a model") if isinstance(config, dict) else None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """`found` says what a field's value has that rules conversion out; None where it has nothing of the kind."""
+
+    field: str
+    found: Callable[[Any], Any]
+    expected: str
+    reason: str
+    advice: str = "choose another model"
+
+
+_OTHER = "a model with softmax attention"
+REFUSALS = (
+    Refusal("model_type", _any_of("bloom", "mpt"), _OTHER, _ALIBI),
+    Refusal("model_type", _any_of("falcon"), _OTHER, _OWN_ATTENTION),
+    Refusal("model_type", _any_of("deepseek_v2", "deepseek_v3"), _OTHER, _LATENT),
+    Refusal("model_type", _any_of("gpt_oss"), _OTHER, _SINKS),
+    Refusal("model_type", _any_of("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _OTHER, _LINEAR),
+    Refusal("model_type", _any_of("bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2"), _OTHER, _HYBRID),
+    Refusal("model_type", _any_of("minimax", "nemotron_h", "qwen3_next", "recurrent_gemma"), _OTHER, _HYBRID),
+    Refusal("model_type", _any_of("kimi_linear", "olmo_hybrid", "zamba", "zamba2"), _OTHER, _HYBRID),
+    Refusal("kv_lora_rank", _anything, "none", _LATENT),
+    Refusal("layer_types", _other_layers, "full_attention and sliding_attention", _HYBRID),
+    Refusal("alibi", _anything, "false", _ALIBI),
+    Refusal("text_config", _model_type, "none", _IMAGES, _TEXT_ALONE),
+    Refusal("use_bidirectional_attention", _anything, "false", _ENCODER),
+    Refusal("add_cross_attention", _anything, "false", _CROSS_ATTENTION, "give a decoder alone"),
+)
+
+
+def refuse(config: dict[str, Any], model_type: str) -> None:
+    """See that nothing in a ``config.json`` rules conversion out.
+
+    Raises:
+        UserError: something does; the message says which field, and why.
+    """
+    for refusal in REFUSALS:
+        found = refusal.found(model_type if refusal.field == "model_type" else config.get(refusal.field))
+        if found is not None:
+            raise UserError(
+                f"config.json: {refusal.field}: expected {refusal.expected}, found {found!r}: {refusal.reason}; "
+                f"{refusal.advice}"
+            )

@@ -1,0 +1,177 @@
+"""A few layers of a softmax model as a model of their own: no other weight is read, its input is the residual stream.
+
+For models that do not fit in memory (LoLCATs sec. 3.3). Modules keep the names and layer indices that they have in the
+whole model, so what is trained in a block, or drawn at random for it, needs no translation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Shaped
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from linearize.base import UserError
+from linearize.hf.architectures import ARCHITECTURES, Parts
+
+_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
+
+
+def load_block(model: str, layers: range, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """These layers of a causal language model, in eval mode, with no weight but their own.
+
+    The first block has the embeddings and takes `input_ids`; the others take what leaves the layer before, as
+    `inputs_embeds` [B, T, E]. Both give the residual stream behind their last layer, un-normalised, as
+    ``last_hidden_state`` of ``base_model``. There is no language model head.
+
+    Args:
+        model: a folder or a hub id, with safetensors; of a hub model, only the files with these layers are fetched.
+
+    Raises:
+        UserError: an architecture that is not supported, or weights that are missing, quantised or unreadable.
+    """
+    checkpoint = Checkpoint(model)
+    with torch.device("meta"):
+        block: Any = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype)
+    _keep(block, layers)
+    try:
+        tensors = checkpoint.read(block.state_dict(), block.base_model_prefix, device)
+        block.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
+        _compute_buffers(block, device)
+    except _UNREADABLE as error:
+        raise _unreadable(model, error) from None
+    return block.to(device).eval()
+
+
+def _keep(model: Any, layers: range) -> None:
+    """Cut everything but `layers` out of a model without weights, in place."""
+    base: Any = model.base_model
+    parts = ARCHITECTURES[model.config.model_type].parts
+    assert isinstance(parts, Parts)  # of a decoder
+    stack, total = base.get_submodule(parts.layers), model.config.num_hidden_layers
+    if not (layers and layers.step == 1 and layers.start >= 0 and layers.stop <= total):
+        raise ValueError(f"layers: expected some of the model's {total}, one after the other; found {layers}")
+    for index in set(range(total)) - set(layers):
+        delattr(stack, str(index))  # `del stack[index]` would give the layers behind it other names
+    model.config.num_hidden_layers = len(layers)
+    if getattr(model.config, "layer_types", None) is not None:  # read by the place in the stack
+        model.config.layer_types = model.config.layer_types[layers.start : layers.stop]
+    model.set_output_embeddings(nn.Identity())
+    _replace(base, (parts.norm, parts.exit), nn.Identity)
+    if layers.start:
+        _replace(base, parts.embeddings, _NoEmbedding)
+        _replace(base, (parts.entry,), nn.Identity)
+        if parts.multiplier is not None:
+            setattr(base, parts.multiplier, 1.0)
+    if parts.rope is not None:  # computed, not loaded
+        setattr(base, parts.rope, type(getattr(base, parts.rope))(model.config))
+
+
+@torch.no_grad()
+def _compute_buffers(block: Any, device: torch.device) -> None:
+    """Those that no checkpoint holds and the model itself initialises, such as the factor of Gemma's embeddings."""
+    for module in block.modules():
+        missing = {name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+        if missing:
+            for name in missing:
+                setattr(module, name, torch.empty_like(getattr(module, name), device=device))
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True
+            block._init_weights(module)
+
+
+def _replace(base: nn.Module, paths: Iterable[str | None], make: Callable[[], nn.Module]) -> None:
+    """Put something else in these places; those that this model has none of stay empty."""
+    for path in paths:
+        around, _, name = (path or "").rpartition(".")
+        if getattr(base.get_submodule(around), name, None) is not None:
+            setattr(base.get_submodule(around), name, make())
+
+
+class _NoEmbedding(nn.Module):
+    """In place of embeddings of tokens or positions, where they are in the residual stream already: adds nothing."""
+
+    def forward(self, ids: Shaped[Tensor, "B T"], *args: object, **kwargs: object) -> Tensor:
+        return torch.zeros((), device=ids.device)
+
+
+class Checkpoint:
+    """The safetensors of a softmax model, in one file or in several, of a folder or of the hub.
+
+    Raises:
+        UserError: as `load_block`.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        try:
+            self.config: Any = AutoConfig.from_pretrained(model)
+            self._files = self._find()
+        except _UNREADABLE as error:
+            raise _unreadable(model, error) from None
+        if self.config.model_type not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise UserError(f"model: expected a softmax model ({known}), found {self.config.model_type!r}")
+        if ARCHITECTURES[self.config.model_type].bidirectional:
+            raise UserError(
+                f"model {model}: expected a decoder, found the encoder {self.config.model_type!r}; block-wise transfer "
+                "is for decoders: set transfer.layers_per_block=null"
+            )
+        if get_checkpoint_conversion_mapping(self.config.model_type):
+            raise UserError(
+                f"model {model}: expected weights that lie in its files as the model holds them, found "
+                f"{self.config.model_type!r}, whose experts do not; set transfer.layers_per_block=null"
+            )
+        if getattr(self.config, "quantization_config", None) is not None:
+            raise UserError(
+                f"model {model}: expected weights that are not quantised, found a quantization_config; block-wise "
+                "transfer reads them as they are: use another copy of the model, or set transfer.layers_per_block=null"
+            )
+
+    def _find(self) -> dict[str, str]:
+        """The file of each tensor. The order of preference is that of transformers."""
+        whole = cached_file(self._model, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+        if whole is not None:
+            with safe_open(whole, framework="pt") as file:
+                return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+        index = cached_file(self._model, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+        if index is None:
+            raise UserError(
+                f"model {self._model}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, found neither; "
+                "block-wise transfer reads layer by layer: load the model and save_pretrained() it once"
+            )
+        return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+
+    def read(self, names: Iterable[str], prefix: str, device: torch.device) -> dict[str, Tensor]:
+        """These tensors, by name. Checkpoints of a base model call them without its prefix.
+
+        Raises:
+            UserError: one of them is not there.
+        """
+        wanted: dict[str, dict[str, str]] = {}  # file -> name in it -> name
+        for name in names:
+            stored = name if name in self._files else name.removeprefix(f"{prefix}.")
+            if stored not in self._files:
+                raise UserError(f"model {self._model}: expected a tensor {name}, found none in its safetensors")
+            wanted.setdefault(self._files[stored], {})[stored] = name
+        tensors = {}
+        for filename, stored_names in wanted.items():
+            with safe_open(cached_file(self._model, filename), framework="pt", device=str(device)) as file:
+                tensors |= {name: file.get_tensor(stored) for stored, name in stored_names.items()}
+        return tensors
+
+
+def _unreadable(model: str, error: Exception) -> UserError:
+    if isinstance(error, UserError):
+        return error
+    reason = str(error).strip().split("\n")[0]
+    return UserError(f"model {model}: expected readable weights; {reason}")

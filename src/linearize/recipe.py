@@ -1,0 +1,342 @@
+"""What we want: recipes, and the rule that says which layers become what.
+
+A `Recipe` names parts; `resolve()` turns it and a teacher's ``config.json`` into a `LayerPlan`: one `MixerConfig`, or
+``None`` (the layer stays softmax), per layer. The plan is the only truth after conversion and is stored in the
+student's ``config.json``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, model_validator
+from transformers import PreTrainedModel
+
+from linearize.base import Config, UserError
+from linearize.data.config import DataConfig
+from linearize.data.tasks import TextEmbedding
+from linearize.evaluation.config import EvaluationConfig
+from linearize.hf.convert import convert_layers
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import Add, LayerPlan, MixerConfig
+from linearize.training.config import FinetuneConfig, TransferConfig
+
+# --- which layers ---
+
+
+class KeepLayers(Config):
+    """Which layers stay softmax; indices may be negative, from the end."""
+
+    def kept(self, num_layers: int, errors: Sequence[float] | None) -> set[int]:
+        """Of layers with these transfer errors; None: not measured yet."""
+        raise NotImplementedError
+
+    def _known(self, indices: Iterable[int], num_layers: int) -> set[int]:
+        for index in indices:
+            if not -num_layers <= index < num_layers:
+                raise UserError(
+                    f"layers.keep_softmax: expected indices from {-num_layers} to {num_layers - 1}, found {index}"
+                )
+        return {index % num_layers for index in indices}
+
+
+class KeepListed(KeepLayers):
+    """These layers stay softmax. A plain list of indices means the same."""
+
+    type: Literal["listed"] = "listed"
+    layers: tuple[int, ...] = ()
+
+    def kept(self, num_layers: int, errors: Sequence[float] | None) -> set[int]:
+        return self._known(self.layers, num_layers)
+
+
+class KeepAllBut(KeepLayers):
+    """All layers but these stay softmax."""
+
+    type: Literal["all_but"] = "all_but"
+    layers: tuple[int, ...]
+
+    def kept(self, num_layers: int, errors: Sequence[float] | None) -> set[int]:
+        return set(range(num_layers)) - self._known(self.layers, num_layers)
+
+
+class KeepEvery(KeepLayers):
+    """Every n-th layer stays softmax: layers n - 1, 2 n - 1, ..."""
+
+    type: Literal["every"] = "every"
+    n: PositiveInt
+
+    def kept(self, num_layers: int, errors: Sequence[float] | None) -> set[int]:
+        return set(range(self.n - 1, num_layers, self.n))
+
+
+class KeepRatio(KeepLayers):
+    """This share of the layers stays softmax, rounded, evenly spread."""
+
+    type: Literal["ratio"] = "ratio"
+    ratio: float = Field(ge=0, lt=1)
+
+    def kept(self, num_layers: int, errors: Sequence[float] | None) -> set[int]:
+        count = round(self.ratio * num_layers)
+        return {(2 * i + 1) * num_layers // (2 * count) for i in range(count)}
+
+
+class KeepByTransferError(KeepLayers):
+    """The n layers whose held-out transfer loss is largest stay softmax. All are transferred, for that to be known."""
+
+    type: Literal["transfer_error"] = "transfer_error"
+    n: PositiveInt
+
+    def kept(self, num_layers: int, errors: Sequence[float] | None) -> set[int]:
+        if errors is None:
+            return set()
+        return set(sorted(range(num_layers), key=lambda index: errors[index], reverse=True)[: self.n])
+
+
+def _listed(value: Any) -> Any:
+    return {"type": "listed", "layers": value} if isinstance(value, list | tuple) else value
+
+
+Keep = Annotated[KeepListed | KeepAllBut | KeepEvery | KeepRatio | KeepByTransferError, Field(discriminator="type")]
+
+
+class LayersConfig(Config):
+    """Which layers are linearized."""
+
+    keep_softmax: Annotated[Keep, BeforeValidator(_listed)] = Field(
+        default=KeepListed(), description="which layers stay softmax: a list of indices, or a rule"
+    )
+    convert_sliding: bool = Field(
+        default=False, description="also convert layers whose teacher attention slides already"
+    )
+
+
+class Recipe(Config):
+    """A method, as data: which mixer, on which layers, trained how.
+
+    Stages, each of which may be left out (null): `transfer` to the mixers, `adapt` of new weights to the model's
+    outputs (the first of SUPRA's two steps), and `finetune`.
+    """
+
+    name: str
+    description: str = ""
+    weights: Literal["pretrained", "random"] = Field(
+        default="pretrained", description="random: a new model of the teacher's shape, trained from scratch"
+    )
+    mixer: MixerConfig = MixerConfig()
+    layers: LayersConfig = LayersConfig()
+    transfer: TransferConfig | None = TransferConfig()
+    adapt: FinetuneConfig | None = None
+    finetune: FinetuneConfig | None = FinetuneConfig()
+    data: DataConfig = DataConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Recipe:
+        if isinstance(self.layers.keep_softmax, KeepByTransferError) and self.transfer is None:
+            raise ValueError("layers.keep_softmax `transfer_error` needs a transfer stage, which is null")
+        for name, stage in (("adapt", self.adapt), ("finetune", self.finetune)):
+            if isinstance(self.data.task, TextEmbedding) and stage is not None and stage.loss.labels:
+                raise ValueError(f"texts to embed have no labels: set {name}.loss={{labels: 0, output_mse: 1}}")
+        if self.data.top_esl is not None and not self.data.task.language:
+            raise ValueError("data.top_esl chooses texts for language models: set data.top_esl=null")
+        if self.weights == "random":
+            if self.transfer is not None:
+                raise ValueError("weights `random` have no attention to transfer from: set transfer=null")
+            if any(stage is not None and stage.loss.needs_teacher for stage in (self.adapt, self.finetune)):
+                raise ValueError("weights `random` have no outputs to learn from: set loss.kl and loss.reverse_kl to 0")
+            if isinstance(self.data.task, TextEmbedding):
+                raise ValueError("weights `random` have no embeddings to learn from: set another data.task")
+            if self.data.top_esl is not None:
+                raise ValueError("weights `random` have no attention to choose documents by: set data.top_esl=null")
+        return self
+
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """What the evaluation trains beside the student, with the same budget: `teacher_lora` and `window_lora`.
+
+        None where fine-tuning trains nothing that a model without a linear part has. No teacher where its own outputs
+        are all there is to learn: it has them already.
+        """
+        tuned = self.finetune
+        if not self.data.task.language:
+            return ()
+        if tuned is None or not (tuned.lora or tuned.all_weights) or not self.evaluation.trained_controls:
+            return ()
+        return ("teacher_lora", "window_lora") if tuned.loss.labels else ("window_lora",)
+
+    @classmethod
+    def load(cls, name_or_path: str, overrides: dict[str, Any] | None = None) -> Recipe:
+        """Read a recipe by name (see `recipe_names`) or from a YAML file, with dotted `overrides` applied.
+
+        Raises:
+            UserError: no such recipe, unreadable YAML, an unknown field, or a value of the wrong type.
+        """
+        path = Path(name_or_path)
+        if path.suffix in {".yaml", ".yml"}:
+            if not path.is_file():
+                raise UserError(f"recipe: expected a YAML file, found nothing at {name_or_path!r}; check the path")
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"recipe {name_or_path}: expected a UTF-8 text file; {error}") from None
+        elif name_or_path in recipe_names():
+            text = (_RECIPES / f"{name_or_path}.yaml").read_text(encoding="utf-8")
+        else:
+            raise UserError(
+                f"recipe: expected one of {', '.join(recipe_names())} or a path that ends in .yaml; "
+                f"found {name_or_path!r}"
+            )
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UserError(f"recipe {name_or_path}: not valid YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(data, dict):
+            raise UserError(f"recipe {name_or_path}: expected a mapping of fields, found {type(data).__name__}")
+        for field, value in (overrides or {}).items():
+            _assign(data, field, copy.deepcopy(value))
+        return cls.parse(data)
+
+    @classmethod
+    def parse(cls, data: dict[str, Any]) -> Recipe:
+        """Validate plain data as a recipe; `UserError` with one line for the first field that is wrong."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise UserError(_one_line(error, data)) from None
+
+    def override(self, overrides: dict[str, Any]) -> Recipe:
+        """This recipe with dotted fields replaced; `UserError` as in `load`."""
+        data = self.model_dump(mode="json")
+        for field, value in overrides.items():
+            _assign(data, field, copy.deepcopy(value))
+        return Recipe.parse(data)
+
+    def to_yaml(self) -> str:
+        """The recipe as YAML, every field written out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=110)
+
+
+_RECIPES = resources.files("linearize") / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in _RECIPES.iterdir() if entry.name.endswith(".yaml"))
+
+
+def parse_overrides(assignments: list[str]) -> dict[str, Any]:
+    """``["mixer.span.window_size=32"]`` as ``{"mixer.span.window_size": 32}``; values are read as YAML."""
+    overrides = {}
+    for assignment in assignments:
+        field, equals, value = assignment.partition("=")
+        if not equals or not field:
+            raise UserError(f"--set: expected field=value, found {assignment!r}; e.g. --set finetune.lr=2e-4")
+        try:
+            overrides[field] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UserError(f"--set {field}: expected a YAML value, found {value!r}") from None
+    return overrides
+
+
+def _assign(data: dict[str, Any], field: str, value: Any) -> None:
+    *parents, last = field.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise UserError(f"--set {field}: expected a group of fields at {parent}, found {data!r}; set it first")
+    if last == "type" and data.get("type") != value:
+        data.clear()  # another part: the fields of the one before do not belong to it
+    data[last] = value
+
+
+def _one_line(error: ValidationError, data: Any) -> str:
+    first = error.errors(include_url=False)[0]
+    # Pydantic puts the type of a part into the location; it is not part of the field's name.
+    names = []
+    for name in first["loc"]:
+        if isinstance(data, dict) and name not in data and data.get("type") == name:
+            continue
+        names.append(str(name))
+        data = data.get(name) if isinstance(data, dict) else None
+    message = {"extra_forbidden": "unknown field", "missing": "missing"}.get(first["type"], first["msg"])
+    silent = {"missing", "extra_forbidden", "value_error"}
+    found = "" if first["type"] in silent else f"; found {first['input']!r}"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    message = message.removeprefix("Value error, ")
+    where = ".".join(names) or "(all)"
+    return f"recipe field {where}: {message}{found}{more}; `linearize recipes lolcats` shows a valid one"
+
+
+# --- recipe x teacher -> layer plan -----------------------------------------------------------------------------------
+
+
+def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | None = None) -> LayerPlan:
+    """One complete `MixerConfig`, or None for a layer that stays softmax, per layer of the teacher.
+
+    Args:
+        errors: each layer's transfer error, where the layers to keep are chosen by it; None before it is measured,
+            when all are converted.
+
+    Raises:
+        UserError: a layer index the teacher does not have, nothing left to convert, a size that makes no sense for
+            these layers, or for an encoder what only a decoder can have.
+    """
+    if teacher.bidirectional:
+        _check_encoder(recipe)
+    kept = recipe.layers.keep_softmax.kept(teacher.num_layers, errors)
+    if not recipe.layers.convert_sliding:
+        kept |= set(teacher.sliding_layers)
+    if len(kept) == teacher.num_layers:
+        raise UserError(
+            "layers: nothing to convert, every layer stays softmax; shorten layers.keep_softmax, or set "
+            "layers.convert_sliding=true to convert layers that already attend within a sliding window"
+        )
+    mixer = recipe.mixer.resolved(teacher.layer)
+    if teacher.bidirectional:
+        mixer = mixer.model_copy(update={"combine": Add()})  # without a window there is nothing to share or to learn
+    return tuple(None if index in kept else mixer for index in range(teacher.num_layers))
+
+
+def convert(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
+    """A student that shares the teacher's storage; the teacher itself is left as it is.
+
+    Mixers are new and initialised as the recipe says. Training the shared weights in place would change the teacher
+    too; `linearize.finetune` copies what it changes.
+
+    Raises:
+        UserError: an architecture or head that is not supported, or a plan that does not fit the teacher.
+    """
+    plan = resolve(recipe, TeacherShape.from_config(teacher.config.to_dict()))
+    return convert_layers(teacher, plan, seed=recipe.seed)
+
+
+def _check_encoder(recipe: Recipe) -> None:
+    """See that the recipe asks an encoder for nothing that needs an order of tokens, or a decoder's layers.
+
+    Raises:
+        UserError: it does.
+    """
+    if recipe.mixer.needs_order is not None:
+        raise UserError(
+            f"mixer.{recipe.mixer.needs_order}; use the recipe hedgehog-bert or hedgehog-vit, or set it with --set"
+        )
+    if recipe.transfer is not None and recipe.transfer.layers_per_block is not None:
+        raise UserError(
+            "transfer.layers_per_block: expected null, because an encoder is transferred as a whole; "
+            f"found {recipe.transfer.layers_per_block}"
+        )
+    for name, stage in (("transfer", recipe.transfer), ("adapt", recipe.adapt), ("finetune", recipe.finetune)):
+        if stage is not None and stage.window_dropout is not None:
+            raise UserError(f"{name}.window_dropout: expected null, because an encoder's mixer has no window to hide")
+    if recipe.data.top_esl is not None:
+        raise UserError(
+            "data.top_esl: expected null, because effective sequence lengths are a decoder's; "
+            f"found {recipe.data.top_esl}"
+        )

@@ -1,0 +1,275 @@
+"""What is measured of a student, beside what, and where the results go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from linearize.base import UserError
+from linearize.data.load import load_dataset, load_processor
+from linearize.data.packing import Dataset, PackedRows
+from linearize.data.tasks import TextEmbedding
+from linearize.evaluation import bench as timing
+from linearize.evaluation.answers import answering
+from linearize.evaluation.bench import Bench
+from linearize.evaluation.candidates import Candidate
+from linearize.evaluation.controls import SINKS, window_only_plan, window_reach, without_linear_part
+from linearize.evaluation.report_card import ReportCard, measure
+from linearize.evaluation.task_report import TaskCard, measure_task, score_task
+from linearize.hf.checkpoint import CAUSAL, load_model, read_config
+from linearize.hf.classes import read_plan
+from linearize.hf.convert import convert_layers
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import LayerPlan
+from linearize.recipe import Recipe
+from linearize.report import load_run, model_card, write_report
+from linearize.run.folder import Run, versions, write_json, write_text
+from linearize.training.attention_transfer import load_transferred
+from linearize.training.finetune import load_finetuned
+
+GENERATES = "only language models generate"
+
+Card = ReportCard | TaskCard
+
+# What says something of any task; the others are about what lies beyond a window of text.
+OF_ANY_TASK = ("teacher", "swapped", "transferred", "student")
+
+
+def candidates(
+    teacher: PreTrainedModel | None, student: PreTrainedModel, layers: LayerPlan, recipe: Recipe, run: Run | None
+) -> tuple[list[Candidate], list[str]]:
+    """Everything to measure the student against, and the names of what is not to be had.
+
+    Trained controls are loaded from the run's folder; a student without one is measured without them.
+    """
+
+    @contextmanager
+    def loaded(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+        yield model
+
+    @contextmanager
+    def untrained() -> Iterator[PreTrainedModel]:
+        assert teacher is not None
+        yield convert_layers(teacher, layers, seed=0 if run is None else run.recipe.seed)
+
+    @contextmanager
+    def windowed(sinks: int | None) -> Iterator[PreTrainedModel]:
+        with untrained() as model, without_linear_part(model, sinks):
+            yield model
+
+    @contextmanager
+    def transferred() -> Iterator[PreTrainedModel]:
+        with untrained() as model:
+            assert run is not None and run.recipe.transfer is not None
+            load_transferred(model, run.recipe.transfer, run.folder / "transfer")
+            yield model
+
+    @contextmanager
+    def tuned(name: str) -> Iterator[PreTrainedModel]:
+        assert run is not None and run.recipe.finetune is not None and teacher is not None
+        model = convert_layers(teacher, window_only_plan(layers)) if name == "window_lora" else run.load_teacher()
+        load_finetuned(model, run.recipe.finetune, run.controls[name])
+        yield model
+
+    sunk = f"softmax in the window and on the first {SINKS} tokens, nothing trained"
+    every = {
+        "teacher": Candidate("teacher", lambda: loaded(teacher), "softmax attention, as it came"),  # type: ignore[arg-type]
+        "teacher_lora": Candidate("teacher_lora", lambda: tuned("teacher_lora"), "softmax attention, finetuned alike"),
+        "swapped": Candidate("swapped", untrained, "mixers swapped in, nothing trained"),
+        "transferred": Candidate("transferred", transferred, "mixers trained to match softmax outputs"),
+        "student": Candidate("student", lambda: loaded(student), "the finished student"),
+        "ablated": Candidate("ablated", lambda: without_linear_part(student), "the student without its linear part"),
+        "window": Candidate("window", lambda: windowed(None), "softmax in the window, nothing trained"),
+        "window_sinks": Candidate("window_sinks", lambda: windowed(SINKS), sunk),
+        "window_lora": Candidate("window_lora", lambda: tuned("window_lora"), "softmax in the window, finetuned alike"),
+    }
+    trained = set() if run is None else {name for name, folder in run.controls.items() if _finished(folder)}
+    if run is not None and _finished(run.folder / "transfer"):
+        trained.add("transferred")
+    at_hand = {"student", "ablated"}
+    if teacher is not None:
+        at_hand |= {"teacher", "swapped", "window", "window_sinks"} | trained
+    if not recipe.data.task.language:
+        # From scratch, nothing stands beside the student: what it was made from is a model of random weights.
+        names = ("student",) if recipe.weights == "random" else OF_ANY_TASK
+        every = {name: every[name] for name in names}
+    return [c for name, c in every.items() if name in at_hand], [name for name in every if name not in at_hand]
+
+
+def _finished(stage: Path) -> bool:
+    return (stage / "trained.safetensors").is_file()
+
+
+def measure_run(
+    run: Run,
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    processor: Any,
+    dataset: Dataset,
+    command: str | None,
+) -> Card:
+    """Measure the finished student of a run beside everything there is to compare it with."""
+    started = time.perf_counter()
+    card = _measured(teacher, student, dataset, processor, run.recipe, run)
+    seconds = time.perf_counter() - started
+    return replace(card, provenance=provenance(run.recipe, dataset, run.device, seconds, command))
+
+
+def _measured(
+    teacher: PreTrainedModel | None,
+    student: PreTrainedModel,
+    dataset: Dataset,
+    processor: Any,
+    recipe: Recipe,
+    run: Run | None,
+) -> Card:
+    task, layers = recipe.data.task, read_plan(student.config)
+    found, missing = candidates(teacher, student, layers, recipe, run)
+    description = {"auto_class": task.auto_class, "pipeline_tag": task.pipeline_tag}
+    about: dict[str, Any] = {"config": recipe.evaluation, "seed": recipe.seed}
+    scored: dict[str, Any] = about | {"task": task.type, "description": description}
+    if task.scores and isinstance(task, TextEmbedding) and teacher is None:
+        raise UserError("--teacher: expected the model whose embeddings are compared with, found nothing; name it")
+    answer = answering(task, dataset, processor, teacher) if task.scores else None
+    if not task.language:
+        assert answer is not None
+        return measure_task(found, answer, missing=missing, rows=dataset.validation, **scored)
+    rows = dataset.validation
+    assert isinstance(rows, PackedRows)
+    card = measure(
+        found,
+        rows,
+        processor,
+        window_size=window_reach(layers),
+        max_positions=TeacherShape.from_config(student.config.to_dict()).max_positions,
+        missing=missing,
+        **about,
+    )
+    if answer is None:
+        return card
+    of_any = [candidate for candidate in found if candidate.name in OF_ANY_TASK]
+    return replace(card, task=score_task(of_any, answer, **scored))
+
+
+def evaluate(
+    model: str,
+    *,
+    teacher: str | None,
+    dataset: str | None,
+    overrides: dict[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    command: str | None = None,
+) -> Card:
+    """Measure a linearized model folder beside its teacher and, where it lies in a run folder, the trained controls.
+
+    Args:
+        teacher: the softmax model; by default the one of the run folder.
+        dataset: held-out text is taken from it; by default the run's own data.
+        overrides: dotted recipe fields under `data` and `evaluation`.
+        command: what the user typed, to stand beside the results.
+
+    Raises:
+        UserError: not a linearized model, or no data to measure on.
+    """
+    config = require_linearized(model)
+    folder = Path(model).resolve().parent
+    run = Run.read(folder, dtype, device) if (folder / "run.json").is_file() else None
+    recipe = Recipe(name="evaluation") if run is None else run.recipe
+    if dataset is not None:
+        belongs_to_the_other = {f"data.{name}": None for name in ("validation_dataset", "subset", "top_esl")}
+        overrides = {"data.dataset": dataset} | belongs_to_the_other | overrides
+    recipe = recipe.override(overrides)
+    task = recipe.data.task
+    require_head(model, config, task.auto_class, "set data.task.type to the model's task")
+    student = load_model(model, dtype=dtype, device=device, auto_class=task.auto_class)
+    processor = load_processor(task, model)
+    data = load_dataset(recipe.data, processor, config, run.load_teacher if run else None, seed=recipe.seed)
+    started, teacher_model = time.perf_counter(), None
+    if run is not None:
+        run = run if teacher is None else replace(run, model=teacher)
+        teacher_model = run.load_teacher()
+    elif teacher is not None:
+        teacher_model = load_model(teacher, dtype=dtype, device=device, auto_class=task.auto_class)
+    card = _measured(teacher_model, student, data, processor, recipe, run)
+    return replace(card, provenance=provenance(recipe, data, device, time.perf_counter() - started, command))
+
+
+def bench(
+    model: str,
+    *,
+    teacher: str | None,
+    batch_sizes: Sequence[int],
+    prompt_lengths: Sequence[int],
+    new_tokens: int,
+    repeats: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Bench:
+    """Time a linearized model folder beside its teacher, by default the one of the run folder.
+
+    Raises:
+        UserError: not a linearized model, no teacher to be found, or sizes that make no sense.
+    """
+    require_head(model, require_linearized(model), CAUSAL, GENERATES)
+    folder = Path(model).resolve().parent
+    if teacher is None and (folder / "run.json").is_file():
+        teacher = Run.read(folder, dtype, device).model
+    if teacher is None:
+        raise UserError(f"--teacher: expected the softmax model that {model} is to be compared with, found nothing")
+    models = (load_model(name, dtype=dtype, device=device) for name in (teacher, model))
+    sizes = {"batch_sizes": batch_sizes, "prompt_lengths": prompt_lengths, "new_tokens": new_tokens}
+    return timing.bench(*models, **sizes, repeats=repeats, seed=0)
+
+
+def require_linearized(model: str) -> dict[str, Any]:
+    """The config of a linearized model's folder.
+
+    Raises:
+        UserError: it is not one.
+    """
+    config = read_config(model)
+    if not config.get("linearize"):
+        raise UserError(f"model {model}: expected a linearized model, found model_type {config.get('model_type')!r}")
+    return config
+
+
+def require_head(model: str, config: dict[str, Any], auto_class: str, advice: str) -> None:
+    """See that a linearized model has the head that an Auto class stands for; what others have is not written down.
+
+    Raises:
+        UserError: it has another one.
+    """
+    found = [name for name in config.get("auto_map") or {} if name != "AutoConfig"]
+    if config.get("linearize") and found and auto_class not in found:
+        raise UserError(f"model {model}: expected one for {auto_class}, found one for {found[0]}; {advice}")
+
+
+def write_results(folder: Path, card: Card) -> None:
+    """The measurements in a run's folder, for programs and for people; the model card tells them too."""
+    write_json(folder / "evaluation.json", card.to_json())
+    write_text(folder / "evaluation.md", card.to_markdown())
+    write_text(folder / "model" / "README.md", model_card(load_run(folder)))
+    write_report([folder], folder / "report.html")
+
+
+def provenance(
+    recipe: Recipe, dataset: Dataset, device: torch.device, seconds: float, command: str | None
+) -> dict[str, Any]:
+    """What a measurement rests on: command, versions, seed, text (its tokens' sha256), machine; how long it took."""
+    return {
+        "command": command,
+        "versions": versions(),
+        "seed": recipe.seed,
+        "data": dataset.fingerprint,
+        "tokens": dataset.validation.num_tokens,
+        "device": f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device),
+        "seconds": seconds,
+    }

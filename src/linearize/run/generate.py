@@ -1,0 +1,35 @@
+"""A continuation of a prompt, printed as it comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from linearize.base import UserError
+from linearize.hf.checkpoint import CAUSAL, load_model, load_tokenizer, read_config
+from linearize.run.evaluate import GENERATES, require_head
+
+
+def generate(
+    model: str,
+    prompt: str,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+) -> None:
+    """Print a continuation of `prompt` as it comes; `temperature` 0 takes the likeliest token."""
+    tokenizer = load_tokenizer(model)
+    require_head(model, read_config(model), CAUSAL, GENERATES)
+    loaded: Any = load_model(model, dtype=dtype, device=device)
+    inputs = tokenizer(prompt, return_tensors="pt").to(device)
+    if not inputs["input_ids"].shape[1]:
+        raise UserError("--prompt: expected some text, found none")
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    streamer = transformers.TextStreamer(tokenizer, skip_special_tokens=True)
+    loaded.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)

@@ -1,0 +1,180 @@
+"""`run`: a teacher and a recipe in, a student and the measure of it out, stage by stage; the same again resumes."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from linearize import plan as planning
+from linearize.base import UserError
+from linearize.data.load import load_dataset, load_processor
+from linearize.data.packing import Dataset, PackedRows
+from linearize.evaluation.controls import window_only_plan
+from linearize.hf.checkpoint import read_config, save_student
+from linearize.hf.classes import read_plan
+from linearize.hf.convert import convert_layers
+from linearize.hf.partial_model import Checkpoint
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import LayerPlan
+from linearize.recipe import Recipe, resolve
+from linearize.run.evaluate import Card, measure_run, write_results
+from linearize.run.folder import Run, check_output, claim, write_json
+from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
+from linearize.training.blockwise import BlockwiseTransfer, split, unfinished_blocks
+from linearize.training.config import FinetuneConfig
+from linearize.training.finetune import finetune
+
+STAGES = ("transfer", "adapt", "finetune", "evaluate")
+
+
+def run(
+    run: Run,
+    *,
+    dataset: Dataset | None = None,
+    until: str = "evaluate",
+    block: int | None = None,
+    command: str | None = None,
+) -> Card | None:
+    """Linearize `run.model` as `run.recipe` says; returns the measure of it, or None if `until` or `block` end before.
+
+    Args:
+        dataset: rows to use instead of what the recipe names.
+        until: the last stage to run, one of `STAGES`.
+        block: only train this block of layers, of a transfer block by block.
+        command: what the user typed, to stand beside the results.
+
+    Raises:
+        UserError: anything that the user can fix; nothing is half-written then.
+    """
+    config = read_config(run.model)
+    shape = TeacherShape.from_config(config)
+    layers = resolve(run.recipe, shape)
+    check_block(run.recipe, shape, block)
+    check_output(run)
+    processor = load_processor(run.recipe.data.task, run.model)
+    if dataset is None:
+        dataset = load_dataset(run.recipe.data, processor, config, run.load_teacher, seed=run.recipe.seed)
+    if run.recipe.transfer is not None and run.recipe.transfer.layers_per_block is not None:
+        transfer_by_block(run, shape, layers, dataset, block)
+        if block is not None or until == "transfer":
+            return None
+    teacher = run.load_teacher()
+    student = convert_layers(teacher, layers, seed=run.recipe.seed)
+    claim(run, dataset)
+    write_plan(run, shape, layers, dataset)
+
+    if run.recipe.transfer is not None:
+        transfer(run, student, dataset)
+        layers = final_layers(run, shape)
+        if layers != read_plan(student.config):
+            write_plan(run, shape, layers, dataset)
+            student = convert_layers(teacher, layers, seed=run.recipe.seed)
+            load_transferred(student, run.recipe.transfer, run.folder / "transfer")
+    for name in ("adapt", "finetune"):
+        if STAGES.index(name) <= STAGES.index(until):
+            train_outputs(run, name, student, teacher, dataset)
+    if until != "evaluate":
+        return None
+    train_controls(run, teacher, layers, dataset)
+    saved = run.folder / "model"
+    if not saved.exists():
+        save_student(student, processor, f"# {run.folder.name}\n\nNot measured yet.\n", saved)
+    card = measure_run(run, teacher, student, processor, dataset, command)
+    write_results(run.folder, card)
+    return card
+
+
+def write_plan(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Dataset) -> None:
+    """plan.json: what the run means and costs."""
+    size, tokens = run.dtype.itemsize, dataset.train.num_tokens
+    plan = planning.make_plan(run.recipe, shape, layers, kv_bytes_per_element=size, training_tokens=tokens)
+    write_json(run.folder / "plan.json", plan.to_json())
+
+
+def check_block(recipe: Recipe, shape: TeacherShape, block: int | None) -> None:
+    """See that the recipe has such a block.
+
+    Raises:
+        UserError: it has not.
+    """
+    if block is None:
+        return
+    if recipe.transfer is None or recipe.transfer.layers_per_block is None:
+        raise UserError("--block: expected a recipe with transfer.layers_per_block, found null; set it with --set")
+    count = len(split(shape.num_layers, recipe.transfer))
+    if not 0 <= block < count:
+        raise UserError(f"--block: expected one of the blocks 0 to {count - 1}, found {block}")
+
+
+def transfer_by_block(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Dataset, block: int | None) -> None:
+    """Train all blocks of layers, or one, without ever loading the whole teacher."""
+    assert run.recipe.transfer is not None
+    Checkpoint(run.model)  # refuses what cannot be read block by block before anything is written
+    train_rows, validation_rows = dataset.train, dataset.validation
+    if not (isinstance(train_rows, PackedRows) and isinstance(validation_rows, PackedRows)):
+        raise UserError(
+            f"transfer.layers_per_block: expected a language model, found the task {run.recipe.data.task.type}; "
+            "set transfer.layers_per_block=null"
+        )
+    claim(run, dataset)
+    write_plan(run, shape, layers, dataset)
+    job = BlockwiseTransfer(
+        run.model,
+        layers,
+        run.recipe.transfer,
+        train_rows,
+        validation_rows,
+        run.folder / "transfer",
+        run.dtype,
+        run.device,
+        run.recipe.seed,
+    )
+    job.train(range(len(job.blocks)) if block is None else [block])
+    if block is None:
+        job.merge()
+        write_plan(run, shape, final_layers(run, shape), dataset)
+
+
+def blocks_to_do(run: Run) -> list[int]:
+    """The blocks of layers that are still to be trained, of a transfer block by block."""
+    assert run.recipe.transfer is not None
+    shape = TeacherShape.from_config(read_config(run.model))
+    return unfinished_blocks(run.folder / "transfer", len(split(shape.num_layers, run.recipe.transfer)))
+
+
+def transfer(run: Run, student: PreTrainedModel, dataset: Dataset) -> None:
+    """The stage that trains the student's mixers; loaded where it is finished, resumed where it was begun."""
+    recipe, rows, folder = run.recipe, (dataset.train, dataset.validation), run.folder / "transfer"
+    assert recipe.transfer is not None
+    if recipe.transfer.layers_per_block is None:
+        attention_transfer(student, *rows, recipe.transfer, output_dir=folder, seed=recipe.seed)
+    else:  # trained already, by `transfer_by_block`
+        load_transferred(student, recipe.transfer, folder)
+
+
+def final_layers(run: Run, shape: TeacherShape) -> LayerPlan:
+    """The layer plan, where layers that stay softmax are chosen by their transfer errors with these known."""
+    if run.recipe.transfer is None:
+        return resolve(run.recipe, shape)
+    return resolve(run.recipe, shape, transfer_errors(run.folder / "transfer", shape.num_layers))
+
+
+def train_outputs(run: Run, name: str, student: PreTrainedModel, teacher: PreTrainedModel, dataset: Dataset) -> None:
+    """A stage that trains on the model's outputs: `adapt` or `finetune`; nothing where the recipe has none."""
+    config: FinetuneConfig | None = getattr(run.recipe, name)
+    if config is None:
+        return
+    options = {"output_dir": run.folder / name, "teacher": teacher, "seed": run.recipe.seed, "title": TITLES[name]}
+    finetune(student, dataset.train, dataset.validation, config, **options)
+
+
+def train_controls(run: Run, teacher: PreTrainedModel, layers: LayerPlan, dataset: Dataset) -> None:
+    """Train what the student must be compared with: finetuning alike of the teacher, and of its window alone."""
+    for name, folder in run.controls.items():
+        model = convert_layers(teacher, window_only_plan(layers)) if name == "window_lora" else run.load_teacher()
+        config, title = run.recipe.finetune, f"control: {name.replace('_lora', '')}"
+        assert config is not None
+        rows = dataset.train, dataset.validation
+        finetune(model, *rows, config, output_dir=folder, teacher=teacher, seed=run.recipe.seed, title=title)
+
+
+TITLES = {"adapt": "adapting new weights", "finetune": "fine-tuning"}

@@ -1,0 +1,190 @@
+"""The training stages, as data: what trains, on which loss, how long and how fast."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from linearize.base import Config
+
+
+class Plateau(Config):
+    """Multiply the learning rate by `factor` after `patience` evaluations without improvement."""
+
+    type: Literal["plateau"] = "plateau"
+    factor: float = Field(default=0.1, gt=0, lt=1)
+    patience: PositiveInt = 10
+    min_lr: float = Field(default=1e-5, ge=0)
+
+
+class Cosine(Config):
+    """Linear warm-up, then a cosine from the learning rate down to `min_lr` over the stage."""
+
+    type: Literal["cosine"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    min_lr: float = Field(default=0.0, ge=0)
+
+
+class Linear(Config):
+    """Linear warm-up, then a straight line from the learning rate down to `min_lr` over the stage."""
+
+    type: Literal["linear"] = "linear"
+    warmup_steps: int = Field(default=0, ge=0)
+    min_lr: float = Field(default=0.0, ge=0)
+
+
+class Constant(Config):
+    """Linear warm-up, then the learning rate as it is."""
+
+    type: Literal["constant"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+
+
+Schedule = Annotated[Plateau | Cosine | Linear | Constant, Field(discriminator="type")]
+
+
+class WindowDropout(Config):
+    """Hide the softmax window from random sequences of each layer, so that the linear part cannot be bypassed.
+
+    The share of hidden windows goes on a straight line from `start` at the first step to `end` at the last
+    (arXiv 2510.05901). Queries whose keys all lie in the window keep it.
+    """
+
+    start: float = Field(default=0.9, ge=0, le=1)
+    end: float = Field(default=0.0, ge=0, le=1)
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """The share at the step that follows `step` others, of `num_steps`."""
+        return self.start + (self.end - self.start) * step / max(1, num_steps - 1)
+
+
+class TrainConfig(Config):
+    """What every training stage has in common; the loop reads nothing else."""
+
+    lr: float = Field(gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    epochs: PositiveInt = 2
+    max_tokens: PositiveInt | None = Field(default=None, description="stop after this many training tokens, if sooner")
+    batch_size: PositiveInt = Field(default=8, description="sequences per optimizer step")
+    micro_batch_size: PositiveInt | None = Field(
+        default=None, description="sequences per forward pass; batch_size if null"
+    )
+    clip_norm: float | None = Field(default=1.0, gt=0, description="gradient norm clip; null for none")
+    schedule: Schedule = Plateau()
+    eval_every: PositiveInt = Field(default=100, description="optimizer steps between evaluations (and checkpoints)")
+    early_stopping: PositiveInt | None = Field(
+        default=None, description="stop after this many evaluations without improvement; null to never stop early"
+    )
+    window_dropout: WindowDropout | None = Field(default=None, description="against bypass of the linear part")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1); got {list(self.betas)}")
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size ({self.batch_size}) must be a multiple of micro_batch_size ({self.micro_batch_size})"
+            )
+        return self
+
+
+class TransferConfig(TrainConfig):
+    """Stage 1, attention transfer: mixers learn to match softmax attention (LoLCATs eq. 4, App. A.1; Hedgehog eq. 7).
+
+    Layers are independent of each other: block by block (`layers_per_block`) gives what all at once gives, with the
+    weights of one block in memory, and the residual stream between blocks on disk (LoLCATs sec. 3.3).
+    """
+
+    lr: float = Field(default=1e-2, gt=0)
+    output_mse: float = Field(
+        default=1000.0, ge=0, description="weight of the mean squared error of outputs before the output projection"
+    )
+    weight_cross_entropy: float = Field(
+        default=0.0, ge=0, description="weight of the cross-entropy of attention weights, a mean over queries"
+    )
+    linear_part: float = Field(
+        default=0.0,
+        ge=0,
+        description="the same losses, times this, of the linear part alone against softmax over its own keys",
+    )
+    calibration_tokens: PositiveInt | None = Field(
+        default=None, description="fit combine `absolute_scale` to this much text before training; null: do not"
+    )
+    layers_per_block: PositiveInt | None = Field(default=None, description="block by block; null: all layers at once")
+
+    @model_validator(mode="after")
+    def _something(self) -> TransferConfig:
+        if not self.output_mse + self.weight_cross_entropy:
+            raise ValueError("every weight is 0; set output_mse or weight_cross_entropy")
+        return self
+
+
+class LoRAConfig(Config):
+    """Low-rank adapters on the attention projections; `targets` are roles, found by name in each architecture."""
+
+    rank: PositiveInt = 8
+    alpha: float = Field(default=16.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    targets: tuple[Literal["q", "k", "v", "o"], ...] = ("q", "k", "v", "o")
+
+    @model_validator(mode="after")
+    def _some(self) -> LoRAConfig:
+        if not self.targets:
+            raise ValueError("targets is empty; name at least one of q, k, v, o")
+        return self
+
+
+class LossConfig(Config):
+    """What fine-tuning minimises: a weighted sum, every term a mean over the labels."""
+
+    labels: float = Field(
+        default=1.0,
+        ge=0,
+        description="the task's own loss: cross-entropy of the next token or the class; squared error of a number",
+    )
+    kl: float = Field(default=0.0, ge=0, description="KL(teacher || student) of the distributions of tokens or classes")
+    reverse_kl: float = Field(default=0.0, ge=0, description="KL(student || teacher)")
+    output_mse: float = Field(
+        default=0.0,
+        ge=0,
+        description="mean squared error against the teacher's outputs: logits, or hidden states where there is no head",
+    )
+    top_k: PositiveInt | None = Field(
+        default=None, description="compare the teacher's k likeliest tokens, and all others as one; null: all tokens"
+    )
+
+    @model_validator(mode="after")
+    def _something(self) -> LossConfig:
+        if not self.labels + self.kl + self.reverse_kl + self.output_mse:
+            raise ValueError("every weight is 0; set one of labels, kl, reverse_kl, output_mse")
+        if self.top_k is not None and not self.kl + self.reverse_kl:
+            raise ValueError("top_k is of kl and reverse_kl, whose weights are 0")
+        return self
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.kl + self.reverse_kl + self.output_mse > 0
+
+
+class FinetuneConfig(TrainConfig):
+    """A stage on the whole model's outputs: which weights train, on which loss.
+
+    LoRA on the attention projections, as LoLCATs' second stage; with `mixers` what attention transfer trains as well,
+    or alone; `all_weights` for uptraining.
+    """
+
+    lr: float = Field(default=1e-4, gt=0)
+    lora: LoRAConfig | None = LoRAConfig()
+    mixers: bool = Field(default=False, description="feature maps, gates and mix train too")
+    all_weights: bool = Field(default=False, description="every weight of the model trains, mixers included")
+    loss: LossConfig = LossConfig()
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> FinetuneConfig:
+        if self.all_weights and (self.lora is not None or self.mixers):
+            raise ValueError("all_weights trains everything; set lora=null and mixers=false")
+        if not (self.all_weights or self.mixers or self.lora is not None):
+            raise ValueError("nothing trains; set lora, mixers or all_weights")
+        return self

@@ -1,0 +1,204 @@
+"""The files of one training stage: resume checkpoints, the result, and the metrics log. safetensors and JSON only.
+
+Everything is written inside one scratch folder and moved out of it by a rename once complete, and is moved back into it
+to be deleted. So whatever a killed process leaves half done lies in the scratch folder, which the next run clears.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from linearize.base import UserError, full_disk_is_user_error, sync
+
+SCRATCH = "unfinished"
+TENSORS, STATE = "tensors.safetensors", "state.json"
+TRAINED, RESULT = "trained.safetensors", "result.json"
+
+
+class StageFolder:
+    """The folder of one stage. `identity` names the run: flat, JSON-able, and stored beside everything that is written.
+
+    Raises (on reading): UserError if what is there was written by a run of another identity, or cannot be read.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+        self.path = path
+        self.identity = identity
+        path.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(path / SCRATCH, ignore_errors=True)
+
+    def finished(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The trained tensors and the result, or None if the stage has not finished."""
+        if not (self.path / RESULT).exists():
+            return None
+        result = self._read_json(self.path / RESULT)
+        tensors = _read_tensors(self.path / TRAINED)
+        self._remove_checkpoints()  # left over if the process died just after it had written the result
+        return tensors, result
+
+    def finish(self, tensors: dict[str, Tensor], result: dict[str, Any]) -> None:
+        """Write the result, then drop the resume checkpoint."""
+        with self._scratch(_num_bytes(tensors)) as scratch:
+            _write_tensors(scratch / TRAINED, tensors)
+            self._write_json(scratch / RESULT, result)
+            (scratch / TRAINED).replace(self.path / TRAINED)
+            (scratch / RESULT).replace(self.path / RESULT)  # last: its presence means that the stage has finished
+        self._remove_checkpoints()
+
+    def latest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The newest checkpoint, or None."""
+        checkpoints = self._checkpoints()
+        if not checkpoints:
+            return None
+        state = self._read_json(checkpoints[-1] / STATE)
+        return _read_tensors(checkpoints[-1] / TENSORS), state
+
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Write the checkpoint of `step`, then drop the ones before it; a full disk leaves the one before in place."""
+        with self._scratch(_num_bytes(tensors)) as scratch:
+            folder = scratch / f"checkpoint-{step:09d}"
+            folder.mkdir()
+            _write_tensors(folder / TENSORS, tensors)
+            self._write_json(folder / STATE, state)
+            folder.replace(self.path / folder.name)
+            for older in self._checkpoints()[:-1]:
+                older.replace(scratch / older.name)
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted(self.path.glob("checkpoint-*"))
+
+    def _remove_checkpoints(self) -> None:
+        checkpoints = self._checkpoints()
+        if not checkpoints:
+            return
+        with self._scratch(0) as scratch:
+            for checkpoint in checkpoints:
+                checkpoint.replace(scratch / checkpoint.name)
+
+    @contextmanager
+    def _scratch(self, num_bytes: int) -> Iterator[Path]:
+        scratch = self.path / SCRATCH
+        try:
+            with full_disk_is_user_error(self.path, num_bytes):
+                scratch.mkdir()
+                yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _write_json(self, path: Path, data: dict[str, Any]) -> None:
+        path.write_text(json.dumps({**data, "identity": self.identity}, allow_nan=False, indent=1), encoding="utf-8")
+        sync(path)
+
+    def _read_json(self, path: Path) -> dict[str, Any]:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            found = data.pop("identity")
+        except (OSError, ValueError, KeyError):
+            raise UserError(
+                f"{path}: expected the state of a training stage, found no such file or one that cannot be read; "
+                f"delete {self.path} to train again"
+            ) from None
+        for field in sorted(self.identity.keys() | found.keys()):
+            if self.identity.get(field) != found.get(field):
+                raise UserError(
+                    f"{path}: belongs to another run: expected {field} = {self.identity.get(field)}, "
+                    f"found {field} = {found.get(field)}; use another output folder"
+                )
+        return data
+
+
+def run_identity(
+    tensors: Mapping[str, Tensor], rows: Iterable[Tensor], config: dict[str, Any], seed: int
+) -> dict[str, Any]:
+    """What has to be equal for a run to go on from another's checkpoint; tensors count by name, shape and dtype."""
+    shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    data = hashlib.sha256()
+    for tensor in rows:
+        data.update(str(list(tensor.shape)).encode())
+        data.update(tensor.cpu().contiguous().numpy().data)
+    parameters = hashlib.sha256(json.dumps(shapes).encode())
+    return {**config, "seed": seed, "parameters": parameters.hexdigest()[:16], "data": data.hexdigest()[:16]}
+
+
+def rng_state(devices: Iterable[str]) -> dict[str, Tensor]:
+    """The states of torch's generators for the CPU and these CUDA devices."""
+    on_cuda = {f"rng/{device}": torch.cuda.get_rng_state(device) for device in devices}
+    return {"rng/cpu": torch.get_rng_state(), **on_cuda}
+
+
+def restore_rng_state(tensors: dict[str, Tensor], devices: Iterable[str]) -> None:
+    """Take `rng_state` back, as far as the devices are still the same."""
+    torch.set_rng_state(tensors["rng/cpu"])
+    for device in devices:
+        if f"rng/{device}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"rng/{device}"], device)
+
+
+class MetricsLog:
+    """Appends JSON lines to a file, after cutting it back to the `length` bytes that a checkpoint vouches for."""
+
+    def __init__(self, path: Path, length: int) -> None:
+        self._path = path
+        size = path.stat().st_size if path.exists() else 0
+        if size < length:
+            raise UserError(
+                f"{path}: expected the {length} bytes written up to the checkpoint, found {size}; "
+                f"restore the file, or delete {path.parent} to train again"
+            )
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(length)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one line; ValueError for a value that is not valid JSON, such as NaN."""
+        line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        with full_disk_is_user_error(self._path.parent, len(line)):
+            if self._file.write(line) < len(line):  # how an unbuffered file says that the disk has just become full
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def sync(self) -> int:
+        """Make sure that all lines are on the disk; their length in bytes."""
+        with full_disk_is_user_error(self._path.parent, 0):
+            os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+
+def _num_bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    sync(path)
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        # Cloned, because safetensors maps the file, and a mapped checkpoint would keep its disk space when deleted.
+        return {name: tensor.clone() for name, tensor in load_file(path).items()}
+    except (OSError, SafetensorError):
+        raise UserError(
+            f"{path}: expected the tensors of a training stage, found no such file or one that cannot be read; "
+            "delete the stage's folder to train again"
+        ) from None

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from linearize.base import UserError
+from linearize.data.config import DataConfig
+from linearize.data.sources import read_rows
+
+ROWS = [{"id": index, "text": f"text number {index}"} for index in range(6)]
+TEXTS = [row["text"] for row in ROWS]
+
+
+def rows_of(dataset: Path | str | None, **fields) -> list[dict]:
+    return list(read_rows(DataConfig(dataset=None if dataset is None else str(dataset), **fields)))
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows), "utf-8")
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def fails(pattern: str):
+    """A UserError of one line."""
+    return pytest.raises(UserError, match=rf"\A(?=.*{pattern})[^\n]*\Z")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_tables(tmp_path):
+    (tmp_path / "list.json").write_text(json.dumps(ROWS), "utf-8-sig")
+    (tmp_path / "object.JSON").write_text(json.dumps({"version": 1, "data": ROWS}, indent=1), "utf-8")
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    write_parquet(tmp_path / "rows.parquet", ROWS)
+    for name in ("list.json", "object.JSON", "rows.jsonl", "rows.parquet"):
+        assert rows_of(tmp_path / name) == ROWS, name
+
+
+def test_parquet_keeps_conversations(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}]
+    assert rows_of(write_parquet(tmp_path / "chats.parquet", rows)) == rows
+
+
+def test_txt_is_cut_at_separators(tmp_path):
+    path = tmp_path / "stories.txt"
+    path.write_bytes(b"<|endoftext|>\r\n  one\r\n\r\n1\r\n<|endoftext|>\r\n\r\ntwo<|endoftext|>\r\n \r\n")
+    assert rows_of(path, text_column="story") == [{"story": "  one\n\n1"}, {"story": "two"}]
+
+
+def test_other_text_is_one_document(tmp_path):
+    text = "\n  a = 1  # über\n\n"
+    for name in ("plain.txt", "notes.md", "code.py"):
+        (tmp_path / name).write_text(text, "utf-8")
+        assert rows_of(tmp_path / name) == [{"text": text}]
+    (tmp_path / "code.py").write_text("end = '<|endoftext|>'\n", "utf-8")
+    assert rows_of(tmp_path / "code.py") == [{"text": "end = '<|endoftext|>'\n"}]
+
+
+def test_folder_of_text_by_path(tmp_path):
+    for index, name in enumerate(
+        ["b.txt", "a/z.py", "c/d/e.md", "a.md", "a/.hidden.txt", ".git/x.py", "a/picture.png"]
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{name} {index}", "utf-8")
+    assert [row["text"].split()[0] for row in rows_of(tmp_path)] == ["a.md", "a/z.py", "b.txt", "c/d/e.md"]
+
+
+def test_folder_of_tables_by_path(tmp_path):
+    write_parquet(tmp_path / "shard-1.parquet", ROWS[4:])
+    write_jsonl(tmp_path / "shard-0.jsonl", ROWS[:4])
+    assert rows_of(tmp_path) == ROWS
+
+
+def test_a_hidden_parent_folder_hides_nothing(tmp_path):
+    folder = tmp_path / ".cache" / "data"
+    folder.mkdir(parents=True)
+    write_jsonl(folder / "rows.jsonl", ROWS)
+    assert rows_of(folder) == ROWS
+
+
+def test_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    assert rows_of("~/rows.jsonl") == ROWS
+
+
+@pytest.mark.parametrize(
+    "name, content, pattern",
+    [
+        ("rows.xls", b"a,b", "data.dataset: expected a file that ends in .txt, .*parquet, .*found .*rows.xls"),
+        ("rows.csv", b"a,b\n1\n", "rows.csv line 2: expected 2 columns \\(a, b\\), found 1"),
+        ("rows", b"a,b", "data.dataset: expected a file that ends in"),
+        ("bad.json", b'[{"a": 1},\n {"a": }]', "bad.json line 2: not valid JSON: Expecting value"),
+        ("lines.json", b'{"a": 1}\n{"a": 2}\n', "lines.json line 2: not valid JSON: Extra data; .*must end in .jsonl"),
+        ("word.json", b'"text"', "word.json: expected a list of rows, or an object with exactly one list"),
+        (
+            "columns.json",
+            b'{"a": [1], "b": [2]}',
+            "columns.json: expected a list of rows, or an object with exactly one",
+        ),
+        ("strings.json", b'[{"text": "a"}, "b"]', "strings.json: expected an object .*found 'b' in row 2"),
+        ("bad.jsonl", b'{"a": 1}\n\n{"a": 2\n', "bad.jsonl line 3: not valid JSON: Expecting"),
+        ("numbers.jsonl", b"1\n", "numbers.jsonl: expected an object .*found 1 in row 1"),
+        ("latin.txt", b"caf\xe9", "latin.txt: expected UTF-8 text, found byte 0xe9"),
+        ("latin.json", b'["caf\xe9"]', "latin.json: expected UTF-8 text, found byte 0xe9"),
+        ("latin.jsonl", b'{"a": 1}\n{"a": "\xe9"}', "latin.jsonl: expected UTF-8 text, found byte 0xe9"),
+        ("bad.parquet", b"not parquet", "bad.parquet: not a readable parquet file: "),
+    ],
+)
+def test_unusable_files(tmp_path, name, content, pattern):
+    (tmp_path / name).write_bytes(content)
+    with fails(pattern):
+        rows_of(tmp_path / name)
+
+
+def test_a_file_that_vanishes(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    rows = read_rows(DataConfig(dataset=str(path)))
+    path.unlink()
+    with fails("rows.jsonl: cannot be read: No such file"):
+        next(rows)
+
+
+def test_unusable_folders(tmp_path):
+    with fails("data.dataset: expected files that end in .txt.*found none in "):
+        rows_of(tmp_path)
+    write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "README.md").write_text("About the rows.", "utf-8")
+    with fails("either text files or tables in .*found both .*README.md and .*rows.jsonl.; name one file"):
+        rows_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "owner/train.txt", "./missing", "/no/such/folder", "a/b/c", "no such"])
+def test_nothing_there(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with fails(f"data.dataset: expected a local file or folder or a hub id, found nothing at {name!r}; check the path"):
+        rows_of(name)
+
+
+@pytest.mark.parametrize("name", [None, ""])
+def test_no_dataset(name):
+    with fails("data.dataset: .*found none; pass --dataset"):
+        rows_of(name)
+
+
+# --- hub --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Puts a function in the place of `datasets.load_dataset`."""
+
+    def install(load_dataset) -> None:
+        monkeypatch.setattr("datasets.load_dataset", load_dataset)
+
+    return install
+
+
+@pytest.mark.parametrize("name, subset", [("owner/data-set.v1", None), ("wikitext", "sample-10BT")])
+def test_hub_is_streamed(tmp_path, monkeypatch, hub, name, subset):
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    def load_dataset(*arguments, **keywords):
+        calls.append((arguments, keywords))
+        return iter(ROWS)
+
+    hub(load_dataset)
+    assert rows_of(name, split="test", subset=subset, max_tokens=9) == ROWS
+    assert calls == [((name, subset), {"split": "test", "streaming": True})]
+
+
+def test_hub_without_a_limit_is_not_read(hub):
+    hub(lambda *_, **__: pytest.fail("asked the hub"))
+    with fails(
+        "data.max_tokens: expected how much to read of 'owner/data', which is no file or folder here .*found nothing; "
+        "set data.max_tokens .or data.max_documents., or check the path"
+    ):
+        rows_of("owner/data")
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_documents"])
+def test_hub_with_either_limit_is_read(hub, limit):
+    hub(lambda *_, **__: iter(ROWS))
+    assert rows_of("owner/data", **{limit: 1}) == ROWS  # who counts tokens and documents is another
+
+
+def test_a_local_folder_comes_before_the_hub(tmp_path, monkeypatch, hub):
+    monkeypatch.chdir(tmp_path)
+    hub(lambda *_, **__: pytest.fail("asked the hub"))
+    (tmp_path / "wikitext").mkdir()
+    write_jsonl(tmp_path / "wikitext" / "rows.jsonl", ROWS)
+    assert rows_of("wikitext") == ROWS
+
+
+def test_hub_out_of_reach(hub):
+    def load_dataset(*_, **__):
+        raise ConnectionError("Couldn't reach\n the hub")
+
+    hub(load_dataset)
+    with fails(
+        "no file or folder 'owner/data', and reading it from the hub .data.subset 'xl', data.split 'train'. failed: "
+        ".*reach the hub"
+    ):
+        rows_of("owner/data", subset="xl", max_tokens=1)
+
+
+def test_hub_lost_on_the_way(hub):
+    def stream():
+        yield ROWS[0]
+        raise TimeoutError("timed out")
+
+    hub(lambda *_, **__: stream())
+    rows = read_rows(DataConfig(dataset="owner/data", max_documents=2))
+    assert next(rows) == ROWS[0]
+    with fails("from the hub .* failed: TimeoutError: timed out"):
+        next(rows)

@@ -1,0 +1,121 @@
+"""Associative recall and ListOps: what they are, against slow and independent statements of it."""
+
+from __future__ import annotations
+
+import statistics
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from linearize.base import UserError
+from linearize.data.config import DataConfig
+from linearize.data.examples import ClassifiedTexts
+from linearize.data.labels import Classes
+from linearize.data.packing import PackedRows
+from linearize.data.synthetic import CLS, TOKENS, build_generated, expressions, recall_rows
+from linearize.data.tasks import AssociativeRecall, ListOps
+from linearize.hf.teacher import TeacherShape
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
+DECODER = TeacherShape.from_config({"model_type": "llama", **SMALL})
+TEN = Classes({}, 10)
+
+
+@pytest.mark.parametrize("labels", ["last", "every"])
+def test_recall(labels: str) -> None:
+    task = AssociativeRecall(vocabulary_size=12, length=40)
+    rows = recall_rows(task, 50, labels=labels, seed="a")
+    tables = set()
+    for ids, learned in zip(rows.input_ids.tolist(), rows.labels.tolist(), strict=True):
+        keys, values, known = ids[::2], ids[1::2], {}
+        assert max(keys) < 6 <= min(values), "keys are the lower half"
+        for slot, (key, value) in enumerate(zip(keys, values, strict=True)):
+            assert known.get(key, value) == value, "a key keeps its value"
+            last = slot == len(keys) - 1
+            assert (learned[2 * slot + 1] == value) == (last or (labels == "every" and key in known))
+            assert learned[2 * slot] == -100 and (not last or key in known)
+            known[key] = value
+        tables.add(tuple(sorted(known.items())))
+    assert len(tables) > 40, "every sequence has associations of its own"
+    assert torch.equal(recall_rows(task, 50, labels=labels, seed="a").input_ids, rows.input_ids)
+    assert not torch.equal(recall_rows(task, 50, labels=labels, seed="b").input_ids, rows.input_ids)
+
+
+def test_recall_is_scored_by_the_last_value_alone() -> None:
+    task = AssociativeRecall(vocabulary_size=12, length=16, train_examples=20, held_out_examples=10, labels="every")
+    data = build_generated(DataConfig(task=task), DECODER, TEN, seed=0, use_cache=False)
+    assert isinstance(data.train, PackedRows) and data.train.target_counts().float().mean() > 1
+    assert data.validation.target_counts().tolist() == [1] * 10
+    with pytest.raises(UserError, match="at least 64 tokens"):
+        big = AssociativeRecall(vocabulary_size=64)
+        build_generated(DataConfig(task=big), DECODER, TEN, seed=0, use_cache=False)
+
+
+def value(tokens: list[str]) -> int:
+    """Of an expression, by a stack and the statistics module."""
+    stack: list[list[Any]] = []
+    for token in tokens:
+        if token.startswith("["):
+            stack.append([token])
+        elif token == "]":
+            operator, *values = stack.pop()
+            result = {
+                "[MIN": lambda v: sorted(v)[0],
+                "[MAX": lambda v: sorted(v)[-1],
+                "[MED": lambda v: int(statistics.median(v)),
+                "[SM": lambda v: sum(v) % 10,
+            }[operator](values)
+            if not stack:
+                return result
+            stack[-1].append(result)
+        else:
+            stack[-1].append(int(token))
+    raise AssertionError("the brackets do not match")
+
+
+def test_listops() -> None:
+    task = ListOps(min_length=5, max_length=40, max_depth=3, max_arguments=4)
+    names = {number: name for name, number in TOKENS.items()}
+    found = list(islice(expressions(task, "a"), 300))
+    depths = set()
+    for example in found:
+        assert example.input_ids[0] == CLS
+        tokens = [names[number] for number in example.input_ids[1:]]
+        assert task.min_length <= len(tokens) <= task.max_length
+        assert value(tokens) == example.label
+        depth = deepest = 0
+        for token in tokens:
+            depth += token.startswith("[") - (token == "]")
+            deepest = max(deepest, depth)
+        depths.add(deepest)
+    assert depths == {1, 2, 3}
+    assert len({tuple(x.input_ids) for x in found}) == 300 and {x.label for x in found} == set(range(10))
+
+
+def test_listops_of_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "listops.tsv"
+    lines = [f"( [MAX {i % 10} 3 [MIN 4 {i // 10} ] ] )\t{max(i % 10, 3, min(4, i // 10))}" for i in range(60)]
+    path.write_text("Source\tTarget\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    task = ListOps(train_examples=30, held_out_examples=10)
+    config = DataConfig(dataset=str(path), task=task)
+    data = build_generated(config, DECODER, TEN, seed=0, use_cache=False)
+    assert isinstance(data.train, ClassifiedTexts) and isinstance(data.validation, ClassifiedTexts)
+    assert (len(data.train), len(data.validation)) == (30, 10)
+    assert data.validation.labels.tolist() == [max(i, 3, 0) for i in range(10)]
+    with pytest.raises(UserError, match="10 classes"):
+        build_generated(config, DECODER, Classes({}, 2), seed=0, use_cache=False)
+    path.write_text("Source\tTarget\n[MEAN 1 2 ]\t1\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"data row 1: expected an expression .* found '\[MEAN'"):
+        build_generated(config, DECODER, TEN, seed=0, use_cache=False)
+    path.write_text("Source\tTarget\n[MAX 1 2 ]\ttwo\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"data row 1: expected a class .* found 'two'"):
+        build_generated(config, DECODER, TEN, seed=0, use_cache=False)
+    path.write_text(f"Source\tTarget\n[MAX {'1 ' * 300}]\t1\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"at most 200 tokens \(data\.task\.max_length\)"):
+        build_generated(config, DECODER, TEN, seed=0, use_cache=False)
+    path.write_text("Source\tValue\n[MAX 1 2 ]\t2\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"a column 'Target' .* found Source, Value; set data\.columns$"):
+        build_generated(config, DECODER, TEN, seed=0, use_cache=False)

@@ -1,0 +1,130 @@
+"""The files of a stage: what is on the disk when writing fails, and what is refused on reading."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from linearize.base import UserError
+from linearize.training import resumption as checkpoint
+from linearize.training.resumption import MetricsLog, StageFolder
+
+IDENTITY = {"lr": 0.1, "seed": 0}
+TENSORS = {"weight": torch.arange(1000.0), "step": torch.tensor(3.0)}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def full_disk(error: Exception) -> Callable[[dict[str, Tensor], Path], None]:
+    def save(tensors: dict[str, Tensor], path: Path) -> None:
+        path.write_bytes(b"half of it")
+        raise error
+
+    return save
+
+
+FULL = [
+    OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+    SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_a_full_disk_keeps_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    stage = StageFolder(tmp_path, IDENTITY)
+    stage.save(4, TENSORS, {"step": 4})
+    before = names(tmp_path)
+    monkeypatch.setattr(checkpoint, "save_file", full_disk(error))
+    with pytest.raises(UserError, match=f"^{tmp_path}: the disk is full: expected room for 4004 bytes"):
+        stage.save(8, TENSORS, {"step": 8})
+    with pytest.raises(UserError, match="the disk is full"):
+        stage.finish(TENSORS, {"steps": 8})
+    assert names(tmp_path) == before
+    loaded = StageFolder(tmp_path, IDENTITY).latest()
+    assert loaded is not None
+    assert loaded[1] == {"step": 4}
+    assert torch.equal(loaded[0]["weight"], TENSORS["weight"])
+
+
+def test_other_errors_pass_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = StageFolder(tmp_path, IDENTITY)
+    monkeypatch.setattr(checkpoint, "save_file", full_disk(OSError(errno.EIO, "input/output error")))
+    with pytest.raises(OSError, match="input/output error"):
+        stage.save(8, TENSORS, {"step": 8})
+    assert names(tmp_path) == []
+
+
+def test_the_newest_complete_checkpoint_counts(tmp_path: Path) -> None:
+    StageFolder(tmp_path, IDENTITY).save(999_999_999, TENSORS, {"step": 999_999_999})
+    (tmp_path / "checkpoint-000000004").mkdir()  # not yet removed when the process died
+    (tmp_path / "unfinished" / "checkpoint-1000000000").mkdir(parents=True)
+    loaded = StageFolder(tmp_path, IDENTITY).latest()
+    assert loaded is not None
+    assert loaded[1] == {"step": 999_999_999}
+    assert not (tmp_path / "unfinished").exists()
+
+
+def test_loaded_tensors_do_not_depend_on_their_file(tmp_path: Path) -> None:
+    stage = StageFolder(tmp_path, IDENTITY)
+    stage.save(4, TENSORS, {})
+    loaded = stage.latest()
+    assert loaded is not None
+    with (tmp_path / "checkpoint-000000004" / "tensors.safetensors").open("rb+") as file:
+        file.write(bytes(4100))
+    assert torch.equal(loaded[0]["weight"], TENSORS["weight"])
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("result.json", b"{"), ("result.json", b"{}"), ("trained.safetensors", b"abc"), ("trained.safetensors", None)],
+)
+def test_unreadable_files_are_named(tmp_path: Path, file: str, content: bytes | None) -> None:
+    StageFolder(tmp_path, IDENTITY).finish(TENSORS, {"steps": 8})
+    if content is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{file}: expected .*, found .*; delete .* to train again"):
+        StageFolder(tmp_path, IDENTITY).finished()
+
+
+def test_metrics_are_cut_back_and_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, 0) as metrics:
+        metrics.write({"step": 1})
+        length = metrics.sync()
+        metrics.write({"step": 2})
+    with MetricsLog(path, length) as metrics:
+        metrics.write({"step": 3})
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            metrics.write({"loss": float("nan")})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1}, {"step": 3}]
+
+
+def test_missing_metrics_are_not_made_up(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"metrics.jsonl: expected the 10 bytes .*, found 0"):
+        MetricsLog(tmp_path / "metrics.jsonl", 10)
+
+
+def test_a_full_disk_under_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def write(self, line: bytes) -> int:
+            return len(line) // 2
+
+    with MetricsLog(tmp_path / "metrics.jsonl", 0) as metrics, monkeypatch.context() as patch:
+        patch.setattr(metrics, "_file", Full())
+        with pytest.raises(UserError, match=f"^{tmp_path}: the disk is full: expected room for 13 bytes"):
+            metrics.write({"step": 12})
