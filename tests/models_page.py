@@ -64,9 +64,9 @@ OF_DECODERS = (
         "blocks",
         "weights of a few layers are read alone, for transfer block by block",
         either=(
-            "hf/test_blocks.py::test_blocks_of_other_architectures[*]",
-            "hf/test_blocks.py::test_blocks_one_after_the_other_are_the_model[1-*]",
-            "hf/test_blocks.py::test_experts_lie_otherwise_in_files[*]",
+            "hf/test_partial_model.py::test_blocks_of_other_architectures[*]",
+            "hf/test_partial_model.py::test_blocks_one_after_the_other_are_the_model[1-*]",
+            "hf/test_partial_model.py::test_experts_lie_otherwise_in_files[*]",
         ),
     ),
     Feature(
