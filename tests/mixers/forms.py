@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linearize.mixers import BidirectionalMixer, LinearMixer, MixerState
 from linearize.mixers.config import Add, AdditiveUpdate, NoSpan
-from linearize.ops import blockwise, chunked, dispatch, window
+from linearize.ops import chunked, dispatch, grid, window
 from linearize.ops.layout import context_positions
 from tests.mixers.space import Drawn, pieces, with_tensors
 from tests.mixers.weights import weights_of
@@ -129,4 +129,4 @@ def small_chunks(patch: pytest.MonkeyPatch) -> None:
     """Short sequences cross chunk and block boundaries too."""
     patch.setattr(chunked, "CHUNK", 16)
     patch.setattr(window, "WINDOW_CHUNK", 16)
-    patch.setattr(blockwise, "MAX_CHUNKS_PER_BLOCK", 2)
+    patch.setattr(grid, "MAX_CHUNKS_PER_BLOCK", 2)

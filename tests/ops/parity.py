@@ -15,9 +15,9 @@ from torch import Tensor
 
 from linearize.ops import chunked, delta, reference
 from linearize.ops.layout import Layout
+from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial
 from linearize.ops.recurrent import linear_step, window_step
-from linearize.ops.state import LinearState, linear_state
 from tests.ops.cases import DECAYS, INPUTS, Case, own_layout
 from tests.oracles.attention import linear_attention_quadratic, window_partial
 from tests.oracles.recurrent import linear_attention_recurrent

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from linearize.ops.state import LinearState
+from linearize.ops.linear_state import LinearState
 from tests.ops.cases import Case
 from tests.ops.parity import assert_near
 from tests.oracles.linear import lowest

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from linearize.evaluation.speed import peak_bytes
-from linearize.ops import delta, reference, stretches, vector
+from linearize.ops import delta, recomputed_scan, reference, vector_decay
 from linearize.ops.layout import Layout
+from linearize.ops.linear_state import LinearState
 from linearize.ops.span import NoSpan
-from linearize.ops.state import LinearState
 from tests.ops.cases import HEADS, SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
 from tests.ops.parity import FP64, assert_near, carried_state, part_of
 from tests.ops.recurrence import assert_all_near, gently, recurrence, with_gradients
@@ -32,8 +32,8 @@ each_span = pytest.mark.parametrize("span", [SPANS[0], SPANS[2], SPANS[6], *SINK
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk of a few heads at a time, so that short sequences cross block boundaries too."""
-    monkeypatch.setattr(stretches, "BLOCK_SCORES", {"cpu": 3 * 64**2})
-    monkeypatch.setattr(stretches, "MIN_CHUNKS_PER_BLOCK", 1)
+    monkeypatch.setattr(recomputed_scan, "BLOCK_SCORES", {"cpu": 3 * 64**2})
+    monkeypatch.setattr(recomputed_scan, "MIN_CHUNKS_PER_BLOCK", 1)
 
 
 def written(ops, case: Case, layout: Layout, state: LinearState | None = None) -> Tensor:
@@ -69,7 +69,7 @@ def test_the_scan_of_what_is_written_is_the_delta_rule(span: SpanSpec, rule: str
     expected = recurrence(case)
     options = {"span": case.package_span, "layout": case.layout}
     u = written(delta, case, case.layout)
-    partial = vector.linear_scan(case.phi_q, case.phi_k, u, log_decay_k=case.log_decay_k, **options)
+    partial = vector_decay.linear_scan(case.phi_q, case.phi_k, u, log_decay_k=case.log_decay_k, **options)
     assert_near(partial.num, expected.num, FP64, "num")
     assert_near(partial.den, expected.den, FP64, "den")
 
@@ -143,7 +143,7 @@ def test_writing_the_same_key_fully_replaces_its_value() -> None:
     case = make_case(SpanSpec("none"), ("full",), 500, heads=(1, 1, 1), seed=3, rule="delta")
     case = replace(case, beta=torch.ones_like(case.v[..., :1]), phi_q=case.phi_k)
     u = written(delta, case, case.layout)
-    partial = vector.linear_scan(case.phi_q, case.phi_k, u, span=NoSpan(), layout=case.layout)
+    partial = vector_decay.linear_scan(case.phi_q, case.phi_k, u, span=NoSpan(), layout=case.layout)
     assert_near(partial.num, case.v, 1e-8, "what was written")
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from linearize.ops.dispatch import IMPLS, Impl
 from linearize.ops.layout import Layout
+from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.span import NoSpan
-from linearize.ops.state import LinearState, linear_state
 from tests.ops.parity import FP64, assert_near
 
 # This import comes first because it ignores warnings, which are errors elsewhere: fla warns of a missing GPU and a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linearize.mixers.taylor import TaylorKernel
-from linearize.ops import Kernel, Layout, LinearState, blockwise, chunked, linear_state, linear_step, reference, state
+from linearize.ops import Kernel, Layout, LinearState, chunked, grid, linear_state, linear_step, reference
 from tests.ops.cases import SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
 from tests.ops.parity import FP32, FP64, assert_near, assert_states_near, part_of
 from tests.oracles.spans import SpanSpec
@@ -24,8 +25,8 @@ SLIDING = SpanSpec("sliding", 7)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short sequences have several chunks, and several blocks."""
     monkeypatch.setattr(chunked, "MAX_CHUNK", 16)
-    monkeypatch.setattr(state, "SLOTS_AT_ONCE", 16)
-    monkeypatch.setattr(blockwise, "MAX_CHUNKS_PER_BLOCK", 2)
+    monkeypatch.setattr(sys.modules[LinearState.__module__], "SLOTS_AT_ONCE", 16)
+    monkeypatch.setattr(grid, "MAX_CHUNKS_PER_BLOCK", 2)
 
 
 def outputs_and_gradients(

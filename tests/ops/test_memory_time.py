@@ -10,7 +10,7 @@ import torch
 
 from linearize.evaluation.speed import peak_bytes
 from linearize.mixers.taylor import TaylorKernel
-from linearize.ops import blockwise, chunked, reference
+from linearize.ops import chunked, grid, reference
 from linearize.ops.layout import Layout
 from linearize.ops.span import NoSpan, SlidingSpan, Span, TerracedSpan
 from tests.probes import LargestTensor, flops
@@ -75,8 +75,8 @@ def test_a_kernel_makes_features_of_some_slots_at_a_time(backward: bool) -> None
     assert 8192 * 32 <= largest.elements < 8192 * 561 // 2  # a view of twice as many is counted, too
 
 
-def test_states_of_all_stretches_are_kept_for_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise, "MAX_CHUNKS_PER_BLOCK", 1)
+def test_states_of_all_segments_are_kept_for_backward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grid, "MAX_CHUNKS_PER_BLOCK", 1)
     x = torch.rand(1, 1, 1024, 256)
     for wanted in (True, False):
         with LargestTensor() as largest:

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from linearize.ops import blockwise, chunked, reference
-from linearize.ops.blockwise import Grid
+from linearize.ops import chunked, grid, reference
+from linearize.ops.grid import Grid
 from linearize.ops.layout import Layout
 from linearize.ops.span import SlidingSpan, TerracedSpan
 from tests.ops import parity
@@ -147,7 +147,7 @@ def maximum_detached(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
 
 def blocks_detached(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     """The backward pass goes through the blocks from the first to the last, so no gradient reaches the one before."""
-    patch.setattr(blockwise, "MAX_CHUNKS_PER_BLOCK", 1)
+    patch.setattr(grid, "MAX_CHUNKS_PER_BLOCK", 1)
     blocks = Grid.blocks
     patch.setattr(Grid, "blocks", lambda self, masks, reverse=False: blocks(self, masks))
 

@@ -10,7 +10,7 @@ from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from linearize.ops import blockwise, chunked, reference
+from linearize.ops import chunked, grid, reference
 from linearize.ops.layout import Layout
 from tests.ops.cases import HEADS, RULES, SIDE_BY_SIDE, SINK_SPANS, SPANS, STYLES, WITH_GAPS, Case, make_case
 from tests.ops.parity import (
@@ -48,7 +48,7 @@ def few_threads():
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One or two chunks per block, so that short sequences cross block boundaries too."""
-    monkeypatch.setattr(blockwise, "MAX_CHUNKS_PER_BLOCK", 2)
+    monkeypatch.setattr(grid, "MAX_CHUNKS_PER_BLOCK", 2)
 
 
 @st.composite

@@ -24,8 +24,8 @@ from linearize.mixers.mixer import Mixer
 from linearize.mixers.state import Slots
 from linearize.ops import Layout, NoSpan, Partial, linear_scan
 from linearize.ops.decay import cumulative
+from linearize.ops.heads import repeat_kv
 from linearize.ops.reference import exponentials, kernel_weights, softmax_scores, visible_keys
-from linearize.ops.state import expand_heads
 
 BLOCK_WEIGHTS = {"cpu": 2**18, "cuda": 2**24}  # numbers in the weights of one block, about
 MIN_QUERIES = 16  # of a block, however long the rows are
@@ -95,7 +95,7 @@ def _blocks_of_documents(mixer: Mixer, layout: Layout, size: int, reach: int | N
 
 def block_scores(inputs: AttnInputs, block: QueryBlock) -> Float[Tensor, "B H C K"]:
     """The teacher's logits, scaled and soft-capped, of unseen keys too."""
-    k = expand_heads(inputs.k[:, :, block.keys], inputs.q.shape[1])
+    k = repeat_kv(inputs.k[:, :, block.keys], inputs.q.shape[1])
     return softmax_scores(inputs.q[:, :, block.queries], k, inputs.scaling, inputs.softcap)
 
 
@@ -114,7 +114,7 @@ def far_softmax(mixer: Mixer, inputs: AttnInputs, layout: Layout, reach: int | N
     y = torch.empty_like(inputs.q)
     for block in query_blocks(mixer, layout, len(y), reach):
         weights = softmax_weights(block_scores(inputs, block), block.far & block.visible)
-        y[:, :, block.queries] = weights @ expand_heads(inputs.v[:, :, block.keys], y.shape[1])
+        y[:, :, block.queries] = weights @ repeat_kv(inputs.v[:, :, block.keys], y.shape[1])
     return y
 
 
@@ -199,8 +199,8 @@ class LinearPart:
     def partial(self, features: Features, mask: Bool[Tensor, "#B 1 C K"]) -> Partial:
         """The keys where `mask` is true; `num` are their unnormalised weights, [B, H, C, K]."""
         phi_q, phi_k, sums, log_scale = features
-        phi_k = expand_heads(phi_k, phi_q.shape[1])
-        num = kernel_weights(phi_q, phi_k, None if sums is None else expand_heads(sums, phi_q.shape[1]), mask)
+        phi_k = repeat_kv(phi_k, phi_q.shape[1])
+        num = kernel_weights(phi_q, phi_k, None if sums is None else repeat_kv(sums, phi_q.shape[1]), mask)
         return Partial(num, num.sum(-1), log_scale)
 
     def alone(self, linear: Partial) -> Float[Tensor, "B H C K"]:

@@ -14,8 +14,8 @@ from linearize.mixers.mixer import LinearFeatures, Mixer
 from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.mixers.shape import LayerShape
 from linearize.ops import Layout, NoSpan, Partial, SlidingSpan, linear_scan
+from linearize.ops.heads import repeat_kv
 from linearize.ops.partial import accumulation_dtype
-from linearize.ops.state import expand_heads
 
 
 class BidirectionalMixer(Mixer):
@@ -97,8 +97,8 @@ def sum_over_documents(
     dtype = accumulation_dtype(v.dtype)
     v = without_padding(v.to(dtype), layout)
     if layout.uniform or bool(one_document_per_row(layout)):
-        S = phi_k.mT @ expand_heads(v, phi_k.shape[1])
-        S, z = (expand_heads(x, phi_q.shape[1]) for x in (S, phi_k.sum(2)[..., None]))
+        S = phi_k.mT @ repeat_kv(v, phi_k.shape[1])
+        S, z = (repeat_kv(x, phi_q.shape[1]) for x in (S, phi_k.sum(2)[..., None]))
         den = (phi_q @ z).squeeze(-1)
         return Partial(phi_q @ S, den, torch.zeros_like(den))
     before = linear_scan(phi_q, phi_k, v, span=NoSpan(), layout=layout)

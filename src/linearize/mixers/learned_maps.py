@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from linearize.mixers.feature_map import FeatureMap, elu1
 from linearize.mixers.maps import HedgehogMap, LearnedMap, LolcatMap, ReglaMap, T2RMap
 from linearize.mixers.shape import LayerShape
-from linearize.ops.state import expand_heads
+from linearize.ops.heads import repeat_kv
 
 MIN_FEATURE = 1e-12  # LoLCATs' clamp
 
@@ -85,7 +85,7 @@ class Learned(FeatureMap):
             return y.unflatten(-1, (heads, -1)).transpose(1, 2)
         # Query heads of a group share its keys, and where the map is tied, its weights.
         heads = max(x.shape[1], len(weight))
-        y = expand_heads(x, heads) @ _repeat(weight, heads)
+        y = repeat_kv(x, heads) @ _repeat(weight, heads)
         return y if bias is None else y.add_(_repeat(bias, heads)[:, None])
 
     def _columns(self, weight: Float[Tensor, "M I O"], heads: int) -> Float[Tensor, "M I N"]:

@@ -32,9 +32,9 @@ from linearize.ops import (
     window_softmax,
     window_step,
 )
+from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import context_positions
 from linearize.ops.partial import accumulation_dtype
-from linearize.ops.state import expand_heads
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
 
@@ -153,7 +153,7 @@ class LinearMixer(Mixer):
 
     def _with_step(self, slots: Slots, log_decay: Float[Tensor, "B Hk T"]) -> Float[Tensor, "B Hs T X"]:
         """The gate's log decay and that of the running maximum in one."""
-        step = expand_heads(log_decay[..., None], self.state_heads).to(accumulation_dtype(slots["values"].dtype))
+        step = repeat_kv(log_decay[..., None], self.state_heads).to(accumulation_dtype(slots["values"].dtype))
         return step + slots["log_decay_k"] if "log_decay_k" in slots else step
 
     def _map_keys(self, slots: Slots, position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
@@ -176,7 +176,7 @@ class LinearMixer(Mixer):
             phi_k = self.delta.normalize(phi_k)
         if "cos" in slots:
             phi_k = apply_rope(phi_k, (slots["cos"][:, 0], slots["sin"][:, 0]))
-        phi_k = expand_heads(phi_k, self.state_heads)
+        phi_k = repeat_kv(phi_k, self.state_heads)
         return phi_k * slots["input_scale"] if "input_scale" in slots else phi_k
 
     def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
@@ -194,7 +194,7 @@ class LinearMixer(Mixer):
         if not self.config.absolute:
             return linear
         assert log_scale is not None
-        offset = expand_heads(own["offset"], self.shape.num_heads)[..., 0]
+        offset = repeat_kv(own["offset"], self.shape.num_heads)[..., 0]
         return replace(linear, log_scale=(log_scale + offset).to(linear.den.dtype))
 
     # --- many tokens --------------------------------------------------------------------------------------------------

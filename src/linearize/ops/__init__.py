@@ -6,10 +6,10 @@ Axes, throughout: B batch, H query heads, G key/value heads, T queries, K keys, 
 from linearize.ops.dispatch import delta_values, linear_scan, window_softmax
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout
+from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial
 from linearize.ops.recurrent import linear_step, window_step
 from linearize.ops.span import NoSpan, SlidingSpan, Span, TerracedSpan
-from linearize.ops.state import LinearState, linear_state
 
 __all__ = [
     "Kernel",

@@ -17,15 +17,16 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linearize.ops import vector
-from linearize.ops.blockwise import Block, Grid, chunks_back, make_grid, pick
+from linearize.ops import vector_decay
+from linearize.ops.chunk_layout import ChunkLayout
 from linearize.ops.decay import ticking
+from linearize.ops.grid import Block, Grid, chunks_back, make_grid, pick
+from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout
+from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial, accumulation_dtype
-from linearize.ops.slots import Slots
 from linearize.ops.span import Span
-from linearize.ops.state import LinearState, expand_heads
 from linearize.ops.window import window_softmax
 
 __all__ = ["linear_scan", "window_softmax"]
@@ -52,14 +53,14 @@ def linear_scan(
     assert kernel is None or (log_decay_k is None and log_decay_v is None)
     if log_decay_v is not None or (log_decay_k is not None and log_decay_k.shape[-1] > 1):
         decays = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v}
-        return vector.linear_scan(phi_q, phi_k, v, **decays, span=span, layout=layout, state=state)
+        return vector_decay.linear_scan(phi_q, phi_k, v, **decays, span=span, layout=layout, state=state)
     chunk = CHUNK if kernel is None else min(max(CHUNK, 4 * phi_k.shape[3]), MAX_CHUNK)
-    dtype, slots = accumulation_dtype(v.dtype), Slots(layout, chunk)
+    dtype, slots = accumulation_dtype(v.dtype), ChunkLayout(layout, chunk)
     sums = None
     if log_decay_k is not None:
         ticks = slots.spread(ticking(log_decay_k, span, layout).expand(len(phi_k), -1, -1, -1))
         sums = ticks.squeeze(-1).double().cumsum(-1)
-    phi_q, phi_k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, expand_heads(v, phi_k.shape[1])))
+    phi_q, phi_k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, repeat_kv(v, phi_k.shape[1])))
     # Keys lie beside the first query that reads them, at the latest. Of query chunk c, keys in chunks c - first .. c
     # are read through scores, all before through the state.
     first = min(chunks_back(slots, span.max_lag - span.fold_lag), slots.num_chunks - 1)
@@ -222,8 +223,8 @@ class _LinearScan(torch.autograd.Function):
         z: Tensor | None,
     ) -> tuple[Float[Tensor, "B H P D"], Float[Tensor, "B H P 1"]]:
         num, den = v.new_empty(*phi_q.shape[:3], v.shape[3]), v.new_empty(*phi_q.shape[:3], 1)
-        # The state before each stretch of slots, which backward needs, or before the next; None: no query reads one.
-        kept = grid.num_stretches if any(ctx.needs_input_grad) else 0
+        # The state before each segment of slots, which backward needs, or before the next; None: no query reads one.
+        kept = grid.num_segments if any(ctx.needs_input_grad) else 0
         all_S, all_z = (None if x is None else x.expand(kept + 1, *x.shape).clone() for x in (S, z))
         key_sums = None if sums is None else _key_sums(grid, sums)
         for block, mask in grid.blocks(masks):

@@ -7,12 +7,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linearize.ops.decay import ticking
-from linearize.ops.halving import decayed_scores
+from linearize.ops.decay_products import decayed_scores
+from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout
+from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import accumulation_dtype
+from linearize.ops.recomputed_scan import DelayedChunkLayout, Masks, scan
 from linearize.ops.span import NoSpan, Span
-from linearize.ops.state import LinearState, expand_heads
-from linearize.ops.stretches import DelayedSlots, Masks, scan
 
 
 def delta_values(
@@ -29,16 +30,16 @@ def delta_values(
 
     A key is written when it comes, whatever its window: the span only says which keys are sinks.
     """
-    dtype, slots = accumulation_dtype(v.dtype), DelayedSlots(layout, NoSpan(span.sinks))
+    dtype, slots = accumulation_dtype(v.dtype), DelayedChunkLayout(layout, NoSpan(span.sinks))
     batch, heads, _, features = phi_k.shape
-    tensors = [slots.spread(x.to(dtype)) for x in (phi_k, expand_heads(v, heads), beta)]
+    tensors = [slots.spread(x.to(dtype)) for x in (phi_k, repeat_kv(v, heads), beta)]
     if log_decay_k is not None:
         tensors.append(slots.spread(ticking(log_decay_k.to(dtype), span, layout).expand(batch, -1, -1, -1)))
     S = v.new_zeros(batch, heads, features, v.shape[3], dtype=dtype) if state is None else state.S.to(dtype)
-    return slots.collect_keys(scan(slots, _stretch, v.shape[3], S, *tensors))
+    return slots.collect_keys(scan(slots, _segment, v.shape[3], S, *tensors))
 
 
-def _stretch(
+def _segment(
     masks: Masks,
     S: Float[Tensor, "b h F D"],
     k: Float[Tensor, "b h L F"],

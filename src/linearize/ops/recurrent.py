@@ -6,10 +6,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
+from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.span import Span, TerracedSpan
-from linearize.ops.state import LinearState, expand_heads
 
 
 def linear_step(
@@ -34,7 +35,7 @@ def linear_step(
     With a `kernel`, phi_q and phi_k are what it makes features of.
     """
     dtype, heads = accumulation_dtype(v.dtype), phi_k.shape[1]
-    phi_q, phi_k, v = phi_q.to(dtype), phi_k.to(dtype), expand_heads(v, heads).to(dtype)
+    phi_q, phi_k, v = phi_q.to(dtype), phi_k.to(dtype), repeat_kv(v, heads).to(dtype)
     if kernel is not None:
         phi_q, phi_k = kernel.features(phi_q), kernel.features(phi_k)
     phi_k = phi_k * (position - span.fold_lag >= span.sinks)[:, None, None, None]

@@ -7,11 +7,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linearize.ops.decay import cumulative
+from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout
+from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.span import Span
-from linearize.ops.state import LinearState, expand_heads
 
 
 def visible_keys(span: Span, layout: Layout) -> tuple[Bool[Tensor, "B T K"], Bool[Tensor, "B T K"]]:
@@ -44,10 +45,10 @@ def linear_scan(
     With a `kernel`, phi_q and phi_k are what it makes features of, and there are no decays.
     """
     dtype, heads, length = accumulation_dtype(v.dtype), phi_q.shape[1], phi_q.shape[2]
-    phi_q, phi_k, v = phi_q.to(dtype), expand_heads(phi_k, heads).to(dtype), expand_heads(v, heads).to(dtype)
+    phi_q, phi_k, v = phi_q.to(dtype), repeat_kv(phi_k, heads).to(dtype), repeat_kv(v, heads).to(dtype)
     mask = visible_keys(span, layout)[1][:, None]
     sums_k, sums_v = (
-        None if x is None else expand_heads(cumulative(x, span, layout), heads) for x in (log_decay_k, log_decay_v)
+        None if x is None else repeat_kv(cumulative(x, span, layout), heads) for x in (log_decay_k, log_decay_v)
     )
     if kernel is None:
         weights = kernel_weights(phi_q, phi_k, sums_k, mask)
@@ -65,11 +66,11 @@ def linear_scan(
         read = phi_q * carried
         if sums_k is not None:
             read = read * sums_k[:, :, -length:].exp().to(dtype)
-        carried_num = read @ expand_heads(state.S, heads).to(dtype)
+        carried_num = read @ repeat_kv(state.S, heads).to(dtype)
         if sums_v is not None:
             carried_num = carried_num * sums_v[:, :, -length:].exp().to(dtype)
         num = num + carried_num
-        den = den + (read @ expand_heads(state.z[..., None], heads).to(dtype)).squeeze(-1)
+        den = den + (read @ repeat_kv(state.z[..., None], heads).to(dtype)).squeeze(-1)
     return Partial(num, den, torch.zeros_like(den))
 
 
@@ -89,7 +90,7 @@ def delta_values(
     enter the state.
     """
     dtype, heads = accumulation_dtype(v.dtype), phi_k.shape[1]
-    phi_k, v, beta = phi_k.to(dtype), expand_heads(v, heads).to(dtype), beta.to(dtype)
+    phi_k, v, beta = phi_k.to(dtype), repeat_kv(v, heads).to(dtype), beta.to(dtype)
     enters = layout.key_position >= span.sinks
     pairs = (layout.key_document[:, :, None] == layout.key_document[:, None]) & enters[:, :, None] & enters[:, None]
     sums = None if log_decay_k is None else cumulative(log_decay_k, span, layout)
@@ -139,7 +140,7 @@ def window_softmax(
 ) -> Partial:
     """num_n = sum_j e^{s_nj - c_n} v_j over the softmax keys, den_n likewise, c_n the largest of the scores s_nj."""
     dtype = accumulation_dtype(v.dtype)
-    q, k, v = q.to(dtype), expand_heads(k, q.shape[1]).to(dtype), expand_heads(v, q.shape[1]).to(dtype)
+    q, k, v = q.to(dtype), repeat_kv(k, q.shape[1]).to(dtype), repeat_kv(v, q.shape[1]).to(dtype)
     mask = visible_keys(span, layout)[0][:, None]
     weights, top = exponentials(softmax_scores(q, k, scaling, softcap), mask)
     return Partial(weights @ v, weights.sum(-1), top)

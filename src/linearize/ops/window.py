@@ -16,10 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linearize.ops.blockwise import Block, Grid, chunks_back, make_grid, pick
+from linearize.ops.chunk_layout import ChunkLayout
+from linearize.ops.grid import Block, Grid, chunks_back, make_grid, pick
 from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial, accumulation_dtype
-from linearize.ops.slots import Slots
 from linearize.ops.span import Span
 
 WINDOW_CHUNK = 32  # shorter than those of the linear part: fewer of the near keys' scores are masked
@@ -37,7 +37,7 @@ def window_softmax(
     layout: Layout,
 ) -> Partial:
     """The softmax part (`reference.window_softmax`) in O(T w) time and O(T) memory, forward and backward."""
-    dtype, slots = accumulation_dtype(v.dtype), Slots(layout, min(WINDOW_CHUNK, max(16, span.max_lag)))
+    dtype, slots = accumulation_dtype(v.dtype), ChunkLayout(layout, min(WINDOW_CHUNK, max(16, span.max_lag)))
     q, k, v = (slots.spread(x.to(dtype)) for x in (q, k, v))
     first = min(chunks_back(slots, span.max_lag), slots.num_chunks - 1)
     grid = make_grid(slots, q, k, first)
@@ -48,7 +48,7 @@ def window_softmax(
     return Partial(slots.collect(num), *slots.collect(rest).unbind(-1))
 
 
-def _far_sinks(grid: Grid, slots: Slots, span: Span) -> tuple[Int[Tensor, "#B N s"], Bool[Tensor, "#B N s"]]:
+def _far_sinks(grid: Grid, slots: ChunkLayout, span: Span) -> tuple[Int[Tensor, "#B N s"], Bool[Tensor, "#B N s"]]:
     """Slots of the sinks that lie below the near keys of each chunk, and which of them there are.
 
     They belong to one document, that of the slot before: the others that a chunk holds begin among its near keys.

@@ -1,6 +1,6 @@
-"""A recurrence over chunks, a stretch of them at a time, in linear memory.
+"""A recurrence over chunks, a segment of them at a time, in linear memory.
 
-Forward keeps the inputs and the state before each stretch. Backward computes each stretch again, with autograd, from
+Forward keeps the inputs and the state before each segment. Backward computes each segment again, with autograd, from
 the last one to the first.
 """
 
@@ -16,16 +16,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linearize.ops.blockwise import Block, Grid, pick
+from linearize.ops.chunk_layout import ChunkLayout
+from linearize.ops.grid import Block, Grid, pick
 from linearize.ops.layout import Layout
-from linearize.ops.slots import Slots
 from linearize.ops.span import Span, TerracedSpan
 
 CHUNK = 64
 # Scores per block: on a CPU, most of the dozen or two tensors of that size should stay in cache.
 BLOCK_SCORES = {"cpu": 2**17, "cuda": 2**23}
 # A block has all heads rather than more chunks (heads go side by side, chunks one after the other), but a state is kept
-# for each stretch.
+# for each segment.
 MIN_CHUNKS_PER_BLOCK = 4
 
 
@@ -45,7 +45,7 @@ class Masks(NamedTuple):
     catches_up: Bool[Tensor, "b 1 n"] | None  # a terrace begins in the chunk: the second register starts from the first
 
 
-class DelayedSlots(Slots):
+class DelayedChunkLayout(ChunkLayout):
     """Slots where each key stands `span.fold_lag` slots late.
 
     That is beside the first query that reads it, or for terraced spans, whose terraces are read as a whole, less than
@@ -118,8 +118,8 @@ class DelayedSlots(Slots):
 Body = Callable[..., tuple[Tensor, Tensor]]
 
 
-def scan(slots: DelayedSlots, body: Body, width: int, S: Tensor, *tensors: Tensor) -> Float[Tensor, "B h P X"]:
-    """What `body(masks, S, *tensors)` gives for each stretch: outputs [b, h, slots, width], and the next stretch's S.
+def scan(slots: DelayedChunkLayout, body: Body, width: int, S: Tensor, *tensors: Tensor) -> Float[Tensor, "B h P X"]:
+    """What `body(masks, S, *tensors)` gives for each segment: outputs [b, h, slots, width], and the next segment's S.
 
     Tensors are [B, Hk or H, P, X], the outputs have as many heads as the first of them; S is [B, Hk, ...].
     """
@@ -146,7 +146,7 @@ class _Scan(torch.autograd.Function):
     ) -> Tensor:
         heads = S.shape[1]
         out = tensors[0].new_empty(*tensors[0].shape[:3], width)
-        all_S = S.expand(grid.num_stretches + 1, *S.shape).clone()
+        all_S = S.expand(grid.num_segments + 1, *S.shape).clone()
         for block, mask in grid.blocks(masks):
             inputs = (_take(x, block, heads) for x in tensors)
             y, all_S[block.index + 1][block.rows] = body(mask, all_S[block.index][block.rows], *inputs)

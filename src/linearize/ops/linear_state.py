@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linearize.ops.decay import remaining
+from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout
 from linearize.ops.partial import accumulation_dtype
@@ -36,11 +37,6 @@ class LinearState:
         return {"S": self.S, "z": self.z} | following
 
 
-def expand_heads(x: Float[Tensor, "B h K X"], heads: int) -> Float[Tensor, "B H K X"]:
-    """Each head repeated for those that share it: KV heads for query heads (GQA), values for heads of keys."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
 def linear_state(
     phi_k: Float[Tensor, "B Hk K F"],
     v: Float[Tensor, "B G K D"],
@@ -58,7 +54,7 @@ def linear_state(
     With a `kernel`, phi_k is what it makes features of.
     """
     dtype = accumulation_dtype(v.dtype)
-    phi_k, v = phi_k.to(dtype), expand_heads(v, phi_k.shape[1]).to(dtype)
+    phi_k, v = phi_k.to(dtype), repeat_kv(v, phi_k.shape[1]).to(dtype)
     last = layout.count[:, None] - 1
     mine = layout.key_document == layout.last_document
     goes_on = (layout.last_document == 0)[:, :, None, None].to(dtype)

@@ -11,12 +11,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linearize.ops.decay import ticking
-from linearize.ops.halving import decay_factor, decayed_scores, decayed_sums
+from linearize.ops.decay_products import decay_factor, decayed_scores, decayed_sums
+from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout
+from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial, accumulation_dtype
+from linearize.ops.recomputed_scan import DelayedChunkLayout, Masks, scan
 from linearize.ops.span import Span
-from linearize.ops.state import LinearState, expand_heads
-from linearize.ops.stretches import DelayedSlots, Masks, scan
 
 
 def linear_scan(
@@ -31,16 +32,16 @@ def linear_scan(
     state: LinearState | None = None,
 ) -> Partial:
     """The linear part (`reference.linear_scan`) with decays on the feature axis, the value axis, or both."""
-    dtype, slots = accumulation_dtype(v.dtype), DelayedSlots(layout, span)
+    dtype, slots = accumulation_dtype(v.dtype), DelayedChunkLayout(layout, span)
     batch, heads, _, features = phi_k.shape
-    q, k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, expand_heads(v, heads)))
+    q, k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, repeat_kv(v, heads)))
     decays, skipped = {}, {}
     for name, log_decay in (("log_decay_k", log_decay_k), ("log_decay_v", log_decay_v)):
         if log_decay is not None:
             steps = slots.spread(ticking(log_decay.to(dtype), span, layout).expand(batch, -1, -1, -1))
             decays[name] = slots.delay(steps)
             if slots.lag:
-                skipped[name] = decay_factor(expand_heads(_last(steps, slots.lag, slots.chunk), phi_q.shape[1]))
+                skipped[name] = decay_factor(repeat_kv(_last(steps, slots.lag, slots.chunk), phi_q.shape[1]))
     if "log_decay_k" in skipped:
         q = q * skipped["log_decay_k"]
     if state is None:
@@ -48,11 +49,11 @@ def linear_scan(
     else:
         S = torch.cat([state.S, state.z[..., None]], dim=-1).to(dtype)
 
-    def stretch(masks: Masks, S: Tensor, q: Tensor, k: Tensor, v: Tensor, *logs: Tensor) -> tuple[Tensor, Tensor]:
-        return _stretch(masks, S, q, k, v, **dict(zip(decays, logs, strict=True)))
+    def segment(masks: Masks, S: Tensor, q: Tensor, k: Tensor, v: Tensor, *logs: Tensor) -> tuple[Tensor, Tensor]:
+        return _segment(masks, S, q, k, v, **dict(zip(decays, logs, strict=True)))
 
     S = S[:, :, None].expand(-1, -1, slots.registers, -1, -1)
-    out = scan(slots, stretch, S.shape[-1], S, q, slots.delay(k), slots.delay(v), *decays.values())
+    out = scan(slots, segment, S.shape[-1], S, q, slots.delay(k), slots.delay(v), *decays.values())
     num, den = out[..., :-1], out[..., -1:]
     if "log_decay_v" in skipped:
         num = num * skipped["log_decay_v"]
@@ -76,7 +77,7 @@ def _last(steps: Float[Tensor, "B h P X"], count: int, chunk: int) -> Float[Tens
     return last.flatten(2, 3)
 
 
-def _stretch(
+def _segment(
     masks: Masks,
     S: Float[Tensor, "b h R F E"],
     q: Float[Tensor, "b H L F"],

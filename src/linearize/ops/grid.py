@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from linearize.ops.slots import Slots
+from linearize.ops.chunk_layout import ChunkLayout
 
 Masks = TypeVar("Masks")
 
@@ -24,7 +24,7 @@ MAX_CHUNKS_PER_BLOCK = 64  # carrying the state from chunk to chunk costs the sq
 
 
 class Block(NamedTuple):
-    """Worked on at once: slots start..stop, the `index`-th such stretch, of some batch entries and key heads."""
+    """Worked on at once: slots start..stop, the `index`-th such segment, of some batch entries and key heads."""
 
     index: int
     batch: slice
@@ -55,7 +55,7 @@ class Grid:
 
     def __init__(
         self,
-        slots: Slots,
+        slots: ChunkLayout,
         rows: tuple[int, int],
         group: int,
         first: int,
@@ -80,13 +80,13 @@ class Grid:
         return F.pad(x, (front + self.delay, 0), value=empty)[..., : front + self.length]
 
     @property
-    def num_stretches(self) -> int:
+    def num_segments(self) -> int:
         return -(-self.length // self.size)
 
     def blocks(self, masks: Callable[[slice, int, int], Masks], reverse: bool = False) -> Iterator[tuple[Block, Masks]]:
         """All blocks, each with the `masks(batch, start, stop)` that its heads share; slots ascend, or descend."""
-        stretches = range(self.num_stretches)
-        for index in reversed(stretches) if reverse else stretches:
+        segments = range(self.num_segments)
+        for index in reversed(segments) if reverse else segments:
             start, stop = index * self.size, min((index + 1) * self.size, self.length)
             for batch in _slices(self.rows[0], self.max_rows // self.rows[1]):
                 shared = masks(batch, start, stop)
@@ -173,12 +173,12 @@ class Grid:
         return x[block.batch, block.heads, max(0, start) : max(0, stop)]
 
 
-def chunks_back(slots: Slots, max_lag: int) -> int:
+def chunks_back(slots: ChunkLayout, max_lag: int) -> int:
     """What lies less than `max_lag` slots before a query is at most that many chunks before its own."""
     return -((1 - max(1, max_lag)) // slots.chunk)
 
 
-def make_grid(slots: Slots, q: Tensor, k: Tensor, first: int, delay: int = 0, features: int = 0) -> Grid:
+def make_grid(slots: ChunkLayout, q: Tensor, k: Tensor, first: int, delay: int = 0, features: int = 0) -> Grid:
     """Each chunk of queries beside its own chunk of keys and the `first` before it.
 
     `features`: of a query, made by the block itself.

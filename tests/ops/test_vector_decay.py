@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from linearize.evaluation.speed import peak_bytes
-from linearize.ops import reference, stretches, vector
-from linearize.ops.halving import decay_factor
+from linearize.ops import recomputed_scan, reference, vector_decay
+from linearize.ops.decay_products import decay_factor
 from linearize.ops.layout import Layout
+from linearize.ops.linear_state import LinearState
 from linearize.ops.span import NoSpan, SlidingSpan, Span, TerracedSpan
-from linearize.ops.state import LinearState
 from tests.ops.cases import HEADS, SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
 from tests.ops.parity import FP64, assert_near, carried_state, part_of
 from tests.ops.recurrence import assert_all_near, gently, recurrence, with_gradients
@@ -34,8 +34,8 @@ LEAVES = ("phi_q", "phi_k", "v", "log_decay_k", "log_decay_v")
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk of a few heads at a time, so that short sequences cross block boundaries too."""
-    monkeypatch.setattr(stretches, "BLOCK_SCORES", {"cpu": 3 * 64**2})
-    monkeypatch.setattr(stretches, "MIN_CHUNKS_PER_BLOCK", 1)
+    monkeypatch.setattr(recomputed_scan, "BLOCK_SCORES", {"cpu": 3 * 64**2})
+    monkeypatch.setattr(recomputed_scan, "MIN_CHUNKS_PER_BLOCK", 1)
 
 
 def linear_part(ops, case: Case, layout: Layout, state: LinearState | None = None) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ def check(case: Case, tolerance: float, layout: Layout | None = None, state: Lin
     layout = case.layout if layout is None else layout
     found, expected = (
         with_gradients(lambda case, state, ops=ops: linear_part(ops, case, layout, state), case, LEAVES, state)
-        for ops in (vector, reference)
+        for ops in (vector_decay, reference)
     )
     assert_all_near(found, expected, tolerance)
 
@@ -61,7 +61,7 @@ def test_token_by_token(span: SpanSpec, rule: str, small_blocks: None) -> None:
     case = make_case(span, ("full", "packed", "mixed"), 75, heads=(2, 1, 1), seed=4, rule=rule)
     for one in (case, gently(case)):
         expected = recurrence(one)
-        num, den = linear_part(vector, one, one.layout)
+        num, den = linear_part(vector_decay, one, one.layout)
         assert_near(num, expected.num, FP64, "num")
         assert_near(den, expected.den, FP64, "den")
 
@@ -122,8 +122,8 @@ def test_a_decay_of_the_head_beside_one_of_the_values() -> None:
 def test_what_lies_in_padding_does_not_matter() -> None:
     for span in (SpanSpec("none"), SpanSpec("sliding", 7, sinks=2), SpanSpec("terraced", 7, 2)):
         case = make_case(span, ("mixed", "left", "interior"), 90, rule="gates")
-        grown = linear_part(vector, case.grown(1e6), case.layout)
-        for found, expected in zip(grown, linear_part(vector, case, case.layout), strict=True):
+        grown = linear_part(vector_decay, case.grown(1e6), case.layout)
+        for found, expected in zip(grown, linear_part(vector_decay, case, case.layout), strict=True):
             assert_near(found, expected, FP64, "with other padding")
 
 
@@ -154,7 +154,7 @@ DECAYS = {
 def test_4096_steps_in_float32(span: SpanSpec, decay: str) -> None:
     case = long_case(span, DECAYS[decay]).to(torch.float32)
     expected = recurrence(case)
-    found = with_gradients(lambda case, state: linear_part(vector, case, case.layout), case, LEAVES, None)
+    found = with_gradients(lambda case, state: linear_part(vector_decay, case, case.layout), case, LEAVES, None)
     assert_near(found["output 0"], expected.num.float(), 2e-5, "num")
     assert_near(found["output 1"], expected.den.float(), 2e-5, "den")
     assert all(x.isfinite().all() for x in found.values())
@@ -162,7 +162,7 @@ def test_4096_steps_in_float32(span: SpanSpec, decay: str) -> None:
 
 def test_a_key_that_decays_at_once_is_read_by_its_own_query_only() -> None:
     case = long_case(SpanSpec("none"), DECAYS["fast"])
-    num, _ = linear_part(vector, case, case.layout)
+    num, _ = linear_part(vector_decay, case, case.layout)
     own = (case.phi_q * case.phi_k).sum(-1, keepdim=True) * case.v
     assert_near(num, own, 1e-6, "num")
 
@@ -185,7 +185,7 @@ def attention(span: Span, length: int, *, backward: bool) -> Callable[[], None]:
     def call() -> None:
         options = {"span": span, "layout": Layout.from_positions(position)}
         q, k, v, log_k, log_v = leaves
-        partial = vector.linear_scan(q, k, v, log_decay_k=log_k, log_decay_v=log_v, **options)
+        partial = vector_decay.linear_scan(q, k, v, log_decay_k=log_k, log_decay_v=log_v, **options)
         if backward:
             (partial.num.sum() + partial.den.sum()).backward()
 

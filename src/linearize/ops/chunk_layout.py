@@ -9,7 +9,7 @@ from torch import Tensor
 from linearize.ops.layout import Layout
 
 
-class Slots:
+class ChunkLayout:
     """The K key slots in order, padded to P, a whole number of chunks; queries take the slots of their own keys."""
 
     def __init__(self, layout: Layout, chunk: int) -> None:

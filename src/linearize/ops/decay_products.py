@@ -1,11 +1,12 @@
-"""Decay within a chunk, of any strength: factors e^{G_n - G_j} for all j < n, where G sums the log decays.
+"""Products of queries and keys with the decay between them, within a chunk, however strong the decay.
 
-e^{G_n} and e^{-G_j} cannot be formed apart: one vanishes where the other overflows. But for j in the first half of a
-segment and n in its second half, e^{G_n - G_mid} and e^{G_mid - G_j} are both at most 1, and the pairs within a half
-are those of shorter segments. So log2 C levels of matrix products hold every pair once. Log decays are only ever added,
-never subtracted, so that nothing cancels.
+The factors are e^{G_n - G_j} for all j < n, where G sums the log decays. e^{G_n} and e^{-G_j} cannot be formed apart:
+one vanishes where the other overflows. So a chunk is chunked again (secondary chunking, as in GLA, arXiv:2312.06635),
+by halves: for j in the first half of a sub-chunk and n in its second half, e^{G_n - G_mid} and
+e^{G_mid - G_j} are both at most 1, and the pairs within a half are those of shorter sub-chunks. log2 C levels of matrix
+products hold every pair once. Log decays are only ever added, never subtracted, so that nothing cancels.
 
-Axes: N chunks, of whatever rows; C slots of a chunk, a power of 2; g query heads; S segments; X is F or 1.
+Axes: N chunks, of whatever rows; C slots of a chunk, a power of 2; g query heads; S sub-chunks; X is F or 1.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 def decayed_scores(
     q: Float[Tensor, "*r C g F"], k: Float[Tensor, "*r C F"], log_decay: Float[Tensor, "*r C X"] | None
 ) -> tuple[Float[Tensor, "*r C g C"], Float[Tensor, "*r C g F"], Float[Tensor, "*r C F"], Tensor]:
-    """Of each chunk, the scores sum_f q_nf e^{G_nf - G_jf} k_jf of the keys j <= n; and what leads out of it:
+    """Scores sum_f q_nf e^{G_nf - G_jf} k_jf of the keys j <= n of each chunk; and what leads out of the chunk:
 
     q times the decay from before the chunk to its slot n, step n included; k times the decay from its slot j, step j
     left out, to the end of the chunk; the decay through the whole chunk.
@@ -40,7 +41,7 @@ def decayed_scores(
 def decayed_sums(
     scores: Float[Tensor, "*r C g C"], v: Float[Tensor, "*r C D"], log_decay: Float[Tensor, "*r C D"]
 ) -> tuple[Float[Tensor, "*r C g D"], Float[Tensor, "*r C D"], Float[Tensor, "*r C D"], Float[Tensor, "*r D"]]:
-    """Of each chunk, the sums over j <= n of scores_nj e^{G_n - G_j} v_j; and what leads out of it:
+    """Sums over the j <= n of each chunk of scores_nj e^{G_n - G_j} v_j; and what leads out of the chunk:
 
     the decay from before the chunk to its slot n, step n included; v times the decay from its slot j, step j left out,
     to the end of the chunk; the decay through the whole chunk.
@@ -61,10 +62,10 @@ def decay_factor(log_decay: Float[Tensor, "*r"]) -> Float[Tensor, "*r"]:
 
 
 class _Decays:
-    """What the log decays [N, C, X] of a chunk amount to.
+    """Factors that the log decays [N, C, X] of each chunk amount to.
 
     Attributes:
-        levels: for segments of 2m slots (m = 1, 2, .. C/2), e^{G_n - G_mid} of the slots n in second halves and
+        levels: for sub-chunks of 2m slots (m = 1, 2, .. C/2), e^{G_n - G_mid} of the slots n in second halves and
             e^{G_mid - G_j} of the slots j in first halves, [N, S, m, X] both.
         into: [N, C, X], from before the chunk to slot n, the step of n included.
         out: [N, C, X], from slot j, the step of j left out, to the end of the chunk.
@@ -87,15 +88,15 @@ class _Decays:
 
 
 def halves(x: Float[Tensor, "N C *w"], m: int) -> tuple[Float[Tensor, "N S m *w"], Float[Tensor, "N S m *w"]]:
-    """First and second halves (views) of the segments of 2m slots."""
+    """First and second halves (views) of the sub-chunks of 2m slots."""
     x = x.unflatten(1, (-1, 2, m))
     return x[:, :, 0], x[:, :, 1]
 
 
 def _corners(scores: Float[Tensor, "N C g C"], m: int) -> Float[Tensor, "N S m g m"]:
-    """A view: of each segment of 2m slots, the rows of its second half and the columns of its first."""
-    segments = scores.unflatten(3, (-1, 2, m)).unflatten(1, (-1, 2, m))
-    return segments[:, :, 1, :, :, :, 0].diagonal(dim1=1, dim2=4).movedim(-1, 1)
+    """A view: of each sub-chunk of 2m slots, the rows of its second half and the columns of its first."""
+    subchunks = scores.unflatten(3, (-1, 2, m)).unflatten(1, (-1, 2, m))
+    return subchunks[:, :, 1, :, :, :, 0].diagonal(dim1=1, dim2=4).movedim(-1, 1)
 
 
 def _late(x: Float[Tensor, "N C g X"], since: Float[Tensor, "N S m Y"]) -> Float[Tensor, "N S mg X"]:
