@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from linearize.evaluation.speed import peak_bytes
-from linearize.ops import delta, recomputed_scan, reference, vector_decay
+from linearize.ops import chunk_recurrence, delta, reference, vector_decay
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import LinearState
 from linearize.ops.span import NoSpan
@@ -32,8 +32,8 @@ each_span = pytest.mark.parametrize("span", [SPANS[0], SPANS[2], SPANS[6], *SINK
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk of a few heads at a time, so that short sequences cross block boundaries too."""
-    monkeypatch.setattr(recomputed_scan, "BLOCK_SCORES", {"cpu": 3 * 64**2})
-    monkeypatch.setattr(recomputed_scan, "MIN_CHUNKS_PER_BLOCK", 1)
+    monkeypatch.setattr(chunk_recurrence, "BLOCK_SCORES", {"cpu": 3 * 64**2})
+    monkeypatch.setattr(chunk_recurrence, "MIN_CHUNKS_PER_BLOCK", 1)
 
 
 def written(ops, case: Case, layout: Layout, state: LinearState | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -154,8 +155,13 @@ def test_features_of_slots_without_a_key_are_kept_out(monkeypatch: pytest.Monkey
     """phi(0) is not 0: in front of a sequence whose keys a window delays, and behind one, are slots without keys."""
     case = make_case(SLIDING, ("full",), 75)
     check(chunked, case, layout=Layout.full(75))
-    masks = chunked._linear_masks
-    wrong = lambda grid, span, dtype, explicit, *where: masks(grid, span, dtype, False, *where)  # noqa: E731
-    monkeypatch.setattr(chunked, "_linear_masks", wrong)
+    masks = chunked._LinearScan.masks
+
+    def wrong(self: chunked._LinearScan, *where) -> Any:
+        with_features = copy.copy(self)
+        with_features.kernel = None
+        return masks(with_features, *where)
+
+    monkeypatch.setattr(chunked._LinearScan, "masks", wrong)
     with pytest.raises(AssertionError):
         check(chunked, case, layout=Layout.full(75))

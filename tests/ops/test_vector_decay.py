@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from linearize.evaluation.speed import peak_bytes
-from linearize.ops import recomputed_scan, reference, vector_decay
+from linearize.ops import chunk_recurrence, reference, vector_decay
 from linearize.ops.decay_products import decay_factor
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import LinearState
@@ -34,8 +34,8 @@ LEAVES = ("phi_q", "phi_k", "v", "log_decay_k", "log_decay_v")
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk of a few heads at a time, so that short sequences cross block boundaries too."""
-    monkeypatch.setattr(recomputed_scan, "BLOCK_SCORES", {"cpu": 3 * 64**2})
-    monkeypatch.setattr(recomputed_scan, "MIN_CHUNKS_PER_BLOCK", 1)
+    monkeypatch.setattr(chunk_recurrence, "BLOCK_SCORES", {"cpu": 3 * 64**2})
+    monkeypatch.setattr(chunk_recurrence, "MIN_CHUNKS_PER_BLOCK", 1)
 
 
 def linear_part(ops, case: Case, layout: Layout, state: LinearState | None = None) -> tuple[Tensor, Tensor]:

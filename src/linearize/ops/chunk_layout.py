@@ -37,9 +37,10 @@ class ChunkLayout:
         x = x.gather(2, self.layout.compaction[:, None, :, None].expand_as(x))
         return F.pad(x, (0, 0, 0, self.padding))
 
-    def collect(self, x: Float[Tensor, "B H P X"]) -> Float[Tensor, "B H T X"]:
-        """Query outputs, back from ordered slots; rows of padding queries are zero already."""
+    def collect(self, x: Float[Tensor, "B H P X"], count: int) -> Float[Tensor, "B H N X"]:
+        """Back from ordered slots: the last `count` ones, K for keys and T for queries (padding's are zero already)."""
+        first = self.length - count
         if self.layout.compaction is None:
-            return x[:, :, self.length - self.layout.length : self.length]
-        back = self.layout.compaction.argsort(1)[:, None, self.length - self.layout.length :, None]
+            return x[:, :, first : self.length]
+        back = self.layout.compaction.argsort(1)[:, None, first:, None]
         return x[:, :, : self.length].gather(2, back.expand(-1, x.shape[1], -1, x.shape[3]))

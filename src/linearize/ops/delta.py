@@ -6,13 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from linearize.ops.chunk_recurrence import ChunkRecurrence, Masks, power_of_two_chunks
 from linearize.ops.decay import ticking
 from linearize.ops.decay_products import decayed_scores
 from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import accumulation_dtype
-from linearize.ops.recomputed_scan import DelayedChunkLayout, Masks, scan
+from linearize.ops.recomputed_scan import scan
 from linearize.ops.span import NoSpan, Span
 
 
@@ -30,30 +31,30 @@ def delta_values(
 
     A key is written when it comes, whatever its window: the span only says which keys are sinks.
     """
-    dtype, slots = accumulation_dtype(v.dtype), DelayedChunkLayout(layout, NoSpan(span.sinks))
+    dtype, slots = accumulation_dtype(v.dtype), power_of_two_chunks(layout)
     batch, heads, _, features = phi_k.shape
     tensors = [slots.spread(x.to(dtype)) for x in (phi_k, repeat_kv(v, heads), beta)]
     if log_decay_k is not None:
         tensors.append(slots.spread(ticking(log_decay_k.to(dtype), span, layout).expand(batch, -1, -1, -1)))
     S = v.new_zeros(batch, heads, features, v.shape[3], dtype=dtype) if state is None else state.S.to(dtype)
-    return slots.collect_keys(scan(slots, _segment, v.shape[3], S, *tensors))
+    body = ChunkRecurrence(slots, NoSpan(span.sinks), tensors[0], S, _segment)
+    (u,) = scan(body, v.shape[3:], (S,), *tensors)
+    return slots.collect(u, slots.length)
 
 
 def _segment(
     masks: Masks,
     S: Float[Tensor, "b h F D"],
     k: Float[Tensor, "b h L F"],
-    v: Float[Tensor, "b h L D"],
-    beta: Float[Tensor, "b h L 1"],
-    log_decay: Float[Tensor, "b h L X"] | None = None,
+    v: Float[Tensor, "b h n C D"],
+    beta: Float[Tensor, "b h n C 1"],
+    log_decay: Float[Tensor, "b h n C X"] | None = None,
 ) -> tuple[Float[Tensor, "b h L D"], Float[Tensor, "b h F D"]]:
     """u of n chunks of C slots, and the next S. Within a chunk u solves a triangular system (the UT transform):
 
     u_i + beta_i sum_{j < i} (k_i . e^{G_i - G_j} k_j) u_j = beta_i (v_i - (e^{G_i} S)^T k_i).
     """
-    k, v, beta = (x.unflatten(2, masks.key.shape[2:4]) for x in (k, v, beta))
-    log_decay = None if log_decay is None else log_decay.unflatten(2, masks.key.shape[2:4])
-    beta = beta * masks.key
+    k, beta = k.unflatten(2, v.shape[2:4]), beta * masks.key
     overlaps, reading, entering, kept = decayed_scores(k[..., None, :], k, log_decay)
     overlaps = _flush(overlaps.squeeze(-2) * masks.near * beta)
     identity = torch.eye(k.shape[3], dtype=k.dtype, device=k.device).expand_as(overlaps)

@@ -5,7 +5,7 @@ Only what one block needs exists at any time, forward and backward, so memory is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ MAX_CHUNKS_PER_BLOCK = 64  # carrying the state from chunk to chunk costs the sq
 
 
 class Block(NamedTuple):
-    """Worked on at once: slots start..stop, the `index`-th such segment, of some batch entries and key heads."""
+    """Worked on at once: slots start..stop, which are segment `index` of them, of some batch entries and key heads."""
 
     index: int
     batch: slice
@@ -38,10 +38,10 @@ class Block(NamedTuple):
 
 
 class Grid:
-    """Chunks of queries, each beside the `count` chunks of keys near it, the first of them `first` chunks back.
+    """Chunks of queries, each beside its own chunk of keys and the `first` before it, which are near to it.
 
     Axes within a block: b batch entries, h key heads with g query heads each, n chunks of C query slots, m = n + first
-    chunks of key slots, W = count C near keys.
+    chunks of key slots, W = (first + 1) C near keys.
 
     Keys may be delayed: they lie `delay` slots behind their own.
 
@@ -56,17 +56,17 @@ class Grid:
     def __init__(
         self,
         slots: ChunkLayout,
-        rows: tuple[int, int],
+        rows: Sequence[int],
         group: int,
-        first: int,
-        count: int,
         at_once: int,
         max_chunks: int,
+        first: int = 0,
         delay: int = 0,
     ) -> None:
         """`rows`: batch entries and key heads; a block has at most `at_once` chunks, `max_chunks` of any row."""
-        self.rows, self.group, self.first, self.count, self.delay = rows, group, first, count, delay
         self.chunk, self.length, self.uniform = slots.chunk, slots.num_chunks * slots.chunk, slots.layout.uniform
+        self.rows, self.group, self.first = rows, group, first
+        self.delay = min(delay, self.length)  # behind the last slot no query reads a key anyway
         self.query_position, self.query_document = slots.position.int(), slots.document.int()
         self.position = self.lay_keys(self.query_position, empty=-1)
         self.document = self.lay_keys(self.query_document, empty=0)
@@ -75,7 +75,7 @@ class Grid:
         self.size, self.max_rows = chunks * self.chunk, max(1, at_once // chunks)
 
     def lay_keys(self, x: Shaped[Tensor, "*rows P"], empty: int) -> Shaped[Tensor, "*rows Q"]:
-        """What the slots say of their keys, where the keys lie; `empty` in front."""
+        """Numbers of the slots, moved to where their keys lie; `empty` in front."""
         front = self.first * self.chunk
         return F.pad(x, (front + self.delay, 0), value=empty)[..., : front + self.length]
 
@@ -99,7 +99,7 @@ class Grid:
         """Position or document of the queries in each chunk, of the keys near each, and of the keys in each."""
         keys = pick(keys, batch)[:, start : stop + self.first * self.chunk]
         queries = pick(queries, batch)[:, start:stop].unflatten(1, (-1, self.chunk))
-        near = keys.unfold(1, self.count * self.chunk, self.chunk)[:, : queries.shape[1]]
+        near = keys.unfold(1, (self.first + 1) * self.chunk, self.chunk)[:, : queries.shape[1]]
         return queries, near, keys.unflatten(1, (-1, self.chunk))
 
     def per_query_head(self, x: Shaped[Tensor, "b n C Y"]) -> Shaped[Tensor, "b 1 n gC Y"]:
@@ -107,18 +107,18 @@ class Grid:
         return self.repeat_queries(x[:, None])
 
     def repeat_queries(self, x: Shaped[Tensor, "b h n C Y"]) -> Shaped[Tensor, "b h n gC Y"]:
-        """The same for each query head that shares a key head, as `queries` orders them."""
+        """Repeated for each query head that shares a key head, as `queries` orders them."""
         return x if self.group == 1 else x[:, :, :, None].expand(-1, -1, -1, self.group, -1, -1).flatten(3, 4)
 
     def queries(self, x: Float[Tensor, "B H P X"], block: Block) -> Float[Tensor, "b h n gC X"]:
         """The queries by chunk; those of heads that share a key head side by side."""
-        x = self._query_rows(x, block).unflatten(2, (-1, self.chunk)).unflatten(1, (-1, self.group))
+        x = self.query_rows(x, block).unflatten(2, (-1, self.chunk)).unflatten(1, (-1, self.group))
         return x.transpose(2, 3).flatten(3, 4)
 
     def put_queries(self, out: Float[Tensor, "B H P X"], block: Block, x: Float[Tensor, "b h n gC X"]) -> None:
-        """The inverse of `queries`."""
+        """Write back what `queries` reads."""
         x = x.unflatten(3, (self.group, -1)).transpose(2, 3)
-        self._query_rows(out, block).copy_(x.flatten(3, 4).flatten(1, 2))
+        self.query_rows(out, block).copy_(x.flatten(3, 4).flatten(1, 2))
 
     def put_product(
         self,
@@ -133,7 +133,7 @@ class Grid:
             y = a @ b
             self.put_queries(out, block, y if added is None else y.add_(added[0] @ added[1]))
             return
-        y = self._query_rows(out, block)[0, 0].unflatten(0, (-1, self.chunk))
+        y = self.query_rows(out, block)[0, 0].unflatten(0, (-1, self.chunk))
         torch.bmm(a[0, 0], b[0, 0], out=y)
         if added is not None:
             y.baddbmm_(added[0][0, 0], added[1][0, 0])
@@ -147,14 +147,14 @@ class Grid:
         return x.unflatten(2, (-1, self.chunk))
 
     def add_keys(self, out: Float[Tensor, "B Hk P X"], block: Block, x: Float[Tensor, "b h m C X"]) -> None:
-        """Add to what `keys` reads."""
+        """Add x to the keys that `keys` reads."""
         rows, x = self._key_rows(out, block), x.flatten(2, 3)
         rows += x[:, :, x.shape[2] - rows.shape[2] :]
 
     def near(self, keys: Float[Tensor, "b h m C X"]) -> Float[Tensor, "b h n W X"]:
         """Per query chunk, its near keys side by side."""
         n = keys.shape[2] - self.first
-        return keys.flatten(2, 3).unfold(2, self.count * self.chunk, self.chunk)[:, :, :n].mT
+        return keys.flatten(2, 3).unfold(2, (self.first + 1) * self.chunk, self.chunk)[:, :, :n].mT
 
     def fold(self, near: Float[Tensor, "b h n W X"]) -> Float[Tensor, "b h m C X"]:
         """The adjoint of `near`: each key chunk gets the sum over the query chunks that it is near to."""
@@ -164,7 +164,8 @@ class Grid:
             out[:, :, i : i + n] += part
         return out
 
-    def _query_rows(self, x: Tensor, block: Block) -> Tensor:
+    def query_rows(self, x: Tensor, block: Block) -> Tensor:
+        """The block's view of a tensor with the queries' heads and slots."""
         heads = slice(block.heads.start * self.group, block.heads.stop * self.group)
         return x[block.batch, heads, block.start : block.stop]
 
@@ -174,7 +175,7 @@ class Grid:
 
 
 def chunks_back(slots: ChunkLayout, max_lag: int) -> int:
-    """What lies less than `max_lag` slots before a query is at most that many chunks before its own."""
+    """How many chunks before a query's own a slot can be that lies less than `max_lag` slots before the query."""
     return -((1 - max(1, max_lag)) // slots.chunk)
 
 
@@ -183,12 +184,11 @@ def make_grid(slots: ChunkLayout, q: Tensor, k: Tensor, first: int, delay: int =
 
     `features`: of a query, made by the block itself.
     """
-    device, count = "cpu" if q.device.type == "cpu" else "cuda", first + 1
-    rows, group = (k.shape[0], k.shape[1]), q.shape[1] // k.shape[1]
-    at_once = BLOCK_SCORES[device] // (group * count * slots.chunk**2)
+    device, group = "cpu" if q.device.type == "cpu" else "cuda", q.shape[1] // k.shape[1]
+    at_once = BLOCK_SCORES[device] // (group * (first + 1) * slots.chunk**2)
     if features:
         at_once = min(at_once, BLOCK_FEATURES[device] // (group * slots.chunk * features))
-    return Grid(slots, rows, group, first, count, at_once, MAX_CHUNKS_PER_BLOCK, delay)
+    return Grid(slots, k.shape[:2], group, at_once, MAX_CHUNKS_PER_BLOCK, first, delay)
 
 
 def pick(x: Shaped[Tensor, "#B ..."], batch: slice) -> Shaped[Tensor, "b ..."]:

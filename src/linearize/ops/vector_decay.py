@@ -10,14 +10,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from linearize.ops.chunk_recurrence import ChunkRecurrence, Masks, power_of_two_chunks
 from linearize.ops.decay import ticking
 from linearize.ops.decay_products import decay_factor, decayed_scores, decayed_sums
 from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial, accumulation_dtype
-from linearize.ops.recomputed_scan import DelayedChunkLayout, Masks, scan
-from linearize.ops.span import Span
+from linearize.ops.recomputed_scan import scan
+from linearize.ops.span import Span, TerracedSpan
 
 
 def linear_scan(
@@ -32,16 +33,16 @@ def linear_scan(
     state: LinearState | None = None,
 ) -> Partial:
     """The linear part (`reference.linear_scan`) with decays on the feature axis, the value axis, or both."""
-    dtype, slots = accumulation_dtype(v.dtype), DelayedChunkLayout(layout, span)
+    dtype, slots = accumulation_dtype(v.dtype), power_of_two_chunks(layout)
     batch, heads, _, features = phi_k.shape
     q, k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, repeat_kv(v, heads)))
     decays, skipped = {}, {}
+    lag = min(span.fold_lag, q.shape[2])
     for name, log_decay in (("log_decay_k", log_decay_k), ("log_decay_v", log_decay_v)):
         if log_decay is not None:
-            steps = slots.spread(ticking(log_decay.to(dtype), span, layout).expand(batch, -1, -1, -1))
-            decays[name] = slots.delay(steps)
-            if slots.lag:
-                skipped[name] = decay_factor(repeat_kv(_last(steps, slots.lag, slots.chunk), phi_q.shape[1]))
+            decays[name] = slots.spread(ticking(log_decay.to(dtype), span, layout).expand(batch, -1, -1, -1))
+            if lag:
+                skipped[name] = decay_factor(repeat_kv(_last(decays[name], lag, slots.chunk), q.shape[1]))
     if "log_decay_k" in skipped:
         q = q * skipped["log_decay_k"]
     if state is None:
@@ -52,13 +53,14 @@ def linear_scan(
     def segment(masks: Masks, S: Tensor, q: Tensor, k: Tensor, v: Tensor, *logs: Tensor) -> tuple[Tensor, Tensor]:
         return _segment(masks, S, q, k, v, **dict(zip(decays, logs, strict=True)))
 
-    S = S[:, :, None].expand(-1, -1, slots.registers, -1, -1)
-    out = scan(slots, segment, S.shape[-1], S, q, slots.delay(k), slots.delay(v), *decays.values())
+    # A register for all keys, and for terraced spans one for those before the terrace.
+    S = S[:, :, None].expand(-1, -1, 1 + isinstance(span, TerracedSpan), -1, -1)
+    (out,) = scan(ChunkRecurrence(slots, span, q, S, segment), S.shape[-1:], (S,), q, k, v, *decays.values())
     num, den = out[..., :-1], out[..., -1:]
     if "log_decay_v" in skipped:
         num = num * skipped["log_decay_v"]
-    den = slots.collect(den).squeeze(-1)
-    return Partial(slots.collect(num), den, torch.zeros_like(den))
+    den = slots.collect(den, layout.length).squeeze(-1)
+    return Partial(slots.collect(num, layout.length), den, torch.zeros_like(den))
 
 
 def _last(steps: Float[Tensor, "B h P X"], count: int, chunk: int) -> Float[Tensor, "B h P X"]:
@@ -81,30 +83,25 @@ def _segment(
     masks: Masks,
     S: Float[Tensor, "b h R F E"],
     q: Float[Tensor, "b H L F"],
-    k: Float[Tensor, "b h L F"],
-    v: Float[Tensor, "b h L D"],
+    k: Float[Tensor, "b h n C F"],
+    v: Float[Tensor, "b h n C D"],
     *,
-    log_decay_k: Float[Tensor, "b h L X"] | None = None,
-    log_decay_v: Float[Tensor, "b h L D"] | None = None,
+    log_decay_k: Float[Tensor, "b h n C X"] | None = None,
+    log_decay_v: Float[Tensor, "b h n C D"] | None = None,
 ) -> tuple[Float[Tensor, "b H L E"], Float[Tensor, "b h R F E"]]:
     """num beside den (E = D + 1: den is the num of a value that is always 1 and does not decay), and the next S.
 
     Axes: n chunks of C slots, g = H / h query heads per key head, R registers.
     """
-    n, chunk = masks.key.shape[2:4]
-    heads, (registers, features) = k.shape[1], S.shape[2:4]
+    (heads, n, chunk), (registers, features) = k.shape[1:4], S.shape[2:4]
     q = q.unflatten(2, (n, chunk)).unflatten(1, (heads, -1)).movedim(2, 4) * masks.query[..., None]
-    k = k.unflatten(2, (n, chunk)) * masks.key
-    v = torch.nn.functional.pad(v, (0, 1), value=1).unflatten(2, (n, chunk))
-    if log_decay_k is not None:
-        log_decay_k = log_decay_k.unflatten(2, (n, chunk))
-    scores, q, k, kept = decayed_scores(q, k, log_decay_k)
+    v = torch.nn.functional.pad(v, (0, 1), value=1)
+    scores, q, k, kept = decayed_scores(q, k * masks.key, log_decay_k)
     scores, kept = scores * masks.near[:, :, :, :, None], (kept * masks.keeps)[..., None]
     if log_decay_v is None:
         near, into = (scores.flatten(3, 4) @ v).unflatten(3, (chunk, -1)), None
     else:
-        log_decay_v = torch.nn.functional.pad(log_decay_v, (0, 1)).unflatten(2, (n, chunk))
-        near, into, v, kept_v = decayed_sums(scores, v, log_decay_v)
+        near, into, v, kept_v = decayed_sums(scores, v, torch.nn.functional.pad(log_decay_v, (0, 1)))
         kept = kept * kept_v[..., None, :]
 
     entering = (k[..., None, :] * masks.enters[..., None]).flatten(4)

@@ -6,20 +6,17 @@ The backward pass computes a block's scores again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from linearize.ops.chunk_layout import ChunkLayout
-from linearize.ops.grid import Block, Grid, chunks_back, make_grid, pick
+from linearize.ops.grid import Grid, chunks_back, make_grid, pick
 from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial, accumulation_dtype
+from linearize.ops.recomputed_scan import Body, Given, Grads, Tensors, scan
 from linearize.ops.span import Span
 
 WINDOW_CHUNK = 32  # shorter than those of the linear part: fewer of the near keys' scores are masked
@@ -43,9 +40,9 @@ def window_softmax(
     grid = make_grid(slots, q, k, first)
     slot, sinks_seen = _far_sinks(grid, slots, span)
     sink_k, sink_v = (_take(x, slot) for x in (k, v))
-    bias = partial(_window_bias, grid, span, sinks_seen, dtype)
-    num, rest = _WindowSoftmax.apply(grid, bias, scaling, softcap, q, k, v, sink_k, sink_v)
-    return Partial(slots.collect(num), *slots.collect(rest).unbind(-1))
+    body = _WindowSoftmax(grid, span, scaling, softcap, sinks_seen, dtype)
+    num, rest = scan(body, (v.shape[3], 2), (), q, k, v, sink_k, sink_v)
+    return Partial(slots.collect(num, layout.length), *slots.collect(rest, layout.length).unbind(-1))
 
 
 def _far_sinks(grid: Grid, slots: ChunkLayout, span: Span) -> tuple[Int[Tensor, "#B N s"], Bool[Tensor, "#B N s"]]:
@@ -72,50 +69,87 @@ def _take(x: Float[Tensor, "B G P D"], slot: Int[Tensor, "#B N s"]) -> Float[Ten
     return x.gather(2, index).unflatten(2, slot.shape[1:])
 
 
-def _window_bias(
-    grid: Grid, span: Span, sinks_seen: Bool[Tensor, "#B N s"], dtype: torch.dtype, batch: slice, start: int, stop: int
-) -> Float[Tensor, "b 1 n gC Ws"]:
-    """0 where a query sees a near key or a far sink, -inf elsewhere."""
-    position, near_position, _ = grid.around(grid.query_position, grid.position, batch, start, stop)
-    document, near_document, _ = grid.around(grid.query_document, grid.document, batch, start, stop)
-    position, near_position = position[..., None], near_position[:, :, None]
-    seen = (near_position >= span.lo(position).clamp_min(0)) & (near_position <= position)
-    if span.sinks:
-        seen |= (near_position >= 0) & (near_position < span.sinks) & (near_position <= position)
-    seen &= near_document[:, :, None] == document[..., None]
-    if span.sinks:
-        chunks = slice(start // grid.chunk, stop // grid.chunk)
-        reads = (document == pick(grid.owner, batch)[:, chunks, None])[..., None] & (position >= 0)
-        seen = torch.cat([seen, reads & pick(sinks_seen, batch)[:, chunks, None]], dim=3)
-    bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-    return grid.per_query_head(bias)
-
-
-class _WindowBlock:
-    """What forward and backward of a block share; in powers of 2, which take a fourth of the time of those of e."""
+class _WindowSoftmax(Body):
+    """num, and den beside log_scale, of the inputs q, k, v and the far sinks of k and v; there is no state."""
 
     def __init__(
         self,
         grid: Grid,
-        block: Block,
-        bias: Float[Tensor, "b 1 n gC Ws"],
+        span: Span,
         scaling: float,
         softcap: float | None,
-        *tensors: Tensor,
+        sinks_seen: Bool[Tensor, "#B N s"],
+        dtype: torch.dtype,
     ) -> None:
-        q, k, v, sink_k, sink_v = tensors
+        self.grid, self.span, self.scaling, self.softcap = grid, span, scaling, softcap
+        self.sinks_seen, self.dtype = sinks_seen, dtype
+
+    def masks(self, batch: slice, start: int, stop: int) -> Float[Tensor, "b 1 n gC Ws"]:
+        """0 where a query sees a near key or a far sink, -inf elsewhere."""
+        grid, span = self.grid, self.span
+        position, near_position, _ = grid.around(grid.query_position, grid.position, batch, start, stop)
+        document, near_document, _ = grid.around(grid.query_document, grid.document, batch, start, stop)
+        position, near_position = position[..., None], near_position[:, :, None]
+        seen = (near_position >= span.lo(position).clamp_min(0)) & (near_position <= position)
+        if span.sinks:
+            seen |= (near_position >= 0) & (near_position < span.sinks) & (near_position <= position)
+        seen &= near_document[:, :, None] == document[..., None]
+        if span.sinks:
+            chunks = slice(start // grid.chunk, stop // grid.chunk)
+            reads = (document == pick(grid.owner, batch)[:, chunks, None])[..., None] & (position >= 0)
+            seen = torch.cat([seen, reads & pick(self.sinks_seen, batch)[:, chunks, None]], dim=3)
+        bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        return grid.per_query_head(bias)
+
+    def forward(self, given: Given, outputs: Tensors) -> Tensors:
+        (num, rest), block, x = outputs, given.block, _WindowBlock(self, given)
+        weights = x.below_top.exp2_()
+        self.grid.put_product(num, block, weights, x.v)
+        self.grid.put_queries(rest, block, torch.cat([weights.sum(-1, keepdim=True), x.log_scale], dim=-1))
+        return ()
+
+    def backward(self, given: Given, grad_after: Tensors, grad_outputs: Tensors, grads: Grads) -> Tensors:
+        grid, block, x = self.grid, given.block, _WindowBlock(self, given)
+        # The largest score is log_scale and is taken off all others; equals share, as in amax.
+        is_top = (x.below_top == 0).to(self.dtype)
+        weights = x.below_top.exp2_()
+        g_num, g_rest = (grid.queries(g, block) for g in grad_outputs)
+        g_den, g_log_scale = g_rest.split(1, dim=-1)
+        g_scores = (g_num @ x.v.mT).add_(g_den).mul_(weights)
+        share = (g_log_scale - g_scores.sum(-1, keepdim=True)) / is_top.sum(-1, keepdim=True).clamp_min(1)
+        g_scores.addcmul_(is_top, share)
+        if x.slope is not None:
+            g_scores.mul_(x.slope)
+        grad_q, grad_k, grad_v, grad_sink_k, grad_sink_v = grads
+        if grad_q is not None:
+            grid.put_queries(grad_q, block, (g_scores @ x.k).mul_(self.scaling))
+        g_keys, g_values = (g_scores.mT @ x.q).mul_(self.scaling), weights.mT @ g_num
+        near = (grid.first + 1) * grid.chunk
+        for grad, grad_sink, g in ((grad_k, grad_sink_k, g_keys), (grad_v, grad_sink_v, g_values)):
+            if grad is not None and grad_sink is not None:
+                grid.add_keys(grad, block, grid.fold(g[:, :, :, :near]))
+                grad_sink[block.rows][:, :, x.chunks] = g[:, :, :, near:]
+        return ()
+
+
+class _WindowBlock:
+    """Scores, which forward and backward share: logarithms to base 2, whose powers take a fourth of the time of e's."""
+
+    def __init__(self, window: _WindowSoftmax, given: Given) -> None:
+        block, bias, _, (q, k, v, sink_k, sink_v) = given
+        grid, softcap = window.grid, window.softcap
         self.chunks = slice(block.start // grid.chunk, block.stop // grid.chunk)
         self.k, self.v = grid.near(grid.keys(k, block)), grid.near(grid.keys(v, block))
         if sink_k.shape[3]:
             self.k = torch.cat([self.k, sink_k[block.rows][:, :, self.chunks]], dim=3)
             self.v = torch.cat([self.v, sink_v[block.rows][:, :, self.chunks]], dim=3)
-        self.unit = LOG2_E if softcap is None else 1 / softcap
+        unit = LOG2_E if softcap is None else 1 / softcap
         self.q = grid.queries(q, block)
         scores = torch.baddbmm(
             bias.expand(*self.q.shape[:2], -1, -1, -1).flatten(0, 2) if softcap is None else bias.new_zeros(()),
             self.q.flatten(0, 2),
             self.k.flatten(0, 2).mT,
-            alpha=scaling * self.unit,
+            alpha=window.scaling * unit,
         ).unflatten(0, self.q.shape[:3])
         self.slope = None
         if softcap is not None:
@@ -126,53 +160,3 @@ class _WindowBlock:
         top.masked_fill_(top == -torch.inf, 0)
         self.below_top = scores.sub_(top)  # of which the weights are powers of 2
         self.log_scale = top.div_(LOG2_E)
-
-
-class _WindowSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        grid: Grid,
-        bias: Callable[[slice, int, int], Float[Tensor, "b 1 n gC Ws"]],
-        scaling: float,
-        softcap: float | None,
-        *tensors: Tensor,
-    ) -> tuple[Float[Tensor, "B H P D"], Float[Tensor, "B H P 2"]]:
-        """num, and den beside log_scale, of the tensors q, k, v and the far sinks of k and v."""
-        q, _, v, *_ = tensors
-        num, rest = v.new_empty(*q.shape[:3], v.shape[3]), v.new_empty(*q.shape[:3], 2)
-        for block, mask in grid.blocks(bias):
-            x = _WindowBlock(grid, block, mask, scaling, softcap, *tensors)
-            weights = x.below_top.exp2_()
-            grid.put_product(num, block, weights, x.v)
-            grid.put_queries(rest, block, torch.cat([weights.sum(-1, keepdim=True), x.log_scale], dim=-1))
-        ctx.save_for_backward(*tensors)
-        ctx.grid, ctx.bias, ctx.scaling, ctx.softcap = grid, bias, scaling, softcap
-        return num, rest
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_num: Tensor, grad_rest: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, grid = ctx.saved_tensors, ctx.grid
-        grad_q, *grad_keys = torch.empty_like(tensors[0]), *(torch.zeros_like(x) for x in tensors[1:])
-        grad_k, grad_v, grad_sink_k, grad_sink_v = grad_keys
-        for block, mask in grid.blocks(ctx.bias, reverse=True):
-            x = _WindowBlock(grid, block, mask, ctx.scaling, ctx.softcap, *tensors)
-            # The largest score is log_scale and is taken off all others; equals share, as in amax.
-            is_top = (x.below_top == 0).to(grad_num.dtype)
-            weights = x.below_top.exp2_()
-            g_num = grid.queries(grad_num, block)
-            g_den, g_log_scale = grid.queries(grad_rest, block).split(1, dim=-1)
-            g_values = weights.mT @ g_num
-            g_scores = (g_num @ x.v.mT).add_(g_den).mul_(weights)
-            share = (g_log_scale - g_scores.sum(-1, keepdim=True)) / is_top.sum(-1, keepdim=True).clamp_min(1)
-            g_scores.addcmul_(is_top, share)
-            if x.slope is not None:
-                g_scores.mul_(x.slope)
-            grid.put_queries(grad_q, block, (g_scores @ x.k).mul_(ctx.scaling))
-            g_keys = (g_scores.mT @ x.q).mul_(ctx.scaling)
-            near = grid.count * grid.chunk
-            for grad, grad_sink, g in ((grad_k, grad_sink_k, g_keys), (grad_v, grad_sink_v, g_values)):
-                grid.add_keys(grad, block, grid.fold(g[:, :, :, :near]))
-                grad_sink[block.rows][:, :, x.chunks] = g[:, :, :, near:]
-        return None, None, None, None, grad_q, grad_k, grad_v, grad_sink_k, grad_sink_v
