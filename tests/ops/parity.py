@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from linearize.ops import chunked, delta, reference
+from linearize.ops import chunked, reference
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial
@@ -55,9 +55,8 @@ def written(ops: ModuleType, case: Case, layout: Layout | None, state: LinearSta
     """Values, or what the delta rule writes instead."""
     if case.beta is None:
         return case.v
-    delta_values = ops.delta_values if ops is reference else delta.delta_values
     options = {"span": case.package_span, "layout": case.layout if layout is None else layout, "state": state}
-    return delta_values(case.phi_k, case.v, case.beta, log_decay_k=case.log_decay_k, **options)
+    return ops.delta_values(case.phi_k, case.v, case.beta, log_decay_k=case.log_decay_k, **options)
 
 
 def assert_partials_near(found: Sequence[Partial], expected: Sequence[Partial], tolerance: float) -> None:

@@ -1,28 +1,101 @@
-"""The choice of an implementation."""
+"""The choice of an implementation, and what is refused before one is called."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
 import pytest
 import torch
+from torch import Tensor
 
 from linearize import ops
-from linearize.ops import chunked, dispatch, reference
+from linearize.base import UserError
+from linearize.ops import Layout, NoSpan, Partial, SlidingSpan, chunked, dispatch, reference
 from tests.ops.cases import make_case
 from tests.ops.parity import FP64, assert_partials_near, both_parts
 from tests.oracles.spans import SpanSpec
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def forgotten_choices() -> Iterator[None]:
+    dispatch.choose.cache_clear()
+    yield
+    dispatch.choose.cache_clear()
 
 
 def test_chunked_by_default_and_any_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(SpanSpec("sliding", 7), ("packed",), 20)
     expected = both_parts(reference, case)
-    assert dispatch.choose(torch.device("cpu"), None).linear_scan is chunked.linear_scan
+    assert dispatch.choose(CPU, None).ops is chunked
     for name in ("chunked", "reference"):
         monkeypatch.setenv(dispatch.ENVIRONMENT, name)
-        assert dispatch.choose(torch.device("cpu"), name).name == name
+        assert dispatch.choose(CPU, name).name == name
         assert_partials_near(both_parts(ops, case), expected, FP64)
 
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.ENVIRONMENT, "fused")
-    with pytest.raises(ValueError, match=r"chunked, reference.*'fused'"):
+    with pytest.raises(UserError, match=r"chunked, reference.*'fused'"):
         both_parts(ops, make_case(SpanSpec("none"), ("full",), 3))
+
+
+def test_one_that_cannot_serve_the_device_is_passed_over_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = dispatch.Impl("fused", chunked, lambda device: None if device.type == "cuda" else "needs a GPU")
+    monkeypatch.setattr(dispatch, "IMPLS", (fused, *dispatch.IMPLS))
+    assert [dispatch.choose(torch.device(x), None).name for x in ("cpu", "cuda")] == ["chunked", "fused"]
+    with pytest.raises(UserError, match=r"cpu.*fused: needs a GPU"):
+        dispatch.choose(CPU, "fused")
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+class Untyped(ModuleType):
+    """Takes anything, as a kernel for a device may."""
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        nothing = torch.zeros(1, 2, 5)
+        part = Partial(torch.zeros(1, 2, 5, 4), nothing, nothing)
+        return lambda *_, **__: part.num if name == "delta_values" else part
+
+
+def x(heads: int, length: int, width: int) -> Tensor:
+    return torch.rand(1, heads, length, width)
+
+
+FULL = {"span": NoSpan(), "layout": Layout.full(5)}
+WINDOW = {"span": SlidingSpan(2), "layout": Layout.full(5), "scaling": 1.0}
+WELL: dict[str, Callable[[], object]] = {
+    "scan": lambda: ops.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_k=-x(2, 5, 1), **FULL),
+    "delta": lambda: ops.delta_values(x(2, 5, 3), x(1, 5, 4), x(2, 5, 1), **FULL),
+    "window": lambda: ops.window_softmax(x(2, 5, 4), x(1, 5, 4), x(1, 5, 4), **WINDOW),
+}
+BADLY: dict[str, Callable[[], object]] = {
+    "features": lambda: ops.linear_scan(x(2, 5, 3), x(2, 5, 2), x(1, 5, 4), **FULL),
+    "keys": lambda: ops.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 4, 4), **FULL),
+    "heads of a decay": lambda: ops.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_k=-x(3, 5, 1), **FULL),
+    "values of a decay": lambda: ops.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_v=-x(2, 5, 3), **FULL),
+    "beta": lambda: ops.delta_values(x(2, 5, 3), x(1, 5, 4), x(2, 5, 3), **FULL),
+    "values": lambda: ops.window_softmax(x(2, 5, 4), x(1, 5, 4), x(1, 5, 3), **WINDOW),
+    "an option": lambda: ops.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), decay=-x(2, 5, 1), **FULL),
+    "a longer layout": lambda: ops.linear_scan(
+        x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), span=NoSpan(), layout=Layout.full(7)
+    ),
+    "a layout of other queries": lambda: ops.linear_scan(x(2, 3, 3), x(2, 5, 3), x(1, 5, 4), **FULL),
+    "a shorter layout": lambda: ops.window_softmax(
+        x(2, 5, 4), x(1, 5, 4), x(1, 5, 4), span=SlidingSpan(2), scaling=1.0, layout=Layout.full(4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BADLY)
+def test_a_wrong_shape_is_refused_before_any_implementation_sees_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By jaxtyping, which tests turn on, and by the layout's own lengths always."""
+    monkeypatch.setattr(dispatch, "IMPLS", (dispatch.Impl("untyped", Untyped("untyped")),))
+    for call in WELL.values():
+        call()
+    with pytest.raises((TypeError, AssertionError)):
+        BADLY[name]()

@@ -208,8 +208,8 @@ def ours(impl: Impl, x: Inputs) -> Outputs:
     if x.S is not None:
         state = LinearState(x.S, x.S.new_zeros(x.S.shape[:3]) if x.z is None else x.z)
     options = {"log_decay_k": x.log_decay, "span": NoSpan(), "layout": Layout.full(x.q.shape[2]), "state": state}
-    v = x.v if x.beta is None else impl.delta_values(x.k, x.v, x.beta, **options)
-    read = impl.linear_scan(x.q * x.q.shape[-1] ** -0.5, x.k, v, **options)
+    v = x.v if x.beta is None else impl.ops.delta_values(x.k, x.v, x.beta, **options)
+    read = impl.ops.linear_scan(x.q * x.q.shape[-1] ** -0.5, x.k, v, **options)
     after = linear_state(x.k, v, **options)
     return {"o": read.num, "normalized": read.num / read.den[..., None], "S": after.S, "z": after.z}
 

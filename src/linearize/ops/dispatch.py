@@ -1,6 +1,7 @@
-"""Which implementation evaluates a primitive: the first that supports the call, unless one is forced.
+"""The primitives, as everything else calls them: the first implementation that can serve the call evaluates them.
 
-``LINEARIZE_IMPL=reference`` (or any other name below) forces one, for debugging and for tests.
+``LINEARIZE_IMPL=reference`` (or any other name in `IMPLS`) forces one, for debugging and for tests. The definitions are
+in `reference`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,20 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from linearize.ops import chunked, delta, reference
+from linearize.base import UserError
+from linearize.ops import chunked, reference
+from linearize.ops.kernel import Kernel
+from linearize.ops.layout import Layout
+from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial
+from linearize.ops.span import Span
 
 ENVIRONMENT = "LINEARIZE_IMPL"
 Operation = TypeVar("Operation", bound=Callable[..., object])
@@ -25,19 +33,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Impl:
-    """One implementation; `supports(device)` returns None, or the reason why it cannot serve the call."""
+    """One implementation: `ops` has the three functions; `supports(device)` says why it cannot serve one, or None."""
 
     name: str
-    linear_scan: Callable[..., Partial]
-    delta_values: Callable[..., Tensor]
-    window_softmax: Callable[..., Partial]
-    supports: Callable[[torch.device], str | None]
+    ops: ModuleType
+    supports: Callable[[torch.device], str | None] = lambda device: None
 
 
-IMPLS = (
-    Impl("chunked", chunked.linear_scan, delta.delta_values, chunked.window_softmax, lambda device: None),
-    Impl("reference", reference.linear_scan, reference.delta_values, reference.window_softmax, lambda device: None),
-)
+# In order of preference; the last one serves every call.
+IMPLS = (Impl("chunked", chunked), Impl("reference", reference))
 
 
 @functools.cache
@@ -45,19 +49,25 @@ def choose(device: torch.device, forced: str | None) -> Impl:
     """The implementation for `device`; the choice is logged once.
 
     Raises:
-        ValueError: `forced` names no implementation, or one that cannot serve this device.
+        UserError: `forced` names no implementation, or one that cannot serve this device.
     """
     candidates = [impl for impl in IMPLS if forced in (None, impl.name)]
     if not candidates:
-        raise ValueError(f"{ENVIRONMENT}: expected one of {', '.join(i.name for i in IMPLS)}; found {forced!r}")
-    reasons = []
-    for impl in candidates:
-        reason = impl.supports(device)
-        if reason is None:
-            logger.info("linear attention on %s: %s", device, impl.name)
-            return impl
-        reasons.append(f"{impl.name}: {reason}")
-    raise ValueError(f"no implementation of linear attention for {device}: {'; '.join(reasons)}")
+        names = ", ".join(impl.name for impl in IMPLS)
+        raise UserError(f"{ENVIRONMENT}: expected one of {names}; found {forced!r}; name one of these, or unset it")
+    impl = next((impl for impl in candidates if impl.supports(device) is None), None)
+    if impl is None:  # which was forced
+        why = candidates[0].supports(device)
+        raise UserError(f"{ENVIRONMENT}: expected one that serves {device}; found {forced}: {why}; unset it")
+    logger.info("linear attention on %s: %s", device, impl.name)
+    return impl
+
+
+def _ops(keys: Tensor, layout: Layout, queries: Tensor | None = None) -> ModuleType:
+    found = layout.key_position.shape[1], layout.length
+    expected = keys.shape[2], layout.length if queries is None else queries.shape[2]
+    assert found == expected, f"layout: expected (keys, queries) {expected}, found {found}"
+    return choose(keys.device, os.environ.get(ENVIRONMENT)).ops
 
 
 def _uncompiled(function: Operation) -> Operation:
@@ -70,18 +80,50 @@ def _uncompiled(function: Operation) -> Operation:
 
 
 @_uncompiled
-def linear_scan(phi_q, phi_k, v, **options) -> Partial:
-    """The linear part of every query; see `reference.linear_scan` for shapes and definition."""
-    return choose(v.device, os.environ.get(ENVIRONMENT)).linear_scan(phi_q, phi_k, v, **options)
+def linear_scan(
+    phi_q: Float[Tensor, "B H T F"],
+    phi_k: Float[Tensor, "B Hk K F"],
+    v: Float[Tensor, "B G K D"],
+    *,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
+    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
+    kernel: Kernel | None = None,
+    span: Span,
+    layout: Layout,
+    state: LinearState | None = None,
+) -> Partial:
+    """The linear part of every query, as `reference.linear_scan` defines it."""
+    options = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v, "kernel": kernel, "state": state}
+    return _ops(v, layout, phi_q).linear_scan(phi_q, phi_k, v, span=span, layout=layout, **options)
 
 
 @_uncompiled
-def delta_values(phi_k, v, beta, **options) -> Tensor:
-    """What the delta rule writes instead of v; see `reference.delta_values` for shapes and definition."""
-    return choose(v.device, os.environ.get(ENVIRONMENT)).delta_values(phi_k, v, beta, **options)
+def delta_values(
+    phi_k: Float[Tensor, "B Hk K F"],
+    v: Float[Tensor, "B G K D"],
+    beta: Float[Tensor, "B Hk K 1"],
+    *,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
+    span: Span,
+    layout: Layout,
+    state: LinearState | None = None,
+) -> Float[Tensor, "B Hk K D"]:
+    """Values that the delta rule writes instead of v, as `reference.delta_values` defines them."""
+    options = {"log_decay_k": log_decay_k, "span": span, "layout": layout, "state": state}
+    return _ops(v, layout).delta_values(phi_k, v, beta, **options)
 
 
 @_uncompiled
-def window_softmax(q, k, v, **options) -> Partial:
-    """The softmax part of every query; see `reference.window_softmax` for shapes and definition."""
-    return choose(v.device, os.environ.get(ENVIRONMENT)).window_softmax(q, k, v, **options)
+def window_softmax(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G K D"],
+    v: Float[Tensor, "B G K D"],
+    *,
+    span: Span,
+    scaling: float,
+    softcap: float | None = None,
+    layout: Layout,
+) -> Partial:
+    """The softmax part of every query, as `reference.window_softmax` defines it."""
+    options = {"span": span, "scaling": scaling, "softcap": softcap, "layout": layout}
+    return _ops(v, layout, q).window_softmax(q, k, v, **options)
