@@ -17,7 +17,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def features_grad(self, x: Float[Tensor, "*shape X"], grad: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape X"]:
-        """What a gradient of phi(x) is for x."""
+        """The gradient of x, given that of phi(x)."""
 
     @abstractmethod
     def scores(self, u: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -51,7 +51,7 @@ class Layout:
         return cls(position, torch.zeros_like(position), valid.shape[1])
 
     def with_context(self, seen: Int[Tensor, " B"], span: Span) -> Layout:
-        """The same queries behind `span.sinks + span.context` slots with keys of a carried document of `seen` tokens.
+        """These queries behind `span.sinks + span.context` slots with keys of a carried document of `seen` tokens.
 
         Tokens of document 0 go on in the carried document: their positions count from `seen`.
         """
@@ -68,7 +68,7 @@ class Layout:
         return Layout(position, document, self.length, sink_slots=span.sinks, seen=seen)
 
     def to(self, device: torch.device | str | int) -> Layout:
-        """The same on another device; accelerate calls it for layers that are on another than the layer before."""
+        """Moved to another device; accelerate calls it for layers that are on another than the layer before."""
         seen = None if self.seen is None else self.seen.to(device)
         return replace(
             self, key_position=self.key_position.to(device), key_document=self.key_document.to(device), seen=seen

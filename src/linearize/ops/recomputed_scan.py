@@ -1,7 +1,17 @@
-"""One engine for everything that goes chunk by chunk: blocks of a grid in turn, in memory linear in the sequence.
+"""The engine for everything that goes chunk by chunk: blocks of a grid in turn, in memory linear in the sequence.
 
 A checkpointed recurrence: forward keeps the inputs and the state before each segment of chunks; backward goes from the
-last block to the first and computes each again. What happens within a block is its `Body`.
+last block to the first and computes each again. What happens within a block is its `Body`. There are three: softmax in
+the window, the linear part with at most one decay per head (`chunked`), and what is left to autograd
+(`chunk_recurrence`: vector decays, the delta rule). The linear part has one of its own, with a backward written out,
+because it is what most recipes run, and as a `chunk_recurrence` takes so many times as long (8 heads, D = F = 64, one
+CPU thread, medians of 15 rounds in turns):
+
+    at 1,024 and 4,096 tokens      forward        forward and backward
+    no decay                       1.35, 1.43     1.43, 1.59
+    one decay per head             1.70, 2.17     1.94, 2.36
+
+Stripped of all masks, and for no decay alone, autograd's backward still takes 1.4 to 1.6 times as long.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
 from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial, accumulation_dtype
+from linearize.ops.reference import exponentials, softmax_scores
 from linearize.ops.span import Span, TerracedSpan
 
 
@@ -74,13 +75,7 @@ def window_step(
 ) -> Partial:
     """Softmax over the slots that the query sees (always its own at least, unless the span is none)."""
     dtype, heads = accumulation_dtype(v.dtype), k.shape[1]
-    q, k, v = (q.to(dtype) * scaling).unflatten(1, (heads, -1)).squeeze(-2), k.to(dtype), v.to(dtype)
-    scores = q @ k.transpose(-1, -2)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
-    top = scores.amax(-1, keepdim=True)
-    top = torch.where(top == -torch.inf, 0, top)
-    weights = torch.exp(scores - top)
+    q, k, v = q.to(dtype).unflatten(1, (heads, -1)).squeeze(-2), k.to(dtype), v.to(dtype)
+    weights, top = exponentials(softmax_scores(q, k, scaling, softcap), seen[:, None, None])
     num = (weights @ v).flatten(1, 2)[:, :, None]
-    return Partial(num, weights.sum(-1).flatten(1, 2)[..., None], top.flatten(1, 2))
+    return Partial(num, weights.sum(-1).flatten(1, 2)[..., None], top.flatten(1, 2)[..., None])

@@ -20,11 +20,6 @@ class Span(Protocol):
     def sinks(self) -> int: ...
 
     @property
-    def min_lag(self) -> int:
-        """Fewest softmax keys of a query (itself included), away from the start of its document."""
-        ...
-
-    @property
     def max_lag(self) -> int:
         """Most softmax keys of a query (itself included), sinks apart."""
         ...
@@ -49,7 +44,6 @@ class NoSpan:
     """Pure linear attention: lo(n) = n + 1, no softmax keys apart from sinks."""
 
     sinks: int = 0
-    min_lag: int = 0
     max_lag: int = 0
     fold_lag: int = 0
     context: int = 0
@@ -64,10 +58,6 @@ class SlidingSpan:
 
     window_size: int
     sinks: int = 0
-
-    @property
-    def min_lag(self) -> int:
-        return self.window_size
 
     @property
     def max_lag(self) -> int:
@@ -92,10 +82,6 @@ class TerracedSpan:
     window_size: int
     blocks: int = 2
     sinks: int = 0
-
-    @property
-    def min_lag(self) -> int:
-        return (self.blocks - 1) * self.window_size + 1
 
     @property
     def max_lag(self) -> int:

@@ -6,6 +6,7 @@ The backward pass computes a block's scores again.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -69,20 +70,16 @@ def _take(x: Float[Tensor, "B G P D"], slot: Int[Tensor, "#B N s"]) -> Float[Ten
     return x.gather(2, index).unflatten(2, slot.shape[1:])
 
 
+@dataclass(frozen=True)
 class _WindowSoftmax(Body):
     """num, and den beside log_scale, of the inputs q, k, v and the far sinks of k and v; there is no state."""
 
-    def __init__(
-        self,
-        grid: Grid,
-        span: Span,
-        scaling: float,
-        softcap: float | None,
-        sinks_seen: Bool[Tensor, "#B N s"],
-        dtype: torch.dtype,
-    ) -> None:
-        self.grid, self.span, self.scaling, self.softcap = grid, span, scaling, softcap
-        self.sinks_seen, self.dtype = sinks_seen, dtype
+    grid: Grid
+    span: Span
+    scaling: float
+    softcap: float | None
+    sinks_seen: Bool[Tensor, "#B N s"]  # of the far sinks
+    dtype: torch.dtype
 
     def masks(self, batch: slice, start: int, stop: int) -> Float[Tensor, "b 1 n gC Ws"]:
         """0 where a query sees a near key or a far sink, -inf elsewhere."""
@@ -110,13 +107,12 @@ class _WindowSoftmax(Body):
 
     def backward(self, given: Given, grad_after: Tensors, grad_outputs: Tensors, grads: Grads) -> Tensors:
         grid, block, x = self.grid, given.block, _WindowBlock(self, given)
-        # The largest score is log_scale and is taken off all others; equals share, as in amax.
-        is_top = (x.below_top == 0).to(self.dtype)
+        is_top, equals = _largest(x.below_top)
         weights = x.below_top.exp2_()
         g_num, g_rest = (grid.queries(g, block) for g in grad_outputs)
         g_den, g_log_scale = g_rest.split(1, dim=-1)
         g_scores = (g_num @ x.v.mT).add_(g_den).mul_(weights)
-        share = (g_log_scale - g_scores.sum(-1, keepdim=True)) / is_top.sum(-1, keepdim=True).clamp_min(1)
+        share = (g_log_scale - g_scores.sum(-1, keepdim=True)) / equals
         g_scores.addcmul_(is_top, share)
         if x.slope is not None:
             g_scores.mul_(x.slope)
@@ -130,6 +126,15 @@ class _WindowSoftmax(Body):
                 grid.add_keys(grad, block, grid.fold(g[:, :, :, :near]))
                 grad_sink[block.rows][:, :, x.chunks] = g[:, :, :, near:]
         return ()
+
+
+def _largest(below_top: Float[Tensor, "*rows W"]) -> tuple[Float[Tensor, "*rows W"], Float[Tensor, "*rows 1"]]:
+    """1 where a score is the largest, and how many are.
+
+    The largest one is log_scale, and is taken off all others. Equals share its gradient, as in amax.
+    """
+    is_top = (below_top == 0).to(below_top.dtype)
+    return is_top, is_top.sum(-1, keepdim=True).clamp_min(1)
 
 
 class _WindowBlock:
