@@ -114,6 +114,17 @@ class Case:
         padding = (self.position < 0)[:, None, :, None]
         return replace(self, **{name: x.where(~padding, x * factor) for name, x in self.tensors.items()})
 
+    def tied(self, keys: int) -> Case:
+        """Groups of `keys` keys score exactly alike: they differ in a component only that no query looks at.
+
+        Numbers are integers and the scaling is a power of 2: scores are exact, in whatever order they are summed.
+        """
+        first = torch.arange(self.length) // keys * keys
+        q, k = (1000 * self.q).round(), (1000 * self.k).round()
+        q[..., -1] = 0
+        k[..., :-1] = k[:, :, first, :-1]
+        return replace(self, q=q, k=k, scaling=2.0**-21)
+
 
 def documents_of(style: str, length: int, rng: random.Random) -> list[list[int]]:
     """One row: a list of documents, each the slots of its tokens."""

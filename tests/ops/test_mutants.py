@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from linearize.ops import chunked, grid, reference
+from linearize.ops import chunked, grid, reference, window
 from linearize.ops.grid import Grid
 from linearize.ops.layout import Layout
 from linearize.ops.span import SlidingSpan, TerracedSpan
@@ -33,6 +33,12 @@ def gradients(ops: ModuleType) -> None:
     """The definition is not checked against itself: only the chunked form has gradients of its own making."""
     assert ops is chunked
     parity.check_chunked(make_case(SLIDING, SIDE_BY_SIDE, 200), parity.FP64)
+
+
+def ties(ops: ModuleType) -> None:
+    """Without equal scores at the maximum, `gradients` does not see how they are counted."""
+    assert ops is chunked
+    parity.check_chunked(make_case(SLIDING, ("full",), 40).tied(2), parity.FP64)
 
 
 def token_by_token(ops: ModuleType) -> None:
@@ -145,6 +151,33 @@ def maximum_detached(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     patch.setattr(ops, "window_softmax", wrong)
 
 
+def maximum_counted_for_each(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    """Each of two equal scores has the whole gradient of log_scale."""
+    largest = window._largest
+    patch.setattr(window, "_largest", lambda x: (largest(x)[0], torch.ones_like(x[..., :1])))
+
+
+def maximum_counted_for_the_first(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    """The first of two equal scores has it alone."""
+
+    def wrong(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        is_top = x == 0
+        return (is_top & (is_top.cumsum(-1) == 1)).to(x.dtype), torch.ones_like(x[..., :1])
+
+    patch.setattr(window, "_largest", wrong)
+
+
+def maximum_counted_for_none(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    """Only a maximum without an equal has a gradient."""
+    largest = window._largest
+
+    def wrong(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        is_top, equals = largest(x)
+        return is_top * (equals == 1), equals
+
+    patch.setattr(window, "_largest", wrong)
+
+
 def blocks_detached(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     """The backward pass goes through the blocks from the first to the last, so no gradient reaches the one before."""
     patch.setattr(grid, "MAX_CHUNKS_PER_BLOCK", 1)
@@ -206,6 +239,9 @@ GUARDS = [
     Guard(softcap_ignored, against_oracle(SLIDING, ("full",), softcap=2.0)),
     Guard(small_error, against_oracle(SLIDING, ("full",))),
     Guard(maximum_detached, gradients, ops=(chunked,)),
+    Guard(maximum_counted_for_each, ties, ops=(chunked,)),
+    Guard(maximum_counted_for_the_first, ties, ops=(chunked,)),
+    Guard(maximum_counted_for_none, ties, ops=(chunked,)),
     Guard(blocks_detached, gradients, ops=(chunked,)),
     Guard(pending_lost, token_by_token, ops=(reference,)),
 ]

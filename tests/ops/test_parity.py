@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -145,6 +146,16 @@ def test_chunked_at_length_1000(span: SpanSpec, small_blocks: None) -> None:
 def test_chunked_grouped_queries(span: SpanSpec, heads: tuple[int, int, int]) -> None:
     check_chunked(make_case(span, ("packed", "interior"), 130, heads=heads, softcap=1.5), FP64)
     check_chunked(make_case(span, ("full",), 130, heads=heads), FP64, layout=Layout.full(130))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("span", [SpanSpec("sliding", 16), SpanSpec("sliding", 7, sinks=9), SpanSpec("terraced", 7, 2)])
+def test_gradients_where_keys_share_the_largest_score(span: SpanSpec, softcap: float | None) -> None:
+    """Equal keys, and keys of equal scores: each has its share in the gradient of log_scale, as autograd gives it."""
+    for keys in (2, 3):
+        check_chunked(make_case(span, ("packed", "interior"), 70, seed=keys, softcap=softcap).tied(keys), FP64)
+    alike = make_case(span, ("full", "mixed"), 70, softcap=softcap)
+    check_chunked(replace(alike, k=torch.ones_like(alike.k)), FP64)
 
 
 @pytest.mark.parametrize("rule", RULES[1:])
