@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-SPANS = [SlidingSpan(64), SlidingSpan(16, sinks=4), TerracedSpan(64)]
+SPANS = [SlidingSpan(), SlidingSpan(window_size=16, sinks=4), TerracedSpan()]
 
 
 def _student(dtype: torch.dtype, **overrides: object) -> torch.nn.Module:

@@ -94,11 +94,12 @@ def one_step_window_late(patch: pytest.MonkeyPatch) -> None:
     def wrong(mixer: LinearMixer, *args: Any) -> Any:
         base = type(mixer.span)
         late = type("Late", (base,), {"lo": lambda span, position: base.lo(span, position) + 1})
-        span, mixer.span = mixer.span, late(**vars(mixer.span))
+        config, span = mixer.config, late(**vars(mixer.span))
+        mixer.config = config.model_copy(update={"span": span})
         try:
             return one_token(mixer, *args)
         finally:
-            mixer.span = span
+            mixer.config = config
 
     patch.setattr(LinearMixer, "_one_token", wrong)
 

@@ -75,7 +75,7 @@ def sinks_counted_twice(patch: pytest.MonkeyPatch) -> None:
     scan = linear.linear_scan
 
     def wrong(*args, **options):
-        return scan(*args, **options | {"span": replace(options["span"], sinks=0)})
+        return scan(*args, **options | {"span": options["span"].model_copy(update={"sinks": 0})})
 
     patch.setattr(linear, "linear_scan", wrong)
 

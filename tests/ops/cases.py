@@ -27,7 +27,6 @@ SPANS = [
     SpanSpec("terraced", 7, 3),
 ]
 SINK_SPANS = [
-    SpanSpec("none", sinks=3),
     SpanSpec("sliding", 1, sinks=4),
     SpanSpec("sliding", 16, sinks=2),
     SpanSpec("sliding", 7, sinks=9),
@@ -100,10 +99,10 @@ class Case:
         """The package's object for `span`."""
         span = self.span
         if span.kind == "none":
-            return NoSpan(span.sinks)
+            return NoSpan()
         if span.kind == "sliding":
-            return SlidingSpan(span.window_size, span.sinks)
-        return TerracedSpan(span.window_size, span.blocks, span.sinks)
+            return SlidingSpan(window_size=span.window_size, sinks=span.sinks)
+        return TerracedSpan(window_size=span.window_size, blocks=span.blocks, sinks=span.sinks)
 
     def to(self, dtype: torch.dtype) -> Case:
         """The same numbers, rounded to `dtype`."""

@@ -88,7 +88,7 @@ def test_values_and_gradients(span: SpanSpec, rule: str, small_blocks: None) -> 
 
 @each_rule
 def test_blocks_of_several_chunks_and_heads(rule: str) -> None:
-    case = make_case(SpanSpec("none", sinks=3), ("packed", "mixed"), 330, heads=(4, 2, 2), seed=6, rule=rule)
+    case = make_case(SpanSpec("sliding", 1, sinks=3), ("packed", "mixed"), 330, heads=(4, 2, 2), seed=6, rule=rule)
     check(gently(case), FP64)
     full = make_case(SpanSpec("none"), ("full", "full"), 330, heads=(2, 1, 2), seed=7, rule=rule)
     check(full.to(torch.float32), FP32, layout=Layout.full(330))
@@ -111,7 +111,7 @@ def test_one_decay_for_all_rows() -> None:
 
 def test_what_lies_in_padding_does_not_matter() -> None:
     for rule in RULES:
-        case = make_case(SpanSpec("none", sinks=1), ("mixed", "left", "interior"), 90, rule=rule)
+        case = make_case(SpanSpec("sliding", 1, sinks=1), ("mixed", "left", "interior"), 90, rule=rule)
         assert_near(
             written(delta, case.grown(1e6), case.layout), written(delta, case, case.layout), FP64, "with other padding"
         )

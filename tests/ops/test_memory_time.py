@@ -15,7 +15,8 @@ from linearize.ops.layout import Layout
 from linearize.ops.span import NoSpan, SlidingSpan, Span, TerracedSpan
 from tests.probes import LargestTensor, flops
 
-SPANS = [NoSpan(), NoSpan(sinks=4), SlidingSpan(64), SlidingSpan(64, sinks=4), TerracedSpan(64, 2)]
+WINDOW = SlidingSpan()
+SPANS = [NoSpan(), WINDOW, SlidingSpan(sinks=4), TerracedSpan()]
 
 
 def attention(ops: ModuleType, span: Span, length: int, *, backward: bool) -> Callable[[], None]:
@@ -86,7 +87,7 @@ def test_states_of_all_segments_are_kept_for_backward_alone(monkeypatch: pytest.
 
 def test_the_definition_is_quadratic() -> None:
     """The measurements can tell."""
-    short, long = (attention(reference, SlidingSpan(64), n, backward=True) for n in (256, 1024))
+    short, long = (attention(reference, WINDOW, n, backward=True) for n in (256, 1024))
     with LargestTensor() as largest:
         long()
     assert largest.elements >= 1024 * 1024

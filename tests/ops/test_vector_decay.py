@@ -192,7 +192,7 @@ def attention(span: Span, length: int, *, backward: bool) -> Callable[[], None]:
     return call
 
 
-each_span = pytest.mark.parametrize("span", [NoSpan(), SlidingSpan(64, sinks=4), TerracedSpan(64, 2)], ids=str)
+each_span = pytest.mark.parametrize("span", [NoSpan(), SlidingSpan(sinks=4), TerracedSpan()], ids=str)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])

@@ -26,8 +26,8 @@ from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, replaced_mixers
 from linearize.mixers import LinearMixer
 from linearize.mixers.combine import AddCombine, MixCombine
-from linearize.mixers.config import Add, NoSpan
-from linearize.mixers.span import build_span
+from linearize.mixers.config import Add
+from linearize.ops import NoSpan
 
 NEGLIGIBLE = 0.01  # nats per token: one percent of perplexity
 
@@ -167,7 +167,6 @@ def without_window(student: PreTrainedModel) -> Iterator[PreTrainedModel]:
         if isinstance(mixer.combine, MixCombine):
             mixer.config = mixer.config.model_copy(update={"combine": Add()})
             mixer.combine = AddCombine(Add(), mixer.shape)
-        mixer.span = build_span(mixer.config.span)
         return mixer
 
     with replaced_mixers(student, ablated):

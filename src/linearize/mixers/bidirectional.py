@@ -103,7 +103,7 @@ def sum_over_documents(
         return Partial(phi_q @ S, den, torch.zeros_like(den))
     before = linear_scan(phi_q, phi_k, v, span=NoSpan(), layout=layout)
     backwards = (x.flip(2) for x in (phi_q, phi_k, v))
-    after = linear_scan(*backwards, span=SlidingSpan(1), layout=reversed_layout(layout))
+    after = linear_scan(*backwards, span=SlidingSpan(window_size=1), layout=reversed_layout(layout))
     den = before.den + after.den.flip(2)
     return Partial(before.num + after.num.flip(2), den, torch.zeros_like(den))
 

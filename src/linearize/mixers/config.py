@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from linearize.base import Config
 from linearize.mixers.maps import (
@@ -41,60 +41,7 @@ from linearize.mixers.updates import (
     ScalarGate,
 )
 from linearize.mixers.updates import DecayPart as DecayPart
-
-# --- span -------------------------------------------------------------------------------------------------------------
-
-SINKS = "keys at the start of a document that always stay softmax keys"
-
-
-class NoSpan(Config):
-    """Pure linear attention: every key is linear."""
-
-    type: Literal["none"] = "none"
-
-    @property
-    def slots(self) -> int:
-        """Tokens that a state keeps because they are still softmax keys."""
-        return 0
-
-    @property
-    def states(self) -> int:
-        """Linear states that are kept: one, or two where a second one waits to become readable."""
-        return 1
-
-
-class SlidingSpan(Config):
-    """Softmax over the last `window_size` keys and the first `sinks` keys of the document, linear below."""
-
-    type: Literal["sliding"] = "sliding"
-    window_size: PositiveInt = Field(default=64, description="softmax keys of a query, its own included")
-    sinks: int = Field(default=0, ge=0, description=SINKS)
-
-    @property
-    def slots(self) -> int:
-        return self.window_size + self.sinks
-
-    @property
-    def states(self) -> int:
-        return 1
-
-
-class TerracedSpan(Config):
-    """Softmax over the query's own block of `window_size` keys and the `blocks` - 1 before it, linear below."""
-
-    type: Literal["terraced"] = "terraced"
-    window_size: PositiveInt = Field(default=64, description="keys of one block; blocks begin at its multiples")
-    blocks: PositiveInt = Field(default=2, description="2: own block and the one before; 1: own block only")
-    sinks: int = Field(default=0, ge=0, description=SINKS)
-
-    @property
-    def slots(self) -> int:
-        return self.blocks * self.window_size + self.sinks
-
-    @property
-    def states(self) -> int:
-        return 2
-
+from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
 
 # --- normalizer -------------------------------------------------------------------------------------------------------
 
@@ -212,7 +159,6 @@ class WindowOnly(CombinePart):
 
 # --- the mixer --------------------------------------------------------------------------------------------------------
 
-Span = Annotated[NoSpan | SlidingSpan | TerracedSpan, Field(discriminator="type")]
 FeatureMap = Annotated[
     IdentityMap
     | Elu1Map
@@ -243,7 +189,9 @@ class MixerConfig(Config):
     linear part's output of what is read, and `combine` the layer's, from the linear part and the window.
     """
 
-    span: Span = Field(default=SlidingSpan(), description="which keys are softmax keys")
+    span: NoSpan | SlidingSpan | TerracedSpan = Field(
+        default=SlidingSpan(), discriminator="type", description="which keys are softmax keys"
+    )
     feature_map: FeatureMap | None = Field(
         default=HedgehogMap(), description="phi; null where there is no linear part (combine `window_only`)"
     )

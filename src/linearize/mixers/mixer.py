@@ -15,10 +15,9 @@ from linearize.mixers.gates import DeltaRule
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.mixers.shape import LayerShape
-from linearize.mixers.span import build_span
 from linearize.mixers.state import Slots
 from linearize.mixers.window_dropout import WindowDropout
-from linearize.ops import Kernel, Layout, Partial
+from linearize.ops import Kernel, Layout, Partial, Span
 
 
 class LinearFeatures(NamedTuple):
@@ -52,7 +51,6 @@ class Mixer(nn.Module, ABC):
     def __init__(self, config: MixerConfig, shape: LayerShape) -> None:
         super().__init__()
         self.config, self.shape = config, shape
-        self.span = build_span(config.span)
         self.state_heads = config.state_heads(shape)
         self.feature_map: FeatureMap | None = None
         self.gate: Any = None
@@ -68,6 +66,11 @@ class Mixer(nn.Module, ABC):
         part: Any
         for part in self.children():
             part.reset_parameters()
+
+    @property
+    def span(self) -> Span:
+        """Which keys of a query the window reads, and which the linear part."""
+        return self.config.span
 
     @property
     def wants_hidden(self) -> bool:

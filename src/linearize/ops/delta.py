@@ -32,12 +32,13 @@ def delta_values(
     A key is written when it comes, whatever its window: the span only says which keys are sinks.
     """
     dtype, slots = accumulation_dtype(v.dtype), power_of_two_chunks(layout)
+    beta = beta * (layout.key_position >= span.sinks)[:, None, :, None]
     batch, heads, _, features = phi_k.shape
     tensors = [slots.spread(x.to(dtype)) for x in (phi_k, repeat_kv(v, heads), beta)]
     if log_decay_k is not None:
         tensors.append(slots.spread(ticking(log_decay_k.to(dtype), span, layout).expand(batch, -1, -1, -1)))
     S = v.new_zeros(batch, heads, features, v.shape[3], dtype=dtype) if state is None else state.S.to(dtype)
-    body = ChunkRecurrence(slots, NoSpan(span.sinks), tensors[0], S, _segment)
+    body = ChunkRecurrence(slots, NoSpan(), tensors[0], S, _segment)
     (u,) = scan(body, v.shape[3:], (S,), *tensors)
     return slots.collect(u, slots.length)
 

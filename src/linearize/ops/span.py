@@ -1,15 +1,19 @@
 """How the keys 0..n of a query at position n split: softmax keys from ``lo(n)`` to n, linear keys below.
 
-One span object feeds the window and the scan, so the two halves of the split cannot drift apart. The first `sinks`
-keys of a document are softmax keys always and linear keys never.
+One span object, the recipe's own, feeds the window and the scan, so the two halves of the split cannot drift apart. The
+first `sinks` keys of a document are softmax keys always and linear keys never.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
+from pydantic import Field, PositiveInt
 from torch import Tensor
+
+from linearize.base import Config
+
+SINKS = "keys at the start of a document that always stay softmax keys"
 
 
 @runtime_checkable
@@ -31,7 +35,7 @@ class Span(Protocol):
 
     @property
     def context(self) -> int:
-        """Key/value slots that a state keeps."""
+        """Key/value slots that a state keeps, sinks apart."""
         ...
 
     def lo(self, position: Tensor) -> Tensor:
@@ -39,25 +43,28 @@ class Span(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class NoSpan:
-    """Pure linear attention: lo(n) = n + 1, no softmax keys apart from sinks."""
+class NoSpan(Config):
+    """Pure linear attention: lo(n) = n + 1, every key is linear."""
 
-    sinks: int = 0
-    max_lag: int = 0
-    fold_lag: int = 0
-    context: int = 0
+    type: Literal["none"] = "none"
+    sinks: ClassVar[int] = 0
+    max_lag: ClassVar[int] = 0
+    fold_lag: ClassVar[int] = 0
+    context: ClassVar[int] = 0
+    slots: ClassVar[int] = 0
+    states: ClassVar[int] = 1
 
     def lo(self, position: Tensor) -> Tensor:
         return position + 1
 
 
-@dataclass(frozen=True)
-class SlidingSpan:
-    """The last `window_size` keys: lo(n) = max(0, n - w + 1)."""
+class SlidingSpan(Config):
+    """Softmax over the last `window_size` keys, lo(n) = max(0, n - w + 1), and the first `sinks`; linear below."""
 
-    window_size: int
-    sinks: int = 0
+    type: Literal["sliding"] = "sliding"
+    window_size: PositiveInt = Field(default=64, description="softmax keys of a query, its own included")
+    sinks: int = Field(default=0, ge=0, description=SINKS)
+    states: ClassVar[int] = 1
 
     @property
     def max_lag(self) -> int:
@@ -71,17 +78,26 @@ class SlidingSpan:
     def context(self) -> int:
         return self.window_size
 
+    @property
+    def slots(self) -> int:
+        """Tokens that a state keeps because they are still softmax keys."""
+        return self.window_size + self.sinks
+
     def lo(self, position: Tensor) -> Tensor:
         return (position - self.window_size + 1).clamp_min(0)
 
 
-@dataclass(frozen=True)
-class TerracedSpan:
-    """The query's own block of `window_size` keys and the `blocks` - 1 before: lo(n) = w max(0, floor(n/w) - b + 1)."""
+class TerracedSpan(Config):
+    """Softmax over the query's own block of `window_size` keys and the `blocks` - 1 before it, linear below.
 
-    window_size: int
-    blocks: int = 2
-    sinks: int = 0
+    lo(n) = w max(0, floor(n / w) - b + 1).
+    """
+
+    type: Literal["terraced"] = "terraced"
+    window_size: PositiveInt = Field(default=64, description="keys of one block; blocks begin at its multiples")
+    blocks: PositiveInt = Field(default=2, description="2: own block and the one before; 1: own block only")
+    sinks: int = Field(default=0, ge=0, description=SINKS)
+    states: ClassVar[int] = 2  # a second one waits to become readable
 
     @property
     def max_lag(self) -> int:
@@ -94,6 +110,10 @@ class TerracedSpan:
     @property
     def context(self) -> int:
         return self.blocks * self.window_size
+
+    @property
+    def slots(self) -> int:
+        return self.blocks * self.window_size + self.sinks
 
     def lo(self, position: Tensor) -> Tensor:
         return self.window_size * (position.div(self.window_size, rounding_mode="floor") - self.blocks + 1).clamp_min(0)

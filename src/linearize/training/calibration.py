@@ -71,7 +71,7 @@ class _Fit:
         self.log_odds: list[Float[Tensor, "t H N"]] = []
 
     def add(self, inputs: AttnInputs, layout: Layout) -> None:
-        every, options = SlidingSpan(layout.length), {"scaling": inputs.scaling, "softcap": inputs.softcap}
+        every, options = SlidingSpan(window_size=layout.length), {"scaling": inputs.scaling, "softcap": inputs.softcap}
         accumulated = inputs.accumulated()
         near, _ = self.mixer.partials(inputs, layout)
         assert near is not None
