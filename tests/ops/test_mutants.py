@@ -130,7 +130,7 @@ def sinks_ignored(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
         op = getattr(ops, name)
 
         def without(*args, op=op, **options):
-            return op(*args, **{**options, "span": replace(options["span"], sinks=0)})
+            return op(*args, **{**options, "span": options["span"].model_copy(update={"sinks": 0})})
 
         patch.setattr(ops, name, without)
 

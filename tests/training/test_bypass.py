@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.hf.attention import linearized_layers
+from linearize.mixers import AttnInputs
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.bypass import dropped_windows
 from linearize.training.config import TransferConfig, WindowDropout
@@ -80,10 +81,23 @@ def test_whole_sequences_by_the_scheduled_share() -> None:
 
 
 def test_layers_draw_for_themselves() -> None:
-    model = linearize.convert(tiny.llama(layers=2), tiny.recipe())
+    model = linearize.convert(tiny.llama(layers=2), tiny.recipe(mixer__span__window_size=WINDOW))
+    mixers = [layer.mixer for layer in linearized_layers(model).values()]
+    shape = mixers[0].shape
+    sizes = [(64, heads, 30, shape.head_dim) for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+    inputs = AttnInputs(*(torch.randn(size, generator=torch.Generator().manual_seed(1)) for size in sizes), 0.5)
+    before = [mixer(inputs) for mixer in mixers]
     with dropped_windows(model, config(0.5), Step(0, 1, 0)):
-        first, second = (layer.mixer.window_dropout.draw(64) for layer in linearized_layers(model).values())
-    assert not torch.equal(first, second)
+        hidden = [(mixer(inputs) != y).flatten(1).any(1) for mixer, y in zip(mixers, before, strict=True)]
+    assert all(0 < rows.sum() < 64 for rows in hidden) and not torch.equal(*hidden)
+
+
+def test_parameters_keep_their_names() -> None:
+    """A stage may be written down while windows are hidden."""
+    model = student()
+    before = [(name, x.data_ptr()) for name, x in model.state_dict().items()]
+    with dropped_windows(model, config(1.0), Step(0, 1, 0)):
+        assert [(name, x.data_ptr()) for name, x in model.state_dict().items()] == before
 
 
 def test_it_ends_with_the_step() -> None:
@@ -92,6 +106,7 @@ def test_it_ends_with_the_step() -> None:
     with pytest.raises(ZeroDivisionError), dropped_windows(model, config(1.0), Step(0, 1, 0)):
         raise ZeroDivisionError
     assert torch.equal(model(TOKENS).logits, before)
+    assert not any("combined" in vars(layer.mixer) for layer in linearized_layers(model).values())
 
 
 def test_transfer_and_finetuning_train_with_it_and_measure_without(tmp_path: Path) -> None:

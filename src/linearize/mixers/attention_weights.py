@@ -187,7 +187,8 @@ class LinearPart:
         written = self.mixer.written(self.tokens, self.phi_k, self.layout, None)
         options: dict[str, Any] = {name: self.tokens.get(name) for name in ("log_decay_k", "log_decay_v")}
         options |= {"span": self.mixer.span, "layout": self.layout}
-        return self._normalized(linear_scan(self.phi_q, self.phi_k, written, **options))
+        linear = linear_scan(self.phi_q, self.phi_k, written, **options)
+        return self.mixer.normalized(linear, self.inputs)
 
     def features(self) -> Features:
         """Of all tokens."""
@@ -206,7 +207,7 @@ class LinearPart:
     def alone(self, linear: Partial) -> Float[Tensor, "B H C K"]:
         """Weights of the linear part alone over its own keys."""
         # Where no gradient is wanted, partials are worked on in place.
-        return self._normalized(replace(linear, num=linear.num.clone()))
+        return self.mixer.normalized(replace(linear, num=linear.num.clone()), self.inputs)
 
     def combined(
         self,
@@ -226,9 +227,5 @@ class LinearPart:
         if mixer.span.max_lag or mixer.span.sinks:
             weights, top = exponentials(scores, block.near)
             window = Partial(weights, weights.sum(-1), top)
-        arguments = window, linear, self._normalized, block.has_linear
+        arguments = window, linear, lambda sums: mixer.normalized(sums, self.inputs), block.has_linear
         return torch.func.functional_call(mixer.combine, parameters, arguments)
-
-    def _normalized(self, partial: Partial) -> Tensor:
-        assert self.mixer.feature_map is not None
-        return self.mixer.normalizer(partial, self.inputs, self.mixer.feature_map.min_denominator)

@@ -41,9 +41,7 @@ class BidirectionalMixer(Mixer):
         """Outputs, 0 for padding. `layout` None: one full document per row."""
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         with torch.autocast(inputs.q.device.type, enabled=False):
-            sums = self.partials(inputs, layout)[1]
-            assert self.feature_map is not None
-            y = self.normalizer(sums, inputs, self.feature_map.min_denominator)
+            y = self.normalized(self.partials(inputs, layout)[1], inputs)
         return without_padding(y, layout).to(inputs.v.dtype)
 
     def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[None, Partial]:

@@ -72,7 +72,7 @@ class LinearMixer(Mixer):
         with torch.autocast(inputs.q.device.type, enabled=False):
             dtype, inputs = inputs.v.dtype, inputs.accumulated()
             window, linear = self.partials(inputs, layout)
-            y = self._combine(inputs, window, linear, self.has_linear(layout.query_position))
+            y = self.combined(inputs, window, linear, self.has_linear(layout.query_position))
         return y.to(dtype)
 
     def step(
@@ -251,23 +251,11 @@ class LinearMixer(Mixer):
             return own, layout
         return own, Layout(layout.query_position, layout.query_document, length, seen=layout.seen)
 
-    def _combine(
+    def combined(
         self, inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: Bool[Tensor, "#B T"]
     ) -> Float[Tensor, "B H T D"]:
-        least = 0.0 if self.feature_map is None else self.feature_map.min_denominator
-
-        def normalize(partial: Partial) -> Tensor:
-            return self.normalizer(partial, inputs, least)
-
-        alone = None
-        if self.window_dropout is not None and window is not None and linear is not None:
-            # Of a copy: without gradients, parts are combined in place.
-            alone = normalize(replace(linear, num=linear.num.clone()))
-        y = self.combine(window, linear, normalize, has_linear)
-        if self.window_dropout is not None and alone is not None:
-            hidden = self.window_dropout.draw(len(y)).to(y.device)[:, None] & has_linear
-            y = torch.where(hidden[:, None, :, None], alone, y)
-        return y.to(inputs.v.dtype)
+        """The output, in the inputs' dtype, from the parts, which may be overwritten where no gradient is wanted."""
+        return self.combine(window, linear, lambda sums: self.normalized(sums, inputs), has_linear).to(inputs.v.dtype)
 
     def _prefill(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> tuple[Tensor, MixerState]:
         batch, length = len(inputs.q), inputs.q.shape[2]
@@ -285,7 +273,7 @@ class LinearMixer(Mixer):
                 options["state"] = None if state is None else state.totals
                 totals = linear_state(mine["phi_k"], mine["values"][..., :0], **options)
         read = self._partials(inputs, tokens, phi_k, written, layout, state)
-        y = self._combine(inputs, *read, self.has_linear(layout.query_position))
+        y = self.combined(inputs, *read, self.has_linear(layout.query_position))
         slots = keep_slots(tokens, layout, self.span, batch)
         return y, MixerState(slots, layout.count.expand(batch).clone(), linear, maximum, totals)
 
@@ -329,7 +317,7 @@ class LinearMixer(Mixer):
                 linear = replace(linear, den=over_all.den)
             linear = self.in_scale(linear, log_scale, new)
         slots = push_slot(tokens, span, position - span.context)
-        y = self._combine(inputs, window, linear, self.has_linear(position[:, None]))
+        y = self.combined(inputs, window, linear, self.has_linear(position[:, None]))
         return y, MixerState(slots, position + 1, after, maximum, totals)
 
     def state_like(self, inputs: AttnInputs) -> MixerState:

@@ -16,7 +16,6 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.state import Slots
-from linearize.mixers.window_dropout import WindowDropout
 from linearize.ops import Kernel, Layout, Partial, Span
 
 
@@ -56,7 +55,6 @@ class Mixer(nn.Module, ABC):
         self.gate: Any = None
         self.delta: DeltaRule | None = None
         self.kernel: Kernel | None = None
-        self.window_dropout: WindowDropout | None = None
         if config.feature_map is not None:
             self.feature_map = FEATURE_MAPS[type(config.feature_map)](config.feature_map, shape)
             self.scale = scale_of(config, shape, self.feature_map.feature_dim)
@@ -93,6 +91,11 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
         """Of a mixer with a linear part; to be called outside autocast, with `inputs.accumulated()`."""
+
+    def normalized(self, linear: Partial, inputs: AttnInputs) -> Float[Tensor, "B H T D"]:
+        """The linear part's own output, from its sums, which may be overwritten where no gradient is wanted."""
+        assert self.feature_map is not None
+        return self.normalizer(linear, inputs, self.feature_map.min_denominator)
 
     def has_linear(self, position: Int[Tensor, "#B T"]) -> Bool[Tensor, "#B T"]:
         """Which queries, -1 being padding, read keys through the linear part."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
-from torch import nn
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
 
 from linearize.hf.attention import linearized_layers
-from linearize.mixers.window_dropout import WindowDropout
+from linearize.mixers import AttnInputs, LinearMixer
+from linearize.ops import Partial
 from linearize.training.config import TrainConfig
 from linearize.training.loop import Step
 
@@ -19,16 +22,36 @@ def dropped_windows(model: nn.Module, config: TrainConfig, step: Step) -> Iterat
     """Within, every layer hides its window from the share of sequences that `config` schedules for this step.
 
     What is hidden is a function of seed, step and layer, so that a resumed stage, or a layer trained without the
-    others, sees the same.
+    others, sees the same. The mixer's `combined` alone is wrapped: the names of parameters stay, and so do its
+    attention weights, which are made of `combine` without it.
     """
-    layers = list(linearized_layers(model).values()) if config.window_dropout is not None else []
+    layers = linearized_layers(model).values() if config.window_dropout is not None else ()
+    mixers = {layer.layer_idx: layer.mixer for layer in layers if isinstance(layer.mixer, LinearMixer)}
     try:
-        for layer in layers:
+        for index, mixer in mixers.items():
             assert config.window_dropout is not None
-            generator = torch.Generator().manual_seed(hash((step.seed, step.number, layer.layer_idx)) % 2**63)
-            rate = config.window_dropout.rate(step.number, step.total)
-            layer.mixer.window_dropout = WindowDropout(rate, generator)
+            generator = torch.Generator().manual_seed(hash((step.seed, step.number, index)) % 2**63)
+            mixer.combined = _hiding(mixer, config.window_dropout.rate(step.number, step.total), generator)
         yield
     finally:
-        for layer in layers:
-            layer.mixer.window_dropout = None
+        for mixer in mixers.values():
+            vars(mixer).pop("combined", None)  # the method is seen again
+
+
+def _hiding(mixer: LinearMixer, rate: float, generator: torch.Generator) -> Callable[..., Tensor]:
+    """`mixer.combined`, but of the linear part alone in this share of sequences, where queries have keys in it."""
+    whole = mixer.combined
+
+    def combined(
+        inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: Bool[Tensor, "#B T"]
+    ) -> Float[Tensor, "B H T D"]:
+        if window is None or linear is None:
+            return whole(inputs, window, linear, has_linear)
+        # Of a copy: without gradients, parts are combined in place.
+        alone = mixer.normalized(replace(linear, num=linear.num.clone()), inputs)
+        y = whole(inputs, window, linear, has_linear)
+        # Drawn on the CPU, the same on every device.
+        hidden = (torch.rand(len(y), generator=generator) < rate).to(y.device)[:, None] & has_linear
+        return torch.where(hidden[:, None, :, None], alone.to(y.dtype), y)
+
+    return combined
