@@ -31,9 +31,7 @@ MIXERS = {
     "window only, sinks": MixerConfig(span=SINKS, feature_map=None, combine=parts.WindowOnly()),
     # Exponentials carry their running maximum: a step and an offset per slot, and the last one.
     "maximum": MixerConfig(span=SLIDING, feature_map=parts.ReglaMap(feature_dim=6, per="kv_head")),
-    "maximum, all keys": MixerConfig(
-        span=TERRACED, feature_map=parts.LolcatMap(tied=True), combine=parts.Mix(weights_over="all_keys")
-    ),
+    "maximum, mix": MixerConfig(span=TERRACED, feature_map=parts.LolcatMap(tied=True), combine=parts.Mix()),
     "maximum, fixed decay": MixerConfig(span=SINKS, feature_map=parts.ExpMap(), decay=parts.FixedDecay(), combine=ADD),
     "maximum, feature gate": MixerConfig(
         span=SLIDING, feature_map=parts.PerformerMap(feature_dim=6), decay=parts.FeatureGate(rank=3)
@@ -59,11 +57,11 @@ MIXERS = {
     "maximum, rotated after": MixerConfig(span=SLIDING, feature_map=parts.ExpMap(rotation="after"), **PLAIN),
     # Gates and the delta rule.
     "input scale": MixerConfig(span=SLIDING, feature_map=parts.RfaMap(), decay=parts.ScalarGate(), combine=ADD),
-    "input scale, all keys": MixerConfig(
+    "input scale, mix": MixerConfig(
         span=SINKS,
         feature_map=parts.TaylorMap(),
         decay=parts.ScalarGate(),
-        combine=parts.Mix(weights_over="all_keys"),
+        combine=parts.Mix(),
     ),
     "outer gate": MixerConfig(span=SINKS, feature_map=parts.Elu1Map(), decay=parts.OuterGate(), **PLAIN),
     "refined gate of features": MixerConfig(
@@ -107,7 +105,7 @@ BY_HAND = {
     "window only": (0, 2 * (5 * 32)),
     "window only, sinks": (0, 2 * (8 * 32)),
     "maximum": (4 * 48 + 2 * 48 + 4, 4 * (2 * 54 + 2) + 5 * (2 * 32 + 4 * (2 + 2))),
-    "maximum, all keys": (4 * 64 + 4, 4 * (2 * 4 * 72 + 4 + 4 * 8) + 17 * (2 * 32 + 4 * (4 + 4))),
+    "maximum, mix": (4 * 64 + 4, 4 * (2 * 4 * 72 + 4) + 17 * (2 * 32 + 4 * (4 + 4))),
     # One state per query head, though keys have one map per KV head.
     "maximum, fixed decay": (0, 4 * (4 * 72 + 2) + 8 * (2 * 32 + 4 * (4 + 2))),
     # Performer's maximum is fp64.
@@ -124,7 +122,7 @@ BY_HAND = {
     "rotated after, tied": (2 * 64 + 32, 4 * (2 * 2 * 72) + 17 * (2 * 64)),
     "maximum, rotated after": (4, 4 * (2 * 72 + 2) + 5 * (2 * 64 + 4 * (2 + 2))),
     "input scale": (2 + 2 * 33, 4 * (2 * 16 * 9) + 5 * (2 * 32 + 4 * (2 + 2))),
-    "input scale, all keys": (2 * 33 + 4, 4 * (2 * 45 * 9 + 2 * 45) + 8 * (2 * 32 + 4 * (2 + 2))),
+    "input scale, mix": (2 * 33 + 4, 4 * (2 * 45 * 9) + 8 * (2 * 32 + 4 * (2 + 2))),
     "outer gate": (2 * 16 * 33 + 4, 4 * (2 * 72) + 8 * (2 * 32 + 4 * (2 * 8 + 2 * 8))),
     "refined gate of features": (2 * 2 * 8 * 33 + 4, 4 * (2 * 2 * 72) + 17 * (2 * 32 + 4 * 2 * 8)),
     "delta": (2 * 32 + 4, 4 * (2 * 32 * 9) + 5 * (2 * 32 + 4 * 2)),
@@ -179,7 +177,7 @@ FLOPS_BY_HAND = {
     "sliding": 640 + 2 * (2 * 4 * 24 + 4) + 2 * (4 + 4) * 6 * 8,
     "window only": 640,
     # A tied projection is used twice, by queries and by keys.
-    "maximum, all keys": 4 * 32 * 17 + 2 * (2 * 4 * 64 + 4) + 2 * (4 + 4) * 8 * 8,
+    "maximum, mix": 4 * 32 * 17 + 2 * (2 * 4 * 64 + 4) + 2 * (4 + 4) * 8 * 8,
     "maximum, feature gate": 640 + 2 * (4 + 2) * 6 * 8 + 2 * (3 * 32 + 2 * 6 * 4 + 4) + 2 * (4 + 2) * 6 * 8,
     "rotated after": 640 + 2 * (32 * 32 + 16 * 16) + 2 * 4 + 2 * (4 + 4) * 8 * 8,
     "rotated after, tied": 4 * 32 * 17 + 2 * (4 + 2) * 64 + 2 * 32 + 2 * (4 + 2) * 8 * 8,

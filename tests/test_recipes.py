@@ -370,7 +370,6 @@ HYPERPARAMETERS: dict[str, dict[str, Any]] = {
     | {
         "mixer.span": {"type": "sliding", "window_size": 16, "sinks": 0},  # sec. 4.2
         "mixer.combine.type": "mix",  # eq. 8
-        "mixer.combine.weights_over": "linear_keys",
     },
     "lolcats": LOLCATS,
     "lolcats-terraced": LOLCATS | {"mixer.span": TERRACED},  # Table 8

@@ -21,16 +21,14 @@ def state_bytes(mixer: MixerConfig, teacher: TeacherShape, kv_bytes_per_element:
     """The state of one converted layer, by its index, per sequence, in bytes.
 
     The slots of the window and the sinks; and in fp32 S [Hs, F, D] and z [Hs, F], twice for a terraced span (the block
-    that is being folded), z over all keys [Hs, F] where weights are normalised over them, and the running maximum [Hk]
-    of an exponential map (Performer's in fp64).
+    that is being folded), and the running maximum [Hk] of an exponential map (Performer's in fp64).
     """
     slots = mixer.span.slots * slot_bytes(mixer, teacher, kv_bytes_per_element, teacher.rotary_dims[layer])
     if mixer.feature_map is None:
         return slots
     heads, features = mixer.state_heads(teacher.layer), mixer.feature_map.features(teacher.layer)
     states = mixer.span.states * heads * features * (teacher.head_dim + 1)
-    z_all = heads * features if mixer.sums_all_keys else 0
-    return slots + FP32 * (states + z_all) + _maximum_bytes(mixer, teacher)
+    return slots + FP32 * states + _maximum_bytes(mixer, teacher)
 
 
 def slot_bytes(mixer: MixerConfig, teacher: TeacherShape, kv_bytes_per_element: int, rotary_dim: int) -> int:

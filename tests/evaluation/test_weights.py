@@ -40,7 +40,6 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "sinks": ("lolcats", {"mixer.span.window_size": 5, "mixer.span.sinks": 2}),
     "terraced": ("lolcats-terraced", {"mixer.span.window_size": 4}),
     "lolcat-w": ("lolcat-w", {"mixer.span.window_size": 3}),
-    "over all keys": ("lolcat-w", {"mixer.span.window_size": 3, "mixer.combine.weights_over": "all_keys"}),
     "added": ("lolcats", {"mixer.span.window_size": 5, "mixer.combine": ADD}),
     "hedgehog": ("hedgehog", {}),
     "supra": ("supra", {}),

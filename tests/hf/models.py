@@ -88,7 +88,7 @@ MIXERS: dict[str, dict[str, Any]] = {
         span=SPANS["sliding"],
         feature_map=dict(type="lolcat", rotation="none", per="kv_head"),
         decay=dict(type="scalar"),
-        combine=dict(type="mix", weights_over="all_keys"),
+        combine=dict(type="mix"),
     ),
     "fast-decay": dict(
         span=SPANS["sinks"],

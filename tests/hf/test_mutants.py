@@ -78,10 +78,6 @@ def maximum_lost(state: MixerState) -> MixerState:
     return replace(state, maximum=torch.full_like(state.maximum, -torch.inf))
 
 
-def totals_lost(state: MixerState) -> MixerState:
-    return replace(state, totals=replace(state, linear=state.totals).map(torch.zeros_like).linear)
-
-
 def hidden_states_late(patch: pytest.MonkeyPatch) -> None:
     """Gates read the token before."""
     patch.setattr(attention, "AttnInputs", lambda *args: AttnInputs(*args[:5], args[5].roll(1, dims=1), *args[6:]))
@@ -237,7 +233,6 @@ GUARDS = [
     Guard(carrying(slot_lost("input_scale")), checks.two_turns, "mix-llama"),
     Guard(carrying(slot_lost("offset")), checks.token_by_token, "performer-gpt2"),
     Guard(carrying(maximum_lost), checks.token_by_token, "regla-llama"),
-    Guard(carrying(totals_lost), checks.token_by_token, "mix-qwen3"),
     Guard(hidden_states_late, checks.token_by_token, "gla-llama"),
     Guard(hidden_states_late, checks.left_padded, "rfa-gpt2"),
     Guard(one_step_window_late, checks.token_by_token, "llama-sliding"),

@@ -88,7 +88,7 @@ NORMALIZERS = st.one_of(
 COMBINES = st.one_of(
     st.builds(parts.SharedDenominator),
     st.builds(parts.AbsoluteScale),
-    st.builds(parts.Mix, weights_over=st.sampled_from(["linear_keys", "all_keys"])),
+    st.builds(parts.Mix),
     st.builds(parts.Add),
 )
 SHAPES = st.builds(

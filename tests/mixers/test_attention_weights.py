@@ -34,10 +34,10 @@ SLIDING = {"type": "sliding", "window_size": 3, "sinks": 1}
 CASES: dict[str, dict[str, Any]] = {
     "hedgehog, shared": {"span": SLIDING},
     "taylor, mix": {"span": SLIDING, "feature_map": {"type": "taylor2"}, "combine": {"type": "mix"}},
-    "regla, mix over all keys": {
+    "regla, mix": {
         "span": SLIDING,
         "feature_map": {"type": "regla", "feature_dim": 4},
-        "combine": {"type": "mix", "weights_over": "all_keys"},
+        "combine": {"type": "mix"},
         "decay": {"type": "scalar"},
     },
     "cosformer, add": {

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from transformers import PreTrainedConfig
 
 from linearize.base import UserError
+from linearize.hf.classes import read_plan
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers import config as parts
 from linearize.mixers.config import (
@@ -72,10 +74,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(normalizer=GroupNormalizer()), dict(combine=Add())),
     (dict(feature_map=RfaMap()), dict(combine=Mix())),
     (dict(combine=AbsoluteScale()), dict(feature_map=HedgehogMap(activation="exp"))),
-    (
-        dict(combine=Mix(weights_over="all_keys"), normalizer=NoNormalizer()),
-        dict(combine=Mix(weights_over="linear_keys")),
-    ),
     (dict(feature_map=IdentityMap()), dict(normalizer=RmsNormalizer(), combine=Add())),
     (dict(decay=OuterGate()), dict(decay=FeatureGate())),
     (dict(update=DeltaUpdate()), dict(normalizer=NoNormalizer(), combine=Mix())),
@@ -132,7 +130,7 @@ WITH_A_MEANING: list[dict[str, Any]] = [
     dict(feature_map=TaylorMap()),  # single features are negative, the kernel never
     dict(feature_map=RfaMap(), combine=Add()),  # as its paper does
     dict(span=NoSpan(), feature_map=LolcatMap()),
-    dict(feature_map=ExpMap(), decay=RefinedGate(axis="feature"), combine=Mix(weights_over="all_keys")),
+    dict(feature_map=ExpMap(), decay=RefinedGate(axis="feature"), combine=Mix()),
     DELTA | dict(feature_map=PerformerMap(), update=DeltaUpdate(key_norm="sum"), decay=FixedDecay()),
     DELTA | dict(feature_map=Elu1Map(rotation="after"), update=DeltaUpdate(key_norm="sum")),
 ]
@@ -158,7 +156,7 @@ PRODUCT: dict[str, list[Any]] = {
     ],
     "update": [parts.AdditiveUpdate(), DeltaUpdate(), DeltaUpdate(key_norm="sum")],
     "normalizer": [SumNormalizer(), NoNormalizer(), GroupNormalizer(), RmsNormalizer()],
-    "combine": [SharedDenominator(), AbsoluteScale(), Mix(), Mix(weights_over="all_keys"), Add(), WindowOnly()],
+    "combine": [SharedDenominator(), AbsoluteScale(), Mix(), Add(), WindowOnly()],
 }
 
 
@@ -179,16 +177,16 @@ def product() -> tuple[list[MixerConfig], Counter[str]]:
 
 def test_every_combination_is_accepted_or_refused_with_a_reason(product: tuple[list[MixerConfig], Counter]) -> None:
     accepted, refused = product
-    assert len(accepted) + refused.total() == 3 * 18 * 8 * 3 * 4 * 6 == 31_104
+    assert len(accepted) + refused.total() == 3 * 18 * 8 * 3 * 4 * 5 == 25_920
     assert set(refused) == set(REASONS), "each of the reasons, and no other"
-    # By hand. Of spans and combinations there are 3 with `add`, 2 with each `mix`, 3 with `shared_denominator`.
+    # By hand. Of spans and combinations there are 3 with `add`, 2 with `mix`, 3 with `shared_denominator`.
     # The delta rule: 3 normalizers, 5 decays; 17 maps with l2, and 13 with `sum`, without the 4 of mixed signs.
     delta = (3 + 2) * 3 * 5 * (17 + 13)
     # The absolute scale: 2 spans, 6 decays, and the 5 maps of exponentials.
     absolute = 2 * 6 * 5
     # Other normalizers than `sum`: 8 decays. `sum`: 6 decays and the 13 maps that are not signed; rfa cannot share.
-    additive = (3 + 2) * 3 * 8 * 17 + 6 * (12 * (3 + 2 + 2 + 3) + (3 + 2 + 2))
-    assert len(accepted) == delta + additive + absolute + 2 == 5114, "and the window alone, with either span"
+    additive = (3 + 2) * 3 * 8 * 17 + 6 * (12 * (3 + 2 + 3) + (3 + 2))
+    assert len(accepted) == delta + additive + absolute + 2 == 4958, "and the window alone, with either span"
 
 
 def test_what_is_accepted_has_every_part(product: tuple[list[MixerConfig], Counter]) -> None:
@@ -213,6 +211,27 @@ def test_the_unions_have_every_part() -> None:
         choices = schema["properties"][name]
         tagged = next(choice for choice in [choices, *choices.get("anyOf", [])] if "discriminator" in choice)
         assert set(tagged["discriminator"]["mapping"]) == {part.type for part in values if part is not None}
+
+
+# --- a field that is gone ---------------------------------------------------------------------------------------------
+
+
+def test_weights_over_its_own_keys_need_no_saying() -> None:
+    """Old recipes and checkpoints (tests/hf/checkpoints/format_1) name the keys over which weights sum to 1."""
+    mixer = MixerConfig.model_validate({"combine": {"type": "mix", "weights_over": "linear_keys"}})
+    assert mixer == MixerConfig(combine=Mix()) and "weights_over" not in mixer.model_dump()["combine"]
+    assert Recipe.load("lolcat-w", {"mixer.combine.weights_over": "linear_keys"}) == Recipe.load("lolcat-w")
+
+
+def test_weights_over_all_keys_are_refused() -> None:
+    reason = "weights_over: expected linear_keys, as it is without this field, found all_keys, which is gone; "
+    with pytest.raises(UserError) as error:
+        Recipe.load("lolcat-w", {"mixer.combine.weights_over": "all_keys"})
+    assert str(error.value).startswith(f"recipe field mixer.combine: {reason}") and "\n" not in str(error.value)
+    stored = {"format_version": 1, "layers": [None, {"combine": {"type": "mix", "weights_over": "all_keys"}}]}
+    with pytest.raises(ValueError, match=f"^config.linearize.layers: combine.mix: {reason}") as error:
+        read_plan(PreTrainedConfig(linearize=stored))
+    assert "\n" not in str(error.value)
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ IN_CLOSED_FORM = {
     "no window": {"span": {"type": "none"}, "combine": {"type": "add"}},
     "sliding": {"span": {"type": "sliding", "window_size": 7, "sinks": 2}},
     "terraced": {"span": {"type": "terraced", "window_size": 4, "blocks": 2}},
-    "over all keys": {"combine": {"type": "mix", "weights_over": "all_keys"}},
 }
 WITH_FEATURES = {
     "gate": {"decay": {"type": "scalar"}},

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 
 from linearize.mixers import config as parts
 from linearize.mixers import linear
@@ -110,20 +109,7 @@ def input_scale_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(linear.LinearMixer, "_new_tokens", wrong)
 
 
-def totals_lost(patch: pytest.MonkeyPatch) -> None:
-    """The weights' sum over all keys forgets the earlier calls."""
-    prefill = linear.LinearMixer._prefill
-
-    def wrong(self, inputs, state, own):
-        y, state = prefill(self, inputs, state, own)
-        empty = replace(state.totals, z=torch.zeros_like(state.totals.z))
-        return y, replace(state, totals=empty)
-
-    patch.setattr(linear.LinearMixer, "_prefill", wrong)
-
-
 EXP = {"feature_map": parts.ExpMap()}
-MIX = {"combine": parts.Mix(weights_over="all_keys")}
 GUARDS = [
     (window_off_by_one, oracle, {"span": WINDOW}),
     (window_off_by_one, oracle, {"span": TERRACES}),
@@ -142,7 +128,6 @@ GUARDS = [
     (terrace_lost, after_a_prompt, {"span": TERRACES}),
     (erasures_forgotten, oracle, {"span": WINDOW} | DELTA),
     (input_scale_forgotten, oracle, {"span": parts.NoSpan()} | GATED),
-    (totals_lost, token_by_token, {"span": WINDOW} | MIX),
 ]
 
 

@@ -36,12 +36,10 @@ def mixer_layer(
         for slots in row_documents:
             for h in range(y.shape[1]):
                 num = torch.zeros(len(slots), y.shape[-1], dtype=torch.float64)
-                den = every_den = log_scale = torch.zeros(len(slots), dtype=torch.float64)
+                den = log_scale = torch.zeros(len(slots), dtype=torch.float64)
                 if config.feature_map is not None:
                     head = make_head(config, weights, inputs, row, h, slots)
                     num, den = linear_recurrent(head, span)[:2] if recurrent else linear_quadratic(head, span)
-                    if getattr(config.combine, "weights_over", None) == "all_keys":
-                        every_den = linear_quadratic(head, SpanSpec("none"))[1]
                     if config.combine.type == "absolute_scale":
                         # What num and den are relative to: the query's largest logarithm, the largest key so far.
                         log_scale = present(head.log_query) + head.keys.amax(1).cummax(0).values
@@ -51,7 +49,7 @@ def mixer_layer(
                         weights,
                         h,
                         window=(window_num[row, h, slot], float(window_den[row, h, slot])),
-                        linear=(num[n], float(den[n]), float(every_den[n])),
+                        linear=(num[n], float(den[n])),
                         log_scales=(float(largest_score[row, h, slot]), float(log_scale[n])),
                         anything_linear=bool(span_keys(span, n)[1]),
                         hidden=None if inputs.hidden is None else inputs.hidden[row, slot],
@@ -103,16 +101,16 @@ def _combined(
     h: int,
     *,
     window: tuple[Tensor, float],
-    linear: tuple[Tensor, float, float],
+    linear: tuple[Tensor, float],
     log_scales: tuple[float, float],
     anything_linear: bool,
     hidden: Tensor | None,
 ) -> Tensor:
-    """y [D] of one query from (num [D], den) of its window and (num [D], den, den over all keys) of its linear part.
+    """y [D] of one query from (num [D], den) of its window and of its linear part.
 
     `log_scales`: the logarithms that window and linear part are relative to.
     """
-    combine, (window_num, window_den), (num, den, every_den) = config.combine, window, linear
+    combine, (window_num, window_den), (num, den) = config.combine, window, linear
     softmax = window_num / window_den if window_den else window_num
     if combine.type == "window_only":
         return softmax
@@ -129,6 +127,5 @@ def _combined(
         if not anything_linear:
             return softmax
         s = float(present(weights.window_weight)[h])
-        den = {"linear_keys": den, "all_keys": every_den}[combine.weights_over]
         return s * softmax + (1 - s) * normalized(config, weights, h, num, den, hidden)
     raise ValueError(combine.type)

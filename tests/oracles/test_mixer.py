@@ -141,8 +141,8 @@ CONFIGS = {
         decay=DECAYS["scalar"],
     ),
     "mix": config_of(combine=MIX, scale="regla", feature_map=MAPS["regla"]),
-    "mix all keys": config_of(
-        combine={**MIX, "weights_over": "all_keys"},
+    "mix of sums": config_of(
+        combine=MIX,
         normalizer={"type": "sum"},
         decay=DECAYS["scalar"],
         span=SINKS,
@@ -205,12 +205,11 @@ def test_combinations_by_hand() -> None:
         ("add", "sum"): 10 + 2,
         ("add", "none"): 10 + 8,
         ("mix", "sum"): 0.75 * 10 + 0.25 * 2,
-        ("mix all", "sum"): 0.75 * 10 + 0.25 * 8 / 6,
         ("mix", "none"): 0.75 * 10 + 0.25 * 8,
     }
     for (combine, normalizer), value in expected.items():
-        part = {**MIX, "weights_over": "all_keys"} if combine == "mix all" else {"type": combine}
-        config = config_of(span={"type": "sliding", "window_size": 1}, combine=part, normalizer={"type": normalizer})
+        part, span = {"type": combine}, {"type": "sliding", "window_size": 1}
+        config = config_of(span=span, combine=part, normalizer={"type": normalizer})
         y = mixer_layer(config, w, inputs, [[[0, 1, 2]]])
         assert float(y[0, 0, 2]) == pytest.approx(value), combine
         assert float(y[0, 0, 0]) == 1  # nothing is linear for the first query

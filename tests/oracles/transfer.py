@@ -118,8 +118,7 @@ def _combined(
         top = torch.where(near, scores, -torch.inf).amax(-1, keepdim=True)
         unnormalised = linear + g * torch.where(near, (scores - top.clamp_min(-1e300)).exp(), 0)
         return unnormalised / unnormalised.sum(-1, keepdim=True).clamp_min(1e-6)
-    over = kernel if getattr(combine, "weights_over", None) == "all_keys" else linear
-    alone = linear / over.sum(-1, keepdim=True).clamp_min(1e-6)
+    alone = linear / linear.sum(-1, keepdim=True).clamp_min(1e-6)
     window = _softmax(scores, near)
     if combine.type == "add":
         return alone + window

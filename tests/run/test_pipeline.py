@@ -450,6 +450,16 @@ def test_another_s_folder_is_refused(
     assert contents(tmp_path) == before
 
 
+def test_a_recipe_with_a_field_that_is_gone_is_this_recipe(tmp_path: Path) -> None:
+    given = Run(Recipe.load("lolcat-w"), "teacher", tmp_path, torch.float32, torch.device("cpu"))
+    text = given.recipe.to_yaml()
+    old = text.replace("    type: mix\n", "    type: mix\n    weights_over: linear_keys\n")
+    (tmp_path / "recipe.yaml").write_text(old)
+    (tmp_path / "run.json").write_text(json.dumps({"model": "teacher", "dtype": "float32", "device": "cpu"}))
+    assert old != text and Run.read(tmp_path, given.dtype, given.device) == given
+    runs.check_output(given)
+
+
 def test_a_linearized_model_is_refused_before_anything_is_written(finished: Run, tmp_path: Path) -> None:
     again = dataclasses.replace(finished, model=str(finished.folder / "model"), folder=tmp_path / "run")
     with pytest.raises(UserError, match="linearized already"):

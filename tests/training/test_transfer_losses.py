@@ -40,7 +40,6 @@ TERRACED: dict[str, Any] = {"type": "terraced", "window_size": 4, "blocks": 2}
 SHARED, ADD = {"type": "shared_denominator"}, {"type": "add"}
 MIX = {"type": "mix", "window_weight_init": 0.3}
 ABSOLUTE = {"type": "absolute_scale"}
-MIX_ALL = MIX | {"weights_over": "all_keys"}
 MAPS: dict[str, dict[str, Any]] = {
     "elu1": {"type": "elu1"},
     "lolcat exp": {"type": "lolcat", "activation": "exp"},
@@ -168,7 +167,7 @@ def test_every_map_and_span(feature_map: str, span: dict[str, Any]) -> None:
     check(make_mixer(feature_map, span, SHARED), PACKED, CE if span is NONE else EVERYTHING)
 
 
-@pytest.mark.parametrize("combine", [MIX, MIX_ALL, ADD], ids=["mix", "mix over all keys", "add"])
+@pytest.mark.parametrize("combine", [MIX, ADD], ids=["mix", "add"])
 @pytest.mark.parametrize("span", [SLIDING, TERRACED], ids=lambda span: span["type"])
 @pytest.mark.parametrize("feature_map", ["hedgehog", "lolcat exp"])
 def test_every_combination(feature_map: str, span: dict[str, Any], combine: dict[str, Any]) -> None:
@@ -182,7 +181,7 @@ def test_absolute_scale(feature_map: str, span: dict[str, Any], decay: dict[str,
     check(make_mixer(feature_map, span, ABSOLUTE, decay), PACKED, EVERYTHING)
 
 
-@pytest.mark.parametrize("combine", [SHARED, MIX_ALL], ids=["shared", "mix over all keys"])
+@pytest.mark.parametrize("combine", [SHARED, MIX], ids=["shared", "mix"])
 @pytest.mark.parametrize("decay", [FIXED, SCALAR], ids=lambda decay: decay["type"])
 @pytest.mark.parametrize("feature_map", ["hedgehog", "lolcat exp"])
 def test_decays(feature_map: str, decay: dict[str, Any], combine: dict[str, Any]) -> None:
@@ -273,7 +272,7 @@ def test_micro_batches_add_up_to_the_definition(splits: list[int]) -> None:
 
 
 def test_held_out_losses_are_training_losses_without_gradients() -> None:
-    for combine, feature_map in ((SHARED, "hedgehog"), (MIX_ALL, "lolcat exp"), (ADD, "hedgehog"), (SHARED, "elu1")):
+    for combine, feature_map in ((SHARED, "hedgehog"), (MIX, "lolcat exp"), (ADD, "hedgehog"), (SHARED, "elu1")):
         student = tiny.moved_student(
             tiny.llama().double(), mixer__span=SLIDING, mixer__combine=combine, mixer__feature_map=MAPS[feature_map]
         )

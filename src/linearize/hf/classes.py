@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
@@ -56,7 +57,7 @@ def read_plan(config: PreTrainedConfig) -> LayerPlan:
     """The layer plan stored in a linearized config.
 
     Raises:
-        ValueError: no plan, or one of a version this package does not know.
+        ValueError: no plan, or one that this package does not know; one line.
     """
     stored = getattr(config, "linearize", None)
     if not stored:
@@ -66,7 +67,12 @@ def read_plan(config: PreTrainedConfig) -> LayerPlan:
             f"config.linearize.format_version: expected {FORMAT_VERSION}, found {stored.get('format_version')!r}; "
             "install the version of linearize that wrote this checkpoint, or a newer one"
         )
-    return tuple(None if mixer is None else MixerConfig.model_validate(mixer) for mixer in stored["layers"])
+    try:
+        return tuple(None if mixer is None else MixerConfig.model_validate(mixer) for mixer in stored["layers"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        field, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"config.linearize.layers: {field}: {reason}") from None
 
 
 class LinearizedConfig:

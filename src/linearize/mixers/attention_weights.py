@@ -222,8 +222,6 @@ class LinearPart:
         `parameters` are those of `mixer.combine`, by name.
         """
         mixer, window = self.mixer, None
-        if mixer.config.sums_all_keys:
-            linear = replace(linear, den=self.partial(features, block.near | block.far).den)
         if mixer.span.max_lag or mixer.span.sinks:
             weights, top = exponentials(scores, block.near)
             window = Partial(weights, weights.sum(-1), top)

@@ -8,7 +8,7 @@ state S [F, D], D head dimension, F features per head. Feature maps stand in `ma
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -120,9 +120,19 @@ class Mix(CombinePart):
 
     type: Literal["mix"] = "mix"
     window_weight_init: float = Field(default=0.5, gt=0, lt=1, description="initial s")
-    weights_over: Literal["linear_keys", "all_keys"] = Field(
-        default="linear_keys", description="the keys over which the linear part's weights sum to 1"
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_weights_over(cls, fields: Any) -> Any:
+        """Old recipes and checkpoints say over which keys the linear part's weights sum to 1: its own, as they do."""
+        if not isinstance(fields, dict) or "weights_over" not in fields:
+            return fields
+        if fields["weights_over"] != "linear_keys":
+            raise ValueError(
+                f"weights_over: expected linear_keys, as it is without this field, found {fields['weights_over']}, "
+                "which is gone; convert and train anew without it"
+            )
+        return {name: value for name, value in fields.items() if name != "weights_over"}
 
     def parameters(self, shape: LayerShape) -> int:
         return shape.num_heads
@@ -231,11 +241,6 @@ class MixerConfig(Config):
         return self.feature_map is not None and self.feature_map.closed_form and as_they_are
 
     @property
-    def sums_all_keys(self) -> bool:
-        """Whether the linear part's weights are normalised over the window's keys too."""
-        return isinstance(self.combine, Mix) and self.combine.weights_over == "all_keys"
-
-    @property
     def absolute(self) -> bool:
         """Whether the linear part keeps the logarithm that its features are relative to."""
         return isinstance(self.combine, AbsoluteScale)
@@ -323,11 +328,6 @@ _REFUSED: tuple[tuple[Callable[[MixerConfig], bool], str], ...] = (
         lambda m: m.absolute and (m.feature_map is None or not m.feature_map.exponential),
         "combine `absolute_scale` needs a map whose features are exponentials, which keep how large a key is: choose "
         "feature_map `exp`, `performer`, `regla`, or activation `exp` of `hedgehog` or `lolcat`",
-    ),
-    (
-        lambda m: m.sums_all_keys and not m.sums,
-        "combine `mix` with weights over all keys divides by the sum of weights: choose normalizer `sum`, or "
-        "weights_over `linear_keys`",
     ),
     (
         lambda m: m.sums and m.feature_map is not None and m.feature_map.signed,

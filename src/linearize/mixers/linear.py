@@ -22,7 +22,6 @@ from linearize.mixers.state import MixerState, Slots, keep_slots, push_slot
 from linearize.ops import (
     Layout,
     LinearState,
-    NoSpan,
     Partial,
     TerracedSpan,
     delta_values,
@@ -233,23 +232,9 @@ class LinearMixer(Mixer):
             before = None if state is None else state.linear
             options: dict[str, Any] = self._how(tokens) | {"span": self.span, "layout": layout, "state": before}
             linear = linear_scan(phi_q, phi_k, written, **options)
-            if self.config.sums_all_keys:
-                own, own_layout = self._without_context(tokens, phi_k, layout)
-                totals = None if state is None else state.totals
-                options = self._how(own) | {"span": NoSpan(), "layout": own_layout, "state": totals}
-                over_all = linear_scan(phi_q, own["phi_k"], own["values"][..., :0], **options)
-                linear = replace(linear, den=over_all.den)
             own = {name: x[:, :, x.shape[2] - layout.length :] for name, x in tokens.items()}
             linear = self.in_scale(linear, log_scale, own)
         return window, linear
-
-    def _without_context(self, tokens: Slots, phi_k: Tensor, layout: Layout) -> tuple[Slots, Layout]:
-        """The inputs' own tokens, and their layout: the same documents, no context slots."""
-        length = layout.length
-        own = {name: x[:, :, x.shape[2] - length :] for name, x in (tokens | {"phi_k": phi_k}).items()}
-        if length == layout.key_position.shape[1]:
-            return own, layout
-        return own, Layout(layout.query_position, layout.query_document, length, seen=layout.seen)
 
     def combined(
         self, inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: Bool[Tensor, "#B T"]
@@ -264,18 +249,13 @@ class LinearMixer(Mixer):
         tokens, phi_k, maximum = self.tokens(inputs, own, layout, state)
         before = None if state is None else state.linear
         written = self.written(tokens, phi_k, layout, before)
-        linear = totals = None
+        linear = None
         if phi_k is not None:
             linear = linear_state(phi_k, written, **self._how(tokens), span=self.span, layout=layout, state=before)
-            if self.config.sums_all_keys:
-                mine, mine_layout = self._without_context(tokens, phi_k, layout)
-                options: dict[str, Any] = self._how(mine) | {"span": NoSpan(), "layout": mine_layout}
-                options["state"] = None if state is None else state.totals
-                totals = linear_state(mine["phi_k"], mine["values"][..., :0], **options)
         read = self._partials(inputs, tokens, phi_k, written, layout, state)
         y = self.combined(inputs, *read, self.has_linear(layout.query_position))
         slots = keep_slots(tokens, layout, self.span, batch)
-        return y, MixerState(slots, layout.count.expand(batch).clone(), linear, maximum, totals)
+        return y, MixerState(slots, layout.count.expand(batch).clone(), linear, maximum)
 
     def _how(self, tokens: Slots) -> dict[str, Any]:
         """Decays of the tokens and the kernel, as the ops take them."""
@@ -299,7 +279,7 @@ class LinearMixer(Mixer):
             seen = (places >= 0) & (~below | (places < span.sinks))
             softmax = {"scaling": inputs.scaling, "softcap": inputs.softcap}
             window = window_step(inputs.q, tokens["keys"], tokens["values"], seen=seen, **softmax)
-        linear, after, totals = None, state.linear, state.totals
+        linear, after = None, state.linear
         if self.feature_map is not None:
             assert state.linear is not None
             entering = places.shape[1] - 1 - span.fold_lag
@@ -309,16 +289,10 @@ class LinearMixer(Mixer):
             options: dict[str, Any] = {"beta": one.get("beta"), "span": span, "position": position}
             options |= {"state": state.linear} | self._how(one) | _skipped(tokens, below if span.max_lag else None)
             linear, after = linear_step(phi_q, phi_k, one["values"], **options)
-            if self.config.sums_all_keys:
-                assert state.totals is not None
-                phi_k = self._key_features(new, self._map_keys(new, position[:, None]), None)
-                options = self._how(new) | {"span": NoSpan(), "position": position, "state": state.totals}
-                over_all, totals = linear_step(phi_q, phi_k, new["values"][..., :0], **options)
-                linear = replace(linear, den=over_all.den)
             linear = self.in_scale(linear, log_scale, new)
         slots = push_slot(tokens, span, position - span.context)
         y = self.combined(inputs, window, linear, self.has_linear(position[:, None]))
-        return y, MixerState(slots, position + 1, after, maximum, totals)
+        return y, MixerState(slots, position + 1, after, maximum)
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape: what stands before the first token."""
@@ -326,7 +300,7 @@ class LinearMixer(Mixer):
         dtype, device = accumulation_dtype(inputs.v.dtype), inputs.k.device
         new, maximum = self._new_tokens(inputs), None
         seen = torch.zeros(batch, dtype=torch.int64, device=device)
-        linear = totals = None
+        linear = None
         if self.config.keeps_maximum:
             logs = self._map_keys(new, seen[:, None].expand(-1, inputs.k.shape[2]))
             maximum = logs.new_full(logs.shape[:2], -torch.inf)
@@ -336,10 +310,9 @@ class LinearMixer(Mixer):
             S = torch.zeros(batch, self.state_heads, self.feature_map.feature_dim, head_dim, dtype=dtype, device=device)
             following = (S, S[..., 0]) if isinstance(self.span, TerracedSpan) else (None, None)
             linear = LinearState(S, S[..., 0], *following)
-            totals = LinearState(S[..., :0], S[..., 0]) if self.config.sums_all_keys else None
         size = self.span.sinks + self.span.context
         slots = {name: x.new_zeros(batch, x.shape[1], size, x.shape[3]) for name, x in new.items()}
-        return MixerState(slots, seen, linear, maximum, totals)
+        return MixerState(slots, seen, linear, maximum)
 
 
 def _skipped(tokens: Slots, below: Bool[Tensor, "B S"] | None) -> dict[str, Tensor]:

@@ -29,20 +29,17 @@ class MixerState:
         seen: tokens of the document so far.
         linear: S and z of the keys below the window, where there is a linear part.
         maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
-        totals: z over all keys, where weights are normalised over these.
     """
 
     slots: Slots
     seen: Int[Tensor, " B"]
     linear: LinearState | None = None
     maximum: Float[Tensor, "B Hk"] | None = None
-    totals: LinearState | None = None
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every tensor of the state by a name, that of its field: `slots.keys`, `seen`, `linear.S` and so on."""
         parts = {"slots": self.slots}
         parts |= {} if self.linear is None else {"linear": self.linear.named_tensors()}
-        parts |= {} if self.totals is None else {"totals": self.totals.named_tensors()}
         named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
         return named | {"seen": self.seen} | ({} if self.maximum is None else {"maximum": self.maximum})
 
@@ -57,8 +54,8 @@ class MixerState:
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): x for name, x in named.items() if name.startswith(prefix)}
 
-        linear, totals = (LinearState(**x) if x else None for x in (part("linear."), part("totals.")))
-        return cls(part("slots."), named["seen"], linear, named.get("maximum"), totals)
+        linear = part("linear.")
+        return cls(part("slots."), named["seen"], LinearState(**linear) if linear else None, named.get("maximum"))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> MixerState:
         """The state with `fn` applied to every tensor."""

@@ -59,7 +59,7 @@ def check_output(run: Run) -> None:
     recipe_file, run_file = run.folder / "recipe.yaml", run.folder / "run.json"
     if recipe_file.is_file() and run_file.is_file():
         found = json.loads(run_file.read_text(encoding="utf-8"))
-        if recipe_file.read_text(encoding="utf-8") != run.recipe.to_yaml():
+        if _written(recipe_file) != run.recipe.to_yaml():
             raise UserError(
                 f"output folder {run.folder}: expected a run of this recipe, found one of another ({recipe_file}); "
                 "use another folder"
@@ -81,6 +81,14 @@ def _unclaimed(run: Run) -> bool:
     recipe = run.folder / "recipe.yaml"
     found = set(run.folder.iterdir()) - set(run.folder.glob(".*.incomplete"))
     return not found or (found == {recipe} and recipe.read_text(encoding="utf-8") == run.recipe.to_yaml())
+
+
+def _written(recipe_file: Path) -> str | None:
+    """A run's recipe as it is written today, perhaps without a field of an earlier version; None: there is none."""
+    try:
+        return Recipe.parse(yaml.safe_load(recipe_file.read_text(encoding="utf-8"))).to_yaml()
+    except (UserError, yaml.YAMLError):
+        return None
 
 
 def claim(run: Run, dataset: Dataset) -> None:
