@@ -10,87 +10,101 @@ import torch
 from linearize.costs import mixer_activations, mixer_flops, new_parameters, state_bytes
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers import AttnInputs, LinearMixer
-from linearize.mixers import config as parts
+from linearize.mixers.combine import Add, Mix, WindowOnly
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.feature_maps import (
+    CosformerMap,
+    DpfpMap,
+    Elu1Map,
+    ExpMap,
+    HedgehogMap,
+    IdentityMap,
+    LolcatMap,
+    PerformerMap,
+    ReglaMap,
+    RfaMap,
+    T2RMap,
+    TaylorMap,
+)
+from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
+from linearize.mixers.normalizers import GroupNormalizer, NoNormalizer, RmsNormalizer
+from linearize.mixers.update import DeltaUpdate
+from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
 from tests.shapes import make_shape
 
 # H = 4, G = 2, D = 8, hidden size 32; and without RoPE, and without GQA.
 SMALL = make_shape("llama", 2, 4, 2, 8, 32, 80, 101, 64, False)
 SMALL_GPT2 = make_shape("gpt2", 2, 4, 4, 8, 32, 128, 101, 64, True)
-SLIDING, SINKS = parts.SlidingSpan(window_size=5), parts.SlidingSpan(window_size=5, sinks=3)
-TERRACED = parts.TerracedSpan(window_size=5, blocks=3, sinks=2)
-SIX = parts.HedgehogMap(feature_dim=6)
-GROUP, RMS, ADD = parts.GroupNormalizer(), parts.RmsNormalizer(), parts.Add()
-PLAIN = dict(normalizer=parts.NoNormalizer(), combine=parts.Mix())
+SLIDING, SINKS = SlidingSpan(window_size=5), SlidingSpan(window_size=5, sinks=3)
+TERRACED = TerracedSpan(window_size=5, blocks=3, sinks=2)
+SIX = HedgehogMap(feature_dim=6)
+GROUP, RMS, ADD = GroupNormalizer(), RmsNormalizer(), Add()
+PLAIN = dict(normalizer=NoNormalizer(), combine=Mix())
 MIXERS = {
     "sliding": MixerConfig(span=SLIDING, feature_map=SIX),
-    "per KV head, sinks": MixerConfig(span=SINKS, feature_map=parts.HedgehogMap(feature_dim=6, per="kv_head")),
+    "per KV head, sinks": MixerConfig(span=SINKS, feature_map=HedgehogMap(feature_dim=6, per="kv_head")),
     "terraced": MixerConfig(span=TERRACED, feature_map=SIX),
-    "no window": MixerConfig(span=parts.NoSpan(), feature_map=SIX),
-    "window only": MixerConfig(span=SLIDING, feature_map=None, combine=parts.WindowOnly()),
-    "window only, sinks": MixerConfig(span=SINKS, feature_map=None, combine=parts.WindowOnly()),
+    "no window": MixerConfig(span=NoSpan(), feature_map=SIX),
+    "window only": MixerConfig(span=SLIDING, feature_map=None, combine=WindowOnly()),
+    "window only, sinks": MixerConfig(span=SINKS, feature_map=None, combine=WindowOnly()),
     # Exponentials carry their running maximum: a step and an offset per slot, and the last one.
-    "maximum": MixerConfig(span=SLIDING, feature_map=parts.ReglaMap(feature_dim=6, per="kv_head")),
-    "maximum, mix": MixerConfig(span=TERRACED, feature_map=parts.LolcatMap(tied=True), combine=parts.Mix()),
-    "maximum, fixed decay": MixerConfig(span=SINKS, feature_map=parts.ExpMap(), decay=parts.FixedDecay(), combine=ADD),
+    "maximum": MixerConfig(span=SLIDING, feature_map=ReglaMap(feature_dim=6, per="kv_head")),
+    "maximum, mix": MixerConfig(span=TERRACED, feature_map=LolcatMap(tied=True), combine=Mix()),
+    "maximum, fixed decay": MixerConfig(span=SINKS, feature_map=ExpMap(), decay=FixedDecay(), combine=ADD),
     "maximum, feature gate": MixerConfig(
-        span=SLIDING, feature_map=parts.PerformerMap(feature_dim=6), decay=parts.FeatureGate(rank=3)
+        span=SLIDING, feature_map=PerformerMap(feature_dim=6), decay=FeatureDecay(rank=3)
     ),
     "maximum, refined gate of values": MixerConfig(
-        span=SLIDING, feature_map=parts.ReglaMap(feature_dim=6), decay=parts.RefinedGate(), scale="regla", **PLAIN
+        span=SLIDING, feature_map=ReglaMap(feature_dim=6), decay=RefinedDecay(), scale="regla", **PLAIN
     ),
     # Maps that see unrotated keys, and features that are rotated themselves.
-    "unrotated": MixerConfig(span=SINKS, feature_map=parts.CosformerMap()),
+    "unrotated": MixerConfig(span=SINKS, feature_map=CosformerMap()),
     "rotated after": MixerConfig(
         span=SLIDING,
-        feature_map=parts.T2RMap(rotation="after", per="model"),
-        decay=parts.FixedDecay(schedule="retnet"),
+        feature_map=T2RMap(rotation="after", per="model"),
+        decay=FixedDecay(schedule="retnet"),
         normalizer=GROUP,
-        combine=parts.Mix(),
+        combine=Mix(),
     ),
     "rotated after, tied": MixerConfig(
-        feature_map=parts.T2RMap(rotation="after", per="kv_head", tied=True, bias=False),
+        feature_map=T2RMap(rotation="after", per="kv_head", tied=True, bias=False),
         span=TERRACED,
         normalizer=RMS,
         combine=ADD,
     ),
-    "maximum, rotated after": MixerConfig(span=SLIDING, feature_map=parts.ExpMap(rotation="after"), **PLAIN),
+    "maximum, rotated after": MixerConfig(span=SLIDING, feature_map=ExpMap(rotation="after"), **PLAIN),
     # Gates and the delta rule.
-    "input scale": MixerConfig(span=SLIDING, feature_map=parts.RfaMap(), decay=parts.ScalarGate(), combine=ADD),
+    "input scale": MixerConfig(span=SLIDING, feature_map=RfaMap(), decay=ScalarDecay(), combine=ADD),
     "input scale, mix": MixerConfig(
         span=SINKS,
-        feature_map=parts.TaylorMap(),
-        decay=parts.ScalarGate(),
-        combine=parts.Mix(),
+        feature_map=TaylorMap(),
+        decay=ScalarDecay(),
+        combine=Mix(),
     ),
-    "outer gate": MixerConfig(span=SINKS, feature_map=parts.Elu1Map(), decay=parts.OuterGate(), **PLAIN),
-    "refined gate of features": MixerConfig(
-        span=TERRACED, feature_map=parts.Elu1Map(), decay=parts.RefinedGate(axis="feature")
-    ),
-    "delta": MixerConfig(
-        span=SLIDING, feature_map=parts.DpfpMap(nu=2), update=parts.DeltaUpdate(key_norm="sum"), **PLAIN
-    ),
+    "outer gate": MixerConfig(span=SINKS, feature_map=Elu1Map(), decay=OuterDecay(), **PLAIN),
+    "refined gate of features": MixerConfig(span=TERRACED, feature_map=Elu1Map(), decay=RefinedDecay(axis="feature")),
+    "delta": MixerConfig(span=SLIDING, feature_map=DpfpMap(nu=2), update=DeltaUpdate(key_norm="sum"), **PLAIN),
     "delta of exponentials": MixerConfig(
         span=TERRACED,
-        feature_map=parts.HedgehogMap(feature_dim=6, activation="exp", bias=True),
-        update=parts.DeltaUpdate(),
+        feature_map=HedgehogMap(feature_dim=6, activation="exp", bias=True),
+        update=DeltaUpdate(),
         normalizer=GROUP,
         combine=ADD,
     ),
     "gated delta, output gate": MixerConfig(
         span=SINKS,
-        feature_map=parts.IdentityMap(rotation="none"),
-        decay=parts.FeatureGate(rank=3),
-        update=parts.DeltaUpdate(),
+        feature_map=IdentityMap(rotation="none"),
+        decay=FeatureDecay(rank=3),
+        update=DeltaUpdate(),
         scale="head_dim",
-        normalizer=parts.RmsNormalizer(output_gate=True),
+        normalizer=RmsNormalizer(output_gate=True),
         combine=ADD,
     ),
     "pure delta": MixerConfig(
-        span=parts.NoSpan(),
-        feature_map=parts.IdentityMap(),
-        decay=parts.ScalarGate(input_scale=False),
-        update=parts.DeltaUpdate(),
+        span=NoSpan(),
+        feature_map=IdentityMap(),
+        decay=ScalarDecay(input_scale=False),
+        update=DeltaUpdate(),
         normalizer=RMS,
         combine=ADD,
     ),
@@ -144,7 +158,7 @@ def test_mixer_by_hand(name: str) -> None:
 
 def test_without_rope_there_is_nothing_unrotated_to_keep() -> None:
     for rotation in ("before", "after", "none"):
-        mixer = MixerConfig(span=SINKS, feature_map=parts.Elu1Map(rotation=rotation), **PLAIN)
+        mixer = MixerConfig(span=SINKS, feature_map=Elu1Map(rotation=rotation), **PLAIN)
         # 8 slots of 2 x 4 x 8 numbers; S and z of 4 heads.
         assert state_bytes(mixer, SMALL_GPT2, kv_bytes_per_element=2, layer=0) == 2 * 8 * 64 + 4 * (4 * 72)
 
@@ -195,8 +209,8 @@ def test_mixer_flops_by_hand(name: str) -> None:
 
 def test_a_kernel_in_closed_form_keeps_inputs_and_not_features() -> None:
     """Taylor's 45 features of 8 inputs; not where a gate or a scale changes features, or a mixer is not causal."""
-    mixer = MixerConfig(span=parts.NoSpan(), feature_map=parts.TaylorMap(), combine=ADD)
-    as_wide_as_inputs = mixer_activations(mixer.model_copy(update={"feature_map": parts.Elu1Map()}), SMALL)
+    mixer = MixerConfig(span=NoSpan(), feature_map=TaylorMap(), combine=ADD)
+    as_wide_as_inputs = mixer_activations(mixer.model_copy(update={"feature_map": Elu1Map()}), SMALL)
     all_features = as_wide_as_inputs + 4 * (4 + 2) * (45 - 8)
     assert mixer_activations(mixer, SMALL) == as_wide_as_inputs
     assert mixer_activations(mixer.model_copy(update={"scale": "head_dim"}), SMALL) == all_features

@@ -16,7 +16,7 @@ from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import projections
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import Add
+from linearize.mixers.combine import Add
 from linearize.mixers.shape import LayerShape
 from linearize.plan import Plan, lora_parameters, make_plan, render, teacher_parameters
 from linearize.recipe import Recipe, resolve

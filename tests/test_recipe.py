@@ -9,19 +9,12 @@ import yaml
 
 from linearize.base import UserError
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import (
-    Add,
-    DeltaUpdate,
-    FeatureGate,
-    HedgehogMap,
-    IdentityMap,
-    NoSpan,
-    RmsNormalizer,
-    SharedDenominator,
-    SlidingSpan,
-    TerracedSpan,
-    WindowOnly,
-)
+from linearize.mixers.combine import Add, SharedDenominator, WindowOnly
+from linearize.mixers.feature_maps import HedgehogMap, IdentityMap
+from linearize.mixers.gates import FeatureDecay
+from linearize.mixers.normalizers import RmsNormalizer
+from linearize.mixers.update import DeltaUpdate
+from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
 from linearize.recipe import KeepListed, Recipe, parse_overrides, recipe_names, resolve
 from linearize.training.config import Plateau
 from tests.shapes import make_shape
@@ -101,7 +94,7 @@ def test_every_part_of_a_mixer_can_be_chosen() -> None:
         "mixer.combine.type=add",
     ).mixer
     assert mixer.feature_map == IdentityMap(rotation="none")
-    assert (mixer.decay, mixer.update) == (FeatureGate(rank=4), DeltaUpdate(key_norm="l2"))
+    assert (mixer.decay, mixer.update) == (FeatureDecay(rank=4), DeltaUpdate(key_norm="l2"))
     assert (mixer.normalizer, mixer.combine) == (RmsNormalizer(output_gate=True), Add())
     assert mixer.span == SlidingSpan(window_size=64), "what is not named stays"
 

@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from linearize import Recipe, convert
 from linearize.evaluation.speed import generation_speed
-from linearize.mixers.combine import scale_of
-from linearize.mixers.config import MixerConfig, ReglaMap
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.feature_maps import ReglaMap
 from linearize.mixers.gates import refined_log_decay
 from linearize.mixers.shape import LayerShape
 
@@ -47,7 +47,7 @@ def theorem(samples: int = 200_000) -> list[dict[str, float]]:
         assert isinstance(config.feature_map, ReglaMap)
         found = {"features": features, "identity": (q * k).sum(1).std(), "exponential": exponential.std()}
         found["theorem"] = math.e * math.sqrt(features * (math.e**2 - 1))
-        found["scaled"] = scale_of(config, shape, features) * exponential.std()
+        found["scaled"] = config.scale_factor(shape) * exponential.std()
         rows.append({name: float(value) for name, value in found.items()})
     return rows
 

@@ -7,7 +7,8 @@ dimension, F features per head.
 from __future__ import annotations
 
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import DeltaUpdate, MixerConfig
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.update import DeltaUpdate
 
 FP32 = 4
 

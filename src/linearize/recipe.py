@@ -23,7 +23,8 @@ from linearize.data.tasks import TextEmbedding
 from linearize.evaluation.config import EvaluationConfig
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import Add, LayerPlan, MixerConfig
+from linearize.mixers.combine import Add
+from linearize.mixers.config import LayerPlan, MixerConfig
 from linearize.training.config import FinetuneConfig, TransferConfig
 
 # --- which layers ---

@@ -22,7 +22,9 @@ from linearize.evaluation.controls import (
 )
 from linearize.hf.attention import linearized_layers, observed, softmax_attention, softmax_output
 from linearize.hf.convert import convert_layers
-from linearize.mixers.config import MixerConfig, NoSpan, SlidingSpan, TerracedSpan, WindowOnly
+from linearize.mixers.combine import WindowOnly
+from linearize.mixers.config import MixerConfig
+from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
 from tests import tiny
 from tests.oracles.spans import SpanSpec, span_keys
 

@@ -28,7 +28,8 @@ from linearize.evaluation.samples import sample_rows
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers
 from linearize.hf.convert import convert_layers
-from linearize.mixers.config import Add, NoSpan
+from linearize.mixers.combine import Add
+from linearize.ops import NoSpan
 from linearize.recipe import Recipe
 from tests import tiny
 from tests.hf.models import randomize_mixers

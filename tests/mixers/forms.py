@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from linearize.mixers import BidirectionalMixer, LinearMixer, MixerState
-from linearize.mixers.config import Add, AdditiveUpdate, NoSpan
-from linearize.ops import chunked, dispatch, grid, window
+from linearize.mixers.combine import Add
+from linearize.mixers.update import AdditiveUpdate
+from linearize.ops import NoSpan, chunked, dispatch, grid, window
 from linearize.ops.layout import context_positions
 from tests.mixers.space import Drawn, pieces, with_tensors
 from tests.mixers.weights import weights_of

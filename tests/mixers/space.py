@@ -13,11 +13,29 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from linearize.mixers import AttnInputs, LinearMixer
-from linearize.mixers import config as parts
+from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.feature_maps import (
+    CosformerMap,
+    DpfpMap,
+    Elu1Map,
+    ExpMap,
+    HedgehogMap,
+    IdentityMap,
+    LolcatMap,
+    PerformerMap,
+    ReglaMap,
+    ReluMap,
+    RfaMap,
+    T2RMap,
+    TaylorMap,
+)
+from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
+from linearize.mixers.normalizers import GroupNormalizer, NoNormalizer, RmsNormalizer, SumNormalizer
 from linearize.mixers.rope import apply_rope
 from linearize.mixers.shape import LayerShape
-from linearize.ops import Layout
+from linearize.mixers.update import AdditiveUpdate, DeltaUpdate
+from linearize.ops import Layout, NoSpan, SlidingSpan, TerracedSpan
 from tests.ops.cases import STYLES, documents_of, own_layout
 from tests.oracles.attention import Documents
 
@@ -28,40 +46,38 @@ LEARNED = {"per": PER, "tied": st.booleans(), "bias": st.booleans()}
 EVEN = st.sampled_from([2, 4, 6])
 
 MAPS = st.one_of(
-    st.builds(parts.IdentityMap, rotation=ROTATIONS),
-    st.builds(parts.Elu1Map, rotation=ROTATIONS),
-    st.builds(parts.ReluMap, rotation=ROTATIONS),
-    st.builds(parts.ExpMap, rotation=ROTATIONS, temperature=st.sampled_from([1.0, 2.0])),
+    st.builds(IdentityMap, rotation=ROTATIONS),
+    st.builds(Elu1Map, rotation=ROTATIONS),
+    st.builds(ReluMap, rotation=ROTATIONS),
+    st.builds(ExpMap, rotation=ROTATIONS, temperature=st.sampled_from([1.0, 2.0])),
     st.builds(
-        parts.T2RMap,
+        T2RMap,
         **LEARNED,
         rotation=BEFORE_OR_NONE,
         feature_dim=EVEN,
         activation=st.sampled_from(["relu", "elu1", "none"]),
     ),
-    st.builds(parts.T2RMap, **LEARNED, rotation=st.just("after")),
+    st.builds(T2RMap, **LEARNED, rotation=st.just("after")),
     st.builds(
-        parts.HedgehogMap,
+        HedgehogMap,
         **LEARNED,
         rotation=BEFORE_OR_NONE,
         feature_dim=EVEN,
         activation=st.sampled_from(["softmax_halves", "softmax", "exp"]),
     ),
-    st.builds(parts.LolcatMap, **LEARNED, rotation=BEFORE_OR_NONE, activation=st.sampled_from(["exp", "relu", "elu1"])),
-    st.builds(parts.ReglaMap, **LEARNED, rotation=BEFORE_OR_NONE, feature_dim=st.integers(1, 6)),
-    st.builds(parts.PerformerMap, rotation=BEFORE_OR_NONE),
-    st.builds(parts.CosformerMap, max_length=st.just(256)),
-    st.builds(parts.TaylorMap, rotation=BEFORE_OR_NONE),
-    st.builds(parts.RfaMap, rotation=BEFORE_OR_NONE),
-    st.builds(parts.DpfpMap, rotation=BEFORE_OR_NONE, nu=st.integers(1, 2)),
+    st.builds(LolcatMap, **LEARNED, rotation=BEFORE_OR_NONE, activation=st.sampled_from(["exp", "relu", "elu1"])),
+    st.builds(ReglaMap, **LEARNED, rotation=BEFORE_OR_NONE, feature_dim=st.integers(1, 6)),
+    st.builds(PerformerMap, rotation=BEFORE_OR_NONE),
+    st.builds(CosformerMap, max_length=st.just(256)),
+    st.builds(TaylorMap, rotation=BEFORE_OR_NONE),
+    st.builds(RfaMap, rotation=BEFORE_OR_NONE),
+    st.builds(DpfpMap, rotation=BEFORE_OR_NONE, nu=st.integers(1, 2)),
 )
 SPANS = st.one_of(
-    st.builds(parts.NoSpan),
+    st.builds(NoSpan),
+    st.builds(SlidingSpan, window_size=st.sampled_from([1, 3, 7, 16, 17, 40]), sinks=st.sampled_from([0, 0, 2, 5])),
     st.builds(
-        parts.SlidingSpan, window_size=st.sampled_from([1, 3, 7, 16, 17, 40]), sinks=st.sampled_from([0, 0, 2, 5])
-    ),
-    st.builds(
-        parts.TerracedSpan,
+        TerracedSpan,
         window_size=st.sampled_from([1, 4, 7, 16]),
         blocks=st.integers(1, 2),
         sinks=st.sampled_from([0, 0, 1, 9]),
@@ -70,26 +86,24 @@ SPANS = st.one_of(
 BIAS = st.sampled_from([0.0, 3.0, -3.0])
 DECAYS = st.one_of(
     st.none(),
-    st.builds(parts.FixedDecay, schedule=st.sampled_from(["lightning", "retnet"])),
-    st.builds(parts.ScalarGate, input_scale=st.booleans(), bias_init=BIAS),
-    st.builds(parts.FeatureGate, rank=st.integers(1, 3), temperature=st.sampled_from([1.0, 16.0]), bias_init=BIAS),
-    st.builds(parts.OuterGate, bias_init=BIAS),
-    st.builds(parts.RefinedGate, axis=st.sampled_from(["value", "feature"]), bias_init=BIAS),
+    st.builds(FixedDecay, schedule=st.sampled_from(["lightning", "retnet"])),
+    st.builds(ScalarDecay, input_scale=st.booleans(), bias_init=BIAS),
+    st.builds(FeatureDecay, rank=st.integers(1, 3), temperature=st.sampled_from([1.0, 16.0]), bias_init=BIAS),
+    st.builds(OuterDecay, bias_init=BIAS),
+    st.builds(RefinedDecay, axis=st.sampled_from(["value", "feature"]), bias_init=BIAS),
 )
-UPDATES = st.one_of(
-    st.builds(parts.AdditiveUpdate), st.builds(parts.DeltaUpdate, key_norm=st.sampled_from(["l2", "sum"]))
-)
+UPDATES = st.one_of(st.builds(AdditiveUpdate), st.builds(DeltaUpdate, key_norm=st.sampled_from(["l2", "sum"])))
 NORMALIZERS = st.one_of(
-    st.builds(parts.SumNormalizer),
-    st.builds(parts.NoNormalizer),
-    st.builds(parts.GroupNormalizer),
-    st.builds(parts.RmsNormalizer, output_gate=st.booleans()),
+    st.builds(SumNormalizer),
+    st.builds(NoNormalizer),
+    st.builds(GroupNormalizer),
+    st.builds(RmsNormalizer, output_gate=st.booleans()),
 )
 COMBINES = st.one_of(
-    st.builds(parts.SharedDenominator),
-    st.builds(parts.AbsoluteScale),
-    st.builds(parts.Mix),
-    st.builds(parts.Add),
+    st.builds(SharedDenominator),
+    st.builds(AbsoluteScale),
+    st.builds(Mix),
+    st.builds(Add),
 )
 SHAPES = st.builds(
     lambda heads, head_dim: LayerShape(*heads, head_dim, hidden_size=5, max_positions=256),
@@ -111,9 +125,9 @@ def configs(draw: st.DrawFn) -> MixerConfig:
         except ValidationError:
             chosen[name] = draw(
                 {
-                    "normalizer": st.sampled_from([parts.GroupNormalizer(), parts.NoNormalizer()]),
-                    "combine": st.just(parts.Add()),
-                    "update": st.just(parts.DeltaUpdate(key_norm="l2")),
+                    "normalizer": st.sampled_from([GroupNormalizer(), NoNormalizer()]),
+                    "combine": st.just(Add()),
+                    "update": st.just(DeltaUpdate(key_norm="l2")),
                     "decay": st.none(),
                 }.get(name, st.just(chosen[name]))
             )
@@ -218,7 +232,7 @@ class Draw:
 
     def well_conditioned(self) -> Draw:
         """The same without norms that blow up what is nearly zero, and its rounding in single precision with it."""
-        if not isinstance(self.config.normalizer, parts.GroupNormalizer | parts.RmsNormalizer):
+        if not isinstance(self.config.normalizer, GroupNormalizer | RmsNormalizer):
             return self
         normalizer = self.config.normalizer.model_copy(update={"eps": 0.1})
         return replace(self, config=self.config.model_copy(update={"normalizer": normalizer}))

@@ -10,13 +10,31 @@ import pytest
 import torch
 from torch import Tensor
 
+from linearize.base import Config
 from linearize.evaluation.speed import peak_bytes
-from linearize.mixers import config as parts
 from linearize.mixers.bidirectional import BidirectionalMixer
+from linearize.mixers.combine import Add, Mix, SharedDenominator, WindowOnly
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.feature_maps import (
+    CosformerMap,
+    DpfpMap,
+    Elu1Map,
+    ExpMap,
+    FeatureMapConfig,
+    HedgehogMap,
+    IdentityMap,
+    LolcatMap,
+    PerformerMap,
+    ReglaMap,
+    RfaMap,
+    T2RMap,
+    TaylorMap,
+)
+from linearize.mixers.gates import FixedDecay
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.shape import LayerShape
-from linearize.ops import Layout
+from linearize.mixers.update import DeltaUpdate
+from linearize.ops import Layout, NoSpan, SlidingSpan, TerracedSpan
 from tests.oracles.attention import Documents
 from tests.probes import LargestTensor, flops
 
@@ -24,33 +42,33 @@ SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=10, max_
 HALF = 2  # RoPE turns the first 4 of 6 dimensions
 
 
-def config(feature_map: parts.FeatureMap, normalizer: str = "sum", **fields: object) -> MixerConfig:
+def config(feature_map: FeatureMapConfig, normalizer: str = "sum", **fields: object) -> MixerConfig:
     """An encoder's mixer."""
     norm = {"type": normalizer, "output_gate": True} if normalizer == "gated" else {"type": normalizer}
     norm["type"] = norm["type"].replace("gated", "rms_norm")
-    given = {"span": parts.NoSpan(), "combine": parts.Add(), "feature_map": feature_map, "normalizer": norm}
+    given = {"span": NoSpan(), "combine": Add(), "feature_map": feature_map, "normalizer": norm}
     return MixerConfig.model_validate(given | fields)
 
 
 CONFIGS = [
-    config(parts.IdentityMap(), "none"),
-    config(parts.IdentityMap(rotation="after"), "group_norm", scale="head_dim"),
-    config(parts.Elu1Map()),
-    config(parts.Elu1Map(), combine=parts.SharedDenominator()),
-    config(parts.Elu1Map(rotation="none"), "rms_norm"),
-    config(parts.ExpMap(temperature=2.0)),
-    config(parts.ExpMap(temperature=2.0), "none"),
-    config(parts.ExpMap(rotation="after"), "group_norm"),
-    config(parts.T2RMap(per="model", rotation="after"), "group_norm", scale="head_dim"),
-    config(parts.HedgehogMap(init="kaiming")),
-    config(parts.HedgehogMap(activation="exp", per="kv_head", rotation="none")),
-    config(parts.LolcatMap(per="kv_head")),
-    config(parts.ReglaMap(feature_dim=5), "gated", scale="regla"),
-    config(parts.PerformerMap()),
-    config(parts.CosformerMap()),
-    config(parts.TaylorMap()),
-    config(parts.RfaMap()),
-    config(parts.DpfpMap(nu=2)),
+    config(IdentityMap(), "none"),
+    config(IdentityMap(rotation="after"), "group_norm", scale="head_dim"),
+    config(Elu1Map()),
+    config(Elu1Map(), combine=SharedDenominator()),
+    config(Elu1Map(rotation="none"), "rms_norm"),
+    config(ExpMap(temperature=2.0)),
+    config(ExpMap(temperature=2.0), "none"),
+    config(ExpMap(rotation="after"), "group_norm"),
+    config(T2RMap(per="model", rotation="after"), "group_norm", scale="head_dim"),
+    config(HedgehogMap(init="kaiming")),
+    config(HedgehogMap(activation="exp", per="kv_head", rotation="none")),
+    config(LolcatMap(per="kv_head")),
+    config(ReglaMap(feature_dim=5), "gated", scale="regla"),
+    config(PerformerMap()),
+    config(CosformerMap()),
+    config(TaylorMap()),
+    config(RfaMap()),
+    config(DpfpMap(nu=2)),
 ]
 
 
@@ -309,7 +327,7 @@ def layout_of(sizes: list[int], length: int) -> Layout:
 @pytest.mark.parametrize("packing", LENGTHS)
 def test_memory_is_linear_in_length(packing: str) -> None:
     shape = LayerShape(2, 1, 16, 10, 64)
-    mixer = BidirectionalMixer(config(parts.ReglaMap(feature_dim=16), "rms_norm"), shape)
+    mixer = BidirectionalMixer(config(ReglaMap(feature_dim=16), "rms_norm"), shape)
 
     def call(length: int) -> None:
         inputs = AttnInputs(*(torch.randn(1, h, length, 16) for h in (2, 1, 1)), 0.4)
@@ -333,15 +351,15 @@ def test_one_document_takes_two_matrix_products() -> None:
 @pytest.mark.parametrize(
     "field, part, message",
     [
-        ("span", parts.SlidingSpan(), "span: expected `none`.*found `sliding`"),
-        ("span", parts.TerracedSpan(), "span: expected `none`.*found `terraced`"),
-        ("decay", parts.FixedDecay(), "decay: expected null.*found `fixed`"),
-        ("update", parts.DeltaUpdate(), "update: expected `additive`.*found `delta`"),
-        ("combine", parts.Mix(), "combine: expected `add` or `shared_denominator`.*found `mix`"),
-        ("combine", parts.WindowOnly(), "combine: expected `add` or `shared_denominator`.*found `window_only`"),
+        ("span", SlidingSpan(), "span: expected `none`.*found `sliding`"),
+        ("span", TerracedSpan(), "span: expected `none`.*found `terraced`"),
+        ("decay", FixedDecay(), "decay: expected null.*found `fixed`"),
+        ("update", DeltaUpdate(), "update: expected `additive`.*found `delta`"),
+        ("combine", Mix(), "combine: expected `add` or `shared_denominator`.*found `mix`"),
+        ("combine", WindowOnly(), "combine: expected `add` or `shared_denominator`.*found `window_only`"),
     ],
 )
-def test_parts_that_need_an_order_are_refused(field: str, part: parts.Part, message: str) -> None:
+def test_parts_that_need_an_order_are_refused(field: str, part: Config, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BidirectionalMixer(CONFIGS[2].model_copy(update={field: part}), SHAPE)
 

@@ -14,42 +14,28 @@ from transformers import PreTrainedConfig
 from linearize.base import UserError
 from linearize.hf.classes import read_plan
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers import config as parts
-from linearize.mixers.config import (
-    AbsoluteScale,
-    Add,
+from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator, WindowOnly
+from linearize.mixers.config import _REFUSED, MixerConfig
+from linearize.mixers.feature_maps import (
     CosformerMap,
-    DeltaUpdate,
     DpfpMap,
     Elu1Map,
     ExpMap,
-    FeatureGate,
-    FixedDecay,
-    GroupNormalizer,
     HedgehogMap,
     IdentityMap,
-    LearnedMap,
     LolcatMap,
-    Mix,
-    MixerConfig,
-    NoNormalizer,
-    NoSpan,
-    OuterGate,
     PerformerMap,
-    RefinedGate,
     ReglaMap,
     ReluMap,
     RfaMap,
-    RmsNormalizer,
-    ScalarGate,
-    SharedDenominator,
-    SlidingSpan,
-    SumNormalizer,
     T2RMap,
     TaylorMap,
-    TerracedSpan,
-    WindowOnly,
 )
+from linearize.mixers.feature_maps.learned import LearnedMap
+from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
+from linearize.mixers.normalizers import GroupNormalizer, NoNormalizer, RmsNormalizer, SumNormalizer
+from linearize.mixers.update import AdditiveUpdate, DeltaUpdate
+from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
 from linearize.recipe import Recipe, resolve
 from tests.shapes import make_shape
 
@@ -75,22 +61,22 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(feature_map=RfaMap()), dict(combine=Mix())),
     (dict(combine=AbsoluteScale()), dict(feature_map=HedgehogMap(activation="exp"))),
     (dict(feature_map=IdentityMap()), dict(normalizer=RmsNormalizer(), combine=Add())),
-    (dict(decay=OuterGate()), dict(decay=FeatureGate())),
+    (dict(decay=OuterDecay()), dict(decay=FeatureDecay())),
     (dict(update=DeltaUpdate()), dict(normalizer=NoNormalizer(), combine=Mix())),
-    (DELTA | dict(decay=RefinedGate()), dict(decay=RefinedGate(axis="feature"))),
-    (DELTA | dict(decay=ScalarGate()), dict(decay=ScalarGate(input_scale=False))),
+    (DELTA | dict(decay=RefinedDecay()), dict(decay=RefinedDecay(axis="feature"))),
+    (DELTA | dict(decay=ScalarDecay()), dict(decay=ScalarDecay(input_scale=False))),
     (
         DELTA | dict(feature_map=T2RMap(activation="none"), update=DeltaUpdate(key_norm="sum")),
         dict(feature_map=T2RMap(rotation="after")),
     ),
 ]
-REASONS = [reason for _, reason in parts._REFUSED]
+REASONS = [reason for _, reason in _REFUSED]
 
 
 @pytest.mark.parametrize(("row", "fields", "mend"), [(row, *case) for row, case in enumerate(REFUSED)])
 def test_refused(row: int, fields: dict[str, Any], mend: dict[str, Any]) -> None:
     unchecked = MixerConfig.model_construct(**fields)
-    assert [reason for without_meaning, reason in parts._REFUSED if without_meaning(unchecked)] == [REASONS[row]]
+    assert [reason for without_meaning, reason in _REFUSED if without_meaning(unchecked)] == [REASONS[row]]
     with pytest.raises(ValidationError):
         MixerConfig(**fields)
     MixerConfig(**(fields | mend))
@@ -113,7 +99,7 @@ MORE_WITHOUT_MEANING: list[dict[str, Any]] = [
     dict(feature_map=Elu1Map(rotation="after")),
     dict(feature_map=T2RMap(activation="none")),
     dict(feature_map=T2RMap(rotation="after")),
-    dict(decay=RefinedGate(axis="value")),
+    dict(decay=RefinedDecay(axis="value")),
     DELTA | dict(feature_map=TaylorMap(), update=DeltaUpdate(key_norm="sum")),
     DELTA | dict(feature_map=RfaMap(), update=DeltaUpdate(key_norm="sum")),
     DELTA | dict(feature_map=IdentityMap(rotation="after"), update=DeltaUpdate(key_norm="sum")),
@@ -130,7 +116,7 @@ WITH_A_MEANING: list[dict[str, Any]] = [
     dict(feature_map=TaylorMap()),  # single features are negative, the kernel never
     dict(feature_map=RfaMap(), combine=Add()),  # as its paper does
     dict(span=NoSpan(), feature_map=LolcatMap()),
-    dict(feature_map=ExpMap(), decay=RefinedGate(axis="feature"), combine=Mix()),
+    dict(feature_map=ExpMap(), decay=RefinedDecay(axis="feature"), combine=Mix()),
     DELTA | dict(feature_map=PerformerMap(), update=DeltaUpdate(key_norm="sum"), decay=FixedDecay()),
     DELTA | dict(feature_map=Elu1Map(rotation="after"), update=DeltaUpdate(key_norm="sum")),
 ]
@@ -151,10 +137,10 @@ PRODUCT: dict[str, list[Any]] = {
         *(LolcatMap(), ReglaMap(), PerformerMap(), CosformerMap(), TaylorMap(), RfaMap(), DpfpMap()),
     ],
     "decay": [
-        *(None, FixedDecay(), ScalarGate(), ScalarGate(input_scale=False), FeatureGate(), OuterGate()),
-        *(RefinedGate(), RefinedGate(axis="feature")),
+        *(None, FixedDecay(), ScalarDecay(), ScalarDecay(input_scale=False), FeatureDecay(), OuterDecay()),
+        *(RefinedDecay(), RefinedDecay(axis="feature")),
     ],
-    "update": [parts.AdditiveUpdate(), DeltaUpdate(), DeltaUpdate(key_norm="sum")],
+    "update": [AdditiveUpdate(), DeltaUpdate(), DeltaUpdate(key_norm="sum")],
     "normalizer": [SumNormalizer(), NoNormalizer(), GroupNormalizer(), RmsNormalizer()],
     "combine": [SharedDenominator(), AbsoluteScale(), Mix(), Add(), WindowOnly()],
 }
@@ -198,8 +184,8 @@ def test_what_is_accepted_has_every_part(product: tuple[list[MixerConfig], Count
 def test_a_sum_needs_weights_that_are_never_negative(product: tuple[list[MixerConfig], Counter]) -> None:
     for mixer in product[0]:
         if mixer.sums and mixer.feature_map is not None:
-            assert isinstance(mixer.update, parts.AdditiveUpdate)
-            assert not isinstance(mixer.decay, OuterGate) and mixer.decay != RefinedGate()
+            assert isinstance(mixer.update, AdditiveUpdate)
+            assert not isinstance(mixer.decay, OuterDecay) and mixer.decay != RefinedDecay()
             assert mixer.feature_map.rotation != "after" and mixer.feature_map.type != "identity"
             assert mixer.feature_map != T2RMap(activation="none")
 

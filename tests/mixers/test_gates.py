@@ -11,20 +11,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linearize.mixers import config as parts
-from linearize.mixers.gates import DECAYS, DeltaRule, Gate, GateOut, refined_log_decay
+from linearize.mixers.gates import (
+    DECAYS,
+    DecayConfig,
+    FeatureDecay,
+    FixedDecay,
+    Gate,
+    GateOut,
+    OuterDecay,
+    RefinedDecay,
+    ScalarDecay,
+    refined_log_decay,
+)
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.shape import LayerShape
+from linearize.mixers.update import DeltaRule, DeltaUpdate
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=10, max_positions=64)
 HEADS, FEATURES, LENGTH = 2, 8, 5
 LEARNED = [
-    parts.ScalarGate(),
-    parts.ScalarGate(input_scale=False, bias_init=2.0),
-    parts.FeatureGate(rank=3, bias_init=-1.0),
-    parts.OuterGate(bias_init=1.0),
-    parts.RefinedGate(bias_init=0.5),
-    parts.RefinedGate(axis="feature"),
+    ScalarDecay(),
+    ScalarDecay(input_scale=False, bias_init=2.0),
+    FeatureDecay(rank=3, bias_init=-1.0),
+    OuterDecay(bias_init=1.0),
+    RefinedDecay(bias_init=0.5),
+    RefinedDecay(axis="feature"),
 ]
 each_gate = pytest.mark.parametrize("config", LEARNED, ids=repr)
 
@@ -39,7 +50,7 @@ def inputs(dtype: torch.dtype = torch.float64, *, hidden: bool = True, size: flo
     return AttnInputs(q, k, v, 0.4, hidden=size * normal(3, LENGTH, 10) if hidden else None)
 
 
-def gate_of(config: parts.Decay, dtype: torch.dtype = torch.float64) -> Gate:
+def gate_of(config: DecayConfig, dtype: torch.dtype = torch.float64) -> Gate:
     torch.manual_seed(1)
     return DECAYS[type(config)](config, SHAPE, HEADS, FEATURES).to(dtype)
 
@@ -54,7 +65,7 @@ def tensors(out: GateOut) -> dict[str, Tensor]:
 def fixed(heads: int, schedule: str, dtype: torch.dtype = torch.float64) -> Tensor:
     """[H] log decays."""
     shape = LayerShape(heads, heads, 6, 10, 64)
-    gate = DECAYS[parts.FixedDecay](parts.FixedDecay(schedule=schedule), shape, heads, FEATURES)
+    gate = DECAYS[FixedDecay](FixedDecay(schedule=schedule), shape, heads, FEATURES)
     out = gate(AttnInputs(*(torch.zeros(3, heads, LENGTH, 6, dtype=dtype) for _ in range(3)), 0.4))
     assert list(tensors(out)) == ["log_decay_k"] and not list(gate.parameters()) and not gate.state_dict()
     assert out.log_decay_k is not None and out.log_decay_k.shape == (1, heads, LENGTH, 1)
@@ -108,27 +119,27 @@ def affine(x: Tensor, part: nn.Module, heads: int = HEADS) -> Tensor:
     return torch.stack([x @ part.weight[:, c] + bias[c] for c in columns], dim=1)
 
 
-def formulas(config: parts.Decay, gate: Gate, x: Tensor) -> dict[str, Tensor]:
+def formulas(config: DecayConfig, gate: Gate, x: Tensor) -> dict[str, Tensor]:
     """What the papers say, to be taken the logarithm of."""
-    if isinstance(config, parts.ScalarGate):
+    if isinstance(config, ScalarDecay):
         g = affine(x, gate.g).sigmoid()
         return {"log_decay_k": g.log()} | ({"input_scale": 1 - g} if config.input_scale else {})
-    if isinstance(config, parts.FeatureGate):
+    if isinstance(config, FeatureDecay):
         return {"log_decay_k": (affine(x @ gate.down.weight, gate.up).sigmoid() ** (1 / config.temperature)).log()}
-    if isinstance(config, parts.OuterGate):
+    if isinstance(config, OuterDecay):
         return {"log_decay_k": affine(x, gate.f).sigmoid().log(), "log_decay_v": affine(x, gate.z).sigmoid().log()}
-    assert isinstance(config, parts.RefinedGate)
+    assert isinstance(config, RefinedDecay)
     g, r = affine(x, gate.g).sigmoid(), affine(x, gate.r).sigmoid()
     f = (1 - r) * g**2 + r * (1 - (1 - g) ** 2)
     return {"log_decay_v" if config.axis == "value" else "log_decay_k": f.log()}
 
 
 @each_gate
-def test_the_formula(config: parts.Decay) -> None:
+def test_the_formula(config: DecayConfig) -> None:
     gate, given = gate_of(config), inputs()
     expected = formulas(config, gate, given.hidden)
     found = tensors(gate(given))
-    widths = {"log_decay_k": 1 if isinstance(config, parts.ScalarGate) else FEATURES, "log_decay_v": 6}
+    widths = {"log_decay_k": 1 if isinstance(config, ScalarDecay) else FEATURES, "log_decay_v": 6}
     assert found.keys() == expected.keys()
     for name, x in found.items():
         assert x.shape == (3, HEADS, LENGTH, widths.get(name, 1))
@@ -136,13 +147,13 @@ def test_the_formula(config: parts.Decay) -> None:
 
 
 @each_gate
-def test_parameters_as_the_plan_counts_them(config: parts.Decay) -> None:
+def test_parameters_as_the_plan_counts_them(config: DecayConfig) -> None:
     gate = gate_of(config)
     assert sum(x.numel() for x in gate.parameters()) == config.parameters(SHAPE, HEADS, FEATURES)
 
 
 @each_gate
-def test_initialisation(config: parts.Decay) -> None:
+def test_initialisation(config: DecayConfig) -> None:
     """Uniform within 1 / sqrt(inputs), as linear layers; biases at `bias_init`, that of r at 0."""
     gate = gate_of(config)
     for parameter in gate.parameters():
@@ -158,7 +169,7 @@ def test_initialisation(config: parts.Decay) -> None:
 
 @each_gate
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_extreme_inputs_give_finite_logarithms_and_gradients(config: parts.Decay, dtype: torch.dtype) -> None:
+def test_extreme_inputs_give_finite_logarithms_and_gradients(config: DecayConfig, dtype: torch.dtype) -> None:
     gate = gate_of(config, dtype)
     for size in 0.0, 1e2, 1e6:
         given = inputs(dtype, size=size)
@@ -172,7 +183,7 @@ def test_extreme_inputs_give_finite_logarithms_and_gradients(config: parts.Decay
 
 
 @each_gate
-def test_gradients(config: parts.Decay) -> None:
+def test_gradients(config: DecayConfig) -> None:
     gate, given = gate_of(config), inputs()
     weights = {name: x.detach().requires_grad_() for name, x in gate.named_parameters()}
 
@@ -184,7 +195,7 @@ def test_gradients(config: parts.Decay) -> None:
 
 
 @each_gate
-def test_a_gate_needs_the_layers_input(config: parts.Decay) -> None:
+def test_a_gate_needs_the_layers_input(config: DecayConfig) -> None:
     with pytest.raises(ValueError, match=r"AttnInputs\.hidden: expected the layer's input.*wants_hidden"):
         gate_of(config)(inputs(hidden=False))
 
@@ -233,7 +244,7 @@ def test_the_refined_gate_against_the_naive_logarithm() -> None:
 
 @pytest.mark.parametrize("key_norm", ["sum", "l2"])
 def test_the_write_strength(key_norm: str) -> None:
-    config = parts.DeltaUpdate(key_norm=key_norm)
+    config = DeltaUpdate(key_norm=key_norm)
     rule, given = DeltaRule(config, SHAPE, HEADS).double(), inputs()
     rule.reset_parameters()
     assert sum(x.numel() for x in rule.parameters()) == config.parameters(SHAPE, HEADS)
@@ -254,7 +265,7 @@ def test_normalized_features() -> None:
     root = math.sqrt(10)
     norms = torch.tensor([[1 / root, 3 / root], [0, 1], [0, 0], [0.2, 0.2], [3e-19, 4e-19]])
     for key_norm, expected in (("sum", sums), ("l2", norms)):
-        found = DeltaRule(parts.DeltaUpdate(key_norm=key_norm), SHAPE, HEADS).normalize(phi)
+        found = DeltaRule(DeltaUpdate(key_norm=key_norm), SHAPE, HEADS).normalize(phi)
         torch.testing.assert_close(found[0, 0], expected, rtol=1e-6, atol=0)
         phi.grad = None
         (found * torch.tensor([1.0, 2.0])).sum().backward()
@@ -264,5 +275,5 @@ def test_normalized_features() -> None:
 @pytest.mark.parametrize("key_norm", ["sum", "l2"])
 def test_gradients_of_normalized_features(key_norm: str) -> None:
     phi = torch.rand(2, 2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    rule = DeltaRule(parts.DeltaUpdate(key_norm=key_norm), SHAPE, HEADS)
+    rule = DeltaRule(DeltaUpdate(key_norm=key_norm), SHAPE, HEADS)
     assert torch.autograd.gradcheck(rule.normalize, phi)

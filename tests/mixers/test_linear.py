@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from linearize.mixers import AttnInputs, LinearMixer, MixerState
-from linearize.mixers.config import HedgehogMap, MixerConfig, NoSpan, SlidingSpan, TerracedSpan, WindowOnly
+from linearize.mixers.combine import WindowOnly
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.feature_maps import HedgehogMap
 from linearize.mixers.shape import LayerShape
-from linearize.ops import Layout
+from linearize.ops import Layout, NoSpan, SlidingSpan, TerracedSpan
 from tests.ops.cases import SIDE_BY_SIDE, WITH_GAPS, Case, make_case
 from tests.oracles.attention import lolcats_layer, window_partial
 from tests.oracles.spans import SpanSpec

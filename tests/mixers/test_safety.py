@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from linearize.mixers import LinearMixer
-from linearize.mixers.config import HedgehogMap, MixerConfig, SlidingSpan
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.feature_maps import HedgehogMap
 from linearize.mixers.shape import LayerShape
+from linearize.ops import SlidingSpan
 from linearize.recipe import Recipe, recipe_names
 from tests.mixers.space import make_drawn, with_tensors
 

@@ -17,9 +17,14 @@ from hypothesis import strategies as st
 
 from linearize.evaluation.speed import peak_bytes
 from linearize.mixers import AttnInputs, LinearMixer, linear
-from linearize.mixers import config as parts
+from linearize.mixers.combine import AbsoluteScale, Add
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.feature_maps import Elu1Map, ExpMap, HedgehogMap, LolcatMap, PerformerMap, ReglaMap
+from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
+from linearize.mixers.normalizers import RmsNormalizer
 from linearize.mixers.shape import LayerShape
+from linearize.mixers.update import DeltaUpdate
+from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
 from tests.mixers.forms import (
     FP32,
     FP64,
@@ -102,10 +107,10 @@ def test_in_segments(draw: Draw) -> None:
 
 
 ABSOLUTE: list[dict[str, Any]] = [
-    {"feature_map": parts.HedgehogMap(activation="exp"), "span": parts.SlidingSpan(window_size=5, sinks=2)},
-    {"feature_map": parts.PerformerMap(), "span": parts.TerracedSpan(window_size=4)},
-    {"feature_map": parts.ReglaMap(feature_dim=4, per="kv_head"), "decay": parts.FixedDecay(), "scale": "regla"},
-    {"feature_map": parts.LolcatMap(rotation="none"), "decay": parts.FeatureGate(rank=2)},
+    {"feature_map": HedgehogMap(activation="exp"), "span": SlidingSpan(window_size=5, sinks=2)},
+    {"feature_map": PerformerMap(), "span": TerracedSpan(window_size=4)},
+    {"feature_map": ReglaMap(feature_dim=4, per="kv_head"), "decay": FixedDecay(), "scale": "regla"},
+    {"feature_map": LolcatMap(rotation="none"), "decay": FeatureDecay(rank=2)},
 ]
 
 
@@ -113,7 +118,7 @@ ABSOLUTE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("style", ["full", "packed", "padded"])
 def test_absolute_scale(fields: dict[str, Any], style: str) -> None:
     """Rare among drawn cases: the map must be one of exponentials."""
-    fields = {"span": parts.SlidingSpan(window_size=3), "combine": parts.AbsoluteScale()} | fields
+    fields = {"span": SlidingSpan(window_size=3), "combine": AbsoluteScale()} | fields
     shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=4, hidden_size=5, max_positions=256)
     draw = Draw(MixerConfig(**fields), shape, [style, style], 23, seed=7)
     check_oracle(draw.make())
@@ -169,24 +174,24 @@ def test_token_by_token_on_many(draw: Draw) -> None:
 # --- long sequences that forget at once -------------------------------------------------------------------------------
 
 LONG = {
-    "scalar": {"decay": parts.ScalarGate(input_scale=False, bias_init=-3.0)},
-    "running maximum": {"feature_map": parts.ExpMap(temperature=2.0)},
-    "feature": {"decay": parts.FeatureGate(rank=2, temperature=1.0, bias_init=-3.0)},
-    "outer": {"decay": parts.OuterGate(bias_init=-3.0)},
-    "refined": {"decay": parts.RefinedGate(bias_init=-3.0)},
+    "scalar": {"decay": ScalarDecay(input_scale=False, bias_init=-3.0)},
+    "running maximum": {"feature_map": ExpMap(temperature=2.0)},
+    "feature": {"decay": FeatureDecay(rank=2, temperature=1.0, bias_init=-3.0)},
+    "outer": {"decay": OuterDecay(bias_init=-3.0)},
+    "refined": {"decay": RefinedDecay(bias_init=-3.0)},
     "gated delta": {
-        "decay": parts.ScalarGate(input_scale=False, bias_init=-3.0),
-        "update": parts.DeltaUpdate(key_norm="l2"),
+        "decay": ScalarDecay(input_scale=False, bias_init=-3.0),
+        "update": DeltaUpdate(key_norm="l2"),
     },
     "vector-gated delta": {
-        "decay": parts.FeatureGate(rank=2, temperature=1.0, bias_init=-3.0),
-        "update": parts.DeltaUpdate(key_norm="l2"),
+        "decay": FeatureDecay(rank=2, temperature=1.0, bias_init=-3.0),
+        "update": DeltaUpdate(key_norm="l2"),
     },
 }
 
 
-def long_case(name: str, span: parts.NoSpan | parts.SlidingSpan) -> Drawn:
-    fields = {"feature_map": parts.Elu1Map(), "normalizer": parts.RmsNormalizer(), "combine": parts.Add()} | LONG[name]
+def long_case(name: str, span: NoSpan | SlidingSpan) -> Drawn:
+    fields = {"feature_map": Elu1Map(), "normalizer": RmsNormalizer(), "combine": Add()} | LONG[name]
     shape = LayerShape(num_heads=1, num_kv_heads=1, head_dim=2, hidden_size=5, max_positions=4096)
     return make_drawn(MixerConfig(span=span, **fields), shape, [[list(range(4096))]], 4096, seed=5)
 
@@ -198,8 +203,8 @@ def least_log_decay(case: Drawn) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("span", [parts.NoSpan(), parts.SlidingSpan(window_size=40)], ids=["none", "sliding"])
-def test_4096_tokens(name: str, span: parts.NoSpan | parts.SlidingSpan) -> None:
+@pytest.mark.parametrize("span", [NoSpan(), SlidingSpan(window_size=40)], ids=["none", "sliding"])
+def test_4096_tokens(name: str, span: NoSpan | SlidingSpan) -> None:
     """Some steps forget by e^-20 and more. The definition is quadratic, and one token at a time takes 4096 calls."""
     case = long_case(name, span)
     assert least_log_decay(case) < -20 or name == "running maximum"

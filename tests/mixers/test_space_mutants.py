@@ -7,22 +7,26 @@ from dataclasses import replace
 
 import pytest
 
-from linearize.mixers import config as parts
 from linearize.mixers import linear
+from linearize.mixers.combine import Add
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.feature_maps import ExpMap, HedgehogMap
+from linearize.mixers.gates import ScalarDecay
+from linearize.mixers.normalizers import RmsNormalizer
 from linearize.mixers.running_maximum import running_maximum
 from linearize.mixers.shape import LayerShape
-from linearize.ops.span import SlidingSpan, TerracedSpan
+from linearize.mixers.update import DeltaUpdate
+from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
 from tests.mixers.forms import check_calls, check_oracle
 from tests.mixers.space import Drawn, make_drawn
 
 SHAPE = LayerShape(num_heads=2, num_kv_heads=1, head_dim=4, hidden_size=5, max_positions=64)
 DOCUMENTS = [[list(range(9)), list(range(10, 34))], [list(range(1, 34))]]
-WINDOW = parts.SlidingSpan(window_size=5, sinks=2)
-TERRACES = parts.TerracedSpan(window_size=4, sinks=1)
-NORM = {"normalizer": parts.RmsNormalizer(), "combine": parts.Add()}
-GATED = {"decay": parts.ScalarGate(bias_init=1.0), **NORM}
-DELTA = {"update": parts.DeltaUpdate(), **NORM}
+WINDOW = SlidingSpan(window_size=5, sinks=2)
+TERRACES = TerracedSpan(window_size=4, sinks=1)
+NORM = {"normalizer": RmsNormalizer(), "combine": Add()}
+GATED = {"decay": ScalarDecay(bias_init=1.0), **NORM}
+DELTA = {"update": DeltaUpdate(), **NORM}
 
 Check = Callable[[Drawn], None]
 
@@ -109,17 +113,17 @@ def input_scale_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(linear.LinearMixer, "_new_tokens", wrong)
 
 
-EXP = {"feature_map": parts.ExpMap()}
+EXP = {"feature_map": ExpMap()}
 GUARDS = [
     (window_off_by_one, oracle, {"span": WINDOW}),
     (window_off_by_one, oracle, {"span": TERRACES}),
     (window_off_by_one, oracle, {"span": WINDOW} | GATED),
     (state_dropped, in_two_calls, {"span": WINDOW}),
-    (state_dropped, in_two_calls, {"span": parts.NoSpan()} | GATED),
+    (state_dropped, in_two_calls, {"span": NoSpan()} | GATED),
     (state_dropped, in_two_calls, {"span": TERRACES} | DELTA),
-    (decays_to_the_wrong_power, oracle, {"span": parts.NoSpan()} | GATED),
+    (decays_to_the_wrong_power, oracle, {"span": NoSpan()} | GATED),
     (decays_to_the_wrong_power, oracle, {"span": WINDOW} | GATED),
-    (carry_lost, in_two_calls, {"span": parts.NoSpan()} | EXP | NORM),
+    (carry_lost, in_two_calls, {"span": NoSpan()} | EXP | NORM),
     (carry_lost, token_by_token, {"span": WINDOW} | EXP),
     (sinks_counted_twice, oracle, {"span": WINDOW}),
     (sinks_counted_twice, oracle, {"span": TERRACES} | GATED),
@@ -127,7 +131,7 @@ GUARDS = [
     (window_decays_lost, token_by_token, {"span": TERRACES} | EXP),
     (terrace_lost, after_a_prompt, {"span": TERRACES}),
     (erasures_forgotten, oracle, {"span": WINDOW} | DELTA),
-    (input_scale_forgotten, oracle, {"span": parts.NoSpan()} | GATED),
+    (input_scale_forgotten, oracle, {"span": NoSpan()} | GATED),
 ]
 
 
@@ -138,7 +142,7 @@ GUARDS = [
 def test_broken_mixers_are_caught(
     mutant: Callable[[pytest.MonkeyPatch], None], check: Check, fields: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = MixerConfig(**{"feature_map": parts.HedgehogMap(feature_dim=4)} | fields)
+    config = MixerConfig(**{"feature_map": HedgehogMap(feature_dim=4)} | fields)
     case = make_drawn(config, SHAPE, DOCUMENTS, 34, seed=1)
     check(case)
     mutant(monkeypatch)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.mixers.taylor import TaylorKernel
+from linearize.mixers.feature_maps.taylor import TaylorKernel
 from linearize.ops import Kernel, Layout, LinearState, chunked, grid, linear_state, linear_step, reference
 from tests.ops.cases import SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
 from tests.ops.parity import FP32, FP64, assert_near, assert_states_near, part_of

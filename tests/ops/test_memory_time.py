@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from linearize.evaluation.speed import peak_bytes
-from linearize.mixers.taylor import TaylorKernel
+from linearize.mixers.feature_maps.taylor import TaylorKernel
 from linearize.ops import chunked, grid, reference
 from linearize.ops.layout import Layout
 from linearize.ops.span import NoSpan, SlidingSpan, Span, TerracedSpan

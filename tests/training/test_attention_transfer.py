@@ -17,8 +17,7 @@ from linearize.data.packing import PackedRows
 from linearize.evaluation.speed import peak_bytes
 from linearize.hf.attention import linearized_layers
 from linearize.mixers import AttnInputs
-from linearize.mixers.config import NoSpan
-from linearize.ops import Layout
+from linearize.ops import Layout, NoSpan
 from linearize.training.attention_transfer import TransferObjective, attention_transfer, load_transferred
 from linearize.training.loop import Step
 from tests import tiny

@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 
 from linearize.hf.attention import replaced_mixers
 from linearize.mixers import LinearMixer
-from linearize.mixers.config import LayerPlan, MixerConfig, NoSpan, SlidingSpan, TerracedSpan, WindowOnly
+from linearize.mixers.combine import WindowOnly
+from linearize.mixers.config import LayerPlan, MixerConfig
+from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
 
 DEFAULT_WINDOW = 64  # the window of the controls where a mixer has none
 SINKS = 4

@@ -25,8 +25,7 @@ from linearize.evaluation.samples import sample_rows
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, replaced_mixers
 from linearize.mixers import LinearMixer
-from linearize.mixers.combine import AddCombine, MixCombine
-from linearize.mixers.config import Add
+from linearize.mixers.combine import Add, AddCombine, MixCombine
 from linearize.ops import NoSpan
 
 NEGLIGIBLE = 0.01  # nats per token: one percent of perplexity

@@ -35,8 +35,10 @@ from linearize.evaluation.samples import Sample
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
 from linearize.mixers import AttnInputs, LinearMixer, Mixer
 from linearize.mixers.attention_weights import Features, LinearPart
-from linearize.mixers.combine import NoNorm, SumNorm
-from linearize.mixers.config import DeltaUpdate, MixerConfig, NoNormalizer, RfaMap
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.feature_maps import RfaMap
+from linearize.mixers.normalizers import NoNorm, NoNormalizer, SumNorm
+from linearize.mixers.update import DeltaUpdate
 from linearize.ops import Layout
 
 QUERIES = 64  # of a block

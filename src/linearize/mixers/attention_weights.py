@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize.mixers.config import RfaMap
+from linearize.mixers.feature_maps import RfaMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer import Mixer

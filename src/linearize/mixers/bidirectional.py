@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize.mixers import config as parts
-from linearize.mixers.combine import NORMALIZERS, AddCombine
+from linearize.mixers.combine import Add, AddCombine
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, Mixer
+from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.mixers.shape import LayerShape
 from linearize.ops import Layout, NoSpan, Partial, SlidingSpan, linear_scan
@@ -35,7 +35,7 @@ class BidirectionalMixer(Mixer):
             raise ValueError(config.needs_order)
         super().__init__(config, shape)
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
-        self.combine = AddCombine(parts.Add(), shape)
+        self.combine = AddCombine(Add(), shape)
 
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs, 0 for padding. `layout` None: one full document per row."""

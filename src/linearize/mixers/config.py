@@ -1,194 +1,54 @@
-"""The parts of a mixer, as data: span, feature map, decay, update, normalizer, combination.
+"""A mixer as data: which parts it is made of, and which combinations of them mean nothing.
 
-A `MixerConfig` names one of each; combinations without meaning are refused when it is read, with the reason. Each part
-knows its own sizes, so that plans need no weights: H query heads, G KV heads, Hk heads of key features, Hs heads of the
-state S [F, D], D head dimension, F features per head. Feature maps stand in `maps`, decay and update in `updates`.
+A `MixerConfig` names one of each kind; combinations without meaning are refused when it is read, with the reason. Each
+part's config stands beside its module: spans in `ops`, the others in
+`feature_maps`, `gates`, `update`, `normalizers`, `combine`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 from linearize.base import Config
-from linearize.mixers.maps import (
-    CosformerMap,
-    DpfpMap,
-    Elu1Map,
-    ExpMap,
-    HedgehogMap,
-    IdentityMap,
-    LolcatMap,
-    PerformerMap,
-    ReglaMap,
-    ReluMap,
-    RfaMap,
-    T2RMap,
-    TaylorMap,
+from linearize.mixers.combine import (
+    COMBINES,
+    AbsoluteScale,
+    Add,
+    CombineConfig,
+    Mix,
+    SharedDenominator,
+    WindowOnly,
 )
-from linearize.mixers.maps import FeatureMapPart as FeatureMapPart
-from linearize.mixers.maps import LearnedMap as LearnedMap
+from linearize.mixers.feature_maps import FEATURE_MAPS, FeatureMapConfig, HedgehogMap, RfaMap
+from linearize.mixers.gates import DECAYS, DecayConfig
+from linearize.mixers.normalizers import NORMALIZERS, NormalizerConfig, SumNormalizer
 from linearize.mixers.shape import LayerShape
-from linearize.mixers.updates import (
-    AdditiveUpdate,
-    DeltaUpdate,
-    FeatureGate,
-    FixedDecay,
-    OuterGate,
-    RefinedGate,
-    ScalarGate,
-)
-from linearize.mixers.updates import DecayPart as DecayPart
-from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
-
-# --- normalizer -------------------------------------------------------------------------------------------------------
+from linearize.mixers.update import AdditiveUpdate, DeltaUpdate
+from linearize.ops import NoSpan, SlidingSpan, Span
 
 
-class NormalizerPart(Config):
-    """What every normalizer says of itself. `reads_hidden`: whether it reads the layer's input."""
+class OneOf:
+    """For pydantic: any of the types in a table, told apart by their `type`."""
 
-    @property
-    def reads_hidden(self) -> bool:
-        return False
+    def __init__(self, table: Mapping[type, Any]) -> None:
+        self.types = tuple(table)
 
-    def parameters(self, shape: LayerShape) -> int:
-        """Trainable numbers in one layer."""
-        return 0
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(Annotated[reduce(or_, self.types), Field(discriminator="type")])
 
 
-class SumNormalizer(NormalizerPart):
-    """The linear part's numerator over its denominator phi_q . sum phi_k, at least 1e-6: a weighted mean of values."""
-
-    type: Literal["sum"] = "sum"
-
-
-class NoNormalizer(NormalizerPart):
-    """The linear part's numerator as it is."""
-
-    type: Literal["none"] = "none"
-
-
-class GroupNormalizer(NormalizerPart):
-    """Mean 0 and variance 1 over each head's D values per token, no affine (SUPRA's and RetNet's group norm)."""
-
-    type: Literal["group_norm"] = "group_norm"
-    eps: PositiveFloat = 1e-5
-
-
-class RmsNormalizer(NormalizerPart):
-    """Mean square 1 over each head's D values per token, with a learned scale [H, D] (ReGLA's stable norm, GLA)."""
-
-    type: Literal["rms_norm"] = "rms_norm"
-    eps: PositiveFloat = 1e-5
-    output_gate: bool = Field(default=False, description="times swish(W_g x) of the hidden state (GLA)")
-
-    @property
-    def reads_hidden(self) -> bool:
-        return self.output_gate
-
-    def parameters(self, shape: LayerShape) -> int:
-        return shape.num_heads * shape.head_dim * (1 + (shape.hidden_size if self.output_gate else 0))
-
-
-# --- combination ------------------------------------------------------------------------------------------------------
-
-
-class CombinePart(Config):
-    """What every combination says of itself."""
-
-    def parameters(self, shape: LayerShape) -> int:
-        """Trainable numbers in one layer."""
-        return 0
-
-
-class SharedDenominator(CombinePart):
-    """LoLCATs eq. 7: one denominator for the window, weighted by a learned factor g per head, and the linear part."""
-
-    type: Literal["shared_denominator"] = "shared_denominator"
-    window_factor_init: float = Field(
-        default=0.1, gt=0, lt=1, description="initial g = sigmoid(parameter), per query head"
-    )
-
-    def parameters(self, shape: LayerShape) -> int:
-        return shape.num_heads
-
-
-class Mix(CombinePart):
-    """y = s window + (1 - s) linear, s = sigmoid(parameter) per query head, 1 without linear keys (LOLCAT eq. 8)."""
-
-    type: Literal["mix"] = "mix"
-    window_weight_init: float = Field(default=0.5, gt=0, lt=1, description="initial s")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_weights_over(cls, fields: Any) -> Any:
-        """Old recipes and checkpoints say over which keys the linear part's weights sum to 1: its own, as they do."""
-        if not isinstance(fields, dict) or "weights_over" not in fields:
-            return fields
-        if fields["weights_over"] != "linear_keys":
-            raise ValueError(
-                f"weights_over: expected linear_keys, as it is without this field, found {fields['weights_over']}, "
-                "which is gone; convert and train anew without it"
-            )
-        return {name: value for name, value in fields.items() if name != "weights_over"}
-
-    def parameters(self, shape: LayerShape) -> int:
-        return shape.num_heads
-
-
-class Add(CombinePart):
-    """y = window + linear, each normalised by itself; without a window, the linear part alone."""
-
-    type: Literal["add"] = "add"
-
-
-class AbsoluteScale(CombinePart):
-    """Window and linear part in one scale: y = (num_w + e^(l - c) num_l) / (den_w + e^(l - c) den_l).
-
-    c is the largest logit in the window, l the logarithm that exponential features are given relative to, plus a
-    learned offset per query head: far keys can count as much as near ones, as in softmax, and as little. Where
-    SharedDenominator's linear part has to learn what the window's weights are relative to, this one knows.
-    """
-
-    type: Literal["absolute_scale"] = "absolute_scale"
-    offset_init: float = Field(
-        default=0.0, description="initial offset, where attention transfer does not calibrate it (calibration_tokens)"
-    )
-
-    def parameters(self, shape: LayerShape) -> int:
-        return shape.num_heads
-
-
-class WindowOnly(CombinePart):
-    """The control without a linear part: softmax over the span, nothing else."""
-
-    type: Literal["window_only"] = "window_only"
-
-
-# --- the mixer --------------------------------------------------------------------------------------------------------
-
-FeatureMap = Annotated[
-    IdentityMap
-    | Elu1Map
-    | ReluMap
-    | ExpMap
-    | T2RMap
-    | HedgehogMap
-    | LolcatMap
-    | ReglaMap
-    | PerformerMap
-    | CosformerMap
-    | TaylorMap
-    | RfaMap
-    | DpfpMap,
-    Field(discriminator="type"),
-]
-Decay = Annotated[FixedDecay | ScalarGate | FeatureGate | OuterGate | RefinedGate, Field(discriminator="type")]
-Update = Annotated[AdditiveUpdate | DeltaUpdate, Field(discriminator="type")]
-Normalizer = Annotated[SumNormalizer | NoNormalizer | GroupNormalizer | RmsNormalizer, Field(discriminator="type")]
-Combine = Annotated[SharedDenominator | AbsoluteScale | Mix | Add | WindowOnly, Field(discriminator="type")]
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "none": lambda head_dim, features: 1.0,
+    "head_dim": lambda head_dim, features: head_dim**-0.5,
+    "regla": lambda head_dim, features: 1 / (math.e * math.sqrt(features * (math.e**2 - 1))),
+}
 
 
 class MixerConfig(Config):
@@ -199,21 +59,27 @@ class MixerConfig(Config):
     linear part's output of what is read, and `combine` the layer's, from the linear part and the window.
     """
 
-    span: NoSpan | SlidingSpan | TerracedSpan = Field(
-        default=SlidingSpan(), discriminator="type", description="which keys are softmax keys"
-    )
-    feature_map: FeatureMap | None = Field(
+    span: Span = Field(default=SlidingSpan(), discriminator="type", description="which keys are softmax keys")
+    feature_map: Annotated[FeatureMapConfig, OneOf(FEATURE_MAPS)] | None = Field(
         default=HedgehogMap(), description="phi; null where there is no linear part (combine `window_only`)"
     )
-    decay: Decay | None = Field(default=None, description="how the state forgets with every step; null: it does not")
-    update: Update = Field(default=AdditiveUpdate(), description="how a key and its value are written to the state")
+    decay: Annotated[DecayConfig, OneOf(DECAYS)] | None = Field(
+        default=None, description="how the state forgets with every step; null: it does not"
+    )
+    update: AdditiveUpdate | DeltaUpdate = Field(
+        default=AdditiveUpdate(), discriminator="type", description="how a key and its value are written to the state"
+    )
     scale: Literal["none", "head_dim", "regla"] = Field(
         default="none",
         description="phi_q.phi_k as it is, times D^-1/2 (head_dim), or times 1 / (e sqrt(F (e^2 - 1))) (regla, "
         "Theorem 3.1: variance 1 for normal q and k)",
     )
-    normalizer: Normalizer = Field(default=SumNormalizer(), description="what is made of the linear part's sums")
-    combine: Combine = Field(default=SharedDenominator(), description="how window and linear part become one output")
+    normalizer: Annotated[NormalizerConfig, OneOf(NORMALIZERS)] = Field(
+        default=SumNormalizer(), description="what is made of the linear part's sums"
+    )
+    combine: Annotated[CombineConfig, OneOf(COMBINES)] = Field(
+        default=SharedDenominator(), description="how window and linear part become one output"
+    )
 
     @model_validator(mode="after")
     def _meaningful(self) -> MixerConfig:
@@ -255,6 +121,11 @@ class MixerConfig(Config):
     def reads_unrotated(self) -> bool:
         """Whether the map sees queries and keys as they are before RoPE."""
         return self.feature_map is not None and self.feature_map.rotation != "before"
+
+    def scale_factor(self, shape: LayerShape) -> float:
+        """What phi_q.phi_k is multiplied by (`scale`), with a feature map."""
+        assert self.feature_map is not None
+        return SCALES[self.scale](shape.head_dim, self.feature_map.features(shape))
 
     def state_heads(self, shape: LayerShape) -> int:
         """Hs: heads of the linear part's state; 0 where there is none."""

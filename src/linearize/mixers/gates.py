@@ -1,6 +1,9 @@
-"""Gates: how fast the linear state forgets, how much is written, how much the delta rule replaces.
+"""Decays of the state S [F, D] of linear attention: how fast it forgets, and how much of a key is written.
 
-Decays leave here as logarithms, computed as such: log(sigmoid(x)) is -inf or 0 where logsigmoid(x) still counts.
+Each is a config, which a recipe names as `decay`, and the gate that computes it. Decays leave here as logarithms,
+computed as such: log(sigmoid(x)) is -inf or 0 where logsigmoid(x) still counts.
+
+Hs heads of the state, F features per head, D head dimension, x the layer's input.
 """
 
 from __future__ import annotations
@@ -9,19 +12,47 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from linearize.mixers import config as parts
+from linearize.base import Config
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.shape import LayerShape
 from linearize.ops.partial import accumulation_dtype
 
-MIN_NORM = 1e-6
+# --- what every one is ------------------------------------------------------------------------------------------------
+
+BIAS_INIT = "initial bias of the gate's sigmoid: 0 forgets half with every step, 4 about 2 %"
+
+
+class DecayConfig(Config):
+    """What every decay says of itself.
+
+    `values`: whether it acts on the value axis of the state S [F, D]. `scales_input`: whether what is written is scaled
+    by 1 - g. `constant`: whether it is the same for every token, and does not read the layer's input.
+    """
+
+    type: str
+    values: ClassVar[bool] = False
+    scales_input: ClassVar[bool] = False
+    constant: ClassVar[bool] = False
+
+    def heads(self, shape: LayerShape, key_heads: int) -> int:
+        """Hs: heads of the state under this decay."""
+        return key_heads
+
+    def key_width(self, features: int) -> int:
+        """Numbers per step and head on the feature axis: F, 1 for a scalar, 0 for none."""
+        return 1
+
+    def parameters(self, shape: LayerShape, heads: int, features: int) -> int:
+        """Trainable numbers in one layer, for `heads` states with `features` features."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -31,9 +62,26 @@ class GateOut:
     fp32, or fp64 for fp64 inputs; None where the gate has no say.
     """
 
-    log_decay_k: Float[Tensor, "#B Hk T X"] | None = None
-    log_decay_v: Float[Tensor, "#B Hk T D"] | None = None
-    input_scale: Float[Tensor, "#B Hk T 1"] | None = None
+    log_decay_k: Float[Tensor, "#B Hs T X"] | None = None
+    log_decay_v: Float[Tensor, "#B Hs T D"] | None = None
+    input_scale: Float[Tensor, "#B Hs T 1"] | None = None
+
+
+class Gate(nn.Module, ABC):
+    """What a decay says of each step; its children are what it reads from the layer's input."""
+
+    def __init__(self, config: Any, shape: LayerShape, heads: int, feature_dim: int) -> None:
+        super().__init__()
+        self.config = config
+
+    @abstractmethod
+    def forward(self, inputs: AttnInputs) -> GateOut: ...
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter as the config says."""
+        for affine in self.children():
+            assert isinstance(affine, Affine)
+            affine.reset_parameters()
 
 
 class Affine(nn.Module):
@@ -53,32 +101,48 @@ class Affine(nn.Module):
         if self.bias is not None:
             self.bias.fill_(self.bias_init)
 
-    def forward(self, x: Float[Tensor, "B T N"]) -> Float[Tensor, "B Hk T X"]:
+    def forward(self, x: Float[Tensor, "B T N"]) -> Float[Tensor, "B Hs T X"]:
         y = x @ self.weight.to(x.dtype)
         if self.bias is not None:
             y = y + self.bias.to(x.dtype)
         return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
-class Gate(nn.Module, ABC):
-    """What a decay says of each step; its children are what it reads from the layer's input."""
+def layer_input(inputs: AttnInputs) -> Float[Tensor, "B T E"]:
+    """What gates read, in fp32, or fp64 for fp64 inputs."""
+    if inputs.hidden is None:
+        raise ValueError(
+            "AttnInputs.hidden: expected the layer's input, which this mixer's gates read; found None. "
+            "Pass it (mixer.wants_hidden says when), or choose a mixer without a learned decay and the delta rule"
+        )
+    return inputs.hidden.to(accumulation_dtype(inputs.v.dtype))
 
-    @abstractmethod
-    def forward(self, inputs: AttnInputs) -> GateOut: ...
 
-    def reset_parameters(self) -> None:
-        """Initialise every parameter as the config says."""
-        for affine in self.children():
-            assert isinstance(affine, Affine)
-            affine.reset_parameters()
+# --- constants --------------------------------------------------------------------------------------------------------
+
+
+class FixedDecay(DecayConfig):
+    """One constant gamma_h per query head: S = gamma_h S + phi v^T, and so one state per query head.
+
+    lightning: gamma_h = exp(-r^(h+1)), r = 2^(-8/H) (SUPRA sec. 3); retnet: gamma_h = 1 - 2^(-5-h).
+    """
+
+    type: Literal["fixed"] = "fixed"
+    schedule: Literal["lightning", "retnet"] = Field(
+        default="lightning", description="lightning: from 0.43 to 0.996 for 32 heads; retnet: from 0.97 to nearly 1"
+    )
+    constant: ClassVar[bool] = True
+
+    def heads(self, shape: LayerShape, key_heads: int) -> int:
+        return shape.num_heads
 
 
 class FixedGate(Gate):
-    """Constants per query head (SUPRA sec. 3; RetNet): nothing to learn, and the layer's input is not read."""
+    """Nothing to learn, and the layer's input is not read."""
 
-    def __init__(self, config: parts.FixedDecay, shape: LayerShape, heads: int, feature_dim: int) -> None:
-        super().__init__()
-        self.config, self.heads = config, heads
+    def __init__(self, config: FixedDecay, shape: LayerShape, heads: int, feature_dim: int) -> None:
+        super().__init__(config, shape, heads, feature_dim)
+        self.heads = heads
 
     def forward(self, inputs: AttnInputs) -> GateOut:
         # Computed at every call rather than kept in a buffer, which a student in bfloat16 would round.
@@ -106,12 +170,29 @@ def retnet(heads: int, device: torch.device) -> Float[Tensor, " H"]:
 SCHEDULES: dict[str, Callable[[int, torch.device], Tensor]] = {"lightning": lightning, "retnet": retnet}
 
 
-class ScalarGate(Gate):
+# --- learned ones -----------------------------------------------------------------------------------------------------
+
+
+class ScalarDecay(DecayConfig):
     """g = sigmoid(w.x + b) per head: S = g S + (1 - g) phi v^T (RFA), or without the factor 1 - g."""
 
-    def __init__(self, config: parts.ScalarGate, shape: LayerShape, heads: int, feature_dim: int) -> None:
-        super().__init__()
-        self.config = config
+    type: Literal["scalar"] = "scalar"
+    input_scale: bool = Field(default=True, description="scale what is written by 1 - g, as RFA does")
+    bias_init: float = Field(default=0.0, description=BIAS_INIT)
+
+    @property
+    def scales_input(self) -> bool:
+        return self.input_scale
+
+    def parameters(self, shape: LayerShape, heads: int, features: int) -> int:
+        return heads * (shape.hidden_size + 1)
+
+
+class ScalarGate(Gate):
+    """log g, and 1 - g as what keys are scaled by."""
+
+    def __init__(self, config: ScalarDecay, shape: LayerShape, heads: int, feature_dim: int) -> None:
+        super().__init__(config, shape, heads, feature_dim)
         self.g = Affine(shape.hidden_size, heads, 1, config.bias_init)
 
     def forward(self, inputs: AttnInputs) -> GateOut:
@@ -119,12 +200,26 @@ class ScalarGate(Gate):
         return GateOut(log_decay_k=logsigmoid(g), input_scale=torch.sigmoid(-g) if self.config.input_scale else None)
 
 
-class FeatureGate(Gate):
+class FeatureDecay(DecayConfig):
     """alpha = sigmoid(W2 W1 x + b)^(1 / temperature) per feature: S = (alpha 1^T) * S + phi v^T (GLA)."""
 
-    def __init__(self, config: parts.FeatureGate, shape: LayerShape, heads: int, feature_dim: int) -> None:
-        super().__init__()
-        self.config = config
+    type: Literal["feature"] = "feature"
+    rank: PositiveInt = Field(default=16, description="rows of W1, which all heads share")
+    temperature: PositiveFloat = Field(default=16.0, description="the higher, the slower it forgets")
+    bias_init: float = Field(default=0.0, description="initial bias of the gate's sigmoid")
+
+    def key_width(self, features: int) -> int:
+        return features
+
+    def parameters(self, shape: LayerShape, heads: int, features: int) -> int:
+        return self.rank * shape.hidden_size + heads * features * (self.rank + 1)
+
+
+class FeatureGate(Gate):
+    """log alpha; `down` is W1, `up` W2 and b."""
+
+    def __init__(self, config: FeatureDecay, shape: LayerShape, heads: int, feature_dim: int) -> None:
+        super().__init__(config, shape, heads, feature_dim)
         self.down = Affine(shape.hidden_size, 1, config.rank, None)
         self.up = Affine(config.rank, heads, feature_dim, config.bias_init)
 
@@ -133,11 +228,25 @@ class FeatureGate(Gate):
         return GateOut(log_decay_k=logsigmoid(alpha) / self.config.temperature)
 
 
-class OuterGate(Gate):
+class OuterDecay(DecayConfig):
     """S = (sigmoid(W_f x + b_f) sigmoid(W_z x + b_z)^T) * S + phi v^T (fast decay, Mao 2022)."""
 
-    def __init__(self, config: parts.OuterGate, shape: LayerShape, heads: int, feature_dim: int) -> None:
-        super().__init__()
+    type: Literal["outer"] = "outer"
+    bias_init: float = Field(default=0.0, description=BIAS_INIT + "; both gates together forget twice that")
+    values: ClassVar[bool] = True
+
+    def key_width(self, features: int) -> int:
+        return features
+
+    def parameters(self, shape: LayerShape, heads: int, features: int) -> int:
+        return heads * (features + shape.head_dim) * (shape.hidden_size + 1)
+
+
+class OuterGate(Gate):
+    """The logarithms of both sigmoids, `f` on the feature axis and `z` on the value axis."""
+
+    def __init__(self, config: OuterDecay, shape: LayerShape, heads: int, feature_dim: int) -> None:
+        super().__init__(config, shape, heads, feature_dim)
         self.f = Affine(shape.hidden_size, heads, feature_dim, config.bias_init)
         self.z = Affine(shape.hidden_size, heads, shape.head_dim, config.bias_init)
 
@@ -146,15 +255,34 @@ class OuterGate(Gate):
         return GateOut(log_decay_k=logsigmoid(self.f(x)), log_decay_v=logsigmoid(self.z(x)))
 
 
-class RefinedGate(Gate):
+class RefinedDecay(DecayConfig):
     """f = (1 - r) g^2 + r (1 - (1 - g)^2), g = sigmoid(W_g x + b_g), r = sigmoid(W_r x + b_r) (ReGLA eqs. 15-18).
 
-    f gates the value axis, S = S * (1 f^T) + phi v^T, as printed, or the feature axis, S = (f 1^T) * S + phi v^T.
+    r refines g where a sigmoid saturates and gives no gradient. As printed f gates the value axis,
+    S = S * (1 f^T) + phi v^T; on the feature axis, S = (f 1^T) * S + phi v^T.
     """
 
-    def __init__(self, config: parts.RefinedGate, shape: LayerShape, heads: int, feature_dim: int) -> None:
-        super().__init__()
-        self.config = config
+    type: Literal["refined"] = "refined"
+    axis: Literal["value", "feature"] = Field(default="value", description="value: as printed; feature: as in GLA")
+    bias_init: float = Field(default=0.0, description="initial bias of g; that of r starts at 0")
+
+    @property
+    def values(self) -> bool:
+        return self.axis == "value"
+
+    def key_width(self, features: int) -> int:
+        return 0 if self.values else features
+
+    def parameters(self, shape: LayerShape, heads: int, features: int) -> int:
+        width = shape.head_dim if self.values else features
+        return 2 * heads * width * (shape.hidden_size + 1)
+
+
+class RefinedGate(Gate):
+    """log f, on the value axis or the feature axis."""
+
+    def __init__(self, config: RefinedDecay, shape: LayerShape, heads: int, feature_dim: int) -> None:
+        super().__init__(config, shape, heads, feature_dim)
         width = shape.head_dim if config.values else feature_dim
         self.g = Affine(shape.hidden_size, heads, width, config.bias_init)
         self.r = Affine(shape.hidden_size, heads, width, 0.0)
@@ -179,53 +307,10 @@ def refined_log_decay(g: Float[Tensor, "*s"], r: Float[Tensor, "*s"]) -> Float[T
     return torch.where(lost > 0.5, of_small, torch.log1p(-lost.clamp_max(0.5)))
 
 
-def layer_input(inputs: AttnInputs) -> Float[Tensor, "B T E"]:
-    """What gates read, in fp32, or fp64 for fp64 inputs."""
-    if inputs.hidden is None:
-        raise ValueError(
-            "AttnInputs.hidden: expected the layer's input, which this mixer's gates read; found None. "
-            "Pass it (mixer.wants_hidden says when), or choose a mixer without a learned decay and the delta rule"
-        )
-    return inputs.hidden.to(accumulation_dtype(inputs.v.dtype))
-
-
-DECAYS: dict[type, Callable[[Any, LayerShape, int, int], Gate]] = {
-    parts.FixedDecay: FixedGate,
-    parts.ScalarGate: ScalarGate,
-    parts.FeatureGate: FeatureGate,
-    parts.OuterGate: OuterGate,
-    parts.RefinedGate: RefinedGate,
+DECAYS: dict[type[DecayConfig], Callable[[Any, LayerShape, int, int], Gate]] = {
+    FixedDecay: FixedGate,
+    ScalarDecay: ScalarGate,
+    FeatureDecay: FeatureGate,
+    OuterDecay: OuterGate,
+    RefinedDecay: RefinedGate,
 }
-
-
-class DeltaRule(nn.Module):
-    """b = sigmoid(w.x) per head, and the norm of features that it needs (DeltaNet; gated DeltaNet)."""
-
-    def __init__(self, config: parts.DeltaUpdate, shape: LayerShape, heads: int) -> None:
-        super().__init__()
-        self.config = config
-        self.strength = Affine(shape.hidden_size, heads, 1, None)
-
-    def reset_parameters(self) -> None:
-        """Initialise w."""
-        self.strength.reset_parameters()
-
-    def forward(self, inputs: AttnInputs) -> Float[Tensor, "B Hk T 1"]:
-        """b, how much of what the state recalls of a key is replaced."""
-        return self.strength(layer_input(inputs)).sigmoid()
-
-    def normalize(self, phi: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
-        """`phi` over its sum or its Euclidean norm, of which there is at least 1e-6."""
-        return KEY_NORMS[self.config.key_norm](phi)
-
-
-def over_sum(phi: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
-    return phi / phi.sum(-1, keepdim=True).clamp_min(MIN_NORM)
-
-
-def over_norm(phi: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
-    # By way of the square, whose gradient at 0 is 0 where that of the root is infinite.
-    return phi * phi.square().sum(-1, keepdim=True).clamp_min(MIN_NORM**2).rsqrt()
-
-
-KEY_NORMS: dict[str, Callable[[Tensor], Tensor]] = {"sum": over_sum, "l2": over_norm}

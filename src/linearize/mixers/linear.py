@@ -9,16 +9,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize.mixers import config as parts
-from linearize.mixers.combine import COMBINES, NORMALIZERS
+from linearize.mixers.combine import COMBINES
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.gates import DECAYS, DeltaRule
+from linearize.mixers.gates import DECAYS
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, Mixer
+from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.rope import apply_rope
 from linearize.mixers.running_maximum import running_maximum
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.state import MixerState, Slots, keep_slots, push_slot
+from linearize.mixers.update import DeltaRule, DeltaUpdate
 from linearize.ops import (
     Layout,
     LinearState,
@@ -56,7 +57,7 @@ class LinearMixer(Mixer):
             if config.decay is not None:
                 features = self.feature_map.feature_dim
                 self.gate = DECAYS[type(config.decay)](config.decay, shape, self.state_heads, features)
-            if isinstance(config.update, parts.DeltaUpdate):
+            if isinstance(config.update, DeltaUpdate):
                 self.delta = DeltaRule(config.update, shape, self.state_heads)
             if config.in_closed_form:
                 self.kernel = self.feature_map.kernel

@@ -8,14 +8,13 @@ from typing import Any, ClassVar, NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linearize.mixers.combine import scale_of
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps import FEATURE_MAPS, FeatureMap
-from linearize.mixers.gates import DeltaRule
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.state import Slots
+from linearize.mixers.update import DeltaRule
 from linearize.ops import Kernel, Layout, Partial, Span
 
 
@@ -57,7 +56,7 @@ class Mixer(nn.Module, ABC):
         self.kernel: Kernel | None = None
         if config.feature_map is not None:
             self.feature_map = FEATURE_MAPS[type(config.feature_map)](config.feature_map, shape)
-            self.scale = scale_of(config, shape, self.feature_map.feature_dim)
+            self.scale = config.scale_factor(shape)
 
     def reset_parameters(self) -> None:
         """Initialise every parameter as the config says."""

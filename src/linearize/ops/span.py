@@ -1,12 +1,18 @@
 """How the keys 0..n of a query at position n split: softmax keys from ``lo(n)`` to n, linear keys below.
 
-One span object, the recipe's own, feeds the window and the scan, so the two halves of the split cannot drift apart. The
-first `sinks` keys of a document are softmax keys always and linear keys never.
+One span object, the recipe's own, feeds the window and the scan, so the two halves of the split cannot drift apart.
+
+Every span says, in tokens:
+    lo(position)  the first softmax key of the query at `position` (0-based within its document)
+    sinks         so many first keys of a document are softmax keys always and linear keys never
+    max_lag       most softmax keys of a query (itself included), sinks apart
+    fold_lag      a key is folded into the linear state this many steps after it was written
+    context       slots with keys and values that a state keeps, sinks apart
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 from torch import Tensor
@@ -14,33 +20,6 @@ from torch import Tensor
 from linearize.base import Config
 
 SINKS = "keys at the start of a document that always stay softmax keys"
-
-
-@runtime_checkable
-class Span(Protocol):
-    """The split of the keys, and what follows from it for chunks and for the carried state."""
-
-    @property
-    def sinks(self) -> int: ...
-
-    @property
-    def max_lag(self) -> int:
-        """Most softmax keys of a query (itself included), sinks apart."""
-        ...
-
-    @property
-    def fold_lag(self) -> int:
-        """A key is folded into the linear state this many steps after it was written."""
-        ...
-
-    @property
-    def context(self) -> int:
-        """Key/value slots that a state keeps, sinks apart."""
-        ...
-
-    def lo(self, position: Tensor) -> Tensor:
-        """First softmax key of the query at `position` (0-based within its document)."""
-        ...
 
 
 class NoSpan(Config):
@@ -117,3 +96,6 @@ class TerracedSpan(Config):
 
     def lo(self, position: Tensor) -> Tensor:
         return self.window_size * (position.div(self.window_size, rounding_mode="floor") - self.blocks + 1).clamp_min(0)
+
+
+Span = NoSpan | SlidingSpan | TerracedSpan

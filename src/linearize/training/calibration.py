@@ -19,7 +19,7 @@ from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers import AttnInputs, LinearMixer
 from linearize.mixers.combine import AbsoluteScaleCombine
-from linearize.mixers.learned_maps import Learned
+from linearize.mixers.feature_maps.learned import Learned
 from linearize.ops import Layout, SlidingSpan, window_softmax
 
 LEAST_SHARE = 1e-4  # of the far keys, where the teacher has less: with none at all there is nothing to learn from

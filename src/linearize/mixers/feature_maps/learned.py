@@ -1,20 +1,76 @@
-"""Maps behind a learned projection x W + b: T2R, Hedgehog, LOLCAT, ReGLA."""
+"""Maps behind a learned projection x W + b: where it stands, whether it is shared, and how it starts."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import Field
 from torch import Tensor, nn
 
-from linearize.mixers.feature_map import FeatureMap, elu1
-from linearize.mixers.maps import HedgehogMap, LearnedMap, LolcatMap, ReglaMap, T2RMap
+from linearize.base import UserError
+from linearize.mixers.feature_maps.base import FeatureMap, FeatureMapConfig
 from linearize.mixers.shape import LayerShape
 from linearize.ops.heads import repeat_kv
 
-MIN_FEATURE = 1e-12  # LoLCATs' clamp
+
+class LearnedMap(FeatureMapConfig):
+    """A map behind a learned projection W: D -> E, per head or one over all heads together.
+
+    Matrices are [H, D, E] for queries, and for keys [H, D, E] (per query head) or [G, D, E] (per KV head); or, per
+    model, [1, H D, H E] and [1, G D, G E]. Tied maps have those of the keys alone: per KV head, the query heads of a
+    group use their group's matrix; per model, that needs as many KV heads as query heads.
+    """
+
+    per: Literal["query_head", "kv_head", "model"] = Field(
+        default="query_head",
+        description="one key map per query head (the papers; a state per query head), per KV head (a state smaller by "
+        "the number of query heads that share one), or one over all heads together (SUPRA's code)",
+    )
+    tied: bool = Field(default=False, description="queries and keys share one projection")
+    bias: bool = Field(default=False, description="x W + b instead of x W")
+    init: Literal["identity", "kaiming", "linear", "zero"] = Field(
+        default="identity",
+        description="identity: ones on each head's diagonal; kaiming: Kaiming-uniform over the whole tensor of all "
+        "heads (LoLCATs' code); linear: as torch's Linear, uniform within D^-1/2; zero: zeros",
+    )
+
+    def outputs(self, shape: LayerShape) -> int:
+        """E: outputs of the projection per head."""
+        return self.features(shape)
+
+    def key_heads(self, shape: LayerShape) -> int:
+        return shape.num_heads if self.per == "query_head" else shape.num_kv_heads
+
+    def projections(self, shape: LayerShape) -> tuple[tuple[int, int, int], ...]:
+        """Shapes [matrices, inputs, outputs] of the query and the key projection; of the one that a tied map has."""
+        used = self._used(shape)
+        return used[1:] if self.tied else used
+
+    def parameters(self, shape: LayerShape) -> int:
+        return sum(matrices * outputs * (inputs + self.bias) for matrices, inputs, outputs in self.projections(shape))
+
+    def flops(self, shape: LayerShape) -> int:
+        return 2 * sum(math.prod(size) for size in self._used(shape))
+
+    def resolved(self, shape: LayerShape) -> FeatureMapConfig:
+        if self.tied and self.per == "model" and shape.num_heads != shape.num_kv_heads:
+            raise UserError(
+                f"mixer.feature_map.tied: one projection over all {shape.num_heads} query heads of the teacher cannot "
+                f"be shared with one over all its {shape.num_kv_heads} KV heads; set tied=false, or per=kv_head"
+            )
+        return self
+
+    def _used(self, shape: LayerShape) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """The matrices that queries and keys are multiplied by, whether or not they are the same."""
+        width, outputs = shape.head_dim, self.outputs(shape)
+        queries, keys = shape.num_heads, self.key_heads(shape)
+        if self.per == "model":
+            return (1, queries * width, queries * outputs), (1, keys * width, keys * outputs)
+        return (queries, width, outputs), (keys, width, outputs)
 
 
 class Learned(FeatureMap):
@@ -100,53 +156,6 @@ class Learned(FeatureMap):
         """Features, or logarithms, from the projection, which may be overwritten."""
 
 
-class T2R(Learned):
-    """phi(x) = relu(x W + b) (T2R, Kasai et al. 2021; SUPRA sec. 3), elu(x W + b) + 1, or x W + b."""
-
-    config: T2RMap
-
-    def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
-        return T2R_ACTIVATIONS[self.config.activation](y)
-
-
-class Hedgehog(Learned):
-    """phi(x) = [f(x W + b), f(-x W - b)] (Hedgehog eqs. 5-6; LoLCATs App. A), features at least 1e-12."""
-
-    config: HedgehogMap
-
-    # Both signs come from one product: two more columns cost less than to put two results together.
-    def _columns(self, weight: Float[Tensor, "M I O"], heads: int) -> Float[Tensor, "M I N"]:
-        return _both_signs(weight, heads)
-
-    def _bias_columns(self, bias: Float[Tensor, "M O"], heads: int) -> Float[Tensor, "M N"]:
-        return _both_signs(bias, heads)
-
-    def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
-        return HEDGEHOG_ACTIVATIONS[self.config.activation](y)
-
-
-class Lolcat(Learned):
-    """phi(x) = f(x W + x) (LOLCAT sec. 3)."""
-
-    config: LolcatMap
-
-    # One product with W + 1 instead of a product and a sum: as exact, since the sum would be rounded too.
-    def _columns(self, weight: Float[Tensor, "M I O"], heads: int) -> Float[Tensor, "M I N"]:
-        return weight + torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
-
-    def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
-        return LOLCAT_ACTIVATIONS[self.config.activation](y)
-
-
-class Regla(Learned):
-    """phi(x) = exp(x W + b) (ReGLA eqs. 11-12)."""
-
-    config: ReglaMap
-
-    def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
-        return y
-
-
 def _empty(shape: tuple[int, ...]) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape))
 
@@ -156,30 +165,5 @@ def _repeat(weight: Tensor, heads: int) -> Tensor:
     return weight if len(weight) == heads else weight.repeat_interleave(heads // len(weight), dim=0)
 
 
-def _both_signs(x: Float[Tensor, "*shape O"], heads: int) -> Float[Tensor, "*shape N"]:
-    """Per head the columns, then their negatives."""
-    x = x.unflatten(-1, (heads, -1))
-    return torch.stack([x, -x], dim=-2).flatten(-3)
-
-
-def _softmax(y: Float[Tensor, "*shape N"]) -> Float[Tensor, "*shape N"]:
-    if y.requires_grad:
-        return y.softmax(-1).clamp_min(MIN_FEATURE)
-    return torch.softmax(y, -1, out=y).clamp_min_(MIN_FEATURE)
-
-
-def _softmax_halves(y: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape F"]:
-    return _softmax(y.unflatten(-1, (2, -1))).flatten(-2)
-
-
-def _as_it_is(y: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape F"]:
+def as_it_is(y: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape F"]:
     return y
-
-
-T2R_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu_, "elu1": elu1, "none": _as_it_is}
-HEDGEHOG_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax_halves": _softmax_halves,
-    "softmax": _softmax,
-    "exp": _as_it_is,
-}
-LOLCAT_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"exp": _as_it_is, "relu": torch.relu_, "elu1": elu1}

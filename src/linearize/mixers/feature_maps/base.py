@@ -1,17 +1,86 @@
-"""What every feature map is: the base class."""
+"""What every feature map is, as data and as a module.
+
+H query heads, G KV heads, Hk heads of key features, D head dimension, F features.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import AfterValidator, Field, PositiveInt
 from torch import Tensor, nn
 
-from linearize.mixers.maps import FeatureMapPart
+from linearize.base import Config
 from linearize.mixers.shape import LayerShape
 from linearize.ops.kernel import Kernel
 from linearize.ops.partial import accumulation_dtype
+
+Rotation = Literal["before", "after", "none"]
+ROTATION = (
+    "before: the map sees queries and keys rotated (RoPE), as the teacher's softmax does; after: features are rotated "
+    "instead (SUPRA), so the kernel can be negative; none: no rotation, order is known by decay alone"
+)
+
+
+def _even(features: int) -> int:
+    if features % 2:
+        raise ValueError(f"expected an even number, because features come in pairs; found {features}")
+    return features
+
+
+Even = Annotated[PositiveInt, AfterValidator(_even)]
+
+
+class FeatureMapConfig(Config):
+    """What every map says of itself as data.
+
+    `signed`: the kernel phi_q.phi_k can be negative, so no sum normalises it. `mixed_signs`: unrotated features can be
+    negative. `exponential`: features are exponentials, divided by a query's largest or the keys' running maximum.
+    `closed_form`: the kernel is a function of one dot product, so features are made where states are and not kept.
+    """
+
+    exponential: ClassVar[bool] = False
+    signed: ClassVar[bool] = False
+    mixed_signs: ClassVar[bool] = False
+    closed_form: ClassVar[bool] = False
+
+    rotation: Literal["before", "none"] = Field(
+        default="before",
+        description="before: the map sees queries and keys rotated (RoPE), as the teacher's softmax does; "
+        "none: unrotated, and the linear part knows order by decay alone",
+    )
+
+    @property
+    def maximum_bytes(self) -> int:
+        """Of one number of the running maximum, which has the precision of the logarithms: fp32."""
+        return 4
+
+    def features(self, shape: LayerShape) -> int:
+        """F: features per head."""
+        return shape.head_dim
+
+    def key_heads(self, shape: LayerShape) -> int:
+        """Hk: heads of key features, H or G."""
+        return shape.num_kv_heads
+
+    def parameters(self, shape: LayerShape) -> int:
+        """Trainable numbers in one layer."""
+        return 0
+
+    def flops(self, shape: LayerShape) -> int:
+        """Of one token's query and key through the projection, learned or random: 2 per multiplication."""
+        return 0
+
+    def resolved(self, shape: LayerShape) -> FeatureMapConfig:
+        """The map with every size filled in that may be left to the teacher.
+
+        Raises:
+            UserError: a size that makes no sense for these layers.
+        """
+        return self
 
 
 class FeatureMap(nn.Module, ABC):
@@ -29,7 +98,7 @@ class FeatureMap(nn.Module, ABC):
     min_denominator: float = 1e-6
     kernel: Kernel | None = None
 
-    def __init__(self, config: FeatureMapPart, shape: LayerShape) -> None:
+    def __init__(self, config: Any, shape: LayerShape) -> None:
         super().__init__()
         self.exponential = config.exponential
         self.feature_dim, self.key_heads = config.features(shape), config.key_heads(shape)
@@ -47,7 +116,7 @@ class FeatureMap(nn.Module, ABC):
     def scaled_q(
         self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]
     ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B H T"] | None]:
-        """The same, and for an exponential map the logarithm of what they were divided by."""
+        """Features of queries, and for an exponential map the logarithm of what they were divided by."""
         x = accumulated(x)
         phi = self._queries(x, position)
         if not self.exponential:
@@ -78,6 +147,20 @@ class FeatureMap(nn.Module, ABC):
     @abstractmethod
     def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
         """Features, or logarithms, of x in the dtype of the features."""
+
+
+class Symmetric(FeatureMap):
+    """A map that does the same to queries and keys."""
+
+    @abstractmethod
+    def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T F"]:
+        """Features, or logarithms, of queries or keys."""
+
+    def _queries(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
+        return self._map(x, position)
+
+    def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B G K F"]:
+        return self._map(x, position)
 
 
 def accumulated(x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:

@@ -1,15 +1,28 @@
-"""The second-order Taylor polynomial of the exponential, as a kernel in closed form."""
+"""The second-order Taylor polynomial of the exponential, a kernel in closed form."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from linearize.mixers.feature_maps.base import FeatureMapConfig, Symmetric, accumulated
+from linearize.mixers.shape import LayerShape
 from linearize.ops.kernel import Kernel
+
+
+class TaylorMap(FeatureMapConfig):
+    """phi(q).phi(k) = 1 + u + u^2 / 2 > 0, u = q.k D^-1/2; symmetric form, F = 1 + D + D (D + 1) / 2."""
+
+    type: Literal["taylor2"] = "taylor2"
+    closed_form: ClassVar[bool] = True
+    mixed_signs: ClassVar[bool] = True
+
+    def features(self, shape: LayerShape) -> int:
+        return 1 + shape.head_dim + shape.head_dim * (shape.head_dim + 1) // 2
 
 
 class TaylorKernel(Kernel):
@@ -78,3 +91,16 @@ def _pair_products_grad(y: Float[Tensor, "*shape n"], grad: Float[Tensor, "*shap
         g_first[..., :size].addcmul_(g, twice[..., j : j + size])
         g_twice[..., j : j + size].addcmul_(g, y[..., :size])
     return g_first.add_(g_twice[..., :n]).add_(g_twice[..., n:])
+
+
+class Taylor(Symmetric):
+    """Products of pairs of (1, x'), x' = x D^-1/4."""
+
+    kernel: TaylorKernel = TaylorKernel()
+
+    def kernel_input(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T D"]:
+        """x'."""
+        return accumulated(x) * x.shape[-1] ** -0.25
+
+    def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T F"]:
+        return self.kernel.features(self.kernel_input(x))

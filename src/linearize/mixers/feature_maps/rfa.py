@@ -1,0 +1,67 @@
+"""RFA's random Fourier features."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import Field
+from torch import Tensor, nn
+
+from linearize.mixers.feature_maps.base import Even, FeatureMap, FeatureMapConfig
+from linearize.mixers.shape import LayerShape
+
+
+class RfaMap(FeatureMapConfig):
+    """phi(x) = (F/2)^-1/2 [sin(W x^), cos(W x^)], x^ = x / (|x| + 1e-3), W = sigma N(0, 1) (Peng et al. 2021).
+
+    sigma is learned, one per KV head. The kernel can be negative; as in the paper, a sum may normalise it all the same,
+    with a denominator of at least 1.
+    """
+
+    type: Literal["rfa"] = "rfa"
+    feature_dim: Even | None = Field(default=None, description="F, features per head, even; 2D if null")
+    mixed_signs: ClassVar[bool] = True
+
+    def features(self, shape: LayerShape) -> int:
+        return self.feature_dim or 2 * shape.head_dim
+
+    def parameters(self, shape: LayerShape) -> int:
+        return shape.num_kv_heads
+
+    def flops(self, shape: LayerShape) -> int:
+        return 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * self.features(shape) // 2
+
+    def resolved(self, shape: LayerShape) -> FeatureMapConfig:
+        return self.model_copy(update={"feature_dim": self.features(shape)})
+
+
+class Rfa(FeatureMap):
+    """The normal numbers [G, F/2, D] are fixed and sigma [G] learned, both per KV head."""
+
+    min_denominator = 1.0
+    weight: Tensor
+
+    def __init__(self, config: RfaMap, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        self.sigma = nn.Parameter(torch.empty(shape.num_kv_heads))
+        self.register_buffer("weight", torch.empty(shape.num_kv_heads, self.feature_dim // 2, shape.head_dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw W; sigma starts at 1."""
+        self.sigma.fill_(1)
+        self.weight.normal_()
+
+    def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B G K F"]:
+        return self._queries(x, position)
+
+    def _queries(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
+        weight = self.sigma.to(x.dtype)[:, None, None] * self.weight.to(x.dtype)
+        weight = weight.repeat_interleave(x.shape[1] // len(weight), dim=0)
+        # The derivative of this norm at 0 is 0, not NaN.
+        unit = x / (torch.linalg.vector_norm(x, dim=-1, keepdim=True) + 1e-3)
+        angle = unit @ weight.mT
+        return torch.cat([angle.sin(), angle.cos()], dim=-1).mul_(weight.shape[1] ** -0.5)

@@ -1,0 +1,139 @@
+"""What is made of the linear part's sums: configs, and the module of each.
+
+Only the linear part is normalised here, so that a window that holds every key stays exact softmax. H query heads, D
+head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field, PositiveFloat
+from torch import Tensor, nn
+
+from linearize.base import Config
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.shape import LayerShape
+from linearize.ops import Partial
+
+
+class NormalizerConfig(Config):
+    """What every normalizer says of itself. `reads_hidden`: whether it reads the layer's input."""
+
+    type: str
+    reads_hidden: ClassVar[bool] = False
+
+    def parameters(self, shape: LayerShape) -> int:
+        """Trainable numbers in one layer."""
+        return 0
+
+
+class NoParameters(nn.Module):
+    """A part without anything to learn."""
+
+    def __init__(self, config: Any, shape: LayerShape) -> None:
+        super().__init__()
+        self.config = config
+
+    def reset_parameters(self) -> None:
+        """Nothing to set."""
+
+
+def divided(num: Float[Tensor, "B H T D"], den: Float[Tensor, "B H T"]) -> Float[Tensor, "B H T D"]:
+    """num / den, in place where no gradient is wanted: fresh memory can cost as much as the division."""
+    return num / den[..., None] if num.requires_grad or den.requires_grad else num.div_(den[..., None])
+
+
+class SumNormalizer(NormalizerConfig):
+    """The linear part's numerator over its denominator phi_q . sum phi_k, at least 1e-6: a weighted mean of values."""
+
+    type: Literal["sum"] = "sum"
+
+
+class SumNorm(NoParameters):
+    def forward(self, linear: Partial, inputs: AttnInputs, min_denominator: float) -> Float[Tensor, "B H T D"]:
+        return divided(linear.num, linear.den.clamp_min(min_denominator))
+
+
+class NoNormalizer(NormalizerConfig):
+    """The linear part's numerator as it is."""
+
+    type: Literal["none"] = "none"
+
+
+class NoNorm(NoParameters):
+    def forward(self, linear: Partial, inputs: AttnInputs, min_denominator: float) -> Float[Tensor, "B H T D"]:
+        return linear.num
+
+
+class GroupNormalizer(NormalizerConfig):
+    """Mean 0 and variance 1 over each head's D values per token, no affine (SUPRA sec. 3, RetNet)."""
+
+    type: Literal["group_norm"] = "group_norm"
+    eps: PositiveFloat = 1e-5
+
+
+class GroupNorm(NoParameters):
+    def forward(self, linear: Partial, inputs: AttnInputs, min_denominator: float) -> Float[Tensor, "B H T D"]:
+        return _over_root_mean_square(linear.num - linear.num.mean(-1, keepdim=True), self.config.eps)
+
+
+class RmsNormalizer(NormalizerConfig):
+    """Mean square 1 over each head's D values per token, with a learned scale [H, D] (ReGLA's stable norm, GLA)."""
+
+    type: Literal["rms_norm"] = "rms_norm"
+    eps: PositiveFloat = 1e-5
+    output_gate: bool = Field(default=False, description="times swish(W_g x) of the hidden state (GLA)")
+
+    @property
+    def reads_hidden(self) -> bool:
+        return self.output_gate
+
+    def parameters(self, shape: LayerShape) -> int:
+        return shape.num_heads * shape.head_dim * (1 + (shape.hidden_size if self.output_gate else 0))
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, config: RmsNormalizer, shape: LayerShape) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(shape.num_heads, shape.head_dim))
+        self.gate_weight = None
+        if config.output_gate:
+            self.gate_weight = nn.Parameter(torch.empty(shape.hidden_size, shape.num_heads * shape.head_dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.fill_(1)
+        if self.gate_weight is not None:
+            bound = len(self.gate_weight) ** -0.5
+            self.gate_weight.uniform_(-bound, bound)
+
+    def forward(self, linear: Partial, inputs: AttnInputs, min_denominator: float) -> Float[Tensor, "B H T D"]:
+        num = linear.num
+        y = _over_root_mean_square(num, self.config.eps) * self.weight.to(num.dtype)[:, None]
+        if self.gate_weight is None:
+            return y
+        if inputs.hidden is None:
+            raise ValueError("AttnInputs.hidden: expected the layer's input, which the output gate reads; found None")
+        gate = inputs.hidden.to(num.dtype) @ self.gate_weight.to(num.dtype)
+        return y * nn.functional.silu(gate.unflatten(-1, (num.shape[1], -1)).transpose(1, 2))
+
+
+def _over_root_mean_square(x: Float[Tensor, "B H T D"], eps: float) -> Float[Tensor, "B H T D"]:
+    """x / sqrt(mean x^2 + eps), by way of x over its greatest value: unnormalised sums can be too large to square."""
+    greatest = x.detach().abs().amax(-1, keepdim=True).clamp_min(1)
+    x = x / greatest
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps / greatest.square())
+
+
+NORMALIZERS: dict[type[NormalizerConfig], Callable[[Any, LayerShape], nn.Module]] = {
+    SumNormalizer: SumNorm,
+    NoNormalizer: NoNorm,
+    GroupNormalizer: GroupNorm,
+    RmsNormalizer: RmsNorm,
+}
