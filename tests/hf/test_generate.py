@@ -78,7 +78,7 @@ def test_taken_back_in_every_kind_of_state(case: Case, check: checks.Check) -> N
 
 @pairs([CASE["qwen3-sinks"]], [rows.taken_back])
 def test_taken_back_further(case: Case, check: checks.Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens since the last `crop` are more than a stretch of the recording."""
+    """The tokens since the last `crop` are more than are recorded from one state."""
     monkeypatch.setattr(recording, "RECORDED", 9)
     check(case)
 
@@ -94,7 +94,7 @@ def test_every_architecture(case: Case, check: checks.Check) -> None:
 
 
 def test_memory_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds the end of a long prompt and no more than two stretches, and a copy holds none."""
+    """It holds the end of a long prompt and no more than two earlier states, and a copy holds none."""
     monkeypatch.setattr(recording, "RECORDED", 6)
     model, ids = student_of(PLAIN), random_tokens(1, 60)
     cache = DynamicCache(config=model.config)
@@ -104,7 +104,7 @@ def test_memory_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     for start, stop in ((0, 30), (30, 33), *((i, i + 1) for i in range(33, 60))):
         found.append(checks.cached(model, ids, (start, stop), cache=cache))
         lengths.append(layer.recording.length)
-        fed = [step.inputs.q for stretch in layer.recording.stretches for step in stretch.steps]
+        fed = [call.inputs.q for replay in layer.recording.replays for call in replay.calls]
         assert sum(x.untyped_storage().nbytes() for x in fed) <= 12 * fed[0][:, :, :1].nbytes
     assert lengths[:2] == [6, 9]
     assert min(lengths) >= 6

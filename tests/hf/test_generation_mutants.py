@@ -48,7 +48,7 @@ def nothing_taken_back(patch: pytest.MonkeyPatch) -> None:
 def padding_taken_back_as_tokens(patch: pytest.MonkeyPatch) -> None:
     """Whoever is fed once more is fed without the padding's layout."""
     run = LinearMixer.step
-    patch.setattr("linearize.mixers.recording.Step.run", lambda step, state: run(step.mixer, step.inputs, state))
+    patch.setattr("linearize.mixers.recording.Call.run", lambda call, state: run(call.mixer, call.inputs, state))
 
 
 def layers_shared(patch: pytest.MonkeyPatch) -> None:

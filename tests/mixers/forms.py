@@ -52,6 +52,21 @@ def check_bidirectional(case: Drawn) -> None:
     inputs = Inputs(x.q, x.k, x.v, x.scaling, x.softcap, x.hidden, x.unrotated, x.rope)
     expected = bidirectional_layer(config, weights_of(mixer), inputs, case.documents)
     assert_near(mixer(x, case.layout), expected, FP64, "output")
+    with torch.device("meta"):
+        assert BidirectionalMixer(config, case.mixer.shape).double()(x.map(lambda x: x.to("meta"))).is_meta
+
+
+def check_meta(case: Drawn) -> None:
+    """On the meta device a mixer has its parameters, and after one token its state, in their sizes."""
+    inputs = case.part(0, 1)
+    with torch.device("meta"):
+        mixer = LinearMixer(case.mixer.config, case.mixer.shape).double()
+    y, state = mixer.step(inputs.map(lambda x: x.to("meta")), None)
+    _, expected = case.mixer.step(inputs, None)
+    assert y.is_meta and all(x.is_meta for x in state.tensors()) and state.nbytes == expected.nbytes
+    found = mixer.state_dict() | state.named_tensors()
+    real = case.mixer.state_dict() | expected.named_tensors()
+    assert [(name, x.shape, x.dtype) for name, x in found.items()] == [(n, x.shape, x.dtype) for n, x in real.items()]
 
 
 def outputs_and_gradients(case: Drawn, implementation: str) -> tuple[Tensor, dict[str, Tensor]]:

@@ -164,7 +164,7 @@ class Drawn:
         return {"q": x.q, "k": x.k, "v": x.v, "hidden": x.hidden, "q0": x.unrotated[0], "k0": x.unrotated[1]}
 
     def to(self, dtype: torch.dtype) -> Drawn:
-        """The same numbers, rounded to `dtype`."""
+        """This case with its numbers rounded to `dtype`."""
         tensors = {name: x.to(dtype) for name, x in self.tensors().items()}
         assert self.inputs.rope is not None
         cos, sin = (x.to(dtype) for x in self.inputs.rope)
@@ -231,7 +231,7 @@ class Draw:
     seed: int
 
     def well_conditioned(self) -> Draw:
-        """The same without norms that blow up what is nearly zero, and its rounding in single precision with it."""
+        """This draw without norms that blow up what is nearly zero, and its rounding in single precision with it."""
         if not isinstance(self.config.normalizer, GroupNormalizer | RmsNormalizer):
             return self
         normalizer = self.config.normalizer.model_copy(update={"eps": 0.1})

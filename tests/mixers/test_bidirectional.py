@@ -217,7 +217,7 @@ def test_a_packed_row_gives_what_its_documents_give_alone(mixer_config: MixerCon
 
 
 def test_the_order_of_tokens_does_not_matter() -> None:
-    """Of a document, for maps that know no positions."""
+    """Within a document, for maps that know no positions."""
     order = torch.tensor([*torch.randperm(20).tolist(), *(20 + torch.randperm(15)).tolist()])
     layout = Layout.from_positions(torch.cat([torch.arange(20), torch.arange(15)])[None])
     for mixer_config in CONFIGS[2], CONFIGS[6], CONFIGS[12]:

@@ -32,6 +32,7 @@ from tests.mixers.forms import (
     check_bidirectional,
     check_calls,
     check_chunked,
+    check_meta,
     check_oracle,
     check_segments,
     in_calls,
@@ -51,7 +52,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def cases(examples: int) -> settings:
-    """The same cases on every run; chunk sizes are patched once per test, which is what is wanted."""
+    """Settings that draw alike on every run; chunk sizes are patched once per test, which is what is wanted."""
     health = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
     return settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=health)
 
@@ -98,6 +99,12 @@ def test_calls(draw: Draw, data: st.DataObject) -> None:
 @given(draw=draws(20))
 def test_token_by_token(draw: Draw) -> None:
     check_calls(draw.make(), range(1, draw.length))
+
+
+@cases(60)
+@given(draw=draws(1))
+def test_on_the_meta_device(draw: Draw) -> None:
+    check_meta(draw.make())
 
 
 @cases(30)

@@ -7,7 +7,7 @@ from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer import Mixer
+from linearize.mixers.mixer_state import MixerState
 from linearize.mixers.recording import Recording
-from linearize.mixers.state import MixerState
 
 __all__ = ["AttnInputs", "BidirectionalMixer", "LinearMixer", "Mixer", "MixerState", "Recording"]

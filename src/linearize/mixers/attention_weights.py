@@ -21,7 +21,7 @@ from linearize.mixers.feature_maps import RfaMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer import Mixer
-from linearize.mixers.state import Slots
+from linearize.mixers.mixer_state import Tokens
 from linearize.ops import Layout, NoSpan, Partial, linear_scan
 from linearize.ops.decay import cumulative
 from linearize.ops.heads import repeat_kv
@@ -35,7 +35,7 @@ MIN_QUERIES = 16  # of a block, however long the rows are
 class QueryBlock:
     """C neighbouring slots as queries, and the K slots that hold all their keys.
 
-    Of a causal mixer, the last C of these are the queries' own.
+    The last C of these are the queries' own, where the mixer is causal.
 
     Attributes:
         near, far: which keys each query reads through the window and through the linear part.
@@ -167,21 +167,21 @@ class LinearPart:
     mixer: Mixer
     inputs: AttnInputs
     layout: Layout
-    tokens: Slots
+    tokens: Tokens
     phi_q: Float[Tensor, "B H T F"]
     phi_k: Float[Tensor, "B Hs T F"]
     log_scale: Float[Tensor, "B H T"]
 
     @classmethod
     def of(cls, mixer: Mixer, inputs: AttnInputs, layout: Layout) -> LinearPart:
-        """Of a mixer that has one; to be called outside autocast."""
+        """Compute the linear part of a mixer that has one; to be called outside autocast."""
         inputs = inputs.accumulated()
         return cls(mixer, inputs, layout, *mixer.linear_features(inputs, layout))
 
     def output(self) -> Float[Tensor, "B H T D"]:
         """The linear part alone over its own keys, normalised as the mixer's is; 0 for queries without such keys.
 
-        Of a causal mixer: the other's is its output.
+        For causal mixers alone: the other kind's output is nothing else.
         """
         assert isinstance(self.mixer, LinearMixer)
         written = self.mixer.written(self.tokens, self.phi_k, self.layout, None)
@@ -191,7 +191,7 @@ class LinearPart:
         return self.mixer.normalized(linear, self.inputs)
 
     def features(self) -> Features:
-        """Of all tokens."""
+        """What weights are made of, for all tokens."""
         log_decay = self.tokens.get("log_decay_k")
         # All steps, those of the sinks too: weights over all keys need them, and to others they make no difference.
         sums = None if log_decay is None else cumulative(log_decay, NoSpan(), self.layout)

@@ -40,13 +40,13 @@ class BidirectionalMixer(Mixer):
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs, 0 for padding. `layout` None: one full document per row."""
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
-        with torch.autocast(inputs.q.device.type, enabled=False):
+        with inputs.without_autocast():
             y = self.normalized(self.partials(inputs, layout)[1], inputs)
         return without_padding(y, layout).to(inputs.v.dtype)
 
     def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[None, Partial]:
         """No window, and the sums over each query's document; those of padding are anything."""
-        with torch.autocast(inputs.q.device.type, enabled=False):
+        with inputs.without_autocast():
             found = self.linear_features(inputs, layout)
             return None, sum_over_documents(found.phi_q, found.phi_k, inputs.v, layout)
 
@@ -120,7 +120,7 @@ def one_document_per_row(layout: Layout) -> Bool[Tensor, ""]:
 
 
 def reversed_layout(layout: Layout) -> Layout:
-    """The same tokens from the last to the first."""
+    """The layout of the tokens in reverse: from the last to the first."""
     position, document = layout.key_position, numbered(layout)
     last = torch.zeros_like(document).scatter_reduce(1, document, position, "amax").gather(1, document)
     position = torch.where(position >= 0, last - position, -1)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -43,6 +46,11 @@ class AttnInputs:
         """All of it in fp32, or fp64: what reads a tensor twice should not round its gradient twice."""
         dtype = accumulation_dtype(self.v.dtype)
         return self.map(lambda x: x.to(dtype))
+
+    def without_autocast(self) -> AbstractContextManager[Any]:
+        """Within, fp32 stays fp32. The meta device has no autocast that could be off."""
+        device = self.q.device.type
+        return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
     def tokens(self, start: int, stop: int) -> AttnInputs:
         """The inputs of some tokens."""

@@ -14,11 +14,11 @@ from linearize.mixers.config import MixerConfig
 from linearize.mixers.gates import DECAYS
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, Mixer
+from linearize.mixers.mixer_state import MixerState, Tokens, keep_slots, push_slot
 from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.rope import apply_rope
 from linearize.mixers.running_maximum import running_maximum
 from linearize.mixers.shape import LayerShape
-from linearize.mixers.state import MixerState, Slots, keep_slots, push_slot
 from linearize.mixers.update import DeltaRule, DeltaUpdate
 from linearize.ops import (
     Layout,
@@ -69,7 +69,7 @@ class LinearMixer(Mixer):
         if layout is None and self._segment(inputs) < inputs.q.shape[2]:
             return self.step(inputs, None)[0]
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
-        with torch.autocast(inputs.q.device.type, enabled=False):
+        with inputs.without_autocast():
             dtype, inputs = inputs.v.dtype, inputs.accumulated()
             window, linear = self.partials(inputs, layout)
             y = self.combined(inputs, window, linear, self.has_linear(layout.query_position))
@@ -83,7 +83,7 @@ class LinearMixer(Mixer):
         `layout` None: every row's tokens are valid and go on in its document.
         """
         length, segment = inputs.q.shape[2], self._segment(inputs)
-        with torch.autocast(inputs.q.device.type, enabled=False):
+        with inputs.without_autocast():
             if layout is not None or segment >= length:
                 if state is not None and layout is None and length == 1:
                     return self._one_token(inputs, state)
@@ -110,7 +110,7 @@ class LinearMixer(Mixer):
 
     # --- features and gates of tokens ---------------------------------------------------------------------------------
 
-    def _new_tokens(self, inputs: AttnInputs) -> Slots:
+    def _new_tokens(self, inputs: AttnInputs) -> Tokens:
         """What the inputs say of their tokens."""
         slots = {"keys": inputs.k, "values": inputs.v}
         if self.config.feature_map is None:
@@ -131,7 +131,7 @@ class LinearMixer(Mixer):
 
     def tokens(
         self, inputs: AttnInputs, own: Layout, layout: Layout, state: MixerState | None
-    ) -> tuple[Slots, Tensor | None, Tensor | None]:
+    ) -> tuple[Tokens, Tensor | None, Tensor | None]:
         """All tokens behind their context, their key features, and the running maximum after them.
 
         `own` is the layout of the inputs alone, `layout` that with the context of `state`.
@@ -151,18 +151,18 @@ class LinearMixer(Mixer):
                 mapped = torch.cat([self._map_keys(state.slots, context), mapped], dim=2)
         return slots, None if mapped is None else self._key_features(slots, mapped, layout), maximum
 
-    def _with_step(self, slots: Slots, log_decay: Float[Tensor, "B Hk T"]) -> Float[Tensor, "B Hs T X"]:
+    def _with_step(self, slots: Tokens, log_decay: Float[Tensor, "B Hk T"]) -> Float[Tensor, "B Hs T X"]:
         """The gate's log decay and that of the running maximum in one."""
         step = repeat_kv(log_decay[..., None], self.state_heads).to(accumulation_dtype(slots["values"].dtype))
         return step + slots["log_decay_k"] if "log_decay_k" in slots else step
 
-    def _map_keys(self, slots: Slots, position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
+    def _map_keys(self, slots: Tokens, position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
         """The key map's features, or for an exponential map their logarithms; or what `kernel` makes them of."""
         assert self.feature_map is not None
         keys = slots.get("map_keys", slots["keys"])
         return self.feature_map.k(keys, position) if self.kernel is None else self.feature_map.kernel_input(keys)
 
-    def _key_features(self, slots: Slots, phi_k: Tensor, layout: Layout | None) -> Float[Tensor, "B Hs K F"]:
+    def _key_features(self, slots: Tokens, phi_k: Tensor, layout: Layout | None) -> Float[Tensor, "B Hs K F"]:
         """phi_k as it is written to the state, from what the map gave."""
         assert self.feature_map is not None
         dtype = accumulation_dtype(slots["values"].dtype)
@@ -189,7 +189,7 @@ class LinearMixer(Mixer):
         log_scale = self.in_scale(Partial(phi_q[..., :0], zero, zero), log_scale, tokens).log_scale
         return LinearFeatures(tokens, phi_q, phi_k, log_scale)
 
-    def in_scale(self, linear: Partial, log_scale: Tensor | None, own: Slots) -> Partial:
+    def in_scale(self, linear: Partial, log_scale: Tensor | None, own: Tokens) -> Partial:
         """The linear part with the logarithm it is relative to: the query's, and the keys' running maximum."""
         if not self.config.absolute:
             return linear
@@ -200,7 +200,7 @@ class LinearMixer(Mixer):
     # --- many tokens --------------------------------------------------------------------------------------------------
 
     def written(
-        self, tokens: Slots, phi_k: Tensor | None, layout: Layout, state: LinearState | None
+        self, tokens: Tokens, phi_k: Tensor | None, layout: Layout, state: LinearState | None
     ) -> Float[Tensor, "B h K D"]:
         """What is written to the state with each key: its value, or what the delta rule makes of it."""
         if phi_k is None or self.delta is None:
@@ -210,7 +210,7 @@ class LinearMixer(Mixer):
         return delta_values(phi_k, tokens["values"], tokens["beta"], log_decay_k=decay, **options)
 
     def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
-        with torch.autocast(inputs.q.device.type, enabled=False):
+        with inputs.without_autocast():
             inputs = inputs.accumulated()
             tokens, phi_k, _ = self.tokens(inputs, layout, layout, None)
             return self._partials(inputs, tokens, phi_k, self.written(tokens, phi_k, layout, None), layout, None)
@@ -218,7 +218,7 @@ class LinearMixer(Mixer):
     def _partials(
         self,
         inputs: AttnInputs,
-        tokens: Slots,
+        tokens: Tokens,
         phi_k: Tensor | None,
         written: Tensor,
         layout: Layout,
@@ -258,7 +258,7 @@ class LinearMixer(Mixer):
         slots = keep_slots(tokens, layout, self.span, batch)
         return y, MixerState(slots, layout.count.expand(batch).clone(), linear, maximum)
 
-    def _how(self, tokens: Slots) -> dict[str, Any]:
+    def _how(self, tokens: Tokens) -> dict[str, Any]:
         """Decays of the tokens and the kernel, as the ops take them."""
         return {name: tokens.get(name) for name in ("log_decay_k", "log_decay_v")} | {"kernel": self.kernel}
 
@@ -316,7 +316,7 @@ class LinearMixer(Mixer):
         return MixerState(slots, seen, linear, maximum)
 
 
-def _skipped(tokens: Slots, below: Bool[Tensor, "B S"] | None) -> dict[str, Tensor]:
+def _skipped(tokens: Tokens, below: Bool[Tensor, "B S"] | None) -> dict[str, Tensor]:
     """Log decays of the steps within the window, which no key below it has been through; None: there is no window."""
     if below is None:
         return {}

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps import FEATURE_MAPS, FeatureMap
 from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.mixer_state import Tokens
 from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.mixers.shape import LayerShape
-from linearize.mixers.state import Slots
 from linearize.mixers.update import DeltaRule
 from linearize.ops import Kernel, Layout, Partial, Span
 
@@ -25,7 +25,7 @@ class LinearFeatures(NamedTuple):
     logarithm that a query's weights are relative to, 0 where the mixer's combination does not ask for it.
     """
 
-    tokens: Slots
+    tokens: Tokens
     phi_q: Float[Tensor, "B H T F"]
     phi_k: Float[Tensor, "B Hs T F"]
     log_scale: Float[Tensor, "B H T"]
@@ -89,7 +89,9 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
-        """Of a mixer with a linear part; to be called outside autocast, with `inputs.accumulated()`."""
+        """Features of all tokens, where there is a linear part; to be called outside autocast, with
+        `inputs.accumulated()`.
+        """
 
     def normalized(self, linear: Partial, inputs: AttnInputs) -> Float[Tensor, "B H T D"]:
         """The linear part's own output, from its sums, which may be overwritten where no gradient is wanted."""

@@ -55,7 +55,7 @@ class FeatureMapConfig(Config):
 
     @property
     def maximum_bytes(self) -> int:
-        """Of one number of the running maximum, which has the precision of the logarithms: fp32."""
+        """Bytes of one number of the running maximum, which is as precise as the logarithms: fp32."""
         return 4
 
     def features(self, shape: LayerShape) -> int:
@@ -71,7 +71,7 @@ class FeatureMapConfig(Config):
         return 0
 
     def flops(self, shape: LayerShape) -> int:
-        """Of one token's query and key through the projection, learned or random: 2 per multiplication."""
+        """One token's query and key through the projection, learned or random: 2 per multiplication."""
         return 0
 
     def resolved(self, shape: LayerShape) -> FeatureMapConfig:

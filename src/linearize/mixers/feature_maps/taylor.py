@@ -51,7 +51,7 @@ def _pairs(y: Float[Tensor, "*shape n"]) -> tuple[int, int, Float[Tensor, "*shap
 
 
 def _square_weights(y: Float[Tensor, "*shape n"]) -> Float[Tensor, " n"]:
-    """Of the squares of (1, x): 1, and 2^-1/2 where the pair (i, i) stands for x_i^2 / 2 in the kernel."""
+    """Factors of the squares of (1, x): 1, and 2^-1/2 where the pair (i, i) stands for x_i^2 / 2 in the kernel."""
     weights = y.new_full(y.shape[-1:], 0.5**0.5)
     weights[0] = 1
     return weights

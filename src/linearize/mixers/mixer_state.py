@@ -12,7 +12,7 @@ from torch import Tensor
 from linearize.ops import Layout, LinearState, Span
 from linearize.ops.layout import context_positions
 
-Slots = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
+Tokens = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
 MATRICES = ("linear.S", "linear.next_S")
 
 
@@ -31,7 +31,7 @@ class MixerState:
         maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
     """
 
-    slots: Slots
+    slots: Tokens
     seen: Int[Tensor, " B"]
     linear: LinearState | None = None
     maximum: Float[Tensor, "B Hk"] | None = None
@@ -83,7 +83,7 @@ class MixerState:
         return sum(x.numel() * x.element_size() for x in self.tensors())
 
 
-def keep_slots(slots: Slots, layout: Layout, span: Span, batch: int) -> Slots:
+def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int) -> Tokens:
     """What later queries can still see: each row's sinks and last tokens, zero where there are none."""
     wanted = context_positions(layout.count.expand(batch), span)
     same = (layout.key_document == layout.last_document)[:, None, :] & (layout.key_position >= 0)[:, None, :]
@@ -97,7 +97,7 @@ def keep_slots(slots: Slots, layout: Layout, span: Span, batch: int) -> Slots:
     return {name: take(x) for name, x in slots.items()}
 
 
-def push_slot(slots: Slots, span: Span, leaving: Int[Tensor, " B"]) -> Slots:
+def push_slot(slots: Tokens, span: Span, leaving: Int[Tensor, " B"]) -> Tokens:
     """Slots that had one more token at the end, moved up; the token `leaving` the window fills its slot as a sink."""
 
     def shift(x: Tensor) -> Tensor:
