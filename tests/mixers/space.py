@@ -237,6 +237,11 @@ class Draw:
         normalizer = self.config.normalizer.model_copy(update={"eps": 0.1})
         return replace(self, config=self.config.model_copy(update={"normalizer": normalizer}))
 
+    def cuts(self) -> list[int]:
+        """Where to cut the slots into at most nine pieces."""
+        rng = random.Random(self.seed)
+        return sorted(rng.sample(range(1, self.length), rng.randint(0, min(8, self.length - 1))))
+
     def make(self) -> Drawn:
         config = self.config
         if config.feature_map is not None and getattr(config.feature_map, "per", None) == "model":

@@ -6,14 +6,13 @@ state, down to one token at a time; on outputs, final states, and the gradients 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from linearize.evaluation.speed import peak_bytes
 from linearize.mixers import AttnInputs, LinearMixer, linear
@@ -51,66 +50,46 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def cases(examples: int) -> settings:
-    """Settings that draw alike on every run; chunk sizes are patched once per test, which is what is wanted."""
-    health = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=health)
+Check = Callable[[Draw], None]
+CHECKS: dict[str, tuple[Check, tuple[int, int], tuple[int, int]]] = {
+    # By number and greatest length: draws for every run, and for `make test-slow`.
+    "oracle": (lambda draw: check_oracle(draw.make()), (40, 24), (500, 36)),
+    "bidirectional": (lambda draw: check_bidirectional(draw.make()), (30, 24), (200, 36)),
+    "meta device": (lambda draw: check_meta(draw.make()), (60, 1), (500, 1)),
+    "chunked": (lambda draw: check_chunked(draw.make()), (60, 60), (800, 150)),
+    "single precision": (
+        lambda draw: check_chunked(draw.well_conditioned().make().to(torch.float32), FP32),
+        *((30, 60), (300, 150)),
+    ),
+    "calls": (lambda draw: check_calls(draw.make(), draw.cuts()), (40, 40), (500, 100)),
+    "token by token": (lambda draw: check_calls(draw.make(), range(1, draw.length)), (15, 20), (200, 40)),
+    "segments": (lambda draw: check_segments(replace(draw, styles=["full", "full"]).make()), (30, 60), (100, 100)),
+}
 
 
-def cut(draw: Draw, data: st.DataObject) -> list[int]:
-    points = data.draw(st.sets(st.integers(1, max(1, draw.length - 1)), max_size=8))
-    return sorted(point for point in points if point < draw.length)
+def check_draws(check: Check, examples: int, max_length: int) -> None:
+    """Check so many draws, alike on every run."""
+    health = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=health)
+    @given(draws(max_length))
+    def on_each(draw: Draw) -> None:
+        check(draw)
+
+    on_each()
 
 
-# --- a few in every run -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_few(name: str) -> None:
+    check, few, _ = CHECKS[name]
+    check_draws(check, *few)
 
 
-@cases(40)
-@given(draw=draws(24))
-def test_oracle(draw: Draw) -> None:
-    check_oracle(draw.make())
-
-
-@cases(30)
-@given(draw=draws(24))
-def test_bidirectional(draw: Draw) -> None:
-    check_bidirectional(draw.make())
-
-
-@cases(60)
-@given(draw=draws(60))
-def test_chunked(draw: Draw) -> None:
-    check_chunked(draw.make())
-
-
-@cases(30)
-@given(draw=draws(60))
-def test_chunked_in_single_precision(draw: Draw) -> None:
-    check_chunked(draw.well_conditioned().make().to(torch.float32), FP32)
-
-
-@cases(40)
-@given(draw=draws(40), data=st.data())
-def test_calls(draw: Draw, data: st.DataObject) -> None:
-    check_calls(draw.make(), cut(draw, data))
-
-
-@cases(15)
-@given(draw=draws(20))
-def test_token_by_token(draw: Draw) -> None:
-    check_calls(draw.make(), range(1, draw.length))
-
-
-@cases(60)
-@given(draw=draws(1))
-def test_on_the_meta_device(draw: Draw) -> None:
-    check_meta(draw.make())
-
-
-@cases(30)
-@given(draw=draws(60))
-def test_in_segments(draw: Draw) -> None:
-    check_segments(replace(draw, styles=["full", "full"]).make())
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKS)
+def test_many(name: str) -> None:
+    check, _, many = CHECKS[name]
+    check_draws(check, *many)
 
 
 ABSOLUTE: list[dict[str, Any]] = [
@@ -131,51 +110,6 @@ def test_absolute_scale(fields: dict[str, Any], style: str) -> None:
     check_oracle(draw.make())
     check_chunked(draw.make())
     check_calls(draw.make(), [1, 2, 9, 10, 11, 20, 21, 22])
-
-
-# --- the many: `make test-slow` ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@cases(500)
-@given(draw=draws(36))
-def test_oracle_on_many(draw: Draw) -> None:
-    check_oracle(draw.make())
-
-
-@pytest.mark.slow
-@cases(200)
-@given(draw=draws(36))
-def test_bidirectional_on_many(draw: Draw) -> None:
-    check_bidirectional(draw.make())
-
-
-@pytest.mark.slow
-@cases(800)
-@given(draw=draws(150))
-def test_chunked_on_many(draw: Draw) -> None:
-    check_chunked(draw.make())
-
-
-@pytest.mark.slow
-@cases(300)
-@given(draw=draws(150))
-def test_chunked_in_single_precision_on_many(draw: Draw) -> None:
-    check_chunked(draw.well_conditioned().make().to(torch.float32), FP32)
-
-
-@pytest.mark.slow
-@cases(500)
-@given(draw=draws(100), data=st.data())
-def test_calls_on_many(draw: Draw, data: st.DataObject) -> None:
-    check_calls(draw.make(), cut(draw, data))
-
-
-@pytest.mark.slow
-@cases(200)
-@given(draw=draws(40))
-def test_token_by_token_on_many(draw: Draw) -> None:
-    check_calls(draw.make(), range(1, draw.length))
 
 
 # --- long sequences that forget at once -------------------------------------------------------------------------------
