@@ -13,23 +13,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from linearize.mixers import AttnInputs, LinearMixer
+from linearize.mixers import feature_maps as maps
 from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps import (
-    CosformerMap,
-    DpfpMap,
-    Elu1Map,
-    ExpMap,
-    HedgehogMap,
-    IdentityMap,
-    LolcatMap,
-    PerformerMap,
-    ReglaMap,
-    ReluMap,
-    RfaMap,
-    T2RMap,
-    TaylorMap,
-)
 from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
 from linearize.mixers.normalizers import GroupNormalizer, NoNormalizer, RmsNormalizer, SumNormalizer
 from linearize.mixers.rope import apply_rope
@@ -46,32 +32,32 @@ LEARNED = {"per": PER, "tied": st.booleans(), "bias": st.booleans()}
 EVEN = st.sampled_from([2, 4, 6])
 
 MAPS = st.one_of(
-    st.builds(IdentityMap, rotation=ROTATIONS),
-    st.builds(Elu1Map, rotation=ROTATIONS),
-    st.builds(ReluMap, rotation=ROTATIONS),
-    st.builds(ExpMap, rotation=ROTATIONS, temperature=st.sampled_from([1.0, 2.0])),
+    st.builds(maps.IdentityMap, rotation=ROTATIONS),
+    st.builds(maps.Elu1Map, rotation=ROTATIONS),
+    st.builds(maps.ReluMap, rotation=ROTATIONS),
+    st.builds(maps.ExpMap, rotation=ROTATIONS, temperature=st.sampled_from([1.0, 2.0])),
     st.builds(
-        T2RMap,
+        maps.T2RMap,
         **LEARNED,
         rotation=BEFORE_OR_NONE,
         feature_dim=EVEN,
         activation=st.sampled_from(["relu", "elu1", "none"]),
     ),
-    st.builds(T2RMap, **LEARNED, rotation=st.just("after")),
+    st.builds(maps.T2RMap, **LEARNED, rotation=st.just("after")),
     st.builds(
-        HedgehogMap,
+        maps.HedgehogMap,
         **LEARNED,
         rotation=BEFORE_OR_NONE,
         feature_dim=EVEN,
         activation=st.sampled_from(["softmax_halves", "softmax", "exp"]),
     ),
-    st.builds(LolcatMap, **LEARNED, rotation=BEFORE_OR_NONE, activation=st.sampled_from(["exp", "relu", "elu1"])),
-    st.builds(ReglaMap, **LEARNED, rotation=BEFORE_OR_NONE, feature_dim=st.integers(1, 6)),
-    st.builds(PerformerMap, rotation=BEFORE_OR_NONE),
-    st.builds(CosformerMap, max_length=st.just(256)),
-    st.builds(TaylorMap, rotation=BEFORE_OR_NONE),
-    st.builds(RfaMap, rotation=BEFORE_OR_NONE),
-    st.builds(DpfpMap, rotation=BEFORE_OR_NONE, nu=st.integers(1, 2)),
+    st.builds(maps.LolcatMap, **LEARNED, rotation=BEFORE_OR_NONE, activation=st.sampled_from(["exp", "relu", "elu1"])),
+    st.builds(maps.ReglaMap, **LEARNED, rotation=BEFORE_OR_NONE, feature_dim=st.integers(1, 6)),
+    st.builds(maps.PerformerMap, rotation=BEFORE_OR_NONE),
+    st.builds(maps.CosformerMap, max_length=st.just(256)),
+    st.builds(maps.TaylorMap, rotation=BEFORE_OR_NONE),
+    st.builds(maps.RfaMap, rotation=BEFORE_OR_NONE),
+    st.builds(maps.DpfpMap, rotation=BEFORE_OR_NONE, nu=st.integers(1, 2)),
 )
 SPANS = st.one_of(
     st.builds(NoSpan),

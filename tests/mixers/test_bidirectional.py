@@ -1,4 +1,4 @@
-"""The encoder's mixer against a loop over queries and keys, and what follows from its definition."""
+"""The encoder's mixer against its oracle, and what follows from its definition."""
 
 from __future__ import annotations
 
@@ -12,37 +12,26 @@ from torch import Tensor
 
 from linearize.base import Config
 from linearize.evaluation.speed import peak_bytes
+from linearize.mixers import feature_maps as maps
 from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.combine import Add, Mix, SharedDenominator, WindowOnly
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps import (
-    CosformerMap,
-    DpfpMap,
-    Elu1Map,
-    ExpMap,
-    FeatureMapConfig,
-    HedgehogMap,
-    IdentityMap,
-    LolcatMap,
-    PerformerMap,
-    ReglaMap,
-    RfaMap,
-    T2RMap,
-    TaylorMap,
-)
 from linearize.mixers.gates import FixedDecay
 from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.rope import apply_rope
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaUpdate
 from linearize.ops import Layout, NoSpan, SlidingSpan, TerracedSpan
+from tests.mixers.weights import weights_of
 from tests.oracles.attention import Documents
+from tests.oracles.heads import Inputs
+from tests.oracles.mixer import bidirectional_layer
 from tests.probes import LargestTensor, flops
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=10, max_positions=64)
-HALF = 2  # RoPE turns the first 4 of 6 dimensions
 
 
-def config(feature_map: FeatureMapConfig, normalizer: str = "sum", **fields: object) -> MixerConfig:
+def config(feature_map: maps.FeatureMapConfig, normalizer: str = "sum", **fields: object) -> MixerConfig:
     """An encoder's mixer."""
     norm = {"type": normalizer, "output_gate": True} if normalizer == "gated" else {"type": normalizer}
     norm["type"] = norm["type"].replace("gated", "rms_norm")
@@ -51,24 +40,24 @@ def config(feature_map: FeatureMapConfig, normalizer: str = "sum", **fields: obj
 
 
 CONFIGS = [
-    config(IdentityMap(), "none"),
-    config(IdentityMap(rotation="after"), "group_norm", scale="head_dim"),
-    config(Elu1Map()),
-    config(Elu1Map(), combine=SharedDenominator()),
-    config(Elu1Map(rotation="none"), "rms_norm"),
-    config(ExpMap(temperature=2.0)),
-    config(ExpMap(temperature=2.0), "none"),
-    config(ExpMap(rotation="after"), "group_norm"),
-    config(T2RMap(per="model", rotation="after"), "group_norm", scale="head_dim"),
-    config(HedgehogMap(init="kaiming")),
-    config(HedgehogMap(activation="exp", per="kv_head", rotation="none")),
-    config(LolcatMap(per="kv_head")),
-    config(ReglaMap(feature_dim=5), "gated", scale="regla"),
-    config(PerformerMap()),
-    config(CosformerMap()),
-    config(TaylorMap()),
-    config(RfaMap()),
-    config(DpfpMap(nu=2)),
+    config(maps.IdentityMap(), "none"),
+    config(maps.IdentityMap(rotation="after"), "group_norm", scale="head_dim"),
+    config(maps.Elu1Map()),
+    config(maps.Elu1Map(), combine=SharedDenominator()),
+    config(maps.Elu1Map(rotation="none"), "rms_norm"),
+    config(maps.ExpMap(temperature=2.0)),
+    config(maps.ExpMap(temperature=2.0), "none"),
+    config(maps.ExpMap(rotation="after"), "group_norm"),
+    config(maps.T2RMap(per="model", rotation="after"), "group_norm", scale="head_dim"),
+    config(maps.HedgehogMap(init="kaiming")),
+    config(maps.HedgehogMap(activation="exp", per="kv_head", rotation="none")),
+    config(maps.LolcatMap(per="kv_head")),
+    config(maps.ReglaMap(feature_dim=5), "gated", scale="regla"),
+    config(maps.PerformerMap()),
+    config(maps.CosformerMap()),
+    config(maps.TaylorMap()),
+    config(maps.RfaMap()),
+    config(maps.DpfpMap(nu=2)),
 ]
 
 
@@ -109,18 +98,11 @@ def make_inputs(batch: int, length: int, *, seed: int = 0, shape: LayerShape = S
 
     heads = (shape.num_heads, shape.num_kv_heads)
     q, k = (normal(h, length, shape.head_dim) for h in heads)
-    angle = torch.arange(length)[:, None] * torch.tensor([1.0, 0.1], dtype=torch.float64)
+    angle = torch.arange(length)[:, None] * torch.tensor([1.0, 0.1], dtype=torch.float64)  # of the first 4 dimensions
     cos, sin = (f(angle).repeat(1, 2)[None] for f in (torch.cos, torch.sin))
-    rotated = tuple(torch.stack([turn(x[:, :, n], n) for n in range(length)], dim=2) for x in (q, k))
+    rotated = (apply_rope(x, (cos, sin)) for x in (q, k))
     v, hidden = normal(heads[1], length, shape.head_dim), normal(length, shape.hidden_size)
     return AttnInputs(*rotated, v, 0.4, hidden=hidden, unrotated=(q, k), rope=(cos, sin))
-
-
-def turn(x: Tensor, position: int) -> Tensor:
-    """RoPE at a position: dimensions i and i + 2, i < 2, as one complex number."""
-    angle = position * torch.tensor([1.0, 0.1], dtype=torch.float64)
-    turned = torch.complex(x[..., :HALF], x[..., HALF : 2 * HALF]) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([turned.real, turned.imag, x[..., 2 * HALF :]], dim=-1)
 
 
 def positions(documents: Documents, length: int = LENGTH) -> Tensor:
@@ -129,49 +111,6 @@ def positions(documents: Documents, length: int = LENGTH) -> Tensor:
         for slots in row_documents:
             position[row, slots] = torch.arange(len(slots))
     return position
-
-
-def by_definition(mixer: BidirectionalMixer, inputs: AttnInputs, documents: Documents) -> Tensor:
-    """Query by query, key by key, with the features that the mixer's own map gives."""
-    mixer_config, phi = mixer.config, mixer.feature_map
-    rotation = mixer_config.feature_map.rotation
-    position = positions(documents, inputs.q.shape[2])
-    q, k = (inputs.q, inputs.k) if rotation == "before" else inputs.unrotated
-    phi_q, phi_k, heads = phi.q(q, position), phi.k(k, position), range(inputs.q.shape[1])
-    scale = {"none": 1, "head_dim": 6**-0.5, "regla": 1 / (torch.e * (phi_q.shape[-1] * (torch.e**2 - 1)) ** 0.5)}
-    y = torch.zeros_like(inputs.q)
-    for row, row_documents in enumerate(documents):
-        for slots in row_documents:
-            keys = phi_k[row][:, slots]
-            if phi.exponential:
-                keys = (keys - keys.amax((1, 2), keepdim=True)).exp()
-            queries = scale[mixer_config.scale] * phi_q[row][:, slots]
-            if rotation == "after":
-                queries, keys = (
-                    torch.stack([turn(x[:, i], n) for i, n in enumerate(slots)], 1) for x in (queries, keys)
-                )
-            for i, n in enumerate(slots):
-                for h in heads:
-                    num, den = torch.zeros(6, dtype=torch.float64), 0.0
-                    for j, m in enumerate(slots):
-                        weight = queries[h, i] @ keys[h * len(keys) // len(heads), j]
-                        num, den = num + weight * inputs.v[row, h * inputs.v.shape[1] // len(heads), m], den + weight
-                    y[row, h, n] = normalized(mixer, h, num, den, inputs.hidden[row, n])
-    return y
-
-
-def normalized(mixer: BidirectionalMixer, head: int, num: Tensor, den: Tensor, x: Tensor) -> Tensor:
-    norm = mixer.config.normalizer
-    if norm.type == "sum":
-        return num / max(den, 1.0 if mixer.config.feature_map.type == "rfa" else 1e-6)
-    if norm.type == "none":
-        return num
-    if norm.type == "group_norm":
-        return (num - num.mean()) / (num.var(correction=0) + norm.eps).sqrt()
-    y = num / (num.square().mean() + norm.eps).sqrt() * mixer.normalizer.weight[head]
-    if norm.output_gate:
-        y = y * torch.nn.functional.silu(x @ mixer.normalizer.gate_weight[:, head * 6 : head * 6 + 6])
-    return y
 
 
 def assert_equal(found: Tensor, expected: Tensor, atol: float = 1e-10) -> None:
@@ -185,7 +124,8 @@ def test_the_definition(mixer_config: MixerConfig, rows: list[str]) -> None:
     mixer, inputs = make_mixer(mixer_config), make_inputs(len(rows), LENGTH)
     y = mixer(inputs, Layout.from_positions(positions(documents)))
     assert y.abs().amax() > 0.1
-    assert_equal(y, by_definition(mixer, inputs, documents))
+    x = Inputs(inputs.q, inputs.k, inputs.v, 0.4, None, inputs.hidden, inputs.unrotated, inputs.rope)
+    assert_equal(y, bidirectional_layer(mixer.config, weights_of(mixer), x, documents))
 
 
 def test_elu1_and_exp_without_a_map_of_ours() -> None:
@@ -327,7 +267,7 @@ def layout_of(sizes: list[int], length: int) -> Layout:
 @pytest.mark.parametrize("packing", LENGTHS)
 def test_memory_is_linear_in_length(packing: str) -> None:
     shape = LayerShape(2, 1, 16, 10, 64)
-    mixer = BidirectionalMixer(config(ReglaMap(feature_dim=16), "rms_norm"), shape)
+    mixer = BidirectionalMixer(config(maps.ReglaMap(feature_dim=16), "rms_norm"), shape)
 
     def call(length: int) -> None:
         inputs = AttnInputs(*(torch.randn(1, h, length, 16) for h in (2, 1, 1)), 0.4)

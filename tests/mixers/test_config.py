@@ -14,23 +14,9 @@ from transformers import PreTrainedConfig
 from linearize.base import UserError
 from linearize.hf.classes import read_plan
 from linearize.hf.teacher import TeacherShape
+from linearize.mixers import feature_maps as maps
 from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator, WindowOnly
 from linearize.mixers.config import _REFUSED, MixerConfig
-from linearize.mixers.feature_maps import (
-    CosformerMap,
-    DpfpMap,
-    Elu1Map,
-    ExpMap,
-    HedgehogMap,
-    IdentityMap,
-    LolcatMap,
-    PerformerMap,
-    ReglaMap,
-    ReluMap,
-    RfaMap,
-    T2RMap,
-    TaylorMap,
-)
 from linearize.mixers.feature_maps.learned import LearnedMap
 from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
 from linearize.mixers.normalizers import GroupNormalizer, NoNormalizer, RmsNormalizer, SumNormalizer
@@ -58,16 +44,16 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (WINDOW_ONLY | dict(normalizer=GroupNormalizer()), dict(normalizer=SumNormalizer())),
     (dict(span=NoSpan(), combine=Mix()), dict(span=TerracedSpan())),
     (dict(normalizer=GroupNormalizer()), dict(combine=Add())),
-    (dict(feature_map=RfaMap()), dict(combine=Mix())),
-    (dict(combine=AbsoluteScale()), dict(feature_map=HedgehogMap(activation="exp"))),
-    (dict(feature_map=IdentityMap()), dict(normalizer=RmsNormalizer(), combine=Add())),
+    (dict(feature_map=maps.RfaMap()), dict(combine=Mix())),
+    (dict(combine=AbsoluteScale()), dict(feature_map=maps.HedgehogMap(activation="exp"))),
+    (dict(feature_map=maps.IdentityMap()), dict(normalizer=RmsNormalizer(), combine=Add())),
     (dict(decay=OuterDecay()), dict(decay=FeatureDecay())),
     (dict(update=DeltaUpdate()), dict(normalizer=NoNormalizer(), combine=Mix())),
     (DELTA | dict(decay=RefinedDecay()), dict(decay=RefinedDecay(axis="feature"))),
     (DELTA | dict(decay=ScalarDecay()), dict(decay=ScalarDecay(input_scale=False))),
     (
-        DELTA | dict(feature_map=T2RMap(activation="none"), update=DeltaUpdate(key_norm="sum")),
-        dict(feature_map=T2RMap(rotation="after")),
+        DELTA | dict(feature_map=maps.T2RMap(activation="none"), update=DeltaUpdate(key_norm="sum")),
+        dict(feature_map=maps.T2RMap(rotation="after")),
     ),
 ]
 REASONS = [reason for _, reason in _REFUSED]
@@ -96,13 +82,13 @@ MORE_WITHOUT_MEANING: list[dict[str, Any]] = [
     WINDOW_ONLY | dict(decay=FixedDecay()),
     WINDOW_ONLY | dict(update=DeltaUpdate()),
     WINDOW_ONLY | dict(scale="head_dim"),
-    dict(feature_map=Elu1Map(rotation="after")),
-    dict(feature_map=T2RMap(activation="none")),
-    dict(feature_map=T2RMap(rotation="after")),
+    dict(feature_map=maps.Elu1Map(rotation="after")),
+    dict(feature_map=maps.T2RMap(activation="none")),
+    dict(feature_map=maps.T2RMap(rotation="after")),
     dict(decay=RefinedDecay(axis="value")),
-    DELTA | dict(feature_map=TaylorMap(), update=DeltaUpdate(key_norm="sum")),
-    DELTA | dict(feature_map=RfaMap(), update=DeltaUpdate(key_norm="sum")),
-    DELTA | dict(feature_map=IdentityMap(rotation="after"), update=DeltaUpdate(key_norm="sum")),
+    DELTA | dict(feature_map=maps.TaylorMap(), update=DeltaUpdate(key_norm="sum")),
+    DELTA | dict(feature_map=maps.RfaMap(), update=DeltaUpdate(key_norm="sum")),
+    DELTA | dict(feature_map=maps.IdentityMap(rotation="after"), update=DeltaUpdate(key_norm="sum")),
 ]
 
 
@@ -113,12 +99,12 @@ def test_more_that_is_refused(fields: dict[str, Any]) -> None:
 
 
 WITH_A_MEANING: list[dict[str, Any]] = [
-    dict(feature_map=TaylorMap()),  # single features are negative, the kernel never
-    dict(feature_map=RfaMap(), combine=Add()),  # as its paper does
-    dict(span=NoSpan(), feature_map=LolcatMap()),
-    dict(feature_map=ExpMap(), decay=RefinedDecay(axis="feature"), combine=Mix()),
-    DELTA | dict(feature_map=PerformerMap(), update=DeltaUpdate(key_norm="sum"), decay=FixedDecay()),
-    DELTA | dict(feature_map=Elu1Map(rotation="after"), update=DeltaUpdate(key_norm="sum")),
+    dict(feature_map=maps.TaylorMap()),  # single features are negative, the kernel never
+    dict(feature_map=maps.RfaMap(), combine=Add()),  # as its paper does
+    dict(span=NoSpan(), feature_map=maps.LolcatMap()),
+    dict(feature_map=maps.ExpMap(), decay=RefinedDecay(axis="feature"), combine=Mix()),
+    DELTA | dict(feature_map=maps.PerformerMap(), update=DeltaUpdate(key_norm="sum"), decay=FixedDecay()),
+    DELTA | dict(feature_map=maps.Elu1Map(rotation="after"), update=DeltaUpdate(key_norm="sum")),
 ]
 
 
@@ -132,9 +118,10 @@ def test_not_refused(fields: dict[str, Any]) -> None:
 PRODUCT: dict[str, list[Any]] = {
     "span": [NoSpan(), SlidingSpan(sinks=1), TerracedSpan()],
     "feature_map": [
-        *(None, IdentityMap(), Elu1Map(), Elu1Map(rotation="after"), ReluMap(), ExpMap(), T2RMap()),
-        *(T2RMap(activation="none"), T2RMap(rotation="after"), HedgehogMap(), HedgehogMap(activation="exp")),
-        *(LolcatMap(), ReglaMap(), PerformerMap(), CosformerMap(), TaylorMap(), RfaMap(), DpfpMap()),
+        *(None, maps.IdentityMap(), maps.Elu1Map(), maps.Elu1Map(rotation="after"), maps.ReluMap(), maps.ExpMap()),
+        *(maps.T2RMap(), maps.T2RMap(activation="none"), maps.T2RMap(rotation="after")),
+        *(maps.HedgehogMap(), maps.HedgehogMap(activation="exp"), maps.LolcatMap(), maps.ReglaMap()),
+        *(maps.PerformerMap(), maps.CosformerMap(), maps.TaylorMap(), maps.RfaMap(), maps.DpfpMap()),
     ],
     "decay": [
         *(None, FixedDecay(), ScalarDecay(), ScalarDecay(input_scale=False), FeatureDecay(), OuterDecay()),
@@ -187,7 +174,7 @@ def test_a_sum_needs_weights_that_are_never_negative(product: tuple[list[MixerCo
             assert isinstance(mixer.update, AdditiveUpdate)
             assert not isinstance(mixer.decay, OuterDecay) and mixer.decay != RefinedDecay()
             assert mixer.feature_map.rotation != "after" and mixer.feature_map.type != "identity"
-            assert mixer.feature_map != T2RMap(activation="none")
+            assert mixer.feature_map != maps.T2RMap(activation="none")
 
 
 def test_the_unions_have_every_part() -> None:
@@ -234,7 +221,7 @@ def test_weights_over_all_keys_are_refused() -> None:
     ],
 )
 def test_projections(fields: dict[str, Any], projections: list[tuple[int, int, int]]) -> None:
-    feature_map = T2RMap(feature_dim=8, **fields)
+    feature_map = maps.T2RMap(feature_dim=8, **fields)
     assert list(feature_map.projections(GROUPED.layer)) == projections
     bias = sum(matrices * outputs for matrices, _, outputs in projections)
     assert feature_map.parameters(GROUPED.layer) == sum(a * b * c for a, b, c in projections) + bias
@@ -243,7 +230,7 @@ def test_projections(fields: dict[str, Any], projections: list[tuple[int, int, i
 
 def test_a_tied_map_saves_parameters_but_no_work() -> None:
     for per in ("query_head", "kv_head"):
-        tied, untied = (HedgehogMap(per=per, tied=tied) for tied in (True, False))
+        tied, untied = (maps.HedgehogMap(per=per, tied=tied) for tied in (True, False))
         assert tied.flops(GROUPED.layer) == untied.flops(GROUPED.layer)
         assert tied.parameters(GROUPED.layer) < untied.parameters(GROUPED.layer)
 
@@ -259,19 +246,19 @@ def resolved(feature_map: Any, teacher: TeacherShape = GROUPED) -> Any:
 @pytest.mark.parametrize(
     ("feature_map", "filled"),
     [
-        (T2RMap(), dict(feature_dim=16)),
-        (T2RMap(rotation="after", per="model"), dict(feature_dim=16)),
-        (HedgehogMap(), dict(feature_dim=16)),
-        (HedgehogMap(expansion=2), dict(feature_dim=32)),
-        (HedgehogMap(expansion=2, feature_dim=6), dict(feature_dim=6)),
-        (PerformerMap(), dict(feature_dim=44)),  # 16 ln 16 = 44.4
-        (PerformerMap(feature_dim=5), dict(feature_dim=5)),
-        (RfaMap(), dict(feature_dim=32)),
-        (CosformerMap(), dict(max_length=512)),
-        (CosformerMap(max_length=100), dict(max_length=100)),
-        (LolcatMap(), {}),
-        (ReglaMap(), dict(feature_dim=64)),
-        (DpfpMap(nu=31), dict(nu=31)),
+        (maps.T2RMap(), dict(feature_dim=16)),
+        (maps.T2RMap(rotation="after", per="model"), dict(feature_dim=16)),
+        (maps.HedgehogMap(), dict(feature_dim=16)),
+        (maps.HedgehogMap(expansion=2), dict(feature_dim=32)),
+        (maps.HedgehogMap(expansion=2, feature_dim=6), dict(feature_dim=6)),
+        (maps.PerformerMap(), dict(feature_dim=44)),  # 16 ln 16 = 44.4
+        (maps.PerformerMap(feature_dim=5), dict(feature_dim=5)),
+        (maps.RfaMap(), dict(feature_dim=32)),
+        (maps.CosformerMap(), dict(max_length=512)),
+        (maps.CosformerMap(max_length=100), dict(max_length=100)),
+        (maps.LolcatMap(), {}),
+        (maps.ReglaMap(), dict(feature_dim=64)),
+        (maps.DpfpMap(nu=31), dict(nu=31)),
     ],
 )
 def test_resolve_fills_in_what_is_left_to_the_teacher(feature_map: Any, filled: dict[str, int]) -> None:
@@ -283,11 +270,11 @@ def test_resolve_fills_in_what_is_left_to_the_teacher(feature_map: Any, filled: 
 @pytest.mark.parametrize(
     ("feature_map", "teacher", "expected"),
     [
-        (HedgehogMap(), with_head_dim(15), "feature_dim: expected an even number; .* 15, is odd"),
-        (T2RMap(rotation="after", feature_dim=8), GROUPED, "feature_dim: expected .* 16, .* found 8"),
-        (PerformerMap(), with_head_dim(1), "feature_dim: expected a number"),
-        (T2RMap(per="model", tied=True), GROUPED, "tied: one projection over all 4 query heads .* 2 KV heads"),
-        (DpfpMap(nu=32), GROUPED, "nu: expected less than .* 32, .* found 32"),
+        (maps.HedgehogMap(), with_head_dim(15), "feature_dim: expected an even number; .* 15, is odd"),
+        (maps.T2RMap(rotation="after", feature_dim=8), GROUPED, "feature_dim: expected .* 16, .* found 8"),
+        (maps.PerformerMap(), with_head_dim(1), "feature_dim: expected a number"),
+        (maps.T2RMap(per="model", tied=True), GROUPED, "tied: one projection over all 4 query heads .* 2 KV heads"),
+        (maps.DpfpMap(nu=32), GROUPED, "nu: expected less than .* 32, .* found 32"),
     ],
 )
 def test_sizes_that_make_no_sense(feature_map: Any, teacher: TeacherShape, expected: str) -> None:
@@ -297,9 +284,9 @@ def test_sizes_that_make_no_sense(feature_map: Any, teacher: TeacherShape, expec
 
 
 def test_sizes_that_do() -> None:
-    assert resolved(HedgehogMap(expansion=2), with_head_dim(15)).feature_dim == 30
-    assert resolved(PerformerMap(), with_head_dim(2)).feature_dim == 1
-    assert resolved(T2RMap(per="model", tied=True), EVERY_HEAD).parameters(EVERY_HEAD.layer) == 64 * 65
+    assert resolved(maps.HedgehogMap(expansion=2), with_head_dim(15)).feature_dim == 30
+    assert resolved(maps.PerformerMap(), with_head_dim(2)).feature_dim == 1
+    assert resolved(maps.T2RMap(per="model", tied=True), EVERY_HEAD).parameters(EVERY_HEAD.layer) == 64 * 65
 
 
 # --- the running maximum ----------------------------------------------------------------------------------------------
@@ -308,11 +295,11 @@ def test_sizes_that_do() -> None:
 @pytest.mark.parametrize(
     ("fields", "keeps"),
     [
-        (dict(feature_map=ExpMap()), True),
-        (dict(feature_map=HedgehogMap(activation="exp")), True),
-        (dict(feature_map=HedgehogMap()), False),
-        (dict(feature_map=LolcatMap(activation="relu")), False),
-        (DELTA | dict(feature_map=ExpMap()), False),
+        (dict(feature_map=maps.ExpMap()), True),
+        (dict(feature_map=maps.HedgehogMap(activation="exp")), True),
+        (dict(feature_map=maps.HedgehogMap()), False),
+        (dict(feature_map=maps.LolcatMap(activation="relu")), False),
+        (DELTA | dict(feature_map=maps.ExpMap()), False),
         (WINDOW_ONLY, False),
     ],
 )

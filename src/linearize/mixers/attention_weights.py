@@ -222,7 +222,7 @@ class LinearPart:
         `parameters` are those of `mixer.combine`, by name.
         """
         mixer, window = self.mixer, None
-        if mixer.span.max_lag or mixer.span.sinks:
+        if mixer.span.max_lag:
             weights, top = exponentials(scores, block.near)
             window = Partial(weights, weights.sum(-1), top)
         arguments = window, linear, lambda sums: mixer.normalized(sums, self.inputs), block.has_linear

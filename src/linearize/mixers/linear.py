@@ -225,7 +225,7 @@ class LinearMixer(Mixer):
         state: MixerState | None,
     ) -> tuple[Partial | None, Partial | None]:
         window = linear = None
-        if self.span.max_lag or self.span.sinks:
+        if self.span.max_lag:
             softmax: dict[str, Any] = {"scaling": inputs.scaling, "softcap": inputs.softcap, "layout": layout}
             window = window_softmax(inputs.q, tokens["keys"], tokens["values"], span=self.span, **softmax)
         if phi_k is not None:
@@ -276,7 +276,7 @@ class LinearMixer(Mixer):
         places = torch.cat([context_positions(position, span), position[:, None]], dim=1)
         below = places < span.lo(position)[:, None]
         window = None
-        if span.max_lag or span.sinks:
+        if span.max_lag:
             seen = (places >= 0) & (~below | (places < span.sinks))
             softmax = {"scaling": inputs.scaling, "softcap": inputs.softcap}
             window = window_step(inputs.q, tokens["keys"], tokens["values"], seen=seen, **softmax)
