@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -32,6 +29,11 @@ class AttnInputs:
     unrotated: tuple[Float[Tensor, "B H T D"], Float[Tensor, "B G T D"]] | None = None
     rope: tuple[Float[Tensor, "#B T R"], Float[Tensor, "#B T R"]] | None = None
 
+    @property
+    def autocast_device(self) -> str:
+        """The kind of device whose autocast may be on; the meta device, where costs are counted, has none."""
+        return "cpu" if self.q.is_meta else self.q.device.type
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> AttnInputs:
         """The inputs with `fn` applied to every tensor."""
 
@@ -46,11 +48,6 @@ class AttnInputs:
         """All of it in fp32, or fp64: what reads a tensor twice should not round its gradient twice."""
         dtype = accumulation_dtype(self.v.dtype)
         return self.map(lambda x: x.to(dtype))
-
-    def without_autocast(self) -> AbstractContextManager[Any]:
-        """Within, fp32 stays fp32. The meta device has no autocast that could be off."""
-        device = self.q.device.type
-        return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
     def tokens(self, start: int, stop: int) -> AttnInputs:
         """The inputs of some tokens."""

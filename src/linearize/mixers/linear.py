@@ -69,7 +69,7 @@ class LinearMixer(Mixer):
         if layout is None and self._segment(inputs) < inputs.q.shape[2]:
             return self.step(inputs, None)[0]
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
-        with inputs.without_autocast():
+        with torch.autocast(inputs.autocast_device, enabled=False):
             dtype, inputs = inputs.v.dtype, inputs.accumulated()
             window, linear = self.partials(inputs, layout)
             y = self.combined(inputs, window, linear, self.has_linear(layout.query_position))
@@ -83,7 +83,7 @@ class LinearMixer(Mixer):
         `layout` None: every row's tokens are valid and go on in its document.
         """
         length, segment = inputs.q.shape[2], self._segment(inputs)
-        with inputs.without_autocast():
+        with torch.autocast(inputs.autocast_device, enabled=False):
             if layout is not None or segment >= length:
                 if state is not None and layout is None and length == 1:
                     return self._one_token(inputs, state)
@@ -210,7 +210,7 @@ class LinearMixer(Mixer):
         return delta_values(phi_k, tokens["values"], tokens["beta"], log_decay_k=decay, **options)
 
     def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
-        with inputs.without_autocast():
+        with torch.autocast(inputs.autocast_device, enabled=False):
             inputs = inputs.accumulated()
             tokens, phi_k, _ = self.tokens(inputs, layout, layout, None)
             return self._partials(inputs, tokens, phi_k, self.written(tokens, phi_k, layout, None), layout, None)
