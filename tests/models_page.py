@@ -33,7 +33,7 @@ class Feature:
 
 
 def _generates(check: str) -> tuple[str, ...]:
-    return (f"hf/test_generate.py::test_every_architecture[*-{check}]",)
+    return (f"hf/test_generation.py::test_every_architecture[*-{check}]",)
 
 
 OF_DECODERS = (

@@ -480,13 +480,13 @@ def test_a_full_disk_loses_nothing(command: Command, tmp_path: Path, monkeypatch
     assert refused_at(3) == stage | {"finetune/metrics.jsonl"}
 
     def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     with monkeypatch.context() as patch:
         patch.setattr(linearize.hf.checkpoint.PreTrainedModel, "save_pretrained", full)
         done = command(*run_arguments(folder))
     assert done.status == 2
-    assert done.err.splitlines()[-1].startswith(f"error: {folder / 'model'}: the disk is full; ")
+    assert done.err.splitlines()[-1].startswith(f"error: {folder / 'model'}: the disk is full: expected room for ")
     assert not (folder / "model").exists() and not (folder / ".model.incomplete").exists()
 
     assert command(*run_arguments(folder)).status == 0

@@ -6,7 +6,7 @@ Importing the package registers the ``linearized_*`` classes with transformers.
 from linearize.base import UserError
 from linearize.data.packing import build_dataset
 from linearize.hf.attention import softmax_attention
-from linearize.hf.state import fork_state, load_state, save_state
+from linearize.hf.conversation import fork_state, load_state, save_state
 from linearize.recipe import Recipe, convert
 from linearize.training.attention_transfer import attention_transfer
 from linearize.training.finetune import finetune

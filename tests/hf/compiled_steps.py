@@ -1,4 +1,4 @@
-"""A process that generates with a compiled step; run by `test_generate`, since the tests' shape checks do not compile.
+"""A process that generates with a compiled step, run by `test_generation`: the tests' shape checks do not compile.
 
 Prints the number of graphs: one, if all tokens shared it.
 """

@@ -1,4 +1,4 @@
-"""A process that goes on with a conversation from files alone; run by `test_state`."""
+"""A process that goes on with a conversation from files alone; run by `test_conversation`."""
 
 from __future__ import annotations
 

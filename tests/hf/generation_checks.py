@@ -1,7 +1,8 @@
-"""What users expect of generate() and of a conversation's state, as functions of a case; mutants make each fail."""
+"""What must hold of caches, of generate() and of states, as functions of a case; `test_mutants` makes each fail."""
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import linearize
 from linearize.hf.cache import layer_tensors
-from tests.hf.checks import TOLERANCE, assert_close, cached, left_padding, uncached
+from tests.hf.checks import TOLERANCE, assert_close, assert_rows_alone, cached, left_padding, uncached
 from tests.hf.models import Case, random_tokens, student_of, teacher_of
 
 NEW = 6
@@ -47,6 +48,144 @@ def assert_same_state(found: Cache, expected: Cache) -> None:
             torch.testing.assert_close(x, y, rtol=0, atol=TOLERANCE)
 
 
+# --- with a cache as without one --------------------------------------------------------------------------------------
+
+
+def in_chunks(case: Case) -> None:
+    """A long prompt fed in parts of any length."""
+    model, ids = student_of(case), random_tokens(2, 40)
+    assert_close(cached(model, ids, (0, 17, 18, 19, 32, 40)), uncached(model, ids))
+
+
+def token_by_token(case: Case) -> None:
+    model, ids = student_of(case), random_tokens(2, 26)
+    assert_close(cached(model, ids, range(27)), uncached(model, ids))
+
+
+def left_padded(case: Case) -> None:
+    """Left padding leaves no trace, neither in the prompt nor in the steps after it; nor does right padding."""
+    model, ids, mask = student_of(case), random_tokens(3, 30), left_padding([9, 0, 20], 30)
+    assert_rows_alone(model, ids, mask, uncached(model, ids, mask))
+    assert_rows_alone(model, ids, mask.flip(1), uncached(model, ids, mask.flip(1)))
+    # The first chunk holds no token at all of the last row.
+    assert_rows_alone(model, ids, mask, cached(model, ids, (0, 13, 25, *range(26, 31)), mask))
+
+
+def left_padded_cache(case: Case) -> None:
+    """Left padding and a cache, in short: two rows, of which the first chunk holds no token of the first."""
+    model, ids, mask = student_of(case), random_tokens(2, 22), left_padding([7, 0], 22)
+    assert_rows_alone(model, ids, mask, cached(model, ids, (0, 6, 19, 20, 22), mask))
+
+
+def two_turns(case: Case) -> None:
+    """A left-padded second turn on the same cache, under one mask over both turns."""
+    model, ids = student_of(case), random_tokens(2, 40)
+    mask = torch.cat([left_padding([5, 0], 16), torch.ones(2, 3, dtype=torch.long), left_padding([2, 12], 21)], dim=1)
+    expected, valid = uncached(model, ids, mask), mask.bool()
+    for second_turn in ((40,), (23, 36, 37, 40)):
+        found = cached(model, ids, (0, 16, 17, 18, 19, *second_turn), mask)
+        assert_close(found[valid], expected[valid])
+
+
+def interior_padding(case: Case) -> None:
+    """Padding between the tokens of a document leaves no trace."""
+    model, ids = student_of(case), random_tokens(2, 30)
+    mask = torch.cat([left_padding([5, 0], 12), left_padding([2, 9], 12), left_padding([3, 0], 6).flip(1)], dim=1)
+    assert_rows_alone(model, ids, mask, uncached(model, ids, mask))
+
+
+def packed(case: Case) -> None:
+    """Documents packed into a row know nothing of each other."""
+    model, ids, lengths = student_of(case), random_tokens(2, 36), (14, 1, 21)
+    position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
+    with torch.no_grad():
+        logits = model(ids, position_ids=position_ids, use_cache=False).logits
+    for part, document in zip(logits.split(lengths, dim=1), ids.split(lengths, dim=1), strict=True):
+        assert_close(part, uncached(model, document))
+
+
+def _assert_same_generation(case: Case, *, uncached: dict[str, Any] | None = None, **options: Any) -> None:
+    """Left-padded prompts, with `options` and a cache, and without a cache."""
+    model, ids, mask = student_of(case), random_tokens(2, 14), left_padding([5, 0], 14)
+    found = generate(model, ids, mask, **options)
+    expected = generate(model, ids, mask, **(options if uncached is None else uncached), use_cache=False)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+
+
+def beams(case: Case) -> None:
+    _assert_same_generation(case, num_beams=3, num_return_sequences=2)
+
+
+def chunked_prefill(case: Case) -> None:
+    """generate() feeds the prompt in chunks; the first holds no token of the first row."""
+    _assert_same_generation(case, uncached={}, prefill_chunk_size=4)
+
+
+def static_cache(case: Case) -> None:
+    """A cache whose softmax layers have a fixed number of slots."""
+    _assert_same_generation(case, uncached={}, cache_implementation="static")
+
+
+def next_turn(case: Case) -> None:
+    """generate() goes on from the cache of an earlier generate(), with a left-padded second prompt."""
+    model, ids, mask = student_of(case), random_tokens(2, 12), left_padding([5, 0], 12)
+    first = generate(model, ids, mask)
+    ids = torch.cat([first.sequences, random_tokens(2, 9, seed=1)], dim=1)
+    mask = torch.cat([mask, torch.ones_like(first.sequences[:, 12:]), left_padding([0, 4], 9)], dim=1)
+    found = generate(model, ids, mask, past_key_values=first.past_key_values)
+    expected = generate(model, ids, mask, use_cache=False)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert_close(torch.stack(found.logits), torch.stack(expected.logits))
+
+
+def generated_alone(case: Case) -> None:
+    """Left-padded prompts generate together what each generates by itself."""
+    model, ids, mask = student_of(case), random_tokens(2, 14), left_padding([5, 0], 14)
+    together = generate(model, ids, mask, max_new_tokens=3)
+    for row, valid in enumerate(mask.bool()):
+        alone = generate(model, ids[row : row + 1, valid], mask[row : row + 1, valid], max_new_tokens=3)
+        assert torch.equal(together.sequences[row, 14:], alone.sequences[0, int(valid.sum()) :])
+        assert_close(torch.stack(together.logits)[:, row], torch.stack(alone.logits)[:, 0])
+
+
+def copied(case: Case) -> None:
+    """Two continuations of one prefix, each from a copy of its cache."""
+    model, prefix = student_of(case), random_tokens(2, 18)
+    cache = prefilled(model, prefix)
+    for seed in (1, 2):
+        ids = torch.cat([prefix, random_tokens(2, 7, seed=seed)], dim=1)
+        found = cached(model, ids, (18, 22, 23, 25), cache=copy.deepcopy(cache))
+        assert_close(found, uncached(model, ids)[:, 18:])
+
+
+def rows_selected(case: Case) -> None:
+    """Rows dropped, swapped and doubled."""
+    model, ids, index = student_of(case), random_tokens(3, 25), torch.tensor([2, 0, 0, 2])
+    cache = prefilled(model, ids[:, :18])
+    cache.batch_select_indices(index)
+    assert_close(cached(model, ids[index], (18, 22, 23, 25), cache=cache), uncached(model, ids)[index, 18:])
+
+
+def rows_repeated(case: Case) -> None:
+    model, ids = student_of(case), random_tokens(2, 25)
+    cache = prefilled(model, ids[:, :18])
+    cache.batch_repeat_interleave(2)
+    repeated = ids.repeat_interleave(2, dim=0)
+    assert_close(cached(model, repeated, (18, 22, 23, 25), cache=cache), uncached(model, repeated)[:, 18:])
+
+
+def emptied(case: Case) -> None:
+    """A cache that was reset is as good as new, for another batch size too."""
+    model = student_of(case)
+    cache = prefilled(model, random_tokens(2, 18))
+    for batch in (2, 3):
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        ids = random_tokens(batch, 20, seed=batch)
+        assert_close(cached(model, ids, (0, 15, 16, 20), cache=cache), uncached(model, ids))
+
+
 # --- tokens chosen ----------------------------------------------------------------------------------------------------
 
 
@@ -57,7 +196,7 @@ def greedy_by_hand(case: Case) -> None:
 
 
 def sampling_by_hand(case: Case) -> None:
-    """The same seed draws the same tokens from a loop of one line."""
+    """A seed draws the tokens that it draws in a loop of one line."""
     model, ids, mask = student_of(case), random_tokens(2, 14), left_padding([5, 0], 14)
     torch.manual_seed(5)
     expected = by_hand(model, ids, mask, lambda logits: torch.multinomial((logits / 3).softmax(-1), 1)[:, 0])

@@ -25,6 +25,7 @@ from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import projections
 from tests.hf import checks
+from tests.hf import generation_checks as generation
 from tests.hf.models import (
     ARCHITECTURES,
     CASES,
@@ -66,7 +67,7 @@ def test_any_layers_stay_softmax(keep: tuple[int, ...]) -> None:
     layers = linearized_layers(student_of(case)).values()
     assert [layer.layer_idx for layer in layers] == [index for index in range(LAYERS) if index not in keep]
     checks.whole_window(case)
-    checks.in_chunks(replace(case, overrides={}))
+    generation.in_chunks(replace(case, overrides={}))
 
 
 def test_teachers_attend_far_from_uniformly() -> None:

@@ -19,6 +19,7 @@ from linearize.hf.classes import projections
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from tests.hf import checks
+from tests.hf import generation_checks as generation
 from tests.hf.decoders import ARCHITECTURES, DECODERS, ONE_DOCUMENT
 from tests.hf.models import ARCHITECTURES as FIRST
 from tests.hf.models import Case, make_student, make_teacher, random_tokens, student_of, teacher_of
@@ -84,18 +85,18 @@ def test_attention_transfer_s_target_is_the_teacher(name: str) -> None:
 @plain
 def test_left_padding_and_a_cache_leave_no_trace(name: str) -> None:
     """Of a mixer that asks for everything: queries and keys before RoPE and after it, and the hidden states."""
-    checks.left_padded_cache(Case("", name, mixer="mix"))
+    generation.left_padded_cache(Case("", name, mixer="mix"))
 
 
 @pytest.mark.parametrize("name", ["phi", "phi3", "gpt_neox", "smollm3", "llama-llama3", "llama-yarn", "llama-dynamic"])
 def test_rotated_features_are_cached(name: str) -> None:
     """By as many cosines and sines as the layer has; it may have none."""
-    checks.in_chunks(Case("", name, mixer="gated-delta"))
+    generation.in_chunks(Case("", name, mixer="gated-delta"))
 
 
 @plain
 def test_padded_prompts_generate_what_each_does_alone(name: str) -> None:
-    checks.generated_alone(Case("", name, mixer="mix"))
+    generation.generated_alone(Case("", name, mixer="mix"))
 
 
 # --- what a mixer is handed -------------------------------------------------------------------------------------------

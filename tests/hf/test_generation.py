@@ -1,82 +1,248 @@
-"""Cached = uncached, in fp64 to 1e-10, whatever way the tokens come in."""
+"""The caches of converted models and generate() on them, row by row of docs/generation.md."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from transformers import DynamicCache
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.generation.streamers import TextIteratorStreamer, TextStreamer
 
+from linearize.base import UserError
+from linearize.hf.cache import LinearizedCacheLayer
+from linearize.mixers import recording
 from tests.hf import checks
-from tests.hf.models import CASES, SLIDING_TEACHERS, Case, random_tokens, student_of, teacher_of
+from tests.hf import generation_checks as generation
+from tests.hf.checks import pairs
+from tests.hf.decoders import ARCHITECTURES
+from tests.hf.models import ARCHITECTURES as FIRST
+from tests.hf.models import (
+    CASE,
+    CASES,
+    SLIDING_TEACHERS,
+    Case,
+    make_student,
+    make_teacher,
+    random_tokens,
+    student_of,
+    teacher_of,
+)
 
-BY_HAND = [checks.in_chunks, checks.token_by_token, checks.left_padded, checks.two_turns, checks.packed]
-OF_CACHES = [checks.copied, checks.rows_selected, checks.rows_repeated]
-BY_GENERATE = [checks.sampling, checks.beams, checks.chunked_prefill, checks.next_turn]
+PLAIN, MIXED = CASE["llama-sliding"], CASE["llama-mixed"]
+# With every kind of state: decays, the delta rule, slots of the window, sinks, running maxima, sums over all keys.
+KINDS = ["gla-llama", "regla-gpt2", "performer-qwen3", "gated-delta-llama", "mix-gpt2", "fast-decay-mistral"]
+ROOT = Path(__file__).parents[2]
+
+BY_HAND = [generation.in_chunks, generation.token_by_token, generation.left_padded, generation.two_turns]
+OF_CACHES = [generation.copied, generation.rows_selected, generation.rows_repeated, generation.packed]
+CHOSEN = [generation.greedy_by_hand, generation.sampling_by_hand]
+EARLY = [generation.greedy_finished_early, generation.beams_finished_early]
+CANDIDATES = [generation.assisted, generation.assisted_by_itself, generation.assisting, generation.prompt_lookup]
 # Every span, every architecture, and softmax layers of both kinds.
-SOME = [
-    case for case in CASES if case.name in {"llama-none", "llama-terraced", "llama-mixed", "qwen3-sinks", "gpt2-mixed"}
-]
+SOME = [CASE[name] for name in ("llama-none", "llama-terraced", "llama-mixed", "qwen3-sinks", "gpt2-mixed")]
 
 
-def pairs(cases: list[Case], tables: list[checks.Check]) -> pytest.MarkDecorator:
-    rows = [pytest.param(case, check, id=f"{case.name}-{check.__name__}") for case in cases for check in tables]
-    return pytest.mark.parametrize("case, check", rows)
-
-
-@pairs(CASES + SLIDING_TEACHERS, BY_HAND + OF_CACHES)
-def test_fed_by_hand(case: Case, check: checks.Check) -> None:
+@pytest.mark.parametrize(
+    "case, check",
+    [
+        *pairs(CASES + SLIDING_TEACHERS, BY_HAND + OF_CACHES),
+        # Softmax layers that slide count padding as distance, and not all caches of softmax layers can be emptied.
+        *pairs(CASES, [generation.greedy_by_hand, generation.interior_padding]),
+        *pairs([case for case in CASES if not case.keep_softmax], [generation.emptied]),
+        *pairs(SOME + SLIDING_TEACHERS, [generation.beams, generation.chunked_prefill, generation.next_turn]),
+        *pairs([PLAIN, MIXED, *SLIDING_TEACHERS], [generation.static_cache]),
+        *pairs([MIXED], [generation.sampling_by_hand, *EARLY, *CANDIDATES]),
+        *pairs([CASE["qwen3-sinks"], CASE["mistral-sliding-kept"]], [generation.prompt_lookup]),
+        *pairs([MIXED, CASE["gated-delta-llama"], CASE["mix-gpt2"]], [generation.taken_back]),
+    ],
+)
+def test_generation(case: Case, check: checks.Check) -> None:
     check(case)
 
 
-@pairs(CASES, [checks.greedy])
-def test_generate(case: Case, check: checks.Check) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case, check",
+    [
+        *pairs([CASE["qwen3-sinks"], CASE["gpt2-mixed"]], [generation.sampling_by_hand, *EARLY]),
+        *pairs([MIXED], [generation.returned_sequences]),
+        *pairs([CASE["gated-delta-llama"], CASE["performer-qwen3"]], CANDIDATES),
+        *pairs([CASE["qwen3-sinks"], *(CASE[name] for name in KINDS)], [generation.taken_back]),
+    ],
+)
+def test_generation_elsewhere(case: Case, check: checks.Check) -> None:
     check(case)
 
 
-@pairs(SOME + SLIDING_TEACHERS, BY_GENERATE)
-def test_generate_in_every_way(case: Case, check: checks.Check) -> None:
+STATES = [generation.saved, generation.forked, generation.static_cache, generation.beams]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case, check",
+    pairs(
+        [Case(name, name, keep_softmax=(1,)) for name in (*FIRST, *ARCHITECTURES)],
+        [generation.greedy_by_hand, *CANDIDATES, *STATES],
+    ),
+)
+def test_every_architecture(case: Case, check: checks.Check) -> None:
+    """Each with a softmax layer among the others."""
     check(case)
 
 
-# Softmax layers that slide count padding as distance, and not all caches of softmax layers can be emptied.
-@pairs(CASES, [checks.interior_padding])
-def test_padding_within_a_row(case: Case, check: checks.Check) -> None:
-    check(case)
-
-
-@pairs([case for case in CASES if not case.keep_softmax], [checks.emptied])
-def test_reset(case: Case, check: checks.Check) -> None:
-    check(case)
-
-
-@pairs([CASES[1], CASES[5], *SLIDING_TEACHERS], [checks.static_cache])
-def test_static(case: Case, check: checks.Check) -> None:
-    check(case)
+def test_taken_back_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens since the last `crop` are more than are recorded from one state."""
+    monkeypatch.setattr(recording, "RECORDED", 9)
+    generation.taken_back(CASE["qwen3-sinks"])
 
 
 def test_a_cache_without_a_config_will_do() -> None:
-    for case in (CASES[1], CASES[5]):
+    for case in (PLAIN, MIXED):
         model, ids = student_of(case), random_tokens(2, 20)
         found = checks.cached(model, ids, (0, 14, 15, 20), cache=DynamicCache())
         checks.assert_close(found, checks.uncached(model, ids))
 
 
 def test_bfloat16_keeps_the_state_in_float32() -> None:
-    case = CASES[1]
-    model = checks.make_student(case, checks.make_teacher("llama").bfloat16())
+    model = make_student(PLAIN, make_teacher("llama").bfloat16())
     ids, cache = random_tokens(2, 30), DynamicCache(config=model.config)
     found, expected = checks.cached(model, ids, range(31), cache=cache), checks.uncached(model, ids)
     # The reference is the same model in fp64: rounding must not grow with the tokens that came one at a time.
-    exact = checks.uncached(checks.make_student(case, checks.make_teacher("llama").bfloat16().double()), ids)
+    exact = checks.uncached(make_student(PLAIN, make_teacher("llama").bfloat16().double()), ids)
     assert cache.layers[0].state.linear.S.dtype == torch.float32
     assert (found - exact).abs().mean() < 1.5 * (expected - exact).abs().mean() < 0.5
 
 
-# --- what a linearized model refuses ----------------------------------------------------------------------------------
+def test_memory_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the end of a long prompt and no more than two earlier states, and a copy holds none."""
+    monkeypatch.setattr(recording, "RECORDED", 6)
+    model, ids = student_of(PLAIN), random_tokens(1, 60)
+    cache = DynamicCache(config=model.config)
+    cache.layers[0] = layer = LinearizedCacheLayer()
+    layer.activate_past_recording()
+    found, lengths = [], []
+    for start, stop in ((0, 30), (30, 33), *((i, i + 1) for i in range(33, 60))):
+        found.append(checks.cached(model, ids, (start, stop), cache=cache))
+        lengths.append(layer.recording.length)
+        fed = [call.inputs.q for replay in layer.recording.replays for call in replay.calls]
+        assert sum(x.untyped_storage().nbytes() for x in fed) <= 12 * fed[0][:, :, :1].nbytes
+    assert lengths[:2] == [6, 9]
+    assert min(lengths) >= 6
+    assert max(lengths) <= 12
+    checks.assert_close(torch.cat(found, dim=1), checks.uncached(model, ids))
+    with pytest.raises(RuntimeError, match=r"cannot take 13 tokens back .* recorded \d+"):
+        layer.crop(-13)
+
+
+def test_candidates_are_taken_back_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows above would prove little if all candidates were wrong, or all were right."""
+    crops: list[int] = []
+    crop = LinearizedCacheLayer.crop
+    monkeypatch.setattr(LinearizedCacheLayer, "crop", lambda layer, n: (crops.append(int(n)), crop(layer, n))[1])
+    generation.prompt_lookup(MIXED)
+    assert min(crops) < 0
+    crops.clear()
+    generation.assisted_by_itself(MIXED)
+    assert 0 in crops
+
+
+def test_rows_that_are_chosen_forget_their_past() -> None:
+    """A recording is of the rows that were fed."""
+    model, ids = student_of(PLAIN), random_tokens(2, 8)
+    changes = (
+        lambda cache: cache.batch_select_indices(torch.tensor([1])),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda cache: cache.reset(),
+        lambda cache: cache.crop(0),
+    )
+    for change in changes:
+        cache = generation.prefilled(model, ids)
+        cache.activate_past_recording()
+        checks.cached(model, torch.cat([ids, ids], dim=1), (8, 12), cache=cache)
+        change(cache)
+        with pytest.raises(RuntimeError, match="recorded 0"):
+            cache.layers[0].crop(-1)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+class Numbers:
+    """A tokenizer for those who only decode: a token is its number and a space."""
+
+    def decode(self, ids: torch.Tensor, **options: Any) -> str:
+        return "".join(f"{int(token)} " for token in ids)
+
+
+@pytest.mark.parametrize("options", [{}, dict(do_sample=True), dict(prompt_lookup_num_tokens=3)], ids=str)
+@pytest.mark.parametrize("case", [PLAIN, MIXED], ids=lambda case: case.name)
+def test_streams(case: Case, options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    model, ids = student_of(case), random_tokens(1, 9).repeat(1, 2)
+    pieces, printed = TextIteratorStreamer(Numbers(), skip_prompt=True), TextStreamer(Numbers(), skip_prompt=True)
+    for streamer in (pieces, printed):
+        torch.manual_seed(0)
+        made = generation.generate(model, ids, streamer=streamer, **options).sequences
+    text = Numbers().decode(made[0, 18:])
+    received = list(pieces)
+    assert "".join(received) == text
+    assert len(received) > 3
+    assert capsys.readouterr().out.split() == text.split()
+
+
+# --- compiled steps ---------------------------------------------------------------------------------------------------
+
+
+def graphs_of(backend: str, *names: str) -> int:
+    """Graphs that generate() compiles beside static caches, for left-padded rows of these cases."""
+    command = [sys.executable, "-m", "tests.hf.compiled_steps", backend, *names]
+    return int(subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout)
+
+
+def test_a_static_cache_keeps_its_place() -> None:
+    """What a compiled step needs to be one graph for all tokens; the slow tests compile it."""
+    # A model of its own, because transformers remembers the greatest length that a static cache of a model has had.
+    model = make_student(MIXED, teacher_of(MIXED))
+    ids, mask, seen = random_tokens(2, 14), checks.left_padding([5, 0], 14), []
+
+    def spy(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        layer = kwargs["past_key_values"].layers[0]
+        places = [] if layer.kept is None else [x.data_ptr() for x in layer.kept.named_tensors().values()]
+        seen.append((kwargs["attention_mask"].shape, places, type(layer.length)))
+
+    handle = model.register_forward_pre_hook(spy, with_kwargs=True)
+    try:
+        generation.generate(model, ids, mask, cache_implementation="static")
+    finally:
+        handle.remove()
+    assert len(seen) == generation.NEW
+    assert seen[1] == seen[2] == seen[-1]
+    assert seen[1][0] == (2, 14 + generation.NEW - 1)
+
+
+@pytest.mark.slow
+def test_compiled_steps() -> None:
+    names = ["llama-mixed", "llama-none", "gpt2-mixed", *KINDS]
+    assert graphs_of("eager", *names) == len(names)
+    # transformers counts the tokens of a sliding softmax layer by an int.
+    assert graphs_of("eager", "qwen3-sliding-kept") == 2
+
+
+@pytest.mark.slow
+def test_a_step_compiled_to_machine_code() -> None:
+    assert graphs_of("inductor", MIXED.name) == 1
+
+
+# --- what does not go -------------------------------------------------------------------------------------------------
 
 
 def test_a_softmax_model_s_cache() -> None:
-    student, teacher, ids = student_of(CASES[1]), teacher_of(CASES[1]), random_tokens(1, 6)
+    student, teacher, ids = student_of(PLAIN), teacher_of(PLAIN), random_tokens(1, 6)
     cache = DynamicCache(config=teacher.config)
     checks.cached(teacher, ids, (0, 5), cache=cache)
     with pytest.raises(ValueError, match=r"found DynamicLayer with 5 tokens.*cannot be continued"):
@@ -86,14 +252,14 @@ def test_a_softmax_model_s_cache() -> None:
 
 
 def test_a_linearized_cache_in_a_softmax_model() -> None:
-    student, teacher, ids = student_of(CASES[1]), teacher_of(CASES[1]), random_tokens(1, 6)
+    student, teacher, ids = student_of(PLAIN), teacher_of(PLAIN), random_tokens(1, 6)
     cache = DynamicCache(config=student.config)
     checks.cached(student, ids, (0, 5), cache=cache)
     with pytest.raises(RuntimeError, match="keeps a state, not keys and values"):
         checks.cached(teacher, ids, (5, 6), cache=cache)
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[5]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [PLAIN, MIXED], ids=lambda case: case.name)
 def test_arguments_it_cannot_honour(case: Case) -> None:
     model, ids = student_of(case), random_tokens(1, 6)
     with pytest.raises(ValueError, match=r"expected a 2D mask .*found 4D"):
@@ -108,7 +274,7 @@ def test_arguments_it_cannot_honour(case: Case) -> None:
 
 def test_taking_tokens_back() -> None:
     """Out of a cache that was not told to record them."""
-    model, ids = student_of(CASES[1]), random_tokens(1, 6)
+    model, ids = student_of(PLAIN), random_tokens(1, 6)
     cache = DynamicCache(config=model.config)
     checks.cached(model, ids, (0, 6), cache=cache)
     assert not cache.is_croppable
@@ -116,3 +282,72 @@ def test_taking_tokens_back() -> None:
     with pytest.raises(RuntimeError, match=r"cannot take 2 tokens back.*fork_state"):
         cache.crop(-2)
     assert cache.get_seq_length() == 6
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails whatever reads weights or computes a layer."""
+
+    def work(*args: object, **kwargs: object) -> None:
+        raise AssertionError("work was done before the refusal")
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", work)
+    monkeypatch.setattr("transformers.modeling_utils.PreTrainedModel.from_pretrained", work)
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("case", [PLAIN, MIXED], ids=lambda case: case.name)
+def test_continuous_batching(case: Case) -> None:
+    model, ids = student_of(case), random_tokens(1, 6)
+    for call in (
+        lambda: model.generate_batch([[1, 2, 3]], max_new_tokens=2),
+        lambda: model.init_continuous_batching(),
+        lambda: model.generate(ids, cache_implementation="paged"),
+    ):
+        with pytest.raises(UserError, match=r"expected generate\(\) with a padded batch, found continuous batching"):
+            call()
+
+
+def test_a_paged_cache_in_a_layer() -> None:
+    """However it comes there."""
+    with pytest.raises(UserError, match=r"cache=object: .* found continuous batching"):
+        student_of(PLAIN)(random_tokens(1, 6), cache=object())
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(
+    "options", [dict(tp_plan="auto"), dict(tp_size=2), dict(distributed_config=dict(tp_size=2, tp_plan=None))], ids=str
+)
+def test_tensor_parallelism(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"tensor parallelism: expected none.*device_map"):
+        type(student_of(PLAIN)).from_pretrained("nowhere", **options)
+
+
+def test_tensor_parallelism_by_an_auto_class(tmp_path: Any) -> None:
+    student_of(PLAIN).config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="tensor parallelism"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, tp_plan="auto")
+
+
+@pytest.mark.usefixtures("no_work")
+def test_context_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known by torch's exchange of softmax attention; `test_transformers_surface` shows that this is what it does."""
+
+    def exchanged(*args: object, **kwargs: object) -> None: ...
+
+    exchanged.__module__ = "torch.distributed.tensor.experimental._attention"
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", exchanged)
+    for case in (PLAIN, MIXED):
+        assert not student_of(case).supports_context_parallel
+        with pytest.raises(UserError, match=r"context parallelism: expected whole sequences.*prefill_chunk_size"):
+            student_of(case)(random_tokens(1, 6))
+
+
+def test_candidates_beside_a_static_cache() -> None:
+    model, ids = student_of(PLAIN), random_tokens(1, 6)
+    with pytest.raises(ValueError, match="not supported with Static cache"):
+        model.generate(ids, max_new_tokens=4, cache_implementation="static", prompt_lookup_num_tokens=3)
+    cache = generation.prefilled(model, ids, cache=StaticCache(config=model.config, max_cache_len=10))
+    cache.activate_past_recording()
+    with pytest.raises(RuntimeError, match="tokens back"):
+        cache.crop(-1)

@@ -24,6 +24,7 @@ from linearize.training.attention_transfer import TransferObjective
 from linearize.training.loop import Step
 from tests import tiny
 from tests.hf import checks
+from tests.hf import generation_checks as generation
 from tests.hf.models import (
     ARCHITECTURES,
     MIXER_CASES,
@@ -82,12 +83,13 @@ def test_the_selection_asks_for_everything() -> None:
 @named(MIXER_CASES)
 def test_beams_are_those_without_a_cache(case: Case) -> None:
     """Left-padded prompts, token by token."""
-    checks.beams(case)
+    generation.beams(case)
 
 
-SOME = [checks.token_by_token, checks.left_padded, checks.two_turns, checks.interior_padding, checks.packed]
-OTHERS = [checks.in_chunks, checks.next_turn, checks.copied, checks.rows_selected, checks.rows_repeated]
-OTHERS += [checks.emptied, checks.chunked_prefill]
+SOME = [generation.token_by_token, generation.left_padded, generation.two_turns]
+SOME += [generation.interior_padding, generation.packed]
+OTHERS = [generation.in_chunks, generation.next_turn, generation.copied, generation.rows_selected]
+OTHERS += [generation.rows_repeated, generation.emptied, generation.chunked_prefill]
 
 
 @pytest.mark.parametrize("check", SOME, ids=lambda check: check.__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.hf import attention, convert
+from linearize.hf import attention, cache, conversation, convert
 from linearize.hf.cache import LinearizedCacheLayer
-from linearize.mixers import AttnInputs, LinearMixer, MixerState
+from linearize.mixers import AttnInputs, LinearMixer, MixerState, Recording
 from linearize.ops import SlidingSpan, TerracedSpan
 from tests.hf import checks
+from tests.hf import generation_checks as generation
 from tests.hf.models import CASE, student_of
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -194,6 +196,62 @@ def storage_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(convert, "_over_the_same_storage", copied)
 
 
+def one_token_too_few(patch: pytest.MonkeyPatch) -> None:
+    """The first of the rejected tokens stays, though it is counted as gone."""
+    take_back = Recording.take_back
+    patch.setattr(Recording, "take_back", lambda self, n: take_back(self, n - 1) if n > 1 else take_back(self, n))
+
+
+def one_token_too_many(patch: pytest.MonkeyPatch) -> None:
+    take_back = Recording.take_back
+    patch.setattr(Recording, "take_back", lambda self, n: take_back(self, min(n + 1, self.length)))
+
+
+def nothing_taken_back(patch: pytest.MonkeyPatch) -> None:
+    """Rejected tokens are not counted any more, and that is all."""
+
+    def wrong(layer: LinearizedCacheLayer, count: int) -> None:
+        layer.length += count
+
+    patch.setattr(LinearizedCacheLayer, "crop", wrong)
+
+
+def padding_taken_back_as_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Whoever is fed once more is fed without the padding's layout."""
+    run = LinearMixer.step
+    patch.setattr("linearize.mixers.recording.Call.run", lambda call, state: run(call.mixer, call.inputs, state))
+
+
+def layers_shared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(conversation, "copy", SimpleNamespace(deepcopy=copy.copy))
+
+
+def tensors_shared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LinearizedCacheLayer, "__deepcopy__", lambda layer, memo: copy.copy(layer), raising=False)
+
+
+def rows_not_chosen(patch: pytest.MonkeyPatch) -> None:
+    """Every fork is one of the first row."""
+    select = MixerState.select
+    patch.setattr(MixerState, "select", lambda state, index: select(state, torch.zeros_like(index)))
+
+
+def saved_without(name: str) -> Any:
+    """A mutant that forgets one tensor of each state in a file."""
+
+    def mutant(patch: pytest.MonkeyPatch) -> None:
+        fill = cache.fill_layer
+
+        def wrong(layer: Any, tensors: dict[str, Tensor], length: int) -> None:
+            zeroed = {key: x.zero_() if key.endswith(name) else x for key, x in tensors.items()}
+            fill(layer, zeroed, length)
+
+        patch.setattr(conversation, "fill_layer", wrong)
+
+    mutant.__name__ = f"saved_without_{name}"
+    return mutant
+
+
 @dataclass(frozen=True)
 class Guard:
     """`mutant` must make `check` fail on `case`."""
@@ -213,49 +271,72 @@ class Guard:
 
 WHOLE = replace(CASE["llama-sliding"], overrides={"mixer.span.window_size": 30})
 GUARDS = [
-    Guard(nothing_carried, checks.in_chunks, "llama-sliding"),
-    Guard(nothing_carried, checks.token_by_token, "gpt2-mixed"),
-    Guard(nothing_carried, checks.greedy, "llama-none"),
-    Guard(nothing_carried, checks.next_turn, "llama-sliding"),
-    Guard(carrying(linear_state_lost), checks.in_chunks, "qwen3-sinks"),
-    Guard(carrying(linear_state_lost), checks.sampling, "llama-none"),
-    Guard(carrying(window_lost), checks.in_chunks, "llama-window-only"),
-    Guard(carrying(window_lost), checks.chunked_prefill, "llama-sliding"),
-    Guard(carrying(position_lost), checks.in_chunks, "llama-sliding"),
-    Guard(carrying(sinks_lost), checks.in_chunks, "qwen3-sinks"),
-    Guard(carrying(pending_lost), checks.token_by_token, "llama-terraced"),
-    Guard(carrying(slot_lost("map_keys")), checks.in_chunks, "cosformer-llama"),
-    Guard(carrying(slot_lost("map_keys")), checks.token_by_token, "performer-qwen3"),
-    Guard(carrying(slot_lost("sin")), checks.token_by_token, "gated-delta-mistral"),
-    Guard(carrying(slot_lost("beta")), checks.token_by_token, "gated-delta-gpt2"),
-    Guard(carrying(slot_lost("log_decay_k")), checks.beams, "gated-delta-llama"),
-    Guard(carrying(slot_lost("log_decay_v")), checks.in_chunks, "fast-decay-llama"),
-    Guard(carrying(slot_lost("input_scale")), checks.two_turns, "mix-llama"),
-    Guard(carrying(slot_lost("offset")), checks.token_by_token, "performer-gpt2"),
-    Guard(carrying(maximum_lost), checks.token_by_token, "regla-llama"),
-    Guard(hidden_states_late, checks.token_by_token, "gla-llama"),
-    Guard(hidden_states_late, checks.left_padded, "rfa-gpt2"),
-    Guard(one_step_window_late, checks.token_by_token, "llama-sliding"),
-    Guard(one_step_window_late, checks.token_by_token, "llama-terraced"),
-    Guard(one_step_window_late, checks.greedy, "gpt2-sliding"),
-    Guard(reading(padding_ignored), checks.left_padded, "llama-none"),
-    Guard(reading(padding_ignored), checks.interior_padding, "llama-sliding"),
-    Guard(reading(first_turn_s_mask_read), checks.two_turns, "llama-sliding"),
-    Guard(reading(first_turn_s_mask_read), checks.next_turn, "qwen3-sinks"),
-    Guard(padding_counted, checks.interior_padding, "llama-sliding"),
-    Guard(reading(documents_ignored), checks.packed, "llama-sliding"),
-    Guard(reading(documents_ignored), checks.packed, "gpt2-mixed"),
-    Guard(beams_not_reordered, checks.beams, "llama-terraced"),
-    Guard(first_rows_selected, checks.rows_selected, "llama-terraced"),
-    Guard(rows_tiled, checks.rows_repeated, "llama-terraced"),
-    Guard(copies_shared, checks.copied, "llama-sliding"),
-    Guard(reset_forgets_the_state, checks.emptied, "llama-sliding"),
+    Guard(nothing_carried, generation.in_chunks, "llama-sliding"),
+    Guard(nothing_carried, generation.token_by_token, "gpt2-mixed"),
+    Guard(nothing_carried, generation.greedy_by_hand, "llama-none"),
+    Guard(nothing_carried, generation.next_turn, "llama-sliding"),
+    Guard(carrying(linear_state_lost), generation.in_chunks, "qwen3-sinks"),
+    Guard(carrying(linear_state_lost), generation.sampling_by_hand, "llama-none"),
+    Guard(carrying(window_lost), generation.in_chunks, "llama-window-only"),
+    Guard(carrying(window_lost), generation.chunked_prefill, "llama-sliding"),
+    Guard(carrying(position_lost), generation.in_chunks, "llama-sliding"),
+    Guard(carrying(sinks_lost), generation.in_chunks, "qwen3-sinks"),
+    Guard(carrying(pending_lost), generation.token_by_token, "llama-terraced"),
+    Guard(carrying(slot_lost("map_keys")), generation.in_chunks, "cosformer-llama"),
+    Guard(carrying(slot_lost("map_keys")), generation.token_by_token, "performer-qwen3"),
+    Guard(carrying(slot_lost("sin")), generation.token_by_token, "gated-delta-mistral"),
+    Guard(carrying(slot_lost("beta")), generation.token_by_token, "gated-delta-gpt2"),
+    Guard(carrying(slot_lost("log_decay_k")), generation.beams, "gated-delta-llama"),
+    Guard(carrying(slot_lost("log_decay_v")), generation.in_chunks, "fast-decay-llama"),
+    Guard(carrying(slot_lost("input_scale")), generation.two_turns, "mix-llama"),
+    Guard(carrying(slot_lost("offset")), generation.token_by_token, "performer-gpt2"),
+    Guard(carrying(maximum_lost), generation.token_by_token, "regla-llama"),
+    Guard(hidden_states_late, generation.token_by_token, "gla-llama"),
+    Guard(hidden_states_late, generation.left_padded, "rfa-gpt2"),
+    Guard(one_step_window_late, generation.token_by_token, "llama-sliding"),
+    Guard(one_step_window_late, generation.token_by_token, "llama-terraced"),
+    Guard(one_step_window_late, generation.greedy_by_hand, "gpt2-sliding"),
+    Guard(reading(padding_ignored), generation.left_padded, "llama-none"),
+    Guard(reading(padding_ignored), generation.interior_padding, "llama-sliding"),
+    Guard(reading(first_turn_s_mask_read), generation.two_turns, "llama-sliding"),
+    Guard(reading(first_turn_s_mask_read), generation.next_turn, "qwen3-sinks"),
+    Guard(padding_counted, generation.interior_padding, "llama-sliding"),
+    Guard(reading(documents_ignored), generation.packed, "llama-sliding"),
+    Guard(reading(documents_ignored), generation.packed, "gpt2-mixed"),
+    Guard(beams_not_reordered, generation.beams, "llama-terraced"),
+    Guard(first_rows_selected, generation.rows_selected, "llama-terraced"),
+    Guard(rows_tiled, generation.rows_repeated, "llama-terraced"),
+    Guard(copies_shared, generation.copied, "llama-sliding"),
+    Guard(reset_forgets_the_state, generation.emptied, "llama-sliding"),
     # Here it is torch that notices: the mask does not fit.
-    Guard(masks_sized_after_linearized_layers(True), checks.in_chunks, "qwen3-sliding-kept", RuntimeError),
-    Guard(masks_sized_after_linearized_layers(False), checks.static_cache, "llama-mixed", RuntimeError),
+    Guard(masks_sized_after_linearized_layers(True), generation.in_chunks, "qwen3-sliding-kept", RuntimeError),
+    Guard(masks_sized_after_linearized_layers(False), generation.static_cache, "llama-mixed", RuntimeError),
     Guard(softmax_not_restored, checks.softmax_restored, "llama-sliding"),
     Guard(teacher_converted, checks.teacher_untouched, "llama-sliding"),
     Guard(storage_copied, checks.storage_shared, "gpt2-sliding"),
+    Guard(nothing_carried, generation.greedy_by_hand, "llama-mixed"),
+    Guard(nothing_carried, generation.assisted, "llama-mixed"),
+    Guard(nothing_carried, generation.saved, "llama-mixed", KeyError),
+    Guard(carrying(linear_state_lost), generation.sampling_by_hand, "llama-none"),
+    Guard(carrying(linear_state_lost), generation.prompt_lookup, "gated-delta-llama"),
+    Guard(carrying(linear_state_lost), generation.forked, "llama-none"),
+    Guard(reading(padding_ignored), generation.greedy_by_hand, "llama-mixed"),
+    Guard(reading(padding_ignored), generation.saved, "llama-none"),
+    Guard(beams_not_reordered, generation.beams_finished_early, "qwen3-sinks"),
+    Guard(one_token_too_few, generation.assisted, "llama-mixed"),
+    Guard(one_token_too_few, generation.prompt_lookup, "qwen3-sinks"),
+    Guard(one_token_too_few, generation.taken_back, "gated-delta-llama"),
+    Guard(one_token_too_many, generation.taken_back, "performer-qwen3"),
+    Guard(nothing_taken_back, generation.assisting, "gated-delta-llama"),
+    Guard(nothing_taken_back, generation.taken_back, "llama-mixed"),
+    Guard(padding_taken_back_as_tokens, generation.taken_back, "llama-mixed"),
+    Guard(layers_shared, generation.forked, "llama-none"),
+    Guard(tensors_shared, generation.forked_static, "llama-sliding"),
+    Guard(rows_not_chosen, generation.forked, "llama-mixed"),
+    Guard(saved_without("linear.S"), generation.saved, "llama-none"),
+    Guard(saved_without("seen"), generation.saved, "llama-sliding"),
+    Guard(saved_without("maximum"), generation.saved, "performer-qwen3"),
+    Guard(saved_without("values"), generation.saved, "llama-mixed"),
 ]
 
 

@@ -256,7 +256,7 @@ def test_nothing_is_left_without_a_value(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_compiled() -> None:
-    """Logits and gradients, with padding and without. A compiled step of generation is in `test_generate`."""
+    """Logits and gradients, with padding and without. A compiled step of generation is in `test_generation`."""
     command = [sys.executable, "-m", "tests.hf.compiled_forward", *(case.name for case in SOME)]
     done = subprocess.run(command, cwd=FORMATS.parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

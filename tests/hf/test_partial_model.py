@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.base import UserError
-from linearize.hf import partial_model as blocks
+from linearize.hf import partial_model
 from linearize.hf.architectures import ARCHITECTURES as KNOWN
 from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_model
@@ -139,7 +139,7 @@ def test_nothing_else_is_read(
     folder = saved(teacher(name))
     read: dict[str, int] = {}
     opened: set[str] = set()
-    safe_open = blocks.safe_open
+    safe_open = partial_model.safe_open
 
     class Counting:
         def __init__(self, path: str, **options: Any) -> None:
@@ -160,7 +160,7 @@ def test_nothing_else_is_read(
             read[key] = tensor.nbytes
             return tensor
 
-    monkeypatch.setattr(blocks, "safe_open", Counting)
+    monkeypatch.setattr(partial_model, "safe_open", Counting)
     block = load_block(folder, layers, dtype=torch.float32, device=CPU)
 
     def belongs(key: str) -> bool:
@@ -193,9 +193,9 @@ def test_of_a_hub_model_only_the_files_of_the_block_are_fetched(
         fetched.append(filename)
         return str(tmp_path / filename) if (tmp_path / filename).is_file() else None
 
-    monkeypatch.setattr(blocks, "cached_file", cached_file)
+    monkeypatch.setattr(partial_model, "cached_file", cached_file)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    monkeypatch.setattr(blocks.AutoConfig, "from_pretrained", lambda _: config)
+    monkeypatch.setattr(partial_model.AutoConfig, "from_pretrained", lambda _: config)
     load_block("someone/llama", range(3, 4), dtype=torch.float32, device=CPU)
     files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     own = {file for key, file in files.items() if "layers.3." in key}

@@ -263,7 +263,7 @@ def sliding_window(module: Any) -> int | None:
 
 
 def _softmax(module: Any, inputs: AttnInputs) -> Tensor:
-    """Of rows that are one document each, without padding."""
+    """Softmax outputs of rows that are one document each, without padding."""
     implementation, length = module.softmax_implementation, inputs.q.shape[2]
     eager = _teacher_module(module).eager_attention_forward
     function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
@@ -301,7 +301,10 @@ def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 def encoder_layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The same of an encoder, whose rows are a document each; one of images has no padding, unless a mask says so."""
+    """Forward pre-hook of an encoder: hands padding to the linearized layers; every row is one document.
+
+    Rows of images have no padding, unless a mask says so.
+    """
     refuse_context_parallel()
     names = inspect.signature(type(model).forward).parameters
     given = dict(zip(list(names)[1:], args, strict=False)) | kwargs

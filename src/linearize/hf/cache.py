@@ -147,7 +147,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
 
 class StaticLinearizedCacheLayer(LinearizedCacheLayer):
-    """The same in a static cache: every step's state is written where the last one was.
+    """Holds one mixer's state inside a static cache: every step's state is written where the last one was.
 
     So a compiled step is one graph for all tokens, at addresses that CUDA graphs can replay. As in the other layers of
     a static cache, no token can be taken back.

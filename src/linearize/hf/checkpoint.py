@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import logging
 
-from linearize.base import UserError
+from linearize.base import UserError, full_disk_is_user_error
 
 AUTO_MODULE = "modeling_linearize"
 
@@ -131,8 +130,8 @@ def load_image_processor(model: str) -> Any:
 
 
 @contextmanager
-def atomic_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `folder` when the block ends well, and disappears when it does not.
+def atomic_folder(folder: Path, num_bytes: int) -> Iterator[Path]:
+    """A temporary folder to write `num_bytes` bytes to: it becomes `folder` when the block ends well, else disappears.
 
     Raises:
         UserError: the disk is full.
@@ -140,22 +139,18 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     scratch = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        scratch.mkdir(parents=True)
-        yield scratch
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch.replace(folder)
-    except Exception as error:
-        # safetensors reports a full disk in an error of its own.
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
-            raise UserError(f"{folder}: the disk is full; free some space and run the same command again") from None
-        raise
+        with full_disk_is_user_error(folder, num_bytes):
+            scratch.mkdir(parents=True)
+            yield scratch
+            shutil.rmtree(folder, ignore_errors=True)
+            scratch.replace(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def save_student(student: PreTrainedModel, processor: Any, card: str, folder: Path) -> None:
     """Weights, config, tokenizer or image processor (if any) and model card, all or nothing."""
-    with atomic_folder(folder) as scratch, _bars_on_terminals_only():
+    with atomic_folder(folder, student.get_memory_footprint()) as scratch, _bars_on_terminals_only():
         student.save_pretrained(scratch)
         if processor is not None:
             processor.save_pretrained(scratch)

@@ -38,7 +38,7 @@ from linearize.hf.attention import (
 from linearize.hf.cache import same_size_mask
 from linearize.hf.offload import keep_mixers
 from linearize.hf.teacher import TeacherShape
-from linearize.hf.unsupported import Refusals
+from linearize.hf.unsupported import Unsupported
 from linearize.mixers import BidirectionalMixer, LinearMixer
 from linearize.mixers.config import LayerPlan, MixerConfig
 
@@ -47,7 +47,7 @@ __all__ = ["ARCHITECTURES"]
 FORMAT_VERSION = 1  # of the layer plan in a config
 
 
-def write_plan(plan: LayerPlan) -> dict[str, Any]:
+def plan_to_config(plan: LayerPlan) -> dict[str, Any]:
     """A layer plan as the plain data that a config stores under `linearize`."""
     layers = [None if mixer is None else mixer.model_dump(mode="json") for mixer in plan]
     return {"format_version": FORMAT_VERSION, "layers": layers}
@@ -91,7 +91,7 @@ class LinearizedConfig:
         """Nothing. When remote code is loaded it is called, and our source would be copied into every folder saved."""
 
 
-class LinearizedModel(Refusals, PreTrainedModel):
+class LinearizedModel(Unsupported, PreTrainedModel):
     """Mixed into the base's model classes: builds the mixers, initialises them, and prepares generation."""
 
     _keep_in_fp32_modules_strict = {"mixer"}  # noqa: RUF012 (transformers declares it so)
@@ -160,7 +160,7 @@ class LinearizedModel(Refusals, PreTrainedModel):
 
 
 class LinearizedEncoder(LinearizedModel):
-    """The same of an encoder, which generates nothing."""
+    """Mixed into an encoder's model classes, which generate nothing."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """There is no next token.

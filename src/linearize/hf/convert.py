@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError
 from linearize.hf.checkpoint import drops_soft_cap
-from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, write_plan
+from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, plan_to_config
 from linearize.hf.quantized import beside_parameters, settle
 from linearize.mixers.config import LayerPlan
 
@@ -45,7 +45,7 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
         )
     fields = {k: v for k, v in config.to_dict().items() if k not in {"model_type", "transformers_version"}}
     config_class: Any = CONFIG_CLASSES[config.model_type]
-    student_config = config_class(**fields, linearize=write_plan(plan))
+    student_config = config_class(**fields, linearize=plan_to_config(plan))
     # What the teacher chose to compute with, which no config.json says.
     for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
         setattr(student_config, name, getattr(config, name, None))

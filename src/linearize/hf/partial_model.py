@@ -39,7 +39,7 @@ def load_block(model: str, layers: range, *, dtype: torch.dtype, device: torch.d
     Raises:
         UserError: an architecture that is not supported, or weights that are missing, quantised or unreadable.
     """
-    checkpoint = Checkpoint(model)
+    checkpoint = StoredWeights(model)
     with torch.device("meta"):
         block: Any = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype)
     _keep(block, layers)
@@ -104,7 +104,7 @@ class _NoEmbedding(nn.Module):
         return torch.zeros((), device=ids.device)
 
 
-class Checkpoint:
+class StoredWeights:
     """The safetensors of a softmax model, in one file or in several, of a folder or of the hub.
 
     Raises:

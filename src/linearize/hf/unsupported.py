@@ -16,8 +16,8 @@ CONTINUOUS_BATCHING = (
 )
 
 
-class Refusals:
-    """Mixed into the model classes."""
+class Unsupported:
+    """Mixed into the model classes: refuses what would split a model or its cache over processes or pages."""
 
     _supports_context_parallel = False
 
@@ -57,20 +57,20 @@ class Refusals:
 
 
 def refuse_paged_cache(kwargs: dict[str, Any]) -> None:
-    """Of a call that reaches an attention layer.
+    """See that a call of an attention layer does not come from continuous batching.
 
     Raises:
-        UserError: it comes from continuous batching, which hands layers a `cache` instead of `past_key_values`.
+        UserError: it does: its layers are handed a `cache` instead of `past_key_values`.
     """
     if kwargs.get("cache") is not None:
         raise UserError(CONTINUOUS_BATCHING.format(found=f"cache={type(kwargs['cache']).__name__}"))
 
 
 def refuse_context_parallel() -> None:
-    """Of a forward.
+    """See that a forward is not within torch's `context_parallel`, which exchanges softmax attention while it lasts.
 
     Raises:
-        UserError: it is within torch's `context_parallel`, which exchanges softmax attention while the context lasts.
+        UserError: it is.
     """
     if torch.compiler.is_compiling():
         return

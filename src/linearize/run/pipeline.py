@@ -12,7 +12,7 @@ from linearize.evaluation.controls import window_only_plan
 from linearize.hf.checkpoint import read_config, save_student
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
-from linearize.hf.partial_model import Checkpoint
+from linearize.hf.partial_model import StoredWeights
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe, resolve
@@ -108,7 +108,7 @@ def check_block(recipe: Recipe, shape: TeacherShape, block: int | None) -> None:
 def transfer_by_block(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Dataset, block: int | None) -> None:
     """Train all blocks of layers, or one, without ever loading the whole teacher."""
     assert run.recipe.transfer is not None
-    Checkpoint(run.model)  # refuses what cannot be read block by block before anything is written
+    StoredWeights(run.model)  # refuses what cannot be read block by block before anything is written
     train_rows, validation_rows = dataset.train, dataset.validation
     if not (isinstance(train_rows, PackedRows) and isinstance(validation_rows, PackedRows)):
         raise UserError(

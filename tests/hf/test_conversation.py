@@ -16,9 +16,10 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import linearize
 from linearize.base import UserError
-from linearize.hf import state as state_module
+from linearize.hf import conversation
 from tests.hf import checks
-from tests.hf import generation_checks as rows
+from tests.hf import generation_checks as generation
+from tests.hf.checks import pairs
 from tests.hf.models import (
     CASE,
     Case,
@@ -28,42 +29,34 @@ from tests.hf.models import (
     student_of,
     teacher_of,
 )
-from tests.hf.test_generation import pairs
 
 PLAIN, MIXED = CASE["llama-sliding"], CASE["llama-mixed"]
 KINDS = ["qwen3-sliding-kept", "regla-gpt2", "performer-qwen3", "gated-delta-llama", "mix-gpt2", "fast-decay-mistral"]
 
 
-@pairs([MIXED, *(CASE[name] for name in KINDS)], [rows.saved])
-def test_saved(case: Case, check: checks.Check) -> None:
-    check(case)
-
-
-@pairs([MIXED, CASE["gated-delta-llama"]], [rows.bytes_constant])
-def test_bytes(case: Case, check: checks.Check) -> None:
-    check(case)
-
-
-@pairs([MIXED], [rows.forked])
-def test_forked(case: Case, check: checks.Check) -> None:
+@pytest.mark.parametrize(
+    "case, check",
+    [
+        *pairs([MIXED, *(CASE[name] for name in KINDS)], [generation.saved]),
+        *pairs([MIXED, CASE["gated-delta-llama"]], [generation.bytes_constant]),
+        *pairs([MIXED], [generation.forked]),
+        *pairs([PLAIN, MIXED], [generation.forked_static]),
+    ],
+)
+def test_states(case: Case, check: checks.Check) -> None:
     check(case)
 
 
 @pytest.mark.slow
-@pairs([CASE["qwen3-sinks"], CASE["gated-delta-llama"]], [rows.forked])
-def test_forked_elsewhere(case: Case, check: checks.Check) -> None:
-    check(case)
-
-
-@pairs([PLAIN, MIXED], [rows.forked_static])
-def test_forked_static(case: Case, check: checks.Check) -> None:
-    check(case)
+@pytest.mark.parametrize("name", ["qwen3-sinks", "gated-delta-llama"])
+def test_forked_elsewhere(name: str) -> None:
+    generation.forked(CASE[name])
 
 
 def test_a_file_does_not_grow(tmp_path: Path) -> None:
     model, ids = student_of(PLAIN), random_tokens(1, 60)
     for length in (20, 60):
-        linearize.save_state(rows.prefilled(model, ids[:, :length]), model, tmp_path / f"{length}")
+        linearize.save_state(generation.prefilled(model, ids[:, :length]), model, tmp_path / f"{length}")
     assert (tmp_path / "20").stat().st_size == (tmp_path / "60").stat().st_size
 
 
@@ -71,7 +64,7 @@ def test_a_file_does_not_grow(tmp_path: Path) -> None:
 def test_a_fresh_process_goes_on(tmp_path: Path) -> None:
     """Left-padded rows of a model with a softmax layer."""
     model, ids, mask = student_of(MIXED), random_tokens(2, 24), checks.left_padding([5, 0], 24)
-    state = rows.prefilled(model, ids[:, :18], mask)
+    state = generation.prefilled(model, ids[:, :18], mask)
     model.save_pretrained(tmp_path / "model")
     linearize.save_state(state, model, tmp_path / "state.safetensors")
     save_file({"ids": ids[:, 18:].contiguous(), "mask": mask}, tmp_path / "turn.safetensors")
@@ -84,15 +77,17 @@ def test_a_fresh_process_goes_on(tmp_path: Path) -> None:
 def test_generate_goes_on_with_new_tokens_only(tmp_path: Path) -> None:
     """The tokens seen are not needed: a mask over all of them says how many there are."""
     model, ids = student_of(MIXED), random_tokens(1, 18)
-    first = rows.generate(model, ids)
+    first = generation.generate(model, ids)
     linearize.save_state(first.past_key_values, model, tmp_path / "state")
     state = linearize.load_state(tmp_path / "state", model)
     # The last token of an answer has been chosen, but not fed.
     turn = torch.cat([first.sequences[:, state.get_seq_length() :], random_tokens(1, 5, seed=1)], dim=1)
     mask = torch.ones(1, state.get_seq_length() + turn.shape[1], dtype=torch.long)
-    found = rows.generate(model, turn, mask, past_key_values=state).sequences
-    expected = rows.generate(model, torch.cat([ids, first.sequences[:, 18:], turn[:, 1:]], dim=1), use_cache=False)
-    assert torch.equal(found[:, turn.shape[1] :], expected.sequences[:, -rows.NEW :])
+    found = generation.generate(model, turn, mask, past_key_values=state).sequences
+    expected = generation.generate(
+        model, torch.cat([ids, first.sequences[:, 18:], turn[:, 1:]], dim=1), use_cache=False
+    )
+    assert torch.equal(found[:, turn.shape[1] :], expected.sequences[:, -generation.NEW :])
 
 
 # --- into no other model ----------------------------------------------------------------------------------------------
@@ -118,7 +113,7 @@ OTHERS = {
 @pytest.mark.parametrize("message", OTHERS)
 def test_another_model(message: str, tmp_path: Path) -> None:
     model = student_of(MIXED)
-    linearize.save_state(rows.prefilled(model, random_tokens(1, 9)), model, tmp_path / "state")
+    linearize.save_state(generation.prefilled(model, random_tokens(1, 9)), model, tmp_path / "state")
     with pytest.raises(UserError, match=message):
         linearize.load_state(tmp_path / "state", OTHERS[message]())
 
@@ -133,10 +128,10 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 
 def test_what_cannot_be_saved_or_forked(tmp_path: Path) -> None:
     model, ids = student_of(MIXED), random_tokens(2, 9)
-    state = rows.prefilled(model, ids)
+    state = generation.prefilled(model, ids)
     with pytest.raises(UserError, match="found an empty one"):
         linearize.save_state(DynamicCache(config=model.config), model, tmp_path / "state")
-    static = rows.prefilled(model, ids, cache=StaticCache(config=model.config, max_cache_len=12))
+    static = generation.prefilled(model, ids, cache=StaticCache(config=model.config, max_cache_len=12))
     for call in (
         lambda: linearize.save_state(static, model, tmp_path / "state"),
         lambda: linearize.fork_state(static, [0, 0]),
@@ -152,16 +147,16 @@ def test_what_cannot_be_saved_or_forked(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = student_of(PLAIN)
     file = tmp_path / "state"
-    linearize.save_state(rows.prefilled(model, random_tokens(1, 9)), model, file)
+    linearize.save_state(generation.prefilled(model, random_tokens(1, 9)), model, file)
     before = file.read_bytes()
 
     def fails(tensors: object, path: Path, metadata: object) -> None:
         path.write_bytes(b"half")
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr(state_module, "save_file", fails)
+    monkeypatch.setattr(conversation, "save_file", fails)
     with pytest.raises(UserError, match=r"the disk is full.*free some space and save the state again"):
-        linearize.save_state(rows.prefilled(model, random_tokens(1, 12)), model, file)
+        linearize.save_state(generation.prefilled(model, random_tokens(1, 12)), model, file)
     assert file.read_bytes() == before
     assert list(tmp_path.iterdir()) == [file]
 
@@ -195,8 +190,8 @@ def test_state_dtype_when_loading(tmp_path: Path) -> None:
     model = student_of(PLAIN)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, state_dtype="bfloat16")
-    state = rows.generate(loaded, random_tokens(1, 9)).past_key_values
+    state = generation.generate(loaded, random_tokens(1, 9)).past_key_values
     assert state.layers[0].kept.linear.S.dtype == torch.bfloat16
     loaded.config.state_dtype = "int8"
     with pytest.raises(UserError, match=r"config.state_dtype: expected one of None, float32.*found 'int8'"):
-        rows.generate(loaded, random_tokens(1, 9))
+        generation.generate(loaded, random_tokens(1, 9))

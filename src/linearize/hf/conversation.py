@@ -1,4 +1,4 @@
-"""The state of a conversation, kept in a file or copied: functions over the ordinary transformers cache."""
+"""What a model has seen of a conversation, in files and copies: functions over the ordinary transformers cache."""
 
 from __future__ import annotations
 
