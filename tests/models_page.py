@@ -46,6 +46,11 @@ OF_DECODERS = (
         ),
     ),
     Feature(
+        "documents",
+        "documents packed into a row know nothing of each other, in the student and in the teacher it learns from",
+        ("hf/test_decoders.py::test_documents_of_a_row_know_nothing_of_each_other[*]",),
+    ),
+    Feature(
         "inputs",
         "mixers get the queries, keys and values that the model's own attention would, rotated and not",
         ("hf/test_decoders.py::test_q_k_v_are_those_of_a_mixer_that_asks_for_nothing[*]",),

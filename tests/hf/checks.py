@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 import linearize
-from linearize.hf.attention import linearized_layers
-from tests.hf.decoders import ONE_DOCUMENT
+from linearize.hf.attention import documents_apart, linearized_layers
 from tests.hf.models import Case, make_student, make_teacher, random_tokens, student_of, teacher_of
 
 Check = Callable[[Case], None]
@@ -72,14 +71,18 @@ def assert_rows_alone(model: PreTrainedModel, ids: Tensor, mask: Tensor, logits:
 
 
 def whole_window(case: Case) -> None:
-    """With a window of at least T tokens the student is the teacher: full, left-padded and packed rows."""
+    """With a window of at least T tokens the student is the teacher: full, left-padded and packed rows.
+
+    A document also starts where positions jump forward.
+    """
     teacher, student = teacher_of(case), student_of(case)
     ids = random_tokens(2, 30)
     mask = left_padding([7, 0], 30)
     documents = torch.cat([torch.arange(11), torch.arange(1), torch.arange(18)]).expand(2, -1)
     rows = [dict(), dict(attention_mask=mask, position_ids=positions(mask)), dict(position_ids=documents)]
-    with torch.no_grad():
-        for options in rows[:2] if case.architecture in ONE_DOCUMENT else rows:
+    rows.append(dict(position_ids=torch.cat([torch.arange(11), torch.arange(13, 32)]).expand(2, -1)))
+    with torch.no_grad(), documents_apart(teacher):
+        for options in rows:
             found, expected = (m(ids, use_cache=False, **options).logits for m in (student, teacher))
             valid = options.get("attention_mask", torch.ones_like(ids)).bool()
             assert_close(found[valid], expected[valid])

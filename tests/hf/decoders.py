@@ -69,8 +69,6 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # One of each model type.
 ARCHITECTURES = tuple(name for name, (model_type, _) in DECODERS.items() if name == model_type)
-# transformers attends across the documents of a row in these, whatever their positions say.
-ONE_DOCUMENT = frozenset({"opt"})
 EXACT = "fp64"
 
 

@@ -14,13 +14,16 @@ from transformers import CONFIG_MAPPING
 
 import linearize
 from linearize.hf import architectures, attention
-from linearize.hf.attention import linearized_layers, observed, softmax_output
+from linearize.hf.attention import documents_apart, linearized_layers, observed, softmax_output
+from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import projections
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
+from linearize.training.finetune import OutputObjective
+from tests import tiny
 from tests.hf import checks
 from tests.hf import generation_checks as generation
-from tests.hf.decoders import ARCHITECTURES, DECODERS, ONE_DOCUMENT
+from tests.hf.decoders import ARCHITECTURES, DECODERS, EXACT
 from tests.hf.models import ARCHITECTURES as FIRST
 from tests.hf.models import Case, make_student, make_teacher, random_tokens, student_of, teacher_of
 from tests.hf.test_inputs import positions, record
@@ -46,8 +49,36 @@ def test_softmax_layers_are_the_teacher(name: str) -> None:
     assert torch.equal(checks.uncached(student, ids, mask), checks.uncached(teacher, ids, mask))
     with torch.no_grad():
         documents = torch.cat([torch.arange(11), torch.arange(19)])[None]
-        found, expected = (m(ids, position_ids=documents, use_cache=False).logits for m in (student, teacher))
+        with documents_apart(teacher):
+            found, expected = (m(ids, position_ids=documents, use_cache=False).logits for m in (student, teacher))
     assert torch.equal(found, expected)
+
+
+@every
+def test_documents_of_a_row_know_nothing_of_each_other(name: str, tmp_path: Path) -> None:
+    """Not in teachers as commands load them, nor in students, whatever stays softmax in them."""
+    make_teacher(name).save_pretrained(tmp_path)
+    case = Case("", name, keep_softmax=(1,), convert_sliding=True)
+    loaded = load_model(str(tmp_path), dtype=torch.float64, device=torch.device("cpu"))
+    if name in ("mixtral", "qwen3_moe"):
+        loaded.set_experts_implementation("eager")  # the other knows no fp64
+    if name == "gemma2":
+        loaded.set_attn_implementation(EXACT)
+    # Longer than the positions that the models with scaled RoPE were trained on: with one such document in a row, all
+    # of them turn otherwise.
+    ids, lengths = random_tokens(2, 60), (20, 17, 23)
+    documents = torch.cat([torch.arange(length) for length in lengths])[None]
+
+    def apart(model: Any) -> None:
+        with torch.no_grad():
+            found = model(ids, position_ids=documents, use_cache=False).logits
+        for part, document in zip(found.split(lengths, dim=1), ids.split(lengths, dim=1), strict=True):
+            checks.assert_close(part, checks.uncached(model, document))
+
+    for model in (loaded, student_of(case), linearize.convert(loaded, case.recipe()).eval()):
+        apart(model)
+    with linearize.softmax_attention(student_of(case)) as model:
+        apart(model)
 
 
 @every
@@ -71,12 +102,20 @@ def test_attention_transfer_s_target_is_the_teacher(name: str) -> None:
     teacher.set_attn_implementation(implementation)
     student = linearize.convert(teacher, Case("", name, convert_sliding=True).recipe()).eval()
     assert len(linearized_layers(student)) == teacher.config.num_hidden_layers
-    options: dict[str, Any] = dict(input_ids=random_tokens(2, 30), use_cache=False)
-    if name not in ONE_DOCUMENT:
-        options["position_ids"] = torch.cat([torch.arange(17), torch.arange(13)])[None]
-    with torch.no_grad(), observed(student, softmax_output):
+    documents = torch.cat([torch.arange(17), torch.arange(13)])[None]
+    options: dict[str, Any] = dict(input_ids=random_tokens(2, 30), position_ids=documents, use_cache=False)
+    with torch.no_grad(), observed(student, softmax_output), documents_apart(teacher):
         tolerance = checks.TOLERANCE if implementation == "sdpa" else 1e-4
         checks.assert_close(student(**options).logits, teacher(**options).logits, tolerance)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_finetuning_compares_the_same_function(name: str) -> None:
+    """A student that is its teacher has nothing to learn from it, of packed rows either."""
+    config = linearize.Recipe.load("lolcats", {"finetune.loss": dict(labels=0, kl=1)}).finetune
+    student = copy.deepcopy(student_of(Case("", name, overrides=WHOLE)))
+    objective = OutputObjective(student, config, teacher_of(Case("", name)))
+    assert objective.evaluate(tiny.packed([[11, 19], [1, 8, 21]], vocabulary=60))["model"] < 1e-6
 
 
 # --- generation -------------------------------------------------------------------------------------------------------
@@ -265,6 +304,11 @@ def layouts_for_the_base_model_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(stack, "_forward_pre_hooks", {})
 
 
+def documents_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """As OPT's own mask does."""
+    patch.setattr(attention, "_documents_hook", lambda model, args, kwargs: (args, kwargs))
+
+
 @pytest.mark.parametrize(
     "mutant, check, name",
     [
@@ -277,6 +321,7 @@ def layouts_for_the_base_model_alone(patch: pytest.MonkeyPatch) -> None:
         (every_layer_rotated, test_q_k_v_are_those_of_a_mixer_that_asks_for_nothing, "smollm3"),
         (cache_kept_from_no_layer, test_rotated_features_are_cached, "gpt_neox"),
         (layouts_for_the_base_model_alone, test_a_window_over_everything_is_the_teacher, "opt"),
+        (documents_forgotten, test_a_window_over_everything_is_the_teacher, "opt"),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.albert.modeling_albert import AlbertAttention
 from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.deit.modeling_deit import DeiTAttention
@@ -68,11 +69,14 @@ class Architecture:
         projections: path from the attention module -> which of q, k, v, o it computes; `../` is the module around it.
         parts: children of the base model: its layers, what comes before and after them, and what holds RoPE's angles;
             None for encoders, of which nobody wants a few layers alone.
+        forgets_positions: the base makes its causal mask without the positions, which alone tell packed documents
+            apart; see `linearize.hf.attention.keep_documents_apart`.
     """
 
     attention: type[nn.Module]
     projections: dict[str, str]
     parts: Parts | None
+    forgets_positions: bool = False
 
     @property
     def bidirectional(self) -> bool:
@@ -141,7 +145,7 @@ ARCHITECTURES = {
     "phi": Architecture(PhiAttention, _PHI, Parts(norm="final_layernorm")),
     "phi3": Architecture(Phi3Attention, _FUSED, _PARTS),
     "gpt_neox": Architecture(GPTNeoXAttention, _GPT_NEOX, _GPT_NEOX_PARTS),
-    "opt": Architecture(OPTAttention, _OPT, _OPT_PARTS),
+    "opt": Architecture(OPTAttention, _OPT, _OPT_PARTS, forgets_positions=True),
     "olmo2": Architecture(Olmo2Attention, _SEPARATE, _PARTS),
     "smollm3": Architecture(SmolLM3Attention, _SEPARATE, _PARTS),
     "granite": Architecture(GraniteAttention, _SEPARATE, Parts(multiplier="embedding_multiplier")),
@@ -154,3 +158,8 @@ ARCHITECTURES = {
     "deit": Architecture(DeiTAttention, _SEPARATE, None),
     "dinov2": Architecture(_DINOV2[0], _DINOV2[1], None),
 }
+
+
+def architecture_of(model: PreTrainedModel) -> Architecture | None:
+    """What we know of a model's base, softmax or linearized; None for one that is not supported."""
+    return ARCHITECTURES.get(model.config.model_type.removeprefix("linearized_"))

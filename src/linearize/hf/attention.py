@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from linearize.base import UserError
+from linearize.hf.architectures import architecture_of
 from linearize.hf.cache import LinearizedCacheLayer, cache_layer, without_slots_to_come
 from linearize.hf.unsupported import refuse_context_parallel, refuse_paged_cache
 from linearize.mixers import AttnInputs, Mixer
@@ -285,19 +288,73 @@ def _softmax(module: Any, inputs: AttnInputs) -> Tensor:
 def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of what runs the layers: hands padding and document boundaries to the linearized ones."""
     refuse_context_parallel()
-    names = inspect.signature(type(model).forward).parameters
-    given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
-    tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    given = _arguments(model, args, kwargs)
+    tokens = _tokens(given)
     if tokens is None:
         return args, kwargs  # the model itself says what is missing
-    # As in transformers, position ids tell documents apart only where no cache is used, not even a new one.
-    use_cache = model.config.use_cache if given.get("use_cache") is None else given["use_cache"]
-    cached = use_cache or given.get("past_key_values") is not None
-    position_ids = None if cached else given.get("position_ids")
     mask = given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         mask = without_slots_to_come(mask, given.get("past_key_values"), tokens.shape[1])
-    return args, kwargs | {LAYOUT: read_layout(mask, position_ids, *tokens.shape[:2])}
+    return args, kwargs | {LAYOUT: read_layout(mask, _positions(model, given), *tokens.shape[:2])}
+
+
+def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a model's forward is called with, by name."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _tokens(given: dict[str, Any]) -> Tensor | None:
+    """The tokens of a call, or their embeddings: [B, T] or [B, T, E]."""
+    return given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+
+
+def _positions(model: Any, given: dict[str, Any]) -> Tensor | None:
+    """Position ids that may tell documents apart: as in transformers, where no cache is used, not even a new one."""
+    use_cache = model.config.use_cache if given.get("use_cache") is None else given["use_cache"]
+    return None if use_cache or given.get("past_key_values") is not None else given.get("position_ids")
+
+
+def keep_documents_apart(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Let a base that forgets positions when it makes its mask attend within each document of a row, as others do.
+
+    Without it, such a softmax model would compute another function of packed rows than its student.
+
+    Returns:
+        by which this can be undone; empty for a base that does so by itself.
+    """
+    architecture = architecture_of(model)
+    if architecture is None or architecture.parts is None or not architecture.forgets_positions:
+        return []
+    stack = model.base_model.get_submodule(architecture.parts.stack)
+    return [stack.register_forward_pre_hook(_documents_hook, with_kwargs=True)]
+
+
+@contextmanager
+def documents_apart(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Within, documents packed into a row know nothing of each other, whatever the base; see `keep_documents_apart`."""
+    handles = keep_documents_apart(model)
+    try:
+        yield model
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _documents_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    given = _arguments(model, args, kwargs)
+    tokens, position_ids = _tokens(given), _positions(model, given)
+    if tokens is None or position_ids is None or given.get("attention_mask") is not None:
+        return args, kwargs
+    like = torch.empty(*tokens.shape[:2], 0, dtype=model.dtype, device=tokens.device)
+    mask = create_causal_mask(
+        config=model.config,
+        inputs_embeds=like,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=position_ids,
+    )
+    return (), given | {"attention_mask": mask}
 
 
 def encoder_layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -306,8 +363,7 @@ def encoder_layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     Rows of images have no padding, unless a mask says so.
     """
     refuse_context_parallel()
-    names = inspect.signature(type(model).forward).parameters
-    given = dict(zip(list(names)[1:], args, strict=False)) | kwargs
+    given = _arguments(model, args, kwargs)
     mask, position_ids = given.get("attention_mask"), given.get("position_ids")
     if mask is None:
         # Some implementations of softmax attention would keep such documents apart, others would not.

@@ -22,6 +22,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import logging
 
 from linearize.base import UserError, full_disk_is_user_error
+from linearize.hf.attention import keep_documents_apart
 
 AUTO_MODULE = "modeling_linearize"
 
@@ -71,7 +72,7 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_cla
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model {model}: expected readable weights; {reason}") from None
-    return _capped(loaded.to(device).eval())
+    return _as_trained(loaded.to(device).eval())
 
 
 def new_model(
@@ -87,7 +88,7 @@ def new_model(
         torch.default_generator.manual_seed(seed)
         config = AutoConfig.from_pretrained(model)
         made: Any = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
-    return _capped(made.to(device, dtype).eval())
+    return _as_trained(made.to(device, dtype).eval())
 
 
 def drops_soft_cap(config: PreTrainedConfig) -> bool:
@@ -96,9 +97,11 @@ def drops_soft_cap(config: PreTrainedConfig) -> bool:
     return capped and config._attn_implementation == "sdpa"
 
 
-def _capped(model: PreTrainedModel) -> PreTrainedModel:
+def _as_trained(model: PreTrainedModel) -> PreTrainedModel:
+    """A model whose attention is what it is meant to be: with its soft cap, and within each document of a row."""
     if drops_soft_cap(model.config):
         model.set_attn_implementation("eager")
+    keep_documents_apart(model)
     return model
 
 

@@ -24,12 +24,13 @@ from transformers.conversion_mapping import (
 
 from linearize.base import UserError
 from linearize.hf import checkpoint
-from linearize.hf.architectures import ARCHITECTURES, DECODER_HEADS, ENCODER_HEADS, Architecture
+from linearize.hf.architectures import ARCHITECTURES, DECODER_HEADS, ENCODER_HEADS, Architecture, architecture_of
 from linearize.hf.attention import (
     LinearizedAttention,
     attach,
     encoder_layout_hook,
     hide_masks,
+    keep_documents_apart,
     layer_of,
     layout_hook,
     linearized_layers,
@@ -196,7 +197,8 @@ def attention_modules(model: nn.Module, architecture: Architecture) -> list[Any]
 
 def projections(model: PreTrainedModel, roles: Collection[str]) -> dict[str, nn.Module]:
     """The attention projections of `model`, softmax or linearized, that compute any of `roles` (q, k, v, o)."""
-    architecture = ARCHITECTURES[model.config.model_type.removeprefix("linearized_")]
+    architecture = architecture_of(model)
+    assert architecture is not None
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, architecture.attention):
@@ -239,7 +241,9 @@ def install(model: PreTrainedModel) -> None:
         model.base_model.register_forward_pre_hook(encoder_layout_hook, with_kwargs=True)
     else:  # OPT's language model goes past the base model to what is in it
         stack = model.base_model.get_submodule(architecture.parts.stack)
-        stack.register_forward_pre_hook(layout_hook, with_kwargs=True)
+        # First, because the other hook may make a mask, and this one reads what was given.
+        stack.register_forward_pre_hook(layout_hook, with_kwargs=True, prepend=True)
+        keep_documents_apart(model)
 
 
 @contextmanager

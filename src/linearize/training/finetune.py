@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError
 from linearize.data.rows import Rows, on_device
-from linearize.hf.attention import linearized_layers
+from linearize.hf.attention import documents_apart, linearized_layers
 from linearize.hf.classes import projections
 from linearize.training.bypass import dropped_windows
 from linearize.training.config import FinetuneConfig, LoRAConfig
@@ -170,7 +170,7 @@ class OutputObjective:
             expected = None
             if self._config.loss.needs_teacher:
                 assert self._teacher is not None
-                with torch.no_grad():
+                with torch.no_grad(), documents_apart(self._teacher):
                     expected = batch.compared(self._teacher(**inputs))
             cast = torch.autocast(device.type, self._autocast) if self._autocast else nullcontext()
             with torch.set_grad_enabled(learn), cast:
