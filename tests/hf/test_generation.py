@@ -16,6 +16,7 @@ from transformers.generation.streamers import TextIteratorStreamer, TextStreamer
 from linearize.base import UserError
 from linearize.hf.cache import LinearizedCacheLayer
 from linearize.mixers import recording
+from tests.byte_tokenizer import byte_tokenizer
 from tests.hf import checks
 from tests.hf import generation_checks as generation
 from tests.hf.checks import pairs
@@ -193,6 +194,23 @@ def test_streams(case: Case, options: dict[str, Any], capsys: pytest.CaptureFixt
     assert "".join(received) == text
     assert len(received) > 3
     assert capsys.readouterr().out.split() == text.split()
+
+
+@pytest.mark.parametrize("case", [PLAIN, MIXED], ids=lambda case: case.name)
+@pytest.mark.parametrize("options", [{}, dict(prompt_lookup_num_tokens=3)], ids=str)
+def test_a_tokenizer_for_strings_to_stop_at(case: Case, options: dict[str, Any]) -> None:
+    """generate() hands the tokenizer on to every forward; `transformers serve` always gives one, and a streamer."""
+    tokenizer: Any = byte_tokenizer()
+    model = make_student(case, make_teacher("llama", vocab_size=len(tokenizer)))
+    prompt = tokenizer("Once upon a time", return_tensors="pt")
+    given = prompt | options | dict(do_sample=False, max_new_tokens=16, tokenizer=tokenizer)
+    plain = model.generate(**given, streamer=TextIteratorStreamer(tokenizer))[0]
+    start = prompt.input_ids.shape[1]
+    texts = [tokenizer.decode(token) for token in plain]
+    # Some bytes are no text by themselves.
+    stop = next(i for i in range(start, start + 15) if texts[i].isascii() and texts[i] not in texts[start:i])
+    stopped = model.generate(**given, streamer=TextIteratorStreamer(tokenizer), stop_strings=[texts[stop]])[0]
+    assert torch.equal(stopped, plain[: stop + 1])
 
 
 # --- compiled steps ---------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_calls_are_found() -> None:
     assert len(BLOCKS) == 2
-    assert len(CALLS) == 11
+    assert len(CALLS) == 12
 
 
 @pytest.mark.parametrize("call", CALLS)

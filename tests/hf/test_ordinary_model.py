@@ -19,6 +19,8 @@ from accelerate.hooks import attach_align_device_hook_on_blocks
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -103,6 +105,24 @@ def test_format_1_is_read(name: str) -> None:
     assert len(linearized_layers(model)) == len(config["linearize"]["layers"]) - 1
     expected = load_file(folder / "expected.safetensors")
     assert_close(outputs(model, input_ids=expected["ids"]), expected["logits"], 1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+def test_saved_where_a_wrapper_made_another_class_of_it(tmp_path: Path) -> None:
+    """FSDP2 does; what is saved is what loads without it."""
+    student, ids = copy.deepcopy(student_of(SOME[1])), random_tokens(2, 12)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        fully_shard(student, mesh=mesh, ignored_params={p for n, p in student.named_parameters() if ".mixer." in n})
+        assert type(student) is not type(student_of(SOME[1]))
+        whole = get_model_state_dict(student, options=StateDictOptions(full_state_dict=True))
+        student.save_pretrained(tmp_path, state_dict=whole)
+    finally:
+        torch.distributed.destroy_process_group()
+    again = loaded(tmp_path)
+    assert type(again) is type(student_of(SOME[1]))
+    assert_close(uncached(again, ids), uncached(student_of(SOME[1]), ids))
 
 
 @pytest.fixture

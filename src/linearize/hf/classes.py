@@ -130,7 +130,8 @@ class LinearizedModel(Unsupported, PreTrainedModel):
         if getattr(self, "is_quantized", False):
             # What reads quantized weights cannot write them: they would have to be in full precision again.
             kwargs.setdefault("save_original_format", False)
-        self.config.auto_map = checkpoint.auto_map(type(self.config).__name__, type(self).__name__, auto_class(self))
+        auto, cls = registered(self)
+        self.config.auto_map = checkpoint.auto_map(type(self.config).__name__, cls.__name__, auto)
         super().save_pretrained(save_directory, **kwargs)
 
     def _prepare_cache_for_generation(
@@ -257,9 +258,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def auto_class(model: PreTrainedModel) -> str:
-    """The Auto class that loads a linearized model."""
-    return next(auto for auto, classes in MODEL_CLASSES[model.config.model_type].items() if type(model) in classes)
+def registered(model: PreTrainedModel) -> tuple[str, type[PreTrainedModel]]:
+    """The Auto class that loads a linearized model, and what it makes: wrappers, such as FSDP2's, derive from that."""
+    made = [(auto, cls) for auto, classes in MODEL_CLASSES[model.config.model_type].items() for cls in classes]
+    return next((auto, cls) for base in type(model).__mro__ for auto, cls in made if cls is base)
 
 
 ATTENTION_CLASSES: dict[str, type] = {}
