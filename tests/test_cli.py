@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import linearize
 import linearize_cli
@@ -272,6 +273,15 @@ def without(folder: Path, pattern: str) -> Path:
     return folder
 
 
+def weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """The teacher's folder with other weights."""
+    shutil.copytree(tiny.teacher_folder(), folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def text(folder: Path, name: str, content: str) -> Path:
     (folder / name).write_text(content)
     return folder / name
@@ -308,6 +318,18 @@ BAD_RUNS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
     "half the weights": (
         lambda tmp: ["--model", text(without(tmp / "half", "*.safetensors"), "model.safetensors", "abc").parent],
         "model .*half: expected readable weights; ",
+    ),
+    "a tensor missing": (
+        lambda tmp: ["--model", weights(tmp / "whole", lambda x: x.pop("model.layers.1.mlp.up_proj.weight"))],
+        "model .*whole: expected all weights of a LlamaForCausalLM and no others, found none for model.layers.1.mlp.up",
+    ),
+    "a tensor left over": (
+        lambda tmp: ["--model", weights(tmp / "more", lambda x: x.update(lora_A=torch.ones(1)))],
+        "model .*more: expected all weights of a LlamaForCausalLM and no others, found lora_A, which it has not; ",
+    ),
+    "a tensor of another shape": (
+        lambda tmp: ["--model", weights(tmp / "size", lambda x: x.update({"lm_head.weight": torch.ones(3, 4)}))],
+        r"model .*size: .* found lm_head.weight of shape \[3, 4\] for \[259, 32\]; ",
     ),
     "no tokenizer": (
         lambda tmp: ["--model", without(tmp / "mute", "tokenizer*")],

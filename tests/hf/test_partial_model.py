@@ -194,8 +194,9 @@ def test_of_a_hub_model_only_the_files_of_the_block_are_fetched(
         return str(tmp_path / filename) if (tmp_path / filename).is_file() else None
 
     monkeypatch.setattr(partial_model, "cached_file", cached_file)
+    monkeypatch.setattr(partial_model, "hub_options", lambda _: {})
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    monkeypatch.setattr(partial_model.AutoConfig, "from_pretrained", lambda _: config)
+    monkeypatch.setattr(partial_model.AutoConfig, "from_pretrained", lambda _, **options: config)
     load_block("someone/llama", range(3, 4), dtype=torch.float32, device=CPU)
     files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     own = {file for key, file in files.items() if "layers.3." in key}

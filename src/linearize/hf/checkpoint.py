@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -13,18 +14,23 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from huggingface_hub import get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 # From its own module: by its public name, older versions want torchvision for it.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import logging
+from transformers.utils.hub import cached_file
 
 from linearize.base import UserError, full_disk_is_user_error
 from linearize.hf.attention import keep_documents_apart
+from linearize.hf.whole_weights import load_whole
 
 AUTO_MODULE = "modeling_linearize"
+FLOATS = ("F16", "BF16", "F32", "F64")  # of safetensors
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -47,14 +53,34 @@ def read_config(model: str) -> dict[str, Any]:
         return config
     if folder.exists():
         raise UserError(f"model: expected a folder or a hub id, found the file {model!r}")
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+    # A hub id is at most two words; where the first is a folder here, nobody means somebody on the hub.
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or ("/" in model and folder.parent.is_dir()):
         raise UserError(f"model: expected a model folder, found nothing at {model!r}; check the path")
     try:
-        config, _ = PreTrainedConfig.get_config_dict(model)
+        config, _ = PreTrainedConfig.get_config_dict(model, **hub_options(model))
     except Exception as error:  # the hub client raises many kinds; each means that there is no such model to read
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model: no folder {model!r}, and the hub gave no config for it: {reason}") from None
     return config
+
+
+def hub_options(model: str) -> dict[str, Any]:
+    """What transformers is to be told when it reads a model: where the hub is out of reach, to look in the cache alone.
+
+    The hub is asked once, for its own retries take most of a minute.
+    """
+    return {} if Path(model).is_dir() or _hub_answers(model) else {"local_files_only": True}
+
+
+@functools.cache
+def _hub_answers(model: str) -> bool:
+    try:
+        get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=5)
+    except (HfHubHTTPError, HFValidationError):  # transformers puts these into words
+        return True
+    except Exception:  # no network has as many kinds as the client has had libraries
+        return False
+    return True
 
 
 CAUSAL = "AutoModelForCausalLM"
@@ -64,15 +90,39 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_cla
     """A model with the head of an Auto class of transformers, softmax or linearized, in eval mode.
 
     Raises:
-        UserError: weights are missing or unreadable.
+        UserError: weights are missing, left over (see `load_whole`) or unreadable.
     """
+    load = getattr(transformers, auto_class).from_pretrained
     try:
-        with _bars_on_terminals_only():
-            loaded: Any = getattr(transformers, auto_class).from_pretrained(model, dtype=dtype)
+        with _bars_on_terminals_only(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # for a head that the checkpoint is not of: each time the same
+            loaded, _ = load_whole(load, model, dtype=dtype, **hub_options(model))
+        _check_dtypes(model, loaded)
+    except UserError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model {model}: expected readable weights; {reason}") from None
     return _as_trained(loaded.to(device).eval())
+
+
+def _check_dtypes(model: str, loaded: PreTrainedModel) -> None:
+    """See that weights are stored as floating point numbers; transformers takes integers for those, too.
+
+    Raises:
+        UserError: they are quantized, and no config says how.
+    """
+    if getattr(loaded, "is_quantized", False):
+        return
+    weights = {name for name, parameter in loaded.named_parameters() if parameter.is_floating_point()}
+    for path in Path(str(cached_file(model, "config.json", **hub_options(model)))).parent.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in weights & set(file.keys()):
+                if (dtype := file.get_slice(name).get_dtype()) not in FLOATS:
+                    raise UserError(
+                        f"model {model}: expected {name} as {', '.join(FLOATS)}, found {dtype}; weights that are "
+                        "quantized need a quantization_config in config.json"
+                    )
 
 
 def new_model(
@@ -86,7 +136,7 @@ def new_model(
     read_config(model)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, **hub_options(model))
         made: Any = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
     return _as_trained(made.to(device, dtype).eval())
 
@@ -112,7 +162,7 @@ def load_tokenizer(model: str) -> Tokenizer:
         UserError: there is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, **hub_options(model))
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model {model}: expected a tokenizer beside the weights; {reason}") from None
@@ -126,7 +176,7 @@ def load_image_processor(model: str) -> Any:
     """
     try:
         # The one that needs no torchvision: the same numbers for everybody.
-        return AutoImageProcessor.from_pretrained(model, backend="pil")
+        return AutoImageProcessor.from_pretrained(model, backend="pil", **hub_options(model))
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model {model}: expected a preprocessor_config.json beside the weights; {reason}") from None

@@ -40,6 +40,7 @@ from linearize.hf.cache import same_size_mask
 from linearize.hf.offload import keep_mixers
 from linearize.hf.teacher import TeacherShape
 from linearize.hf.unsupported import Unsupported
+from linearize.hf.whole_weights import load_whole
 from linearize.mixers import BidirectionalMixer, LinearMixer
 from linearize.mixers.config import LayerPlan, MixerConfig
 
@@ -105,17 +106,22 @@ class LinearizedModel(Unsupported, PreTrainedModel):
             install(self)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; where a `device_map` keeps layers on disk, their mixers are in memory nonetheless."""
-        loaded = super().from_pretrained(*args, **kwargs)
-        keep_mixers(loaded[0] if isinstance(loaded, tuple) else loaded)
-        return loaded
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; where a `device_map` keeps layers on disk, their mixers are in memory nonetheless.
+
+        Raises:
+            UserError: weights are missing or left over, see `load_whole`.
+        """
+        model, info = load_whole(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
+        keep_mixers(model)
+        return (model, info) if kwargs.get("output_loading_info") else model
 
     def initialize_weights(self) -> None:
-        """Also initialises mixers that a checkpoint does not have (all of them, when it is the softmax teacher's)."""
+        """Also initialises mixers, where the checkpoint is the softmax teacher's and has none of them."""
         for layer in linearized_layers(self).values():
             for part in layer.mixer.children():
-                _initialize_missing(part)
+                if not all(getattr(x, "_is_hf_initialized", False) for x in (*part.parameters(), *part.buffers())):
+                    part.reset_parameters()
             for module in layer.mixer.modules():
                 module._is_hf_initialized = True
         super().initialize_weights()
@@ -171,17 +177,6 @@ class LinearizedEncoder(LinearizedModel):
             UserError: always.
         """
         raise UserError(f"model: expected a decoder to generate with, found the encoder {type(self).__name__}")
-
-
-@torch.no_grad()
-def _initialize_missing(part: Any) -> None:
-    """Reset what a checkpoint lacks of one part of a mixer, learned or random; what was loaded stays."""
-    tensors = [*part.parameters(), *part.buffers()]
-    loaded = [(tensor, tensor.clone()) for tensor in tensors if getattr(tensor, "_is_hf_initialized", False)]
-    if len(loaded) < len(tensors):
-        part.reset_parameters()
-        for tensor, value in loaded:
-            tensor.copy_(value)
 
 
 def attention_modules(model: nn.Module, architecture: Architecture) -> list[Any]:

@@ -22,6 +22,7 @@ from transformers.utils.hub import cached_file
 
 from linearize.base import UserError
 from linearize.hf.architectures import ARCHITECTURES, Parts
+from linearize.hf.checkpoint import hub_options
 
 _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
 
@@ -114,7 +115,8 @@ class StoredWeights:
     def __init__(self, model: str) -> None:
         self._model = model
         try:
-            self.config: Any = AutoConfig.from_pretrained(model)
+            self._options = hub_options(model)
+            self.config: Any = AutoConfig.from_pretrained(model, **self._options)
             self._files = self._find()
         except _UNREADABLE as error:
             raise _unreadable(model, error) from None
@@ -139,11 +141,12 @@ class StoredWeights:
 
     def _find(self) -> dict[str, str]:
         """The file of each tensor. The order of preference is that of transformers."""
-        whole = cached_file(self._model, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+        options = self._options | {"_raise_exceptions_for_missing_entries": False}
+        whole = cached_file(self._model, SAFE_WEIGHTS_NAME, **options)
         if whole is not None:
             with safe_open(whole, framework="pt") as file:
                 return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
-        index = cached_file(self._model, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+        index = cached_file(self._model, SAFE_WEIGHTS_INDEX_NAME, **options)
         if index is None:
             raise UserError(
                 f"model {self._model}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, found neither; "
@@ -165,7 +168,8 @@ class StoredWeights:
             wanted.setdefault(self._files[stored], {})[stored] = name
         tensors = {}
         for filename, stored_names in wanted.items():
-            with safe_open(cached_file(self._model, filename), framework="pt", device=str(device)) as file:
+            path = cached_file(self._model, filename, **self._options)
+            with safe_open(path, framework="pt", device=str(device)) as file:
                 tensors |= {name: file.get_tensor(stored) for stored, name in stored_names.items()}
         return tensors
 
