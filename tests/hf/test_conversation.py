@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, StaticCache
 
 import linearize
 from linearize.base import UserError
@@ -93,19 +93,11 @@ def test_generate_goes_on_with_new_tokens_only(tmp_path: Path) -> None:
 # --- into no other model ----------------------------------------------------------------------------------------------
 
 
-def _other_weights() -> PreTrainedModel:
-    model = make_student(MIXED, make_teacher("llama"))
-    with torch.no_grad():
-        model.model.layers[2].mlp.up_proj.weight.mul_(1.001)
-    return model
-
-
 OTHERS = {
     "model_type linearized_qwen3; found model_type linearized_llama": lambda: student_of(CASE["qwen3-sinks"]),
     "dtype float32; found dtype float64": lambda: copy.deepcopy(student_of(MIXED)).float(),
     "layers 2; found layers 3": lambda: student_of(CASE["gla-llama"]),
     "layer 1 .*sliding.*; found layer 1 null": lambda: student_of(PLAIN),
-    "weights [0-9a-f]{16}; found weights [0-9a-f]{16}": _other_weights,
     "expected a linearized model, found 'llama'": lambda: teacher_of(MIXED),
 }
 
@@ -118,10 +110,36 @@ def test_another_model(message: str, tmp_path: Path) -> None:
         linearize.load_state(tmp_path / "state", OTHERS[message]())
 
 
+@pytest.mark.parametrize("name", ["performer-qwen3", "gpt2-mixed"])
+def test_a_single_number_makes_another_model(name: str, tmp_path: Path) -> None:
+    """The last one of any tensor, learned or drawn."""
+    model = make_student(CASE[name], make_teacher(CASE[name].architecture, **CASE[name].teacher))
+    linearize.save_state(generation.prefilled(model, random_tokens(1, 9)), model, tmp_path / "state")
+    for tensor in model.state_dict().values():
+        last, before = tensor.view(-1)[-1], tensor.view(-1)[-1].clone()
+        last.copy_(torch.nextafter(before, before + 1))
+        with pytest.raises(UserError, match="expected a state of this model, which has weights"):
+            linearize.load_state(tmp_path / "state", model)
+        last.copy_(before)
+    linearize.load_state(tmp_path / "state", model)
+
+
+def test_angles_of_its_own_make_another_model(tmp_path: Path) -> None:
+    model = copy.deepcopy(student_of(PLAIN))
+    linearize.save_state(generation.prefilled(model, random_tokens(1, 9)), model, tmp_path / "state")
+    model.config.rope_parameters = model.config.rope_parameters | {"rope_theta": 5e5}
+    with pytest.raises(UserError, match=r"which has rope_parameters .*500000.*; found rope_parameters .*10000"):
+        linearize.load_state(tmp_path / "state", model)
+
+
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("Once upon a time")
     save_file({"x": torch.ones(1)}, tmp_path / "weights")
-    for name, message in (("none", "No such file"), ("text", "save_state wrote"), ("weights", "state_version None")):
+    for name, message in (
+        ("none", "No such file"),
+        ("text", "save_state wrote"),
+        ("weights", "state of version 2, found None"),
+    ):
         with pytest.raises(UserError, match=message):
             linearize.load_state(tmp_path / name, student_of(PLAIN))
 
@@ -184,6 +202,18 @@ def test_state_dtype(kind: type, dtype: str, error: float, tmp_path: Path) -> No
         assert torch.equal(loaded.kept.linear.S, kept.linear.S)
         assert loaded.kept.linear.S.dtype == kept.linear.S.dtype
         assert loaded.nbytes == cache.layers[0].nbytes
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+def test_a_state_of_another_dtype_is_converted(dtype: str | None, tmp_path: Path) -> None:
+    model, ids = copy.deepcopy(student_of(MIXED)), random_tokens(2, 12)
+    model.config.state_dtype = "float16"
+    linearize.save_state(generation.prefilled(model, ids[:, :9]), model, tmp_path / "state")
+    model.config.state_dtype = dtype
+    state = linearize.load_state(tmp_path / "state", model)
+    assert state.layers[0].kept.linear.S.dtype == getattr(torch, dtype or "float64")
+    found, exact = checks.cached(model, ids, (9, 10, 12), cache=state), checks.uncached(model, ids)[:, 9:]
+    assert (found - exact).abs().mean() / exact.abs().mean() < (0.1 if dtype == "bfloat16" else 1e-2)
 
 
 def test_state_dtype_when_loading(tmp_path: Path) -> None:

@@ -225,7 +225,10 @@ def layer_tensors(layer: Any) -> dict[str, Tensor]:
 def fill_layer(layer: Any, tensors: dict[str, Tensor], length: int) -> None:
     """Put `layer_tensors` of a layer that saw `length` slots into an empty one."""
     if isinstance(layer, LinearizedCacheLayer):
-        layer.advance(MixerState.from_named_tensors(tensors), length)
+        state = MixerState.from_named_tensors(tensors)
+        if layer.dtype is None and state.linear is not None:  # it may come from a layer that kept S otherwise
+            state = state.matrices_in(state.linear.z.dtype)
+        layer.advance(state, length)
         return
     layer.update(tensors["keys"], tensors["values"])
     if isinstance(layer, DynamicSlidingWindowLayer):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from linearize.base import UserError, atomic_file
@@ -22,7 +22,8 @@ from linearize.hf.attention import LinearizedAttention, layer_of
 from linearize.hf.cache import fill_layer, layer_tensors
 from linearize.hf.classes import MODEL_CLASSES, attention_modules
 
-VERSION = 1  # of the file
+VERSION = 2  # of the file
+WORDS = 512  # of 8 bytes each, whose sum goes into a fingerprint
 
 
 def save_state(state: Cache, model: PreTrainedModel, path: str | os.PathLike[str]) -> None:
@@ -60,6 +61,11 @@ def load_state(path: str | os.PathLike[str], model: PreTrainedModel) -> Cache:
             found, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"state {path}: expected a file that save_state wrote; found: {error}") from None
+    if found.get("state_version") != str(VERSION):
+        raise UserError(
+            f"state {path}: expected a state of version {VERSION}, found {found.get('state_version')}; feed the "
+            "conversation to the model again, and save it with this version of linearize"
+        )
     for name, expected in _identity(model).items():
         if found.get(name) != expected:
             raise UserError(
@@ -110,13 +116,30 @@ def _identity(model: PreTrainedModel) -> dict[str, str]:
     layers = {f"layer {i}": json.dumps(mixer, sort_keys=True) for i, mixer in enumerate(plan["layers"])}
     identity = {"state_version": str(VERSION), "model_type": model.config.model_type, "layers": str(len(layers))}
     identity |= {"format_version": str(plan["format_version"]), "dtype": str(model.dtype).removeprefix("torch.")}
+    # Not among the weights, and often changed when a model is loaded, for longer contexts.
+    identity["rope_parameters"] = json.dumps(getattr(model.config, "rope_parameters", None), sort_keys=True)
     return identity | layers | {"weights": _fingerprint(model)}
 
 
 def _fingerprint(model: PreTrainedModel) -> str:
-    """Of a few numbers of every parameter, quantized ones apart: no two training runs give the same ones."""
-    digest = hashlib.blake2b(digest_size=8)
-    for parameter in model.parameters():
-        if type(parameter.data) is Tensor and parameter.is_floating_point():
-            digest.update(parameter.detach().flatten()[:8].double().cpu().numpy().tobytes())
+    """A hash of all that a checkpoint holds of the model, quantized weights apart, on the devices where it lies.
+
+    Sums of `WORDS` words are hashed in place of the words, which is as fast as memory: a single number that differs
+    makes another sum, as integers are exact. 8B parameters take seconds on a CPU.
+
+    Raises:
+        UserError: weights on disk.
+    """
+    digest, stored = hashlib.blake2b(digest_size=8), model.state_dict(keep_vars=True).keys()
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if type(x) not in (Tensor, nn.Parameter) or not (name in stored or isinstance(x, nn.Parameter)):
+            continue
+        if x.is_meta:
+            raise UserError(f"model: expected all weights in memory, to tell whose state it is; found {name} on disk")
+        data = x.detach().contiguous().flatten().view(torch.uint8)
+        rest = len(data) % (8 * WORDS)
+        words = data[: len(data) - rest].clone() if data.storage_offset() % 8 else data[: len(data) - rest]
+        digest.update(f"{name} {tuple(x.shape)}".encode())
+        for part in (words.view(torch.int64).view(-1, WORDS).sum(1), data[len(data) - rest :]):
+            digest.update(part.cpu().numpy().tobytes())
     return digest.hexdigest()
