@@ -282,6 +282,14 @@ def weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     return folder
 
 
+def with_vocabulary(folder: Path, size: int) -> Path:
+    """The teacher's folder with fewer embeddings."""
+    tiny.llama(vocab_size=size, bos_token_id=1, eos_token_id=2).save_pretrained(folder)
+    for path in Path(tiny.teacher_folder()).glob("tokenizer*"):
+        shutil.copy(path, folder)
+    return folder
+
+
 def text(folder: Path, name: str, content: str) -> Path:
     (folder / name).write_text(content)
     return folder / name
@@ -334,6 +342,10 @@ BAD_RUNS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
     "no tokenizer": (
         lambda tmp: ["--model", without(tmp / "mute", "tokenizer*")],
         "model .*mute: expected a tokenizer beside the weights; ",
+    ),
+    "a tokenizer with more tokens": (
+        lambda tmp: ["--model", with_vocabulary(tmp / "small", 97)],
+        "tokenizer: expected tokens below the model's vocab_size of 97, found 258; use the model's own tokenizer, or ",
     ),
     "linearized": (
         lambda _: ["--model", tiny.finished_run().folder / "model"],
@@ -412,6 +424,8 @@ def test_prompts_need_a_model_and_text(command: Command, tmp_path: Path) -> None
     assert_refused(command("generate", tmp_path / "none", "--prompt", "a"), f"model {tmp_path / 'none'}: ")
     model = tiny.finished_run().folder / "model"
     assert_refused(command("generate", model, "--prompt", ""), "--prompt: expected some text, found none")
+    small = with_vocabulary(tmp_path / "small", 67)
+    assert_refused(command("generate", small, "--prompt", "z"), "tokenizer: expected tokens below the model's vocab_")
 
 
 @pytest.mark.parametrize(

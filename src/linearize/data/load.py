@@ -14,6 +14,7 @@ from linearize.data.examples import build_examples
 from linearize.data.images import build_images
 from linearize.data.labels import Classes
 from linearize.data.packing import Dataset, build_dataset
+from linearize.data.rows import Rows
 from linearize.data.selection import effective_sequence_lengths
 from linearize.data.synthetic import PAD, build_generated
 from linearize.data.tasks import (
@@ -28,7 +29,7 @@ from linearize.data.tasks import (
     TokenClassification,
 )
 from linearize.data.templates import TokenDocument
-from linearize.hf.checkpoint import CAUSAL, load_image_processor, load_tokenizer, read_config
+from linearize.hf.checkpoint import CAUSAL, check_tokens, load_image_processor, load_tokenizer, read_config
 from linearize.hf.teacher import TeacherShape
 
 LoadTeacher = Callable[[], PreTrainedModel]
@@ -114,8 +115,8 @@ def load_dataset(
         load_teacher: gives the model that documents are chosen by; called where `data.top_esl` asks for it.
 
     Raises:
-        UserError: a model that does not fit the task, no dataset named, rows longer than the model's positions, or
-            data that cannot be used.
+        UserError: a model that does not fit the task or the tokenizer, no dataset named, rows longer than the model's
+            positions, or data that cannot be used.
     """
     task, shape, classes = data.task, TeacherShape.from_config(config), Classes.of(config)
     check_kind(task, shape)
@@ -128,7 +129,11 @@ def load_dataset(
             f"{length}; pass --set {field}={shape.max_positions}"
         )
     _check_head(task, shape, config, processor, classes)
-    return _BUILDERS[type(task)](data, seed, processor, shape, classes, load_teacher)
+    dataset = _BUILDERS[type(task)](data, seed, processor, shape, classes, load_teacher)
+    for rows in vars(dataset).values():
+        if shape.vocab_size and isinstance(rows, Rows):
+            check_tokens(rows.inputs()["input_ids"], shape.vocab_size)
+    return dataset
 
 
 def _longest(data: DataConfig) -> tuple[int, str]:

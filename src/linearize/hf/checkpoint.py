@@ -16,7 +16,9 @@ import torch
 import transformers
 from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from jaxtyping import Int64
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -166,6 +168,19 @@ def load_tokenizer(model: str) -> Tokenizer:
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model {model}: expected a tokenizer beside the weights; {reason}") from None
+
+
+def check_tokens(ids: Int64[Tensor, ...], vocab_size: int) -> None:
+    """See that a model has an embedding for every token.
+
+    Raises:
+        UserError: it has not, because the tokenizer is another model's, or was given tokens since.
+    """
+    if ids.numel() and (largest := int(ids.max())) >= vocab_size:
+        raise UserError(
+            f"tokenizer: expected tokens below the model's vocab_size of {vocab_size}, found {largest}; use the "
+            "model's own tokenizer, or resize the model's embeddings"
+        )
 
 
 def load_image_processor(model: str) -> Any:

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from linearize.base import UserError
-from linearize.hf.checkpoint import CAUSAL, load_model, load_tokenizer, read_config
+from linearize.hf.checkpoint import CAUSAL, check_tokens, load_model, load_tokenizer, read_config
 from linearize.run.evaluate import GENERATES, require_head
 
 
@@ -29,6 +29,7 @@ def generate(
     inputs = tokenizer(prompt, return_tensors="pt").to(device)
     if not inputs["input_ids"].shape[1]:
         raise UserError("--prompt: expected some text, found none")
+    check_tokens(inputs["input_ids"], loaded.config.vocab_size)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     streamer = transformers.TextStreamer(tokenizer, skip_special_tokens=True)
