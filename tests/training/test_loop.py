@@ -312,21 +312,22 @@ def optimizer(lr: float) -> torch.optim.Optimizer:
     ],
 )
 def test_schedules_by_step(config: Constant | Cosine | Linear, expected: list[float]) -> None:
-    schedule, values = build_schedule(config, optimizer(lr=2.0), total_steps=6), []
-    for step in range(6):
-        schedule.before_step(step)
-        values.append(schedule.lr)
-        schedule.after_evaluation(1.0)
+    schedule, values = build_schedule(config, moved := optimizer(lr=2.0), total_steps=6), []
+    for _ in range(6):
+        values.append(moved.param_groups[0]["lr"])
+        moved.step()
+        schedule.step()
     assert values == pytest.approx(expected)
 
 
 def test_plateau_reduces_after_patience_and_stops_at_min_lr() -> None:
-    schedule = build_schedule(Plateau(factor=0.5, patience=1, min_lr=0.2), optimizer(lr=1.0), total_steps=100)
+    moved = optimizer(lr=1.0)
+    schedule: Any = build_schedule(Plateau(factor=0.5, patience=1, min_lr=0.2), moved, total_steps=100)
     rates = []
     # Base, bad, bad, better, not enough better, bad; then bad for good.
     for loss in [1.0, 1.0, 1.1, 0.9, 0.89995, 0.95, 1.0, 1.0, 1.0, 1.0]:
-        schedule.after_evaluation(loss)
-        rates.append(schedule.lr)
+        schedule.step(loss)
+        rates.append(moved.param_groups[0]["lr"])
     assert rates == pytest.approx([1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.2, 0.2, 0.2])
 
 
@@ -447,6 +448,17 @@ def test_an_interrupted_run_keeps_the_count_of_evaluations_without_improvement(t
         run(Regressions(dropout=0.0, on_step=interrupt_at(step)), tmp_path / "broken", config)
     run(Regressions(dropout=0.0), tmp_path / "broken", config)
     assert_equal_runs(tmp_path / "broken", tmp_path / "unbroken")
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        run(Regressions(on_step=interrupt_at(6)), tmp_path)
+    file = tmp_path / "checkpoint-000000004" / "state.json"
+    state = json.loads(file.read_text())
+    state["units"]["first"]["schedule"] = {}
+    file.write_text(json.dumps(state))
+    with pytest.raises(UserError, match="expected a checkpoint of this version of linearize, found one without 'lr'"):
+        run(Regressions(), tmp_path)
 
 
 def test_a_run_that_died_after_stopping_early_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

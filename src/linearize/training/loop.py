@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from linearize.base import DivergedError, UserError
 from linearize.data.rows import Rows
@@ -108,7 +109,13 @@ def train(
     run = _Run(objective, _Batches(train_rows, config, seed), validation_rows, config, seed)
     checkpoint = stage.latest()
     if checkpoint is not None:
-        run.load(*checkpoint)
+        try:
+            run.load(*checkpoint)
+        except KeyError as missing:
+            raise UserError(
+                f"{output_dir}: expected a checkpoint of this version of linearize, found one without {missing}; "
+                "delete the folder to train the stage again"
+            ) from None
     metrics_bytes = checkpoint[1]["metrics_bytes"] if checkpoint is not None else 0
     with MetricsLog(output_dir / "metrics.jsonl", metrics_bytes) as metrics, _progress() as progress:
         bar = progress.add_task(title, total=run.batches.num_steps, completed=run.step, status="")
@@ -194,6 +201,7 @@ class _UnitRun:
             list(unit.parameters.values()), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
         self.schedule = build_schedule(config.schedule, self.optimizer, num_steps)
+        self._on_plateau = isinstance(self.schedule, ReduceLROnPlateau)
         self.initial_loss = self.best_loss = math.inf
         self.best: dict[str, Tensor] = {}
 
@@ -202,19 +210,26 @@ class _UnitRun:
         """Whether it has not improved for so long that it trains no more."""
         return self._early_stopping is not None and self._stale_evaluations >= self._early_stopping
 
+    @property
+    def lr(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
     def update(self, step: int) -> dict[str, float]:
         """One optimizer step on the gradients; the learning rate and the gradient norm."""
-        self.schedule.before_step(step)
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
         grad_norm = self.finite(norm.item(), "gradient norm", step + 1)
         if self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self.parameters.values(), self._clip_norm, norm)
         self.optimizer.step()
-        return {"lr": self.schedule.lr, "grad_norm": grad_norm}
+        record = {"lr": self.lr, "grad_norm": grad_norm}
+        if not self._on_plateau:
+            self.schedule.step()
+        return record
 
     def observe(self, loss: float) -> None:
         """Take in a held-out loss; if it is the lowest so far, the parameters are kept."""
-        self.schedule.after_evaluation(loss)
+        if self._on_plateau:
+            self.schedule.step(loss)  # type: ignore[arg-type]
         if math.isinf(self.initial_loss):
             self.initial_loss = loss
         self._stale_evaluations += 1
@@ -224,7 +239,7 @@ class _UnitRun:
 
     def finite(self, value: float, what: str, step: int) -> float:
         if not math.isfinite(value):
-            advice = f"lower lr (now {self.schedule.lr:g})" if step else "nothing is trained yet, so check the model"
+            advice = f"lower lr (now {self.lr:g})" if step else "nothing is trained yet, so check the model"
             raise DivergedError(f"{what} of {self.name} is not finite at step {step}: found {value}; {advice}")
         return value
 
@@ -234,7 +249,9 @@ class _UnitRun:
             tensors[f"parameter/{name}"] = parameter.detach()
             tensors |= {f"{key}/{name}": value for key, value in self.optimizer.state[parameter].items()}
         losses = {"initial_loss": self.initial_loss, "best_loss": self.best_loss}
-        return tensors, losses | {"stale_evaluations": self._stale_evaluations, "schedule": self.schedule.state()}
+        # An infinity, which JSON cannot hold, is what it was when the schedule was made.
+        schedule = {key: value for key, value in self.schedule.state_dict().items() if value != math.inf} | {"lr": self.lr}
+        return tensors, losses | {"stale_evaluations": self._stale_evaluations, "schedule": schedule}
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         self.initial_loss, self.best_loss = state["initial_loss"], state["best_loss"]
@@ -247,7 +264,9 @@ class _UnitRun:
             if f"step/{name}" in tensors  # torch keeps no state for a parameter that has had no gradient yet
         }
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
-        self.schedule.load(state["schedule"])
+        schedule = dict(state["schedule"])
+        self.optimizer.param_groups[0]["lr"] = schedule.pop("lr")
+        self.schedule.load_state_dict(schedule)
 
 
 class _Run:
