@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 import linearize
 from linearize.base import UserError
 from linearize.data.examples import ClassifiedTokens
-from linearize.data.templates import IGNORED
+from linearize.data.rows import IGNORED
 from linearize.evaluation.controls import window_only_plan
 from linearize.hf.checkpoint import load_model, read_config
 from linearize.hf.classes import read_plan

@@ -34,7 +34,7 @@ class KeepLayers(Config):
     """Which layers stay softmax; indices may be negative, from the end."""
 
     def kept(self, num_layers: int, errors: Sequence[float] | None) -> set[int]:
-        """Of layers with these transfer errors; None: not measured yet."""
+        """The indices of the layers that stay; `errors` are their transfer errors, None before these are measured."""
         raise NotImplementedError
 
     def _known(self, indices: Iterable[int], num_layers: int) -> set[int]:

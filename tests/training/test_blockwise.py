@@ -284,7 +284,7 @@ def test_a_killed_block_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     recipe = tiny.recipe(**(DEMANDING | dict(transfer__early_stopping=None, transfer__epochs=3)), **KAIMING)
     joint(model, recipe, tmp_path / "joint")
     made = transfer_by_block(model, recipe, 2, tmp_path / "by 2")
-    update, steps = loop._Run.update, []
+    update, steps = loop._StageRun.update, []
 
     def counted(self: Any) -> Any:
         steps.append(self.step)
@@ -292,7 +292,7 @@ def test_a_killed_block_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
             raise Interrupted
         return update(self)
 
-    monkeypatch.setattr(loop._Run, "update", counted)
+    monkeypatch.setattr(loop._StageRun, "update", counted)
     with pytest.raises(Interrupted):
         made.train([0, 1])
     made.train([0, 1])

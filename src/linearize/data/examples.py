@@ -18,11 +18,10 @@ from linearize.base import UserError
 from linearize.data.config import DataConfig
 from linearize.data.labels import Classes, as_number, cell, text_cell, texts
 from linearize.data.packing import Dataset, document_progress
-from linearize.data.rows import Indices, Rows
+from linearize.data.rows import IGNORED, Indices, Rows
 from linearize.data.sources import Row, read_rows
 from linearize.data.splits import shuffled, split, without
 from linearize.data.tasks import TextClassification, TextEmbedding, TokenClassification
-from linearize.data.templates import IGNORED
 
 _BATCH = 256  # texts per tokenizer call
 

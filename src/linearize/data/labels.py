@@ -19,7 +19,7 @@ class Classes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Classes:
-        """Of the contents of a ``config.json``; transformers takes one that names no classes to have two."""
+        """The classes that the contents of a ``config.json`` name; transformers has two for one that names none."""
         names = {str(name): int(number) for name, number in (config.get("label2id") or {}).items()}
         named = config.get("id2label") or names
         return cls(names, len(named) if named else int(config.get("num_labels") or 2))
@@ -76,7 +76,11 @@ def cell(row: Mapping[str, Any], column: str, where: str, field: str) -> Any:
 
 
 def text_cell(row: Mapping[str, Any], column: str, where: str, field: str) -> str:
-    """The same, where it must be text."""
+    """The text that a row has in a column.
+
+    Raises:
+        UserError: there is no such column, or it holds something else.
+    """
     value = cell(row, column, where, field)
     if not isinstance(value, str):
         raise UserError(f"{where}: expected text in the column {column!r} ({field}), found {value!r:.60}")

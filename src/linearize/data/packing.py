@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerBase
 
 from linearize.base import UserError
 from linearize.data.config import DataConfig
-from linearize.data.rows import Indices, Rows
+from linearize.data.rows import IGNORED, Indices, Rows
 from linearize.data.sources import Row, on_disk, read_rows
 from linearize.data.splits import copies, shuffled, split, without
-from linearize.data.templates import IGNORED, TokenDocument, encoder_for
+from linearize.data.templates import TokenDocument, encoder_for
 
 _BATCH = 64  # documents per tokenizer call: enough for its threads, little enough for its memory
 _QUIET_SECONDS = 2.0
@@ -125,7 +125,7 @@ def dataset_from_documents(
     config: DataConfig,
     seed: int,
 ) -> Dataset:
-    """The same from plain texts whose split is given; training documents that are also held out are left out.
+    """Tokenise and pack plain texts whose split is given; training documents that are also held out are left out.
 
     `config.max_documents` and `max_tokens` limit the training texts.
 

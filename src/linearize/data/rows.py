@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 Indices = Tensor | Sequence[int] | slice
 
+IGNORED = -100
+"""The label of a token without loss (the Hugging Face convention)."""
+
 
 @runtime_checkable
 class Rows(Protocol):
@@ -21,7 +24,7 @@ class Rows(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Of all rows, padding apart."""
+        """How many tokens all rows have together, padding apart."""
         ...
 
     def target_counts(self) -> Int64[Tensor, " N"]:
@@ -41,7 +44,7 @@ class Rows(Protocol):
         ...
 
     def compared(self, outputs: Any) -> Float[Tensor, "M C"]:
-        """Of a model's outputs those that the losses compare, row by row."""
+        """Those of a model's outputs that the losses compare, row by row."""
         ...
 
     def targets(self) -> Tensor | None:
@@ -50,7 +53,7 @@ class Rows(Protocol):
 
 
 def on_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The same arguments, tensors among them on the device."""
+    """A model's arguments with all tensors among them on the device."""
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 

@@ -15,9 +15,9 @@ from linearize.data.config import DataConfig
 from linearize.data.examples import Example, classified_texts, examples_dataset
 from linearize.data.labels import Classes, cell, text_cell
 from linearize.data.packing import Dataset, PackedRows, document_progress
+from linearize.data.rows import IGNORED
 from linearize.data.sources import read_rows
 from linearize.data.tasks import AssociativeRecall, ListOps
-from linearize.data.templates import IGNORED
 from linearize.hf.teacher import TeacherShape
 
 # --- associative recall -----------------------------------------------------------------------------------------------

@@ -15,10 +15,8 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from linearize.base import UserError
 from linearize.data.config import DataConfig
+from linearize.data.rows import IGNORED
 from linearize.data.sources import Row
-
-IGNORED = -100
-"""The label of a token without loss (the Hugging Face convention)."""
 
 ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "

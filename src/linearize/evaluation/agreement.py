@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError
 from linearize.data.packing import PackedRows
-from linearize.data.rows import inference
-from linearize.evaluation.perplexity import IGNORE, Interval, TokenLosses, Totals, require_same_tokens, resample
+from linearize.data.rows import IGNORED, inference
+from linearize.evaluation.perplexity import Interval, TokenLosses, Totals, require_same_tokens, resample
 
 _CHUNK_ELEMENTS = 2**24  # most fp32 numbers at a time beside the models' own logits: 64 MiB
 _COPIES = 4  # [C, V] tensors of them that live together
@@ -76,7 +76,7 @@ def logit_agreement(
         UserError: the vocabularies differ in size, or fewer than two rows hold predicted tokens.
         FloatingPointError: a divergence is not a finite number.
     """
-    mask = (rows.labels != IGNORE).cpu()
+    mask = (rows.labels != IGNORED).cpu()
     mask[:, 0] = False  # nothing stands before the first token
     batches = []
     console = Console(stderr=True)

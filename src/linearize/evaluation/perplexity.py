@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from linearize.base import UserError
 from linearize.data.packing import PackedRows
-from linearize.data.rows import inference
+from linearize.data.rows import IGNORED, inference
 
-IGNORE = -100  # Hugging Face's label for "no loss here"
 _CHUNK_ELEMENTS = 2**24  # largest fp32 copy of logits at a time: 64 MiB
 
 
@@ -113,7 +112,7 @@ def token_losses(model: nn.Module, rows: PackedRows, *, batch_size: int, title: 
             logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
             batches.append(_cross_entropy(logits, rows.labels[index].to(device)).cpu())
     loss = torch.cat(batches)
-    mask = (rows.labels != IGNORE).cpu()
+    mask = (rows.labels != IGNORED).cpu()
     mask[:, 0] = False  # nothing stands before the first token
     if bad := int((~loss.isfinite()).sum()):
         raise FloatingPointError(f"{title}: the loss of {bad} of {int(mask.sum())} tokens is not a finite number")
@@ -128,7 +127,9 @@ def _cross_entropy(logits: Float[Tensor, "B L V"], labels: Int[Tensor, "B L"]) -
         for start in range(1, labels.shape[1], chunk):
             target = labels[row, start : start + chunk]
             predicted = logits[row, start - 1 : start - 1 + len(target)].float()
-            loss[row, start : start + chunk] = F.cross_entropy(predicted, target, ignore_index=IGNORE, reduction="none")
+            loss[row, start : start + chunk] = F.cross_entropy(
+                predicted, target, ignore_index=IGNORED, reduction="none"
+            )
     return loss
 
 

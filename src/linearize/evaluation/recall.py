@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from linearize.base import UserError
 from linearize.data.packing import PackedRows
+from linearize.data.rows import IGNORED
 from linearize.evaluation.perplexity import (
-    IGNORE,
     Interval,
     TokenLosses,
     Totals,
@@ -120,8 +120,8 @@ def copy_rows(
     drawn = vocabulary.cpu()[torch.randint(len(vocabulary), (rows, distance), generator=generator)]
     input_ids = torch.cat([drawn, drawn[:, :length]], dim=1)
     labels = input_ids.clone()
-    labels[:, length : distance + 1] = IGNORE
-    labels[:, 0] = IGNORE
+    labels[:, length : distance + 1] = IGNORED
+    labels[:, 0] = IGNORED
     position_ids = torch.arange(distance + length).expand(rows, -1).contiguous()
     return CopyRows(input_ids, position_ids, labels, length, distance)
 

@@ -15,9 +15,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError
-from linearize.data.rows import inference
+from linearize.data.rows import IGNORED, inference
 from linearize.data.tasks import Summarisation
-from linearize.data.templates import IGNORED, TokenDocument
+from linearize.data.templates import TokenDocument
 from linearize.evaluation.metrics import Answered, Similarities
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,45 +50,33 @@ def candidates(
     Trained controls are loaded from the run's folder; a student without one is measured without them.
     """
 
-    @contextmanager
-    def loaded(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-        yield model
-
-    @contextmanager
-    def untrained() -> Iterator[PreTrainedModel]:
+    def untrained() -> PreTrainedModel:
         assert teacher is not None
-        yield convert_layers(teacher, layers, seed=0 if run is None else run.recipe.seed)
+        return convert_layers(teacher, layers, seed=0 if run is None else run.recipe.seed)
 
-    @contextmanager
-    def windowed(sinks: int | None) -> Iterator[PreTrainedModel]:
-        with untrained() as model, without_linear_part(model, sinks):
-            yield model
+    def transferred() -> PreTrainedModel:
+        assert run is not None and run.recipe.transfer is not None
+        model = untrained()
+        load_transferred(model, run.recipe.transfer, run.folder / "transfer")
+        return model
 
-    @contextmanager
-    def transferred() -> Iterator[PreTrainedModel]:
-        with untrained() as model:
-            assert run is not None and run.recipe.transfer is not None
-            load_transferred(model, run.recipe.transfer, run.folder / "transfer")
-            yield model
-
-    @contextmanager
-    def tuned(name: str) -> Iterator[PreTrainedModel]:
+    def tuned(name: str) -> PreTrainedModel:
         assert run is not None and run.recipe.finetune is not None and teacher is not None
-        model = convert_layers(teacher, window_only_plan(layers)) if name == "window_lora" else run.load_teacher()
+        model = control(run, teacher, layers, name)
         load_finetuned(model, run.recipe.finetune, run.controls[name])
-        yield model
+        return model
 
     sunk = f"softmax in the window and on the first {SINKS} tokens, nothing trained"
-    every = {
-        "teacher": Candidate("teacher", lambda: loaded(teacher), "softmax attention, as it came"),  # type: ignore[arg-type]
-        "teacher_lora": Candidate("teacher_lora", lambda: tuned("teacher_lora"), "softmax attention, finetuned alike"),
-        "swapped": Candidate("swapped", untrained, "mixers swapped in, nothing trained"),
-        "transferred": Candidate("transferred", transferred, "mixers trained to match softmax outputs"),
-        "student": Candidate("student", lambda: loaded(student), "the finished student"),
-        "ablated": Candidate("ablated", lambda: without_linear_part(student), "the student without its linear part"),
-        "window": Candidate("window", lambda: windowed(None), "softmax in the window, nothing trained"),
-        "window_sinks": Candidate("window_sinks", lambda: windowed(SINKS), sunk),
-        "window_lora": Candidate("window_lora", lambda: tuned("window_lora"), "softmax in the window, finetuned alike"),
+    every: dict[str, tuple[Callable[[], Any], str]] = {
+        "teacher": (lambda: nullcontext(teacher), "softmax attention, as it came"),
+        "teacher_lora": (lambda: nullcontext(tuned("teacher_lora")), "softmax attention, finetuned alike"),
+        "swapped": (lambda: nullcontext(untrained()), "mixers swapped in, nothing trained"),
+        "transferred": (lambda: nullcontext(transferred()), "mixers trained to match softmax outputs"),
+        "student": (lambda: nullcontext(student), "the finished student"),
+        "ablated": (lambda: without_linear_part(student), "the student without its linear part"),
+        "window": (lambda: without_linear_part(untrained()), "softmax in the window, nothing trained"),
+        "window_sinks": (lambda: without_linear_part(untrained(), SINKS), sunk),
+        "window_lora": (lambda: nullcontext(tuned("window_lora")), "softmax in the window, finetuned alike"),
     }
     trained = set() if run is None else {name for name, folder in run.controls.items() if _finished(folder)}
     if run is not None and _finished(run.folder / "transfer"):
@@ -100,7 +88,13 @@ def candidates(
         # From scratch, nothing stands beside the student: what it was made from is a model of random weights.
         names = ("student",) if recipe.weights == "random" else OF_ANY_TASK
         every = {name: every[name] for name in names}
-    return [c for name, c in every.items() if name in at_hand], [name for name in every if name not in at_hand]
+    found = [Candidate(name, *opened) for name, opened in every.items() if name in at_hand]
+    return found, [name for name in every if name not in at_hand]
+
+
+def control(run: Run, teacher: PreTrainedModel, layers: LayerPlan, name: str) -> PreTrainedModel:
+    """What a trained control is before its training: the teacher's window alone, or a teacher of its own to train."""
+    return convert_layers(teacher, window_only_plan(layers)) if name == "window_lora" else run.load_teacher()
 
 
 def _finished(stage: Path) -> bool:

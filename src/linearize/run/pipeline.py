@@ -8,7 +8,6 @@ from linearize import plan as planning
 from linearize.base import UserError
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset, PackedRows
-from linearize.evaluation.controls import window_only_plan
 from linearize.hf.checkpoint import read_config, save_student
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
@@ -16,10 +15,10 @@ from linearize.hf.partial_model import StoredWeights
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe, resolve
-from linearize.run.evaluate import Card, measure_run, write_results
+from linearize.run.evaluate import Card, control, measure_run, write_results
 from linearize.run.folder import Run, check_output, claim, write_json
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
-from linearize.training.blockwise import BlockwiseTransfer, split, unfinished_blocks
+from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
 from linearize.training.config import FinetuneConfig
 from linearize.training.finetune import finetune
 
@@ -100,7 +99,7 @@ def check_block(recipe: Recipe, shape: TeacherShape, block: int | None) -> None:
         return
     if recipe.transfer is None or recipe.transfer.layers_per_block is None:
         raise UserError("--block: expected a recipe with transfer.layers_per_block, found null; set it with --set")
-    count = len(split(shape.num_layers, recipe.transfer))
+    count = len(layer_blocks(shape.num_layers, recipe.transfer))
     if not 0 <= block < count:
         raise UserError(f"--block: expected one of the blocks 0 to {count - 1}, found {block}")
 
@@ -138,7 +137,7 @@ def blocks_to_do(run: Run) -> list[int]:
     """The blocks of layers that are still to be trained, of a transfer block by block."""
     assert run.recipe.transfer is not None
     shape = TeacherShape.from_config(read_config(run.model))
-    return unfinished_blocks(run.folder / "transfer", len(split(shape.num_layers, run.recipe.transfer)))
+    return unfinished_blocks(run.folder / "transfer", len(layer_blocks(shape.num_layers, run.recipe.transfer)))
 
 
 def transfer(run: Run, student: PreTrainedModel, dataset: Dataset) -> None:
@@ -170,7 +169,7 @@ def train_outputs(run: Run, name: str, student: PreTrainedModel, teacher: PreTra
 def train_controls(run: Run, teacher: PreTrainedModel, layers: LayerPlan, dataset: Dataset) -> None:
     """Train what the student must be compared with: finetuning alike of the teacher, and of its window alone."""
     for name, folder in run.controls.items():
-        model = convert_layers(teacher, window_only_plan(layers)) if name == "window_lora" else run.load_teacher()
+        model = control(run, teacher, layers, name)
         config, title = run.recipe.finetune, f"control: {name.replace('_lora', '')}"
         assert config is not None
         rows = dataset.train, dataset.validation

@@ -137,7 +137,7 @@ class TransferObjective:
         return {name: float(value) for name, value in sums.items()}
 
     def _shares(self, batches: list[Rows]) -> dict[str, list[Share]]:
-        """Of each layer that learns: what every batch has of what there is in all of them."""
+        """What every batch has of what there is in all of them, for each layer that learns."""
         sizes = [batch.num_tokens for batch in batches]  # padding apart
         layers, shares = linearized_layers(self._student), {}
         for unit in self.units:

@@ -59,7 +59,7 @@ class BlockwiseTransfer:
     @property
     def blocks(self) -> list[range]:
         """The layers of each block."""
-        return split(len(self.plan), self.config)
+        return layer_blocks(len(self.plan), self.config)
 
     def unfinished(self) -> list[int]:
         """The blocks that are still to be trained."""
@@ -199,7 +199,7 @@ class BlockwiseTransfer:
         StageFolder(self.folder, identity).finish(tensors, asdict(result))
 
 
-def split(num_layers: int, config: TransferConfig) -> list[range]:
+def layer_blocks(num_layers: int, config: TransferConfig) -> list[range]:
     """The layers of each block, `config.layers_per_block` of them; the last may have fewer."""
     size = config.layers_per_block
     assert size is not None

@@ -106,7 +106,7 @@ def train(
         return TrainResult(**finished[1])
 
     torch.manual_seed(seed)
-    run = _Run(objective, _Batches(train_rows, config, seed), validation_rows, config, seed)
+    run = _StageRun(objective, _Batches(train_rows, config, seed), validation_rows, config, seed)
     checkpoint = stage.latest()
     if checkpoint is not None:
         try:
@@ -250,8 +250,9 @@ class _UnitRun:
             tensors |= {f"{key}/{name}": value for key, value in self.optimizer.state[parameter].items()}
         losses = {"initial_loss": self.initial_loss, "best_loss": self.best_loss}
         # An infinity, which JSON cannot hold, is what it was when the schedule was made.
-        schedule = {key: value for key, value in self.schedule.state_dict().items() if value != math.inf} | {"lr": self.lr}
-        return tensors, losses | {"stale_evaluations": self._stale_evaluations, "schedule": schedule}
+        schedule = {key: value for key, value in self.schedule.state_dict().items() if value != math.inf}
+        state = {"stale_evaluations": self._stale_evaluations, "lr": self.lr, "schedule": schedule}
+        return tensors, losses | state
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         self.initial_loss, self.best_loss = state["initial_loss"], state["best_loss"]
@@ -264,12 +265,11 @@ class _UnitRun:
             if f"step/{name}" in tensors  # torch keeps no state for a parameter that has had no gradient yet
         }
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
-        schedule = dict(state["schedule"])
-        self.optimizer.param_groups[0]["lr"] = schedule.pop("lr")
-        self.schedule.load_state_dict(schedule)
+        self.optimizer.param_groups[0]["lr"] = state["lr"]
+        self.schedule.load_state_dict(state["schedule"])
 
 
-class _Run:
+class _StageRun:
     """A stage under way: its units, and how far it is."""
 
     def __init__(

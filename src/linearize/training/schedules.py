@@ -31,7 +31,9 @@ def _constant(config: Constant, peak: float, total_steps: int, step: int) -> flo
     return peak * min(1.0, (step + 1) / (config.warmup_steps + 1))
 
 
-def _falling(left: Callable[[float], float], config: Cosine | Linear, peak: float, total_steps: int, step: int) -> float:
+def _falling(
+    left: Callable[[float], float], config: Cosine | Linear, peak: float, total_steps: int, step: int
+) -> float:
     """Linear warm-up, then from the peak down to `min_lr`, which is reached one step after the last.
 
     `left` is what is left of the way down, from 1 to 0, at a share of the steps after warm-up.
