@@ -155,12 +155,12 @@ HEDGEHOG = TWO_STAGES | {
     "mixer.span": NO_WINDOW,
     "mixer.feature_map.type": "hedgehog",
     "mixer.feature_map.expansion": 2,  # eq. 6: [exp(Wx + b), exp(-Wx - b)]
-    "mixer.feature_map.activation": "softmax_halves",  # eq. 5; per half: listing
+    "mixer.feature_map.activation": "softmax_halves",  # eq. 5, over one half's outputs
     "mixer.feature_map.init": "identity",  # sec. 5.2
     "mixer.feature_map.bias": True,  # eq. 6
     "mixer.normalizer.type": "sum",  # eq. 2
     "transfer.output_mse": 0.0,
-    "transfer.weight_cross_entropy": 1.0,  # eq. 7
+    "transfer.weight_cross_entropy": 1.0,  # eq. 4
     "transfer.layers_per_block": None,  # sec. 4.2: all layers jointly
     "transfer.lr": 1e-2,  # app. B.5, Llama-2, also all below
     "transfer.weight_decay": 0.0,

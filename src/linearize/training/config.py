@@ -91,7 +91,7 @@ class TrainConfig(Config):
 
 
 class TransferConfig(TrainConfig):
-    """Stage 1, attention transfer: mixers learn to match softmax attention (LoLCATs eq. 4, App. A.1; Hedgehog eq. 7).
+    """Stage 1, attention transfer: mixers learn to match softmax attention (LoLCATs eq. 6, App. A.1; Hedgehog eq. 4).
 
     Layers are independent of each other: block by block (`layers_per_block`) gives what all at once gives, with the
     weights of one block in memory, and the residual stream between blocks on disk (LoLCATs sec. 3.3).

@@ -71,8 +71,8 @@ def transfer_loss(
     """A layer's loss on one micro batch: its share of the weighted sum of all means of an optimizer step.
 
     `output_mse`: of outputs before the output projection, a mean over valid tokens, heads and head dimension (LoLCATs
-    eq. 5 for one layer). `weight_cross_entropy`: -sum_j a_nj log w_nj of the softmax weights a and the mixer's w, a
-    mean over heads and valid queries (Hedgehog's attention distillation; LOLCAT eq. 7; LoLCATs App. 405B).
+    eq. 6 for one layer). `weight_cross_entropy`: -sum_j a_nj log w_nj of the softmax weights a and the mixer's w, a
+    mean over heads and valid queries (Hedgehog eq. 4; LOLCAT eq. 7; LoLCATs App. A.3).
     `linear_part` times both again, for the linear part alone: against softmax over its keys alone, a mean over queries
     that have any (against bypass, arXiv 2510.05901).
 

@@ -30,8 +30,8 @@ class HedgehogMap(LearnedMap):
     )
     activation: Literal["softmax_halves", "softmax", "exp"] = Field(
         default="softmax_halves",
-        description="softmax over each half (LoLCATs), over all features (Hedgehog eq. 5), or exponentials alone "
-        "(eq. 6), which keep how large a key is",
+        description="softmax over each half (Hedgehog eq. 5; LoLCATs), over all features, or exponentials alone "
+        "(Hedgehog eq. 6 and its listing), which keep how large a key is",
     )
 
     @property
