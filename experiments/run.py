@@ -133,7 +133,7 @@ class Place:
         """The recipe on this text, unless a cell has a text of its own to train on; trained controls are cells."""
         texts = {
             "data.dataset": recipe.data.dataset or self.dataset,
-            "data.validation_dataset": self.validation_dataset,
+            "data.test_dataset": self.validation_dataset,
         }
         return recipe.override(texts | {"evaluation.trained_controls": False})
 
@@ -172,7 +172,7 @@ def run_cell(recipe: Recipe, place: Place, dataset: Callable[[Recipe], Dataset])
             shutil.rmtree(scratch)
     kept, found = measure_cell(run, data)
     outcomes.write(kept, folder)
-    found |= {"seconds": time.perf_counter() - started, "tokens": data.validation.num_tokens, "data": data.fingerprint}
+    found |= {"seconds": time.perf_counter() - started, "tokens": data.test.num_tokens, "data": data.fingerprint}
     write_json(folder / "cell.json", found)
     return found, folder
 
@@ -210,12 +210,12 @@ def measure_cell(run: Run, data: Dataset) -> tuple[dict[str, Outcome], dict[str,
         if answer is not None:
             kept[name] = answer(model, name)
         else:
-            assert isinstance(data.validation, PackedRows)
-            kept[name] = token_losses(model, data.validation, batch_size=BATCH_SIZE, title=name)
+            assert isinstance(data.test, PackedRows)
+            kept[name] = token_losses(model, data.test, batch_size=BATCH_SIZE, title=name)
 
     def fidelity() -> Fidelity:
         tokens = recipe.evaluation.fidelity_tokens
-        return measure_fidelity(student, data.validation, None, max_tokens=tokens, batch_size=2, seed=recipe.seed)
+        return measure_fidelity(student, data.test, None, max_tokens=tokens, batch_size=2, seed=recipe.seed)
 
     # A new model is no teacher; but one that has weights, which the recipe does not read, can stand beside it.
     if recipe.weights == "pretrained" or any(Path(run.model).glob("*.safetensors")):

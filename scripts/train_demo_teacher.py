@@ -177,10 +177,8 @@ def run(args: argparse.Namespace) -> None:
         tokenizer.save_pretrained(folder)
         # What was written is what is measured.
         stored = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(args.device)
-        loss = held_out_loss(stored, dataset.validation)
-    console.print(
-        f"{args.output_dir}: held-out loss {loss:.3f} nats per token ({dataset.validation.num_tokens} tokens)"
-    )
+        loss = held_out_loss(stored, dataset.test)
+    console.print(f"{args.output_dir}: held-out loss {loss:.3f} nats per token ({dataset.test.num_tokens} tokens)")
 
 
 def training_texts(folders: Sequence[Path]) -> list[str]:

@@ -49,10 +49,10 @@ RECIPE: dict[str, Any] = {
     "finetune.lr": 1e-2,
     "finetune.eval_every": 2,
     "data.sequence_length": 64,
-    "data.validation_fraction": 0.2,
-    "data.validation_rows": 6,
+    "data.validation_fraction": 0.3,
+    "data.validation_rows": 16,
     "evaluation.bootstrap_samples": 40,
-    "evaluation.copy_rows": 4,
+    "evaluation.copy_rows": 16,
     "evaluation.examine": False,
 }
 
@@ -112,7 +112,7 @@ def snapshot(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
-def write_text(path: Path, *, documents: int = 40, seed: int = 0) -> Path:
+def write_text(path: Path, *, documents: int = 100, seed: int = 0) -> Path:
     """JSON lines of a few made-up words each, as text."""
     source = random.Random(seed)
     words = ["".join(source.choices("abcdefgh", k=source.randint(2, 6))) for _ in range(30)]

@@ -194,7 +194,7 @@ def moved(maps: Sequence[Maps], run: Run, max_tokens: int, work: Path | None) ->
     for one in [Maps("of its own", recipe, run), *maps]:
         student = one.student(teacher)
         found[one.label] = {
-            "kl": divergence(student, dataset.validation, max_tokens),
+            "kl": divergence(student, dataset.test, max_tokens),
             "score": first(answer(student, one.label).scores()),
         }
         if work is not None and recipe.finetune is not None:

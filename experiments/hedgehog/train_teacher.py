@@ -105,8 +105,8 @@ def score(model: PreTrainedModel, recipe: Recipe, dataset: Dataset, processor: A
     """Held-out scores of the task; of a language model, perplexity too."""
     task, found = recipe.data.task, {}
     if task.language:
-        assert isinstance(dataset.validation, PackedRows)
-        losses = token_losses(model, dataset.validation, batch_size=8, title="held out")
+        assert isinstance(dataset.test, PackedRows)
+        losses = token_losses(model, dataset.test, batch_size=8, title="held out")
         found["perplexity"] = math.exp(losses.loss[losses.mask].mean().item())
     if task.scores:
         found |= answering(task, dataset, processor, None)(model, "held out").scores()

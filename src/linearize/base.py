@@ -1,4 +1,4 @@
-"""What everything rests on: the base of all data, the exception that a user can act on, and files that are whole."""
+"""What everything rests on: the base of all data, errors that a user can act on, progress bars, and whole files."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import errno
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+from rich.progress import track
 from safetensors import SafetensorError
+
+T = TypeVar("T")
 
 
 class UserError(ValueError):
@@ -29,6 +34,15 @@ class Config(BaseModel):
     """Base of every recipe component: immutable, and unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def progress(items: Iterable[T], title: str, total: int | None = None) -> Iterable[T]:
+    """Go through `items`, of which there are `total` (by default their length), with a bar where stderr is a terminal.
+
+    Standard output is left alone: it is for results.
+    """
+    console = Console(stderr=True)
+    return track(items, title, total=total, console=console, transient=True, disable=not console.is_terminal)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

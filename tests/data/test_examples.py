@@ -35,21 +35,25 @@ def table(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") ->
 
 
 def built(config: DataConfig, classes: Classes = TWO, *, use_cache: bool | None = None, seed: int = 0) -> Dataset:
-    config = config.model_copy(update={"validation_fraction": 0.3})
+    config = config.model_copy(update={"validation_fraction": 0.5})
     return build_examples(config, tokenizer(), classes, seed=seed, use_cache=use_cache)
 
 
-def sentences(count: int = 40) -> list[dict[str, Any]]:
+def parts(data: Dataset) -> tuple[Any, Any, Any]:
+    return data.train, data.validation, data.test
+
+
+def sentences(count: int = 60) -> list[dict[str, Any]]:
     return [{"sentence": f"text {'x' * (i % 7)}{i}", "label": i % 2} for i in range(count)]
 
 
 def test_tsv_without_names_of_columns(tmp_path: Path) -> None:
     path = tmp_path / "cola.tsv"
-    path.write_text("".join(f'g\t{i % 2}\t\tHe said "{i}.\n' for i in range(20)), encoding="utf-8")
+    path.write_text("".join(f'g\t{i % 2}\t\tHe said "{i}.\n' for i in range(60)), encoding="utf-8")
     task = {"type": "text_classification"}
     config = DataConfig(dataset=str(path), columns=("source", "label", "mark", "sentence"), task=task)  # type: ignore[arg-type]
     data = built(config)
-    assert isinstance(data.train, ClassifiedTexts) and len(data.train) + len(data.validation) == 20
+    assert isinstance(data.train, ClassifiedTexts) and sum(map(len, parts(data))) == sum(data.documents) == 60
     row = data.train.rows([3])
     assert isinstance(row, ClassifiedTexts)
     text = tokenizer().decode(row.input_ids[0])
@@ -73,12 +77,11 @@ def test_a_batch_is_padded_to_its_longest_row(tmp_path: Path) -> None:
 
 
 def test_names_and_numbers_of_classes(tmp_path: Path) -> None:
-    rows = [{"sentence": f"t{i}", "label": ("bad", "good", "1", 0, 1.0)[i % 5]} for i in range(10)]
+    rows = [{"sentence": f"t{i}", "label": ("bad", "good", "1", 0, 1.0)[i % 5]} for i in range(60)]
     config = DataConfig(dataset=table(tmp_path, rows), task={"type": "text_classification"})  # type: ignore[arg-type]
     data = built(config)
     labels = {}
-    for side in (data.train, data.validation):
-        assert isinstance(side, ClassifiedTexts)
+    for side in parts(data):
         for ids, length, label in zip(side.input_ids, side.lengths, side.labels, strict=True):
             labels[tokenizer().decode(ids[:length])] = int(label)
     assert [labels[f"t{i}"] for i in range(5)] == [0, 1, 1, 0, 1]
@@ -95,7 +98,7 @@ def test_names_and_numbers_of_classes(tmp_path: Path) -> None:
 
 
 def test_numbers_as_labels_of_pairs(tmp_path: Path) -> None:
-    rows = [{"a": f"one {i}", "b": "two", "score": i / 2} for i in range(12)]
+    rows = [{"a": f"one {i}", "b": "two", "score": i / 2} for i in range(60)]
     task = {
         "type": "text_classification",
         "text_columns": ("a", "b"),
@@ -113,7 +116,7 @@ def test_numbers_as_labels_of_pairs(tmp_path: Path) -> None:
 
 
 def test_words_carry_labels_once(tmp_path: Path) -> None:
-    rows = [{"tokens": ["ab", "c", f"{i}"], "tags": [1, 0, 1]} for i in range(8)]
+    rows = [{"tokens": ["ab", "c", f"{i}"], "tags": [1, 0, 1]} for i in range(60)]
     config = DataConfig(dataset=table(tmp_path, rows), task={"type": "token_classification"})  # type: ignore[arg-type]
     train = built(config).train
     assert isinstance(train, ClassifiedTokens)
@@ -129,7 +132,7 @@ def test_words_carry_labels_once(tmp_path: Path) -> None:
 
 
 def test_texts_to_embed_are_compared_without_padding(tmp_path: Path) -> None:
-    rows = [{"text": "x" * (i + 1)} for i in range(9)] + [{"text": "  "}]
+    rows = [{"text": "x" * (i + 1)} for i in range(60)] + [{"text": "  "}]
     config = DataConfig(dataset=table(tmp_path, rows), task={"type": "text_embedding"})  # type: ignore[arg-type]
     train = built(config).train
     assert isinstance(train, UnlabelledTexts) and train.targets() is None
@@ -138,24 +141,20 @@ def test_texts_to_embed_are_compared_without_padding(tmp_path: Path) -> None:
     assert torch.equal(compared, hidden[train.mask]) and len(compared) == int(train.lengths.sum())
 
 
-def test_copies_fall_on_one_side_and_a_held_out_file_is_kept_apart(tmp_path: Path) -> None:
-    rows = sentences(20) * 2
-    config = DataConfig(
-        dataset=table(tmp_path, rows),
-        task={"type": "text_classification"},
-        validation_fraction=0.3,  # type: ignore[arg-type]
-    )
+def test_copies_stay_together_and_a_held_out_file_apart(tmp_path: Path) -> None:
+    rows = sentences(60) * 2
+    config = DataConfig(dataset=table(tmp_path, rows), task={"type": "text_classification"})  # type: ignore[arg-type]
     data = built(config)
-    train, held_out = (
-        {tokenizer().decode(ids[:length]) for ids, length in zip(side.input_ids, side.lengths, strict=True)}
-        for side in (data.train, data.validation)
-        if isinstance(side, ClassifiedTexts)
+    train, validation, test = (
+        {tokenizer().decode(ids[:length]) for ids, length in zip(part.input_ids, part.lengths, strict=True)}
+        for part in parts(data)
     )
-    assert len(train | held_out) == 20 and len(data.train) + len(data.validation) == 40
-    assert not train & held_out
-    held = table(tmp_path, rows[:6], "held.jsonl")
+    assert train | validation | test == {row["sentence"] for row in rows} and len(data.train) == 60
+    assert not train & validation and not train & test and not validation & test
+    held = table(tmp_path, rows[:30], "held.jsonl")
     data = built(config.model_copy(update={"validation_dataset": held}))
-    assert len(data.validation) == 6 and len(data.train) == 40 - 2 * 6
+    assert data.documents == (60, 7, 23)
+    assert built(config.model_copy(update={"validation_dataset": held, "validation_rows": 18})).documents[2] == 18
 
 
 def test_what_cannot_be_used_is_said(tmp_path: Path) -> None:
@@ -165,8 +164,11 @@ def test_what_cannot_be_used_is_said(tmp_path: Path) -> None:
     task = {"type": "text_classification", "text_columns": ("premise",)}
     with pytest.raises(UserError, match="expected a column 'premise'"):
         built(DataConfig(dataset=config.dataset, task=task))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="at least two held out"):
-        built(DataConfig(dataset=table(tmp_path, sentences(2)), task=config.task))
+    with pytest.raises(UserError, match=r"expected at least 16 held-out examples to test on, .* found 14; use more"):
+        built(DataConfig(dataset=table(tmp_path, sentences(30)), task=config.task))
+    held_out = config.model_copy(update={"validation_dataset": config.dataset})
+    with pytest.raises(UserError, match="expected examples to train on, found none that are not held out"):
+        built(held_out)
 
 
 def test_the_fingerprint_knows_labels(tmp_path: Path) -> None:

@@ -28,11 +28,15 @@ def picture(colour: tuple[int, int, int], shade: int, size: int = 10) -> PIL.Ima
     return image
 
 
+def parts(data: Any) -> tuple[Any, Any, Any]:
+    return data.train, data.validation, data.test
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for name, colour in COLOURS.items():
         (tmp_path / name).mkdir()
-        for shade in range(12):
+        for shade in range(24):
             picture(colour, shade).save(tmp_path / name / f"{shade:02}.png")
     return tmp_path
 
@@ -43,7 +47,7 @@ def built(config: DataConfig, names: dict[str, int] | None = None) -> Any:
 
 
 def config_of(dataset: object, **task: str) -> DataConfig:
-    fields: dict[str, Any] = {"task": {"type": "image_classification", **task}, "validation_fraction": 0.25}
+    fields: dict[str, Any] = {"task": {"type": "image_classification", **task}, "validation_fraction": 0.5}
     return DataConfig(dataset=str(dataset), **fields)
 
 
@@ -51,9 +55,9 @@ def config_of(dataset: object, **task: str) -> DataConfig:
 def test_folder(folder: Path, names: dict[str, int] | None) -> None:
     data = built(config_of(folder), names)
     assert isinstance(data.train, ImageExamples) and isinstance(data.train, Rows)
-    assert (len(data.train), len(data.validation)) == (18, 6) and data.train.num_tokens == 18 * 5
+    assert data.documents == (24, 6, 18) and data.train.num_tokens == 24 * 5
     pixels = data.train.inputs()["pixel_values"]
-    assert pixels.shape == (18, 3, 8, 8) and float(pixels.max()) == 1.0
+    assert pixels.shape == (24, 3, 8, 8) and float(pixels.max()) == 1.0
     blue = (names or {"blue": 0})["blue"]
     is_blue = pixels[:, 2, 4, 4] == 1.0
     assert torch.equal(is_blue, data.train.targets() == blue)
@@ -63,8 +67,8 @@ def test_folder(folder: Path, names: dict[str, int] | None) -> None:
 
 
 def test_a_part_of_a_folder_has_all_classes(folder: Path) -> None:
-    data = built(config_of(folder).model_copy(update={"max_documents": 8}))
-    assert torch.cat([data.train.targets(), data.validation.targets()]).bincount().tolist() == [4, 4]
+    data = built(config_of(folder).model_copy(update={"max_documents": 40}))
+    assert torch.cat([part.targets() for part in parts(data)]).bincount().tolist() == [20, 20]
 
 
 @pytest.mark.parametrize("absolute", [True, False])
@@ -81,10 +85,10 @@ def test_table_of_paths(absolute: bool, folder: Path) -> None:
 
 def test_files_are_not_held_in_memory(folder: Path) -> None:
     data = built(config_of(folder))
-    assert {type(image.source) for side in (data.train, data.validation) for image in side.images} == {type(folder)}
+    assert {type(image.source) for side in parts(data) for image in side.images} == {type(folder)}
     (folder / "red" / "03.png").unlink()
     with pytest.raises(UserError, match=r"red/03\.png: expected an image, found: No such file"):
-        for side in (data.train, data.validation):
+        for side in parts(data):
             side.inputs()
 
 
@@ -93,13 +97,13 @@ def test_parquet_of_bytes(tmp_path: Path) -> None:
     import pyarrow.parquet
 
     rows = []
-    for shade in range(10):
+    for shade in range(40):
         buffer = io.BytesIO()
         picture(COLOURS["red"], shade).save(buffer, format="PNG")
         rows.append({"image": {"bytes": buffer.getvalue(), "path": None}, "label": shade % 2})
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "images.parquet")
     data = built(config_of(tmp_path / "images.parquet"))
-    assert len(data.train) + len(data.validation) == 10
+    assert sum(map(len, parts(data))) == 40
     assert data.fingerprint == built(config_of(tmp_path / "images.parquet")).fingerprint
 
 
@@ -107,7 +111,7 @@ def test_hidden_folders_are_no_classes(folder: Path) -> None:
     (folder / ".thumbnails").mkdir()
     picture((0, 255, 0), 0).save(folder / ".thumbnails" / "00.png")
     data = built(config_of(folder))
-    assert len(data.train) + len(data.validation) == 24
+    assert sum(map(len, parts(data))) == 48
     for name in COLOURS:
         (folder / name).rename(folder / f".{name}")
     with pytest.raises(UserError, match="a folder of images"):
@@ -118,7 +122,7 @@ def test_an_image_that_cannot_be_read_is_named(folder: Path) -> None:
     (folder / "red" / "03.png").write_bytes(b"no image")
     data = built(config_of(folder))
     with pytest.raises(UserError, match=r"red/03\.png: expected an image that PIL can read"):
-        for side in (data.train, data.validation):
+        for side in parts(data):
             side.inputs()
 
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import random
+import string
 from collections.abc import Iterator
-from itertools import count
+from itertools import combinations, count
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,11 @@ def documents_of(rows: PackedRows, tokenizer) -> list[str]:
     return [piece.split("<|im_end|>")[0] for piece in text.split("<s>")[1:] if "<|im_end|>" in piece]
 
 
+def held_out(dataset: Dataset, tokenizer) -> list[str]:
+    """The documents of both held-out parts."""
+    return documents_of(dataset.validation, tokenizer) + documents_of(dataset.test, tokenizer)
+
+
 def labelled(rows: PackedRows, tokenizer) -> str:
     return tokenizer.decode(rows.labels[rows.labels != -100])
 
@@ -67,7 +75,11 @@ def test_pack_known_answer():
     assert rows.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     assert rows.position_ids.tolist() == [[0, 1, 2, 0], [0, 1, 2, 3], [0, 1, 0, 1]]
     assert rows.labels.tolist() == [[-100, 2, 3, -100], [-100, -100, 7, 8], [-100, 10, -100, 12]]
+    assert rows.documents.tolist() == [[0, 0, 0, 1], [2, 2, 2, 2], [2, 2, 3, 3]]
+    assert rows.rows([2, 1]).documents.tolist() == [[2, 2, 3, 3], [2, 2, 2, 2]]
     assert len(rows) == 3 and rows.num_tokens == 12
+    alone = PackedRows(rows.input_ids, rows.position_ids, rows.labels)
+    assert alone.documents.tolist() == [[0, 0, 0, 1], [2, 2, 2, 2], [3, 3, 4, 4]], "a row of a document of its own"
 
 
 def test_pack_drops_the_tail_and_may_be_empty():
@@ -86,19 +98,28 @@ def test_pack_token_by_token(lengths, sequence_length):
     for index, (length, prompt) in enumerate(lengths):
         ids = [100 * index + place for place in range(length)]
         documents.append(document(*ids, prompt=min(prompt, length)))
-        expected += [(token, place, place >= prompt) for place, token in enumerate(ids)]
+        expected += [(token, place, place >= prompt, index) for place, token in enumerate(ids)]
     rows = pack(documents, sequence_length)
     assert len(rows) == len(expected) // sequence_length
-    position = 0
+    position, numbers = 0, list(dict.fromkeys(index for *_, index in expected))
     for index in range(rows.num_tokens):
-        token, place, has_loss = expected[index]
+        token, place, has_loss, source = expected[index]
         row, column = divmod(index, sequence_length)
         position = 0 if place == 0 or column == 0 else position + 1
         label = token if has_loss and position > 0 else -100
         assert rows.input_ids[row, column] == token
         assert rows.position_ids[row, column] == position
+        assert rows.documents[row, column] == numbers.index(source)
         # Nothing is predicted from another document or row, and nothing that the document does not ask for.
         assert rows.labels[row, column] == label
+
+
+def test_rows_are_spread_over_documents():
+    rows = pack([document(*[n] * length) for n, length in enumerate((4, 4, 12, 40, 8), 1)], 4)
+    owners = [rows.spread(count).input_ids[:, 0].tolist() for count in (5, 7, 9, 100)]
+    assert owners[0] == [1, 2, 3, 4, 5] and owners[3] == rows.input_ids[:, 0].tolist()
+    assert [owners[1].count(n) for n in range(1, 6)].count(2) == 2, "a second one of some that have more"
+    assert [owners[2].count(n) for n in range(1, 6)] == [1, 1, 2, 3, 2] or owners[2].count(3) == 3
 
 
 def test_rows_and_batch():
@@ -118,48 +139,54 @@ def test_rows_and_batch():
 @pytest.mark.parametrize("eos", ["<|im_end|>", None])
 def test_text_gets_the_special_tokens_that_exist(bos, eos):
     tokenizer = byte_tokenizer(bos=bos, eos=eos)
-    dataset = dataset_from_documents(["ab"] * 8, ["cd"] * 8, tokenizer, config(None), 0)
+    dataset = dataset_from_documents(["ab"] * 8, words(30), tokenizer, config(None), 0)
     expected = ((bos or "") + "ab" + (eos or "")) * 8
     assert expected.startswith(tokenizer.decode(dataset.train.input_ids.flatten()))
 
 
 def test_text_file_with_separators(tmp_path, tokenizer):
     path = tmp_path / "stories.txt"
-    path.write_text("<|endoftext|>\n".join(f"  {text}\n" for text in words(40)) + "<|endoftext|>\n\n", "utf-8")
+    path.write_text("<|endoftext|>\n".join(f"  {text}\n" for text in words(400)) + "<|endoftext|>\n\n", "utf-8")
     dataset = build_dataset(config(path), tokenizer, seed=0)
-    assert dataset.documents == (38, 2)
-    found = documents_of(dataset.train, tokenizer) + documents_of(dataset.validation, tokenizer)
-    assert len(found) >= 36 and set(found) <= {f"  {text}" for text in words(40)}
+    assert dataset.documents == (380, 4, 16)
+    found = documents_of(dataset.train, tokenizer) + held_out(dataset, tokenizer)
+    assert len(found) >= 390 and set(found) <= {f"  {text}" for text in words(400)}
 
 
 def test_a_single_document_is_cut(tmp_path, tokenizer):
     path = tmp_path / "book.txt"
-    path.write_text("".join(chr(97 + index % 26) for index in range(998)), "utf-8")
-    dataset = build_dataset(config(path, validation_fraction=0.1, sequence_length=10), tokenizer, seed=0)
+    path.write_text("".join(random.Random(0).choices(string.ascii_letters, k=998)), "utf-8")
+    dataset = build_dataset(config(path, validation_fraction=0.3, sequence_length=10), tokenizer, seed=0)
     tokens = tokenizer("<s>" + path.read_text() + "<|im_end|>")["input_ids"]
     assert len(tokens) == 1000
-    assert dataset.train.input_ids.flatten().tolist() == tokens[:900]
-    assert dataset.validation.input_ids.flatten().tolist() == tokens[900:]
-    assert dataset.documents == (1, 1)
+    assert dataset.train.input_ids.flatten().tolist() == tokens[:700]
+    rows = [*dataset.validation.input_ids.tolist(), *dataset.test.input_ids.tolist()]
+    assert sorted(rows) == sorted(tokens[start : start + 10] for start in range(700, 1000, 10))
+    assert dataset.documents == (1, 7, 23)
+    assert (dataset.test.documents == dataset.test.documents[:, :1]).all(), "each row stands for a document"
+    with fails("expected at least 16 held-out rows of the only document to test on, .* found 9; use more data, hold"):
+        build_dataset(config(path, validation_fraction=0.1, sequence_length=10), tokenizer, seed=0)
 
 
 def test_a_single_repeated_document_is_cut(tmp_path, tokenizer):
-    path = write_rows(tmp_path / "rows.jsonl", [{"text": "0123456789abcdefghijklmnopqrstuv"}] * 3)
-    dataset = build_dataset(config(path, validation_fraction=0.5, sequence_length=17), tokenizer, seed=0)
-    assert tokenizer.decode(dataset.train.input_ids.flatten()) == "<s>0123456789abcdef" * 3
-    assert tokenizer.decode(dataset.validation.input_ids.flatten()) == "ghijklmnopqrstuv<|im_end|>" * 3
+    text = "".join(chr(48 + index) for index in range(70))
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text}] * 3)
+    dataset = build_dataset(config(path, validation_fraction=0.5, sequence_length=2), tokenizer, seed=0)
+    assert tokenizer.decode(dataset.train.input_ids.flatten()) == ("<s>" + text[:35]) * 3
+    found = sorted(tokenizer.decode(ids) for part in (dataset.validation, dataset.test) for ids in part.input_ids)
+    assert found == sorted([text[place : place + 2] for place in range(35, 69, 2)] + [text[69] + "<|im_end|>"])
 
 
 def test_blank_documents_are_left_out(tmp_path, tokenizer):
-    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in ["", " \n", *words(30)]])
-    assert sum(build_dataset(config(path), tokenizer, seed=0).documents) == 30
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in ["", " \n", *words(60)]])
+    assert sum(build_dataset(config(path, validation_fraction=0.5), tokenizer, seed=0).documents) == 60
 
 
 def test_max_documents_stops_reading(tmp_path, tokenizer):
-    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(30)])
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(60)])
     path.write_text(path.read_text() + "{this line is never read\n")
-    dataset = build_dataset(config(path, max_documents=30), tokenizer, seed=0)
-    assert sum(dataset.documents) == 30
+    dataset = build_dataset(config(path, max_documents=60, validation_fraction=0.5), tokenizer, seed=0)
+    assert sum(dataset.documents) == 60
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -183,21 +210,25 @@ def stream(tmp_path, monkeypatch):
 @pytest.mark.parametrize("max_tokens, expected", [(1, 1), (2500, 100), (2501, 101)])
 def test_an_endless_stream_ends(stream, tokenizer, max_tokens, expected):
     fields = dict(validation_dataset="held", max_tokens=max_tokens, subset="xl", sequence_length=25)
-    dataset = build_dataset(config("hub", **fields, validation_rows=3), tokenizer, seed=0)
+    dataset = build_dataset(config("hub", **fields, validation_rows=20), tokenizer, seed=0)
     texts = documents_of(dataset.train, tokenizer)
     assert sorted(texts) == [f"hub:xl{index:017}" for index in range(expected)]
-    # Of held-out text, just what fills the rows; the subset is of the other dataset.
-    assert sorted(documents_of(dataset.validation, tokenizer)) == [f"held:None{index:014}" for index in range(3)]
-    assert dataset.documents == (expected, 3)
+    # Of held-out text, what fills the rows of both parts; the subset is of the other dataset.
+    assert set(held_out(dataset, tokenizer)) <= {f"held:None{index:014}" for index in range(80)}
+    assert dataset.documents == (expected, 20, 60) and len(dataset.test) == 20
     # No more than one batch for the tokenizer is read beyond the end.
-    assert expected <= stream["hub:xl"] <= expected + 64 and 3 <= stream["held:None"] <= 64
+    assert expected <= stream["hub:xl"] <= expected + 64 and 80 <= stream["held:None"] <= 128
+    # Of documents longer than rows, as many as an interval needs.
+    few = build_dataset(config("hub", **fields | {"sequence_length": 5}, validation_rows=16), tokenizer, seed=0)
+    assert few.documents[1:] == (4, 28)
 
 
 def test_an_endless_stream_of_one_side(stream, tokenizer):
-    dataset = build_dataset(config("hub", max_tokens=1000, sequence_length=25), tokenizer, seed=0)
-    assert dataset.documents == (38, 2)
-    capped = build_dataset(config("hub", max_documents=30, sequence_length=25), tokenizer, seed=0)
-    assert sum(capped.documents) == stream["hub:None"] == 30
+    fields = dict(sequence_length=25, validation_fraction=0.5)
+    dataset = build_dataset(config("hub", max_tokens=1000, **fields), tokenizer, seed=0)
+    assert dataset.documents == (20, 4, 16)
+    capped = build_dataset(config("hub", max_documents=50, **fields), tokenizer, seed=0)
+    assert sum(capped.documents) == stream["hub:None"] == 50
     with fails("data.max_tokens: expected how much to read of 'hub'"):
         build_dataset(config("hub"), tokenizer, seed=0)
 
@@ -205,22 +236,22 @@ def test_an_endless_stream_of_one_side(stream, tokenizer):
 def test_local_held_out_text_is_read_whole(stream, tmp_path, tokenizer):
     path = write_rows(tmp_path / "held.jsonl", [{"text": f"hub:None{index:015}"} for index in range(5, 35)])
     fields = dict(validation_dataset=str(path), max_tokens=700, max_documents=25, sequence_length=25)
-    dataset = build_dataset(config("hub", **fields, validation_rows=1), tokenizer, seed=0)
-    assert dataset.documents == (5, 30)
+    dataset = build_dataset(config("hub", **fields, validation_rows=16), tokenizer, seed=0)
+    assert dataset.documents == (5, 7, 23)
 
 
 def test_max_tokens_of_a_file(tmp_path, tokenizer):
     path = write_rows(tmp_path / "rows.jsonl", [{"text": f"{index:023}"} for index in range(100)])
-    dataset = build_dataset(config(path, max_tokens=500), tokenizer, seed=0)
-    assert sum(dataset.documents) == 20
+    dataset = build_dataset(config(path, max_tokens=1000, validation_fraction=0.5), tokenizer, seed=0)
+    assert sum(dataset.documents) == 40
 
 
 def test_short_documents_are_left_out(tmp_path, tokenizer):
     texts = [f"{index:0{length}}" for index, length in enumerate([8, 7] * 40)]
     path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
-    fields = dict(sequence_length=10, validation_rows=1000)
+    fields = dict(sequence_length=10, validation_rows=1000, validation_fraction=0.6)
     dataset = build_dataset(config(path, min_document_tokens=10, **fields), tokenizer, seed=0)
-    found = documents_of(dataset.train, tokenizer) + documents_of(dataset.validation, tokenizer)
+    found = documents_of(dataset.train, tokenizer) + held_out(dataset, tokenizer)
     assert sorted(found) == [text for text in texts if len(text) == 8]
     # What is left out does not count as read.
     limited = build_dataset(config(path, min_document_tokens=10, max_tokens=300, **fields), tokenizer, seed=0)
@@ -230,20 +261,20 @@ def test_short_documents_are_left_out(tmp_path, tokenizer):
 
 
 def test_limits_of_given_documents(tokenizer):
-    train, held_out = [f"{index:023}" for index in range(40)], [f"held {index:018}" for index in range(12)]
+    train, others = [f"{index:023}" for index in range(40)], [f"held {index:018}" for index in range(24)]
     fields = dict(max_tokens=250, min_document_tokens=25)
-    dataset = dataset_from_documents(["short", *train], [*held_out, "short"], tokenizer, config(None, **fields), 0)
-    assert dataset.documents == (10, 12)
+    dataset = dataset_from_documents(["short", *train], [*others, "short"], tokenizer, config(None, **fields), 0)
+    assert dataset.documents == (10, 6, 18)
 
 
-# --- the training documents of the highest score ----------------------------------------------------------------------
+# --- the training rows of the highest score ---------------------------------------------------------------------------
 
 
 def by_number(wanted: list[int], tokenizer):
-    """Scores documents, which are numbers: the wanted ones highest, in this order."""
+    """Scores rows of one document, which are numbers: the wanted ones highest, in this order."""
 
-    def score(documents: list[TokenDocument]) -> torch.Tensor:
-        numbers = [int(tokenizer.decode(document.input_ids, skip_special_tokens=True)) for document in documents]
+    def score(rows: PackedRows) -> torch.Tensor:
+        numbers = numbers_of(rows, tokenizer)
         return torch.tensor([float(100 - wanted.index(number)) if number in wanted else 0.0 for number in numbers])
 
     return score
@@ -253,52 +284,40 @@ def numbers_of(rows: PackedRows, tokenizer) -> list[int]:
     return [int(text) for text in documents_of(rows, tokenizer)]
 
 
-def test_the_highest_scores_are_trained_on(tmp_path, tokenizer):
-    path = write_rows(tmp_path / "rows.jsonl", [{"text": f"{index:020}"} for index in range(40)])
-    fields = dict(sequence_length=22, validation_fraction=0.2)
-    everything = build_dataset(config(path, **fields), tokenizer, seed=0)
-    held_out = numbers_of(everything.validation, tokenizer)
-    trained_on = sorted(numbers_of(everything.train, tokenizer))
-    wanted = [trained_on[index] for index in (30, 2, 17, 5, 11)]
-    score = by_number([*held_out, *wanted], tokenizer)  # that held-out documents score higher does not count
-    best = build_dataset(config(path, top_esl=5, **fields), tokenizer, seed=0, score=score)
-    assert set(numbers_of(best.train, tokenizer)) == set(wanted) and best.documents == (5, 8)
-    for name in ("input_ids", "position_ids", "labels"):
-        assert torch.equal(getattr(best.validation, name), getattr(everything.validation, name))
-    assert best.fingerprint != everything.fingerprint
-    # The order is that of a source which holds nothing else, whatever the scores among them.
-    again = build_dataset(
-        config(path, top_esl=5, **fields), tokenizer, seed=0, score=by_number(wanted[::-1], tokenizer)
-    )
-    assert again.fingerprint == best.fingerprint
-    all_of_them = build_dataset(config(path, top_esl=32, **fields), tokenizer, seed=0, score=score)
-    assert all_of_them.fingerprint == everything.fingerprint
-
-
-def test_equal_scores_are_taken_in_order(tmp_path, tokenizer):
+@pytest.fixture
+def numbers(tmp_path: Path) -> DataConfig:
     path = write_rows(tmp_path / "rows.jsonl", [{"text": f"{index:020}"} for index in range(100)])
-    fields = dict(sequence_length=22, validation_fraction=0.01)
-    dataset = build_dataset(
-        config(path, top_esl=40, **fields), tokenizer, seed=0, score=lambda documents: torch.zeros(len(documents))
-    )
-    held_out = numbers_of(dataset.validation, tokenizer)
-    first = [number for number in range(100) if number not in held_out][:40]
-    assert sorted(numbers_of(dataset.train, tokenizer)) == first
+    return config(path, sequence_length=22, validation_fraction=0.2)
 
 
-def test_without_top_esl_nothing_is_scored(tmp_path, tokenizer):
-    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(40)])
-    build_dataset(config(path), tokenizer, seed=0, score=lambda _: pytest.fail("scored"))
+def test_the_highest_scores_are_trained_on(numbers: DataConfig, tokenizer):
+    def top(count: int, wanted: list[int]) -> Dataset:
+        chosen = numbers.model_copy(update={"top_esl": count})
+        return build_dataset(chosen, tokenizer, seed=0, score=by_number(wanted, tokenizer))
+
+    everything = build_dataset(numbers, tokenizer, seed=0, score=lambda _: pytest.fail("scored"))
+    trained_on = numbers_of(everything.train, tokenizer)
+    wanted = [trained_on[index] for index in (30, 2, 17, 5, 11)]
+    best = top(5, wanted)
+    # In the order in which they were, whatever the scores among them; what is held out is not chosen.
+    assert numbers_of(best.train, tokenizer) == [number for number in trained_on if number in wanted]
+    for part in ("validation", "test"):
+        assert torch.equal(getattr(best, part).input_ids, getattr(everything, part).input_ids)
+    assert top(5, wanted[::-1]).fingerprint == best.fingerprint != everything.fingerprint
+    assert top(80, wanted).fingerprint == everything.fingerprint
+    assert numbers_of(top(40, []).train, tokenizer) == trained_on[:40], "equal scores, in order"
 
 
-def test_top_esl_that_cannot_be(tmp_path, tokenizer):
-    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(40)])
-    with fails("data.top_esl: expected at least 39 training documents to choose from, found 38; use more data, or set"):
-        build_dataset(config(path, top_esl=39), tokenizer, seed=0, score=lambda _: pytest.fail("scored"))
-    with fails("data.top_esl: expected a teacher to choose 3 documents by, found none; .*data.top_esl=null"):
-        build_dataset(config(path, top_esl=3), tokenizer, seed=0)
+def test_top_esl_that_cannot_be(numbers: DataConfig, tokenizer):
+    def top(count: int) -> DataConfig:
+        return numbers.model_copy(update={"top_esl": count})
+
+    with fails("data.top_esl: expected at least 81 training rows to choose from, found 80; use more data, or set"):
+        build_dataset(top(81), tokenizer, seed=0, score=lambda _: pytest.fail("scored"))
+    with fails("data.top_esl: expected a teacher to choose 3 rows by, found none; .*data.top_esl=null"):
+        build_dataset(top(3), tokenizer, seed=0)
     with fails("data.top_esl: expected a teacher"):
-        dataset_from_documents(words(40), ["held out and long enough"], tokenizer, config(None, top_esl=3), 0)
+        dataset_from_documents(words(40), map(str, range(100, 130)), tokenizer, config(None, top_esl=3), 0)
 
 
 # --- split, seed, fingerprint -----------------------------------------------------------------------------------------
@@ -306,83 +325,95 @@ def test_top_esl_that_cannot_be(tmp_path, tokenizer):
 
 @settings(max_examples=30)
 @given(
-    repeats=st.lists(st.integers(1, 6), min_size=2, max_size=12),
-    fraction=st.sampled_from([0.01, 0.2, 0.5, 0.9]),
+    repeats=st.lists(st.integers(1, 4), min_size=60, max_size=80),
+    fraction=st.sampled_from([0.5, 0.7]),
     seed=st.integers(0, 5),
 )
-def test_the_split_never_overlaps(tmp_path_factory, repeats, fraction, seed):
-    texts = [chr(65 + index) * 20 for index, count in enumerate(repeats) for _ in range(count)]
+def test_the_parts_never_overlap(tmp_path_factory, repeats, fraction, seed):
+    texts = [chr(48 + index) * 20 for index, count in enumerate(repeats) for _ in range(count)]
     path = write_rows(tmp_path_factory.mktemp("split") / "rows.jsonl", [{"text": text} for text in texts])
     fields = dict(validation_fraction=fraction, sequence_length=22, validation_rows=1000)
     tokenizer = byte_tokenizer()
     dataset = build_dataset(config(path, **fields), tokenizer, seed=seed)
-    train, validation = (documents_of(rows, tokenizer) for rows in (dataset.train, dataset.validation))
-    assert sorted(train + validation) == sorted(texts)  # rows are exactly one document long: nothing is lost
-    assert not set(train) & set(validation)
-    assert dataset.documents == (len(train), len(validation)) and train and validation
+    parts = [documents_of(rows, tokenizer) for rows in (dataset.train, dataset.validation, dataset.test)]
+    # Rows are exactly one document long, so nothing is lost but copies in the test of what is in the validation.
+    assert set().union(*map(set, parts)) == set(texts) and sum(map(len, parts)) <= len(texts)
+    assert not any(set(one) & set(other) for one, other in combinations(parts, 2))
+    assert dataset.documents == tuple(map(len, parts)) and all(parts)
 
 
-@pytest.mark.parametrize("fraction, held_out", [(0.001, 1), (0.1, 20), (0.25, 50), (0.999, 199)])
-def test_the_fraction_is_met(tmp_path, tokenizer, fraction, held_out):
+@pytest.mark.parametrize("fraction, parts", [(0.08, (184, 1, 15)), (0.1, (180, 4, 16)), (0.5, (100, 25, 75))])
+def test_the_fraction_is_met_and_a_quarter_of_it_chooses_checkpoints(tmp_path, tokenizer, fraction, parts):
     path = write_rows(tmp_path / "rows.jsonl", [{"text": f"{index:020}"} for index in range(200)])
+    if parts[2] < 16:
+        with fails("expected at least 16 held-out documents .*to test on, beside those that choose .*, found 15; use"):
+            build_dataset(config(path, validation_fraction=fraction), tokenizer, seed=0)
+        return
     dataset = build_dataset(config(path, validation_fraction=fraction), tokenizer, seed=0)
-    assert dataset.documents == (200 - held_out, held_out)
+    assert dataset.documents == parts
+    few = build_dataset(config(path, validation_fraction=fraction, validation_rows=22), tokenizer, seed=0)
+    assert few.documents[1] == min(16, parts[1]), "no more than fill 22 rows of 16 tokens by 22 tokens each"
 
 
 def test_the_seed_decides(tmp_path, tokenizer):
     texts = [f"{index:020}" for index in range(100)]
     path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
 
-    def sides(dataset: Dataset) -> list[list[str]]:
-        return [documents_of(rows, tokenizer) for rows in (dataset.train, dataset.validation)]
+    def parts(dataset: Dataset) -> list[list[str]]:
+        return [documents_of(rows, tokenizer) for rows in (dataset.train, dataset.validation, dataset.test)]
 
     def read(seed: int) -> Dataset:
-        return build_dataset(config(path, sequence_length=22), tokenizer, seed=seed)
+        return build_dataset(config(path, sequence_length=22, validation_fraction=0.3), tokenizer, seed=seed)
 
-    assert sides(read(1)) == sides(read(1))
+    assert parts(read(1)) == parts(read(1))
     assert read(1).fingerprint == read(1).fingerprint != read(2).fingerprint
-    assert set(sides(read(1))[1]) != set(sides(read(2))[1])
+    assert all(set(one) != set(two) for one, two in zip(parts(read(1)), parts(read(2)), strict=True))
 
-    def given_sides(seed: int) -> Dataset:
-        return dataset_from_documents(texts[:60], texts[60:], tokenizer, config(None, sequence_length=22), seed)
+    def given_sides(seed: int) -> list[list[str]]:
+        made = dataset_from_documents(texts[:60], texts[60:], tokenizer, config(None, sequence_length=22), seed)
+        train, *others = parts(made)
+        return [train, [text for part in others for text in part]]
 
-    for one, two, side in zip(sides(given_sides(1)), sides(given_sides(2)), (texts[:60], texts[60:]), strict=True):
+    for one, two, side in zip(given_sides(1), given_sides(2), (texts[:60], texts[60:]), strict=True):
         assert one != two and sorted(one) == sorted(two) == side
 
 
-@pytest.mark.parametrize("side", [0, 1])
-def test_the_fingerprint_is_of_the_tokens(tokenizer, side):
-    sides = [["first text of one side"], ["other text of one side"]]
-    changed = [list(texts) for texts in sides]
-    changed[side] = [changed[side][0].replace("text", "test")]
-    one, two = (dataset_from_documents(*given, tokenizer, config(None), 0) for given in (sides, changed))
-    assert one.train.input_ids.shape == two.train.input_ids.shape and one.fingerprint != two.fingerprint
+def test_the_fingerprint_is_of_all_three_parts(numbers: DataConfig, tokenizer):
+    whole = build_dataset(numbers, tokenizer, seed=0)
+    for part in ("train", "validation", "test"):
+        rows = getattr(whole, part)
+        other = dataclasses.replace(rows, input_ids=rows.input_ids.clone())
+        other.input_ids[0, 3] += 1
+        assert dataclasses.replace(whole, **{part: other}).fingerprint != whole.fingerprint
 
 
-def test_validation_rows_are_limited(tmp_path, tokenizer):
-    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(100)])
+def test_held_out_rows_are_limited(tmp_path, tokenizer):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(200)])
     fields = dict(validation_fraction=0.5)
     everything = build_dataset(config(path, validation_rows=1000, **fields), tokenizer, seed=0)
-    limited = build_dataset(config(path, validation_rows=3, **fields), tokenizer, seed=0)
-    assert len(everything.validation) > 3 == len(limited.validation)
-    assert torch.equal(limited.validation.input_ids, everything.validation.input_ids[:3])
+    limited = build_dataset(config(path, validation_rows=18, **fields), tokenizer, seed=0)
+    assert min(len(everything.validation), len(everything.test)) > 18 == len(limited.validation) == len(limited.test)
+    assert torch.equal(limited.validation.input_ids, everything.validation.input_ids[:18])
+    assert len(limited.test.documents[:, 0].unique()) == 18, "from as many documents as there are rows"
     assert limited.fingerprint != everything.fingerprint
+    with fails("expected at least 16 held-out documents in 5 rows to test on, .*; set a larger data.validation_rows"):
+        build_dataset(config(path, validation_rows=5, **fields), tokenizer, seed=0)
 
 
 def test_given_documents_keep_their_sides(tokenizer):
-    held_out = ["held out, not trained on", "another text of this side"]
-    train = [*words(30), held_out[0]]
-    dataset = dataset_from_documents(iter(train), iter(held_out), tokenizer, config(None, format="chat"), 0)
-    assert dataset.documents == (30, 2)
+    others = [f"held out, not trained on {index}" for index in range(22)]
+    train = [*words(30), others[0]]
+    dataset = dataset_from_documents(iter(train), iter(others), tokenizer, config(None, format="chat"), 0)
+    assert dataset.documents == (30, 5, 17)
     assert set(documents_of(dataset.train, tokenizer)) <= set(words(30))
     assert "held out" in tokenizer.decode(dataset.validation.input_ids.flatten())
-    capped = dataset_from_documents(iter(train), held_out, tokenizer, config(None, max_documents=7), 0)
-    assert capped.documents == (7, 2)
+    capped = dataset_from_documents(iter(train), others, tokenizer, config(None, max_documents=7), 0)
+    assert capped.documents == (7, 5, 17)
 
 
 def test_nothing_is_printed(tmp_path, tokenizer, capfd):
     path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(100)])
-    build_dataset(config(path), tokenizer, seed=0)
+    build_dataset(config(path, validation_fraction=0.3), tokenizer, seed=0)
     assert capfd.readouterr() == ("", "")
 
 
@@ -391,7 +422,7 @@ def test_long_work_shows_on_stderr(tmp_path, tokenizer, capfd, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("linearize.data.packing._QUIET_SECONDS", -1.0)
     path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(100)])
-    build_dataset(config(path), tokenizer, seed=0)
+    build_dataset(config(path, validation_fraction=0.3), tokenizer, seed=0)
     out, err = capfd.readouterr()
     assert out == "" and "100 documents" in err
 
@@ -399,31 +430,35 @@ def test_long_work_shows_on_stderr(tmp_path, tokenizer, capfd, monkeypatch):
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 
+HALF = {"validation_fraction": 0.5, "validation_rows": 1000}
+
+
 def test_alpaca_is_recognised_by_its_columns(tmp_path, tokenizer):
-    rows = [{"instruction": f"Say {text}", "output": text, "text": "not this"} for text in words(40)]
-    dataset = build_dataset(config(write_rows(tmp_path / "rows.jsonl", rows)), tokenizer, seed=0)
+    rows = [{"instruction": f"Say {text}", "output": text, "text": "not this"} for text in words(60)]
+    dataset = build_dataset(config(write_rows(tmp_path / "rows.jsonl", rows), **HALF), tokenizer, seed=0)
     assert tokenizer.decode(dataset.train.input_ids[0]) == "<s>Below is an ins"
     assert "Below" not in labelled(dataset.train, tokenizer)
 
 
 def test_samsum_is_recognised_by_its_columns(tmp_path, tokenizer):
-    rows = [{"id": text, "dialogue": f"Amy: {text}", "summary": text, "text": f"not {text}"} for text in words(40)]
-    dataset = build_dataset(config(write_rows(tmp_path / "rows.jsonl", rows)), tokenizer, seed=0)
+    rows = [{"id": text, "dialogue": f"Amy: {text}", "summary": text, "text": f"not {text}"} for text in words(60)]
+    dataset = build_dataset(config(write_rows(tmp_path / "rows.jsonl", rows), **HALF), tokenizer, seed=0)
     assert tokenizer.decode(dataset.train.input_ids[0]) == "<s>Summarize this "
     assert "Summarize" not in labelled(dataset.train, tokenizer)
     for missing in ("dialogue", "summary"):
         rest = [{column: value for column, value in row.items() if column != missing} for row in rows]
-        dataset = build_dataset(config(write_rows(tmp_path / "rest.jsonl", rest)), tokenizer, seed=0)
+        dataset = build_dataset(config(write_rows(tmp_path / "rest.jsonl", rest), **HALF), tokenizer, seed=0)
         assert tokenizer.decode(dataset.train.input_ids[0]).startswith("<s>not <")
 
 
 def test_chat_is_recognised_by_its_column(tmp_path):
     tokenizer = byte_tokenizer(template=CHATML)
     rows = [
-        {"messages": [*GREETING, {"role": "user", "content": "Bye"}], "text": "not this"},
-        {"messages": GREETING},
-    ] * 2
-    dataset = build_dataset(config(write_rows(tmp_path / "rows.jsonl", rows), sequence_length=64), tokenizer, seed=0)
+        {"messages": [{"role": "user", "content": text}, *GREETING[1:], *GREETING], "text": "not this"}
+        for text in words(60)
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    dataset = build_dataset(config(path, sequence_length=64, **HALF), tokenizer, seed=0)
     assert "not this" not in tokenizer.decode(dataset.train.input_ids.flatten())
     assert set(dataset.train.labels.unique().tolist()) > {-100}
 
@@ -444,19 +479,19 @@ def test_chat_is_recognised_by_its_column(tmp_path):
         ([], {}, "expected documents, found no text"),
         ([{"text": " "}], {}, "expected documents, found no text"),
         (
-            [{"text": "x" * 8}] * 2 + [{"text": "y" * 18}],
-            {"sequence_length": 30, "validation_fraction": 0.4},
+            [{"text": f"{index:08}"} for index in range(40)],
+            {"sequence_length": 30, "validation_fraction": 0.95},
             "expected at least 30 training tokens .data.sequence_length, one row., found 20 in 2 documents; "
             "set data.sequence_length to 20 or less, or use more data",
         ),
         (
-            [{"text": f"{index:08}"} for index in range(20)],
-            {},
+            [{"text": f"{index:08}"} for index in range(40)],
+            {"validation_fraction": 0.43},
             "at least 16 held-out tokens .*found 10 in 1 documents; set data.sequence_length to 10 or less, or .*more",
         ),
         (
-            [{"instruction": "x", "output": "yes"}, {"instruction": "y", "output": "no"}],
-            {"sequence_length": 140},
+            [{"instruction": f"{index}", "output": "yes"} for index in range(60)],
+            {"sequence_length": 140, "validation_fraction": 0.985},
             "expected training tokens that carry a loss, found none in .*longer data.sequence_length",
         ),
     ],
@@ -469,4 +504,4 @@ def test_unusable_rows(tmp_path, rows, fields, pattern):
 
 def test_given_documents_that_are_too_short(tokenizer):
     with fails("at least 16 training tokens .*found 0 in 0 documents; use more data"):
-        dataset_from_documents(["the same"], ["the same"], tokenizer, config(None), 0)
+        dataset_from_documents([words(40)[7]], words(40), tokenizer, config(None), 0)

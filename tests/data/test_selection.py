@@ -1,4 +1,4 @@
-"""Effective sequence lengths against whole attention matrices, and the documents that a run chooses by them."""
+"""Effective sequence lengths against whole attention matrices, and the rows that a run chooses by them."""
 
 from __future__ import annotations
 
@@ -16,36 +16,31 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from linearize.base import UserError
-from linearize.data.packing import Dataset
+from linearize.data.packing import PackedRows
 from linearize.data.selection import effective_sequence_lengths
-from linearize.data.templates import TokenDocument
 from linearize.run import evaluate as measuring
 from linearize.run import pipeline
 from linearize.run.folder import Run
 from tests import tiny
 from tests.probes import LargestTensor
 
-LENGTHS = [7, 1, 48, 20, 1, 33, 60, 5]
+LENGTHS = [[7, 1, 40], [48], [20, 1, 27], [33, 15]]  # of the documents of each row
 TOLERANCE = 1e-10
 
 
-def documents_of(lengths: list[int], *, seed: int = 0) -> list[TokenDocument]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = [torch.randint(tiny.VOCABULARY, (length,), generator=generator) for length in lengths]
-    return [TokenDocument(ids, ids) for ids in tokens]
-
-
-def explicit(teacher: PreTrainedModel, document: TokenDocument, max_length: int) -> float:
-    """Equation 9 word by word, on the matrices that the model itself gives."""
-    tokens = document.input_ids[None, :max_length]
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        # Transformers asks for fp32 here, whatever the model is in.
-        patch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: torch.softmax(x, dim))
-        attentions: list[Tensor] = list(teacher(input_ids=tokens, output_attentions=True, use_cache=False).attentions)
-    total, heads = 0.0, 0
-    for weights in attentions:
-        for matrix in weights[0].tolist():
-            heads += 1
+def explicit(teacher: PreTrainedModel, rows: PackedRows, row: int) -> float:
+    """Equation 9 word by word, on the matrices that the model itself gives for each document alone."""
+    documents, total, heads = rows.documents[row], 0.0, 0
+    for number in documents.unique():
+        tokens = rows.input_ids[row, documents == number][None]
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            # Transformers asks for fp32 here, whatever the model is in.
+            patch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: torch.softmax(x, dim))
+            attentions: list[Tensor] = list(
+                teacher(input_ids=tokens, output_attentions=True, use_cache=False).attentions
+            )
+        heads = sum(weights.shape[1] for weights in attentions)
+        for matrix in (matrix.tolist() for weights in attentions for matrix in weights[0]):
             total += sum((i - j) * matrix[i][j] for i in range(len(matrix)) for j in range(i + 1))
     return total / heads
 
@@ -70,38 +65,30 @@ TEACHERS: dict[str, Any] = {"llama": lambda: tiny.llama(layers=3), "gpt2": tiny.
 
 
 @pytest.mark.parametrize("name", TEACHERS)
-@pytest.mark.parametrize("max_length", [60, 64, 24])
-def test_equals_the_definition(name: str, max_length: int) -> None:
-    teacher, documents = TEACHERS[name]().double(), documents_of(LENGTHS)
-    expected = [explicit(eager(teacher), document, max_length) for document in documents]
-    found = effective_sequence_lengths(teacher, documents, max_length)
-    assert found.dtype == torch.float64 and found.shape == (len(LENGTHS),)
+def test_equals_the_definition(name: str) -> None:
+    teacher, rows = TEACHERS[name]().double(), tiny.packed(LENGTHS)
+    expected = [explicit(eager(teacher), rows, row) for row in range(len(rows))]
+    found = effective_sequence_lengths(teacher, rows)
+    assert found.dtype == torch.float64 and found.shape == (len(LENGTHS),) and found.max() > 50
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=TOLERANCE)
-    assert found[1] == found[4] == 0 and found.max() > 50
+    assert effective_sequence_lengths(teacher, rows.rows([])).shape == (0,)
 
 
 def test_known_answer() -> None:
     teacher = tiny.llama().double()
     for layer in teacher.model.layers:  # scores of 0: every query attends evenly, and looks back i / 2 tokens
         torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
-    found = effective_sequence_lengths(teacher, documents_of([1, 2, 9, 30]), 12)
-    expected = torch.tensor([n * (n - 1) / 4 for n in (1, 2, 9, 12)], dtype=torch.float64)
+    lengths = [[12], [1, 11], [2, 9, 1]]
+    expected = torch.tensor([sum(n * (n - 1) / 4 for n in row) for row in lengths], dtype=torch.float64)
+    found = effective_sequence_lengths(teacher, tiny.packed(lengths))
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
-
-
-def test_a_document_does_not_depend_on_its_neighbours() -> None:
-    teacher, documents = tiny.llama().double(), documents_of(LENGTHS)
-    together = effective_sequence_lengths(teacher, documents, 200)
-    alone = torch.cat([effective_sequence_lengths(teacher, [document], 200) for document in documents])
-    torch.testing.assert_close(together, alone, rtol=0, atol=TOLERANCE)
-    assert effective_sequence_lengths(teacher, [], 200).shape == (0,)
 
 
 def test_positions_are_not_rounded_to_bf16() -> None:
     teacher = tiny.llama(max_position_embeddings=1024)
     for layer in teacher.model.layers:
         torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
-    (found,) = effective_sequence_lengths(teacher.bfloat16(), documents_of([1001]), 1001)
+    (found,) = effective_sequence_lengths(teacher.bfloat16(), tiny.packed([[1001]]))
     assert float(found) == pytest.approx(1001 * 1000 / 4, rel=1e-6)
 
 
@@ -109,22 +96,22 @@ def test_no_matrix_exists_and_the_teacher_is_left_alone() -> None:
     teacher, length = tiny.llama(max_position_embeddings=1024).train(), 1024
     before = tiny.snapshot(teacher)
     with LargestTensor() as largest:
-        effective_sequence_lengths(teacher, documents_of([length]), length)
+        effective_sequence_lengths(teacher, tiny.packed([[length]]))
     assert largest.elements < length * length / 4
     assert teacher.training and all(torch.equal(before[name], x) for name, x in tiny.snapshot(teacher).items())
     assert all(p.requires_grad for p in teacher.parameters())
 
 
 def test_dropout_does_not_count() -> None:
-    teacher, documents = tiny.gpt2(resid_pdrop=0.5, embd_pdrop=0.5), documents_of([30])
-    expected = effective_sequence_lengths(teacher.eval(), documents, 30)
-    assert torch.equal(effective_sequence_lengths(teacher.train(), documents, 30), expected)
+    teacher, rows = tiny.gpt2(resid_pdrop=0.5, embd_pdrop=0.5), tiny.packed([[30]])
+    expected = effective_sequence_lengths(teacher.eval(), rows)
+    assert torch.equal(effective_sequence_lengths(teacher.train(), rows), expected)
 
 
 def test_the_teacher_can_be_freed_at_once() -> None:
     teacher = tiny.llama()
     gone = weakref.ref(teacher.model.layers[0].mlp.up_proj)
-    effective_sequence_lengths(teacher, documents_of([30]), 30)
+    effective_sequence_lengths(teacher, tiny.packed([[30]]))
     gc.disable()  # two copies of a large teacher, one of them garbage, would not fit
     try:
         del teacher
@@ -134,14 +121,13 @@ def test_the_teacher_can_be_freed_at_once() -> None:
 
 
 def test_progress_shows_on_stderr(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    effective_sequence_lengths(tiny.llama(), documents_of([30] * 4), 30)
+    effective_sequence_lengths(tiny.llama(), tiny.packed([[30]] * 4))
     assert capfd.readouterr() == ("", "")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("linearize.data.packing._QUIET_SECONDS", -1.0)
-    effective_sequence_lengths(tiny.llama(), documents_of([30] * 4), 30)
+    effective_sequence_lengths(tiny.llama(), tiny.packed([[30]] * 4))
     out, err = capfd.readouterr()
-    assert out == "" and "effective sequence lengths of 4" in err
+    assert out == "" and "effective sequence lengths" in err
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------
@@ -149,11 +135,7 @@ def test_progress_shows_on_stderr(capfd: pytest.CaptureFixture[str], monkeypatch
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """Documents of one length, so that attention alone decides, and all packed whole."""
-    lines = [json.loads(line)["text"] for line in tiny.write_text(tmp_path / "source.jsonl").read_text().splitlines()]
-    path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": line[:62]}) + "\n" for line in lines), encoding="utf-8")
-    return path
+    return tiny.write_text(tmp_path / "text.jsonl", documents=100)
 
 
 def run_of(texts: Path, folder: Path, **overrides: Any) -> Run:
@@ -161,28 +143,23 @@ def run_of(texts: Path, folder: Path, **overrides: Any) -> Run:
     return Run(chosen, tiny.teacher_folder(), folder, torch.float32, torch.device("cpu"))
 
 
-def rows_of(dataset: Dataset) -> list[list[int]]:
-    return sorted(dataset.train.input_ids.tolist())
-
-
-def test_the_longest_are_chosen(texts: Path, tmp_path: Path) -> None:
-    run = run_of(texts, tmp_path / "run")
-    everything = tiny.load_data(run, lambda: pytest.fail("loaded a teacher for nothing"))
-    assert everything.train.input_ids.shape == (32, 64)
+def test_as_many_rows_are_trained_on_those_with_the_longest(texts: Path, tmp_path: Path) -> None:
+    """Rows are of one length: sums over documents of any length would rank these by how long they are."""
+    run = run_of(texts, tmp_path / "run", data__sequence_length=32)
+    everything = tiny.load_data(run, lambda: pytest.fail("loaded a teacher for nothing")).train
+    assert isinstance(everything, PackedRows)
     teacher = eager(tiny.llama())
-    ranked = sorted(
-        everything.train.input_ids, key=lambda ids: explicit(teacher, TokenDocument(ids, ids), 64), reverse=True
-    )
-    best = run_of(texts, tmp_path / "run", data__top_esl=6)
-    chosen = tiny.load_data(best, best.load_teacher)
-    assert rows_of(chosen) == sorted(ids.tolist() for ids in ranked[:6])
-    assert torch.equal(chosen.validation.input_ids, everything.validation.input_ids)
+    lengths = [explicit(teacher, everything, row) for row in range(len(everything))]
+    best = sorted(sorted(range(len(everything)), key=lambda row: -lengths[row])[:20])
+    run = run_of(texts, tmp_path / "run", data__sequence_length=32, data__top_esl=20)
+    chosen = tiny.load_data(run, run.load_teacher)
+    assert torch.equal(chosen.train.rows(slice(None)).input_ids, everything.input_ids[best])
     with pytest.raises(UserError, match=r"data\.top_esl: expected a teacher"):
-        tiny.load_data(best)
+        tiny.load_data(run)
 
 
 def test_a_run_resumes_and_is_evaluated_on_the_same_data(texts: Path, tmp_path: Path) -> None:
-    run = run_of(texts, tmp_path / "run", data__top_esl=8, transfer__max_tokens=256, finetune__max_tokens=256)
+    run = run_of(texts, tmp_path / "run", data__top_esl=20, transfer__max_tokens=256, finetune__max_tokens=256)
     options: dict[str, Any] = dict(dtype=run.dtype, device=run.device)
     model = str(run.folder / "model")
     with tiny.quick_measures():
@@ -193,9 +170,9 @@ def test_a_run_resumes_and_is_evaluated_on_the_same_data(texts: Path, tmp_path: 
         shutil.copytree(tiny.teacher_folder(), other_teacher)
         tiny.llama(initializer_range=0.3).save_pretrained(other_teacher)
         evaluated = measuring.evaluate(model, teacher=str(other_teacher), dataset=None, overrides={}, **options)
-        # Another dataset has fewer documents than the run chose, and nothing is chosen from it.
-        other_text = tiny.write_text(tmp_path / "other.jsonl", documents=6, seed=1)
-        overrides = {"data.validation_fraction": 0.5}
+        # Another dataset has fewer rows than the run chose, and nothing is chosen from it.
+        other_text = tiny.write_text(tmp_path / "other.jsonl", documents=26, seed=1)
+        overrides = {"data.validation_fraction": 0.9}
         elsewhere = measuring.evaluate(model, teacher=None, dataset=str(other_text), overrides=overrides, **options)
     assert first is not None
     fingerprint = json.loads((run.folder / "run.json").read_text())["data"]

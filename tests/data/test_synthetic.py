@@ -45,10 +45,15 @@ def test_recall(labels: str) -> None:
 
 
 def test_recall_is_scored_by_the_last_value_alone() -> None:
-    task = AssociativeRecall(vocabulary_size=12, length=16, train_examples=20, held_out_examples=10, labels="every")
+    task = AssociativeRecall(vocabulary_size=12, length=16, train_examples=20, held_out_examples=16, labels="every")
     data = build_generated(DataConfig(task=task), DECODER, TEN, seed=0, use_cache=False)
     assert isinstance(data.train, PackedRows) and data.train.target_counts().float().mean() > 1
-    assert data.validation.target_counts().tolist() == [1] * 10
+    assert data.validation.target_counts().tolist() == data.test.target_counts().tolist() == [1] * 16
+    assert len({tuple(ids) for part in (data.validation, data.test) for ids in next(part.tensors()).tolist()}) == 32
+    with pytest.raises(UserError, match=r"expected at least 16 held-out examples \(data\.task\.held_out_examples\)"):
+        build_generated(
+            DataConfig(task=task.model_copy(update={"held_out_examples": 2})), DECODER, TEN, seed=0, use_cache=False
+        )
     with pytest.raises(UserError, match="at least 64 tokens"):
         big = AssociativeRecall(vocabulary_size=64)
         build_generated(DataConfig(task=big), DECODER, TEN, seed=0, use_cache=False)
@@ -97,14 +102,18 @@ def test_listops() -> None:
 
 def test_listops_of_a_table(tmp_path: Path) -> None:
     path = tmp_path / "listops.tsv"
-    lines = [f"( [MAX {i % 10} 3 [MIN 4 {i // 10} ] ] )\t{max(i % 10, 3, min(4, i // 10))}" for i in range(60)]
+    lines = [f"( [MAX {i % 10} 3 [MIN 4 {i // 10} ] ] )\t{max(i % 10, 3, min(4, i // 10))}" for i in range(100)]
     path.write_text("Source\tTarget\n" + "\n".join(lines) + "\n", encoding="utf-8")
-    task = ListOps(train_examples=30, held_out_examples=10)
+    task = ListOps(train_examples=30, held_out_examples=16)
     config = DataConfig(dataset=str(path), task=task)
     data = build_generated(config, DECODER, TEN, seed=0, use_cache=False)
     assert isinstance(data.train, ClassifiedTexts) and isinstance(data.validation, ClassifiedTexts)
-    assert (len(data.train), len(data.validation)) == (30, 10)
-    assert data.validation.labels.tolist() == [max(i, 3, 0) for i in range(10)]
+    # The first 32 expressions are held out.
+    assert data.documents == (30, 8, 16)
+    held_out = [tuple(ids.tolist()) for part in (data.validation, data.test) for ids in next(part.tensors())]
+    assert len({*held_out}) == 24
+    made = build_generated(config.model_copy(update={"dataset": None}), DECODER, TEN, seed=0, use_cache=False)
+    assert made.documents == (30, 16, 16)
     with pytest.raises(UserError, match="10 classes"):
         build_generated(config, DECODER, Classes({}, 2), seed=0, use_cache=False)
     path.write_text("Source\tTarget\n[MEAN 1 2 ]\t1\n", encoding="utf-8")

@@ -20,11 +20,14 @@ from transformers import AutoModelForCausalLM
 
 import linearize
 from linearize.base import UserError
+from linearize.data.packing import PackedRows
 from linearize.evaluation.candidates import LABELS
+from linearize.evaluation.perplexity import token_losses
 from linearize.evaluation.report_card import ReportCard
+from linearize.hf.classes import read_plan
 from linearize.recipe import Recipe
 from linearize.run import folder as runs
-from linearize.run.evaluate import evaluate
+from linearize.run.evaluate import candidates, evaluate
 from linearize.run.folder import Run
 from linearize.run.pipeline import blocks_to_do, run
 from linearize.training import loop
@@ -124,7 +127,18 @@ def test_every_candidate_is_measured_and_is_its_own_model(finished: Run) -> None
     def held_out(stage: str, which: str) -> float:
         return json.loads((finished.folder / stage / "result.json").read_text())[f"{which}_loss"]["model"]
 
-    # The stages measured the same models on the same rows, at their begin and end.
+    # On the rows that choose checkpoints, these are the models that the stages had at their begin and end; the numbers
+    # above are of other rows.
+    dataset = tiny.load_data(finished)
+    assert isinstance(dataset.validation, PackedRows)
+    student = AutoModelForCausalLM.from_pretrained(finished.folder / "model")
+    opened = candidates(finished.load_teacher(), student, read_plan(student.config), finished.recipe, finished)[0]
+    tested, losses = losses, {}
+    for candidate in opened:
+        with candidate.open() as model:
+            loss = token_losses(model, dataset.validation, batch_size=8)
+            losses[candidate.name] = loss.loss[loss.mask].mean().item()
+    assert all(abs(losses[name] - tested[name]) > 1e-4 for name in losses)
     assert losses["teacher"] == pytest.approx(held_out("controls/teacher_lora", "initial"), abs=1e-5)
     assert losses["teacher_lora"] == pytest.approx(held_out("controls/teacher_lora", "best"), abs=1e-5)
     assert losses["window"] == pytest.approx(held_out("controls/window_lora", "initial"), abs=1e-5)
@@ -177,7 +191,7 @@ def test_the_model_s_folder_gives_the_same_numbers(finished: Run) -> None:
 @pytest.mark.usefixtures("no_training")
 def test_on_other_text(finished: Run, tmp_path: Path) -> None:
     other = str(tiny.write_text(tmp_path / "other.jsonl", seed=5))
-    overrides = {"data.validation_rows": 3, "evaluation.copy_rows": 2}
+    overrides = {"data.sequence_length": 48}
     found = numbers(evaluated(finished.folder / "model", dataset=other, overrides=overrides))
     assert [measured["name"] for measured in found["measured"]] == list(LABELS)
     expected = evaluation(finished.folder)

@@ -20,7 +20,8 @@ class DataConfig(Config):
     task: AnyTask = LanguageModelling()
     dataset: str | None = Field(default=None, description="set by --dataset")
     validation_dataset: str | None = Field(
-        default=None, description="held-out text from a source of its own, instead of a share of `dataset`"
+        default=None,
+        description="held-out text or examples from a source of their own, instead of a share of `dataset`",
     )
     format: Literal["auto", "text", "alpaca", "chat", "samsum"] = Field(
         default="auto",
@@ -41,7 +42,15 @@ class DataConfig(Config):
     min_document_tokens: PositiveInt = Field(default=1, description="leave shorter documents out")
     top_esl: PositiveInt | None = Field(
         default=None,
-        description="train on this many documents, those of the largest effective sequence length (LoLCATs eq. 9)",
+        description="train on this many packed rows, those of the largest effective sequence length (LoLCATs eq. 9)",
     )
-    validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="share of the documents held out")
-    validation_rows: PositiveInt = Field(default=64, description="at most this many held-out rows, packed or examples")
+    validation_fraction: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="share of the documents or examples held out; at most a quarter of these choose checkpoints and "
+        "drive schedules, the others are the test, which is measured once, at the end",
+    )
+    validation_rows: PositiveInt = Field(
+        default=64, description="at most this many rows, packed or examples, choose checkpoints; as many are the test"
+    )

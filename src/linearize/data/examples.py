@@ -20,7 +20,7 @@ from linearize.data.labels import Classes, as_number, cell, text_cell, texts
 from linearize.data.packing import Dataset, document_progress
 from linearize.data.rows import IGNORED, Indices, Rows
 from linearize.data.sources import Row, read_rows
-from linearize.data.splits import shuffled, split, without
+from linearize.data.splits import require_enough, shuffled, split, validation_and_test, without
 from linearize.data.tasks import TextClassification, TextEmbedding, TokenClassification
 
 _BATCH = 256  # texts per tokenizer call
@@ -161,7 +161,8 @@ def build_examples(
 ) -> Dataset:
     """Read, tokenise and split the examples of `config.task`, cut to `config.sequence_length` tokens.
 
-    As `data.build_dataset` splits documents; held out are at most `config.validation_rows` examples.
+    As `data.build_dataset` splits documents; at most `config.validation_rows` examples choose checkpoints, and as many
+    are tested on.
 
     Args:
         classes: of the model's head.
@@ -177,18 +178,17 @@ def build_examples(
             "pad_token and the config's pad_token_id, and save both"
         )
     make = make_texts(config.task)
-    train, held_out = split_examples(config, lambda source: _read(source, tokenizer, classes), _key, seed)
-    sides = [make(examples, pad, use_cache) for examples in (train, held_out)]
-    return examples_dataset(sides[0], sides[1])
+    parts = split_examples(config, lambda source: _read(source, tokenizer, classes), _key, seed)
+    return examples_dataset(*(make(examples, pad, use_cache) for examples in parts))
 
 
 def split_examples(
     config: DataConfig, read: Callable[[DataConfig], list[Any]], key: Callable[[Any], bytes], seed: int
-) -> tuple[list[Any], list[Any]]:
-    """What to train on and what is held out, in the orders that the seed gives.
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """What to train on, what chooses checkpoints and what is tested on, in the orders that the seed gives.
 
     Raises:
-        UserError: fewer than two different examples, which is what an interval needs, on the held-out side.
+        UserError: nothing to train on, or fewer to test on than an interval needs.
     """
     everything = read(config)
     if config.validation_dataset is None:
@@ -196,22 +196,17 @@ def split_examples(
     else:
         held_out = read(config.model_copy(update={"dataset": config.validation_dataset, "max_documents": None}))
         train = without(everything, held_out, key)
-    if not train or len(held_out) < 2:
-        raise UserError(
-            f"data: expected examples to train on and at least two held out, found {len(train)} and {len(held_out)}; "
-            "use more data, or set data.validation_dataset"
-        )
-    held_out = shuffled(held_out, f"validation {seed}")[: config.validation_rows]
-    return shuffled(train, f"train {seed}"), held_out
+    if not train:
+        raise UserError("data: expected examples to train on, found none that are not held out; use more data")
+    wanted = config.validation_rows
+    validation, test = validation_and_test(held_out, key, size=lambda _: 1, wanted=wanted, seed=seed)
+    require_enough(len(test := test[:wanted]), "examples")
+    return shuffled(train, f"train {seed}"), validation, test
 
 
-def examples_dataset(train: Rows, validation: Rows) -> Dataset:
+def examples_dataset(train: Rows, validation: Rows, test: Rows) -> Dataset:
     """A dataset of examples that are made or read already."""
-    digest = hashlib.sha256()
-    for tensor in (*train.tensors(), *validation.tensors()):
-        digest.update(f"{tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().numpy().data)
-    return Dataset(train, validation, digest.hexdigest(), (len(train), len(validation)))
+    return Dataset(train, validation, test, (len(train), len(validation), len(test)))
 
 
 def make_texts(task: Any) -> Callable[[Sequence[Example], int, bool | None], Texts]:

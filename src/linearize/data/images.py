@@ -101,9 +101,8 @@ def build_images(config: DataConfig, processor: Any, classes: Classes, *, positi
         UserError: no images, one that cannot be read, or a class that the model does not have.
     """
     read = partial(_read, classes=classes)
-    sides = split_examples(config, read, lambda image: image.digest, seed)
-    train, held_out = (ImageExamples(side, processor, positions) for side in sides)
-    return examples_dataset(train, held_out)
+    parts = split_examples(config, read, lambda image: image.digest, seed)
+    return examples_dataset(*(ImageExamples(part, processor, positions) for part in parts))
 
 
 def decode(data: bytes, where: str) -> Any:

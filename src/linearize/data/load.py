@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from linearize.data.config import DataConfig
 from linearize.data.examples import build_examples
 from linearize.data.images import build_images
 from linearize.data.labels import Classes
-from linearize.data.packing import Dataset, build_dataset
+from linearize.data.packing import Dataset, PackedRows, build_dataset
 from linearize.data.rows import Rows
 from linearize.data.selection import effective_sequence_lengths
 from linearize.data.synthetic import PAD, build_generated
@@ -28,7 +28,6 @@ from linearize.data.tasks import (
     TextEmbedding,
     TokenClassification,
 )
-from linearize.data.templates import TokenDocument
 from linearize.hf.checkpoint import CAUSAL, check_tokens, load_image_processor, load_tokenizer, read_config
 from linearize.hf.teacher import TeacherShape
 
@@ -112,7 +111,7 @@ def load_dataset(
     Args:
         processor: of `load_processor`.
         config: the contents of the model's ``config.json``.
-        load_teacher: gives the model that documents are chosen by; called where `data.top_esl` asks for it.
+        load_teacher: gives the model that rows are chosen by; called where `data.top_esl` asks for it.
 
     Raises:
         UserError: a model that does not fit the task or the tokenizer, no dataset named, rows longer than the model's
@@ -151,9 +150,9 @@ def _longest(data: DataConfig) -> tuple[int, str]:
 def _documents(
     data: DataConfig, seed: int, tokenizer: Any, shape: TeacherShape, classes: Classes, load: Any
 ) -> Dataset:
-    def score(documents: Sequence[TokenDocument]) -> Tensor:
+    def score(rows: PackedRows) -> Tensor:
         assert load is not None
-        return effective_sequence_lengths(load(), documents, data.sequence_length)
+        return effective_sequence_lengths(load(), rows)
 
     return build_dataset(data, tokenizer, seed=seed, score=score if load else None)
 

@@ -1,12 +1,14 @@
-"""Text in, packed rows out: documents are tokenised, split into train and held out, concatenated and cut into rows."""
+"""Text in, packed rows out: documents are tokenised, split in three, concatenated and cut into rows."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -21,7 +23,7 @@ from linearize.base import UserError
 from linearize.data.config import DataConfig
 from linearize.data.rows import IGNORED, Indices, Rows
 from linearize.data.sources import Row, on_disk, read_rows
-from linearize.data.splits import copies, shuffled, split, without
+from linearize.data.splits import ENOUGH, copies, require_enough, shuffled, split, validation_and_test, without
 from linearize.data.templates import TokenDocument, encoder_for
 
 _BATCH = 64  # documents per tokenizer call: enough for its threads, little enough for its memory
@@ -34,12 +36,14 @@ class PackedRows:
 
     `position_ids` restart at 0 at every document start and at every row start. `labels` hold the token at the same
     place (the model shifts them); they are -100 where there is no loss, and wherever `position_ids` is 0, so that no
-    prediction crosses from one document into the next.
+    prediction crosses from one document into the next. `first_document` is the number of the document that each row
+    begins in; None where every row begins with a document of its own.
     """
 
     input_ids: Int64[Tensor, "N L"]
     position_ids: Int64[Tensor, "N L"]
     labels: Int64[Tensor, "N L"]
+    first_document: Int64[Tensor, " N"] | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -56,7 +60,27 @@ class PackedRows:
         return self.labels[:, 1:] != IGNORED
 
     def rows(self, indices: Indices) -> PackedRows:
-        return PackedRows(self.input_ids[indices], self.position_ids[indices], self.labels[indices])
+        first = None if self.first_document is None else self.first_document[indices]
+        kept = self.input_ids[indices], self.position_ids[indices], self.labels[indices]
+        return PackedRows(*kept, first_document=first)
+
+    @property
+    def documents(self) -> Int64[Tensor, "N L"]:
+        """The number of each token's document."""
+        begins = self.position_ids == 0
+        if self.first_document is None:
+            return begins.flatten().cumsum(0).view_as(begins) - 1
+        return self.first_document[:, None] + begins.cumsum(1) - begins[:, :1].long()
+
+    def spread(self, count: int) -> PackedRows:
+        """At most `count` rows, from all documents alike: of each as many as of any other, or all that begin in it."""
+        taken: Counter[int] = Counter()
+        turns = []
+        owner = self.documents[:, 0].tolist()
+        for row in shuffled(range(len(self)), "spread"):
+            turns.append((taken[owner[row]], len(turns), row))
+            taken[owner[row]] += 1
+        return self.rows(sorted(row for *_, row in sorted(turns)[:count]))
 
     def inputs(self) -> dict[str, Any]:
         """Without a mask, the positions tell documents apart; with a cache, they would not."""
@@ -75,20 +99,33 @@ class PackedRows:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows to train on and rows held out, the sha256 of what is in them, and the number of documents on each side.
+    """Rows in three parts, and the number of documents or examples in each.
 
-    `held_out` are the held-out documents as they are before packing, where there are any.
+    Attributes:
+        fingerprint: the sha256 of what is in them.
+        validation: held out: these choose checkpoints, drive schedules and stop early.
+        test: held out: what is measured at the end, and nothing before.
+        test_documents: those of the test as they are before packing, where there are any.
     """
 
     train: Rows
     validation: Rows
-    fingerprint: str
-    documents: tuple[int, int]
-    held_out: tuple[TokenDocument, ...] = ()
+    test: Rows
+    documents: tuple[int, int, int]
+    test_documents: tuple[TokenDocument, ...] = ()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for part in (self.train, self.validation, self.test):
+            for tensor in part.tensors():
+                digest.update(f"{tuple(tensor.shape)}".encode())
+                digest.update(tensor.contiguous().numpy().data)
+        return digest.hexdigest()
 
 
-Score = Callable[[Sequence[TokenDocument]], Float[Tensor, " N"]]
-"""How worthwhile each document is to train on; `linearize.data.selection` has one."""
+Score = Callable[[PackedRows], Float[Tensor, " N"]]
+"""How worthwhile each row is to train on; `linearize.data.selection` has one."""
 
 
 def build_dataset(
@@ -98,29 +135,32 @@ def build_dataset(
 
     `config.validation_fraction` of the documents is held out, whatever the format (the papers hold out the first 200
     rows of Alpaca; a fraction serves any size). Exact duplicates fall on the same side. A source that is one document,
-    repeated or not, is cut: the last `validation_fraction` of its tokens is held out. With a `validation_dataset`, that
-    is held out instead, and training documents that are also in it are left out. It is read whole from disk; from the
-    hub, without the subset of `dataset`, as far as `validation_rows` need it.
+    repeated or not, is cut: the last `validation_fraction` of its tokens is held out, and each of its rows stands for a
+    document. With a `validation_dataset`, that is held out instead, and training documents that are also in it are left
+    out. It is read whole from disk; from the hub, without the subset of `dataset`, as far as `validation_rows` need it.
+    `splits.validation_and_test` says which held-out documents choose checkpoints and which are the test; test rows come
+    from all of its documents alike.
 
     Args:
-        score: of the training documents, the `config.top_esl` with the largest score are kept; held-out ones all are.
+        score: of the training rows, the `config.top_esl` with the largest score are kept; held-out ones all are.
 
     Raises:
         UserError: nothing to read, unreadable or malformed data, a missing column, too few tokens for a row, too few
-            documents to choose from, or nothing to choose by.
+            documents to test on or rows to choose from, or nothing to choose by.
     """
     documents = _read(config, tokenizer, "data.dataset")
     if config.validation_dataset is None:
-        train, validation = _split(documents, config.validation_fraction, seed)
+        train, held_out = _split(documents, config, seed)
     else:
-        validation = _read(_held_out_source(config, config.validation_dataset), tokenizer, "data.validation_dataset")
-        train = without(documents, validation, _digest)
-    return _dataset(_chosen(train, config, score), validation, config, seed)
+        source = _held_out_source(config, config.validation_dataset)
+        held_out = _read(source, tokenizer, "data.validation_dataset", least=2 * ENOUGH)
+        train = without(documents, held_out, _digest)
+    return _dataset(train, held_out, config, seed, score)
 
 
 def dataset_from_documents(
     train_texts: Iterable[str],
-    validation_texts: Iterable[str],
+    held_out_texts: Iterable[str],
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     seed: int,
@@ -130,22 +170,24 @@ def dataset_from_documents(
     `config.max_documents` and `max_tokens` limit the training texts.
 
     Raises:
-        UserError: too few tokens for a row, or `config.top_esl`, for which there is no score here.
+        UserError: too few tokens for a row, too few documents to test on, or `config.top_esl`, for which there is no
+            score here.
     """
 
     def tokenised(texts: Iterable[str], max_tokens: int | None) -> list[TokenDocument]:
         as_text = config.model_copy(update={"format": "text", "max_tokens": max_tokens})
         return list(_tokenised(({as_text.text_column: text} for text in texts), tokenizer, as_text))
 
-    validation = tokenised(validation_texts, None)
-    train = without(tokenised(islice(train_texts, config.max_documents), config.max_tokens), validation, _digest)
-    return _dataset(_chosen(train, config, None), validation, config, seed)
+    held_out = tokenised(held_out_texts, None)
+    train = without(tokenised(islice(train_texts, config.max_documents), config.max_tokens), held_out, _digest)
+    return _dataset(train, held_out, config, seed, None)
 
 
 def pack(documents: Iterable[TokenDocument], sequence_length: int) -> PackedRows:
     """Concatenate the documents and cut them into rows; the tail that does not fill a row is dropped."""
-    documents = list(documents)
-    num_rows = sum(len(document) for document in documents) // sequence_length
+    documents = [document for document in documents if len(document)]
+    ends = torch.tensor([0, *map(len, documents)]).cumsum(0)[1:]
+    num_rows = sum(map(len, documents)) // sequence_length
     shape = (num_rows, sequence_length)
 
     def cut(pieces: Iterable[Tensor]) -> Int64[Tensor, "N L"]:
@@ -160,25 +202,31 @@ def pack(documents: Iterable[TokenDocument], sequence_length: int) -> PackedRows
         input_ids=cut(document.input_ids for document in documents),
         position_ids=positions,
         labels=labels.masked_fill(positions == 0, IGNORED),
+        first_document=torch.searchsorted(ends, torch.arange(num_rows) * sequence_length, right=True),
     )
 
 
-def _dataset(train: list[TokenDocument], validation: list[TokenDocument], config: DataConfig, seed: int) -> Dataset:
+def _dataset(
+    train: list[TokenDocument], held_out: list[TokenDocument], config: DataConfig, seed: int, score: Score | None
+) -> Dataset:
+    wanted = config.validation_rows * config.sequence_length
+    validation, test = validation_and_test(held_out, _digest, size=len, wanted=wanted, seed=seed)
+    require_enough(len(test), "documents")
     train_rows = _rows(shuffled(train, f"train {seed}"), config, "training", "use more data")
-    validation = shuffled(validation, f"validation {seed}")
-    validation_rows = _rows(validation, config, "held-out", "use more data, or hold out more of it").rows(
-        slice(config.validation_rows)
-    )
-    digest = hashlib.sha256()
-    for side, packed in (("training", train_rows), ("held-out", validation_rows)):
-        if not (packed.labels != IGNORED).any():
+    train_rows = _chosen(train_rows, config, score)
+    validation_rows = _rows(validation, config, "held-out", "use more data, or hold out more of it")
+    # The shortest first: one that fills no row of its own then shares a row with its like, not with a long one's.
+    test_rows = pack(sorted(test, key=len), config.sequence_length).spread(config.validation_rows)
+    parts = {"training": train_rows, "held-out": validation_rows.rows(slice(config.validation_rows)), "test": test_rows}
+    for name, part in parts.items():
+        if not (part.labels != IGNORED).any():
             raise UserError(
-                f"data: expected {side} tokens that carry a loss, found none in {packed.num_tokens}; check that the "
+                f"data: expected {name} tokens that carry a loss, found none in {part.num_tokens}; check that the "
                 "rows have outputs or assistant turns, and set a longer data.sequence_length if their prompts fill it"
             )
-        digest.update(f"{tuple(packed.input_ids.shape)}".encode())
-        digest.update(packed.input_ids.contiguous().numpy().data)
-    return Dataset(train_rows, validation_rows, digest.hexdigest(), (len(train), len(validation)), tuple(validation))
+    found = len(test_rows.documents[test_rows.labels != IGNORED].unique())
+    require_enough(found, f"documents in {len(test_rows)} rows", "set a larger data.validation_rows, or use more data")
+    return Dataset(*parts.values(), (len(train), len(validation), len(test)), tuple(test))
 
 
 def _rows(documents: list[TokenDocument], config: DataConfig, side: str, advice: str) -> PackedRows:
@@ -193,31 +241,37 @@ def _rows(documents: list[TokenDocument], config: DataConfig, side: str, advice:
     return packed
 
 
-def _chosen(train: list[TokenDocument], config: DataConfig, score: Score | None) -> list[TokenDocument]:
+def _chosen(rows: PackedRows, config: DataConfig, score: Score | None) -> PackedRows:
     if config.top_esl is None:
-        return train
+        return rows
     if score is None:
         raise UserError(
-            f"data.top_esl: expected a teacher to choose {config.top_esl} documents by, found none; "
+            f"data.top_esl: expected a teacher to choose {config.top_esl} rows by, found none; "
             "give a score, or set data.top_esl=null"
         )
-    if len(train) < config.top_esl:
+    if len(rows) < config.top_esl:
         raise UserError(
-            f"data.top_esl: expected at least {config.top_esl} training documents to choose from, found {len(train)}; "
+            f"data.top_esl: expected at least {config.top_esl} training rows to choose from, found {len(rows)}; "
             "use more data, or set a smaller data.top_esl"
         )
-    # Stable: documents of the same score, such as copies, are chosen in their order.
-    best = score(train).argsort(descending=True, stable=True)[: config.top_esl]
-    return [train[index] for index in sorted(best.tolist())]
+    # Stable: rows of equal score are chosen in their order.
+    best = score(rows).argsort(descending=True, stable=True)[: config.top_esl]
+    return rows.rows(best.sort().values)
 
 
 def _split(
-    documents: list[TokenDocument], fraction: float, seed: int
+    documents: list[TokenDocument], config: DataConfig, seed: int
 ) -> tuple[list[TokenDocument], list[TokenDocument]]:
-    if len(copies(documents, _digest)) == 1:
-        cuts = [document.cut(len(document) - max(1, round(fraction * len(document)))) for document in documents]
-        return [head for head, _ in cuts], [tail for _, tail in cuts]
-    return split(documents, _digest, fraction, seed)
+    if len(copies(documents, _digest)) > 1:
+        return split(documents, _digest, config.validation_fraction, seed)
+    length = len(documents[0])
+    cuts = [document.cut(length - max(1, round(config.validation_fraction * length))) for document in documents]
+    rows, rest = [], cuts[0][1]
+    while len(rest) >= config.sequence_length:
+        row, rest = rest.cut(config.sequence_length)
+        rows.append(row)
+    require_enough(len(rows) - 1, "rows of the only document")  # one at least chooses checkpoints
+    return [head for head, _ in cuts], rows
 
 
 def _digest(document: TokenDocument) -> bytes:
@@ -225,13 +279,13 @@ def _digest(document: TokenDocument) -> bytes:
 
 
 def _held_out_source(config: DataConfig, name: str) -> DataConfig:
-    used = config.validation_rows * config.sequence_length
+    used = 4 * config.validation_rows * config.sequence_length  # of which a quarter chooses checkpoints
     limits = {"max_documents": None, "max_tokens": None if on_disk(name) else used}
     return config.model_copy(update={"dataset": name, "subset": None, **limits})
 
 
-def _read(source: DataConfig, tokenizer: PreTrainedTokenizerBase, field: str) -> list[TokenDocument]:
-    documents = list(_tokenised(islice(read_rows(source), source.max_documents), tokenizer, source))
+def _read(source: DataConfig, tokenizer: PreTrainedTokenizerBase, field: str, least: int = 0) -> list[TokenDocument]:
+    documents = list(_tokenised(islice(read_rows(source), source.max_documents), tokenizer, source, least))
     if not documents:
         shortest = source.min_document_tokens
         raise UserError(
@@ -243,10 +297,15 @@ def _read(source: DataConfig, tokenizer: PreTrainedTokenizerBase, field: str) ->
     return documents
 
 
-def _tokenised(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Iterator[TokenDocument]:
-    """Documents that are long enough, until there are `config.max_tokens` tokens of them; the last one stays whole."""
+def _tokenised(
+    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig, least: int = 0
+) -> Iterator[TokenDocument]:
+    """Documents that are long enough, until there are `config.max_tokens` tokens and `least` of them.
+
+    The last one stays whole.
+    """
     numbered = enumerate(rows, 1)
-    encode, tokens = None, 0
+    encode, tokens, found = None, 0, 0
     with document_progress("tokenising") as advance:
         while batch := list(islice(numbered, _BATCH)):
             encode = encode or encoder_for(batch[0][1].keys(), config)
@@ -254,8 +313,8 @@ def _tokenised(rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, config: 
                 if len(document) < config.min_document_tokens:
                     continue
                 yield document
-                tokens += len(document)
-                if config.max_tokens is not None and tokens >= config.max_tokens:
+                tokens, found = tokens + len(document), found + 1
+                if config.max_tokens is not None and tokens >= config.max_tokens and found >= least:
                     return
             advance(len(batch))
 

@@ -1,12 +1,19 @@
-"""Which items are trained on and which are held out: by a seed, and equal items never on both sides."""
+"""Which items are trained on, which choose checkpoints, and which are tested on: by a seed, no two equal ones apart."""
 
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
+from linearize.base import UserError
+
 Item = TypeVar("Item")
+
+ENOUGH = 16
+"""Documents or examples that a 95 % interval needs, to cover what it says: see `evaluation.perplexity.resample`."""
 
 
 def copies(items: Sequence[Item], key: Callable[[Item], bytes]) -> dict[bytes, list[Item]]:
@@ -33,6 +40,41 @@ def split(
     held_out = held_out or {min(groups, key=lambda name: len(groups[name]))}
     train = [item for name, group in groups.items() if name not in held_out for item in group]
     return train, [item for name, group in groups.items() if name in held_out for item in group]
+
+
+def validation_and_test(
+    held_out: Sequence[Item],
+    key: Callable[[Item], bytes],
+    *,
+    size: Callable[[Item], int],
+    wanted: int,
+    seed: int,
+) -> tuple[list[Item], list[Item]]:
+    """The held-out items that choose checkpoints and drive schedules, and those that are measured once at the end.
+
+    Both in the order that the seed gives. The first side has `wanted` by their sizes together, but no more than a
+    quarter of the items, and leaves `ENOUGH` to the other where there are so many.
+    """
+    items = shuffled(held_out, f"validation {seed}")
+    most = max(1, min(len(items) // 4, len(items) - ENOUGH))
+    count = min(most, 1 + bisect_left(list(accumulate(map(size, items))), wanted))
+    return items[:count], without(items[count:], items[:count], key)
+
+
+MORE_HELD_OUT = "use more data, hold out more of it (data.validation_fraction), or set data.validation_dataset"
+
+
+def require_enough(found: int, what: str, advice: str = MORE_HELD_OUT) -> None:
+    """See that there are enough items to test on.
+
+    Raises:
+        UserError: fewer than `ENOUGH`.
+    """
+    if found < ENOUGH:
+        raise UserError(
+            f"data: expected at least {ENOUGH} held-out {what} to test on, beside those that choose checkpoints, found "
+            f"{found}; {advice}"
+        )
 
 
 def without(items: Sequence[Item], excluded: Sequence[Item], key: Callable[[Item], bytes]) -> list[Item]:

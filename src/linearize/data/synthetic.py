@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice
 from random import Random
 from typing import Any
@@ -17,6 +16,7 @@ from linearize.data.labels import Classes, cell, text_cell
 from linearize.data.packing import Dataset, PackedRows, document_progress
 from linearize.data.rows import IGNORED
 from linearize.data.sources import read_rows
+from linearize.data.splits import require_enough, validation_and_test
 from linearize.data.tasks import AssociativeRecall, ListOps
 from linearize.hf.teacher import TeacherShape
 
@@ -56,9 +56,11 @@ def _recall(config: DataConfig, shape: TeacherShape, classes: Classes, seed: int
             f"data.task: expected a decoder with at least {task.vocabulary_size} tokens (data.task.vocabulary_size), "
             f"found {shape.model_type} with {shape.vocab_size}; use another model"
         )
-    make = partial(recall_rows, task)
-    train = make(task.train_examples, labels=task.labels, seed=f"recall, train {seed}")
-    return examples_dataset(train, make(task.held_out_examples, labels="last", seed=f"recall, held out {seed}"))
+    require_enough(task.held_out_examples, "examples (data.task.held_out_examples)", "set more of them")
+    train = recall_rows(task, task.train_examples, labels=task.labels, seed=f"recall, train {seed}")
+    streams = (f"recall, held out {seed}", f"recall, test {seed}")
+    held_out = (recall_rows(task, task.held_out_examples, labels="last", seed=stream) for stream in streams)
+    return examples_dataset(train, *held_out)
 
 
 # --- ListOps ----------------------------------------------------------------------------------------------------------
@@ -127,25 +129,27 @@ def _listops(config: DataConfig, shape: TeacherShape, classes: Classes, seed: in
             f"data.task: expected a model with at least {len(TOKENS)} tokens and 10 classes, found {shape.vocab_size} "
             f"and {classes.count}; use a config with vocab_size {len(TOKENS)} and num_labels 10"
         )
-    train_count, held_out_count = task.train_examples, task.held_out_examples
+    train_count, count = task.train_examples, task.held_out_examples
     if config.dataset is None:
         made = []
         with document_progress("making expressions") as advance:
-            for example in islice(expressions(task, f"ListOps {seed}"), train_count + held_out_count):
+            for example in islice(expressions(task, f"ListOps {seed}"), train_count + 2 * count):
                 made.append(example)
                 advance(1)
-        train, held_out = made[held_out_count:], made[:held_out_count]
+        validation, train, test = made[:count], made[count : count + train_count], made[count + train_count :]
     else:
         name = config.validation_dataset or config.dataset
-        held_out = list(islice(_read(config.model_copy(update={"dataset": name}), task, classes), held_out_count))
+        held_out = list(islice(_read(config.model_copy(update={"dataset": name}), task, classes), 2 * count))
         excluded = {example.key for example in held_out}
         train = list(islice((x for x in _read(config, task, classes) if x.key not in excluded), train_count))
-    if not train or len(held_out) < 2:
-        raise UserError(
-            f"data.dataset: expected expressions of at most {task.max_length} tokens (data.task.max_length) to train "
-            f"on and at least two held out, found {len(train)} and {len(held_out)}; allow longer ones, or use more data"
-        )
-    return examples_dataset(*(classified_texts(side, PAD, use_cache) for side in (train, held_out)))
+        one_each: dict[str, Any] = {"size": lambda _: 1, "wanted": count, "seed": seed}
+        validation, test = validation_and_test(held_out, lambda example: example.key, **one_each)
+    longest = f"expressions of at most {task.max_length} tokens (data.task.max_length)"
+    advice = "set more data.task.held_out_examples, allow longer ones, or use more data"
+    require_enough(len(test := test[:count]), longest, advice)
+    if not train:
+        raise UserError(f"data.dataset: expected {longest} to train on, found none that are not held out; {advice}")
+    return examples_dataset(*(classified_texts(part, PAD, use_cache) for part in (train, validation, test)))
 
 
 def _read(config: DataConfig, task: ListOps, classes: Classes) -> Iterator[Example]:

@@ -44,7 +44,7 @@ def compared_outputs(model: nn.Module, rows: Rows, *, title: str) -> Float[Tenso
 
 
 def _classifying(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
-    rows = dataset.validation
+    rows = dataset.test
     targets, counts = rows.targets(), rows.target_counts()
     assert targets is not None
     example = torch.arange(len(counts)).repeat_interleave(counts)
@@ -66,7 +66,7 @@ def embeddings(model: nn.Module, rows: Rows, *, title: str) -> Float[Tensor, "N 
 
 def _embedding(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
     assert teacher is not None
-    rows, expected = dataset.validation, embeddings(teacher, dataset.validation, title="embeddings of the teacher")
+    rows, expected = dataset.test, embeddings(teacher, dataset.test, title="embeddings of the teacher")
 
     def answer(model: PreTrainedModel, title: str) -> Answered:
         return Similarities({"cosine": (embeddings(model, rows, title=title) * expected).sum(-1)})
@@ -79,7 +79,7 @@ def _summarising(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrain
     from linearize.evaluation.summaries import summarising
 
     assert isinstance(task, Summarisation)
-    return summarising(task, dataset.held_out, tokenizer)
+    return summarising(task, dataset.test_documents, tokenizer)
 
 
 _ANSWERING: dict[type, Callable[[Any, Dataset, Any, PreTrainedModel | None], Answer]] = {

@@ -134,8 +134,8 @@ def _measured(
     answer = answering(task, dataset, processor, teacher) if task.scores else None
     if not task.language:
         assert answer is not None
-        return measure_task(found, answer, missing=missing, rows=dataset.validation, **scored)
-    rows = dataset.validation
+        return measure_task(found, answer, missing=missing, rows=dataset.test, **scored)
+    rows = dataset.test
     assert isinstance(rows, PackedRows)
     card = measure(
         found,
@@ -263,7 +263,7 @@ def provenance(
         "versions": versions(),
         "seed": recipe.seed,
         "data": dataset.fingerprint,
-        "tokens": dataset.validation.num_tokens,
+        "tokens": dataset.test.num_tokens,
         "device": f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device),
         "seconds": seconds,
     }
