@@ -54,7 +54,11 @@ KINDS: dict[str, Callable[[dict[str, Tensor], tuple[str, ...]], Outcome]] = {
 def _parts(outcome: Outcome) -> dict[str, Tensor]:
     if isinstance(outcome, Similarities):
         return outcome.values
-    names = ("loss", "mask", "position") if isinstance(outcome, TokenLosses) else ("outputs", "labels", "example")
+    names = (
+        ("loss", "mask", "position", "document")
+        if isinstance(outcome, TokenLosses)
+        else ("outputs", "labels", "example")
+    )
     return {name: getattr(outcome, name) for name in names}
 
 

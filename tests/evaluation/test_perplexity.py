@@ -9,22 +9,37 @@ import torch
 
 from linearize.base import UserError
 from linearize.evaluation import perplexity
-from linearize.evaluation.perplexity import Quality, TokenLosses, bootstrap, paired_difference, token_losses
+from linearize.evaluation.perplexity import (
+    Interval,
+    Quality,
+    TokenLosses,
+    bootstrap,
+    paired_difference,
+    resample,
+    token_losses,
+)
 from tests.evaluation.fakes import Fake, packed
 
 
-def synthetic(num_rows: int, *, row_spread: float, seed: int, length: int = 20) -> TokenLosses:
-    """Losses around 3.0 with a part that is shared by all tokens of a row."""
+def synthetic(documents: int, *, spread: float, seed: int, length: int = 20, rows_each: int = 1) -> TokenLosses:
+    """Losses around 3.0 with a part that is shared by all tokens of a document, which fills some rows."""
     generator = torch.Generator().manual_seed(seed)
-    shared = row_spread * torch.randn(num_rows, 1, generator=generator)
-    loss = 3.0 + shared + 0.5 * torch.randn(num_rows, length, generator=generator)
-    return TokenLosses(loss, torch.ones_like(loss, dtype=torch.bool), torch.arange(length).expand(num_rows, -1))
+    document = torch.arange(documents).repeat_interleave(rows_each)[:, None].expand(-1, length)
+    shared = spread * torch.randn(documents, generator=generator)
+    loss = 3.0 + shared[document] + 0.5 * torch.randn(document.shape, generator=generator)
+    mask = torch.ones_like(loss, dtype=torch.bool)
+    return TokenLosses(loss, mask, torch.arange(length).expand(len(loss), -1), document)
+
+
+def covers(found: list[Interval]) -> float:
+    """How often an interval holds the true mean of `synthetic`."""
+    return sum(interval.low <= 3.0 <= interval.high for interval in found) / len(found)
 
 
 def test_uniform_logits_cost_log_vocabulary() -> None:
-    losses = token_losses(Fake(), packed([[16], [10, 6]]), batch_size=2)
-    assert losses.mask.sum() == 15 + 9 + 5
-    torch.testing.assert_close(losses.loss[losses.mask], torch.full((29,), math.log(50)))
+    losses = token_losses(Fake(), packed([[16], [10, 6]] * 6), batch_size=2)
+    assert losses.mask.sum() == 6 * (15 + 9 + 5) and losses.documents == 18
+    torch.testing.assert_close(losses.loss[losses.mask], torch.full((6 * 29,), math.log(50)))
     quality = Quality.of(losses, window_size=8)
     assert quality.loss.mean == pytest.approx(math.log(50), abs=1e-6)
     assert quality.loss.high - quality.loss.low == pytest.approx(0, abs=1e-6)
@@ -62,11 +77,11 @@ def test_batch_size_and_chunking_do_not_matter(llama, monkeypatch) -> None:
 
 
 def test_unlabelled_tokens_do_not_count() -> None:
-    rows = packed([[16], [16]])
+    rows = packed([[16]] * 16)
     rows.labels[:, 1:9] = -100
     losses = token_losses(Fake(), rows, batch_size=2)
-    assert losses.mask.sum() == 2 * 7 and (losses.loss[~losses.mask] == 0).all()
-    assert Quality.of(losses, 4).tokens == 14
+    assert losses.mask.sum() == 16 * 7 and (losses.loss[~losses.mask] == 0).all()
+    assert Quality.of(losses, 4).tokens == 16 * 7
 
 
 def test_first_token_of_a_row_never_counts() -> None:
@@ -89,7 +104,7 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
 
 
 def test_beyond_reads_positions_within_documents() -> None:
-    losses = token_losses(Fake(), packed([[20], [6, 14], [10, 10]]), batch_size=3)
+    losses = token_losses(Fake(), packed([[20], [6, 14], [10, 10]] * 4), batch_size=3)
     beyond = losses.beyond(8).mask
     # Position 8 is predicted by the query at 7, which sees all of its 8 keys.
     assert beyond[0].tolist() == [False] * 9 + [True] * 11
@@ -97,20 +112,39 @@ def test_beyond_reads_positions_within_documents() -> None:
     assert beyond[2].tolist() == ([False] * 9 + [True]) * 2
     assert losses.beyond(0).mask.equal(losses.mask)  # the first token of a document is never predicted
     quality = Quality.of(losses, 8)
-    assert (quality.tokens, quality.tokens_beyond) == (19 + 18 + 18, 11 + 5 + 2)
+    assert (quality.tokens, quality.tokens_beyond) == (4 * (19 + 18 + 18), 4 * (11 + 5 + 2))
+    assert (quality.documents, quality.documents_beyond) == (20, 16)
 
 
-def test_quality_is_weighted_by_tokens() -> None:
-    loss = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, 5.0, 9.0, 9.0]])
-    mask = torch.tensor([[False, True, True, True], [False, True, False, False]])
-    losses = TokenLosses(loss, mask, torch.arange(4).expand(2, -1))
-    assert bootstrap(losses).mean == 2.0  # (1 + 1 + 1 + 5) / 4, not the mean of the rows' means
-    assert bootstrap(losses).low == 1.0 and bootstrap(losses).high == 5.0
+def uneven() -> TokenLosses:
+    """16 documents of 3 tokens at a loss of 1, and 16 of one token at 5."""
+    mask = torch.tensor([[False, True, True, True]] * 16 + [[False, True, False, False]] * 16)
+    loss = torch.tensor([1.0] * 16 + [5.0] * 16)[:, None].expand(-1, 4).contiguous()
+    return TokenLosses(loss, mask, torch.arange(4).expand(32, -1), torch.arange(32)[:, None].expand(-1, 4))
+
+
+def test_means_and_their_resamples_are_weighted_by_tokens() -> None:
+    """(3 a + 5 b) / (3 a + b) with a of one kind drawn and b of the other, not the mean of the documents' means."""
+    losses, samples = uneven(), 200
+    (mean,), draws = resample([losses.totals()], samples=samples, seed=3)
+    assert float(mean) == bootstrap(losses).mean == 2.0
+    generator = torch.Generator().manual_seed(3)
+    for draw in draws[:, 0].tolist():
+        short = int((torch.randint(32, (32,), generator=generator) >= 16).sum())
+        assert draw == pytest.approx((3 * (32 - short) + 5 * short) / (3 * (32 - short) + short))
+
+
+def test_a_document_counts_once_however_many_rows_it_spans() -> None:
+    whole = synthetic(40, spread=1.0, seed=0, length=60)
+    in_rows = TokenLosses(*(getattr(whole, name).reshape(120, 20) for name in ("loss", "mask", "position", "document")))
+    assert in_rows.documents == whole.documents == 40 and bootstrap(in_rows) == bootstrap(whole)
+    shared = replace(in_rows, document=in_rows.document // 2)
+    assert shared.documents == 20 and bootstrap(shared).mean == pytest.approx(bootstrap(whole).mean)
 
 
 @pytest.mark.parametrize(
     ("documents", "tokens_beyond", "reason"),
-    [([[8, 8], [8, 8]], 0, "no token stands more than 8"), ([[16], [8, 8]], 7, "only one sequence")],
+    [([[8, 8]] * 8, 0, "no token stands more than 8"), ([[16]] * 3 + [[8, 8]] * 8, 21, "3 documents have tokens more")],
 )
 def test_no_interval_beyond_the_window_says_why(documents, tokens_beyond, reason) -> None:
     quality = Quality.of(token_losses(Fake(), packed(documents), batch_size=2), 8)
@@ -119,32 +153,41 @@ def test_no_interval_beyond_the_window_says_why(documents, tokens_beyond, reason
     json.dumps(quality.to_json(), allow_nan=False)
 
 
-def test_one_sequence_is_too_little_for_an_interval() -> None:
-    with pytest.raises(UserError, match="at least 2 sequences"):
-        bootstrap(token_losses(Fake(), packed([[8]]), batch_size=1))
+def test_few_documents_are_too_little_for_an_interval() -> None:
+    """What percentiles promise of them does not hold: two contain the truth every second time."""
+    with pytest.raises(UserError, match=r"expected at least 16 documents or examples, .* found 15"):
+        bootstrap(synthetic(15, spread=1.0, seed=0, rows_each=4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(perplexity, "ENOUGH", 2)
+        two = [bootstrap(synthetic(2, spread=1.0, seed=seed), samples=200) for seed in range(200)]
+    assert covers(two) < 0.6
 
 
-def test_interval_covers_the_truth_about_95_times_in_100() -> None:
-    intervals = [bootstrap(synthetic(60, row_spread=1.0, seed=seed), samples=400) for seed in range(150)]
-    coverage = sum(i.low <= 3.0 <= i.high for i in intervals) / len(intervals)
-    assert 0.88 <= coverage <= 0.99
-    # Drawing tokens instead of rows would promise far too much: 1 / sqrt(60 * 20) instead of 1 / sqrt(60).
-    width = sum(i.high - i.low for i in intervals) / len(intervals)
+def test_intervals_cover_the_truth_where_rows_would_not() -> None:
+    """With the fewest documents that are allowed, each of eight rows."""
+    found = [synthetic(16, spread=1.0, seed=seed, rows_each=8) for seed in range(200)]
+    assert covers([bootstrap(losses, samples=400) for losses in found]) >= 0.87
+    by_row = [replace(x, document=torch.arange(128)[:, None].expand(-1, 20)) for x in found]
+    assert covers([bootstrap(losses, samples=400) for losses in by_row]) < 0.6
+    many = [bootstrap(synthetic(60, spread=1.0, seed=seed), samples=400) for seed in range(150)]
+    assert 0.88 <= covers(many) <= 0.99
+    # Drawing tokens instead of documents would promise far too much: 1 / sqrt(60 * 20) instead of 1 / sqrt(60).
+    width = sum(i.high - i.low for i in many) / len(many)
     assert width == pytest.approx(2 * 1.96 * math.sqrt((1 + 0.25 / 20) / 60), rel=0.1)
 
 
 def test_same_seed_same_interval() -> None:
-    losses = synthetic(30, row_spread=1.0, seed=0)
+    losses = synthetic(30, spread=1.0, seed=0)
     assert bootstrap(losses, seed=1) == bootstrap(losses, seed=1) != bootstrap(losses, seed=2)
 
 
 def test_a_model_against_itself_differs_by_exactly_zero(llama) -> None:
-    losses = token_losses(llama, packed([[30], [12, 18], [30]]), batch_size=2)
+    losses = token_losses(llama, packed([[30], [12, 18], [30]] * 5), batch_size=2)
     assert asdict(paired_difference(losses, losses)) == {"mean": 0.0, "low": 0.0, "high": 0.0}
 
 
 def test_pairing_cancels_what_is_hard_for_both() -> None:
-    a = synthetic(40, row_spread=2.0, seed=0)
+    a = synthetic(40, spread=2.0, seed=0)
     b = replace(a, loss=a.loss - 0.01)
     difference, single = paired_difference(a, b), bootstrap(a)
     assert difference.mean == pytest.approx(0.01, abs=1e-6)
@@ -153,6 +196,6 @@ def test_pairing_cancels_what_is_hard_for_both() -> None:
 
 
 def test_difference_of_other_tokens_is_refused() -> None:
-    a = synthetic(40, row_spread=2.0, seed=0)
+    a = synthetic(40, spread=2.0, seed=0)
     with pytest.raises(ValueError, match="same rows"):
         paired_difference(a, a.beyond(4))

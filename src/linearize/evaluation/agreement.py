@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from linearize.base import UserError
 from linearize.data.packing import PackedRows
 from linearize.data.rows import IGNORED, inference
+from linearize.data.splits import ENOUGH
 from linearize.evaluation.perplexity import Interval, TokenLosses, Totals, require_same_tokens, resample
 
 _CHUNK_ELEMENTS = 2**24  # most fp32 numbers at a time beside the models' own logits: 64 MiB
@@ -51,6 +52,7 @@ class Agreement:
     top1_beyond: Interval | None
     kl_beyond: Interval | None
     tokens: int
+    documents: int
 
     def to_json(self) -> dict[str, Any]:
         """The section `agreement`, plain data."""
@@ -73,7 +75,7 @@ def logit_agreement(
     that is held. Divergences are computed in fp32.
 
     Raises:
-        UserError: the vocabularies differ in size, or fewer than two rows hold predicted tokens.
+        UserError: the vocabularies differ in size, or too few documents hold predicted tokens.
         FloatingPointError: a divergence is not a finite number.
     """
     mask = (rows.labels != IGNORED).cpu()
@@ -84,7 +86,8 @@ def logit_agreement(
         splits = torch.arange(len(mask)).split(batch_size)
         for index in track(splits, "agreement", console=console, transient=True, disable=not console.is_terminal):
             batches.append(_compare(_logits(teacher, rows, index), _logits(student, rows, index), mask[index]))
-    measured = [TokenLosses(x, mask, rows.position_ids.cpu()) for x in torch.cat(batches, dim=1)]
+    about = mask, rows.position_ids.cpu(), rows.documents.cpu()
+    measured = [TokenLosses(x, *about) for x in torch.cat(batches, dim=1)]
     if bad := int((~torch.stack([x.loss for x in measured]).isfinite().all(dim=0)).sum()):
         raise FloatingPointError(f"agreement: the divergence of {bad} of {int(mask.sum())} tokens is not finite")
     top1, kl, reverse_kl = _intervals([x.totals() for x in measured], samples=samples, seed=seed)
@@ -92,7 +95,8 @@ def logit_agreement(
     if measured[0].beyond_missing(window_size) is None:
         beyond = [x.beyond(window_size).totals() for x in measured[:2]]
         top1_beyond, kl_beyond = _intervals(beyond, samples=samples, seed=seed)
-    return Agreement(top1, kl, reverse_kl, top1_beyond, kl_beyond, tokens=int(mask.sum()))
+    counts = {"tokens": int(mask.sum()), "documents": measured[0].documents}
+    return Agreement(top1, kl, reverse_kl, top1_beyond, kl_beyond, **counts)
 
 
 def _intervals(columns: list[Totals], *, samples: int = 1000, seed: int = 0) -> list[Interval]:
@@ -156,7 +160,7 @@ def _log_probabilities(
 class PositionLosses:
     """Mean loss by position in the document. Bin i holds the positions from edges[i] to edges[i + 1] - 1.
 
-    None where fewer than two rows hold tokens of a bin. So it always is in the first one: nothing predicts position 0.
+    None where too few documents hold tokens of a bin. So it always is in the first one: nothing predicts position 0.
     """
 
     edges: list[int]
@@ -181,10 +185,10 @@ def loss_by_position(losses: Mapping[str, TokenLosses], *, samples: int = 200, s
     edges = [0, *(2**i for i in range(longest.bit_length())), longest + 1]
     result: dict[str, list[Interval | None]] = {name: [] for name in losses}
     for start, stop in pairwise(edges):
-        mask = first.mask & (first.position >= start) & (first.position < stop)
+        chosen = (first.position >= start) & (first.position < stop)
         found: list[Interval | None] = [None] * len(losses)
-        if mask.any(dim=1).sum() >= 2:
-            columns = [TokenLosses(x.loss, mask, x.position).totals() for x in losses.values()]
+        if first.where(chosen).documents >= ENOUGH:
+            columns = [x.where(chosen).totals() for x in losses.values()]
             found = [*_intervals(columns, samples=samples, seed=seed)]
         for name, interval in zip(losses, found, strict=True):
             result[name].append(interval)
@@ -246,10 +250,10 @@ def generation_agreement(
         shown: how many of them come back as text.
 
     Raises:
-        UserError: fewer than two documents have `prompt_length` + `new_tokens` tokens in one row.
+        UserError: too few documents have `prompt_length` + `new_tokens` tokens in one row.
     """
-    if prompts < 2:
-        raise UserError(f"generations: expected at least 2 prompts, found {prompts}; use more")
+    if prompts < ENOUGH:
+        raise UserError(f"generations: expected at least {ENOUGH} prompts, found {prompts}; use more")
     texts = _beginnings(rows, prompt_length + new_tokens, prompts, seed)
     prompt, reference = texts[:, :prompt_length], texts[:, prompt_length:]
     ends = _ends(teacher)
@@ -284,11 +288,11 @@ def _beginnings(rows: PackedRows, length: int, count: int, seed: int) -> Int[Ten
     following = torch.cat([start[1:], torch.tensor([rows.input_ids.numel()])])
     size = torch.minimum(following, end_of_row) - start
     enough = start[size >= length]
-    if len(enough) < 2:
+    if len(enough) < ENOUGH:
         longest = int(size.max()) if len(size) else 0
         raise UserError(
-            f"generations: expected at least 2 held-out documents of {length} tokens (prompt and continuation) in one "
-            f"row, found {len(enough)}, the longest document has {longest}; use longer documents and a longer "
+            f"generations: expected at least {ENOUGH} held-out documents of {length} tokens (prompt and continuation) "
+            f"in one row, found {len(enough)}, the longest document has {longest}; use longer documents and a longer "
             "data.sequence_length, or shorter prompts and continuations"
         )
     order = torch.randperm(len(enough), generator=torch.Generator().manual_seed(seed))

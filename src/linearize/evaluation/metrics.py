@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from linearize.base import UserError
+from linearize.evaluation.perplexity import resamples
 
 Score = Callable[["Predictions", Tensor], float]
 
@@ -163,18 +163,14 @@ def bootstrapped(
 
     Raises:
         ValueError: the models have not answered as many examples, or have other metrics.
-        UserError: fewer than two examples.
+        UserError: too few examples (`perplexity.resamples`).
     """
     if len({(len(given), given.metrics) for given in answered.values()}) != 1:
         found = ", ".join(f"{name}: {len(given)} ({', '.join(given.metrics)})" for name, given in answered.items())
         raise ValueError(f"expected answers of all models to the same examples, found {found or 'none'}")
     size = len(next(iter(answered.values())))
-    if size < 2:
-        raise UserError(f"evaluation data: expected at least 2 held-out examples, found {size}; give more")
-    generator = torch.Generator().manual_seed(seed)
     draws: dict[str, list[dict[str, float]]] = {name: [] for name in answered}
-    for _ in range(samples):
-        index = torch.randint(size, (size,), generator=generator)
+    for index in resamples(size, samples=samples, seed=seed):
         for name, given in answered.items():
             draws[name].append(given.scores(index))
     return {

@@ -81,7 +81,7 @@ def measure_path_usage(
         seed: draws the rows and the bootstrap's `samples`.
 
     Raises:
-        UserError: a model without converted layers, an encoder, or fewer than two rows with predicted tokens.
+        UserError: a model without converted layers, an encoder, or too few documents with predicted tokens.
     """
     if not all(layer.mixer.causal for layer in linearized_layers(student).values()):
         raise UserError(f"model: expected a decoder, found {type(student).__name__}, whose mixers have no window")

@@ -1,25 +1,25 @@
 """Loss per token, and its mean with an interval that says how much of the number is luck of the draw.
 
-Axes: N rows (packed sequences), L tokens per row, B rows per forward pass, V vocabulary, C quantities measured on the
-same rows, S bootstrap resamples. Losses are in nats per token; perplexity is e^loss.
+Axes: N rows (packed sequences), L tokens per row, B rows per forward pass, V vocabulary, D documents (or whatever else
+is independent of each other: examples, trials), C quantities measured on the same documents, S bootstrap resamples.
+Losses are in nats per token; perplexity is e^loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
-from linearize.base import UserError
+from linearize.base import UserError, progress
 from linearize.data.packing import PackedRows
 from linearize.data.rows import IGNORED, inference
+from linearize.data.splits import ENOUGH
 
 _CHUNK_ELEMENTS = 2**24  # largest fp32 copy of logits at a time: 64 MiB
 
@@ -31,30 +31,44 @@ class TokenLosses:
     loss: Float[Tensor, "N L"]  # finite everywhere; counts only where the mask is True
     mask: Bool[Tensor, "N L"]
     position: Int[Tensor, "N L"]  # of token t in its document, 0-based
+    document: Int[Tensor, "N L"]  # a number of token t's document; one that spans rows has the same in all
+
+    def where(self, chosen: Bool[Tensor, "N L"]) -> TokenLosses:
+        """These tokens alone."""
+        return replace(self, mask=self.mask & chosen)
 
     def beyond(self, window_size: int) -> TokenLosses:
         """Only tokens whose query has keys beyond the window: the query that predicts position p stands at p - 1."""
-        return TokenLosses(self.loss, self.mask & (self.position > window_size), self.position)
+        return self.where(self.position > window_size)
 
     def beyond_missing(self, window_size: int) -> str | None:
         """Why there is no interval beyond the window, or None where there is one."""
-        rows = int(self.beyond(window_size).mask.any(dim=1).sum())
-        reasons = {
-            0: f"no token stands more than {window_size} tokens into its document",
-            1: f"only one sequence has tokens more than {window_size} into a document, and an interval needs two",
-        }
-        return reasons.get(rows)
+        found = self.beyond(window_size).documents
+        if found >= ENOUGH:
+            return None
+        if not found:
+            return f"no token stands more than {window_size} tokens into its document"
+        return f"{found} documents have tokens more than {window_size} into them, and an interval needs {ENOUGH}"
+
+    @property
+    def documents(self) -> int:
+        """How many documents have a token that counts."""
+        return len(self.document[self.mask].unique())
 
     def totals(self) -> Totals:
-        return Totals(torch.where(self.mask, self.loss, 0).double().sum(dim=1), self.mask.sum(dim=1).double())
+        """Sums over each document."""
+        numbers, place = self.document.unique(return_inverse=True)
+        place, mask = place.flatten(), self.mask.flatten().double()
+        loss = torch.where(self.mask, self.loss, 0).flatten().double()
+        return Totals(*(torch.zeros(len(numbers)).double().index_add_(0, place, x) for x in (loss, mask)))
 
 
 @dataclass(frozen=True)
 class Totals:
-    """One quantity over rows: its sum and how many tokens it sums over."""
+    """One quantity by document: its sum and how many tokens it sums over."""
 
-    sum: Float[Tensor, " N"]
-    count: Float[Tensor, " N"]
+    sum: Float[Tensor, " D"]
+    count: Float[Tensor, " D"]
 
 
 @dataclass(frozen=True)
@@ -73,12 +87,18 @@ class Interval:
 
 @dataclass(frozen=True)
 class Quality:
-    """Held-out loss over all tokens, and over those that stand beyond the window (None where `beyond_missing`)."""
+    """Held-out loss over all tokens, and over those that stand beyond the window (None where `beyond_missing`).
+
+    Attributes:
+        documents, documents_beyond: how many the intervals rest on.
+    """
 
     loss: Interval
     beyond: Interval | None
     tokens: int
     tokens_beyond: int
+    documents: int
+    documents_beyond: int
     beyond_missing: str | None
 
     @classmethod
@@ -89,6 +109,8 @@ class Quality:
             beyond=None if missing else bootstrap(beyond, samples=samples, seed=seed),
             tokens=int(losses.mask.sum()),
             tokens_beyond=int(beyond.mask.sum()),
+            documents=losses.documents,
+            documents_beyond=beyond.documents,
             beyond_missing=missing,
         )
 
@@ -103,10 +125,9 @@ def token_losses(model: nn.Module, rows: PackedRows, *, batch_size: int, title: 
         FloatingPointError: a predicted token's loss is not a finite number.
     """
     batches = []
-    console = Console(stderr=True)
     with inference(model) as device:
         splits = torch.arange(len(rows.input_ids)).split(batch_size)
-        for index in track(splits, title, console=console, transient=True, disable=not console.is_terminal):
+        for index in progress(splits, title):
             input_ids, position_ids = rows.input_ids[index].to(device), rows.position_ids[index].to(device)
             # No attention mask: Hugging Face models then read the document boundaries off the positions.
             logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
@@ -116,7 +137,7 @@ def token_losses(model: nn.Module, rows: PackedRows, *, batch_size: int, title: 
     mask[:, 0] = False  # nothing stands before the first token
     if bad := int((~loss.isfinite()).sum()):
         raise FloatingPointError(f"{title}: the loss of {bad} of {int(mask.sum())} tokens is not a finite number")
-    return TokenLosses(loss, mask, rows.position_ids.cpu())
+    return TokenLosses(loss, mask, rows.position_ids.cpu(), rows.documents.cpu())
 
 
 def _cross_entropy(logits: Float[Tensor, "B L V"], labels: Int[Tensor, "B L"]) -> Float[Tensor, "B L"]:
@@ -136,32 +157,47 @@ def _cross_entropy(logits: Float[Tensor, "B L V"], labels: Int[Tensor, "B L"]) -
 def resample(
     columns: Sequence[Totals], *, samples: int = 1000, seed: int = 0
 ) -> tuple[Float[Tensor, " C"], Float[Tensor, "S C"]]:
-    """Token-weighted means of each column, and the same under `samples` resamples of the rows, shared by all columns.
+    """Token-weighted means of each column, and the same under `samples` resamples, shared by all columns.
 
-    Rows, not tokens, are drawn: tokens of one text are not independent of each other.
+    Documents, not tokens or rows, are drawn: tokens of one text are not independent of each other.
 
     Raises:
-        UserError: fewer than two rows hold tokens of every column.
+        UserError: too few documents hold tokens of every column (`resamples`).
     """
     total, count = torch.stack([c.sum for c in columns]), torch.stack([c.count for c in columns])
     used = (count > 0).all(dim=0)
     total, count = total[:, used], count[:, used]
-    num_rows = total.shape[1]
-    if num_rows < 2:
-        raise UserError(
-            f"evaluation data: expected at least 2 sequences with predicted tokens, found {num_rows}; "
-            "give more text, or use shorter sequences"
-        )
-    generator = torch.Generator().manual_seed(seed)
-    draws = []
-    for _ in range(samples):
-        index = torch.randint(num_rows, (num_rows,), generator=generator)
-        draws.append(total[:, index].sum(dim=1) / count[:, index].sum(dim=1))
+    drawn = resamples(total.shape[1], samples=samples, seed=seed)
+    draws = [total[:, index].sum(dim=1) / count[:, index].sum(dim=1) for index in drawn]
     return total.sum(dim=1) / count.sum(dim=1), torch.stack(draws)
 
 
+def resamples(count: int, *, samples: int, seed: int) -> Iterator[Int[Tensor, " D"]]:
+    """Which of `count` documents are drawn, with replacement, each time.
+
+    The percentiles of few draws promise too much. How often intervals of 95 % held the true mean, in 3,000 simulated
+    sets of documents with normal means (standard deviation 1), all of one length, or of lengths with a log-normal
+    spread of 1; and in sets of exponential means:
+
+        documents     2     4     8    10    12    16    20    30
+        one length  50 %  80 %  88 %  90 %  91 %  92 %  92 %  93 %
+        unequal     49 %  79 %  86 %  87 %  88 %  90 %  90 %  91 %
+        skewed      47 %  76 %  84 %  87 %  87 %  90 %  91 %  92 %
+
+    Raises:
+        UserError: fewer than `splits.ENOUGH`, 16, from where on they hold it about 90 % of the time.
+    """
+    if count < ENOUGH:
+        raise UserError(
+            f"evaluation data: expected at least {ENOUGH} documents or examples, which an interval needs, found "
+            f"{count}; give more of them"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randint(count, (count,), generator=generator) for _ in range(samples))
+
+
 def bootstrap(losses: TokenLosses, *, samples: int = 1000, seed: int = 0) -> Interval:
-    """Mean loss per token, with its interval over resampled rows."""
+    """Mean loss per token, with its interval over resampled documents."""
     mean, draws = resample([losses.totals()], samples=samples, seed=seed)
     return Interval.of(mean[0], draws[:, 0])
 
@@ -176,5 +212,6 @@ def paired_difference(a: TokenLosses, b: TokenLosses, *, samples: int = 1000, se
 def require_same_tokens(*losses: TokenLosses) -> None:
     """Raises ValueError unless all were measured on the same tokens of the same rows."""
     first = losses[0]
-    if not all(torch.equal(first.mask, x.mask) and torch.equal(first.position, x.position) for x in losses):
+    parts = ("mask", "position", "document")
+    if not all(torch.equal(getattr(first, part), getattr(x, part)) for x in losses for part in parts):
         raise ValueError("losses can only be compared where they were measured on the same rows")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from linearize.data.packing import PackedRows
 from linearize.data.rows import Rows
+from linearize.data.splits import ENOUGH
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,8 @@ class Sample:
 
 
 def spread_rows(rows: PackedRows, max_tokens: int) -> PackedRows:
-    """As many rows as hold `max_tokens` tokens together, evenly spaced; at least two, which an interval needs."""
-    count = min(len(rows), max(2, max_tokens // rows.input_ids.shape[1]))
-    return rows.rows(torch.linspace(0, len(rows) - 1, count).round().long())
+    """As many rows as hold `max_tokens` tokens together, of all documents alike; at least what an interval needs."""
+    return rows.spread(max(ENOUGH, max_tokens // rows.input_ids.shape[1]))
 
 
 def sample_rows(rows: Rows, max_tokens: int, seed: int) -> Sample:

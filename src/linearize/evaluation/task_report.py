@@ -19,7 +19,7 @@ from linearize.evaluation.candidates import BATCH_SIZE, LABELS, Candidate
 from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.metrics import Answered, bootstrapped, title
-from linearize.evaluation.perplexity import Interval
+from linearize.evaluation.perplexity import Interval, Totals, resample
 from linearize.evaluation.tables import markdown_table, terminal_table
 
 OTHERS = ("teacher", "teacher_lora", "window_lora", "ablated")  # what the student is compared with, where at hand
@@ -182,7 +182,7 @@ def measure_task(
         rows: held-out inputs on which to look at the heads; none are looked at without.
 
     Raises:
-        UserError: fewer than two examples.
+        UserError: too few examples.
     """
     report = score_task(candidates, answer, task=task, description=description, config=config, seed=seed)
     fidelity, reasons = None, {}
@@ -250,9 +250,8 @@ def _agreement(answered: Mapping[str, Answered], name: str, samples: int, seed: 
     alike = answered[name].agreement(answered["teacher"])
     if alike is None:
         return None
-    alike, generator = alike.double(), torch.Generator().manual_seed(seed)
-    index = [torch.randint(len(alike), (len(alike),), generator=generator) for _ in range(samples)]
-    return Interval.of(alike.mean(), torch.stack([alike[drawn].mean() for drawn in index]))
+    mean, draws = resample([Totals(alike.double(), torch.ones(len(alike)).double())], samples=samples, seed=seed)
+    return Interval.of(mean[0], draws[:, 0])
 
 
 Scores = Mapping[str, Mapping[str, float]]
