@@ -184,6 +184,37 @@ def test_all_weights(tmp_path: Path, dtype: torch.dtype) -> None:
     assert not changed(loaded, tiny.snapshot(student))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"mixers": True}, {"lora": None, "all_weights": True}],
+    ids=["adapters", "adapters and mixers", "all weights"],
+)
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
+def test_what_raises_leaves_the_model_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], stop: type[BaseException]
+) -> None:
+    student = linearize.convert(tiny.llama(), tiny.recipe()).eval()
+    before, shared = tiny.snapshot(student), {name: p.data_ptr() for name, p in student.named_parameters()}
+    backward, steps = OutputObjective.backward, []
+
+    def stopped(self: OutputObjective, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+        if len(steps) == 2:
+            raise stop("in the middle")
+        steps.append(step)
+        return backward(self, micro_batches, step)
+
+    monkeypatch.setattr(OutputObjective, "backward", stopped)
+    with pytest.raises(stop):
+        tune(student, tmp_path / "stage", config(**fields))
+    assert not changed(student, before) and shared == {name: p.data_ptr() for name, p in student.named_parameters()}
+    assert not student.training and not any(p.requires_grad for p in student.parameters())
+    student.save_pretrained(tmp_path / "saved")
+    assert not [name for name in load_file(tmp_path / "saved" / "model.safetensors") if "lora" in name]
+    with pytest.raises(UserError, match=r"expected a finished stage, found no trained\.safetensors"):
+        load_finetuned(student, config(**fields), tmp_path / "stage")
+    assert not changed(student, before)
+
+
 def test_nothing_to_train_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"finetune: expected weights to train.*finetune\.lora"):
         tune(tiny.llama(), tmp_path, config(lora=None, mixers=True))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,63 +38,70 @@ def finetune(
 
     What is not trained is frozen. Weights that change are copied first, so a teacher that shares its storage with
     `model` stays as it is. With `all_weights`, a model in half precision computes in it (autocast), while the weights
-    that train, and their updates, are fp32; at the end they are rounded.
+    that train, and their updates, are fp32; at the end they are rounded. After an exception the model is what it was:
+    the adapters are gone, and all weights are as before.
 
     Args:
         teacher: whose outputs `config.loss` compares with; None where it compares with none.
     """
-    prepared = _Prepared(model, config, seed)
-    objective = OutputObjective(prepared.module, config, teacher, prepared.autocast)
-    result = train(objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title=title)
-    prepared.finish()
-    return result
+    with _prepared(model, config, seed) as (module, autocast):
+        objective = OutputObjective(module, config, teacher, autocast)
+        return train(objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title=title)
 
 
 def load_finetuned(model: PreTrainedModel, config: FinetuneConfig, output_dir: Path) -> None:
     """Load what a finished stage trained into `model`, in place."""
-    prepared = _Prepared(model, config, seed=0)
-    load_trained([_unit(prepared.module)], output_dir)
-    prepared.finish()
+    with _prepared(model, config, seed=0) as (module, _):
+        load_trained([_unit(module)], output_dir)
 
 
-class _Prepared:
-    """A model in which what the config names, and nothing else, can be trained.
+@contextmanager
+def _prepared(
+    model: PreTrainedModel, config: FinetuneConfig, seed: int
+) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
+    """Within, what the config names, and nothing else, can be trained: copies of weights, and adapters.
 
-    Attributes:
-        module: the model to train: with adapters, where there are any.
-        autocast: the dtype to compute in, where it is not that of the weights.
+    Yields the model to train, with adapters where there are any, and the dtype to compute in where it is not that of
+    the weights. At the end adapters are merged and dtypes are as they were; after an exception, so is all the rest.
     """
-
-    def __init__(self, model: PreTrainedModel, config: FinetuneConfig, seed: int) -> None:
-        self._model, self._config, self._dtypes = model, config, {}
-        self.autocast: torch.dtype | None = None
+    if config.all_weights and getattr(model, "is_quantized", False):
+        raise UserError(
+            "finetune.all_weights: expected a model that is not quantized, found quantized weights, which "
+            "cannot be trained; set finetune.all_weights=false and finetune.lora, or load it unquantized"
+        )
+    chosen: list[nn.Module] = [model] if config.all_weights else []
+    if config.mixers:
+        chosen = [layer.mixer for layer in linearized_layers(model).values()]
+    model.requires_grad_(False)
+    before, was_training = {p: p.data for module in chosen for p in module.parameters()}, model.training
+    if not before and config.lora is None:
+        raise UserError("finetune: expected weights to train, found mixers without parameters; set finetune.lora")
+    half = model.dtype if config.all_weights and model.dtype in (torch.bfloat16, torch.float16) else None
+    adapted: Any = None
+    try:
+        for parameter, data in before.items():
+            dtype = torch.promote_types(data.dtype, torch.float32) if config.all_weights else data.dtype
+            parameter.data = data.to(dtype, copy=True)
+        if config.lora is not None:
+            adapted = _adapted(model, config.lora, seed)
+        for parameter in before:
+            parameter.requires_grad_(True)
+        yield model if adapted is None else adapted, half
+    except BaseException:
+        if adapted is not None:
+            adapted.unload()
+        for parameter, data in before.items():
+            parameter.data = data
+        model.train(was_training)
+        raise
+    else:
+        if adapted is not None:
+            assert config.lora is not None
+            _merge(adapted, model, config.lora)
+        for parameter, data in before.items():
+            parameter.data = parameter.data.to(data.dtype)
+    finally:
         model.requires_grad_(False)
-        if config.all_weights:
-            if getattr(model, "is_quantized", False):
-                raise UserError(
-                    "finetune.all_weights: expected a model that is not quantized, found quantized weights, which "
-                    "cannot be trained; set finetune.all_weights=false and finetune.lora, or load it unquantized"
-                )
-            if model.dtype in (torch.bfloat16, torch.float16):
-                self.autocast = model.dtype
-            for parameter in model.parameters():
-                self._dtypes[parameter] = parameter.dtype
-                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
-                parameter.requires_grad_(True)
-        self.module: nn.Module = model if config.lora is None else _adapted(model, config.lora, seed)
-        if config.mixers:
-            for layer in linearized_layers(model).values():
-                layer.mixer.requires_grad_(True)
-        if not any(p.requires_grad for p in self.module.parameters()):
-            raise UserError("finetune: expected weights to train, found mixers without parameters; set finetune.lora")
-
-    def finish(self) -> None:
-        """Adapters merged, dtypes as they were, nothing trainable."""
-        if self._config.lora is not None:
-            _merge(self.module, self._model, self._config.lora)
-        for parameter, dtype in self._dtypes.items():
-            parameter.data = parameter.data.to(dtype)
-        self._model.requires_grad_(False)
 
 
 def _adapted(model: PreTrainedModel, config: LoRAConfig, seed: int) -> nn.Module:
