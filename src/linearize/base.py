@@ -27,7 +27,7 @@ class UserError(ValueError):
 
 
 class DivergedError(UserError):
-    """A loss or gradient that is not finite."""
+    """A loss or gradient that is not finite, or a held-out loss that training has driven far above where it began."""
 
 
 class Config(BaseModel):

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
+from linearize.data.packing import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.mixers import AttnInputs
 from linearize.ops import Layout
@@ -24,26 +25,29 @@ ROWS = tiny.packed([[40, 24], [64], [10, 54]])
 EXP = {"type": "hedgehog", "activation": "exp"}
 
 
-def student(feature_map: dict[str, Any] | None = None) -> PreTrainedModel:
-    recipe = tiny.recipe(mixer__span__window_size=WINDOW)
+def student(
+    feature_map: dict[str, Any] | None = None, teacher: PreTrainedModel | None = None, window: int = WINDOW
+) -> PreTrainedModel:
+    recipe = tiny.recipe(mixer__span__window_size=window)
     parts = {"mixer.feature_map": feature_map or EXP, "mixer.combine": {"type": "absolute_scale"}}
-    return linearize.convert(tiny.llama().double(), recipe.override(parts))
+    return linearize.convert(teacher or tiny.llama().double(), recipe.override(parts))
 
 
 @torch.no_grad()
-def shares(model: PreTrainedModel) -> dict[int, tuple[Tensor, Tensor]]:
+def shares(model: PreTrainedModel, rows: PackedRows = ROWS) -> dict[int, tuple[Tensor, Tensor]]:
     """By layer, the far keys' share of explicit softmax weights, and of the mixer's, [H, N], for queries with any."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         position, document = layout.key_position[0], layout.key_document[0]
+        window = layer.mixer.config.span.window_size
         lag = position[:, None] - position
         seen = (lag >= 0) & (document[:, None] == document)
         k = inputs.k.repeat_interleave(inputs.q.shape[1] // inputs.k.shape[1], 1)
         weights = (inputs.q @ k.mT * inputs.scaling).masked_fill(~seen, -torch.inf).softmax(-1)
-        counts = position >= WINDOW
-        teacher = (weights * (lag >= WINDOW)).sum(-1)[0, :, counts]
+        counts = position >= window
+        teacher = (weights * (lag >= window)).sum(-1)[0, :, counts]
         near, far = layer.mixer.partials(inputs, layout)
         excess = far.log_scale + layer.mixer.combine.offset[:, None] - near.log_scale
         mass = excess.exp() * far.den
@@ -51,8 +55,8 @@ def shares(model: PreTrainedModel) -> dict[int, tuple[Tensor, Tensor]]:
         return softmax_output(layer, inputs, layout)
 
     with observed(model, observe):
-        for row in range(len(ROWS)):
-            one = ROWS.rows(slice(row, row + 1))
+        for row in range(len(rows)):
+            one = rows.rows(slice(row, row + 1))
             model.base_model(input_ids=one.input_ids, position_ids=one.position_ids, use_cache=False)
     return {layer: (torch.cat([a for a, _ in x], 1), torch.cat([b for _, b in x], 1)) for layer, x in found.items()}
 
@@ -71,6 +75,18 @@ def test_the_mean_share_is_that_of_softmax(feature_map: dict[str, Any]) -> None:
     for teacher, mixer in shares(model).values():
         torch.testing.assert_close(mixer.mean(1), teacher.mean(1), atol=1e-8, rtol=0)
     assert loss(model) < before
+
+
+def test_small_shares_of_a_long_text_are_met_too() -> None:
+    """One far key of 256, all with the same weight: less than a hundredth, and not taken for more."""
+    teacher, rows = tiny.llama().double(), tiny.packed([[256]])
+    for layer in teacher.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
+    model = student(teacher=teacher, window=255)
+    calibrate(model, rows, tokens=256)
+    for share, mixer in shares(model, rows).values():
+        torch.testing.assert_close(share, torch.full_like(share, 1 / 256))
+        torch.testing.assert_close(mixer, share, atol=1e-8, rtol=0)
 
 
 def test_the_temperature_is_the_best_of_those_tried() -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import linearize
-from linearize.base import UserError
+from linearize.base import DivergedError, UserError
 from linearize.data.packing import PackedRows
 from linearize.training import resumption as checkpoint_module
 from linearize.training.config import Constant, Cosine, Linear, Plateau, TrainConfig
@@ -254,7 +254,7 @@ def test_each_unit_ends_with_its_own_best_parameters(tmp_path: Path) -> None:
 
 
 def test_training_that_only_hurts_leaves_the_initial_parameters(tmp_path: Path) -> None:
-    objective = Scripted(first=[1.0, 2.0, 3.0, 4.0, 5.0], second=[1.0, 2.0, 3.0, 4.0, 5.0])
+    objective = Scripted(first=[1.0, 1.2, 1.3, 1.4, 1.9], second=[1.0, 2.0, 3.0, 4.0, 2.1])
     run(objective, tmp_path)
     assert torch.equal(torch.stack(objective.weights), objective.at_evaluation[0])
 
@@ -361,6 +361,40 @@ def test_a_gradient_that_is_not_finite_ends_the_stage(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="gradient norm of second is not finite at step 2: found inf"):
         run(Overflows(), tmp_path)
+
+
+def test_a_stage_that_ends_far_above_where_it_began_has_diverged(tmp_path: Path) -> None:
+    high = with_(lr=30.0, schedule=Constant())
+    message = (
+        r"^regressions: expected a held-out loss below the first one of [\d.]+, found none, and [\d.]+ at step 15, "
+        r"most of it in (first|second) \(.*\): diverged; lower lr \(it began at 30\), in another output folder$"
+    )
+    with pytest.raises(DivergedError, match=message):
+        run(Regressions(dropout=0.0), tmp_path, high)
+    assert not (tmp_path / "result.json").exists()
+    again = Regressions(dropout=0.0)
+    with pytest.raises(DivergedError, match=message):  # once more, from the last checkpoint
+        run(again, tmp_path, high)
+    assert not again.seen
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "diverged"),
+    [
+        ([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 1.0, 1.0], "first"),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 0.5, 5.0], "first"),
+        ([1.0, 2.0, 3.0, 4.0, 2.9], [1.0, 1.0, 1.0, 1.0, 1.0], None),  # not improved, but near
+        ([1.0, 0.9, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 1.0, 1.0], None),  # there is something better to go back to
+        ([1e-9, 2e-9, 3e-9, 4e-9, 5e-9], [1.0, 0.9, 0.8, 0.7, 0.6], None),  # nothing that one exact unit does matters
+        ([0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0], None),
+    ],
+)
+def test_what_counts_as_diverged(tmp_path: Path, first: list[float], second: list[float], diverged: str | None) -> None:
+    if diverged is None:
+        run(Scripted(first, second), tmp_path)
+        return
+    with pytest.raises(DivergedError, match=f"most of it in {diverged}"):
+        run(Scripted(first, second), tmp_path)
 
 
 def test_a_held_out_loss_that_is_not_finite_before_training(tmp_path: Path) -> None:

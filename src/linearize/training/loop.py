@@ -24,6 +24,8 @@ from linearize.training.config import TrainConfig
 from linearize.training.resumption import MetricsLog, StageFolder, restore_rng_state, rng_state, run_identity
 from linearize.training.schedules import build_schedule
 
+DIVERGED = 2.0  # times the first held-out loss, at the end of a stage that was never below it
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -94,7 +96,9 @@ def train(
     as if never stopped); a finished stage is loaded and returned at once.
 
     Raises:
-        UserError: a loss or gradient that is not finite, a full disk, or an `output_dir` that belongs to another run.
+        DivergedError: a loss or gradient that is not finite; or a mean held-out loss that was never below the first
+            one, and ends above `DIVERGED` times it.
+        UserError: a full disk, or an `output_dir` that belongs to another run.
         ValueError: no rows, losses that do not match the units, or names or parameters that two units share.
     """
     parameters = _parameters(objective.units)
@@ -141,6 +145,7 @@ def train(
             if run.step % config.eval_every == 0 or run.step == run.batches.num_steps:
                 evaluate()
 
+    run.check_divergence(title)
     best = {name: tensor for unit in run.units for name, tensor in unit.best.items()}
     result = run.result()
     stage.finish(best, asdict(result))
@@ -196,7 +201,7 @@ class _UnitRun:
 
     def __init__(self, unit: Unit, config: TrainConfig, num_steps: int) -> None:
         self.name, self.parameters, self._clip_norm = unit.name, unit.parameters, config.clip_norm
-        self._early_stopping, self._stale_evaluations = config.early_stopping, 0
+        self.peak, self._early_stopping, self._stale_evaluations = config.lr, config.early_stopping, 0
         self.optimizer = torch.optim.AdamW(
             list(unit.parameters.values()), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
@@ -279,6 +284,7 @@ class _StageRun:
         self.units = [_UnitRun(unit, config, batches.num_steps) for unit in objective.units]
         self._devices = sorted({str(p.device) for unit in self.units for p in unit.parameters.values() if p.is_cuda})
         self.step = 0
+        self._losses, self._least_loss = dict[str, float](), math.inf
         self._started = time.perf_counter()
         for unit in self.units:
             unit.optimizer.zero_grad()
@@ -317,8 +323,26 @@ class _StageRun:
         losses = self._checked(self._objective.evaluate(self._validation_rows), "held-out loss", self.step)
         for unit in self._training:
             unit.observe(losses[unit.name])
+        self._losses = losses
+        self._least_loss = min(self._least_loss, self._mean(losses))
         return self._record(
             "evaluation", {unit.name: {"loss": losses[unit.name], "best_loss": unit.best_loss} for unit in self.units}
+        )
+
+    def check_divergence(self, title: str) -> None:
+        """See that the stage has not gone away from where it began; one that merely does not improve has not.
+
+        Raises:
+            DivergedError: it has.
+        """
+        first, last = self._mean({unit.name: unit.initial_loss for unit in self.units}), self._mean(self._losses)
+        if self._least_loss < first or last <= DIVERGED * first:
+            return
+        worst = max(self.units, key=lambda unit: self._losses[unit.name] - unit.initial_loss)
+        raise DivergedError(
+            f"{title}: expected a held-out loss below the first one of {first:.4g}, found none, and {last:.4g} at step "
+            f"{self.step}, most of it in {worst.name} ({self._losses[worst.name]:.4g}, at first "
+            f"{worst.initial_loss:.4g}): diverged; lower lr (it began at {worst.peak:g}), in another output folder"
         )
 
     def _checked(self, losses: dict[str, float], what: str, step: int) -> dict[str, float]:
@@ -327,20 +351,24 @@ class _StageRun:
         return {unit.name: unit.finite(losses[unit.name], what, step) for unit in self.units}
 
     def _record(self, event: str, units: dict[str, dict[str, float]]) -> dict[str, Any]:
-        loss = sum(unit["loss"] for unit in units.values()) / len(units)
+        loss = self._mean({name: unit["loss"] for name, unit in units.items()})
         progress = {"event": event, "step": self.step, "tokens": self.tokens, "seconds": self.seconds}
         return progress | {"loss": loss, "units": units}
+
+    @staticmethod
+    def _mean(losses: dict[str, float]) -> float:
+        return sum(losses.values()) / len(losses)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, states = rng_state(self._devices), {}
         for unit in self.units:
             unit_tensors, states[unit.name] = unit.state()
             tensors |= unit_tensors
-        progress = {"step": self.step, "seconds": self.seconds}
+        progress = {"step": self.step, "seconds": self.seconds, "losses": self._losses, "least_loss": self._least_loss}
         return tensors, progress | {"units": states}
 
     def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        self.step = state["step"]
+        self.step, self._losses, self._least_loss = state["step"], state["losses"], state["least_loss"]
         self._started -= state["seconds"]
         for unit in self.units:
             unit.load(tensors, state["units"][unit.name])
