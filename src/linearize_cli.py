@@ -27,10 +27,13 @@ RecipeName = Annotated[
     str, typer.Argument(help="a recipe's name (see `linearize recipes`) or a YAML file", metavar="[RECIPE]")
 ]
 Model = Annotated[str, typer.Option(help="the softmax model: a Hugging Face folder or hub id")]
-Student = Annotated[str, typer.Argument(help="a linearized model's folder", metavar="MODEL")]
+Student = Annotated[str, typer.Argument(help="a run's folder, or a linearized model's", metavar="RUN")]
 OutputDir = Annotated[Path, typer.Option(help="the run's folder; the same command again resumes it")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="override a recipe field, e.g. mixer.span.window_size=32")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output and nothing else")]
+TrustTasks = Annotated[
+    bool, typer.Option("--trust-tasks", help="let the recipe name task YAMLs of lm-eval, which can run any code")
+]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto: bfloat16 on a GPU, float32 on a CPU")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")]
 Seed = Annotated[int | None, typer.Option(help="seed of everything random; the recipe's own by default")]
@@ -92,6 +95,7 @@ def run(
         int | None,
         typer.Option(help="only train this block of layers, from 0; transfer.layers_per_block says how many it has"),
     ] = None,
+    trust_tasks: TrustTasks = False,
     set_: Set = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -113,7 +117,7 @@ def run(
         overrides["seed"] = seed
     where = _device(device)
     job = Run(Recipe.load(recipe, overrides), model, output_dir, _dtype(dtype, where), where)
-    card = pipeline.run(job, until=until, block=block, command=_command())
+    card = pipeline.run(job, until=until, block=block, command=_command(), trust_tasks=trust_tasks)
     if card is not None:
         _show(card.to_json() if as_json else card.render(), as_json)
     _note(f"run folder: {output_dir}" + ("" if card is None else f"; the model: {output_dir / 'model'}"))
@@ -137,6 +141,7 @@ def evaluate(
         Path | None,
         typer.Option(help="also write the JSON there, e.g. RUN/evaluation.json for `linearize report`, and a .md"),
     ] = None,
+    trust_tasks: TrustTasks = False,
     set_: Set = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -158,6 +163,8 @@ def evaluate(
         dtype=_dtype(dtype, where),
         device=where,
         command=_command(),
+        trust_tasks=trust_tasks,
+        note=_note,
     )
     if output is not None:
         runs.write_json(output, card.to_json())

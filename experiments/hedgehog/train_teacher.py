@@ -147,7 +147,8 @@ def train_teacher(a: argparse.Namespace) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "versions": versions(),
     }
-    save_student(model, processor, f"# A softmax teacher\n\n{recipe.description}.\n", run.folder / "model")
+    card = f"# A softmax teacher\n\n{recipe.description}.\n"
+    save_student(model, processor, {"README.md": card}, run.folder / "model")
     write_json(run.folder / "teacher.json", found)
     return found
 

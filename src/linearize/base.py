@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
@@ -82,6 +83,18 @@ def atomic_file(path: Path, num_bytes: int, advice: str = _AGAIN) -> Iterator[Pa
     finally:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    """The contents of a JSON file.
+
+    Raises:
+        UserError: it is not there, cannot be read, or holds something else.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: expected JSON, found a file that cannot be read ({error}); write it again") from None
 
 
 def sync(path: Path) -> None:

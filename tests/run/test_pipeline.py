@@ -202,21 +202,28 @@ def test_on_other_text(finished: Run, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_training")
 def test_apart_from_its_run(finished: Run, tmp_path: Path) -> None:
-    text_file = tiny.text_file()
-    model = tmp_path / "elsewhere" / "model"
-    shutil.copytree(finished.folder / "model", model)
+    """The model's folder tells of its recipe and teacher; a model of an older run, or of no run, must be told."""
+    moved, older = tmp_path / "elsewhere" / "model", tmp_path / "older"
+    for folder in (moved, older):
+        shutil.copytree(finished.folder / "model", folder)
+    for name in ("recipe.yaml", "run.json"):
+        assert (older / name).read_text() == (finished.folder / name).read_text()
+        (older / name).unlink()
     with pytest.raises(UserError, match=r"data\.dataset: expected a file, folder or hub id, found nothing"):
-        evaluated(model)
+        evaluated(older)
     overrides = {name: value for name, value in tiny.RECIPE.items() if name.startswith(("data.", "evaluation."))}
     expected = {measured["name"]: measured for measured in evaluation(finished.folder)["measured"]}
+    told: dict[str, Any] = {"dataset": tiny.text_file(), "overrides": overrides}
 
-    alone = numbers(evaluated(model, dataset=text_file, overrides=overrides))
+    alone = numbers(evaluated(older, **told))
     assert [measured["name"] for measured in alone["measured"]] == ["student", "ablated"]
     assert alone["missing"] == [label for name, label in LABELS.items() if name not in ("student", "ablated")]
-    beside = numbers(evaluated(model, dataset=text_file, overrides=overrides, teacher=finished.model))
-    assert beside["missing"] == [LABELS[name] for name in ("teacher_lora", "transferred", "window_lora")]
-    assert len(beside["measured"]) == 6
-    for found in (alone, beside):
+    beside = numbers(evaluated(older, **told, teacher=finished.model))
+    itself = numbers(evaluated(moved))
+    for found in (beside, itself):
+        assert found["missing"] == [LABELS[name] for name in ("teacher_lora", "transferred", "window_lora")]
+        assert len(found["measured"]) == 6
+    for found in (alone, beside, itself):
         assert all(measured == expected[measured["name"]] for measured in found["measured"])
 
 

@@ -114,6 +114,12 @@ def evaluate_tasks(
     return Tasks(found["n-shot"], results, {"lm_eval": _of_extra("lm_eval").__version__} | versions)
 
 
+def may_run_code(task: str) -> bool:
+    """Whether a task is described by YAML files of its own, which may name Python functions (`!function`) to call."""
+    path = Path(task)
+    return path.suffix.lower() in (".yaml", ".yml") or path.is_dir()
+
+
 def choice_task(path: Path, shots: int) -> dict[str, Any]:
     """lm-eval's description of a file of multiple-choice questions, one JSON object per line.
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -216,13 +216,14 @@ def atomic_folder(folder: Path, num_bytes: int) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def save_student(student: PreTrainedModel, processor: Any, card: str, folder: Path) -> None:
-    """Weights, config, tokenizer or image processor (if any) and model card, all or nothing."""
+def save_student(student: PreTrainedModel, processor: Any, texts: Mapping[str, str], folder: Path) -> None:
+    """Weights, config, tokenizer or image processor (if any) and text files by their names, all or nothing."""
     with atomic_folder(folder, student.get_memory_footprint()) as scratch, _bars_on_terminals_only():
         student.save_pretrained(scratch)
         if processor is not None:
             processor.save_pretrained(scratch)
-        (scratch / "README.md").write_text(card, encoding="utf-8")
+        for name, text in texts.items():
+            (scratch / name).write_text(text, encoding="utf-8")
 
 
 @contextmanager

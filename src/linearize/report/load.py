@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from linearize.base import UserError
+from linearize.base import UserError, read_json
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.perplexity import Interval
 from linearize.report.numbers import Number
@@ -134,11 +134,11 @@ def load_run(folder: Path) -> RunFiles:
             f"report {folder}: expected a run folder with evaluation.json, found none; finish the run "
             f"(`linearize run` with the same arguments goes on) or name another folder"
         )
-    evaluation = _read_json(path)
+    evaluation = read_json(path)
     if not isinstance(evaluation, dict) or not (_of_text(evaluation) or _of_a_task(evaluation)):
         raise UserError(f"{path}: expected the measurements of `linearize run`, found other JSON; run it again")
     recipe = folder / "recipe.yaml"
-    plan, run = (_read_json(folder / name) if (folder / name).is_file() else None for name in ("plan.json", "run.json"))
+    plan, run = (read_json(folder / name) if (folder / name).is_file() else None for name in ("plan.json", "run.json"))
     stages = {name: stage for name in STAGES if (stage := _stage(folder, name)) is not None}
     name = folder.resolve().name
     return RunFiles(folder, name, evaluation, _read_yaml(recipe) if recipe.is_file() else None, plan, run or {}, stages)
@@ -175,7 +175,7 @@ def _of_a_task(evaluation: dict[str, Any]) -> bool:
 def _stage(folder: Path, name: str) -> Stage | None:
     # A copy of a result lies beside the evaluation, under the stage's name.
     paths = [folder / name / "result.json", folder / f"{Path(name).name}.json"]
-    data = next((_read_json(path) for path in paths if path.is_file()), {})
+    data = next((read_json(path) for path in paths if path.is_file()), {})
     metrics = folder / name / "metrics.jsonl"
     events = _read_lines(metrics) if metrics.is_file() else []
     if not data and not events:
@@ -195,13 +195,6 @@ def _thinned(curve: Curve) -> Curve:
     starts = range(0, len(curve.loss), size)
     chunks = [(curve.tokens[i : i + size], curve.loss[i : i + size]) for i in starts]
     return Curve([tokens[-1] for tokens, _ in chunks], [sum(loss) / len(loss) for _, loss in chunks])
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: expected JSON, found a file that cannot be read ({error}); write it again") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from linearize.evaluation.answers import answering
 from linearize.evaluation.bench import Bench
 from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.controls import SINKS, window_only_plan, window_reach, without_linear_part
+from linearize.evaluation.harness import may_run_code
 from linearize.evaluation.report_card import ReportCard, measure
 from linearize.evaluation.task_report import TaskCard, measure_task, score_task
 from linearize.hf.checkpoint import CAUSAL, load_model, read_config
@@ -30,7 +31,7 @@ from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe
 from linearize.report import load_run, model_card, write_report
-from linearize.run.folder import Run, versions, write_json, write_text
+from linearize.run.folder import Run, student_folder, versions, write_json, write_text
 from linearize.training.attention_transfer import load_transferred
 from linearize.training.finetune import load_finetuned
 
@@ -161,37 +162,57 @@ def evaluate(
     dtype: torch.dtype,
     device: torch.device,
     command: str | None = None,
+    trust_tasks: bool = False,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Card:
-    """Measure a linearized model folder beside its teacher and, where it lies in a run folder, the trained controls.
+    """Measure a linearized model beside its teacher and, where its run folder is at hand, the trained controls.
 
     Args:
-        teacher: the softmax model; by default the one of the run folder.
+        model: a run folder, or the folder of a model; one that was moved out of its run knows recipe and teacher.
+        teacher: the softmax model; by default the run's own, without which the model is measured where that is gone.
         dataset: held-out text is taken from it; by default the run's own data.
         overrides: dotted recipe fields under `data` and `evaluation`.
         command: what the user typed, to stand beside the results.
+        trust_tasks: see `check_tasks`; tasks among the `overrides` are the user's own word.
+        note: is told what is measured otherwise than asked for, once everything is loaded.
 
     Raises:
-        UserError: not a linearized model, or no data to measure on.
+        UserError: not a linearized model, another model's teacher, or no data to measure on.
     """
+    model = student_folder(model)
     config = require_linearized(model)
-    folder = Path(model).resolve().parent
-    run = Run.read(folder, dtype, device) if (folder / "run.json").is_file() else None
+    run = Run.behind(model, dtype, device)
     recipe = Recipe(name="evaluation") if run is None else run.recipe
     if dataset is not None:
         belongs_to_the_other = {f"data.{name}": None for name in ("validation_dataset", "subset", "top_esl")}
         overrides = {"data.dataset": dataset} | belongs_to_the_other | overrides
     recipe = recipe.override(overrides)
-    task = recipe.data.task
+    if not trust_tasks and "evaluation.tasks" not in overrides:
+        check_tasks(recipe)
+    task, shape, notes = recipe.data.task, TeacherShape.from_config(config), []
+    if run is None and "data.sequence_length" not in overrides and shape.max_positions < recipe.data.sequence_length:
+        recipe = recipe.override({"data.sequence_length": shape.max_positions})
+        notes.append(
+            f"rows of {shape.max_positions} tokens, the model's positions; --set data.sequence_length=... for others"
+        )
     require_head(model, config, task.auto_class, "set data.task.type to the model's task")
+    if teacher is not None:
+        run = Run(recipe, teacher, Path(model), dtype, device) if run is None else replace(run, model=teacher)
+    if run is not None:
+        try:
+            check_teacher(run.model, shape)
+        except UserError as error:
+            if teacher is not None:
+                raise
+            notes.append(f"measured without the teacher, which --teacher would name: {error}")
+            run = None
     student = load_model(model, dtype=dtype, device=device, auto_class=task.auto_class)
     processor = load_processor(task, model)
     data = load_dataset(recipe.data, processor, config, run.load_teacher if run else None, seed=recipe.seed)
-    started, teacher_model = time.perf_counter(), None
-    if run is not None:
-        run = run if teacher is None else replace(run, model=teacher)
-        teacher_model = run.load_teacher()
-    elif teacher is not None:
-        teacher_model = load_model(teacher, dtype=dtype, device=device, auto_class=task.auto_class)
+    started = time.perf_counter()
+    teacher_model = None if run is None else run.load_teacher()
+    for line in notes:
+        note(line)
     card = _measured(teacher_model, student, data, processor, recipe, run)
     return replace(card, provenance=provenance(recipe, data, device, time.perf_counter() - started, command))
 
@@ -207,20 +228,47 @@ def bench(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Bench:
-    """Time a linearized model folder beside its teacher, by default the one of the run folder.
+    """Time a linearized model, in its run folder or its own, beside its teacher, by default the run's own.
 
     Raises:
         UserError: not a linearized model, no teacher to be found, or sizes that make no sense.
     """
+    model = student_folder(model)
     require_head(model, require_linearized(model), CAUSAL, GENERATES)
-    folder = Path(model).resolve().parent
-    if teacher is None and (folder / "run.json").is_file():
-        teacher = Run.read(folder, dtype, device).model
+    if teacher is None and (run := Run.behind(model, dtype, device)) is not None:
+        teacher = run.model
     if teacher is None:
         raise UserError(f"--teacher: expected the softmax model that {model} is to be compared with, found nothing")
     models = (load_model(name, dtype=dtype, device=device) for name in (teacher, model))
     sizes = {"batch_sizes": batch_sizes, "prompt_lengths": prompt_lengths, "new_tokens": new_tokens}
     return timing.bench(*models, **sizes, repeats=repeats, seed=0)
+
+
+def check_tasks(recipe: Recipe) -> None:
+    """See that no task runs code: a recipe may be a stranger's, and a task YAML of lm-eval names functions to call.
+
+    Raises:
+        UserError: one might.
+    """
+    if found := [task for task in recipe.evaluation.tasks if may_run_code(task)]:
+        raise UserError(
+            f"evaluation.tasks: expected names of lm-eval's tasks or .jsonl files in a recipe, found {found[0]!r}, "
+            "task YAML, which can run any code; pass --trust-tasks if you trust it"
+        )
+
+
+def check_teacher(model: str, student: TeacherShape) -> None:
+    """See that a softmax model has the sizes of a student.
+
+    Raises:
+        UserError: it has others, or is not there.
+    """
+    teacher = TeacherShape.from_config(read_config(model))
+    fields = ("model_type", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size")
+    for name in fields:
+        expected, found = getattr(student, name), getattr(teacher, name)
+        if found != expected:
+            raise UserError(f"teacher {model}: {name}: expected the student's {expected}, found {found}")
 
 
 def require_linearized(model: str) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 from transformers import PreTrainedModel
 
-from linearize.base import UserError, atomic_file
+from linearize.base import UserError, atomic_file, read_json
 from linearize.data.packing import Dataset
 from linearize.hf.checkpoint import load_model, new_model
 from linearize.recipe import Recipe
@@ -31,10 +30,27 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path, dtype: torch.dtype, device: torch.device) -> Run:
-        """The run that `folder` holds, on this machine's device."""
-        recipe = Recipe.parse(yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8")))
-        model = json.loads((folder / "run.json").read_text(encoding="utf-8"))["model"]
-        return cls(recipe, model, folder, dtype, device)
+        """The run that `folder` tells of, on this machine's device: a run folder, or the folder of its model.
+
+        Raises:
+            UserError: a file that is missing or damaged.
+        """
+        recipe = Recipe.load(str(folder / "recipe.yaml"))
+        return cls(recipe, _about(folder)["model"], folder, dtype, device)
+
+    @classmethod
+    def behind(cls, model: str, dtype: torch.dtype, device: torch.device) -> Run | None:
+        """The run that made a model: the one whose folder it lies in, or else the one its own folder tells of.
+
+        A model that was moved knows recipe and teacher; the controls and the stages have stayed behind. None for one
+        that no run made.
+
+        Raises:
+            UserError: as `read`.
+        """
+        folder = Path(model).resolve()
+        found = next((place for place in (folder.parent, folder) if (place / "run.json").is_file()), None)
+        return None if found is None else cls.read(found, dtype, device)
 
     def load_teacher(self) -> PreTrainedModel:
         """The softmax model with its task's head: as it is saved, or new where the recipe starts from scratch."""
@@ -50,6 +66,36 @@ class Run:
         return {name: self.folder / "controls" / name for name in self.recipe.controls}
 
 
+def student_folder(given: str) -> str:
+    """The model in a run folder; anything else is a model's own folder or hub id, and stays as it is.
+
+    Raises:
+        UserError: a run that has no model yet.
+    """
+    folder = Path(given)
+    if (folder / "config.json").is_file() or not (folder / "run.json").is_file():
+        return given
+    if not (folder / "model").is_dir():
+        raise UserError(
+            f"run folder {given}: expected its model, found none yet; the command that began the run goes on with it"
+        )
+    return str(folder / "model")
+
+
+def about_run(run: Run) -> dict[str, str]:
+    """The files by which a model tells of its run wherever it is moved: the contents by their names."""
+    return {name: (run.folder / name).read_text(encoding="utf-8") for name in ("recipe.yaml", "run.json")}
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """The contents of a run.json."""
+    path = folder / "run.json"
+    found = read_json(path)
+    if not isinstance(found, dict) or not isinstance(found.get("model"), str):
+        raise UserError(f"{path}: expected an object with the teacher's name as `model`, found other JSON; restore it")
+    return found
+
+
 def check_output(run: Run) -> None:
     """See that the folder is empty or holds this very recipe and model.
 
@@ -58,7 +104,7 @@ def check_output(run: Run) -> None:
     """
     recipe_file, run_file = run.folder / "recipe.yaml", run.folder / "run.json"
     if recipe_file.is_file() and run_file.is_file():
-        found = json.loads(run_file.read_text(encoding="utf-8"))
+        found = _about(run.folder)
         if _written(recipe_file) != run.recipe.to_yaml():
             raise UserError(
                 f"output folder {run.folder}: expected a run of this recipe, found one of another ({recipe_file}); "
@@ -99,7 +145,7 @@ def claim(run: Run, dataset: Dataset) -> None:
     """
     run_file = run.folder / "run.json"
     if run_file.is_file():
-        found = json.loads(run_file.read_text(encoding="utf-8")).get("data")
+        found = _about(run.folder).get("data")
         if found != dataset.fingerprint:
             raise UserError(
                 f"output folder {run.folder}: data: expected tokens with sha256 {dataset.fingerprint[:12]}, found a "

@@ -10,6 +10,7 @@ import transformers
 from linearize.base import UserError
 from linearize.hf.checkpoint import CAUSAL, check_tokens, load_model, load_tokenizer, read_config
 from linearize.run.evaluate import GENERATES, require_head
+from linearize.run.folder import student_folder
 
 
 def generate(
@@ -22,7 +23,12 @@ def generate(
     device: torch.device,
     seed: int,
 ) -> None:
-    """Print a continuation of `prompt` as it comes; `temperature` 0 takes the likeliest token."""
+    """Print a continuation of `prompt` as it comes; `temperature` 0 takes the likeliest token.
+
+    Args:
+        model: a model's folder or hub id, or the folder of the run that made it.
+    """
+    model = student_folder(model)
     tokenizer = load_tokenizer(model)
     require_head(model, read_config(model), CAUSAL, GENERATES)
     loaded: Any = load_model(model, dtype=dtype, device=device)

@@ -15,8 +15,8 @@ from linearize.hf.partial_model import StoredWeights
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe, resolve
-from linearize.run.evaluate import Card, control, measure_run, write_results
-from linearize.run.folder import Run, check_output, claim, write_json
+from linearize.run.evaluate import Card, check_tasks, control, measure_run, write_results
+from linearize.run.folder import Run, about_run, check_output, claim, write_json
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
 from linearize.training.config import FinetuneConfig
@@ -32,6 +32,7 @@ def run(
     until: str = "evaluate",
     block: int | None = None,
     command: str | None = None,
+    trust_tasks: bool = False,
 ) -> Card | None:
     """Linearize `run.model` as `run.recipe` says; returns the measure of it, or None if `until` or `block` end before.
 
@@ -40,10 +41,13 @@ def run(
         until: the last stage to run, one of `STAGES`.
         block: only train this block of layers, of a transfer block by block.
         command: what the user typed, to stand beside the results.
+        trust_tasks: benchmarks of the recipe may be task YAMLs, which can run any code.
 
     Raises:
         UserError: anything that the user can fix; nothing is half-written then.
     """
+    if not trust_tasks:
+        check_tasks(run.recipe)
     config = read_config(run.model)
     shape = TeacherShape.from_config(config)
     layers = resolve(run.recipe, shape)
@@ -76,7 +80,8 @@ def run(
     train_controls(run, teacher, layers, dataset)
     saved = run.folder / "model"
     if not saved.exists():
-        save_student(student, processor, f"# {run.folder.name}\n\nNot measured yet.\n", saved)
+        card = f"# {run.folder.name}\n\nNot measured yet.\n"
+        save_student(student, processor, {"README.md": card} | about_run(run), saved)
     card = measure_run(run, teacher, student, processor, dataset, command)
     write_results(run.folder, card)
     return card

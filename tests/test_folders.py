@@ -1,0 +1,195 @@
+"""Commands on folders that others made: a run's folder, a model that was moved, and what none of them may do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from linearize.run.folder import Run
+from tests import tiny
+from tests.commands import Command, assert_refused
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick() -> Iterator[None]:
+    with tiny.quick_measures():
+        yield
+
+
+@pytest.fixture
+def finished() -> Run:
+    return tiny.finished_run()
+
+
+@pytest.fixture
+def moved(finished: Run, tmp_path: Path) -> Path:
+    """The model alone, in another place, of a teacher that is not where it was."""
+    folder = tmp_path / "moved"
+    shutil.copytree(finished.folder / "model", folder)
+    about = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(about | {"model": str(tmp_path / "gone")}))
+    return folder
+
+
+def candidates(printed: str) -> set[str]:
+    return {line["name"] for line in json.loads(printed)["measured"]}
+
+
+# --- a run's folder, and a model without it ---------------------------------------------------------------------------
+
+
+def test_a_run_s_folder_stands_for_its_model(command: Command, finished: Run) -> None:
+    of_the_run, of_the_model = (command("eval", at, "--json") for at in (finished.folder, finished.folder / "model"))
+    assert (of_the_run.status, of_the_model.status) == (0, 0)
+    first, second = (tiny.untimed(json.loads(done.out)) for done in (of_the_run, of_the_model))
+    assert first == second
+    assert len(first["measured"]) == 9  # every control
+
+    timed = command("bench", finished.folder, "--lengths", 4, "--new-tokens", 2, "--repeats", 1, "--json")
+    assert {line["model"] for line in json.loads(timed.out)["speed"]} == {"teacher", "student"}
+    words = command("generate", finished.folder, "--prompt", "abc", "--max-new-tokens", 4)
+    assert words.status == 0 and words.out.startswith("abc")
+
+
+def test_a_run_without_a_model_yet(command: Command, finished: Run, tmp_path: Path) -> None:
+    shutil.copytree(finished.folder, tmp_path / "run", ignore=lambda *_: ["model"])
+    for name, *more in (["eval"], ["bench"], ["generate", "--prompt", "a"]):
+        done = command(name, tmp_path / "run", *more)
+        assert_refused(done, f"run folder {tmp_path / 'run'}: expected its model, found none yet; the command that")
+
+
+def test_a_moved_model_finds_its_data(command: Command, finished: Run, moved: Path) -> None:
+    done = command("eval", moved, "--teacher", finished.model, "--json")
+    assert done.status == 0
+    assert candidates(done.out) == {"teacher", "swapped", "student", "ablated", "window", "window_sinks"}
+    expected = json.loads((finished.folder / "evaluation.json").read_text())
+    assert json.loads(done.out)["provenance"]["data"] == expected["provenance"]["data"]
+
+
+def test_a_moved_model_whose_teacher_is_gone_is_measured_alone(command: Command, moved: Path) -> None:
+    done = command("eval", moved, "--json")
+    assert done.status == 0
+    assert candidates(done.out) == {"student", "ablated"}
+    assert done.err.startswith("measured without the teacher, which --teacher would name: model: expected a model fol")
+
+
+def test_another_model_is_no_teacher(command: Command, finished: Run, moved: Path) -> None:
+    done = command("eval", moved, "--teacher", tiny.gpt2_folder())
+    assert_refused(done, f"teacher {tiny.gpt2_folder()}: model_type: expected the student's llama, found gpt2")
+    assert_refused(command("eval", finished.folder, "--teacher", moved / "none"), "model: expected a model folder")
+
+
+def test_rows_of_a_model_that_tells_nothing_fit_its_positions(command: Command, finished: Run, tmp_path: Path) -> None:
+    """1,024 tokens is nobody's word here; what the user gives is not bent."""
+    folder = tmp_path / "model"
+    shutil.copytree(finished.folder / "model", folder)
+    for name in ("recipe.yaml", "run.json"):
+        (folder / name).unlink()
+    options = [
+        "--dataset",
+        tiny.text_file(),
+        "--set",
+        "evaluation.examine=false",
+        "--set",
+        "data.validation_fraction=0.3",
+    ]
+    done = command("eval", folder, *options, "--json")
+    assert done.status == 0
+    assert done.err.startswith("rows of 256 tokens, the model's positions; --set data.sequence_length=... for others")
+    done = command("eval", folder, *options, "--set", "data.sequence_length=1024")
+    assert_refused(done, "data.sequence_length: expected at most the model's 256 positions, found 1024")
+
+
+# --- a stranger's folder ----------------------------------------------------------------------------------------------
+
+EVIL = """
+task: evil
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: !function evil.write
+doc_to_choice: "choices"
+doc_to_target: "gold"
+"""
+OPTIONS = ("--set", "evaluation.examine=true", "--limit", 1, "--json")
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> Path:
+    """A folder with a task YAML whose Python writes a file `written` beside it, as soon as lm-eval reads it."""
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    (folder / "evil.py").write_text(
+        "from pathlib import Path\n"
+        "Path(__file__).with_name('written').touch()\n"
+        "def write(doc):\n    return doc['query']\n"
+    )
+    rows = [{"query": f"What is {i}?", "choices": ["this", "that"], "gold": 1} for i in range(3)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "evil.yaml").write_text(EVIL.format(data=folder / "data.jsonl"))
+    return folder
+
+
+def with_tasks(folder: Path, *tasks: Any) -> Path:
+    """A folder whose recipe names these tasks."""
+    path = folder / "recipe.yaml"
+    recipe = yaml.safe_load(path.read_text())
+    recipe["evaluation"] |= {"tasks": list(map(str, tasks)), "examine": True}
+    path.write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+@pytest.mark.parametrize("place", ["run", "model"])
+@pytest.mark.parametrize("task", ["evil.yaml", "."])
+def test_a_recipe_s_task_yaml_does_not_run(
+    command: Command, finished: Run, tmp_path: Path, evil: Path, place: str, task: str
+) -> None:
+    """Of a run's recipe as of the one in a model's own folder; a folder of YAMLs as one of them."""
+    copied = tmp_path / "copied"
+    shutil.copytree(finished.folder if place == "run" else finished.folder / "model", copied)
+    with_tasks(copied, "arc_easy", evil / task)
+    done = command("eval", copied, *OPTIONS)
+    assert_refused(done, "evaluation.tasks: expected names of lm-eval's tasks or .jsonl files in a recipe, found '")
+    assert not (evil / "written").exists()
+
+
+def test_a_recipe_file_s_task_yaml_does_not_run(command: Command, tmp_path: Path, evil: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(tiny.recipe(data__dataset=tiny.text_file(), evaluation__examine=True).to_yaml())
+    with_tasks(tmp_path, evil / "evil.yaml")
+    done = command("run", recipe, "--model", tiny.teacher_folder(), "--output-dir", tmp_path / "run")
+    assert_refused(done, "evaluation.tasks: expected names of lm-eval's tasks or .jsonl files in a recipe, found '")
+    assert not (evil / "written").exists() and not (tmp_path / "run").exists()
+
+
+def test_a_folder_named_as_a_task_of_lm_eval_is_not_read(
+    command: Command, finished: Run, tmp_path: Path, evil: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished.folder, tmp_path / "copied")
+    with_tasks(tmp_path / "copied", "arc_easy")
+    evil.rename(tmp_path / "arc_easy")
+    monkeypatch.chdir(tmp_path)
+    assert_refused(command("eval", tmp_path / "copied", *OPTIONS), "evaluation.tasks: expected names of")
+    assert not (tmp_path / "arc_easy" / "written").exists()
+
+
+@pytest.mark.parametrize("trusted", [("--tasks",), ("--trust-tasks",)])
+def test_the_user_s_own_word_counts(
+    command: Command, finished: Run, tmp_path: Path, evil: Path, trusted: tuple[str]
+) -> None:
+    shutil.copytree(finished.folder, tmp_path / "copied")
+    with_tasks(tmp_path / "copied", evil / "evil.yaml")
+    word = (*trusted, evil / "evil.yaml") if trusted == ("--tasks",) else trusted
+    small = {"examined_tokens": 128, "fidelity_tokens": 64, "prompts": 2, "new_tokens": 2, "recall_trials": 2}
+    options = [word for name, value in small.items() for word in ("--set", f"evaluation.{name}={value}")]
+    done = command("eval", tmp_path / "copied", *OPTIONS, *options, *word)
+    assert done.status == 0
+    assert (evil / "written").exists()
+    assert {line["task"] for line in json.loads(done.out)["tasks"]["results"]} == {"evil"}
