@@ -7,6 +7,7 @@ wait for that.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -148,10 +149,13 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure a linearized model beside its teacher and controls: held-out text, generations, recall, heads, speed."""
+    from linearize.base import UserError
     from linearize.recipe import parse_overrides
     from linearize.run import evaluate as measuring
     from linearize.run import folder as runs
 
+    if output is not None and (output.is_dir() or not os.access(output.parent, os.W_OK)):
+        raise UserError(f"--output: expected a file in a folder that can be written to, found {str(output)!r}")
     where, overrides = _device(device), parse_overrides(set_ or [])
     given = {"evaluation.tasks": tasks, "evaluation.shots": shots, "evaluation.task_limit": limit}
     overrides |= {field: value for field, value in given.items() if value is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -22,3 +23,8 @@ def assert_refused(done: Done, message: str = "") -> None:
     assert (done.status, done.out) == (2, "")
     assert done.err.startswith(f"error: {message}")
     assert done.err.count("\n") == 1 and done.err.endswith("\n")
+
+
+def contents(folder: Path) -> dict[Path, bytes | None]:
+    """All files below a folder by path, and the folders below it, which have no bytes."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}

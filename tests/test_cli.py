@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from linearize.recipe import Recipe, recipe_names
 from linearize.run import pipeline
 from linearize.training import resumption as checkpoint
 from tests import tiny
-from tests.commands import Command, assert_refused
+from tests.commands import Command, assert_refused, contents
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {
@@ -40,21 +39,6 @@ ENVIRONMENT = os.environ | {
 def _quick() -> Iterator[None]:
     with tiny.quick_measures():
         yield
-
-
-def settings(**changes: Any) -> list[str]:
-    """The recipe of few steps as options, some of them changed; two underscores stand for a dot."""
-    recipe = tiny.RECIPE | {name.replace("__", "."): value for name, value in changes.items()}
-    return [word for name, value in recipe.items() for word in ("--set", f"{name}={value}")]
-
-
-def run_arguments(output_dir: Path, **changes: Any) -> list[str]:
-    given = ["--model", tiny.teacher_folder(), "--dataset", tiny.text_file(), "--output-dir", str(output_dir)]
-    return ["run", "lolcats", *given, *settings(**changes)]
-
-
-def contents(folder: Path) -> dict[Path, bytes | None]:
-    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 # --- quick commands ---------------------------------------------------------------------------------------------------
@@ -124,7 +108,7 @@ def test_a_plan_as_json_is_one_object(command: Command) -> None:
 def test_the_recipe_when_none_is_named(command: Command, tmp_path: Path) -> None:
     plan = command("plan", "--model", tiny.teacher_folder(), "--json")
     assert (plan.status, json.loads(plan.out)["recipe"]) == (0, "recommended")
-    arguments = [*run_arguments(tmp_path / "run")[2:], "--set", "transfer.calibration_tokens=256"]
+    arguments = [*tiny.run_arguments(tmp_path / "run")[2:], "--set", "transfer.calibration_tokens=256"]
     done = command("run", *arguments, "--until", "transfer")
     assert done.status == 0
     assert Recipe.load(str(tmp_path / "run" / "recipe.yaml")).name == "recommended"
@@ -159,7 +143,7 @@ def test_numbers_next_to_0_are_taken_for_0(command: Command, tmp_path: Path) -> 
 def test_a_run_as_json_is_one_object(command: Command, tmp_path: Path) -> None:
     finished = tiny.finished_run()
     shutil.copytree(finished.folder, tmp_path / "run")
-    done = command(*run_arguments(tmp_path / "run"), "--json")
+    done = command(*tiny.run_arguments(tmp_path / "run"), "--json")
     assert done.status == 0
     assert done.out.count("\n") == 1
     printed = json.loads(done.out)
@@ -169,7 +153,7 @@ def test_a_run_as_json_is_one_object(command: Command, tmp_path: Path) -> None:
 
 
 def test_a_run_up_to_a_stage(command: Command, tmp_path: Path) -> None:
-    done = command(*run_arguments(tmp_path / "run"), "--until", "transfer", "--seed", 3)
+    done = command(*tiny.run_arguments(tmp_path / "run"), "--until", "transfer", "--seed", 3)
     assert (done.status, done.out) == (0, "")
     assert "attention transfer: step 6 of 6, held-out loss" in done.err
     assert done.err.splitlines()[-1] == f"run folder: {tmp_path / 'run'}"
@@ -178,7 +162,7 @@ def test_a_run_up_to_a_stage(command: Command, tmp_path: Path) -> None:
 
 
 def test_a_run_of_one_block_says_what_is_left(command: Command, tmp_path: Path) -> None:
-    arguments = run_arguments(tmp_path / "run", transfer__layers_per_block=1)
+    arguments = tiny.run_arguments(tmp_path / "run", transfer__layers_per_block=1)
     done = command(*arguments, "--block", 1)
     assert (done.status, done.out) == (0, "")
     assert done.err.splitlines()[-2:] == [f"run folder: {tmp_path / 'run'}", "blocks still to do: 0"]
@@ -241,6 +225,7 @@ def test_bench_times_both_models(command: Command, tmp_path: Path) -> None:
     ]
     assert_refused(command("bench", tiny.teacher_folder()), f"model {tiny.teacher_folder()}: expected a linearized")
     shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "run.json").unlink()  # a model that tells nothing of its run
     assert_refused(command("bench", tmp_path / "model"), "--teacher: expected the softmax model")
 
 
@@ -255,193 +240,7 @@ def test_generate_continues_a_prompt(command: Command) -> None:
     assert warm[0] == warm[1] != warm[2]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
-def folder_with(folder: Path, **files: str) -> Path:
-    folder.mkdir()
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
-    return folder
-
-
-def without(folder: Path, pattern: str) -> Path:
-    """The teacher's folder, some files of it missing."""
-    shutil.copytree(tiny.teacher_folder(), folder)
-    for path in folder.glob(pattern):
-        path.unlink()
-    return folder
-
-
-def weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    """The teacher's folder with other weights."""
-    shutil.copytree(tiny.teacher_folder(), folder)
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-def with_vocabulary(folder: Path, size: int) -> Path:
-    """The teacher's folder with fewer embeddings."""
-    tiny.llama(vocab_size=size, bos_token_id=1, eos_token_id=2).save_pretrained(folder)
-    for path in Path(tiny.teacher_folder()).glob("tokenizer*"):
-        shutil.copy(path, folder)
-    return folder
-
-
-def text(folder: Path, name: str, content: str) -> Path:
-    (folder / name).write_text(content)
-    return folder / name
-
-
-BAD_RUNS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
-    "unknown field": (lambda _: ["--set", "mixer.window=3"], "recipe field mixer.window: unknown field"),
-    "wrong type": (lambda _: ["--set", "transfer.lr=fast"], "recipe field transfer.lr: .*; found 'fast'"),
-    "no assignment": (lambda _: ["--set", "transfer.lr"], "--set: expected field=value, found 'transfer.lr'"),
-    "seed": (lambda _: ["--seed", -1], "recipe field seed: .*; found -1"),
-    "until": (
-        lambda _: ["--until", "end"],
-        "--until: expected one of transfer, adapt, finetune, evaluate; found 'end'",
-    ),
-    "dtype": (lambda _: ["--dtype", "int8"], "--dtype: expected auto or one of float32, .*; found 'int8'"),
-    "device": (lambda _: ["--device", "abacus"], "--device: expected a device of this machine, found 'abacus': "),
-    "no model": (lambda tmp: ["--model", tmp / "none"], "model: expected a model folder, found nothing at '.*none'"),
-    "not a model": (
-        lambda tmp: ["--model", folder_with(tmp / "empty")],
-        "model: expected a folder with a config.json, found none in '.*empty'",
-    ),
-    "not json": (
-        lambda tmp: ["--model", folder_with(tmp / "broken", config__json="{")],
-        "model: .*config.json: expected JSON, found ",
-    ),
-    "unsupported architecture": (
-        lambda tmp: ["--model", folder_with(tmp / "t5", config__json='{"model_type": "t5"}')],
-        "model_type: expected one of llama, .*; found 't5'",
-    ),
-    "no weights": (
-        lambda tmp: ["--model", without(tmp / "light", "*.safetensors")],
-        "model .*light: expected readable weights; ",
-    ),
-    "half the weights": (
-        lambda tmp: ["--model", text(without(tmp / "half", "*.safetensors"), "model.safetensors", "abc").parent],
-        "model .*half: expected readable weights; ",
-    ),
-    "a tensor missing": (
-        lambda tmp: ["--model", weights(tmp / "whole", lambda x: x.pop("model.layers.1.mlp.up_proj.weight"))],
-        "model .*whole: expected all weights of a LlamaForCausalLM and no others, found none for model.layers.1.mlp.up",
-    ),
-    "a tensor left over": (
-        lambda tmp: ["--model", weights(tmp / "more", lambda x: x.update(lora_A=torch.ones(1)))],
-        "model .*more: expected all weights of a LlamaForCausalLM and no others, found lora_A, which it has not; ",
-    ),
-    "a tensor of another shape": (
-        lambda tmp: ["--model", weights(tmp / "size", lambda x: x.update({"lm_head.weight": torch.ones(3, 4)}))],
-        r"model .*size: .* found lm_head.weight of shape \[3, 4\] for \[259, 32\]; ",
-    ),
-    "no tokenizer": (
-        lambda tmp: ["--model", without(tmp / "mute", "tokenizer*")],
-        "model .*mute: expected a tokenizer beside the weights; ",
-    ),
-    "a tokenizer with more tokens": (
-        lambda tmp: ["--model", with_vocabulary(tmp / "small", 97)],
-        "tokenizer: expected tokens below the model's vocab_size of 97, found 258; use the model's own tokenizer, or ",
-    ),
-    "linearized": (
-        lambda _: ["--model", tiny.finished_run().folder / "model"],
-        "model: expected a softmax model, found 'linearized_llama', which is linearized already",
-    ),
-    "no dataset": (lambda tmp: ["--dataset", tmp / "none.txt"], "data.dataset: .*found nothing at '.*none.txt'"),
-    "empty dataset": (lambda tmp: ["--dataset", text(tmp, "empty.txt", "")], "data.dataset: .*found no text in "),
-    "short dataset": (
-        lambda tmp: ["--dataset", text(tmp, "short.txt", "a few words")],
-        r"data: expected at least 64 training tokens \(data.sequence_length, one row\), found ",
-    ),
-    "unknown file": (lambda tmp: ["--dataset", text(tmp, "text.xml", "a")], "data.dataset: expected a file that ends"),
-    "long rows": (
-        lambda _: ["--set", "data.sequence_length=257"],
-        "data.sequence_length: expected at most the model's 256 positions, found 257; pass --set ",
-    ),
-    "a file in the way": (
-        lambda tmp: ["--output-dir", text(tmp, "file", "mine") / "run"],
-        "output folder .*file/run: expected one that can be written to, found: ",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_RUNS)
-def test_bad_input_is_one_line_and_nothing_written(command: Command, tmp_path: Path, case: str) -> None:
-    arguments, message = BAD_RUNS[case]
-    options = arguments(tmp_path)  # the last of an option counts
-    before = contents(tmp_path)
-    done = command(*run_arguments(tmp_path / "run"), *options)
-    assert_refused(done)
-    assert re.match(f"error: {message}", done.err)
-    assert contents(tmp_path) == before
-
-
-def test_a_recipe_that_does_not_exist(command: Command, tmp_path: Path) -> None:
-    names = ", ".join(recipe_names())
-    message = f"recipe: expected one of {names} or a path that ends in .yaml; found 'alchemy'"
-    arguments = run_arguments(tmp_path / "run")
-    assert_refused(command("run", "alchemy", *arguments[2:]), message)
-    assert_refused(command("plan", "alchemy", "--model", tiny.teacher_folder()), message)
-    assert_refused(command("recipes", "alchemy"), message)
-    assert not (tmp_path / "run").exists()
-
-
-def test_no_text_at_all(command: Command, tmp_path: Path) -> None:
-    arguments = run_arguments(tmp_path / "run")
-    at = arguments.index("--dataset")
-    done = command(*arguments[:at], *arguments[at + 2 :])
-    assert_refused(done, "data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_folder_of_another_recipe(command: Command, tmp_path: Path) -> None:
-    shutil.copytree(tiny.finished_run().folder, tmp_path / "run")
-    before = contents(tmp_path)
-    done = command(*run_arguments(tmp_path / "run", transfer__lr=0.5))
-    assert_refused(done, f"output folder {tmp_path / 'run'}: expected a run of this recipe, found one of another")
-    assert contents(tmp_path) == before
-
-
-def test_a_gpu_that_is_not_there(command: Command, tmp_path: Path) -> None:
-    missing = "cuda:99" if torch.cuda.is_available() else "cuda"
-    done = command(*run_arguments(tmp_path / "run"), "--device", missing)
-    assert_refused(done, f"--device: expected a device of this machine, found '{missing}': ")
-    assert not (tmp_path / "run").exists()
-
-
-def test_only_linearized_models_are_evaluated(command: Command, tmp_path: Path) -> None:
-    teacher = tiny.teacher_folder()
-    message = f"model {teacher}: expected a linearized model, found model_type 'llama'"
-    assert_refused(command("eval", teacher), message)
-    assert_refused(command("eval", tmp_path / "none"), "model: expected a model folder, found nothing at ")
-
-
-def test_prompts_need_a_model_and_text(command: Command, tmp_path: Path) -> None:
-    assert_refused(command("generate", tmp_path / "none", "--prompt", "a"), f"model {tmp_path / 'none'}: ")
-    model = tiny.finished_run().folder / "model"
-    assert_refused(command("generate", model, "--prompt", ""), "--prompt: expected some text, found none")
-    small = with_vocabulary(tmp_path / "small", 67)
-    assert_refused(command("generate", small, "--prompt", "z"), "tokenizer: expected tokens below the model's vocab_")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["run", "lolcats"],
-        ["walk"],
-        ["plan", "lolcats", "--modle", "x"],
-        ["generate", "x", "--prompt", "a", "--seed", "b"],
-    ],
-    ids=" ".join,
-)
-def test_usage_errors(command: Command, arguments: list[str]) -> None:
-    done = command(*arguments)
-    assert (done.status, done.out) == (2, "")
-    assert "Usage: " in done.err
+# --- bugs and interrupts ----------------------------------------------------------------------------------------------
 
 
 def test_bugs_are_not_hidden(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,7 +249,7 @@ def test_bugs_are_not_hidden(command: Command, tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(pipeline, "run", fail)
     with pytest.raises(ValueError, match="a programmer's fault"):
-        command(*run_arguments(tmp_path / "run"))
+        command(*tiny.run_arguments(tmp_path / "run"))
 
 
 def test_an_interrupt_says_how_to_go_on(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +257,7 @@ def test_an_interrupt_says_how_to_go_on(command: Command, tmp_path: Path, monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pipeline, "run", interrupt)
-    done = command(*run_arguments(tmp_path / "run"))
+    done = command(*tiny.run_arguments(tmp_path / "run"))
     assert (done.status, done.err) == (130, "interrupted; the same command again resumes\n")
 
 
@@ -502,7 +301,7 @@ def test_a_full_disk_loses_nothing(command: Command, tmp_path: Path, monkeypatch
         """Start or go on with `calls` more files of tensors; what the stages then hold."""
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, "save_file", full_after(calls, checkpoint.save_file))
-            done = command(*run_arguments(folder))
+            done = command(*tiny.run_arguments(folder))
         assert (done.status, done.out) == (2, "")
         *progress, last = done.err.splitlines()
         assert last.startswith(f"error: {folder}/") and ": the disk is full: expected room for " in last
@@ -520,12 +319,12 @@ def test_a_full_disk_loses_nothing(command: Command, tmp_path: Path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(linearize.hf.checkpoint.PreTrainedModel, "save_pretrained", full)
-        done = command(*run_arguments(folder))
+        done = command(*tiny.run_arguments(folder))
     assert done.status == 2
     assert done.err.splitlines()[-1].startswith(f"error: {folder / 'model'}: the disk is full: expected room for ")
     assert not (folder / "model").exists() and not (folder / ".model.incomplete").exists()
 
-    assert command(*run_arguments(folder)).status == 0
+    assert command(*tiny.run_arguments(folder)).status == 0
     assert_as_if_unbroken(folder)
 
 
@@ -537,7 +336,7 @@ KILLS = {"transfer": ("attention transfer", 5, 4), "finetune": ("fine-tuning", 3
 def test_a_killed_run_goes_on_as_if_unbroken(command: Command, tmp_path: Path, stage: str) -> None:
     title, step, resumed = KILLS[stage]
     folder = tmp_path / "run"
-    killed = [sys.executable, __file__, stage, str(step), *run_arguments(folder)]
+    killed = [sys.executable, __file__, stage, str(step), *tiny.run_arguments(folder)]
     child = subprocess.run(killed, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert child.returncode == -signal.SIGKILL, child.stderr
     assert [path.name for path in (folder / stage).glob("checkpoint-*")] == [f"checkpoint-{resumed:09d}"]
@@ -545,7 +344,7 @@ def test_a_killed_run_goes_on_as_if_unbroken(command: Command, tmp_path: Path, s
     assert steps == list(range(1, step + 1))
     assert not (folder / "model").exists()
 
-    done = command(*run_arguments(folder))
+    done = command(*tiny.run_arguments(folder))
     assert done.status == 0
     assert done.err.startswith(f"{title}: step {resumed + 2} of ")  # not from the start
     assert_as_if_unbroken(folder)

@@ -154,7 +154,7 @@ def test_a_recipe_s_task_yaml_does_not_run(
     """Of a run's recipe as of the one in a model's own folder; a folder of YAMLs as one of them."""
     copied = tmp_path / "copied"
     shutil.copytree(finished.folder if place == "run" else finished.folder / "model", copied)
-    with_tasks(copied, "arc_easy", evil / task)
+    with_tasks(copied, evil / task, "arc_easy")
     done = command("eval", copied, *OPTIONS)
     assert_refused(done, "evaluation.tasks: expected names of lm-eval's tasks or .jsonl files in a recipe, found '")
     assert not (evil / "written").exists()

@@ -81,6 +81,23 @@ def recipe(**overrides: Any) -> Recipe:
     return Recipe.load("lolcats", RECIPE | {name.replace("__", "."): value for name, value in overrides.items()})
 
 
+def run_arguments(output_dir: Path, **changes: Any) -> list[str]:
+    """A command line of the run of few steps, some fields changed; two underscores in a name stand for a dot."""
+    fields = RECIPE | {name.replace("__", "."): value for name, value in changes.items()}
+    options = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
+    return [
+        "run",
+        "lolcats",
+        "--model",
+        teacher_folder(),
+        "--dataset",
+        text_file(),
+        "--output-dir",
+        str(output_dir),
+        *options,
+    ]
+
+
 def moved_student(teacher: PreTrainedModel, **overrides: Any) -> PreTrainedModel:
     """A student whose mixers are far from their initial values, no two maps or heads alike."""
     student = convert(teacher, recipe(**overrides)).eval()

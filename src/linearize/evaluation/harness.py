@@ -29,7 +29,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError
 from linearize.data.rows import inference
+from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.perplexity import Interval, Totals, resample
+
+_YAML = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,31 @@ def evaluate_tasks(
     return Tasks(found["n-shot"], results, {"lm_eval": _of_extra("lm_eval").__version__} | versions)
 
 
-def may_run_code(task: str) -> bool:
-    """Whether a task is described by YAML files of its own, which may name Python functions (`!function`) to call."""
-    path = Path(task)
-    return path.suffix.lower() in (".yaml", ".yml") or path.is_dir()
+def check_tasks(config: EvaluationConfig, *, trusted: bool) -> None:
+    """See that the tasks can be asked, before hours of training or measuring, and that none of them runs code.
+
+    A task YAML of lm-eval names Python functions to call (`!function`), and a recipe may be a stranger's.
+
+    Args:
+        trusted: the user has named the tasks, or trusts whoever wrote the recipe.
+
+    Raises:
+        UserError: a task that may run code and is not trusted, lm-eval is not installed, or a file that is missing or
+            has other columns.
+    """
+    for task in config.tasks:
+        path = Path(task)
+        if not trusted and (path.suffix.lower() in _YAML or path.is_dir()):
+            raise UserError(
+                f"evaluation.tasks: expected names of lm-eval's tasks or .jsonl files in a recipe, found {task!r}, "
+                "task YAML, which can run any code; pass --trust-tasks if you trust it"
+            )
+        if path.suffix == ".jsonl":
+            choice_task(path, config.shots)
+        elif path.suffix in _YAML:
+            _file(path)
+    if config.tasks:
+        _of_extra("lm_eval")
 
 
 def choice_task(path: Path, shots: int) -> dict[str, Any]:
@@ -133,9 +157,7 @@ def choice_task(path: Path, shots: int) -> dict[str, Any]:
     Raises:
         UserError: columns are missing or hold something else, or there are too few questions.
     """
-    if not path.is_file():
-        raise UserError(f"tasks: expected a file, found none at {path}")
-    text = path.read_bytes()
+    text = _file(path).read_bytes()
     lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
         if fault := _fault(line):
@@ -176,6 +198,12 @@ def rouge(predictions: Sequence[str], references: Sequence[str], *, samples: int
     columns = [torch.tensor([score[name].fmeasure for score in scores], dtype=torch.float64) for name in names]
     means, draws = resample([Totals(column, one_each) for column in columns], samples=samples, seed=seed)
     return Rouge(*(Interval.of(means[i], draws[:, i]) for i in range(len(names))), examples=len(scores))
+
+
+def _file(path: Path) -> Path:
+    if not path.is_file():
+        raise UserError(f"tasks: expected a file, found none at {path}")
+    return path
 
 
 def _fault(line: bytes) -> str | None:
@@ -221,10 +249,8 @@ def _load_one(given: str, shots: int) -> dict[str, Any]:
         index = manager(include_path=str(path), include_defaults=False)
         if not (names := index.all_subtasks):
             raise UserError(f"tasks: expected a folder with task YAMLs of lm-eval, found none in {path}")
-    elif path.suffix in (".yaml", ".yml"):
-        if not path.is_file():
-            raise UserError(f"tasks: expected a file, found none at {path}")
-        index, names = manager(include_defaults=False), [given]
+    elif path.suffix in _YAML:
+        index, names = manager(include_defaults=False), [str(_file(path))]
     else:
         index, names = _own_tasks(), [given]
         if given not in index.task_index:

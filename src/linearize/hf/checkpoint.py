@@ -98,7 +98,7 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_cla
     try:
         with _bars_on_terminals_only(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # for a head that the checkpoint is not of: each time the same
-            loaded, _ = load_whole(load, model, dtype=dtype, **hub_options(model))
+            loaded, _ = load_whole(load, model, dtype=dtype, trust_remote_code=False, **hub_options(model))
         _check_dtypes(model, loaded)
     except UserError:
         raise
@@ -138,7 +138,7 @@ def new_model(
     read_config(model)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        config = AutoConfig.from_pretrained(model, **hub_options(model))
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False, **hub_options(model))
         made: Any = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
     return _as_trained(made.to(device, dtype).eval())
 
@@ -164,7 +164,7 @@ def load_tokenizer(model: str) -> Tokenizer:
         UserError: there is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(model, **hub_options(model))
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False, **hub_options(model))
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model {model}: expected a tokenizer beside the weights; {reason}") from None
@@ -191,7 +191,7 @@ def load_image_processor(model: str) -> Any:
     """
     try:
         # The one that needs no torchvision: the same numbers for everybody.
-        return AutoImageProcessor.from_pretrained(model, backend="pil", **hub_options(model))
+        return AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False, **hub_options(model))
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model {model}: expected a preprocessor_config.json beside the weights; {reason}") from None

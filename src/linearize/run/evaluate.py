@@ -21,7 +21,7 @@ from linearize.evaluation.answers import answering
 from linearize.evaluation.bench import Bench
 from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.controls import SINKS, window_only_plan, window_reach, without_linear_part
-from linearize.evaluation.harness import may_run_code
+from linearize.evaluation.harness import check_tasks
 from linearize.evaluation.report_card import ReportCard, measure
 from linearize.evaluation.task_report import TaskCard, measure_task, score_task
 from linearize.hf.checkpoint import CAUSAL, load_model, read_config
@@ -173,7 +173,7 @@ def evaluate(
         dataset: held-out text is taken from it; by default the run's own data.
         overrides: dotted recipe fields under `data` and `evaluation`.
         command: what the user typed, to stand beside the results.
-        trust_tasks: see `check_tasks`; tasks among the `overrides` are the user's own word.
+        trust_tasks: whether the recipe's tasks may be YAML; those among the `overrides` are the user's own word.
         note: is told what is measured otherwise than asked for, once everything is loaded.
 
     Raises:
@@ -187,8 +187,7 @@ def evaluate(
         belongs_to_the_other = {f"data.{name}": None for name in ("validation_dataset", "subset", "top_esl")}
         overrides = {"data.dataset": dataset} | belongs_to_the_other | overrides
     recipe = recipe.override(overrides)
-    if not trust_tasks and "evaluation.tasks" not in overrides:
-        check_tasks(recipe)
+    check_tasks(recipe.evaluation, trusted=trust_tasks or "evaluation.tasks" in overrides)
     task, shape, notes = recipe.data.task, TeacherShape.from_config(config), []
     if run is None and "data.sequence_length" not in overrides and shape.max_positions < recipe.data.sequence_length:
         recipe = recipe.override({"data.sequence_length": shape.max_positions})
@@ -242,19 +241,6 @@ def bench(
     models = (load_model(name, dtype=dtype, device=device) for name in (teacher, model))
     sizes = {"batch_sizes": batch_sizes, "prompt_lengths": prompt_lengths, "new_tokens": new_tokens}
     return timing.bench(*models, **sizes, repeats=repeats, seed=0)
-
-
-def check_tasks(recipe: Recipe) -> None:
-    """See that no task runs code: a recipe may be a stranger's, and a task YAML of lm-eval names functions to call.
-
-    Raises:
-        UserError: one might.
-    """
-    if found := [task for task in recipe.evaluation.tasks if may_run_code(task)]:
-        raise UserError(
-            f"evaluation.tasks: expected names of lm-eval's tasks or .jsonl files in a recipe, found {found[0]!r}, "
-            "task YAML, which can run any code; pass --trust-tasks if you trust it"
-        )
 
 
 def check_teacher(model: str, student: TeacherShape) -> None:

@@ -29,8 +29,8 @@ def generate(
         model: a model's folder or hub id, or the folder of the run that made it.
     """
     model = student_folder(model)
-    tokenizer = load_tokenizer(model)
     require_head(model, read_config(model), CAUSAL, GENERATES)
+    tokenizer = load_tokenizer(model)
     loaded: Any = load_model(model, dtype=dtype, device=device)
     inputs = tokenizer(prompt, return_tensors="pt").to(device)
     if not inputs["input_ids"].shape[1]:

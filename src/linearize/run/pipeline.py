@@ -8,6 +8,7 @@ from linearize import plan as planning
 from linearize.base import UserError
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset, PackedRows
+from linearize.evaluation.harness import check_tasks
 from linearize.hf.checkpoint import read_config, save_student
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
@@ -15,7 +16,7 @@ from linearize.hf.partial_model import StoredWeights
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe, resolve
-from linearize.run.evaluate import Card, check_tasks, control, measure_run, write_results
+from linearize.run.evaluate import Card, control, measure_run, write_results
 from linearize.run.folder import Run, about_run, check_output, claim, write_json
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
@@ -46,8 +47,7 @@ def run(
     Raises:
         UserError: anything that the user can fix; nothing is half-written then.
     """
-    if not trust_tasks:
-        check_tasks(run.recipe)
+    check_tasks(run.recipe.evaluation, trusted=trust_tasks)
     config = read_config(run.model)
     shape = TeacherShape.from_config(config)
     layers = resolve(run.recipe, shape)

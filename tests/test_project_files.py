@@ -1,0 +1,43 @@
+"""What stands around the code says the same as the code: citation, changelog and workflow."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_the_workflow_runs_what_continuous_integration_runs() -> None:
+    """By the same make targets, on the oldest Python that is supported too."""
+    jobs: dict[str, Any] = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands == re.findall(r"^make .*$", read(".ci/run"), re.MULTILINE) == ["make test", "make test-browser"]
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', read("pyproject.toml"))
+    assert oldest is not None and oldest[1] in jobs["test"]["strategy"]["matrix"]["python"]
+
+
+def test_the_citation_is_of_this_version_and_names_the_papers() -> None:
+    cited = yaml.safe_load(read("CITATION.cff"))
+    assert cited["version"] == version("linearize") and cited["license"] == "Apache-2.0"
+    assert {"cff-version", "message", "title", "authors", "type"} <= cited.keys()
+    papers = {"2402.04347", "2405.06640", "2410.10254", "2502.01578"}  # the fifth is a workshop's, not on arXiv
+    assert {url.rpartition("/")[2] for paper in cited["references"] if (url := paper.get("url"))} == papers
+    assert len(cited["references"]) == 5 and all(paper["authors"] for paper in cited["references"])
+
+
+def test_the_changelog_has_this_version() -> None:
+    """Newest first, as Keep a Changelog has it."""
+    sections = re.findall(r"^## \[(.+?)\]", read("CHANGELOG.md"), re.MULTILINE)
+    assert sections[:2] == ["Unreleased", version("linearize")]
+    assert set(re.findall(r"^### (\w+)", read("CHANGELOG.md"), re.MULTILINE)) <= {
+        "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security",
+    }  # fmt: skip
