@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from linearize.base import UserError
+from linearize.evaluation.harness import check_tasks, evaluate_tasks
 from linearize.run.folder import Run
 from tests import tiny
 from tests.commands import Command, assert_refused
@@ -178,6 +180,29 @@ def test_a_folder_named_as_a_task_of_lm_eval_is_not_read(
     monkeypatch.chdir(tmp_path)
     assert_refused(command("eval", tmp_path / "copied", *OPTIONS), "evaluation.tasks: expected names of")
     assert not (tmp_path / "arc_easy" / "written").exists()
+
+
+def test_no_other_spelling_is_a_task_yaml(evil: Path) -> None:
+    """Neither inline tasks and groups, which could include files, nor lines of JSON that are not questions."""
+    (evil / "lines.jsonl").write_text((evil / "evil.yaml").read_text())
+    (evil / "group.jsonl").write_text(json.dumps({"group": "g", "task": [str(evil / "evil.yaml")]}) + "\n")
+    for inline in ({"include": str(evil / "evil.yaml")}, {"group": "g", "task": [str(evil / "evil.yaml")]}):
+        with pytest.raises(UserError, match=r"recipe field evaluation\.tasks\.0: .* string"):
+            tiny.recipe(evaluation__tasks=[inline])
+    for name in ("evil.yaml", "EVIL.YAML", "evil.yml", "evil.yaml/", "../evil", "lines.jsonl", "group.jsonl"):
+        with pytest.raises(UserError):
+            check_tasks(tiny.recipe(evaluation__tasks=[str(evil / name)]).evaluation, trusted=False)
+    assert not (evil / "written").exists()
+
+
+@pytest.mark.slow  # lm-eval reads all of its own tasks
+@pytest.mark.parametrize("spelling", ["{}/evil.yaml ", "{}/*", "{}/evil", "evil"])
+def test_what_is_not_yaml_by_its_name_is_the_name_of_a_task(evil: Path, spelling: str) -> None:
+    task = spelling.format(evil)
+    check_tasks(tiny.recipe(evaluation__tasks=[task]).evaluation, trusted=False)
+    with pytest.raises(UserError, match="the name of a task of lm-eval, found"):
+        evaluate_tasks({}, tiny.byte_tokenizer(), [task], shots=0, limit=1, batch_size=1, seed=0)
+    assert not (evil / "written").exists()
 
 
 @pytest.mark.parametrize("trusted", [("--tasks",), ("--trust-tasks",)])
