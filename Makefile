@@ -9,7 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu test-fla test-matrix test-quantized test-browser lint quick-lint format clean
+.PHONY: help setup demo test test-slow test-gpu test-fla test-matrix test-quantized test-browser figures chromium lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,14 +60,20 @@ test-quantized: setup ## teachers with weights of torchao and bitsandbytes, whic
 	    -c constraints.txt torchao bitsandbytes
 	PYTHONPATH=.venv/quantized $(BIN)/python -m pytest tests/hf/test_quantized.py
 
-test-browser: setup ## the report page in Debian's chromium, which it installs, with playwright (the extra `browser`)
+test-browser: setup chromium ## the report page in Debian's chromium, which it installs, with playwright (the extra `browser`)
+	$(BIN)/python -m pytest -m browser tests/browser
+
+figures: setup chromium ## the README's figure and screenshot, from the committed runs, in the same chromium
+	$(BIN)/python experiments/readme_figure.py
+	$(BIN)/python scripts/report_screenshot.py experiments/recommended/pycode-5m docs/figures/report.png
+
+chromium: setup
 	@command -v chromium >/dev/null || { \
 	    sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; \
 	    { command -v apt-get && { [ -z "$$sudo" ] || command -v sudo; }; } >/dev/null || { \
-	        echo 'test-browser: expected chromium, or apt-get as root or by sudo to install it; found neither' >&2; exit 2; }; \
+	        echo '$@: expected chromium, or apt-get as root or by sudo to install it; found neither' >&2; exit 2; }; \
 	    $$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
-	$(BIN)/python -m pytest -m browser tests/browser
 
 quick-lint: setup
 	$(BIN)/ruff check .

@@ -29,11 +29,11 @@ COLOURS = ("#222222", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
 MARKERS = "osD^v"
 
 
-def draw(path: Path, titles: Sequence[str], paint: Callable[[Sequence[Axes]], None]) -> None:
-    """Panels side by side, which `paint` fills."""
+def draw(path: Path, titles: Sequence[str], paint: Callable[[Sequence[Axes]], None], *, width: float = 4.4) -> None:
+    """Panels side by side, each `width` inches wide, which `paint` fills."""
     with matplotlib.rc_context(STYLE):
         matplotlib.rcParams["svg.hashsalt"] = path.name
-        figure = Figure(figsize=(4.4 * len(titles), 3.3), layout="constrained")
+        figure = Figure(figsize=(width * len(titles), 3.3), layout="constrained")
         panels = list(figure.subplots(1, len(titles), squeeze=False)[0])
         for panel, title in zip(panels, titles, strict=True):
             panel.set_title(title, loc="left", fontsize=10)
