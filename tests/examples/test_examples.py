@@ -1,0 +1,76 @@
+"""The examples do what they say, and stay a screen long."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from linearize.demo.corpus import teacher_path
+from tests import tiny
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+Example = Callable[..., str]
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Example:
+    """Runs an example in this process; what it printed."""
+
+    def run(name: str, *arguments: Any) -> str:
+        path = ROOT / "examples" / f"{name}.py"
+        monkeypatch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+        runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_fits_on_a_screen_and_says_what_stands_behind_it(path: Path, example: Example) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 45
+    assert f"python examples/{path.name}" in text  # how to run it
+    assert re.search(r"arXiv \d{4}\.\d{5}|github\.com/", text)  # the public source
+    with pytest.raises(SystemExit) as done:
+        example(path.stem, "--help")
+    assert done.value.code == 0
+
+
+@pytest.mark.parametrize("teacher", [tiny.teacher_folder, pytest.param(teacher_path, marks=pytest.mark.slow)])
+def test_convert(example: Example, tmp_path: Path, teacher: Callable[[], Any]) -> None:
+    given = ["--model", teacher(), "--text", ROOT / "src" / "linearize" / "ops", "--output-dir", tmp_path]
+    assert "def" in example("convert", *given, "--steps", 2)
+    for stage in ("attention_transfer", "finetune"):
+        assert json.loads((tmp_path / stage / "result.json").read_text())["steps"] == 2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert type(model).__name__ == "LinearizedLlamaForCausalLM"
+
+
+@pytest.mark.parametrize("folder", ["recommended/pycode-5m", "lolcats/stories260K"])
+def test_read_run_of_a_committed_run(example: Example, folder: str) -> None:
+    printed = example("read_run", ROOT / "experiments" / folder)
+    found = json.loads((ROOT / "experiments" / folder / "evaluation.json").read_text())
+    for line in found["measured"]:
+        assert re.search(rf"^{re.escape(line['label'])} +{line['quality']['loss']['mean']:.3f} ", printed, re.MULTILINE)
+    assert all(f"{line['cache_bytes']:,} bytes" in printed for line in found["speed"])
+
+
+def test_read_run_says_what_was_kept(example: Example, tmp_path: Path) -> None:
+    """By hand: a window at 3.0, a student at 2.9 and a teacher at 2.5, all finetuned alike."""
+    losses = {"window_lora": 3.0, "student": 2.9, "teacher_lora": 2.5, "teacher": 1.0, "window": 9.0}
+    measured = [
+        {"name": name, "label": name, "quality": {"loss": {"mean": loss}, "beyond": {"mean": loss}}}
+        for name, loss in losses.items()
+    ]
+    evaluation = {"window_size": 8, "measured": measured, "comparisons": [], "speed": []}
+    (tmp_path / "evaluation.json").write_text(json.dumps(evaluation))
+    assert "kept of the teacher's gain beyond the window: 20%" in example("read_run", tmp_path)
