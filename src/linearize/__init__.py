@@ -7,6 +7,7 @@ from linearize.base import UserError
 from linearize.data.packing import build_dataset
 from linearize.hf.attention import softmax_attention
 from linearize.hf.conversation import fork_state, load_state, save_state
+from linearize.hf.convert import to_softmax
 from linearize.recipe import Recipe, convert
 from linearize.training.attention_transfer import attention_transfer
 from linearize.training.finetune import finetune
@@ -22,4 +23,5 @@ __all__ = [
     "load_state",
     "save_state",
     "softmax_attention",
+    "to_softmax",
 ]

@@ -308,8 +308,8 @@ def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | Non
 def convert(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
     """A student that shares the teacher's storage; the teacher itself is left as it is.
 
-    Mixers are new and initialised as the recipe says. Training the shared weights in place would change the teacher
-    too; `linearize.finetune` copies what it changes.
+    Mixers are new and initialised as the recipe says. An optimizer that trains the shared weights in place changes the
+    teacher, too; `linearize.finetune` copies what it changes.
 
     Raises:
         UserError: an architecture or head that is not supported, or a plan that does not fit the teacher.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, combinations
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     ElectraConfig,
@@ -21,11 +25,12 @@ from transformers import (
 )
 
 import linearize
-from linearize.hf.attention import linearized_layers, observed, softmax_output
+from linearize.hf.attention import documents_apart, linearized_layers, observed, softmax_output
 from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import projections
-from tests.hf import checks
+from tests.hf import checks, encoders
 from tests.hf import generation_checks as generation
+from tests.hf.decoders import ARCHITECTURES as OTHERS
 from tests.hf.models import (
     ARCHITECTURES,
     CASES,
@@ -103,6 +108,75 @@ def test_softmax_outputs_are_the_layer_s_own(case: Case, implementation: str, to
     options = dict(input_ids=random_tokens(2, 30), position_ids=position_ids, use_cache=False)
     with torch.no_grad(), observed(student, softmax_output):
         checks.assert_close(student(**options).logits, teacher(**options).logits, tolerance)
+
+
+# --- the way back -----------------------------------------------------------------------------------------------------
+
+
+def assert_ordinary(model: PreTrainedModel, teacher: PreTrainedModel, folder: Path) -> None:
+    """Nothing of a model, or of the folder it is saved to, tells that it has been linearized."""
+    assert type(model) is type(teacher)
+    for found, expected in zip(model.modules(), teacher.modules(), strict=True):
+        assert type(found) is type(expected)
+        assert vars(found).keys() - {"layer_idx"} == vars(expected).keys() - {"layer_idx"}
+        assert len(found._forward_pre_hooks) == len(expected._forward_pre_hooks)
+    assert model.config._attn_implementation == teacher.config._attn_implementation
+    for name, one in (("found", model), ("expected", teacher)):
+        copy.deepcopy(one).save_pretrained(folder / name)
+    files = [sorted(path.name for path in (folder / name).iterdir()) for name in ("found", "expected")]
+    assert files[0] == files[1]
+    for file in ("config.json", "model.safetensors"):
+        assert (folder / "found" / file).read_bytes() == (folder / "expected" / file).read_bytes()
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *OTHERS])
+def test_an_untrained_decoder_is_its_teacher_again(name: str, tmp_path: Path) -> None:
+    teacher, ids, mask = make_teacher(name), random_tokens(2, 20), checks.left_padding([6, 0], 20)
+    student = linearize.convert(teacher, Case("", name, convert_sliding=True).recipe()).eval()
+    model = linearize.to_softmax(student)
+    assert torch.equal(checks.uncached(model, ids, mask), checks.uncached(teacher, ids, mask))
+    assert linearized_layers(student) and not torch.allclose(checks.uncached(student, ids), checks.uncached(model, ids))
+    with documents_apart(teacher):  # which the student saw to
+        assert_ordinary(model, teacher, tmp_path)
+
+
+@pytest.mark.parametrize("name", encoders.ENCODERS)
+def test_an_untrained_encoder_is_its_teacher_again(name: str, tmp_path: Path) -> None:
+    teacher, inputs = encoders.make_encoder(name), encoders.inputs_of(name)
+    model = linearize.to_softmax(linearize.convert(teacher, encoders.Case(name).recipe()).eval())
+    assert torch.equal(encoders.hidden_states(model, **inputs), encoders.hidden_states(teacher, **inputs))
+    assert_ordinary(model, teacher, tmp_path)
+
+
+def test_a_trained_student_keeps_what_it_learned(tmp_path: Path) -> None:
+    """In softmax attention, in a folder that needs no linearize, and as a teacher that is converted again."""
+    case, ids = CASES[5], random_tokens(2, 20)
+    student = copy.deepcopy(student_of(case))
+    with torch.no_grad():
+        student.get_parameter("model.layers.0.self_attn.q_proj.weight").mul_(1.5)
+    before = checks.uncached(student, ids)
+    model = linearize.to_softmax(student)
+    with linearize.softmax_attention(student):
+        expected = checks.uncached(student, ids)
+    assert torch.equal(checks.uncached(model, ids), expected)
+    assert not torch.allclose(expected, checks.uncached(teacher_of(case), ids))
+    assert torch.equal(checks.uncached(student, ids), before)
+    model.save_pretrained(tmp_path)
+    code = "import sys, torch, transformers; from safetensors.torch import save_file; model = transformers."
+    code += "AutoModelForCausalLM.from_pretrained('.', dtype=torch.float64); assert 'linearize' not in sys.modules; "
+    code += "save_file({'logits': model(torch.arange(20)[None]).logits.detach()}, 'logits')"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    checks.assert_close(load_file(tmp_path / "logits")["logits"], checks.uncached(model, torch.arange(20)[None]))
+    again = linearize.convert(model, replace(case, overrides={"mixer.span.window_size": 20}).recipe()).eval()
+    checks.assert_close(checks.uncached(again, ids), expected)
+
+
+def test_a_softmax_model_has_no_way_back() -> None:
+    with pytest.raises(linearize.UserError, match="expected a linearized model, found 'llama', which has softmax"):
+        linearize.to_softmax(teacher_of(CASES[1]))
+
+
+# --- what a student is ------------------------------------------------------------------------------------------------
 
 
 def test_embeddings_instead_of_tokens() -> None:

@@ -177,6 +177,13 @@ def attach(module: Any, mixer: Mixer, linearized_class: type, config: Any) -> No
     module.__class__ = linearized_class
 
 
+def detach(module: Any) -> None:
+    """Turn a linearized attention module back into its base's class, in place, without its mixer."""
+    module.__class__ = type(module).__mro__[2]
+    del module.mixer, module.model_config, module.softmax_implementation
+    vars(module).pop("observer", None)
+
+
 def linearized_layers(model: nn.Module) -> dict[str, Any]:
     """The converted attention modules of `model`, by name, in order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LinearizedAttention)}
@@ -376,6 +383,14 @@ def encoder_layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         return args, kwargs
     layout = read_layout(mask, None, *(mask.shape if isinstance(mask, Tensor) and mask.ndim == 2 else (0, 0)))
     return args, kwargs if layout is None else kwargs | {LAYOUT: layout}
+
+
+def forget_layouts(model: nn.Module) -> None:
+    """Take the hooks for linearized layers off a model that has none any more."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook in (layout_hook, encoder_layout_hook):
+                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
 
 def read_layout(mask: Any, position_ids: Tensor | None, batch: int, length: int) -> Layout | None:

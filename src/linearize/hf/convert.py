@@ -1,4 +1,4 @@
-"""Conversion: a softmax model in, a model with mixers beside its own projections out."""
+"""Conversion: a softmax model in, a model with mixers beside its own projections out; and the way back."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from linearize.base import UserError
+from linearize.hf.attention import detach, forget_layouts, linearized_layers
 from linearize.hf.checkpoint import drops_soft_cap
-from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, plan_to_config
+from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, plan_to_config, registered
 from linearize.hf.quantized import beside_parameters, settle
 from linearize.mixers.config import LayerPlan
 
@@ -19,8 +20,8 @@ from linearize.mixers.config import LayerPlan
 def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) -> PreTrainedModel:
     """A student that shares the teacher's storage; the teacher itself is left as it is.
 
-    Mixers are new and initialised as the plan says. Training the shared weights in place would change the teacher too;
-    `linearize.finetune` copies what it changes.
+    Mixers are new and initialised as the plan says. An optimizer that trains the shared weights in place changes the
+    teacher, too; `linearize.finetune` copies what it changes.
 
     What is random about a layer's mixer is a function of the seed and the layer's index: the files of a training stage
     hold learned numbers only, so the random projections beside them must come out the same when the stage is resumed or
@@ -43,27 +44,64 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
             "model: expected an implementation of attention that caps its logits, as this model does, found sdpa, "
             "which leaves the cap out; load it with attn_implementation='eager'"
         )
-    fields = {k: v for k, v in config.to_dict().items() if k not in {"model_type", "transformers_version"}}
     config_class: Any = CONFIG_CLASSES[config.model_type]
-    student_config = config_class(**fields, linearize=plan_to_config(plan))
-    # What the teacher chose to compute with, which no config.json says.
-    for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
-        setattr(student_config, name, getattr(config, name, None))
-    settle(teacher)
-    # Copy the module tree, not the tensors: the copies' parameters are new objects over the same storage.
-    shared: dict[int, object] = {id(config): student_config}
-    for parameter in teacher.parameters():
-        shared[id(parameter)] = _over_the_same_storage(parameter)
-    for tensor in (*teacher.buffers(), *beside_parameters(teacher)):
-        shared[id(tensor)] = tensor
-    student = copy.deepcopy(teacher, shared)
-    student.__class__ = student_class
-    # No folder holds this model yet. Of the teacher's name, an adapter would make its base: a softmax model.
-    student.name_or_path = student_config.name_or_path = ""
+    student = _remade(teacher, student_class, config_class(**_fields(config), linearize=plan_to_config(plan)), {})
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         install(student)
     return student
+
+
+def to_softmax(student: PreTrainedModel) -> PreTrainedModel:
+    """The way back: an ordinary model of the base's class, with softmax attention and the student's other weights.
+
+    It shares the student's storage, and the student is left as it is. Of an untrained student it is the teacher, bit
+    for bit; of a finetuned one it has the finetuned weights. What it saves loads without linearize.
+
+    Raises:
+        UserError: not a linearized model.
+    """
+    config = student.config
+    if config.model_type not in MODEL_CLASSES:
+        raise UserError(f"model: expected a linearized model, found {config.model_type!r}, which has softmax attention")
+    base_class = registered(student)[1].__bases__[-1]
+    base_config: Any = CONFIG_MAPPING[config.model_type.removeprefix("linearized_")](**_fields(config))
+    layers = linearized_layers(student).values()
+    # Neither mixers nor the layers' own configs are copied: in their places nothing, and the model's config.
+    instead: dict[int, object] = {id(layer.mixer): None for layer in layers}
+    model = _remade(student, base_class, base_config, instead | {id(layer.config): base_config for layer in layers})
+    for layer in linearized_layers(model).values():
+        base_config._attn_implementation_internal = layer.softmax_implementation
+        detach(layer)
+    forget_layouts(model)
+    return model
+
+
+def _fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """A config as arguments of another class of configs: what both kinds of models have."""
+    ours = {"model_type", "transformers_version", "linearize", "state_dtype", "auto_map", "architectures"}
+    return {name: value for name, value in config.to_dict().items() if name not in ours}
+
+
+def _remade(model: PreTrainedModel, cls: type, config: Any, instead: dict[int, object]) -> PreTrainedModel:
+    """A model of another class and config over the same storage; `instead` is what parts are replaced by, by their id.
+
+    Its module tree is copied, not the tensors: the copies' parameters are new objects over the same storage.
+    """
+    # What a model chose to compute with, which no config.json says.
+    for name in ("_attn_implementation_internal", "_experts_implementation_internal"):
+        setattr(config, name, getattr(model.config, name, None))
+    settle(model)
+    shared: dict[int, object] = {id(model.config): config} | instead
+    for parameter in model.parameters():
+        shared[id(parameter)] = _over_the_same_storage(parameter)
+    for tensor in (*model.buffers(), *beside_parameters(model)):
+        shared[id(tensor)] = tensor
+    remade = copy.deepcopy(model, shared)
+    remade.__class__ = cls
+    # No folder holds this model yet. Of the first one's name, an adapter would make its base: a model of another class.
+    remade.name_or_path = config.name_or_path = ""
+    return remade
 
 
 def _over_the_same_storage(parameter: nn.Parameter) -> nn.Parameter:
