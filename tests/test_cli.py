@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import linearize
 import linearize_cli

@@ -14,7 +14,6 @@ from linearize.data.examples import build_examples
 from linearize.data.images import build_images
 from linearize.data.labels import Classes
 from linearize.data.packing import Dataset, PackedRows, build_dataset
-from linearize.data.rows import Rows
 from linearize.data.selection import effective_sequence_lengths
 from linearize.data.synthetic import PAD, build_generated
 from linearize.data.tasks import (
@@ -129,8 +128,8 @@ def load_dataset(
         )
     _check_head(task, shape, config, processor, classes)
     dataset = _BUILDERS[type(task)](data, seed, processor, shape, classes, load_teacher)
-    for rows in vars(dataset).values():
-        if shape.vocab_size and isinstance(rows, Rows):
+    for rows in (dataset.train, dataset.validation, dataset.test):
+        if shape.vocab_size:
             check_tokens(rows.inputs()["input_ids"], shape.vocab_size)
     return dataset
 

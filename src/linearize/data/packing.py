@@ -217,8 +217,8 @@ def _dataset(
     validation_rows = _rows(validation, config, "held-out", "use more data, or hold out more of it")
     # The shortest first: one that fills no row of its own then shares a row with its like, not with a long one's.
     test_rows = pack(sorted(test, key=len), config.sequence_length).spread(config.validation_rows)
-    parts = {"training": train_rows, "held-out": validation_rows.rows(slice(config.validation_rows)), "test": test_rows}
-    for name, part in parts.items():
+    validation_rows = validation_rows.rows(slice(config.validation_rows))
+    for name, part in (("training", train_rows), ("held-out", validation_rows), ("test", test_rows)):
         if not (part.labels != IGNORED).any():
             raise UserError(
                 f"data: expected {name} tokens that carry a loss, found none in {part.num_tokens}; check that the "
@@ -226,7 +226,8 @@ def _dataset(
             )
     found = len(test_rows.documents[test_rows.labels != IGNORED].unique())
     require_enough(found, f"documents in {len(test_rows)} rows", "set a larger data.validation_rows, or use more data")
-    return Dataset(*parts.values(), (len(train), len(validation), len(test)), tuple(test))
+    sizes = len(train), len(validation), len(test)
+    return Dataset(train_rows, validation_rows, test_rows, sizes, tuple(test))
 
 
 def _rows(documents: list[TokenDocument], config: DataConfig, side: str, advice: str) -> PackedRows:

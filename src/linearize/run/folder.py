@@ -132,8 +132,8 @@ def _unclaimed(run: Run) -> bool:
 def _written(recipe_file: Path) -> str | None:
     """A run's recipe as it is written today, perhaps without a field of an earlier version; None: there is none."""
     try:
-        return Recipe.parse(yaml.safe_load(recipe_file.read_text(encoding="utf-8"))).to_yaml()
-    except (UserError, yaml.YAMLError):
+        return Recipe.load(str(recipe_file)).to_yaml()
+    except UserError:
         return None
 
 
