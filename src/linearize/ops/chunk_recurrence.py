@@ -71,11 +71,9 @@ class ChunkRecurrence(Body):
 
     def masks(self, batch: slice, start: int, stop: int) -> Masks:
         grid = self.grid
-        query, position, _ = grid.around(grid.query_position, grid.position, batch, start, stop)
-        query_document, document, _ = grid.around(grid.query_document, grid.document, batch, start, stop)
-        owner = pick(grid.owner, batch)[:, start // grid.chunk : stop // grid.chunk + 1]
-        near = query_document[..., None] == document[:, :, None]
-        reads, enters = query_document == owner[:, :-1, None], document == owner[:, 1:, None]
+        position, document, owner = grid.around(batch, start, stop)
+        near = document.queries[..., None] == document.keys[:, :, None]
+        reads, enters = document.queries == owner[:, :-1, None], document.keys == owner[:, 1:, None]
         keeps, catches_up = owner[:, :-1] == owner[:, 1:], None
         if self.terrace is None:
             reads, enters = reads[..., None], enters[..., None]
@@ -87,12 +85,13 @@ class ChunkRecurrence(Body):
             reads = torch.stack([reads & ~began_before, reads & began_before], dim=-1)
             enters = torch.stack([enters, enters & (terrace < bounds[:, 1:, None])], dim=-1)
             catches_up = (bounds[:, 1:] > bounds[:, :-1])[:, None]
-        numbers = (query >= 0)[..., None], (position >= self.sinks)[..., None], near, reads, enters, keeps[..., None]
+        query, key = position.queries >= 0, position.keys >= self.sinks
+        numbers = query[..., None], key[..., None], near, reads, enters, keeps[..., None]
         query, key, near, reads, enters, keeps = (x[:, None].to(self.dtype) for x in numbers)
         return Masks(query, key, near, reads, enters, keeps, catches_up)
 
     def forward(self, given: Given, outputs: Tensors) -> Tensors:
-        y, S = self.segment(given.masks, *given.state, *self._of_block(given))
+        y, S = self.segment(given.block.masks, *given.state, *self._of_block(given))
         self.grid.query_rows(outputs[0], given.block).copy_(y)
         return (S,)
 
@@ -102,7 +101,7 @@ class ChunkRecurrence(Body):
         for x in wanted:
             x.requires_grad_()
         with torch.enable_grad():
-            outputs = self.segment(given.masks, S, *leaves)
+            outputs = self.segment(given.block.masks, S, *leaves)
         grad_y = self.grid.query_rows(grad_outputs[0], block)
         grad_S, *found = torch.autograd.grad(outputs, wanted, (grad_y, *grad_after))
         if grads[0] is not None:

@@ -19,7 +19,7 @@ from linearize.ops import vector_decay
 from linearize.ops.chunk_layout import ChunkLayout
 from linearize.ops.decay import ticking
 from linearize.ops.delta import delta_values
-from linearize.ops.grid import Block, Grid, chunks_back, make_grid, pick
+from linearize.ops.grid import Block, Grid, chunks_back, make_grid
 from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout
@@ -52,8 +52,7 @@ def linear_scan(
     """The linear part (`reference.linear_scan`) in O(T) time and memory, forward and backward."""
     assert kernel is None or (log_decay_k is None and log_decay_v is None)
     if log_decay_v is not None or (log_decay_k is not None and log_decay_k.shape[-1] > 1):
-        decays = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v}
-        return vector_decay.linear_scan(phi_q, phi_k, v, **decays, span=span, layout=layout, state=state)
+        return vector_decay.linear_scan(phi_q, phi_k, v, log_decay_k, log_decay_v, span, layout, state)
     chunk = CHUNK if kernel is None else min(max(CHUNK, 4 * phi_k.shape[3]), MAX_CHUNK)
     dtype, slots = accumulation_dtype(v.dtype), ChunkLayout(layout, chunk)
     sums = None
@@ -120,23 +119,21 @@ class _LinearScan(Body):
 
     def masks(self, batch: slice, start: int, stop: int) -> _LinearMasks:
         grid, span = self.grid, self.span
-        q_position, near_position, k_position = grid.around(grid.query_position, grid.position, batch, start, stop)
-        q_document, near_document, k_document = grid.around(grid.query_document, grid.document, batch, start, stop)
-        near = near_position[:, :, None] < span.lo(q_position)[..., None]
-        near &= (near_position >= span.sinks)[:, :, None]
-        near &= near_document[:, :, None] == q_document[..., None]
-        near = grid.per_query_head(near.to(self.dtype))
-        # The document of the slot before a chunk's near keys owns the state there, which holds its keys and no others.
-        owner = pick(grid.owner, batch)[:, start // grid.chunk : stop // grid.chunk + 1]
+        position, document, owner = grid.around(batch, start, stop)
+        near = position.near[:, :, None] < span.lo(position.queries)[..., None]
+        near &= (position.near >= span.sinks)[:, :, None]
+        near &= document.near[:, :, None] == document.queries[..., None]
+        near = grid.repeat_queries(near[:, None].to(self.dtype))
+        # The owner's keys are in the state before a chunk's near keys, and no others.
         into = (owner[:, :, None] == owner[:, None, :]).tril().to(self.dtype)[:, None]
         # A kernel makes features of slots without a key all the same, which are not 0.
         if grid.uniform and not span.sinks and self.kernel is None:
             return _LinearMasks(near, None, None, into)
-        n = q_position.shape[1]
-        reads = (q_document == owner[:, :n, None]) & (q_position >= 0)
-        enters = (k_document[:, :n] == owner[:, 1:, None]) & (k_position[:, :n] >= span.sinks)
-        reads = grid.per_query_head(reads[..., None].to(self.dtype))
-        return _LinearMasks(near, reads, enters[:, None, ..., None].to(self.dtype), into)
+        n = position.queries.shape[1]
+        reads = (document.queries == owner[:, :n, None]) & (position.queries >= 0)
+        enters = (document.keys[:, :n] == owner[:, 1:, None]) & (position.keys[:, :n] >= span.sinks)
+        reads, enters = (y[:, None, ..., None].to(self.dtype) for y in (reads, enters))
+        return _LinearMasks(near, grid.repeat_queries(reads), enters, into)
 
     def decayed(self, block: Block, masks: _LinearMasks) -> _LinearMasks:
         """The masks with the decays between the step that writes and the step that reads.
@@ -226,7 +223,7 @@ class _LinearBlock:
 
     def __init__(self, scan: _LinearScan, given: Given) -> None:
         (q, k, v, *_), grid, kernel, block = given.inputs, scan.grid, scan.kernel, given.block
-        self.masks, self.kernel = scan.decayed(block, given.masks), kernel
+        self.masks, self.kernel = scan.decayed(block, block.masks), kernel
         self.keys, values = grid.keys(k, block), grid.keys(v, block)
         self.q, self.near_k, self.near_v = grid.queries(q, block), grid.near(self.keys), grid.near(values)
         self.products = self.q @ self.near_k.mT

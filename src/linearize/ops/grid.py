@@ -6,7 +6,7 @@ Only what one block needs exists at any time, forward and backward, so memory is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,6 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from linearize.ops.chunk_layout import ChunkLayout
-
-Masks = TypeVar("Masks")
 
 # Scores per block: large enough to fill the device, small enough on a CPU to stay in cache and off fresh pages.
 BLOCK_SCORES = {"cpu": 2**18, "cuda": 2**26}
@@ -31,10 +29,19 @@ class Block(NamedTuple):
     heads: slice
     start: int
     stop: int
+    masks: Any  # made once for all heads of the batch entries
 
     @property
     def rows(self) -> tuple[slice, slice]:
         return self.batch, self.heads
+
+
+class Around(NamedTuple):
+    """Positions, or documents: of the queries in each chunk, of the keys near each, and of the keys in each."""
+
+    queries: Int[Tensor, "b n C"]
+    near: Int[Tensor, "b n W"]
+    keys: Int[Tensor, "b m C"]
 
 
 class Grid:
@@ -83,7 +90,7 @@ class Grid:
     def num_segments(self) -> int:
         return -(-self.length // self.size)
 
-    def blocks(self, masks: Callable[[slice, int, int], Masks], reverse: bool = False) -> Iterator[tuple[Block, Masks]]:
+    def blocks(self, masks: Callable[[slice, int, int], Any], reverse: bool = False) -> Iterator[Block]:
         """All blocks, each with the `masks(batch, start, stop)` that its heads share; slots ascend, or descend."""
         segments = range(self.num_segments)
         for index in reversed(segments) if reverse else segments:
@@ -91,20 +98,19 @@ class Grid:
             for batch in _slices(self.rows[0], self.max_rows // self.rows[1]):
                 shared = masks(batch, start, stop)
                 for heads in _slices(self.rows[1], self.max_rows):
-                    yield Block(index, batch, heads, start, stop), shared
+                    yield Block(index, batch, heads, start, stop, shared)
 
-    def around(
-        self, queries: Int[Tensor, "#B P"], keys: Int[Tensor, "#B Q"], batch: slice, start: int, stop: int
-    ) -> tuple[Int[Tensor, "b n C"], Int[Tensor, "b n W"], Int[Tensor, "b m C"]]:
-        """Position or document of the queries in each chunk, of the keys near each, and of the keys in each."""
-        keys = pick(keys, batch)[:, start : stop + self.first * self.chunk]
-        queries = pick(queries, batch)[:, start:stop].unflatten(1, (-1, self.chunk))
-        near = keys.unfold(1, (self.first + 1) * self.chunk, self.chunk)[:, : queries.shape[1]]
-        return queries, near, keys.unflatten(1, (-1, self.chunk))
+    def around(self, batch: slice, start: int, stop: int) -> tuple[Around, Around, Int[Tensor, "b N1"]]:
+        """Positions, documents and the owners of the chunks start..stop and of the one behind them."""
+        reach, n = (self.first + 1) * self.chunk, (stop - start) // self.chunk
 
-    def per_query_head(self, x: Shaped[Tensor, "b n C Y"]) -> Shaped[Tensor, "b 1 n gC Y"]:
-        """A mask for the rows of `queries`."""
-        return self.repeat_queries(x[:, None])
+        def found(queries: Int[Tensor, "#B P"], keys: Int[Tensor, "#B Q"]) -> Around:
+            queries, keys = pick(queries, batch)[:, start:stop], pick(keys, batch)[:, start : stop + reach - self.chunk]
+            queries, near = queries.unflatten(1, (n, -1)), keys.unfold(1, reach, self.chunk)
+            return Around(queries, near, keys.unflatten(1, (-1, self.chunk)))
+
+        owner = pick(self.owner, batch)[:, start // self.chunk : stop // self.chunk + 1]
+        return found(self.query_position, self.position), found(self.query_document, self.document), owner
 
     def repeat_queries(self, x: Shaped[Tensor, "b h n C Y"]) -> Shaped[Tensor, "b h n gC Y"]:
         """Repeated for each query head that shares a key head, as `queries` orders them."""

@@ -34,7 +34,6 @@ class Given(NamedTuple):
     """What a body is given of a block: `state` before it, [b, h, ...] each; inputs are whole, [B, H or Hk, P, X]."""
 
     block: Block
-    masks: Any
     state: Tensors
     inputs: Tensors
 
@@ -46,7 +45,7 @@ class Body(ABC):
 
     @abstractmethod
     def masks(self, batch: slice, start: int, stop: int) -> Any:
-        """What the heads of a block share, made once for all of them."""
+        """What the heads of a block share: it is the block's `masks`."""
 
     @abstractmethod
     def forward(self, given: Given, outputs: Tensors) -> Tensors:
@@ -76,9 +75,9 @@ class _Scan(torch.autograd.Function):
         states = tuple(x.new_empty(kept + 1, *x.shape) for x in state)
         for x, first in zip(states, state, strict=True):
             x[0] = first
-        for block, masks in body.grid.blocks(body.masks):
+        for block in body.grid.blocks(body.masks):
             before, after = (block.index, block.index + 1) if kept else (0, 0)
-            given = Given(block, masks, [x[before][block.rows] for x in states], inputs)
+            given = Given(block, [x[before][block.rows] for x in states], inputs)
             for x, y in zip(states, body.forward(given, outputs), strict=True):
                 x[after][block.rows] = y
         ctx.save_for_backward(*states, *inputs)
@@ -94,8 +93,8 @@ class _Scan(torch.autograd.Function):
         new = (torch.empty_like, *(torch.zeros_like for _ in inputs[1:]))
         grads = [make(x) if want else None for make, x, want in zip(new, inputs, wanted, strict=True)]
         grad_state = [torch.zeros_like(x[0]) for x in states]
-        for block, masks in body.grid.blocks(body.masks, reverse=True):
-            given = Given(block, masks, [x[block.index][block.rows] for x in states], inputs)
+        for block in body.grid.blocks(body.masks, reverse=True):
+            given = Given(block, [x[block.index][block.rows] for x in states], inputs)
             found = body.backward(given, [x[block.rows] for x in grad_state], grad_outputs, grads)
             for x, g in zip(grad_state, found, strict=True):
                 x[block.rows] = g

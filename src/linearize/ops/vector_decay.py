@@ -25,12 +25,11 @@ def linear_scan(
     phi_q: Float[Tensor, "B H T F"],
     phi_k: Float[Tensor, "B Hk K F"],
     v: Float[Tensor, "B G K D"],
-    *,
-    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
-    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None,
+    log_decay_v: Float[Tensor, "#B Hk K D"] | None,
     span: Span,
     layout: Layout,
-    state: LinearState | None = None,
+    state: LinearState | None,
 ) -> Partial:
     """The linear part (`reference.linear_scan`) with decays on the feature axis, the value axis, or both."""
     dtype, slots = accumulation_dtype(v.dtype), power_of_two_chunks(layout)
@@ -50,8 +49,10 @@ def linear_scan(
     else:
         S = torch.cat([state.S, state.z[..., None]], dim=-1).to(dtype)
 
+    names = tuple(decays)
+
     def segment(masks: Masks, S: Tensor, q: Tensor, k: Tensor, v: Tensor, *logs: Tensor) -> tuple[Tensor, Tensor]:
-        return _segment(masks, S, q, k, v, **dict(zip(decays, logs, strict=True)))
+        return _segment(masks, S, q, k, v, **dict(zip(names, logs, strict=True)))
 
     # A register for all keys, and for terraced spans one for those before the terrace.
     S = S[:, :, None].expand(-1, -1, 1 + isinstance(span, TerracedSpan), -1, -1)

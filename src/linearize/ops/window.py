@@ -84,19 +84,18 @@ class _WindowSoftmax(Body):
     def masks(self, batch: slice, start: int, stop: int) -> Float[Tensor, "b 1 n gC Ws"]:
         """0 where a query sees a near key or a far sink, -inf elsewhere."""
         grid, span = self.grid, self.span
-        position, near_position, _ = grid.around(grid.query_position, grid.position, batch, start, stop)
-        document, near_document, _ = grid.around(grid.query_document, grid.document, batch, start, stop)
-        position, near_position = position[..., None], near_position[:, :, None]
-        seen = (near_position >= span.lo(position).clamp_min(0)) & (near_position <= position)
+        position, document, owner = grid.around(batch, start, stop)
+        query, near = position.queries[..., None], position.near[:, :, None]
+        seen = (near >= span.lo(query).clamp_min(0)) & (near <= query)
         if span.sinks:
-            seen |= (near_position >= 0) & (near_position < span.sinks) & (near_position <= position)
-        seen &= near_document[:, :, None] == document[..., None]
+            seen |= (near >= 0) & (near < span.sinks) & (near <= query)
+        seen &= document.near[:, :, None] == document.queries[..., None]
         if span.sinks:
-            chunks = slice(start // grid.chunk, stop // grid.chunk)
-            reads = (document == pick(grid.owner, batch)[:, chunks, None])[..., None] & (position >= 0)
-            seen = torch.cat([seen, reads & pick(self.sinks_seen, batch)[:, chunks, None]], dim=3)
+            sinks = pick(self.sinks_seen, batch)[:, start // grid.chunk : stop // grid.chunk, None]
+            reads = (document.queries == owner[:, :-1, None])[..., None] & (query >= 0)
+            seen = torch.cat([seen, reads & sinks], dim=3)
         bias = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-        return grid.per_query_head(bias)
+        return grid.repeat_queries(bias[:, None])
 
     def forward(self, given: Given, outputs: Tensors) -> Tensors:
         (num, rest), block, x = outputs, given.block, _WindowBlock(self, given)
@@ -141,8 +140,8 @@ class _WindowBlock:
     """Scores, which forward and backward share: logarithms to base 2, whose powers take a fourth of the time of e's."""
 
     def __init__(self, window: _WindowSoftmax, given: Given) -> None:
-        block, bias, _, (q, k, v, sink_k, sink_v) = given
-        grid, softcap = window.grid, window.softcap
+        block, _, (q, k, v, sink_k, sink_v) = given
+        bias, grid, softcap = block.masks, window.grid, window.softcap
         self.chunks = slice(block.start // grid.chunk, block.stop // grid.chunk)
         self.k, self.v = grid.near(grid.keys(k, block)), grid.near(grid.keys(v, block))
         if sink_k.shape[3]:
