@@ -105,11 +105,11 @@ class Case:
         return TerracedSpan(window_size=span.window_size, blocks=span.blocks, sinks=span.sinks)
 
     def to(self, dtype: torch.dtype) -> Case:
-        """The same numbers, rounded to `dtype`."""
+        """All numbers rounded to `dtype`."""
         return replace(self, **{name: x.to(dtype) for name, x in self.tensors.items()})
 
     def grown(self, factor: float) -> Case:
-        """The same numbers, with everything that lies in padding slots multiplied by `factor`."""
+        """With everything that lies in padding slots multiplied by `factor`."""
         padding = (self.position < 0)[:, None, :, None]
         return replace(self, **{name: x.where(~padding, x * factor) for name, x in self.tensors.items()})
 

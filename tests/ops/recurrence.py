@@ -1,17 +1,14 @@
-"""For tests of one primitive: a recurrence over tokens, and the gradients of a call."""
+"""The linear part as a recurrence over tokens, and cases whose decays reach further."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linearize.ops.linear_state import LinearState
 from tests.ops.cases import Case
-from tests.ops.parity import assert_near
 from tests.oracles.linear import lowest
 
 
@@ -61,30 +58,3 @@ def recurrence(case: Case) -> Read:
 def gently(case: Case) -> Case:
     """With a hundredth of the log decays: half of what a chunk begins with is left at its end, rather than nothing."""
     return replace(case, **{name: x / 100 for name, x in case.decays.items() if x is not None})
-
-
-def with_gradients(
-    call: Callable[[Case, LinearState | None], Sequence[Tensor]],
-    case: Case,
-    names: Sequence[str],
-    state: LinearState | None,
-) -> dict[str, Tensor]:
-    """What `call` gives, and the gradients of a random linear function of it, for the tensors of that name and S, z."""
-    leaves = {name: x.detach().requires_grad_() for name, x in case.tensors.items() if name in names}
-    if state is not None:
-        leaves |= {"S": state.S.detach().requires_grad_(), "z": state.z.detach().requires_grad_()}
-        state = LinearState(leaves["S"], leaves["z"])
-    outputs = call(replace(case, **{name: x for name, x in leaves.items() if name in names}), state)
-    generator = torch.Generator().manual_seed(2)
-    loss = torch.zeros((), dtype=case.v.dtype)
-    for x in outputs:
-        loss = loss + (x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)).sum()
-    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    named = zip(leaves.items(), gradients, strict=True)
-    found = {f"output {i}": x for i, x in enumerate(outputs)}
-    return found | {f"gradient of {name}": torch.zeros_like(x) if g is None else g for (name, x), g in named}
-
-
-def assert_all_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    for name, x in expected.items():
-        assert_near(found[name], x.to(found[name].dtype), tolerance, name)

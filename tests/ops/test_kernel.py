@@ -33,7 +33,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def outputs_and_gradients(
     scan: Callable[..., Any], case: Case, layout: Layout, state: LinearState | None, kernel: Kernel | None
 ) -> dict[str, Tensor]:
-    """Of the kernel's inputs, which without a `kernel` become features here."""
+    """num, den and the gradients of the kernel's inputs, which without a `kernel` become features here."""
     leaves = {"phi_q": case.phi_q, "phi_k": case.phi_k, "v": case.v}
     leaves |= {} if state is None else {"S": state.S, "z": state.z}
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
@@ -60,7 +60,7 @@ def check(
     state: LinearState | None = None,
     kernel: Kernel = TAYLOR,
 ) -> None:
-    """The same outputs and gradients as the definition has with features."""
+    """Outputs and gradients are those that the definition has with features."""
     layout = case.layout if layout is None else layout
     expected = outputs_and_gradients(reference.linear_scan, case, layout, state, None)
     for name, x in outputs_and_gradients(ops.linear_scan, case, layout, state, kernel).items():
@@ -113,7 +113,7 @@ def test_states_and_steps_are_those_of_features(span: SpanSpec) -> None:
 
 
 def test_features_and_their_gradient() -> None:
-    """Of even and odd numbers of inputs; the gradient against autograd's."""
+    """Even and odd numbers of inputs; the gradient against autograd's."""
     for inputs in range(1, 8):
         x, y = torch.randn(2, 3, 5, inputs, dtype=torch.float64).requires_grad_()
         features = TAYLOR.features(x)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from linearize.evaluation.speed import peak_bytes
 from linearize.mixers.feature_maps.taylor import TaylorKernel
@@ -19,48 +21,53 @@ WINDOW = SlidingSpan()
 SPANS = [NoSpan(), WINDOW, SlidingSpan(sinks=4), TerracedSpan()]
 
 
-def attention(ops: ModuleType, span: Span, length: int, *, backward: bool) -> Callable[[], None]:
-    """A call of both primitives (and their backward pass) at a length; H = 2, G = 1, D = F = 16, two documents."""
+def attention(ops: ModuleType, span: Span, length: int, *, backward: bool, rule: str = "none") -> Callable[[], None]:
+    """A call of the primitives (and their backward pass) at a length; H = 2, G = 1, D = F = 16, two documents."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v, phi_q, phi_k = (
-        torch.rand(1, heads, length, 16, generator=generator).requires_grad_(backward) for heads in (2, 1, 1, 2, 2)
-    )
+
+    def leaf(heads: int, width: int = 16) -> Tensor:
+        return torch.rand(1, heads, length, width, generator=generator).requires_grad_(backward)
+
+    q, k, v, phi_q, phi_k, beta = leaf(2), leaf(1), leaf(1), leaf(2), leaf(2), leaf(2, 1)
+    decays = {} if rule == "none" else {"log_decay_k": leaf(2, 1 if rule == "delta scalar" else 16)}
+    decays |= {"log_decay_v": leaf(2)} if rule == "gates" else {}
     position = torch.arange(length)[None] % (length // 2 + 5)
 
     def call() -> None:
-        layout = Layout.from_positions(position)
-        linear = ops.linear_scan(phi_q, phi_k, v, span=span, layout=layout)
-        window = ops.window_softmax(q, k, v, span=span, scaling=0.25, layout=layout)
+        options: dict[str, Any] = {"span": span, "layout": Layout.from_positions(position)}
+        logs, keys, values = {name: -x for name, x in decays.items()}, phi_k, v
+        if rule.startswith("delta"):
+            keys = torch.nn.functional.normalize(phi_k, dim=-1)
+            values = ops.delta_values(keys, v, beta, **logs, **options)
+        linear = ops.linear_scan(phi_q, keys, values, **logs, **options)
+        window = ops.window_softmax(q, k, v, scaling=0.25, **options)
         if backward:
             sum(x.sum() for x in (linear.num, linear.den, window.num, window.den)).backward()
 
     return call
 
 
-each_span = pytest.mark.parametrize("span", SPANS, ids=str)
 each_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
 
 
 @each_pass
-@each_span
-def test_no_tensor_is_quadratic(span: Span, backward: bool) -> None:
+@pytest.mark.parametrize(
+    "rule, span",
+    [
+        *(("none", span) for span in SPANS),
+        *(("gates", span) for span in SPANS[::2]),
+        *((rule, NoSpan()) for rule in ("delta scalar", "delta features")),
+    ],
+    ids=str,
+)
+def test_memory_and_arithmetic_are_linear(rule: str, span: Span, backward: bool) -> None:
+    """Arithmetic: multiply-adds of matrix products. From one block of chunks on, every further one costs the same."""
     with LargestTensor() as largest:
-        attention(chunked, span, 2048, backward=backward)()
+        attention(chunked, span, 2048, backward=backward, rule=rule)()
     assert 2048 * 32 <= largest.elements < 2048 * 2048 // 4  # at least the inputs were seen
-
-
-@each_pass
-@each_span
-def test_peak_memory_is_linear_in_length(span: Span, backward: bool) -> None:
-    short, long = (peak_bytes(attention(chunked, span, n, backward=backward)) for n in (1024, 4096))
+    short, long = (peak_bytes(attention(chunked, span, n, backward=backward, rule=rule)) for n in (2048, 8192))
     assert long < 4.3 * short
-
-
-@each_pass
-@each_span
-def test_arithmetic_is_linear_in_length(span: Span, backward: bool) -> None:
-    """Multiply-adds of matrix products; from one block of chunks on, every further one costs the same."""
-    short, long = (flops(attention(chunked, span, n, backward=backward)) for n in (4096, 8192))
+    short, long = (flops(attention(chunked, span, n, backward=backward, rule=rule)) for n in (4096, 8192))
     assert 0 < long < 2.05 * short
 
 

@@ -28,7 +28,6 @@ from tests.ops.parity import (
     check_steps,
     part_of,
 )
-from tests.ops.recurrence import gently
 from tests.oracles.spans import SpanSpec
 
 each_implementation = pytest.mark.parametrize("ops", [reference, chunked], ids=["reference", "chunked"])
@@ -36,14 +35,6 @@ each_implementation = pytest.mark.parametrize("ops", [reference, chunked], ids=[
 
 def among_the_slow(value: int) -> ParameterSet:
     return pytest.param(value, marks=pytest.mark.slow)
-
-
-@pytest.fixture(autouse=True)
-def few_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -156,18 +147,6 @@ def test_gradients_where_keys_share_the_largest_score(span: SpanSpec, softcap: f
         check_chunked(make_case(span, ("packed", "interior"), 70, seed=keys, softcap=softcap).tied(keys), FP64)
     alike = make_case(span, ("full", "mixed"), 70, softcap=softcap)
     check_chunked(replace(alike, k=torch.ones_like(alike.k)), FP64)
-
-
-@pytest.mark.parametrize("rule", RULES[1:])
-@pytest.mark.parametrize("span", [*SPANS[::2], *SINK_SPANS[::3]], ids=str)
-def test_chunked_with_decays_and_the_delta_rule(span: SpanSpec, rule: str, small_blocks: None) -> None:
-    for length in (1, 64, 131):
-        for styles in (SIDE_BY_SIDE, WITH_GAPS):
-            case = make_case(span, styles, length, heads=(4, 2, 2), seed=length, rule=rule)
-            check_chunked(case, FP64)
-            check_chunked(case.to(torch.float32), FP32_DECAYED)
-    case = make_case(span, ("full", "full"), 200, heads=(2, 1, 2), seed=7, rule=rule)
-    check_chunked(case, FP64, layout=Layout.full(200))
 
 
 @modest(25)
@@ -290,11 +269,3 @@ def test_token_by_token_with_decays_and_the_delta_rule(span: SpanSpec, rule: str
 @pytest.mark.parametrize("span", SPANS[::3] + SINK_SPANS[::3], ids=str)
 def test_several_calls_with_decays_and_the_delta_rule(ops: ModuleType, span: SpanSpec, rule: str) -> None:
     check_split(ops, make_case(span, ("packed", "mixed", "left"), 90, heads=(2, 1, 1), rule=rule), [3, 40, 41, 70])
-
-
-@pytest.mark.parametrize("rule", ["scalar", "delta scalar"])
-@pytest.mark.parametrize("span", [SPANS[0], SPANS[3], SPANS[6], SINK_SPANS[2]], ids=str)
-def test_chunked_with_decays_that_reach_across_chunks(span: SpanSpec, rule: str, small_blocks: None) -> None:
-    case = gently(make_case(span, ("full", "packed", "mixed"), 300, heads=(4, 2, 2), seed=3, rule=rule))
-    check_chunked(case, FP64)
-    check_chunked(case.to(torch.float32), FP32_DECAYED)
