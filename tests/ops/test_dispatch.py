@@ -67,7 +67,7 @@ def x(heads: int, length: int, width: int) -> Tensor:
 
 
 FULL = {"span": NoSpan(), "layout": Layout.full(5)}
-WINDOW = {"span": SlidingSpan(2), "layout": Layout.full(5), "scaling": 1.0}
+WINDOW = {"span": SlidingSpan(window_size=2), "layout": Layout.full(5), "scaling": 1.0}
 WELL: dict[str, Callable[[], object]] = {
     "scan": lambda: ops.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_k=-x(2, 5, 1), **FULL),
     "delta": lambda: ops.delta_values(x(2, 5, 3), x(1, 5, 4), x(2, 5, 1), **FULL),
@@ -86,7 +86,7 @@ BADLY: dict[str, Callable[[], object]] = {
     ),
     "a layout of other queries": lambda: ops.linear_scan(x(2, 3, 3), x(2, 5, 3), x(1, 5, 4), **FULL),
     "a shorter layout": lambda: ops.window_softmax(
-        x(2, 5, 4), x(1, 5, 4), x(1, 5, 4), span=SlidingSpan(2), scaling=1.0, layout=Layout.full(4)
+        x(2, 5, 4), x(1, 5, 4), x(1, 5, 4), span=SlidingSpan(window_size=2), scaling=1.0, layout=Layout.full(4)
     ),
 }
 
