@@ -59,6 +59,13 @@ MAPS = st.one_of(
     st.builds(maps.RfaMap, rotation=BEFORE_OR_NONE),
     st.builds(maps.DpfpMap, rotation=BEFORE_OR_NONE, nu=st.integers(1, 2)),
 )
+EXPONENTIAL_MAPS = st.one_of(
+    st.builds(maps.ExpMap, rotation=BEFORE_OR_NONE, temperature=st.sampled_from([1.0, 2.0])),
+    st.builds(maps.HedgehogMap, **LEARNED, rotation=BEFORE_OR_NONE, feature_dim=EVEN, activation=st.just("exp")),
+    st.builds(maps.LolcatMap, **LEARNED, rotation=BEFORE_OR_NONE, activation=st.just("exp")),
+    st.builds(maps.ReglaMap, **LEARNED, rotation=BEFORE_OR_NONE, feature_dim=st.integers(1, 6)),
+    st.builds(maps.PerformerMap, rotation=BEFORE_OR_NONE),
+)
 SPANS = st.one_of(
     st.builds(NoSpan),
     st.builds(SlidingSpan, window_size=st.sampled_from([1, 3, 7, 16, 17, 40]), sinks=st.sampled_from([0, 0, 2, 5])),
@@ -120,6 +127,17 @@ def configs(draw: st.DrawFn) -> MixerConfig:
     return MixerConfig(**chosen)
 
 
+@st.composite
+def sums_of_exponentials(draw: st.DrawFn) -> MixerConfig:
+    """Exponential features whose weights are divided by their sum, in any combination that is not refused."""
+    span = draw(SPANS)
+    windowless = st.sampled_from([SharedDenominator(), Add()])
+    combine = draw(windowless if isinstance(span, NoSpan) else COMBINES)
+    decay = draw(DECAYS.filter(lambda decay: decay is None or not decay.values))
+    scale = draw(st.sampled_from(["none", "head_dim", "regla"]))
+    return MixerConfig(span=span, feature_map=draw(EXPONENTIAL_MAPS), decay=decay, scale=scale, combine=combine)
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A mixer with random float64 parameters, inputs, and which slots hold which document."""
@@ -168,8 +186,14 @@ def with_tensors(inputs: AttnInputs, named: dict[str, Tensor], rope: tuple[Tenso
     return replace(inputs, **rest, unrotated=unrotated, rope=rope)
 
 
-def make_drawn(config: MixerConfig, shape: LayerShape, documents: Documents, length: int, seed: int) -> Drawn:
-    """Parameters and inputs for `config`; gates range from hardly forgetting to forgetting at once."""
+def make_drawn(
+    config: MixerConfig, shape: LayerShape, documents: Documents, length: int, seed: int, size: float = 1.0
+) -> Drawn:
+    """Parameters and inputs for `config`; gates range from hardly forgetting to forgetting at once.
+
+    `size`: standard deviation of queries' and keys' coordinates. In trained models it is often large, so that a query's
+    exponential features differ by factors of e^20 and more, and so do keys'.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*sizes: int) -> Tensor:
@@ -191,7 +215,7 @@ def make_drawn(config: MixerConfig, shape: LayerShape, documents: Documents, len
     angle = position[..., None] * 0.3 ** torch.arange(1, dim // 2 + 1)
     angle = torch.cat([angle, angle], dim=-1).double()
     rope = angle.cos(), angle.sin()
-    q, k = normal(rows, shape.num_heads, length, dim), normal(rows, groups, length, dim)
+    q, k = size * normal(rows, shape.num_heads, length, dim), size * normal(rows, groups, length, dim)
     burst = torch.where(torch.rand(rows, length, 1, generator=generator, dtype=torch.float64) < 0.2, 5.0, 0.5)
     inputs = AttnInputs(
         q=apply_rope(q, rope),
@@ -215,9 +239,12 @@ class Draw:
     styles: list[str]
     length: int
     seed: int
+    size: float = 1.0
 
     def well_conditioned(self) -> Draw:
         """This draw without norms that blow up what is nearly zero, and its rounding in single precision with it."""
+        if self.size > 1:
+            return replace(self, size=1.0).well_conditioned()
         if not isinstance(self.config.normalizer, GroupNormalizer | RmsNormalizer):
             return self
         normalizer = self.config.normalizer.model_copy(update={"eps": 0.1})
@@ -236,13 +263,15 @@ class Draw:
             config = replace_part(config, tied=tied)
         rng = random.Random(self.seed)
         documents = [documents_of(style, self.length, rng) for style in self.styles]
-        return make_drawn(config, self.shape, documents, self.length, self.seed)
+        return make_drawn(config, self.shape, documents, self.length, self.seed, self.size)
 
 
-def draws(max_length: int) -> st.SearchStrategy[Draw]:
-    """Any mixer with rows of documents and padding of any kind."""
+def draws(max_length: int, config: st.SearchStrategy[MixerConfig] | None = None) -> st.SearchStrategy[Draw]:
+    """Any mixer, or any that `config` draws, with rows of documents and padding of any kind."""
     styles = st.lists(st.sampled_from(STYLES), min_size=1, max_size=2)
-    return st.builds(Draw, configs(), SHAPES, styles, st.integers(1, max_length), st.integers(0, 2**20))
+    size = st.sampled_from([1.0, 6.0])
+    numbers = st.integers(1, max_length), st.integers(0, 2**20)
+    return st.builds(Draw, configs() if config is None else config, SHAPES, styles, *numbers, size)
 
 
 def replace_part(config: MixerConfig, **changes: object) -> MixerConfig:

@@ -181,11 +181,12 @@ def make_head(config: Any, w: Weights, inputs: Inputs, row: int, h: int, slots: 
             phi = {"sum": gates.unit_sum, "l2": gates.unit_norm}[config.update.key_norm](phi)
         return phi if turns is None else turns[n] @ phi
 
-    queries, keys, largest = [], [], []
+    queries, keys, logarithms = [], [], []
     for n, slot in enumerate(slots):
         phi = map_one(feature_map, q[row, :, slot], h, kv_head, n, w.query_weight, w.query_bias, w)
-        largest.append(phi.max())
-        queries.append(finished(phi, n) * scale_of(config, len(phi), q.shape[-1]))
+        scale = scale_of(config, len(phi), q.shape[-1])
+        logarithms.append(phi + math.log(scale))
+        queries.append(finished(phi, n) * scale)
         phi = map_one(feature_map, mapped_keys[row, :, slot], key_head, kv_head, n, w.key_weight, w.key_bias, w)
         keys.append(finished(phi, n) if delta or not logs else phi)
     late = logs and not delta  # the linear part itself takes the exponential, and turns only then
@@ -198,7 +199,7 @@ def make_head(config: Any, w: Weights, inputs: Inputs, row: int, h: int, slots: 
         **_decays(config, w, hidden, h, heads, len(slots), len(queries[0]), v.shape[-1]),
         beta=_write_strengths(config, w, hidden, h, heads),
         exponential=late,
-        log_query=torch.stack(largest) if logs else None,
+        log_queries=torch.stack(logarithms) if logs else None,
         turns=torch.stack(turns) if late and turns is not None else None,
     )
 

@@ -5,11 +5,14 @@
 
 where j runs over the query's linear keys, and a(n,j), b(n,j) are the products of the decays of steps j+1 .. n on the
 feature and on the value axis. Keys whose features are exponentials come as logarithms e_j, and in y_n each of them is
-exp(e_j - m_n), m_n the largest e of positions 0..n (ReGLA eq. 12, made causal).
+exp(e_j - m_n), m_n the largest e of positions 0..n (ReGLA eq. 12, made causal). Where weights are divided by their
+sum, no maximum matters: `log_weights` are relative to nothing.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +26,8 @@ class Head:
     """phi_q [T,F] (finished), keys [T,F], v [T,D] by position, and what else its linear part has.
 
     Decays are logarithms: log_decay_k [T,F], log_decay_v [T,D]. input_scale, beta [T]. With `exponential`, keys are
-    logarithms, and `log_query` [T] is the largest one of each query's. `turns` [T,F,F] are matrices (RoPE) which key
-    features are multiplied by, after the exponential.
+    logarithms, and `log_queries` [T,F] are those of phi_q before it was divided by anything. `turns` [T,F,F] are
+    matrices (RoPE) which key features are multiplied by, after the exponential.
     """
 
     phi_q: Tensor
@@ -35,7 +38,7 @@ class Head:
     input_scale: Tensor | None = None
     beta: Tensor | None = None
     exponential: bool = False
-    log_query: Tensor | None = None
+    log_queries: Tensor | None = None
     turns: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -118,6 +121,19 @@ def linear_quadratic(head: Head, span: SpanSpec) -> tuple[Tensor, Tensor]:
             num[n] += weight * b * written[j]
             den[n] += weight
     return num, den
+
+
+def log_weights(head: Head, n: int, keys: Iterable[int]) -> Tensor:
+    """log(phi_q(n) . a(n,j) * phi_k(j)) of some keys j, where features are exponentials and never formed."""
+    assert head.exponential and head.log_queries is not None and head.turns is None
+    found = []
+    for j in keys:
+        logs = head.log_queries[n].double() + head.keys[j].double()
+        for step in range(j + 1, n + 1):
+            logs = logs + head.log_decays(step)[0]
+        scale = 1.0 if head.input_scale is None else float(head.input_scale[j])
+        found.append(torch.logsumexp(logs, 0) + (math.log(scale) if scale else -math.inf))
+    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)
 
 
 def linear_bidirectional(head: Head) -> tuple[Tensor, Tensor]:

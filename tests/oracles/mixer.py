@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.oracles.attention import Documents, window_partial
 from tests.oracles.gates import sigmoid
 from tests.oracles.heads import Inputs, Weights, make_head, present
-from tests.oracles.linear import linear_bidirectional, linear_quadratic, linear_recurrent
+from tests.oracles.linear import Head, linear_bidirectional, linear_quadratic, linear_recurrent, log_weights
 from tests.oracles.spans import SpanSpec, span_keys
 
 
@@ -35,22 +35,23 @@ def mixer_layer(
     for row, row_documents in enumerate(documents):
         for slots in row_documents:
             for h in range(y.shape[1]):
-                num = torch.zeros(len(slots), y.shape[-1], dtype=torch.float64)
-                den = log_scale = torch.zeros(len(slots), dtype=torch.float64)
+                head = num = den = None
                 if config.feature_map is not None:
                     head = make_head(config, weights, inputs, row, h, slots)
                     num, den = linear_recurrent(head, span)[:2] if recurrent else linear_quadratic(head, span)
-                    if config.combine.type == "absolute_scale":
-                        # What num and den are relative to: the query's largest logarithm, the largest key so far.
-                        log_scale = present(head.log_query) + head.keys.amax(1).cummax(0).values
                 for n, slot in enumerate(slots):
+                    window = window_num[row, h, slot], float(window_den[row, h, slot])
+                    if head is not None and head.exponential and config.normalizer.type == "sum":
+                        linear = recurred(head, num[n], float(den[n]), n) if recurrent else None
+                        top = float(largest_score[row, h, slot])
+                        y[row, h, slot] = _weighted(config, weights, h, head, span, n, window, top, linear)
+                        continue
                     y[row, h, slot] = _combined(
                         config,
                         weights,
                         h,
-                        window=(window_num[row, h, slot], float(window_den[row, h, slot])),
-                        linear=(num[n], float(den[n])),
-                        log_scales=(float(largest_score[row, h, slot]), float(log_scale[n])),
+                        window=window,
+                        linear=None if num is None else (num[n], float(den[n])),
                         anything_linear=bool(span_keys(span, n)[1]),
                         hidden=None if inputs.hidden is None else inputs.hidden[row, slot],
                     )
@@ -64,15 +65,85 @@ def bidirectional_layer(config: Any, weights: Weights, inputs: Inputs, documents
     for row, row_documents in enumerate(documents):
         for slots in row_documents:
             for h in range(y.shape[1]):
-                num, den = linear_bidirectional(make_head(config, weights, inputs, row, h, slots))
+                head = make_head(config, weights, inputs, row, h, slots)
+                num, den = linear_bidirectional(head)
                 for n, slot in enumerate(slots):
+                    if head.exponential and config.normalizer.type == "sum":
+                        y[row, h, slot] = _mean(log_weights(head, n, range(len(slots))), head.v)[1]
+                        continue
                     hidden = None if inputs.hidden is None else inputs.hidden[row, slot]
                     y[row, h, slot] = normalized(config, weights, h, num[n], float(den[n]), hidden)
     return y
 
 
+# --- exponential features over their sum: weights by their logarithms, without a maximum or a least denominator -------
+
+Part = tuple[float, Tensor]  # the logarithm of the sum of some weights, -inf of none; the mean of values by them [D]
+
+
+def _mean(logs: Tensor, values: Tensor) -> Part:
+    """The values of keys with these log weights."""
+    if not len(logs) or float(logs.max()) == -math.inf:
+        return -math.inf, torch.zeros(values.shape[-1], dtype=torch.float64)
+    return float(torch.logsumexp(logs, 0)), torch.softmax(logs, 0) @ values.double()
+
+
+def recurred(head: Head, num: Tensor, den: float, n: int) -> Part:
+    """The linear part as the recurrence gives it, which is relative to the query's and the keys' largest logarithm."""
+    if not den:
+        return -math.inf, torch.zeros_like(num)
+    return math.log(den) + _reference(head, n), num / den
+
+
+def _reference(head: Head, n: int) -> float:
+    """What phi_q and phi_k of query n are divided by, as a logarithm (ReGLA eqs. 11-12); without phi_q's factor."""
+    log_factor = float(head.log_queries[n].max()) - math.log(float(head.phi_q[n].max()))
+    return log_factor + float(head.keys[: n + 1].max())
+
+
+def _together(near: Part, far: Part) -> Tensor:
+    """The mean of both parts' values by all their weights."""
+    total = torch.logsumexp(torch.tensor([near[0], far[0]], dtype=torch.float64), 0)
+    return sum(torch.exp(part[0] - total) * part[1] for part in (near, far))
+
+
+def _weighted(
+    config: Any,
+    weights: Weights,
+    h: int,
+    head: Head,
+    span: SpanSpec,
+    n: int,
+    window: tuple[Tensor, float],
+    largest_score: float,
+    linear: Part | None,
+) -> Tensor:
+    """y [D] of query n; `linear` is computed from the weights of its keys if not given."""
+    combine, (window_num, window_den) = config.combine, window
+    near = math.log(window_den) if window_den else -math.inf, window_num / (window_den or 1)
+    far = sorted(span_keys(span, n)[1])
+    linear = _mean(log_weights(head, n, far), head.v[far]) if linear is None else linear
+    if combine.type == "add":
+        return near[1] + linear[1]
+    if combine.type == "mix":
+        if not far:
+            return near[1]
+        s = float(present(weights.window_weight)[h])
+        return s * near[1] + (1 - s) * linear[1]
+    if combine.type == "shared_denominator":  # eq. 7: window and features each over their own maximum
+        g = float(present(weights.window_factor)[h])
+        return _together((near[0] + math.log(g), near[1]), (linear[0] - _reference(head, n), linear[1]))
+    if combine.type == "absolute_scale":
+        offset = float(present(weights.offset)[h])
+        return _together((near[0] + largest_score, near[1]), (linear[0] + offset, linear[1]))
+    raise ValueError(combine.type)
+
+
+# --- everything else: numerators and denominators ---------------------------------------------------------------------
+
+
 def least_denominator(config: Any) -> float:
-    """What denominators of the linear part are clamped at."""
+    """What denominators of the linear part are clamped at, where features have an absolute scale."""
     return 1.0 if config.feature_map.type == "rfa" else 1e-6
 
 
@@ -101,26 +172,19 @@ def _combined(
     h: int,
     *,
     window: tuple[Tensor, float],
-    linear: tuple[Tensor, float],
-    log_scales: tuple[float, float],
+    linear: tuple[Tensor, float] | None,
     anything_linear: bool,
     hidden: Tensor | None,
 ) -> Tensor:
-    """y [D] of one query from (num [D], den) of its window and of its linear part.
-
-    `log_scales`: the logarithms that window and linear part are relative to.
-    """
-    combine, (window_num, window_den), (num, den) = config.combine, window, linear
+    """y [D] of one query from (num [D], den) of its window and of its linear part."""
+    combine, (window_num, window_den) = config.combine, window
     softmax = window_num / window_den if window_den else window_num
     if combine.type == "window_only":
         return softmax
+    num, den = present(linear)
     if combine.type == "shared_denominator":
         g = float(present(weights.window_factor)[h])
         return (g * window_num + num) / max(g * window_den + den, 1e-6)
-    if combine.type == "absolute_scale":
-        c, scale = log_scales
-        far = math.exp(min(max(scale + float(present(weights.offset)[h]) - c, -30), 30))
-        return (window_num + far * num) / max(window_den + far * den, 1e-6)
     if combine.type == "add":
         return softmax + normalized(config, weights, h, num, den, hidden)
     if combine.type == "mix":

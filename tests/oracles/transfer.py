@@ -51,11 +51,11 @@ def matrices(config: Any, w: Weights, inputs: Inputs, documents: Documents, *, r
                 if inputs.softcap is not None:
                     scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
                 hidden = None if inputs.hidden is None else inputs.hidden[row, at]
-                kernel, log_scale = _kernel(config, w, h, heads, q, k, hidden)
+                weights = _weighing(config, w, h, heads, q, k, hidden)
                 parts = {
-                    "student": _combined(config, w, h, scores, (kernel, log_scale), near, far),
+                    "student": _combined(config, w, h, scores, weights, near, far),
                     "teacher": _softmax(scores, seen),
-                    "alone": kernel * far / (kernel * far).sum(-1, keepdim=True).clamp_min(1e-6),
+                    "alone": weights.alone(far),
                     "far": _softmax(scores, far & seen),
                 }
                 for name, matrix in parts.items():
@@ -102,24 +102,18 @@ def _softmax(scores: Tensor, mask: Tensor) -> Tensor:
     return weights
 
 
-def _combined(
-    config: Any, w: Weights, h: int, scores: Tensor, kernels: tuple[Tensor, Tensor], near: Tensor, far: Tensor
-) -> Tensor:
+def _combined(config: Any, w: Weights, h: int, scores: Tensor, weights: Weighing, near: Tensor, far: Tensor) -> Tensor:
     """The mixer's weights of one head of one document [T,T]."""
-    combine, (kernel, log_scale) = config.combine, kernels
-    linear = kernel * far
+    combine = config.combine
     if combine.type == "absolute_scale":
-        top = torch.where(near, scores, -torch.inf).amax(-1, keepdim=True)
-        relative = (log_scale[:, None] + present(w.offset)[h] - top).clamp(-30, 30).exp()
-        unnormalised = relative * linear + torch.where(near, (scores - top).exp(), 0)
-        return unnormalised / unnormalised.sum(-1, keepdim=True)
+        return _softmax(torch.where(near, scores, weights.logs + present(w.offset)[h]), near | far)
     if combine.type == "shared_denominator":
-        g = present(w.window_factor)[h]
-        top = torch.where(near, scores, -torch.inf).amax(-1, keepdim=True)
-        unnormalised = linear + g * torch.where(near, (scores - top.clamp_min(-1e300)).exp(), 0)
-        return unnormalised / unnormalised.sum(-1, keepdim=True).clamp_min(1e-6)
-    alone = linear / linear.sum(-1, keepdim=True).clamp_min(1e-6)
-    window = _softmax(scores, near)
+        g, top = present(w.window_factor)[h], torch.where(near, scores, -torch.inf).amax(-1, keepdim=True)
+        window = scores - top.clamp_min(-1e300)
+        if weights.kernel is None:
+            return _softmax(torch.where(near, window + g.log(), weights.logs - weights.reference[:, None]), near | far)
+        return _over_sum(weights.kernel * far + g * torch.where(near, window.exp(), 0))
+    window, alone = _softmax(scores, near), weights.alone(far)
     if combine.type == "add":
         return alone + window
     assert combine.type == "mix"
@@ -127,28 +121,38 @@ def _combined(
     return torch.where(far.any(-1, keepdim=True), s * window + (1 - s) * alone, window)
 
 
-def _kernel(
-    config: Any, w: Weights, h: int, heads: int, q: Tensor, k: Tensor, hidden: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """phi_q(n) . D(n,j) phi_k(j) for all pairs [T,T], j <= n, and the logarithm [T] that they are relative to.
+@dataclass(frozen=True)
+class Weighing:
+    """phi_q(n) . D(n,j) phi_k(j) of all pairs j <= n [T,T], or where features are exponentials, its logarithm.
 
-    Exponentials of queries are relative to their own maximum, those of keys to their running one.
+    `reference` [T]: what eq. 7's features are over, the query's largest logarithm plus that of all keys so far.
     """
+
+    kernel: Tensor | None
+    logs: Tensor
+    reference: Tensor
+
+    def alone(self, keys: Tensor) -> Tensor:
+        """The weights of these keys over their sum."""
+        return _softmax(self.logs, keys) if self.kernel is None else _over_sum(self.kernel * keys)
+
+
+def _over_sum(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True).clamp_min(1e-6)
+
+
+def _weighing(config: Any, w: Weights, h: int, heads: int, q: Tensor, k: Tensor, hidden: Tensor | None) -> Weighing:
     phi_q = _features(config.feature_map, q, w.query_weight, w.query_bias, h, heads)
     phi_k = _features(config.feature_map, k, w.key_weight, w.key_bias, h, heads)
-    length, log_scale = len(q), torch.zeros(len(q), dtype=torch.float64)
-    if exponential(config.feature_map):
-        top = torch.stack([phi_k[: n + 1].max() for n in range(length)])
-        log_scale = phi_q.amax(-1) + top
-        phi_q = (phi_q - phi_q.amax(-1, keepdim=True)).exp()
-        kernel = torch.einsum("nf,njf->nj", phi_q, (phi_k[None] - top[:, None, None]).exp().nan_to_num(posinf=0))
-    else:
-        kernel = phi_q @ phi_k.T
+    none = torch.zeros(len(q), len(q), dtype=torch.float64)
+    log_decay, scale = none, torch.ones(len(q))
     if config.decay is not None:
-        log_decay, scale = _decay(config.decay, w, h, heads, length, hidden)
-        sums = log_decay.cumsum(0)
-        kernel = kernel * (sums[:, None] - sums).clamp_max(0).exp() * scale
-    return kernel.tril(), log_scale
+        steps, scale = _decay(config.decay, w, h, heads, len(q), hidden)
+        log_decay = (steps.cumsum(0)[:, None] - steps.cumsum(0)).clamp_max(0)
+    if not exponential(config.feature_map):
+        return Weighing((phi_q @ phi_k.T * log_decay.exp() * scale).tril(), none, none[0])
+    logs = torch.logsumexp(phi_q[:, None] + phi_k[None], -1) + log_decay + scale.log()
+    return Weighing(None, logs, phi_q.amax(-1) + phi_k.amax(-1).cummax(0).values)
 
 
 def _features(part: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, h: int, heads: int) -> Tensor:

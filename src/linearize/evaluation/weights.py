@@ -205,7 +205,7 @@ def _stretch(mixer: Mixer, inputs: AttnInputs, layout: Layout) -> Float[Tensor, 
     linear = mixer.partials(inputs, layout)[1]
     assert linear is not None and mixer.feature_map is not None
     before = linear.num.double().norm(dim=-1)
-    after = mixer.normalizer(linear, inputs, mixer.feature_map.min_denominator).double().norm(dim=-1)
+    after = mixer.normalizer(linear, inputs, mixer.feature_map.min_denominator(before.dtype)).double().norm(dim=-1)
     return (after / before.clamp_min(torch.finfo(before.dtype).tiny)).to(inputs.v.dtype)
 
 

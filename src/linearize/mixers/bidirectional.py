@@ -8,6 +8,7 @@ from torch import Tensor
 
 from linearize.mixers.combine import Add, AddCombine
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.feature_maps.base import exponentials
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, Mixer
 from linearize.mixers.normalizers import NORMALIZERS
@@ -55,14 +56,17 @@ class BidirectionalMixer(Mixer):
         assert layout.key_position.shape[1] == inputs.q.shape[2], "encoders carry no keys over from earlier calls"
         assert self.feature_map is not None and self.config.feature_map is not None  # only `window_only` has none
         rotation, dtype = self.config.feature_map.rotation, accumulation_dtype(inputs.v.dtype)
-        phi_q, _ = self.query_features(inputs, layout.query_position)
         phi_k = self.feature_map.k(map_inputs(rotation, inputs)[1], layout.key_position)
         if self.feature_map.exponential:
             # Logarithms may come in fp64, for the sake of this difference.
-            phi_k = below_maximum(phi_k, layout).to(dtype).exp()
+            phi_k = exponentials(below_maximum(phi_k, layout).to(dtype))
         if rotation == "after" and inputs.rope is not None:
             phi_k = apply_rope(phi_k, inputs.rope)
         phi_k = without_padding(phi_k.to(dtype), layout)
+        nothing = inputs.v[..., :0]
+        phi_q, _ = self.scaled_queries(
+            inputs, layout.query_position, lambda phi_q: sum_over_documents(phi_q, phi_k, nothing, layout).den
+        )
         return LinearFeatures({}, phi_q, phi_k, phi_q.new_zeros(phi_q.shape[:3]))
 
 

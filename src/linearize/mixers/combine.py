@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,12 +13,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from linearize.base import Config
+from linearize.mixers.feature_maps.base import MIN_DENOMINATOR
 from linearize.mixers.normalizers import NoParameters, divided
 from linearize.mixers.shape import LayerShape
 from linearize.ops import Partial
-
-MIN_DENOMINATOR = 1e-6
-MAX_LOG_SCALE = 30.0  # beyond e^30 one part is all there is, in fp32 too
 
 Normalize = Callable[[Partial], Tensor]
 
@@ -57,12 +56,13 @@ class SharedDenominatorCombine(nn.Module):
         self, window: Partial | None, linear: Partial, normalize: Normalize, has_linear: Bool[Tensor, "#B T"]
     ) -> Float[Tensor, "B H T D"]:
         """Padding queries, which see no key, give zero; here as in every combination."""
+        if window is None:
+            return normalize(linear)
         num, den = linear.num, linear.den
-        if window is not None:
-            g = self.window_factor.to(num.dtype).sigmoid()[:, None]
-            den = torch.addcmul(den, g, window.den)
-            num = num.addcmul(g[..., None], window.num) if num.requires_grad else num.addcmul_(g[..., None], window.num)
-        return divided(num, den.clamp_min(MIN_DENOMINATOR))
+        g = self.window_factor.to(num.dtype).sigmoid()[:, None]
+        den = torch.addcmul(den, g, window.den)
+        num = num.addcmul(g[..., None], window.num) if num.requires_grad else num.addcmul_(g[..., None], window.num)
+        return normalize(replace(linear, num=num, den=den))
 
 
 class AbsoluteScale(CombineConfig):
@@ -100,9 +100,12 @@ class AbsoluteScaleCombine(nn.Module):
         if window is None:
             return normalize(linear)
         excess = linear.log_scale + self.offset.to(linear.num.dtype)[:, None] - window.log_scale
-        far = excess.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
-        num = torch.addcmul(window.num, far[..., None], linear.num)
-        return divided(num, torch.addcmul(window.den, far, linear.den).clamp_min(MIN_DENOMINATOR))
+        excess = torch.where(linear.den > 0, excess, -torch.inf)
+        # Whichever part is larger stays in scale, so that no exponential is too large, however far the other lies.
+        top = (excess + linear.den.clamp_min(torch.finfo(linear.den.dtype).tiny).log()).clamp_min(0).detach()
+        near, far = (-top).exp(), (excess - top).exp()
+        num = torch.addcmul(near[..., None] * window.num, far[..., None], linear.num)
+        return divided(num, torch.addcmul(near * window.den, far, linear.den).clamp_min(MIN_DENOMINATOR))
 
 
 class Mix(CombineConfig):
@@ -174,6 +177,7 @@ class WindowOnlyCombine(NoParameters):
 
 
 def _softmax(window: Partial) -> Tensor:
+    # The largest term is 1: less is there for queries that see no key.
     return divided(window.num, window.den.clamp_min(MIN_DENOMINATOR))
 
 

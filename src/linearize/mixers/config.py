@@ -94,6 +94,11 @@ class MixerConfig(Config):
         return isinstance(self.normalizer, SumNormalizer)
 
     @property
+    def any_scale(self) -> bool:
+        """Whether factors of a query's features cancel: its weights are divided by their sum, or have known scales."""
+        return self.sums and (isinstance(self.span, NoSpan) or not isinstance(self.combine, SharedDenominator))
+
+    @property
     def keeps_maximum(self) -> bool:
         """Whether keys' exponentials carry their running maximum; the delta rule's are normalised one by one."""
         return (

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from linearize.mixers.combine import COMBINES
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.feature_maps.base import exponentials
 from linearize.mixers.gates import DECAYS
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, Mixer
@@ -171,7 +172,7 @@ class LinearMixer(Mixer):
             if layout is not None and not layout.uniform:
                 # Padding takes no part in the maximum and could be anything.
                 phi_k = phi_k.masked_fill((layout.key_position < 0)[:, None, :, None], -torch.inf)
-            phi_k = phi_k.to(dtype).exp_()
+            phi_k = exponentials(phi_k.to(dtype))
         if self.delta is not None:
             phi_k = self.delta.normalize(phi_k)
         if "cos" in slots:
@@ -180,9 +181,14 @@ class LinearMixer(Mixer):
         return phi_k * slots["input_scale"] if "input_scale" in slots else phi_k
 
     def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
-        tokens, phi_k, _ = self.tokens(inputs, layout, layout, None)
-        assert phi_k is not None
-        phi_q, log_scale = self.query_features(inputs, layout.query_position)
+        tokens, keys, _ = self.tokens(inputs, layout, layout, None)
+        assert keys is not None
+        phi_k, how, nothing = keys, self._how(tokens), tokens["values"][..., :0]
+
+        def sums(phi_q: Tensor) -> Tensor:
+            return linear_scan(phi_q, keys, nothing, **how, span=self.span, layout=layout).den
+
+        phi_q, log_scale = self.scaled_queries(inputs, layout.query_position, sums)
         if self.kernel is not None:
             phi_q, phi_k = self.kernel.features(phi_q), self.kernel.features(phi_k)
         zero = phi_q.new_zeros(phi_q.shape[:3])
@@ -229,10 +235,13 @@ class LinearMixer(Mixer):
             softmax: dict[str, Any] = {"scaling": inputs.scaling, "softcap": inputs.softcap, "layout": layout}
             window = window_softmax(inputs.q, tokens["keys"], tokens["values"], span=self.span, **softmax)
         if phi_k is not None:
-            phi_q, log_scale = self.query_features(inputs, layout.query_position)
             before = None if state is None else state.linear
-            options: dict[str, Any] = self._how(tokens) | {"span": self.span, "layout": layout, "state": before}
-            linear = linear_scan(phi_q, phi_k, written, **options)
+            how: dict[str, Any] = self._how(tokens) | {"span": self.span, "layout": layout, "state": before}
+            phi_q, log_scale = self.query_features(inputs, layout.query_position)
+            linear = linear_scan(phi_q, phi_k, written, **how)
+            if self.too_small(linear.den, layout.query_position):
+                phi_q, log_scale = self.query_features(inputs, layout.query_position, linear.den.detach())
+                linear = linear_scan(phi_q, phi_k, written, **how)
             own = {name: x[:, :, x.shape[2] - layout.length :] for name, x in tokens.items()}
             linear = self.in_scale(linear, log_scale, own)
         return window, linear

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps import FEATURE_MAPS, FeatureMap
+from linearize.mixers.feature_maps.base import HEADROOM
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import Tokens
 from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaRule
 from linearize.ops import Kernel, Layout, Partial, Span
+from linearize.ops.partial import accumulation_dtype
 
 
 class LinearFeatures(NamedTuple):
@@ -79,6 +84,11 @@ class Mixer(nn.Module, ABC):
         """Whether `AttnInputs.unrotated` and `.rope` are read, in a model with RoPE."""
         return self.config.reads_unrotated
 
+    @property
+    def in_any_scale(self) -> bool:
+        """Whether a query's features are exponentials, any factor of which cancels."""
+        return self.feature_map is not None and self.feature_map.exponential and self.config.any_scale
+
     @abstractmethod
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs for whole documents. `layout` None: one full document per row."""
@@ -96,24 +106,54 @@ class Mixer(nn.Module, ABC):
     def normalized(self, linear: Partial, inputs: AttnInputs) -> Float[Tensor, "B H T D"]:
         """The linear part's own output, from its sums, which may be overwritten where no gradient is wanted."""
         assert self.feature_map is not None
-        return self.normalizer(linear, inputs, self.feature_map.min_denominator)
+        return self.normalizer(linear, inputs, self.feature_map.min_denominator(linear.den.dtype))
 
     def has_linear(self, position: Int[Tensor, "#B T"]) -> Bool[Tensor, "#B T"]:
         """Which queries, -1 being padding, read keys through the linear part."""
         return (self.span.lo(position) > self.span.sinks) & (position >= 0)
 
     def query_features(
-        self, inputs: AttnInputs, position: Int[Tensor, "#B T"]
+        self, inputs: AttnInputs, position: Int[Tensor, "#B T"], den: Float[Tensor, "B H T"] | None = None
     ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B H T"] | None]:
-        """phi_q, or what `kernel` makes it of; and for an exponential map the logarithm that it is relative to."""
+        """phi_q, or what `kernel` makes it of; and for an exponential map the logarithm that it is relative to.
+
+        `den`: what the weights of these same features sum to, to have them in a scale where that is 1 (`in_any_scale`).
+        """
         assert self.feature_map is not None and self.config.feature_map is not None
         rotation = self.config.feature_map.rotation
         q = map_inputs(rotation, inputs)[0]
         if self.kernel is not None:
             return self.feature_map.kernel_input(q), None
-        phi_q, log_scale = self.feature_map.scaled_q(q, position)
+        dtype = accumulation_dtype(q.dtype)
+        level: Tensor | float = -HEADROOM[dtype] if self.in_any_scale else 0.0
+        if den is not None:
+            tiny = torch.finfo(dtype).tiny
+            level = torch.where(den >= tiny, level + den.clamp_min(tiny).log(), 0)
+        phi_q, log_scale = self.feature_map.scaled_q(q, position, level)
         if self.delta is not None:
             phi_q = self.delta.normalize(phi_q)
         if rotation == "after" and inputs.rope is not None:
             phi_q = apply_rope(phi_q, inputs.rope)
         return phi_q if self.scale == 1 else phi_q * self.scale, log_scale
+
+    def scaled_queries(
+        self, inputs: AttnInputs, position: Int[Tensor, "#B T"], sums: Callable[[Tensor], Tensor]
+    ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B H T"] | None]:
+        """The `query_features`, in a scale whose sums have gradients; `sums` gives the `den` of such features."""
+        phi_q, log_scale = self.query_features(inputs, position)
+        if self.in_any_scale and torch.is_grad_enabled():
+            den = sums(phi_q)
+            if self.too_small(den, position):
+                return self.query_features(inputs, position, den.detach())
+        return phi_q, log_scale
+
+    def too_small(self, den: Float[Tensor, "B H T"], position: Int[Tensor, "#B T"]) -> bool:
+        """Whether a sum is so small that its gradient is too large a factor for features that it hardly holds.
+
+        Features in a scale where it is 1 (`in_any_scale`) do not have that.
+        """
+        if not (self.in_any_scale and den.requires_grad):
+            return False
+        assert self.feature_map is not None
+        least = math.exp(HEADROOM[den.dtype]) * self.feature_map.min_denominator(den.dtype)
+        return bool(((den < least) & self.has_linear(position)[:, None]).any())

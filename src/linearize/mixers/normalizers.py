@@ -48,14 +48,20 @@ def divided(num: Float[Tensor, "B H T D"], den: Float[Tensor, "B H T"]) -> Float
 
 
 class SumNormalizer(NormalizerConfig):
-    """The linear part's numerator over its denominator phi_q . sum phi_k, at least 1e-6: a weighted mean of values."""
+    """The linear part's numerator over its denominator phi_q . sum phi_k: a weighted mean of values.
+
+    The denominator is at least 1e-6 (`rfa`: 1). Exponential features have no absolute scale to say so in: theirs is as
+    small as it is.
+    """
 
     type: Literal["sum"] = "sum"
 
 
 class SumNorm(NoParameters):
     def forward(self, linear: Partial, inputs: AttnInputs, min_denominator: float) -> Float[Tensor, "B H T D"]:
-        return divided(linear.num, linear.den.clamp_min(min_denominator))
+        # Where there is no key, 0 / 1: the gradient of a quotient by the least denominator would be too large.
+        den = torch.where(linear.den == 0, 1, linear.den.clamp_min(min_denominator))
+        return divided(linear.num, den)
 
 
 class NoNormalizer(NormalizerConfig):

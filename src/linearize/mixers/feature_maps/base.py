@@ -5,6 +5,7 @@ H query heads, G KV heads, Hk heads of key features, D head dimension, F feature
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from pydantic import AfterValidator, Field, PositiveInt
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from linearize.base import Config
 from linearize.mixers.shape import LayerShape
@@ -83,6 +85,12 @@ class FeatureMapConfig(Config):
         return self
 
 
+MIN_DENOMINATOR = 1e-6  # of features in absolute scale
+# Where a query's features may come in any scale, the largest is e to this: with keys' features, which are at most 1, a
+# product then has all exponents of the dtype to be small in, and not the negative half. The rest is for sums over keys.
+HEADROOM = {torch.float32: 56.0, torch.float64: 600.0}
+
+
 class FeatureMap(nn.Module, ABC):
     """phi for queries and keys. Features are fp32, or fp64 for fp64 inputs; to be called outside autocast.
 
@@ -91,11 +99,9 @@ class FeatureMap(nn.Module, ABC):
     Attributes:
         exponential: features are exponentials, and `k` returns their logarithms.
         feature_dim: F. key_heads: Hk, the heads of key features.
-        min_denominator: the least that a sum normaliser divides by.
         kernel: phi_q.phi_k as a function of a dot product of the map's `kernel_input`, where there is one.
     """
 
-    min_denominator: float = 1e-6
     kernel: Kernel | None = None
 
     def __init__(self, config: Any, shape: LayerShape) -> None:
@@ -106,6 +112,16 @@ class FeatureMap(nn.Module, ABC):
     def reset_parameters(self) -> None:
         """Initialise weights and fixed random numbers; most maps have none."""
 
+    def min_denominator(self, dtype: torch.dtype) -> float:
+        """The least that a sum normaliser divides by, for sums in `dtype`: 1e-6.
+
+        Exponentials over a maximum have no absolute scale, so for them it is what `dtype` can divide by with all its
+        digits (fp32: 1e-31).
+        """
+        if not self.exponential:
+            return MIN_DENOMINATOR
+        return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
+
     def q(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
         """Features of queries; those of an exponential map are divided by their largest, exp(e - max e).
 
@@ -114,15 +130,23 @@ class FeatureMap(nn.Module, ABC):
         return self.scaled_q(x, position)[0]
 
     def scaled_q(
-        self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]
+        self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"], level: Float[Tensor, "B H T"] | float = 0.0
     ) -> tuple[Float[Tensor, "B H T F"], Float[Tensor, "B H T"] | None]:
-        """Features of queries, and for an exponential map the logarithm of what they were divided by."""
+        """Features of queries, and for an exponential map the logarithm of what they are divided by.
+
+        `level`: that logarithm less the query's largest; without meaning for other maps. Where it is a tensor, features
+        are at most 1 / min_denominator: those that would be larger belong to sums of keys too small for the dtype.
+        """
         x = accumulated(x)
-        phi = self._queries(x, position)
+        logs = self._queries(x, position)
         if not self.exponential:
-            return phi, None
-        phi, largest = over_largest(phi)
-        return phi, largest + self._query_constant(x)
+            return logs, None
+        scale = logs.amax(-1) + level
+        # amax needs its input again for the gradient; without one, a second tensor costs more than the sums.
+        logs = logs - scale[..., None] if logs.requires_grad else logs.sub_(scale[..., None])
+        if isinstance(level, Tensor):
+            logs = logs.clamp_max(-math.log(self.min_denominator(logs.dtype)))
+        return logs.exp_(), scale + self._query_constant(x)
 
     def k(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
         """Features of keys; of an exponential map their logarithms e, from which a running maximum is to be taken.
@@ -169,12 +193,25 @@ def accumulated(x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
     return x.to(accumulation_dtype(x.dtype), memory_format=torch.contiguous_format)
 
 
-def over_largest(logs: Float[Tensor, "*shape F"]) -> tuple[Float[Tensor, "*shape F"], Float[Tensor, "*shape"]]:
-    """exp(e - max e) over the last axis, differentiable in the maximum too, and max e. May overwrite `logs`."""
-    largest = logs.amax(-1, keepdim=True)
-    # amax needs its input again for the gradient; without one, a second tensor of this size costs more than the sums.
-    logs = logs - largest if logs.requires_grad else logs.sub_(largest)
-    return logs.exp_(), largest[..., 0]
+def exponentials(logs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """e^logs, without a gradient where that is 0 in this dtype. Overwrites `logs` where no gradient is wanted."""
+    return _Exp.apply(logs) if logs.requires_grad else logs.exp_()
+
+
+class _Exp(torch.autograd.Function):
+    """What weighs less than the dtype can hold may have a gradient larger than it can: times 0, not a number."""
+
+    @staticmethod
+    def forward(ctx: Any, logs: Tensor) -> Tensor:
+        y = logs.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.where(y > 0, grad * y, 0)
 
 
 def elu1(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

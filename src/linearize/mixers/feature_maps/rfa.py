@@ -40,7 +40,6 @@ class RfaMap(FeatureMapConfig):
 class Rfa(FeatureMap):
     """The normal numbers [G, F/2, D] are fixed and sigma [G] learned, both per KV head."""
 
-    min_denominator = 1.0
     weight: Tensor
 
     def __init__(self, config: RfaMap, shape: LayerShape) -> None:
@@ -54,6 +53,10 @@ class Rfa(FeatureMap):
         """Draw W; sigma starts at 1."""
         self.sigma.fill_(1)
         self.weight.normal_()
+
+    def min_denominator(self, dtype: torch.dtype) -> float:
+        """1, as in the paper's code: the kernel can be negative."""
+        return 1.0
 
     def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B G K F"]:
         return self._queries(x, position)
