@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, track
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -37,7 +37,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from linearize.base import UserError
+from linearize.base import UserError, progress
 from linearize.data.config import DataConfig
 from linearize.data.packing import PackedRows, dataset_from_documents
 from linearize.data.rows import on_device
@@ -299,7 +299,7 @@ def held_out_loss(model: LlamaForCausalLM, rows: PackedRows) -> float:
     """Mean loss in nats per predicted token."""
     model.eval()
     total, count = 0.0, 0
-    for index in track(range(len(rows)), "held-out loss", console=console, disable=not console.is_terminal):
+    for index in progress(range(len(rows)), "held-out loss"):
         row = rows.rows([index])
         predicted = int(row.target_counts().sum())
         loss = model(**on_device(row.inputs(), model.device), labels=row.labels.to(model.device)).loss

@@ -17,13 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from linearize.base import UserError
+from linearize.base import UserError, progress
 from linearize.data.packing import PackedRows
 from linearize.data.rows import IGNORED, inference
 from linearize.data.splits import ENOUGH
@@ -81,10 +79,9 @@ def logit_agreement(
     mask = (rows.labels != IGNORED).cpu()
     mask[:, 0] = False  # nothing stands before the first token
     batches = []
-    console = Console(stderr=True)
     with inference(teacher), inference(student):
         splits = torch.arange(len(mask)).split(batch_size)
-        for index in track(splits, "agreement", console=console, transient=True, disable=not console.is_terminal):
+        for index in progress(splits, "agreement"):
             batches.append(_compare(_logits(teacher, rows, index), _logits(student, rows, index), mask[index]))
     about = mask, rows.position_ids.cpu(), rows.documents.cpu()
     measured = [TokenLosses(x, *about) for x in torch.cat(batches, dim=1)]
@@ -311,10 +308,8 @@ def _continue(
 ) -> Int[Tensor, "P K"]:
     """The likeliest next tokens, one after another; `_ENDED` behind the first of `ends`. On the CPU."""
     batches = []
-    console, title = Console(stderr=True), f"generating: {title}"
     with inference(model) as device, _greedy(model, new_tokens, ends):
-        split = prompts.split(_BATCH_SIZE)
-        for batch in track(split, title, console=console, transient=True, disable=not console.is_terminal):
+        for batch in progress(prompts.split(_BATCH_SIZE), f"generating: {title}"):
             ids = batch.to(device)
             # The mask says that nothing is padding: a prompt may hold the token that texts are padded with.
             made: Any = model.generate(ids, attention_mask=torch.ones_like(ids))  # type: ignore[operator]

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from linearize.base import progress
 from linearize.data.packing import Dataset
 from linearize.data.rows import Rows, inference, on_device
 from linearize.data.tasks import Summarisation, Task, TextEmbedding
@@ -34,10 +33,10 @@ def answering(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedM
 
 def compared_outputs(model: nn.Module, rows: Rows, *, title: str) -> Float[Tensor, "M C"]:
     """All outputs that `rows` are compared by, in fp32 on the CPU."""
-    found, console = [], Console(stderr=True)
+    found = []
     starts = range(0, len(rows), BATCH_SIZE)
     with inference(model) as device:
-        for start in track(starts, title, console=console, transient=True, disable=not console.is_terminal):
+        for start in progress(starts, title):
             batch = rows.rows(slice(start, start + BATCH_SIZE))
             found.append(batch.compared(model(**on_device(batch.inputs(), device))).float().cpu())
     return torch.cat(found)

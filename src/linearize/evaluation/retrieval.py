@@ -26,12 +26,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from linearize.base import UserError
+from linearize.base import UserError, progress
 from linearize.data.rows import inference
 from linearize.evaluation.perplexity import Interval, Totals, resample
 from linearize.evaluation.recall import ordinary_tokens
@@ -315,10 +313,8 @@ def answer(model: nn.Module, test: RetrievalTest, *, batch_size: int, title: str
         FloatingPointError: the model gives logits that are not a number.
     """
     shares = {}
-    console, title = Console(stderr=True), f"{title}: {test.task.name}"
     with inference(model) as device:
-        cells = track(test.cells.items(), title, console=console, transient=True, disable=not console.is_terminal)
-        for cell, trials in cells:
+        for cell, trials in progress(test.cells.items(), f"{title}: {test.task.name}", len(test.cells)):
             batches = zip(trials.input_ids.split(batch_size), trials.question.split(batch_size), strict=True)
             shares[cell] = torch.cat([_share_right(model, ids.to(device), question) for ids, question in batches])
     return Answers(shares)

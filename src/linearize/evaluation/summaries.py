@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from linearize.base import UserError
+from linearize.base import UserError, progress
 from linearize.data.rows import IGNORED, inference
 from linearize.data.tasks import Summarisation
 from linearize.data.templates import TokenDocument
@@ -62,9 +60,9 @@ def summaries(
     settings = GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, eos_token_id=end, pad_token_id=0 if padding is None else padding
     )
-    console, found = Console(stderr=True), []
+    found = []
     with inference(model) as device:
-        for document in track(asked, title, console=console, transient=True, disable=not console.is_terminal):
+        for document in progress(asked, title):
             prompt = document.input_ids[: _prompt_length(document)][None].to(device)
             made: Any = model.generate(  # type: ignore[operator]
                 prompt, attention_mask=torch.ones_like(prompt), generation_config=settings

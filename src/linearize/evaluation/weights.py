@@ -24,12 +24,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.base import UserError
+from linearize.base import UserError, progress
 from linearize.data.rows import inference, on_device
 from linearize.evaluation.samples import Sample
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
@@ -120,10 +118,9 @@ def visit_layers(
     """
     if not linearized_layers(student):
         raise UserError(f"model: expected a linearized one, found {type(student).__name__}; convert it first")
-    console = Console(stderr=True)
     with inference(student):
         starts = range(0, len(sample), batch_size)
-        for first in track(starts, title, console=console, transient=True, disable=not console.is_terminal):
+        for first in progress(starts, title):
 
             def observe(module: Any, inputs: AttnInputs, layout: Layout | None, first: int = first) -> Tensor:
                 target = softmax_output(module, inputs, layout)
