@@ -106,6 +106,7 @@ def run(
     """Linearize a model: convert, train, measure beside every control, and write an ordinary Hugging Face folder."""
     from linearize.base import UserError
     from linearize.recipe import Recipe, parse_overrides
+    from linearize.report import load_run, terminal
     from linearize.run import pipeline
     from linearize.run.folder import Run
 
@@ -118,10 +119,10 @@ def run(
         overrides["seed"] = seed
     where = _device(device)
     job = Run(Recipe.load(recipe, overrides), model, output_dir, _dtype(dtype, where), where)
-    card = pipeline.run(job, until=until, block=block, command=_command(), trust_tasks=trust_tasks)
-    if card is not None:
-        _show(card.to_json() if as_json else card.render(), as_json)
-    _note(f"run folder: {output_dir}" + ("" if card is None else f"; the model: {output_dir / 'model'}"))
+    worth = pipeline.run(job, until=until, block=block, command=_command(), trust_tasks=trust_tasks)
+    if worth is not None:
+        _show(worth.to_json() if as_json else terminal.measured(load_run(output_dir)), as_json)
+    _note(f"run folder: {output_dir}" + ("" if worth is None else f"; the model: {output_dir / 'model'}"))
     if block is not None:
         left = ", ".join(map(str, pipeline.blocks_to_do(job)))
         _note(f"blocks still to do: {left or 'none; the same command without --block goes on'}")
@@ -151,6 +152,7 @@ def evaluate(
     """Measure a linearized model beside its teacher and controls: held-out text, generations, recall, heads, speed."""
     from linearize.base import UserError
     from linearize.recipe import parse_overrides
+    from linearize.report import evaluation_page, load_run, terminal
     from linearize.run import evaluate as measuring
     from linearize.run import folder as runs
 
@@ -159,7 +161,7 @@ def evaluate(
     where, overrides = _device(device), parse_overrides(set_ or [])
     given = {"evaluation.tasks": tasks, "evaluation.shots": shots, "evaluation.task_limit": limit}
     overrides |= {field: value for field, value in given.items() if value is not None}
-    card = measuring.evaluate(
+    worth = measuring.evaluate(
         model,
         teacher=teacher,
         dataset=dataset,
@@ -170,10 +172,11 @@ def evaluate(
         trust_tasks=trust_tasks,
         note=_note,
     )
+    found = load_run(Path(model).resolve().parent, worth.to_json())
     if output is not None:
-        runs.write_json(output, card.to_json())
-        runs.write_text(output.with_suffix(".md"), card.to_markdown())
-    _show(card.to_json() if as_json else card.render(), as_json)
+        runs.write_json(output, found.evaluation)
+        runs.write_text(output.with_suffix(".md"), evaluation_page(found))
+    _show(found.evaluation if as_json else terminal.measured(found), as_json)
 
 
 @app.command()
@@ -203,6 +206,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time prefill and generation of a linearized model and its teacher, taking turns, and weigh their caches."""
+    from linearize.report import terminal
     from linearize.run import evaluate as measuring
 
     where = _device(device)
@@ -216,7 +220,7 @@ def bench(
         dtype=_dtype(dtype, where),
         device=where,
     )
-    _show(found.to_json() if as_json else found.render(), as_json)
+    _show(found.to_json() if as_json else terminal.timed(found.to_json()), as_json)
 
 
 @app.command()

@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from markupsafe import Markup
 
-from linearize.evaluation import task_report
 from linearize.recipe import Recipe
 from linearize.report import figures
 from linearize.run.folder import Run
@@ -166,5 +164,4 @@ def quick_measures() -> Iterator[None]:
     """Without drawings, which take longest."""
     with tiny.quick_measures(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(figures, "draw", lambda *_, **__: Markup("(drawing)"))
-        patch.setattr(task_report, "gc", SimpleNamespace(collect=lambda: None))
         yield

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import linearize
 from linearize.evaluation.candidates import LABELS
-from linearize.evaluation.report_card import ReportCard
+from linearize.evaluation.worth import Worth
 from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
@@ -28,7 +28,7 @@ from linearize.ops import NoSpan
 from linearize.recipe import Recipe, recipe_names
 from linearize.report import figures
 from linearize.run import pipeline
-from linearize.run.evaluate import OF_ANY_TASK, Card
+from linearize.run.evaluate import OF_ANY_TASK
 from linearize.run.folder import Run
 from linearize.run.pipeline import run
 from linearize.training.config import FinetuneConfig, Plateau, TransferConfig
@@ -168,11 +168,11 @@ def test_from_start_to_end(name: str, fresh_process: Fresh, tmp_path: Path, monk
     if name not in DRAWN:
         monkeypatch.setattr(figures, "draw", lambda *_, **__: Markup("(drawing)"))
     with tiny.quick_measures(new_tokens=1):
-        card = run(made)
+        worth = run(made)
 
     check_stages(made)
     check_what_learned(made, saved["plan"])
-    check_results(made, card)
+    check_results(made, worth)
     found = fresh_process(made.folder / "model")
     assert found["class"] == saved["class"] == case.student
     assert found["generated"] == saved["generated"]
@@ -231,22 +231,22 @@ def kind(weight: str) -> str:
     return next((part for part in weight.split(".") if part in ALL), "rest")
 
 
-def check_results(made: Run, card: Card | None) -> None:
+def check_results(made: Run, worth: Worth | None) -> None:
     """Every candidate that the recipe allows is measured, and everything is written."""
-    assert card is not None
+    assert worth is not None
     recipe, missing = made.recipe, set()
     if recipe.transfer is None:
         missing |= {"transferred"}
     if not made.controls:
         missing |= {"teacher_lora", "window_lora"}
-    if isinstance(card, ReportCard):
-        assert {measured.name for measured in card.measured} == LABELS.keys() - missing
-        assert (card.examination is not None) == recipe.evaluation.examine
+    if worth.measured:
+        assert {measured.name for measured in worth.measured} == LABELS.keys() - missing
+        assert (worth.fidelity is not None) == recipe.evaluation.examine
     if recipe.data.task.scores:
-        assert card.task is not None
+        assert worth.task is not None
         expected = {"student"} if recipe.weights == "random" else set(OF_ANY_TASK) - missing
-        assert {line.name for line in card.task.scored} == expected
-        assert card.task.metrics == recipe.data.task.scores
+        assert {line.name for line in worth.task.scored} == expected
+        assert worth.task.metrics == recipe.data.task.scores
     page = (made.folder / "report.html").read_text(encoding="utf-8")
     assert recipe.name in page and "</html>" in page
     begun = "trained from scratch" if recipe.weights == "random" else "linearized"

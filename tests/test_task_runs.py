@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from linearize.evaluation.report_card import ReportCard
-from linearize.run.evaluate import Card, evaluate
+from linearize.evaluation.worth import Worth
+from linearize.run.evaluate import evaluate
 from linearize.run.folder import Run
 from linearize.run.pipeline import run
 from linearize.training import loop
@@ -24,7 +24,7 @@ def _quick() -> Iterator[None]:
         yield
 
 
-def evaluated(model: Path, **options: Any) -> Card:
+def evaluated(model: Path, **options: Any) -> Worth:
     return evaluate(str(model), **(dict(teacher=None, dataset=None, overrides={}) | CPU | options))
 
 
@@ -35,10 +35,10 @@ ALWAYS = {"classes of texts", "images", "recall", "embeddings", "summaries"}
 @pytest.mark.parametrize("kind", [pytest.param(x, marks=() if x in ALWAYS else pytest.mark.slow) for x in KINDS])
 def test_a_run_of_each_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = job(kind, tmp_path / "run")
-    card = run(made)
-    assert card is not None and card.task is not None
-    check_what_is_written(made, card)
-    check_something_was_learned(made, card)
+    worth = run(made)
+    assert worth is not None and worth.task is not None
+    check_what_is_written(made, worth)
+    check_something_was_learned(made, worth)
 
     def update(self: Any) -> None:
         raise AssertionError("an optimizer step was taken")
@@ -53,7 +53,7 @@ def test_a_run_of_each_kind(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert numbers(evaluated(made.folder / "model").to_json()) == before
 
 
-def check_what_is_written(made: Run, card: Card) -> None:
+def check_what_is_written(made: Run, worth: Worth) -> None:
     """Scores of every candidate in all files, and the tag of the hub in the model's card."""
     kind, found = next(kind for kind in KINDS.values() if _is(kind, made)), written(made.folder)
     random = made.recipe.weights == "random"
@@ -62,7 +62,7 @@ def check_what_is_written(made: Run, card: Card) -> None:
     assert found["task"]["pipeline_tag"] == kind.tag
     names = [line["name"] for line in found["task"]["scored"]]
     assert names == (["student"] if random else ["teacher", "swapped", "transferred", "student"])
-    assert isinstance(card, ReportCard) == made.recipe.data.task.language
+    assert bool(worth.measured) == made.recipe.data.task.language
     readme = (made.folder / "model" / "README.md").read_text()
     assert f"pipeline_tag: {kind.tag}\n" in readme and "Not measured yet" not in readme
     assert f"import {made.recipe.data.task.auto_class}," in readme
@@ -82,13 +82,13 @@ def _is(kind: Kind, made: Run) -> bool:
     )
 
 
-def check_something_was_learned(made: Run, card: Card) -> None:
+def check_something_was_learned(made: Run, worth: Worth) -> None:
     """Held-out losses fell; where nothing was known before, the finished student is better than at its beginning."""
     for stage in ("transfer", "finetune"):
         if getattr(made.recipe, stage) is not None:
             result = json.loads((made.folder / stage / "result.json").read_text())
             assert sum(result["best_loss"].values()) < sum(result["initial_loss"].values()), stage
-    assert card.task is not None
-    scores = {line.name: line.scores[card.task.metrics[0]].mean for line in card.task.scored}
+    assert worth.task is not None
+    scores = {line.name: line.scores[worth.task.metrics[0]].mean for line in worth.task.scored}
     if "swapped" in scores and not made.recipe.data.task.language:
         assert scores["student"] > scores["swapped"]

@@ -26,7 +26,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from linearize.data.load import load_dataset
 from linearize.data.packing import Dataset, PackedRows
-from linearize.evaluation import report_card
+from linearize.evaluation import scores, worth
 from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_tokenizer, read_config
 from linearize.recipe import Recipe, convert
@@ -145,8 +145,9 @@ def write_text(path: Path, *, documents: int = 100, seed: int = 0) -> Path:
 def quick_measures(new_tokens: int = 2) -> Iterator[None]:
     """Measure without what takes longest: collecting garbage after every model, and generating many tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report_card, "gc", SimpleNamespace(collect=lambda: None))
-        patch.setattr(report_card, "NEW_TOKENS", new_tokens)
+        for module in (worth, scores):
+            patch.setattr(module, "gc", SimpleNamespace(collect=lambda: None))
+        patch.setattr(worth, "NEW_TOKENS", new_tokens)
         yield
 
 

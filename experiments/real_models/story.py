@@ -28,9 +28,10 @@ import torch
 
 import linearize
 from linearize.evaluation.perplexity import Interval
-from linearize.evaluation.report_card import ReportCard
 from linearize.hf.checkpoint import load_model, load_tokenizer
 from linearize.recipe import Recipe, parse_overrides
+from linearize.report import load_run
+from linearize.report.findings import difference
 from linearize.run.folder import Run, versions
 from linearize.run.pipeline import run as run_pipeline
 
@@ -72,8 +73,10 @@ def measured(a: argparse.Namespace) -> dict[str, Any]:
     overrides = RECIPE | parse_overrides(a.set)
     data = {"data.dataset": a.dataset, "data.validation_dataset": a.validation_dataset}
     run = Run(Recipe.load("lolcats", overrides | data), a.model, a.output_dir, torch.float32, torch.device("cpu"))
-    card = run_pipeline(run)
-    assert isinstance(card, ReportCard)
+    worth = run_pipeline(run)
+    assert worth is not None
+    files = load_run(run.folder)
+    against = [difference(files, line.other) for line in worth.comparisons]
     tokenizer, teacher = load_tokenizer(a.model), run.load_teacher()
     student = load_model(str(run.folder / "model"), dtype=run.dtype, device=run.device)
     models = {"teacher": teacher, "student, untrained": linearize.convert(teacher, run.recipe), "student": student}
@@ -81,9 +84,9 @@ def measured(a: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": a.model,
         "set": overrides,
-        "tokens": card.provenance["tokens"],
-        "perplexity": {line.label: _perplexity(line.quality.loss) for line in card.measured},
-        "findings": [comparison.words for comparison in card.comparisons],
+        "tokens": worth.provenance["tokens"],
+        "perplexity": {line.label: _perplexity(line.quality.loss) for line in worth.measured},
+        "findings": [finding.words for finding in against if finding is not None],
         "stories": {
             name: {"as_the_teacher": alike(told["teacher"], ids), "tokens": len(ids), "text": _text(tokenizer, ids)}
             for name, ids in told.items()

@@ -1,13 +1,17 @@
-"""Fake rows and models whose loss is known by construction."""
+"""Fake rows and models whose loss is known by construction, and candidates of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from linearize.data.packing import PackedRows
+from linearize.evaluation.candidates import Candidate
 
 
 def packed(documents: list[list[int]], *, vocab_size: int = 50, seed: int = 0) -> PackedRows:
@@ -33,3 +37,17 @@ class Fake(nn.Module):
         copied = nn.functional.one_hot(input_ids[:, : input_ids.shape[1] - told], self.vocab_size)
         logits[:, told:] = self.scale * copied
         return SimpleNamespace(logits=self.dropout(logits))
+
+
+def candidate(name: str, model: Any, opened: list[str] | None = None) -> Candidate:
+    """A model with a note; when it is opened and closed is written into `opened`."""
+
+    @contextmanager
+    def open_() -> Iterator[Any]:
+        if opened is not None:
+            opened.append(name)
+        yield model
+        if opened is not None:
+            opened.append(f"{name} closed")
+
+    return Candidate(name, open_, f"note on {name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from transformers import PreTrainedModel
 from linearize.base import UserError
 from linearize.data.packing import PackedRows
 from linearize.evaluation import fidelity, weights
+from linearize.evaluation.chosen_rows import drawn_rows
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.path_usage import measure_path_usage
-from linearize.evaluation.samples import sample_rows
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import sliding_window
 from tests.hf.encoder_rows import encoder_rows
@@ -49,7 +48,7 @@ def matrices(student: PreTrainedModel, rows: PackedRows) -> dict[int, list[dict[
             parts = dict(scores=scores, teacher=teacher, student=own, lag=lag.expand_as(own))
             found.setdefault(at.index, []).append(parts | dict(y=own @ v, target=teacher @ v))
 
-    visit_layers(student, sample_rows(rows, 10**6, 0), visit, batch_size=8, title="test")
+    visit_layers(student, drawn_rows(rows, 10**6, 0), visit, batch_size=8, title="test")
     return found
 
 
@@ -129,7 +128,7 @@ def test_weights_by_blocks(architecture: str, mixer: str, monkeypatch: pytest.Mo
         sizes = [len(slots) for slots in covered.values()]
         assert sizes == (list(LENGTHS) if architecture in TEXT else [at.inputs.q.shape[2]] * 3)
 
-    visit_layers(student, sample_rows(rows, 10**6, 0), visit, batch_size=8, title="test")
+    visit_layers(student, drawn_rows(rows, 10**6, 0), visit, batch_size=8, title="test")
 
 
 @pytest.mark.parametrize("architecture", ["modernbert", "vit"])
@@ -145,7 +144,7 @@ def test_norms_count_by_how_much_longer_they_make_an_output(architecture: str) -
             own = y[block.row][:, block.queries]
             torch.testing.assert_close(found.norm(dim=-1), own.norm(dim=-1), rtol=1e-6, atol=1e-9)
 
-    visit_layers(student, sample_rows(rows, 10**6, 0), visit, batch_size=8, title="test")
+    visit_layers(student, drawn_rows(rows, 10**6, 0), visit, batch_size=8, title="test")
     layer = measured(student, rows).layers[0]
     assert layer.weight_kl is None, "rotated features can give negative weights"
     assert len(layer.cosine) == len(layer.monotonicity.student) == 4
@@ -179,12 +178,12 @@ def test_samples() -> None:
     for name in ("bert", "vit"):
         rows = encoder_rows(name, (12,) * 6)
         per_row = 12 if name == "bert" else 17
-        sample = sample_rows(rows, 3 * per_row + 2, seed=0)
+        sample = drawn_rows(rows, 3 * per_row + 2, seed=0)
         assert len(sample) == 3 and sample.tokens == 3 * per_row
-        again = sample_rows(rows, 3 * per_row + 2, seed=0)
+        again = drawn_rows(rows, 3 * per_row + 2, seed=0)
         assert all(torch.equal(x, again.inputs[key]) for key, x in sample.inputs.items())
-    assert sample_rows(encoder_rows("vit"), 1, seed=0).tokens == 17, "an image is whole"
-    assert sample_rows(encoder_rows("bert", (12, 12)), 4, seed=0).input_ids.shape == (1, 4)
+    assert drawn_rows(encoder_rows("vit"), 1, seed=0).tokens == 17, "an image is whole"
+    assert drawn_rows(encoder_rows("bert", (12, 12)), 4, seed=0).input_ids.shape == (1, 4)
 
 
 @every
@@ -203,7 +202,6 @@ def test_maps_are_of_the_first_row(architecture: str) -> None:
             whole = sum(x[name][one.head] for x in passes) / len(passes)
             assert whole.shape == (length, length)
             torch.testing.assert_close(torch.tensor(getattr(one, name)), whole.float(), rtol=0, atol=5.1e-5)
-    json.dumps(found.to_json(), allow_nan=False)
 
 
 def test_the_use_of_windows_is_a_decoder_s() -> None:

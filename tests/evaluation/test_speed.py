@@ -3,28 +3,28 @@ from __future__ import annotations
 import json
 from copy import deepcopy
 from dataclasses import dataclass
-from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import linearize
 from linearize.base import UserError
 from linearize.evaluation import speed
-from linearize.evaluation.bench import Bench, bench
 from linearize.evaluation.speed import (
     Crossover,
     Speed,
     Spread,
+    bench,
     break_even,
     cache_bytes,
     even,
     generation_speed,
+    growth,
+    memory_break_even,
     seconds_in_turns,
 )
 from linearize.recipe import Recipe
@@ -56,8 +56,17 @@ def test_break_even_is_the_first_length_where_the_cache_is_larger() -> None:
     assert break_even(state_bytes=1000, kv_bytes_per_token=100) == 11
     assert break_even(state_bytes=999, kv_bytes_per_token=100) == 10
     assert break_even(state_bytes=0, kv_bytes_per_token=100) == 1
-    with pytest.raises(ValueError, match="positive"):
-        break_even(1000, 0)
+    assert break_even(1000, 0) is None
+
+
+def test_memory_is_even_where_two_straight_lines_meet() -> None:
+    """Whether that is within the lengths measured or not."""
+    teacher, student = {100: 540, 200: 1040}, {100: 1000, 200: 1000}
+    assert growth(teacher) == 5 and growth(student) == 0
+    assert memory_break_even(student, teacher) == 193  # 40 bytes and 5 per token: 1000 after 192
+    assert memory_break_even({100: 90, 200: 90}, teacher) == 11
+    assert memory_break_even({100: 1000, 200: 1200}, teacher) == 254  # 800 and 2 per token
+    assert memory_break_even({100: 1000, 200: 1500}, teacher) is None
 
 
 def test_spread() -> None:
@@ -121,7 +130,6 @@ def test_real_runs_report_every_model_at_every_length(llama) -> None:
         assert 0 < s.decode.low <= s.decode.median <= s.decode.high
         assert s.cache_bytes == 2 * 2 * 2 * 8 * 4 * (s.prompt_length + 3)
         assert s.prefill_bytes is not None and s.prefill_bytes > 2 * 2 * 2 * 8 * 4 * s.prompt_length
-    json.dumps([s.to_json() for s in speeds], allow_nan=False)
 
 
 def test_lengths_beyond_learned_positions_are_refused_beyond_rotary_ones_not(llama) -> None:
@@ -189,7 +197,7 @@ def made_up(model: str, length: int, prefill: float, decode: float, held: int, b
 
 
 def test_crossovers_by_hand() -> None:
-    """Of medians alone. 8 new tokens: 4 of them are behind the average step, and all of them in the cache."""
+    """Of medians alone. 8 new tokens: 4 of them are behind the average step."""
     speeds = [
         made_up("student", 100, 5.0, 1.0, 1000),
         made_up("teacher", 100, 4.0, 0.5, 540),
@@ -197,48 +205,22 @@ def test_crossovers_by_hand() -> None:
         made_up("teacher", 200, 13.0, 0.75, 1040),
     ]
     found = Crossover.of(speeds)
-    # prefill: 1 behind, 3 ahead, a quarter of the way; memory: 460 behind at 108, 40 ahead at 208
-    assert (found.prefill, found.decode, found.memory) == (125, None, 200)
-    assert found.words == (
-        "Reading a prompt, the student is faster than its teacher from about 125 tokens on. "
-        "Generating, it is not faster at 204 tokens, the most measured. "
-        "Its cache is smaller from about 200 tokens on."
-    )
-    longest = Crossover.of(speeds[2:])
-    assert (longest.prefill, longest.decode, longest.memory) == (200, None, 208)
-    assert "Its cache is smaller at every length measured, from 208 to 208 tokens." in longest.words
+    # prefill: 1 behind, 3 ahead, a quarter of the way
+    assert found == Crossover(125, None)
+    assert Crossover.of(speeds[2:]) == Crossover(200, None)
     with pytest.raises(ValueError, match="one batch size"):
         Crossover.of([*speeds, made_up("student", 100, 1.0, 1.0, 1, batch_size=2)])
 
 
-def test_bench_of_two_batch_sizes_is_a_table_and_a_crossover_for_each() -> None:
+def test_bench_of_two_batch_sizes_has_a_crossover_for_each() -> None:
     teacher = tiny.llama()
     student = linearize.convert(teacher, Recipe.load("elu"))
     found = bench(teacher, student, batch_sizes=[2, 1, 2], prompt_lengths=[40, 8], new_tokens=2, repeats=2, seed=0)
     order = [(b, n, m) for b in (1, 2) for n in (8, 40) for m in ("teacher", "student")]
-    assert [(s.batch_size, s.prompt_length, s.model) for s in found.speeds] == order
-    # The teacher holds 256 bytes per token and sequence, the student 1424: as many as 5.6 tokens.
-    assert {size: crossover.memory for size, crossover in found.crossovers.items()} == {1: 10, 2: 10}
+    assert [(s.batch_size, s.prompt_length, s.model) for s in found.speed] == order
     data = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert [c["batch_size"] for c in data["crossovers"]] == [1, 2] and len(data["speed"]) == 8
     assert data["speed"][0].keys() >= {"batch_size", "new_tokens", "prefill_bytes"}
-
-    title, table, findings = found.to_markdown().split("\n\n")
-    assert "2 tokens" in title and "2 rounds" in title and "float32" in title
-    assert len(table.splitlines()) == 2 + 8 and {line.count("|") for line in table.splitlines()} == {8}
-    assert [line[:13] for line in findings.splitlines()] == ["- Batch of 1:", "- Batch of 2:"]
-    output = StringIO()
-    Console(file=output, width=400).print(found.render())
-    for s in found.speeds:
-        assert f"{s.cache_bytes:,}" in output.getvalue() and f"{s.prefill_bytes:,}" in output.getvalue()
-    assert found.crossovers[2].words in output.getvalue()
-
-
-def test_a_step_of_a_batch_gives_as_many_tokens() -> None:
-    one, four = (made_up("student", 100, 0.25, 0.5, 1000, batch_size=size) for size in (1, 4))
-    rows = Bench([one, four], {}, repeats=3, seed=0, setting="").to_markdown().splitlines()[4:6]
-    assert [row.split(" | ")[4] for row in rows] == ["2 [0, 4]", "8 [0, 16]"]
-    assert rows[0] == "| 1 | 100 | student | 250.0 [125.0, 99000.0] | 2 [0, 4] | 1,000 | - |"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from linearize.base import UserError
 from linearize.data.packing import PackedRows
 from linearize.evaluation import attention_maps, weights
 from linearize.evaluation.attention_maps import Maps
-from linearize.evaluation.samples import sample_rows
+from linearize.evaluation.chosen_rows import drawn_rows
 from linearize.evaluation.weights import Visit, WeightBlock, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, softmax_attention
 from linearize.recipe import Recipe
@@ -86,7 +86,7 @@ def documents_of(rows: PackedRows) -> Documents:
 
 def visits(student: PreTrainedModel, rows: PackedRows = ROWS, batch_size: int = 8) -> list[Visit]:
     found: list[Visit] = []
-    visit_layers(student, sample_rows(rows, 10**6, 0), found.append, batch_size=batch_size, title="test")
+    visit_layers(student, drawn_rows(rows, 10**6, 0), found.append, batch_size=batch_size, title="test")
     return found
 
 
@@ -263,13 +263,13 @@ def test_a_model_that_is_not_linearized_is_refused() -> None:
 
 def test_sampled_rows_are_as_many_as_asked_for() -> None:
     rows = tiny.packed([[LENGTH]] * 20)
-    sample = sample_rows(rows, 5 * LENGTH + 3, seed=0)
+    sample = drawn_rows(rows, 5 * LENGTH + 3, seed=0)
     assert sample.tokens == 5 * LENGTH
     index = [int((rows.input_ids == row).all(1).nonzero()) for row in sample.input_ids]
     assert index == sorted(set(index)) != list(range(5))
-    assert not torch.equal(sample_rows(rows, 5 * LENGTH, seed=1).input_ids, sample.input_ids)
-    assert sample_rows(rows, 10**6, seed=1).tokens == 20 * LENGTH
-    assert sample_rows(rows, 10, seed=0).input_ids.shape == (1, 10)
+    assert not torch.equal(drawn_rows(rows, 5 * LENGTH, seed=1).input_ids, sample.input_ids)
+    assert drawn_rows(rows, 10**6, seed=1).tokens == 20 * LENGTH
+    assert drawn_rows(rows, 10, seed=0).input_ids.shape == (1, 10)
 
 
 # --- maps -------------------------------------------------------------------------------------------------------------
@@ -282,17 +282,14 @@ def test_maps_are_the_weights_by_cells(monkeypatch: pytest.MonkeyPatch, cells: i
     rows = tiny.packed([[8, 7], [2, 13]])
     student = recipe_student("lolcats", small_teacher())
     (visit,) = visits(student, rows)
-    maps = Maps(sample_rows(rows, 10**6, 0), student, LENGTH)
+    maps = Maps(drawn_rows(rows, 10**6, 0), student, LENGTH)
     for block in weight_blocks(visit):
         maps.add(0, block)
     errors = {(0, 0): 0.5, (0, 1): 0.1, (0, 2): 0.3, (0, 3): 0.2}
     found = maps.chosen(errors, None)
-    assert [x.head for x in found] == [1, 2, 0]
-    assert [x.why.split(";")[0] for x in found[1:]] == [
-        "median of 4 heads: output off by 30.0% of the mean square",
-        "worst of 4 heads: output off by 50.0% of the mean square",
-    ]
+    assert [(x.head, x.rank) for x in found] == [(1, "best"), (2, "median"), (0, "worst")]
     size = -(-shown // cells)
+    assert {x.cell_tokens for x in found} == {size}
     expected = whole(weight_blocks(visit), 2, 4)["student"][1, 1, 2 : 2 + shown, 2 : 2 + shown]
     pieces = [expected[i : i + size] for i in range(0, shown, size)]
     by_cell = [[float(p[:, j : j + size].sum(1).mean()) for j in range(0, shown, size)] for p in pieces]
@@ -300,4 +297,3 @@ def test_maps_are_the_weights_by_cells(monkeypatch: pytest.MonkeyPatch, cells: i
     assert all(abs(sum(row) - 1) < 1e-2 for row in found[0].teacher)
     ids = rows.input_ids[1, 2 : 2 + size].tolist()
     assert found[0].tokens[0] == " ".join(map(str, ids)) and len(found[0].tokens) == len(by_cell)
-    assert ("cells of" in found[0].why) == (size > 1)

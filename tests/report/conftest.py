@@ -29,7 +29,7 @@ def page_of_two(tmp_path_factory: pytest.TempPathFactory) -> str:
         if name not in ("fidelity", "path_usage", "retrieval", "speed")
     }
     first = sample.evaluation() | {"path_usage": None}
-    first["fidelity"] = first["fidelity"] | {"maps": [], "layers": first["fidelity"]["layers"][:2]}
+    first["fidelity"] = first["fidelity"] | {"maps": [], "worst": [], "layers": first["fidelity"]["layers"][:2]}
     runs = [
         sample.write_run(folder / "alpha", first),
         sample.write_run(folder / "beta", bare, teacher_parameters=7_000_000),

@@ -75,19 +75,13 @@ def evaluation(seed: int = 0, shift: float = 0.0) -> dict[str, Any]:
         ],
         "far_context": _verdict(0.209, 0.0183, interval(0.09, 0.034)),
         "copying": _verdict(5.69, 0.163, interval(0.029, 0.015)),
-        "copying_missing": None,
         "speed": [
             _speed(name, length, batch)
             for batch in (1, 4)
             for length in (256, 512, 1008)
             for name in ("teacher", "student")
         ],
-        "crossover": {
-            "prefill": None,
-            "decode": 4096,
-            "memory": 131,
-            "words": "Made up: less memory from 131 tokens on.",
-        },
+        "crossover": {"prefill": None, "decode": 4096},
         "missing": [],
         "agreement": {
             "top1": interval(0.807, 0.011),
@@ -181,12 +175,12 @@ def _measured(name: str, loss: float) -> dict[str, Any]:
 
 def _comparison(other: str, overall: dict[str, float]) -> dict[str, Any]:
     beyond = {key: value * 1.2 for key, value in overall.items()}
-    return {"other": other, "overall": overall, "beyond": beyond, "words": "made up"}
+    return {"other": other, "overall": overall, "beyond": beyond}
 
 
 def _verdict(teacher: float, student: float, share: dict[str, float]) -> dict[str, Any]:
     gains = {"teacher_gain": interval(teacher, 0.1 * teacher), "student_gain": interval(student, 0.4 * student)}
-    return {"measurable": True, **gains, "share": share, "words": "made up"}
+    return {**gains, "share": share}
 
 
 def _speed(model: str, length: int, batch: int) -> dict[str, Any]:
@@ -291,23 +285,16 @@ def _fidelity(draw: random.Random) -> dict[str, Any]:
                 "mix": {"edges": [i / 8 for i in range(9)], "counts": [0, 3, 1, 1, 0, 0, 1, 2]},
             }
         )
-    chosen = [("most faithful", 0, 3), ("least faithful", 5, 1), ("looks furthest back", 4, 6)]
+    chosen = [("best", 0, 3), ("median", 4, 6), ("worst", 5, 1)]
     maps = [
-        _map(draw, why, layer, head, tokens) for (why, layer, head), tokens in zip(chosen, (24, 40, 96), strict=True)
+        _map(draw, rank, layer, head, tokens) for (rank, layer, head), tokens in zip(chosen, (24, 40, 96), strict=True)
     ]
-    worst = [
-        {
-            "layer": 5,
-            "head": 1,
-            "measure": "output_relative",
-            "words": "Layer 5, head 1: its output differs by 112 % (made up).",
-        },
-        {"layer": 4, "head": 6, "measure": "weight_kl", "words": "Layer 4, head 6: 2.41 nats (made up)."},
-    ]
+    layers[5]["output_relative"][1] = 1.123
+    worst = [{"layer": 5, "head": 1}, {"layer": 4, "head": 6}]
     return {"tokens": 4096, "layers": layers, "maps": maps, "worst": worst}
 
 
-def _map(draw: random.Random, why: str, layer: int, head: int, tokens: int) -> dict[str, Any]:
+def _map(draw: random.Random, rank: str, layer: int, head: int, tokens: int) -> dict[str, Any]:
     def weights(reach: float) -> list[list[float]]:
         grid = []
         for n in range(tokens):
@@ -316,7 +303,8 @@ def _map(draw: random.Random, why: str, layer: int, head: int, tokens: int) -> d
         return grid
 
     names = [CODE[i % len(CODE)] for i in range(tokens)]
-    return {"layer": layer, "head": head, "why": why, "tokens": names, "teacher": weights(6.0), "student": weights(3.0)}
+    about = {"layer": layer, "head": head, "rank": rank, "cell_tokens": 1, "tokens": names}
+    return about | {"teacher": weights(6.0), "student": weights(3.0)}
 
 
 def _path_usage(draw: random.Random) -> dict[str, Any]:
@@ -334,7 +322,7 @@ def _path_usage(draw: random.Random) -> dict[str, Any]:
         share = [sum(m * (x or 0.0) for m, x in zip(ms, xs, strict=True)) for ms, xs in zip(mass, far, strict=True)]
         layers.append({"layer": layer, "linear_share": share, "by_distance": {"mass": mass, "linear": far}})
     without = {"without_linear": interval(0.0136, 0.006), "without_window": interval(1.92, 0.11)}
-    return {"edges": edges, "layers": layers, **without, "words": "Made up: the linear part is used, by little."}
+    return {"edges": edges, "layers": layers, **without}
 
 
 def _retrieval(name: str, draw: random.Random) -> dict[str, Any]:
@@ -352,7 +340,6 @@ def _retrieval(name: str, draw: random.Random) -> dict[str, Any]:
         "models": {"student": student, "teacher": teacher, "window_lora": [[0.0] * 5] * 5},
         "teacher_share": interval(0.91, 0.02),
         "student_share": interval(0.17, 0.03),
+        "floor": 0.01,
         "recovery": interval(0.18, 0.035),
-        "measurable": True,
-        "verdict": "Made up: the student finds the number near the end only.",
     }

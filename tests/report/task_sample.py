@@ -29,12 +29,7 @@ def evaluation(
             "examples": 872,
             "scored": [_scored(name, score, metrics) for name, score in scores.items()],
             "differences": [
-                {
-                    "other": other,
-                    "metric": metric,
-                    "difference": interval(scores["student"] - scores[other], 0.009),
-                    "words": "made up",
-                }
+                {"other": other, "metric": metric, "difference": interval(scores["student"] - scores[other], 0.009)}
                 for other in others
                 for metric in metrics
             ],

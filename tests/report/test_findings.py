@@ -9,8 +9,22 @@ from typing import Any
 import pytest
 
 from linearize.report import RunFiles, load_run
-from linearize.report.findings import copying, difference, far_context, findings, memory, verdict
+from linearize.report.findings import (
+    copying,
+    difference,
+    far_context,
+    faster,
+    findings,
+    generations,
+    memory,
+    not_measured,
+    outliers,
+    path_usage,
+    recall,
+    verdict,
+)
 from linearize.report.numbers import THIN
+from tests.report import sample
 from tests.report.sample import interval
 
 Read = Callable[..., RunFiles]
@@ -18,7 +32,7 @@ COPIES = Path(__file__).parent / "measured" / "pycode-5m"
 
 
 def compared(other: str, mean: float, half: float) -> list[dict[str, Any]]:
-    return [{"other": other, "overall": interval(mean, half), "beyond": None, "words": ""}]
+    return [{"other": other, "overall": interval(mean, half), "beyond": None}]
 
 
 def test_the_verdict_on_a_measured_run() -> None:
@@ -29,8 +43,8 @@ def test_the_verdict_on_a_measured_run() -> None:
         "It is 0.006 nats per token better than the window-only control [0.00006, 0.011].",
         "It is 0.164 nats per token worse than its teacher [0.135, 0.197].",
         f"It keeps 9{THIN}% [5, 12] of what the teacher gains from context beyond the window of 64 tokens.",
-        f"Its memory is constant, 799{THIN}kB at every length measured from 256 to 1,008 tokens; that is less than the "
-        "teacher's at each of them, and by the plan from 130 tokens on.",
+        f"Its memory is constant, 799{THIN}kB at every length measured from 272 to 1,024 tokens; less than the "
+        "teacher's from 131 tokens on.",
     ]
     assert "perplexity 17.9" in found[1].words and "798,768 bytes" in found[3].words
 
@@ -63,21 +77,34 @@ def test_a_share_is_kept_or_lost_where_its_interval_is_on_one_side_of_a_half(
     read: Read, share: tuple[float, float], kind: str
 ) -> None:
     gains = {"teacher_gain": interval(0.2, 0.02), "student_gain": interval(0.1, 0.02)}
-    run = read(far_context={"measurable": True, "share": interval(*share), "words": "", **gains})
+    run = read(far_context={"share": interval(*share), **gains})
     found = far_context(run)
     assert found is not None and found.kind == kind
     assert "teacher 0.200 [0.180, 0.220], student 0.100 [0.080, 0.120]" in found.words
 
 
-def test_what_is_not_measurable_is_not_spoken_of(read: Read) -> None:
-    nothing = {"measurable": False, "teacher_gain": None, "student_gain": None, "share": None, "words": "too short"}
+def test_what_cannot_be_kept_or_measured_is_said(read: Read) -> None:
+    nothing = {"teacher_gain": interval(0.01, 0.02), "student_gain": interval(0.0, 0.02), "share": None}
     run = read(far_context=nothing, copying=nothing)
-    assert far_context(run) is None and copying(run) is None
+    for found in (far_context(run), copying(run)):
+        assert (
+            found is not None
+            and found.kind == "fact"
+            and found.words.endswith("0.010 [\u22120.010, 0.030] nats per token.")
+        )
+    measured = sample.evaluation()["measured"]
+    for line in measured:
+        line["quality"]["beyond_missing"] = "no token stands more than 64 tokens into its document"
+    found = far_context(read(far_context=None, measured=measured))
+    assert found is not None and "cannot be measured on this text: no token stands" in found.words
+    assert copying(read(copying=None)) is None
+    unable = {"measurable": False, "teacher_gain": None, "student_gain": None, "share": None, "words": "too short"}
+    assert copying(read(copying=unable)) is None  # a file of before
 
 
 def speeds(student: list[int], teacher: list[int], decode: tuple[float, float] = (1.0, 2.0)) -> list[dict[str, Any]]:
     return [
-        {"model": model, "prompt_length": 100 * (i + 1), "cache_bytes": size}
+        {"model": model, "prompt_length": 100 * (i + 1), "new_tokens": 0, "cache_bytes": size}
         | {key: {"median": seconds, "low": 0.9 * seconds, "high": 1.1 * seconds} for key in ("prefill", "decode")}
         for model, sizes, seconds in (("student", student, decode[0]), ("teacher", teacher, decode[1]))
         for i, size in enumerate(sizes)
@@ -85,21 +112,19 @@ def speeds(student: list[int], teacher: list[int], decode: tuple[float, float] =
 
 
 def test_memory_is_constant_grows_or_is_more_than_the_teachers(read: Read) -> None:
-    constant = memory(read(speed=speeds([50, 50], [100, 200]), crossover={"memory": 100, "words": ""}))
+    constant = memory(speeds([50, 50], [100, 200]))
     assert constant is not None and constant.kind == "win"
     assert constant.words == (
         "Memory is constant: 50 bytes at every length measured from 100 to 200 tokens; at 200 that is 4 times less "
-        "than the teacher's 200 bytes; that is less than the teacher's at each of them, and by the plan from 130 "
-        "tokens on."
+        "than the teacher's 200 bytes, which grow by 1 per token; less than the teacher's from 51 tokens on."
     )
-    later = memory(read(speed=speeds([150, 150], [100, 200]), crossover={"memory": 147, "words": ""}))
-    assert later is not None and later.words.endswith("it is less than the teacher's from about 147 tokens on.")
-    growing = memory(read(speed=speeds([50, 90], [100, 200])))
+    growing = memory(speeds([50, 90], [100, 200]))
     assert growing is not None and growing.kind == "win" and "grows from 50 to 90 bytes" in growing.words
-    larger = memory(read(speed=speeds([800, 800], [100, 200]), crossover={"memory": None, "words": ""}))
+    larger = memory(speeds([800, 900], [100, 200]))
     assert larger is not None and larger.kind == "loss"
-    assert larger.words.endswith("4 times as much as the teacher's 200 bytes.")
-    assert memory(read(speed=[])) is None and memory(read(speed=speeds([5], [5]))) is None
+    assert "4.5 times as much as the teacher's 200 bytes" in larger.words
+    assert larger.words.endswith("never less than the teacher's.")
+    assert memory([]) is None and memory(speeds([5], [5])) is None
 
 
 def test_speed_is_told_apart_only_where_no_repeats_overlap(read: Read) -> None:
@@ -110,6 +135,8 @@ def test_speed_is_told_apart_only_where_no_repeats_overlap(read: Read) -> None:
     assert said((1.0, 2.0)) == ["win"]
     assert said((2.0, 1.0)) == ["loss"]
     assert said((1.0, 1.1)) == ["open"]
+    ahead = [finding.words for finding in faster(speeds([50, 50], [100, 200]), {"prefill": 125, "decode": None})]
+    assert ahead[0].endswith("; ahead from about 125 tokens on.") and "ahead" not in ahead[1]
     words = [finding.words for finding in findings(load_run(COPIES))]
     assert (
         "Prefill of 1,008 tokens is slower: student 89.0 ms [88.1, 95.8], teacher 81.1 ms [79.7, 82.2] (median, least, "
@@ -134,5 +161,72 @@ def test_tasks_are_compared_with_the_error_of_both(read: Read) -> None:
 
 def test_every_finding_carries_a_number(read: Read) -> None:
     found = findings(read())
-    assert len(found) == 13
+    assert len(found) == 17
     assert all(any(c.isdigit() for c in finding.words) for finding in found)
+
+
+# --- the closer look --------------------------------------------------------------------------------------------------
+
+
+def test_recall_is_told_with_what_it_is_measured_against(read: Read) -> None:
+    run, task = read(), sample.evaluation()["retrieval"][0]
+
+    def said(**changes: Any) -> str:
+        found = recall(run, task | changes)
+        assert (found.kind == "fact") == (changes != {})
+        return found.words
+
+    assert said() == (
+        f"Recall, passkey: beyond the window of 64 tokens the student is right in 17{THIN}% [14, 20] of answers, the "
+        f"teacher in 91{THIN}% [89, 93] (by guessing 1.0{THIN}%); 18{THIN}% [14, 22] of the teacher's ability is kept."
+    )
+    assert f"(with the window alone 1.0{THIN}%)" in said(models=task["models"] | {"window": [[0.0]]}, recovery=None)
+    assert said(recovery=None).endswith("; not measurable with this teacher.")
+    assert said(teacher_share=None, recovery=None).endswith("of answers; no teacher.")
+    shares = dict.fromkeys(("student_share", "teacher_share", "recovery"))
+    assert said(**shares) == "Recall, passkey: no test beyond the window of 64 tokens fits the model's positions."
+
+
+@pytest.mark.parametrize(
+    "difference, kind, words",
+    [
+        (interval(0.2, 0.1), "fact", f"The student uses its linear part: 25{THIN}% of its attention goes through it, "
+         f"and without it the loss is 0.200 nats per token higher (95{THIN}% interval +0.100 to +0.300)."),
+        (interval(0.004, 0.001), "fact", f"The student hardly uses its linear part: 25{THIN}% of its attention"),
+        (interval(0.01, 0.02), "open", f"No sign that the student uses its linear part: 25{THIN}% of its attention"),
+        (interval(-0.2, 0.1), "loss", f"The linear part does the student harm: 25{THIN}% of its attention goes through "
+         "it, and without it the loss is 0.200 nats per token lower"),
+        (interval(0.0, 0.0), "fact", f"The student does not use its linear part on this text: 25{THIN}% of its"),
+    ],
+)  # fmt: skip
+def test_whether_the_linear_part_is_used(read: Read, difference: Any, kind: str, words: str) -> None:
+    layers = [{"layer": i, "linear_share": shares} for i, shares in enumerate(([0.1, 0.4], [0.2, 0.3]))]
+    usage = {"layers": layers, "without_linear": difference, "without_window": interval(1.0, 0.1)}
+    found = path_usage(read(path_usage=usage))
+    assert found is not None and found.kind == kind and found.words.startswith(words)
+    alone = path_usage(read(path_usage=usage | {"without_window": None}))
+    assert alone is not None and "with softmax within 64 tokens instead, the loss is" in alone.words
+    window = {"layers": [{"layer": 0, "linear_share": [0, 0]}], "without_window": None, "without_linear": difference}
+    none = path_usage(read(path_usage=window))
+    assert none is not None and "has no linear part" in none.words
+
+
+def test_heads_that_stand_out_are_named_beside_the_median(read: Read) -> None:
+    layers = [{"layer": 3, "output_relative": [0.01, 0.01, 0.372]}, {"layer": 4, "output_relative": [0.02, 0.2]}]
+    worst = [{"layer": 3, "head": 2}, {"layer": 4, "head": 1}]
+    found = outliers(read(fidelity={"layers": layers, "maps": [], "worst": worst}))
+    assert found is not None and f": layer 3 head 2 (37.2{THIN}%), layer 4 head 1 (20.0{THIN}%) of" in found.words
+    assert found.words.endswith(f"the median head by 2.0{THIN}%.")
+    assert outliers(read(fidelity={"layers": layers, "maps": [], "worst": []})) is None
+
+
+def test_generations_are_told_by_their_common_beginning(read: Read) -> None:
+    found = generations(read())
+    assert found is not None and "write the same for 13.2 [10.1, 16.3] of 48 tokens" in found.words
+
+
+def test_what_was_not_measured_is_one_sentence_with_its_reasons(read: Read) -> None:
+    assert not_measured(read()) == []
+    few = read(tasks=None, retrieval=[], missing=["teacher, finetuned"], not_measured={"tasks": "none asked for."})
+    words = "Not measured: teacher, finetuned; recall over distances; public benchmarks (none asked for)."
+    assert not_measured(few) == [words]

@@ -64,9 +64,9 @@ def test_everything_is_there(whole_page: str) -> None:
     for words in (
         "The student is 0.006 nats per token better than the window-only control [0.001, 0.011].",
         "1,838",  # samples of a task
-        "Layer 5, head 1: its output differs by 112 % (made up).",
+        "layer 5 head 1 (112.3 %)",
         "linearize run lolcats --model made-up-teacher",
-        "Made up: the linear part is used, by little.",
+        "The student uses its linear part: ",
         "window_size: 64",
     ):
         assert words in text, words
@@ -116,7 +116,7 @@ def test_texts_of_models_cannot_become_markup(whole_page: str) -> None:
 def test_text_within_a_map_cannot_end_its_script(read: Callable[..., RunFiles]) -> None:
     found = sample.evaluation()["fidelity"]
     found["maps"] = [found["maps"][0] | {"tokens": ["</script><b>", "$x$", *found["maps"][0]["tokens"][2:]]}]
-    found["layers"] = found["layers"][:1]
+    found |= {"layers": found["layers"][:1], "worst": []}
     document = Document(render([read(**FEW | {"fidelity": found})]))
     assert len(document.all("script")) == 2 and not document.all("b")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from linearize.report import RunFiles
-from linearize.report.blocks import Block, Figure, Picker, Points, Samples, Text
 from linearize.report.figures import Line
+from linearize.report.html import Block, Figure, Picker, Prompts, Text
 from linearize.report.sections import attention, costs, paths, positions, recall, recipe, tasks, training
 from tests.report import sample
 
@@ -67,7 +67,6 @@ def test_the_worst_and_the_best_head_are_named(read: Read) -> None:
     assert "worst layer 1 head 3, 0.900; " in error.svg and "best layer 0 head 2, 0.100" in error.svg
     cosine = figure(section.blocks, "Cosine of attention matrices")
     assert "worst layer 0 head 2, 0.100" in cosine.svg and "best layer 1 head 3" in cosine.svg
-    assert not [block for block in section.blocks if isinstance(block, Points)]
     assert texts(section.blocks) == ["No head stands out."]
     titles = [block.title for block in section.blocks if isinstance(block, Figure)]
     assert "KL of attention weights" not in titles
@@ -81,7 +80,7 @@ def test_gates_are_summed_over_heads_and_window_factors_are_of_heads_already(rea
         "gates": {"edges": [0.0, 0.5, 1.0], "counts": [[1, 2], [0, 5]]},
         "mix": {"edges": [0.0, 0.5, 1.0], "counts": [1, 3]},
     }
-    blocks = attention.fidelity([read(fidelity=found | {"layers": [layer]})]).blocks
+    blocks = attention.fidelity([read(fidelity=found | {"layers": [layer], "worst": []})]).blocks
     percent = "\u202f%"
     assert rows(figure(blocks, "Gates")) == [["layer 0", f"12{percent}", f"88{percent}"]]
     assert rows(figure(blocks, "Window factors")) == [["layer 0", f"25{percent}", f"75{percent}"]]
@@ -90,7 +89,7 @@ def test_gates_are_summed_over_heads_and_window_factors_are_of_heads_already(rea
 def test_a_map_says_how_much_weight_lies_elsewhere(read: Read) -> None:
     found = sample.evaluation()["fidelity"]
     grid = {"teacher": [[1.0, 0.0], [0.5, 0.5]], "student": [[1.0, 0.0], [0.1, 0.9]]}
-    chosen = {"layer": 2, "head": 1, "why": "worst", "tokens": ["a", " b"], **grid}
+    chosen = {"layer": 2, "head": 1, "rank": "worst", "cell_tokens": 1, "tokens": ["a", " b"], **grid}
     picker = attention.maps([read(fidelity=found | {"maps": [chosen]})]).blocks[0]
     assert isinstance(picker, Picker)
     choice = picker.choices[0]
@@ -131,22 +130,22 @@ def test_texts_are_marked_from_where_the_student_leaves_the_teacher(read: Read) 
     given = sample.evaluation()["generations"]
     given["samples"] = [{"prompt": "p", "reference": "r", "teacher": "abc", "student": "abX"}]
     run = read(generations=given)
-    block = next(b for b in tasks.generations([run]).blocks if isinstance(b, Samples))
-    assert [(t.title, t.same, t.other) for t in block.samples[0].texts] == [
+    block = next(b for b in tasks.generations([run]).blocks if isinstance(b, Prompts))
+    assert [(t.title, t.same, t.other) for t in block.prompts[0].texts] == [
         ("what the text says", "r", ""),
         ("teacher", "abc", ""),
         ("student", "ab", "X"),
     ]
-    both = next(b for b in tasks.generations([run, read(generations=given)]).blocks if isinstance(b, Samples))
-    titles = [text.title for text in both.samples[0].texts]
+    both = next(b for b in tasks.generations([run, read(generations=given)]).blocks if isinstance(b, Prompts))
+    titles = [text.title for text in both.prompts[0].texts]
     assert titles[:2] == ["what the text says", "teacher"] and len(titles) == 4
 
 
 def test_a_grid_without_cells_leaves_its_verdict(read: Read) -> None:
-    found = sample.evaluation()["retrieval"][0] | {"row_values": [], "models": {}, "verdict": "does not fit"}
-    found |= {"teacher_share": None, "student_share": None, "recovery": None, "measurable": False}
+    found = sample.evaluation()["retrieval"][0] | {"row_values": [], "models": {}}
+    found |= {"teacher_share": None, "student_share": None, "floor": None, "recovery": None}
     blocks: list[Block] = list(recall.recall([read(retrieval=[found])]).blocks)
-    assert "Passkey: does not fit." in texts(blocks)
+    assert "Recall, passkey: no test beyond the window of 64 tokens fits the model's positions." in texts(blocks)
     assert [block.title for block in blocks if isinstance(block, Figure)] == [
         "Copying random tokens from beyond the window"
     ]

@@ -15,13 +15,14 @@ import torch
 import yaml
 
 import linearize
+from linearize.data.tasks import TextClassification
 from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.metrics import Predictions
-from linearize.evaluation.task_report import measure_task
+from linearize.evaluation.worth import measure_task
 from linearize.report import RunFiles, load_run, model_card, write_report
-from linearize.report.blocks import Figure, Table
 from linearize.report.findings import findings, verdict
+from linearize.report.html import Figure, Table
 from linearize.report.numbers import DASH, MINUS, THIN
 from linearize.report.overview import cautions, key_numbers, overview
 from linearize.report.page import render
@@ -90,7 +91,7 @@ def test_a_page_of_a_task_has_what_applies_and_nothing_else(task_page: str) -> N
         "The student is 0.016 worse than its teacher in accuracy [0.007, 0.025].",
         "task: text classification",
         "Text classification, 872 held-out examples.",
-        "Layer 5, head 1: its output differs by 112 % (made up).",
+        "layer 5 head 1 (112.3 %)",
         "linearize run lolcats",
         "none: inputs are read at once, in time linear in their length",
         "What attention transfer did for each layer",
@@ -149,7 +150,7 @@ def test_summaries_stand_before_the_losses(read: Read) -> None:
     found = verdict(run)
     assert "ROUGE-1" in found[0].words and "nats per token" in found[1].words
     card = model_card(run)
-    assert "| model | ROUGE-1 | ROUGE-2 | ROUGE-L | what it is |" in card
+    assert "| candidate | ROUGE-1 | ROUGE-2 | ROUGE-L | teacher's answers | what it is |" in card
     assert card.index("ROUGE-1") < card.index("Held-out loss, nats per token")
     assert "AutoModelForCausalLM" in card
 
@@ -167,22 +168,22 @@ def test_what_is_measured_is_what_is_shown(tmp_path: Path) -> None:
     found = measure_task(
         [Candidate(name, partial(nullcontext, model), f"note on {name}") for name, model in models.items()],
         answer,
-        task="text_classification",
-        description={"auto_class": "AutoModelForSequenceClassification", "pipeline_tag": "text-classification"},
+        TextClassification(),
+        tiny.packed([[64]] * 4),
         config=EvaluationConfig(bootstrap_samples=50, fidelity_tokens=128),
         seed=0,
         missing=["teacher_lora"],
-        rows=tiny.packed([[64]] * 4),
     ).to_json()
     made_up = task_sample.evaluation(("accuracy",))
-    assert set(found) == set(made_up) and set(found["task"]) == set(made_up["task"])
+    assert {name for name, section in found.items() if section} == set(made_up) - {"not_measured", "provenance"}
+    assert set(found["task"]) == set(made_up["task"])
     for part in ("scored", "differences"):
         assert set(found["task"][part][0]) == set(made_up["task"][part][0])
     run = load_run(task_sample.write_run(tmp_path / "run", found))
     page, card = visible(render([run])), model_card(run)
     score = next(line for line in found["task"]["scored"] if line["name"] == "student")["scores"]["accuracy"]
     shown = f"{score['mean']:.3f} [{score['low']:.3f}, {score['high']:.3f}]"
-    assert shown in page and f"| student | {shown} | note on student |" in card
+    assert shown in page and f"| student | {shown} | " in card and "| note on student |" in card
     assert f"{found['fidelity']['layers'][1]['output_mse'][2]:.4f}" in page
 
 
@@ -193,9 +194,9 @@ def test_scores_differences_and_shares_are_in_tables(read_task: Read) -> None:
     blocks = scores.scores([read_task()]).blocks
     first, second = (block for block in blocks if isinstance(block, Figure))
     cells = [list(row) for group in first.numbers.groups for row in group.rows]
-    assert cells[0] == ["teacher", "0.921 [0.901, 0.941]", "0.921 [0.901, 0.941]", "made up: teacher"]
+    assert cells[0] == ["teacher", *["0.921 [0.901, 0.941]"] * 2, DASH, "made up: teacher"]
     assert [row[0] for row in cells] == ["teacher", "student, untrained", "student after transfer", "student"]
-    assert list(first.numbers.columns) == ["candidate", "accuracy", "F1", "what it is"]
+    assert list(first.numbers.columns) == ["candidate", "accuracy", "F1", "teacher's answers", "what it is"]
     pairs = [list(row) for group in second.numbers.groups for row in group.rows]
     assert pairs == [["against teacher", *[f"{MINUS}0.016 [{MINUS}0.025, {MINUS}0.007]"] * 2]]
     kept = next(block for block in blocks if isinstance(block, Table))
@@ -243,7 +244,7 @@ def test_the_verdict_goes_by_the_interval(read_task: Read, student: float, kind:
     (found,) = verdict(run)
     assert found.kind == kind and "".join(found.lead) == lead
     assert "of the teacher's score" in found.words and "against 0.921 [0.901, 0.941]" in found.words
-    assert [finding.kind for finding in findings(run)] == [kind, "fact"]
+    assert [finding.kind for finding in findings(run)] == [kind, "fact", "fact"]
     assert [len(side) for side in (overview(run).wins, overview(run).losses, overview(run).undecided)].count(1) == 1
 
 
@@ -288,10 +289,11 @@ def test_the_card_names_the_class_and_the_scores(read_task: Read) -> None:
     assert "from transformers import AutoModelForSequenceClassification, AutoTokenizer\n" in body
     assert "model = AutoModelForSequenceClassification.from_pretrained(" in body
     results = body.split("## Results\n\n")[1]
-    assert results.startswith(
-        "Text classification, 872 held-out examples, with 95 % intervals (higher is better):\n\n|"
+    assert results.startswith("Text classification, 872 examples, with 95 % intervals (higher is better):\n\n|")
+    assert (
+        f"| student | 0.905 [0.885, 0.925] | 0.905 [0.885, 0.925] | 96{THIN}% [95, 97] | made up: student |\n"
+        in results
     )
-    assert "| student | 0.905 [0.885, 0.925] | 0.905 [0.885, 0.925] | made up: student |\n" in results
     assert "nats per token" not in body and "Held-out loss" not in body
     for heading in ("### Lost or worse", "### Also measured", "## Limits", "## Recipe"):
         assert heading in body

@@ -23,7 +23,7 @@ from linearize.base import UserError
 from linearize.data.packing import PackedRows
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.perplexity import token_losses
-from linearize.evaluation.report_card import ReportCard
+from linearize.evaluation.worth import Worth
 from linearize.hf.classes import read_plan
 from linearize.recipe import Recipe
 from linearize.run import folder as runs
@@ -74,7 +74,7 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def numbers(card: ReportCard | None) -> dict[str, Any]:
+def numbers(card: Worth | None) -> dict[str, Any]:
     assert card is not None
     return tiny.untimed(card.to_json())
 
@@ -83,7 +83,7 @@ def evaluation(folder: Path) -> dict[str, Any]:
     return tiny.untimed(json.loads((folder / "evaluation.json").read_text()))
 
 
-def evaluated(model: Path, **options: Any) -> ReportCard:
+def evaluated(model: Path, **options: Any) -> Worth:
     chosen = dict(teacher=None, dataset=None, overrides={}, dtype=torch.float32, device=torch.device("cpu"))
     return evaluate(str(model), **(chosen | options))
 

@@ -13,6 +13,7 @@ from linearize.data.packing import dataset_from_documents
 from linearize.demo.corpus import standard_library_texts, teacher_path
 from linearize.hf.checkpoint import load_model, load_tokenizer
 from linearize.recipe import Recipe
+from linearize.report import load_run, terminal
 from linearize.run.folder import Run
 from linearize.run.pipeline import run
 
@@ -37,15 +38,14 @@ def run_demo(output_dir: Path, dtype: torch.dtype, device: torch.device) -> Rend
     recipe = Recipe.load("lolcats", BUDGET)
     tokenizer = load_tokenizer(teacher)
     dataset = dataset_from_documents(*standard_library_texts(), tokenizer, recipe.data, recipe.seed)
-    card = run(Run(recipe, teacher, output_dir, dtype, device), dataset=dataset)
-    assert card is not None
+    run(Run(recipe, teacher, output_dir, dtype, device), dataset=dataset)
 
     student: Any = load_model(str(output_dir / "model"), dtype=dtype, device=device)
     inputs = tokenizer(PROMPT, return_tensors="pt").to(device)
     torch.manual_seed(0)
     sample = student.generate(**inputs, max_new_tokens=80, do_sample=True, temperature=0.7)
     return Group(
-        card.render(),
+        terminal.measured(load_run(output_dir)),
         Text("\nThe student continues a prompt (a 5M-parameter model: the shape of code, not its sense):\n"),
         Text(str(tokenizer.decode(sample[0], skip_special_tokens=True))),
     )

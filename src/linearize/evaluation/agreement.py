@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -38,7 +38,7 @@ _ENDED = -1  # in place of a token: the text ended before
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of student and teacher, at the same places of the same rows; `_beyond`: beyond the window, None where none is.
+    """How alike student and teacher predict, at the same places; `_beyond`: beyond the window, None where none is.
 
     top1: share of tokens whose likeliest one is the same, as greedy decoding would choose. kl: KL(teacher || student),
     what the student loses by predicting in the teacher's place; reverse_kl: KL(student || teacher); nats per token.
@@ -51,10 +51,6 @@ class Agreement:
     kl_beyond: Interval | None
     tokens: int
     documents: int
-
-    def to_json(self) -> dict[str, Any]:
-        """The section `agreement`, plain data."""
-        return asdict(self)
 
 
 def logit_agreement(
@@ -163,10 +159,6 @@ class PositionLosses:
     edges: list[int]
     losses: dict[str, list[Interval | None]]
 
-    def to_json(self) -> dict[str, Any]:
-        """The section `positions`, plain data."""
-        return asdict(self)
-
 
 def loss_by_position(losses: Mapping[str, TokenLosses], *, samples: int = 200, seed: int = 0) -> PositionLosses:
     """Each candidate's loss in nats per token against the position of the predicted token (SUPRA, Fig. 3).
@@ -196,7 +188,7 @@ def loss_by_position(losses: Mapping[str, TokenLosses], *, samples: int = 200, s
 
 
 @dataclass(frozen=True)
-class Sample:
+class Generation:
     """One prompt, how its document goes on, and how the models go on; special tokens are written out."""
 
     prompt: str
@@ -217,11 +209,7 @@ class Generations:
     agreement: Interval
     common_prefix: Interval
     new_tokens: int
-    samples: list[Sample]
-
-    def to_json(self) -> dict[str, Any]:
-        """The section `generations`, plain data."""
-        return asdict(self)
+    samples: list[Generation]
 
 
 def generation_agreement(
@@ -268,7 +256,7 @@ def generation_agreement(
         return _continuation(tokenizer, prompt[index], tokens[index])
 
     samples = [
-        Sample(_decode(tokenizer, prompt[i]), *(continuation(i, x) for x in (reference, by_teacher, by_student)))
+        Generation(_decode(tokenizer, prompt[i]), *(continuation(i, x) for x in (reference, by_teacher, by_student)))
         for i in range(min(shown, len(prompt)))
     ]
     return Generations(agreement, common_prefix, new_tokens, samples)

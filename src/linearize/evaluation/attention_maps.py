@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from linearize.evaluation.samples import Sample
+from linearize.evaluation.chosen_rows import ChosenRows
 from linearize.evaluation.weights import WeightBlock
 from linearize.hf.attention import linearized_layers
 
@@ -23,26 +23,28 @@ DECIMALS = 4
 class AttentionMap:
     """Weights of one head, teacher and student: [query cell][key cell], `tokens` the text of each cell.
 
-    A cell is one token, or some neighbouring ones: the mean over its queries of the weight on its keys together.
+    A cell is `cell_tokens` neighbouring tokens: the mean over its queries of the weight on its keys together. `rank`:
+    "best", "median" or "worst" of all heads by the error of their output.
     """
 
     layer: int
     head: int
-    why: str
+    rank: str
+    cell_tokens: int
     tokens: list[str]
     teacher: list[list[float]]
     student: list[list[float]]
 
 
 class Maps:
-    """Attention maps of every head on the start of the sample's longest document; of an encoder, of its first row.
+    """Attention maps of every head on the start of the rows's longest document; of an encoder, of its first row.
 
     Of a layer that is gone through several times, they are the means over these passes.
     """
 
-    def __init__(self, sample: Sample, student: PreTrainedModel, length: int) -> None:
-        """`length`: slots of a row of the sample."""
-        self.row, self.start, self.ids = _longest_document(sample, length)
+    def __init__(self, rows: ChosenRows, student: PreTrainedModel, length: int) -> None:
+        """`length`: slots of a row of the rows."""
+        self.row, self.start, self.ids = _longest_document(rows, length)
         reach = max((layer.mixer.span.max_lag for layer in linearized_layers(student).values()), default=0)
         self.ids = self.ids[: max(CELLS, MAP_WINDOWS * reach)]
         self.size = -(-len(self.ids) // CELLS)  # tokens of a cell
@@ -71,32 +73,30 @@ class Maps:
         return ((place.div(self.size, rounding_mode="floor")[:, None] == cells) & inside).float()
 
     def chosen(self, errors: dict[tuple[int, int], float], tokenizer: Tokenizer | None) -> list[AttentionMap]:
-        """Of the best, the median and the worst head by their error, (layer, head) -> share of the mean square."""
+        """The best, the median and the worst head by their error, (layer, head) -> share of the mean square."""
         ordered = sorted(errors, key=lambda at: errors[at])
         named = {"best": ordered[0], "median": ordered[len(ordered) // 2], "worst": ordered[-1]}
         pieces, found = self.ids.split(self.size), []
         tokens = [str(tokenizer.decode(x)) if tokenizer else " ".join(map(str, x.tolist())) for x in pieces]
         per_query = torch.tensor([len(piece) for piece in pieces])[:, None]
-        for name, (layer, head) in named.items():
+        for rank, (layer, head) in named.items():
             if (layer, head) in [(x.layer, x.head) for x in found]:
                 continue  # fewer than three heads
-            why = f"{name} of {len(errors)} heads: output off by {errors[layer, head]:.1%} of the mean square"
-            why += f"; cells of {self.size} tokens" if self.size > 1 else ""
             maps = [_rounded(x / per_query / self.passes[layer]) for x in self.sums[layer][:, head]]
-            found.append(AttentionMap(layer, head, why, tokens, *maps))
+            found.append(AttentionMap(layer, head, rank, self.size, tokens, *maps))
         return found
 
 
-def _longest_document(sample: Sample, length: int) -> tuple[int, int, Int[Tensor, " L"]]:
+def _longest_document(rows: ChosenRows, length: int) -> tuple[int, int, Int[Tensor, " L"]]:
     """Its row, the slot of its first token, and its tokens; of an image, which has none, the numbers of its slots.
 
     Where a mask tells padding, each row is a document, whose slots count its tokens alone: the first row's.
     """
-    if "input_ids" not in sample.inputs:
+    if "input_ids" not in rows.inputs:
         return 0, 0, torch.arange(length)
-    mask, positions = sample.inputs.get("attention_mask"), sample.inputs.get("position_ids")
+    mask, positions = rows.inputs.get("attention_mask"), rows.inputs.get("position_ids")
     if mask is not None or positions is None:
-        ids = sample.input_ids[0]
+        ids = rows.input_ids[0]
         return 0, 0, ids if mask is None else ids[mask[0].bool()]
     begins = positions == 0
     begins[:, 0] = True
@@ -105,7 +105,7 @@ def _longest_document(sample: Sample, length: int) -> tuple[int, int, Int[Tensor
     lengths = torch.diff(first, append=torch.tensor([begins.numel()]))
     longest = int(lengths.argmax())
     row, start = divmod(int(first[longest]), begins.shape[1])
-    return row, start, sample.input_ids[row, start : start + int(lengths[longest])]
+    return row, start, rows.input_ids[row, start : start + int(lengths[longest])]
 
 
 def _rounded(x: Float[Tensor, "cells cells"]) -> list[list[float]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.data.rows import Rows
 from linearize.evaluation.attention_maps import AttentionMap, Maps
-from linearize.evaluation.samples import sample_rows
+from linearize.evaluation.chosen_rows import drawn_rows
+from linearize.evaluation.metrics import rank_correlation
 from linearize.evaluation.weights import Visit, WeightBlock, never_negative, visit_layers, weight_blocks
 from linearize.mixers import AttnInputs, Mixer
 from linearize.mixers.combine import MixCombine, SharedDenominatorCombine
@@ -93,12 +94,10 @@ class LayerFidelity:
 
 @dataclass(frozen=True)
 class Outlier:
-    """A head that comes much less close than the others."""
+    """A head whose output comes much less close than the others'."""
 
     layer: int
     head: int
-    measure: str
-    words: str
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,6 @@ class Fidelity:
     layers: list[LayerFidelity]
     maps: list[AttentionMap]
     worst: list[Outlier]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure_fidelity(
@@ -133,7 +129,7 @@ def measure_fidelity(
     Raises:
         FloatingPointError: a mixer's output is not a finite number.
     """
-    sample = sample_rows(rows, max_tokens, seed)
+    sample = drawn_rows(rows, max_tokens, seed)
     layers: dict[int, _LayerSums] = {}
     maps: Maps | None = None
 
@@ -261,25 +257,6 @@ def monotonicity(
     return rank_correlation(scores, weights.where(weights.abs() >= least, 0), seen)
 
 
-def rank_correlation(
-    x: Float[Tensor, "H C K"], y: Float[Tensor, "H C K"], seen: Bool[Tensor, "C K"]
-) -> Float[Tensor, "H C"]:
-    """Spearman's rho over the keys that are seen; equal numbers share their mean rank; 0 where all are equal."""
-    count = seen.sum(-1, keepdim=True)
-    # The mean of the ranks 0 .. count - 1 is the same with and without ties.
-    x, y = ((_ranks(z, seen) - (count - 1) / 2) * seen for z in (x, y))
-    spread = (x.square().sum(-1) * y.square().sum(-1)).sqrt()
-    return (x * y).sum(-1) / spread.clamp_min(1e-9)
-
-
-def _ranks(x: Float[Tensor, "H C K"], seen: Bool[Tensor, "C K"]) -> Float[Tensor, "H C K"]:
-    """From 0 up, of the keys that are seen."""
-    x = x.masked_fill(~seen, torch.inf).contiguous()
-    ordered = x.sort(-1).values
-    first, behind = (torch.searchsorted(ordered, x, right=right) for right in (False, True))
-    return (first + behind - 1).double() / 2
-
-
 # --- histograms -------------------------------------------------------------------------------------------------------
 
 
@@ -326,13 +303,4 @@ def worst_heads(errors: dict[tuple[int, int], float]) -> list[Outlier]:
         return []
     middle = median(errors.values())
     found = [(error, at) for at, error in errors.items() if error > STANDS_OUT * middle and error >= LEAST_ERROR]
-    return [
-        Outlier(
-            layer,
-            head,
-            "output_relative",
-            f"Layer {layer}, head {head}: its output differs from softmax attention's by {error:.1%} of the mean "
-            f"square; the median head's by {middle:.1%}.",
-        )
-        for error, (layer, head) in sorted(found, reverse=True)[:MOST_WORST]
-    ]
+    return [Outlier(*at) for _, at in sorted(found, reverse=True)[:MOST_WORST]]

@@ -1,4 +1,4 @@
-"""Public benchmarks by lm-evaluation-harness on models in memory, and ROUGE of summaries. Both need the extra `eval`.
+"""Public benchmarks by lm-evaluation-harness (the extra `eval`) on models in memory.
 
 A task is one of
 - a ``.jsonl`` file of multiple-choice questions, described at `choice_task`: nothing is asked of any server,
@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from math import isfinite
@@ -30,13 +30,12 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from linearize.base import UserError
 from linearize.data.rows import inference
 from linearize.evaluation.config import EvaluationConfig
-from linearize.evaluation.perplexity import Interval, Totals, resample
 
 _YAML = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class TaskResult:
+class BenchmarkResult:
     """One number of lm-eval. `metric` is lm-eval's own name, with its filter's behind a comma where it has one."""
 
     task: str
@@ -48,33 +47,15 @@ class TaskResult:
 
 
 @dataclass(frozen=True)
-class Tasks:
+class Benchmarks:
     """The results of all candidates on all tasks, groups of tasks included."""
 
     shots: dict[str, int]  # by task; a task that fixes its own number keeps it
-    results: list[TaskResult]
+    results: list[BenchmarkResult]
     versions: dict[str, str]  # of lm-eval ("lm_eval"), and of each task; of a jsonl file, its sha256
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
-
-@dataclass(frozen=True)
-class Rouge:
-    """F-measures from 0 to 1, means over examples."""
-
-    rouge1: Interval
-    rouge2: Interval
-    rougeL: Interval
-    examples: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
-
-def evaluate_tasks(
+def run_benchmarks(
     models: Mapping[str, PreTrainedModel],
     tokenizer: Tokenizer,
     tasks: Sequence[str],
@@ -83,7 +64,7 @@ def evaluate_tasks(
     limit: int | None,
     batch_size: int,
     seed: int,
-) -> Tasks:
+) -> Benchmarks:
     """What `lm_eval.simple_evaluate` finds for each model, to the last digit.
 
     Args:
@@ -114,7 +95,7 @@ def evaluate_tasks(
                 found = evaluator.evaluate(wrapped, loaded, limit=limit, log_samples=False)
             results += _results(name, found["results"])
     versions = {task: str(version) for task, version in found["versions"].items() if version is not None}
-    return Tasks(found["n-shot"], results, {"lm_eval": _of_extra("lm_eval").__version__} | versions)
+    return Benchmarks(found["n-shot"], results, {"lm_eval": _of_extra("lm_eval").__version__} | versions)
 
 
 def check_tasks(config: EvaluationConfig, *, trusted: bool) -> None:
@@ -183,21 +164,6 @@ def choice_task(path: Path, shots: int) -> dict[str, Any]:
         "metric_list": [{"metric": metric} | mean for metric in ("acc", "acc_norm")],
         "metadata": {"version": f"sha256:{hashlib.sha256(text).hexdigest()}"},
     }
-
-
-def rouge(predictions: Sequence[str], references: Sequence[str], *, samples: int = 1000, seed: int = 0) -> Rouge:
-    """ROUGE-1, -2 and -L (Lin 2004) of summaries, words reduced to their stems, with intervals over examples.
-
-    Raises:
-        UserError: rouge-score is not installed, or there are fewer than two examples.
-    """
-    names = ("rouge1", "rouge2", "rougeL")
-    scorer = _of_extra("rouge_score.rouge_scorer").RougeScorer(names, use_stemmer=True)
-    scores = [scorer.score(wanted, given) for given, wanted in zip(predictions, references, strict=True)]
-    one_each = torch.ones(len(scores), dtype=torch.float64)
-    columns = [torch.tensor([score[name].fmeasure for score in scores], dtype=torch.float64) for name in names]
-    means, draws = resample([Totals(column, one_each) for column in columns], samples=samples, seed=seed)
-    return Rouge(*(Interval.of(means[i], draws[:, i]) for i in range(len(names))), examples=len(scores))
 
 
 def _file(path: Path) -> Path:
@@ -275,7 +241,7 @@ def _own_tasks() -> Any:
     return _of_extra("lm_eval.tasks").TaskManager()
 
 
-def _results(candidate: str, found: Mapping[str, Mapping[str, Any]]) -> list[TaskResult]:
+def _results(candidate: str, found: Mapping[str, Mapping[str, Any]]) -> list[BenchmarkResult]:
     """lm-eval's table: ``{task: {"acc,none": value, "acc_stderr,none": value, "sample_len": count, ...}}``."""
     results = []
     for task, metrics in found.items():
@@ -288,7 +254,7 @@ def _results(candidate: str, found: Mapping[str, Mapping[str, Any]]) -> list[Tas
             stderr = metrics.get(f"{metric}_stderr,{filter_name}")
             stderr = float(stderr) if isinstance(stderr, Real) else None
             name = metric if filter_name == "none" else key
-            results.append(TaskResult(task, name, candidate, float(value), stderr, metrics["sample_len"]))
+            results.append(BenchmarkResult(task, name, candidate, float(value), stderr, metrics["sample_len"]))
     return results
 
 

@@ -4,7 +4,7 @@ Every score is better where it is higher. A score that is not defined for some r
 equal) is 0 there, as scikit-learn has it.
 
 Axes: E examples, N answers (one or more per example, like the tokens of a sentence), C classes, U distinct values,
-I drawn examples, S bootstrap resamples.
+I drawn examples, S bootstrap resamples; in `rank_correlation` K numbers, of H rows or more axes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linearize.evaluation.perplexity import resamples
@@ -106,7 +106,7 @@ class Predictions:
 
     @cached_property
     def place(self) -> Int[Tensor, " N"]:
-        """Of each answer's example among all that have answers, from 0."""
+        """The number of each answer's example among all that have answers, from 0."""
         return self.example.cpu().unique(return_inverse=True)[1]
 
     @cached_property
@@ -117,11 +117,6 @@ class Predictions:
     @cached_property
     def truth(self) -> Int[Tensor, " N"] | Float[Tensor, " N"]:
         return self.labels.cpu()
-
-    @cached_property
-    def ranked(self) -> tuple[Ranks, Ranks]:
-        """Outputs and labels, ready to be ranked."""
-        return Ranks.of(self.outputs[:, 0].cpu()), Ranks.of(self.labels.cpu())
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,24 +177,6 @@ def bootstrapped(
 # --- formulas: `weight` says how often each answer counts -------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Ranks:
-    """Values to be ranked again and again, each time with other weights."""
-
-    group: Int[Tensor, " N"]  # of each value among the distinct ones, in ascending order
-    size: int
-
-    @classmethod
-    def of(cls, values: Float[Tensor, " N"]) -> Ranks:
-        distinct, group = values.unique(sorted=True, return_inverse=True)
-        return cls(group, len(distinct))
-
-    def weighted(self, weight: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-        """The rank of each value among all; ties share the mean of theirs."""
-        held = torch.bincount(self.group, weight, minlength=self.size)
-        return (held.cumsum(0) - held / 2)[self.group]
-
-
 def accuracy(found: Predictions, weight: Float[Tensor, " N"]) -> float:
     """Share of answers that are right."""
     return _ratio(float(weight[found.classes == found.truth].sum()), float(weight.sum()))
@@ -223,10 +200,28 @@ def matthews(found: Predictions, weight: Float[Tensor, " N"]) -> float:
 
 def spearman(found: Predictions, weight: Float[Tensor, " N"]) -> float:
     """Pearson's correlation of the ranks."""
-    x, y = (ranks.weighted(weight) for ranks in found.ranked)
-    total = weight.sum()
-    x, y = (z - (weight @ z) / total for z in (x, y))
-    return _ratio(float(weight @ (x * y)), float((weight @ x.square()) * (weight @ y.square())) ** 0.5)
+    drawn = torch.arange(len(weight)).repeat_interleave(weight.long())
+    x, y = found.outputs[:, 0].cpu()[drawn], found.truth[drawn]
+    return float(rank_correlation(x, y, torch.ones(len(drawn), dtype=torch.bool)))
+
+
+def rank_correlation(
+    x: Float[Tensor, "*H K"], y: Float[Tensor, "*H K"], seen: Bool[Tensor, "*C K"]
+) -> Float[Tensor, "*H"]:
+    """Spearman's rho over the numbers that are seen; equal ones share their mean rank; 0 where all are equal."""
+    count = seen.sum(-1, keepdim=True)
+    # The mean of the ranks 0 .. count - 1 is the same with and without ties.
+    x, y = ((_ranks(z, seen) - (count - 1) / 2) * seen for z in (x, y))
+    spread = (x.square().sum(-1) * y.square().sum(-1)).sqrt()
+    return (x * y).sum(-1) / spread.clamp_min(1e-9)
+
+
+def _ranks(x: Float[Tensor, "*H K"], seen: Bool[Tensor, "*C K"]) -> Float[Tensor, "*H K"]:
+    """Ranks from 0 up among the numbers that are seen."""
+    x = x.masked_fill(~seen, torch.inf).contiguous()
+    ordered = x.sort(-1).values
+    first, behind = (torch.searchsorted(ordered, x, right=right) for right in (False, True))
+    return (first + behind - 1).double() / 2
 
 
 METRICS: dict[str, Score] = {"accuracy": accuracy, "f1": f1, "matthews": matthews, "spearman": spearman}

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -19,16 +18,14 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError
 from linearize.data.packing import PackedRows
-from linearize.evaluation.controls import DEFAULT_WINDOW, without_linear_part
+from linearize.evaluation.chosen_rows import drawn_rows
+from linearize.evaluation.controls import without_linear_part
 from linearize.evaluation.perplexity import Interval, paired_difference, token_losses
-from linearize.evaluation.samples import sample_rows
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, replaced_mixers
 from linearize.mixers import LinearMixer
 from linearize.mixers.combine import Add, AddCombine, MixCombine
 from linearize.ops import NoSpan
-
-NEGLIGIBLE = 0.01  # nats per token: one percent of perplexity
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,6 @@ class PathUsage:
     layers: list[LayerUsage]
     without_linear: Interval
     without_window: Interval | None
-    words: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure_path_usage(
@@ -85,7 +78,7 @@ def measure_path_usage(
     """
     if not all(layer.mixer.causal for layer in linearized_layers(student).values()):
         raise UserError(f"model: expected a decoder, found {type(student).__name__}, whose mixers have no window")
-    sample = sample_rows(rows, max_tokens, seed)
+    sample = drawn_rows(rows, max_tokens, seed)
     edges = distance_edges(sample.input_ids.shape[1])
     layers: dict[int, _Masses] = {}
 
@@ -104,8 +97,7 @@ def measure_path_usage(
         with without_window(student):
             ablated = token_losses(student, rows, batch_size=batch_size, title="without window")
         windowless = paired_difference(ablated, own, **options)
-    words = usage_in_words(student, usage, without_linear)
-    return PathUsage(edges, usage, without_linear, windowless, words)
+    return PathUsage(edges, usage, without_linear, windowless)
 
 
 def distance_edges(length: int) -> list[int]:
@@ -170,34 +162,3 @@ def without_window(student: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
     with replaced_mixers(student, ablated):
         yield student
-
-
-# --- in words ---------------------------------------------------------------------------------------------------------
-
-
-def usage_in_words(student: PreTrainedModel, usage: list[LayerUsage], without_linear: Interval) -> str:
-    """Whether the student uses its linear part, in a sentence for a newcomer."""
-    mixers = [layer.mixer for layer in linearized_layers(student).values()]
-    if all(mixer.feature_map is None for mixer in mixers):
-        return "The student has no linear part: each query attends within its window only."
-    shares = [share for layer in usage for share in layer.linear_share]
-    through = f"{sum(shares) / len(shares):.0%} of its attention goes through it"
-    mean, low, high = without_linear.mean, without_linear.low, without_linear.high
-    more = "higher" if mean > 0 else "lower"
-    change = f"the loss is {abs(mean):.3f} nats per token {more} (95 % interval {low:+.3f} to {high:+.3f})"
-    if not any(_has_both(mixer) for mixer in mixers):
-        return (
-            "The student has no window, so all of its attention goes through the linear part; with softmax within "
-            f"{DEFAULT_WINDOW} tokens in its place, {change}."
-        )
-    if low == high == 0:
-        return f"The student does not use its linear part on this text: {through}, and its loss is the same without it."
-    if low <= 0 <= high:
-        return (
-            f"No sign that the student uses its linear part: {through}, but without it {change}, which can be chance."
-        )
-    if mean < 0:
-        return f"The linear part does the student harm: {through}, and without it {change}."
-    if mean < NEGLIGIBLE:
-        return f"The student hardly uses its linear part: {through}, but without it {change}."
-    return f"The student uses its linear part: {through}, and without it {change}."

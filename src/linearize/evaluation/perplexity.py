@@ -8,8 +8,7 @@ Losses are in nats per token; perplexity is e^loss.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -114,9 +113,6 @@ class Quality:
             beyond_missing=missing,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def token_losses(model: nn.Module, rows: PackedRows, *, batch_size: int, title: str = "loss") -> TokenLosses:
     """Cross-entropy of every predicted token, in fp32, `batch_size` rows per forward pass.
@@ -148,9 +144,8 @@ def _cross_entropy(logits: Float[Tensor, "B L V"], labels: Int[Tensor, "B L"]) -
         for start in range(1, labels.shape[1], chunk):
             target = labels[row, start : start + chunk]
             predicted = logits[row, start - 1 : start - 1 + len(target)].float()
-            loss[row, start : start + chunk] = F.cross_entropy(
-                predicted, target, ignore_index=IGNORED, reduction="none"
-            )
+            unreduced = F.cross_entropy(predicted, target, ignore_index=IGNORED, reduction="none")
+            loss[row, start : start + chunk] = unreduced
     return loss
 
 

@@ -1,15 +1,17 @@
 """Can a model still fetch what it has read, from within the window and from beyond it?
 
-Each test is a grid of cells: the rows are distances, the columns depend on the task. `retrieval_tests` makes the token
-rows of every cell once; `answer` lets one model at a time answer them; `retrieval_result` compares the models.
+Two measures. Copying: how much better random tokens are predicted when they come a second time, further back than the
+window reaches (`copy_rows`, `copy_losses`, `Copying`). And tests with right answers, of which each is a grid of cells:
+the rows are distances, the columns depend on the task. `retrieval_tests` makes the token rows of every cell once;
+`answer` lets one model at a time answer them; `retrieval_result` compares the models.
 
 Distance, for every task: the answer stands in the text twice, where it is given and where it is asked for, and the
 distance is the number of tokens from the one to the other. So the query that has to name it stands `distance` - 1 after
 the token to be named, and a distance greater than the window is beyond the window (of one layer: over several layers,
 a window passes things on a little further).
 
-No text is generated. An answer counts as right where each of its tokens is the most likely one, given the right ones
-before: exactly the answers that greedy decoding gives.
+No text is generated for the tests. An answer counts as right where each of its tokens is the most likely one, given the
+right ones before: exactly the answers that greedy decoding gives.
 
 Axes: N trials of a cell, B of them per forward pass, L tokens of the longest, K random tokens that come twice, S and T
 tokens of filler, V ordinary tokens.
@@ -18,21 +20,22 @@ tokens of filler, V ordinary tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product, takewhile
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, progress
+from linearize.data.packing import PackedRows
 from linearize.data.rows import inference
-from linearize.evaluation.perplexity import Interval, Totals, resample
-from linearize.evaluation.recall import ordinary_tokens
+from linearize.data.templates import IGNORED
+from linearize.evaluation.perplexity import Interval, Totals, resample, token_losses
 
 # A teacher that beats the floor by so little can fetch next to nothing, and a share of that says nothing.
 NEGLIGIBLE = 0.05
@@ -84,7 +87,7 @@ class Trials:
 
 
 @dataclass(frozen=True)
-class Task:
+class RetrievalTask:
     """A kind of question; `make(setting, distance, column value)` gives None where the cell is impossible."""
 
     name: str
@@ -98,7 +101,7 @@ class Task:
 class RetrievalTest:
     """A task's grid for one tokenizer, window and number of positions; cells that do not fit are left out."""
 
-    task: Task
+    task: RetrievalTask
     window_size: int
     max_positions: int
     row_values: tuple[int, ...]
@@ -112,7 +115,7 @@ class RetrievalTest:
 
 @dataclass(frozen=True)
 class Answers:
-    """Of each trial of each cell, the share of its questions that one model answers right."""
+    """The share of its questions that one model answers right, of each trial of each cell."""
 
     shares: dict[Cell, Float[Tensor, " N"]]
 
@@ -127,6 +130,8 @@ class Retrieval:
     """One task: who is right how often, and how much of the teacher's ability beyond the window the student has.
 
     `teacher_share` and `student_share` are over all cells beyond the window; None where there are none, or no teacher.
+    `floor`: what is right without reading beyond the window, in `models["window"]` or, where that was not measured, by
+    blind guessing. `recovery`: None where the teacher does not beat it for certain.
     """
 
     name: str
@@ -139,12 +144,71 @@ class Retrieval:
     models: dict[str, list[list[float | None]]]
     teacher_share: Interval | None
     student_share: Interval | None
+    floor: float | None
     recovery: Interval | None
-    measurable: bool
-    verdict: str
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+# --- copying ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CopyRows(PackedRows):
+    """Rows of `length` random tokens, random filler, and, `distance` after their start, the same tokens again.
+
+    Only the copies have labels, without each copy's first token, which nothing announces.
+    """
+
+    length: int
+    distance: int
+
+
+@dataclass(frozen=True)
+class Copying:
+    """One model's loss on either copy, nats per token, and gain = first - second."""
+
+    first: Interval
+    second: Interval
+    gain: Interval
+
+    @classmethod
+    def of(cls, losses: Sequence[Totals], *, samples: int = 1000, seed: int = 0) -> Copying:
+        mean, draws = resample(losses, samples=samples, seed=seed)
+        first, second = Interval.of(mean[0], draws[:, 0]), Interval.of(mean[1], draws[:, 1])
+        return cls(first, second, gain=Interval.of(mean[0] - mean[1], draws[:, 0] - draws[:, 1]))
+
+
+def copy_rows(
+    vocabulary: Int[Tensor, " V"], *, window_size: int, max_positions: int, rows: int, seed: int
+) -> CopyRows | None:
+    """Independent rows, tokens drawn evenly from `vocabulary`, at a distance of two windows.
+
+    None where not even two tokens fit the model's positions that far back.
+    """
+    distance = 2 * window_size
+    length = min(window_size, max_positions - distance)
+    if length < 2:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    drawn = vocabulary.cpu()[torch.randint(len(vocabulary), (rows, distance), generator=generator)]
+    input_ids = torch.cat([drawn, drawn[:, :length]], dim=1)
+    labels = input_ids.clone()
+    labels[:, length : distance + 1] = IGNORED
+    labels[:, 0] = IGNORED
+    position_ids = torch.arange(distance + length).expand(rows, -1).contiguous()
+    return CopyRows(input_ids, position_ids, labels, length, distance)
+
+
+def copy_losses(model: nn.Module, rows: CopyRows, *, batch_size: int) -> list[Totals]:
+    """Mean loss of each row over the first copy, then over the second, without the first token of either."""
+    loss = token_losses(model, rows, batch_size=batch_size, title="copying").loss.double()
+    copies = loss[:, 1 : rows.length], loss[:, rows.distance + 1 :]
+    return [Totals(copy.mean(dim=1), torch.ones(len(copy), dtype=copy.dtype)) for copy in copies]
+
+
+def ordinary_tokens(vocab_size: int, special: Collection[int]) -> Int[Tensor, " V"]:
+    """The token ids below `vocab_size` that are not special ones."""
+    excluded = set(special)
+    return torch.tensor([token for token in range(vocab_size) if token not in excluded])
 
 
 # --- making the rows --------------------------------------------------------------------------------------------------
@@ -237,23 +301,14 @@ def _hidden(
 
 
 def _associative_recall(setting: Setting, distance: int, pairs: Column) -> Trials | None:
+    """Pairs of random tokens, filler, and `distance` after their start every second pair again.
+
+    The tokens of the pairs differ from each other, and filler is none of them: after each key, one answer is right.
+    """
     place = torch.arange(2 * int(pairs))
     # Every second pair is not asked for. Filler in its place keeps all distances the same, and leaves nothing but the
     # key to tell the answer: in a plain repetition, the pair before would tell it too.
-    return _repeated(setting, distance, place // 2 % 2 == 0, torch.where(place % 4 == 1, place // 4 + 1, 0))
-
-
-def _copying(setting: Setting, distance: int, length: Column) -> Trials | None:
-    place = torch.arange(int(length))
-    # Nothing announces the first token, so it is question 0: none. Each of the others is a question of its own.
-    return _repeated(setting, distance, place >= 0, place)
-
-
-def _repeated(setting: Setting, distance: int, again: Bool[Tensor, " K"], question: Int[Tensor, " K"]) -> Trials | None:
-    """K random tokens, filler, and `distance` after their start the same tokens, with filler for those not `again`.
-
-    The K tokens differ from each other, and filler is none of them: after each of them, one answer alone is right.
-    """
+    again, question = place // 2 % 2 == 0, torch.where(place % 4 == 1, place // 4 + 1, 0)
     vocabulary, size = setting.vocabulary, len(question)
     too_long = len(setting.start) + distance + size > setting.max_positions
     if too_long or distance < size or len(vocabulary) < 2 * size:
@@ -291,15 +346,10 @@ _RECALL = (
     "pairs of random tokens, key and value, then random filler; then every second key again, each to be followed by "
     "its value; pairs: how many there are to keep apart"
 )
-_COPYING = (
-    "random tokens, random filler, then the first of the tokens again: the others are to follow it; "
-    "length: how many tokens are repeated"
-)
 TASKS = (
-    Task("passkey", _PASSKEY, "depth", (0.0, 0.5), _passkey),
-    Task("needle", _NEEDLE, "depth", (0.0, 0.5), _needle),
-    Task("associative_recall", _RECALL, "pairs", (4, 16), _associative_recall),
-    Task("copying", _COPYING, "length", (16,), _copying),
+    RetrievalTask("passkey", _PASSKEY, "depth", (0.0, 0.5), _passkey),
+    RetrievalTask("needle", _NEEDLE, "depth", (0.0, 0.5), _needle),
+    RetrievalTask("associative_recall", _RECALL, "pairs", (4, 16), _associative_recall),
 )
 
 
@@ -355,8 +405,7 @@ def retrieval_result(
     result = partial(Retrieval, task.name, task.words, *axes, test.count, tables)
     beyond = test.beyond
     if not beyond:
-        missing = f"beyond the window of {test.window_size} tokens fits the model's {test.max_positions} positions"
-        return result(None, None, None, False, f"not measurable: no test {missing}")
+        return result(None, None, None, None)
 
     names = [name for name in ("student", "teacher", "window") if name in answers]
     columns = [torch.cat([answers[name].shares[cell] for cell in beyond]) for name in names]
@@ -364,26 +413,15 @@ def retrieval_result(
     mean, draw = dict(zip(names, means, strict=True)), dict(zip(names, draws.T, strict=True))
     share = {name: Interval.of(mean[name], draw[name]) for name in names}
     student, teacher = share["student"], share.get("teacher")
-    says = f"beyond the window of {test.window_size} tokens"
     if teacher is None:
-        words = f"not measurable without the teacher: {says} the student gives {_percent(student)} right answers"
-        return result(None, student, None, False, words)
+        return result(None, student, None, None)
 
     guessing = torch.tensor(sum(test.cells[cell].chance for cell in beyond) / len(beyond), dtype=torch.float64)
     floor, floor_draw = mean.get("window", guessing), draw.get("window", guessing)
     above = Interval.of(mean["teacher"] - floor, draw["teacher"] - floor_draw)
-    blind = "with the window alone" if "window" in answers else "by guessing"
-    says += f" the teacher is right in {_percent(teacher)} of its answers ({blind}: {floor:.1%})"
     if above.low <= NEGLIGIBLE:
-        return result(teacher, student, None, False, f"not measurable with this teacher: {says}")
+        return result(teacher, student, floor.item(), None)
     # The few draws where the teacher happens to be no better than the floor would divide by zero.
     gain = (draw["teacher"] - floor_draw).clamp(min=NEGLIGIBLE)
     recovery = Interval.of((mean["student"] - floor) / (mean["teacher"] - floor), (draw["student"] - floor_draw) / gain)
-    words = (
-        f"the student has {_percent(recovery)} of what the teacher can do; {says}, the student in {_percent(student)}"
-    )
-    return result(teacher, student, recovery, True, words)
-
-
-def _percent(interval: Interval) -> str:
-    return f"{interval.mean:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
+    return result(teacher, student, floor.item(), recovery)

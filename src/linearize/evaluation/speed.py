@@ -97,9 +97,6 @@ class Speed:
     new_tokens: int = 1
     prefill_bytes: int | None = None  # most held at once during the prefill, the cache included
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def generation_speed(
     models: Mapping[str, PreTrainedModel],
@@ -150,15 +147,13 @@ def generation_speed(
 
 @dataclass(frozen=True)
 class Crossover:
-    """From how many tokens on the student is ahead of its teacher, for one batch size.
+    """From about how many tokens on the student is faster than its teacher, for one batch size.
 
-    About as many: medians, interpolated between the lengths measured. None: not ahead at the longest of them.
+    Medians, interpolated between the lengths measured. None: not ahead at the longest of them.
     """
 
     prefill: int | None  # tokens of the prompt
     decode: int | None  # tokens in the context; half of the generated ones count
-    memory: int | None  # tokens of prompt and answer, from which the student's cache is smaller
-    words: str
 
     @classmethod
     def of(cls, speeds: Sequence[Speed]) -> Crossover:
@@ -170,10 +165,56 @@ class Crossover:
             if s.model in curves:
                 curves[s.model]["prefill"][s.prompt_length] = s.prefill.median
                 curves[s.model]["decode"][s.prompt_length + s.new_tokens // 2] = s.decode.median
-                curves[s.model]["memory"][s.prompt_length + s.new_tokens] = float(s.cache_bytes)
-        found = {what: even(curves["student"][what], curves["teacher"][what]) for what in _AHEAD}
-        words = [_ahead(*said, found[what], curves["student"][what]) for what, said in _AHEAD.items()]
-        return cls(**found, words=" ".join(words))
+        return cls(*(even(curves["student"][what], curves["teacher"][what]) for what in ("prefill", "decode")))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Measurements over batch sizes and lengths, and the crossover of each batch size."""
+
+    speed: list[Speed]
+    crossovers: dict[int, Crossover]
+    repeats: int
+    seed: int
+    setting: str  # device, dtype, version of torch
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; the crossovers as a list, each with its batch size."""
+        crossovers = [{"batch_size": size} | asdict(found) for size, found in self.crossovers.items()]
+        return asdict(self) | {"crossovers": crossovers}
+
+
+def bench(
+    teacher: PreTrainedModel,
+    student: PreTrainedModel,
+    *,
+    batch_sizes: Sequence[int],
+    prompt_lengths: Sequence[int],
+    new_tokens: int,
+    repeats: int,
+    seed: int,
+) -> Bench:
+    """Time both models in one process, in turns, on random prompts.
+
+    Raises:
+        UserError: a size, length or count is not positive, or a model with learned positions has too few of them.
+    """
+    numbers = {"batch sizes": batch_sizes, "prompt lengths": prompt_lengths, "new tokens": [new_tokens]}
+    for name, values in (numbers | {"repeats": [repeats]}).items():
+        if not values or min(values) < 1:
+            raise UserError(f"{name}: expected 1 or more, found {', '.join(map(str, values)) or 'none'}")
+    models, sizes = {"teacher": teacher, "student": student}, sorted(set(batch_sizes))
+    options: dict[str, Any] = {"new_tokens": new_tokens, "repeats": repeats, "seed": seed}
+    speed = generation_speed(models, sorted(set(prompt_lengths)), batch_sizes=sizes, **options)
+    crossovers = {size: Crossover.of([s for s in speed if s.batch_size == size]) for size in sizes}
+    return Bench(speed, crossovers, repeats, seed, _setting(student))
+
+
+def _setting(model: PreTrainedModel) -> str:
+    threads = torch.get_num_threads()
+    cpu = f"CPU, {threads} {'thread' if threads == 1 else 'threads'}"
+    device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu
+    return f"{device}, {str(model.dtype).removeprefix('torch.')}, torch {torch.__version__}"
 
 
 def even(ours: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
@@ -205,27 +246,26 @@ def cache_bytes(cache: Any) -> int:
     return sum(storages.values())
 
 
-def break_even(state_bytes: int, kv_bytes_per_token: int) -> int:
-    """The least number of tokens whose K/V cache is larger than a constant state of `state_bytes`."""
-    if kv_bytes_per_token <= 0:
-        raise ValueError(f"kv_bytes_per_token must be positive, got {kv_bytes_per_token}")
-    return state_bytes // kv_bytes_per_token + 1
+def break_even(state_bytes: int, kv_bytes_per_token: int) -> int | None:
+    """The least number of tokens whose K/V cache is larger than a constant state of `state_bytes`; None: no number."""
+    return state_bytes // kv_bytes_per_token + 1 if kv_bytes_per_token > 0 else None
 
 
-_AHEAD = {
-    "prefill": ("Reading a prompt, the student is", "faster than its teacher"),
-    "decode": ("Generating, it is", "faster"),
-    "memory": ("Its cache is", "smaller"),
-}
+def growth(held: Mapping[int, int]) -> int:
+    """Bytes that a cache grows by per token, from the bytes it holds after some numbers of tokens."""
+    short, long = min(held), max(held)
+    return (held[long] - held[short]) // (long - short)
 
 
-def _ahead(subject: str, ahead: str, length: int | None, measured: Mapping[int, float]) -> str:
-    shortest, longest = min(measured), max(measured)
-    if length is None:
-        return f"{subject} not {ahead} at {longest:,} tokens, the most measured."
-    if length == shortest:
-        return f"{subject} {ahead} at every length measured, from {shortest:,} to {longest:,} tokens."
-    return f"{subject} {ahead} from about {length:,} tokens on."
+def memory_break_even(student: Mapping[int, int], teacher: Mapping[int, int]) -> int | None:
+    """From how many tokens on the student's cache is the smaller one; None: at no length.
+
+    Args:
+        student, teacher: bytes held after two or more numbers of tokens, the same of both.
+    """
+    longest = max(student)
+    saved = growth(teacher) - growth(student)
+    return break_even(student[longest] - teacher[longest] + saved * longest, saved)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError, progress
 from linearize.data.rows import inference, on_device
-from linearize.evaluation.samples import Sample
+from linearize.evaluation.chosen_rows import ChosenRows
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
 from linearize.mixers import AttnInputs, LinearMixer, Mixer
 from linearize.mixers.attention_weights import Features, LinearPart
@@ -109,7 +109,7 @@ def never_negative(config: MixerConfig) -> bool:
 
 
 def visit_layers(
-    student: PreTrainedModel, sample: Sample, visit: Callable[[Visit], None], *, batch_size: int, title: str
+    student: PreTrainedModel, chosen: ChosenRows, visit: Callable[[Visit], None], *, batch_size: int, title: str
 ) -> None:
     """Call `visit` for each converted layer, in order, on each `batch_size` rows; softmax outputs feed what follows.
 
@@ -119,7 +119,7 @@ def visit_layers(
     if not linearized_layers(student):
         raise UserError(f"model: expected a linearized one, found {type(student).__name__}; convert it first")
     with inference(student):
-        starts = range(0, len(sample), batch_size)
+        starts = range(0, len(chosen), batch_size)
         for first in progress(starts, title):
 
             def observe(module: Any, inputs: AttnInputs, layout: Layout | None, first: int = first) -> Tensor:
@@ -128,7 +128,7 @@ def visit_layers(
                 return target
 
             with observed(student, observe):
-                student.base_model(**on_device(sample.part(slice(first, first + batch_size)), student.device))
+                student.base_model(**on_device(chosen.part(slice(first, first + batch_size)), student.device))
 
 
 def weight_blocks(visit: Visit) -> Iterator[WeightBlock]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, isfinite
+from typing import Any
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from linearize.evaluation.perplexity import Interval
+from linearize.report.load import RunFiles
 from linearize.report.numbers import Number, number, scaled
 from linearize.report.svg import DASHES, MARKERS, SERIES, colour, draw
 
@@ -79,6 +81,13 @@ class Cloud:
 
     title: str
     series: Sequence[tuple[str, Sequence[Number], Sequence[Number], int]]
+
+
+def by_run(
+    title: str, runs: Sequence[RunFiles], read: Callable[[RunFiles], Sequence[Interval | None]], **options: Any
+) -> DotPanel:
+    """A panel with a series for each run, in its own colour; `options` as of `DotPanel`."""
+    return DotPanel(title, [Dots(run.name, read(run), place, place) for place, run in enumerate(runs)], **options)
 
 
 def line_colour(style: int) -> str:

@@ -1,137 +1,316 @@
-"""What the measurements say, in sentences that carry their numbers. No interval, no sentence.
+"""What the measurements say, in sentences that carry their numbers: of the terminal, the model card and the page alike.
 
 A share counts as kept where its whole interval lies above one half and as lost where it lies below; a difference counts
-where its interval leaves out zero. All else is open.
+where its interval leaves out zero. All else is open, and what nothing is to be compared with is a fact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import exp, isfinite, sqrt
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
-from linearize.report.finding import Finding, Kind, side_of_half
+from linearize.evaluation.controls import DEFAULT_WINDOW
+from linearize.evaluation.metrics import title
+from linearize.evaluation.perplexity import Interval
+from linearize.evaluation.speed import growth, memory_break_even
 from linearize.report.load import RunFiles, interval
-from linearize.report.numbers import THIN, count, milliseconds, number, percent, scaled, share, signed
-from linearize.report.task_findings import main_findings, more_findings
+from linearize.report.numbers import (
+    THIN,
+    count,
+    milliseconds,
+    number,
+    percent,
+    scaled,
+    share,
+    signed,
+    with_interval,
+)
 
-_REFERENCES = {
-    "teacher": ("its teacher", ""),
-    "window_lora": ("the window-only control", " (finetuned alike, no linear part)"),
-    "ablated": ("itself with the linear part switched off", ""),
+Kind = Literal["win", "loss", "open", "fact"]
+
+NEGLIGIBLE = 0.01  # nats per token: one percent of perplexity
+NEW_TOKENS = 16  # generated where speed was measured, in files that do not say it
+_OTHERS = {
+    "teacher": "its teacher",
+    "teacher_lora": "its teacher finetuned alike",
+    "window_lora": "the window-only control",
+    "ablated": "itself with the linear part switched off",
 }
+_LEADING = ("window_lora", "teacher")
+_EXPLAINED = {"window_lora": " (finetuned alike, no linear part)"}
+_SECTIONS = {
+    "agreement": "agreement with the teacher",
+    "positions": "loss by position",
+    "generations": "generations",
+    "retrieval": "recall over distances",
+    "fidelity": "fidelity of heads",
+    "path_usage": "path usage",
+    "tasks": "public benchmarks",
+    "speed": "speed and memory",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence about a run, and on which side it falls.
+
+    `lead` is its short form for the top of the page: the words before what matters, what matters, the words after.
+    """
+
+    kind: Kind
+    words: str
+    lead: tuple[str, str, str] = ("", "", "")
 
 
 def verdict(run: RunFiles) -> list[Finding]:
     """The few sentences that stand on top: the task, against the control and the teacher, beyond the window, memory."""
-    found = (difference(run, "window_lora"), difference(run, "teacher"), far_context(run), memory(run))
-    return [*main_findings(run), *(finding for finding in found if finding is not None)]
+    metric = run.task["metrics"][0] if run.task else ""
+    scored = [*_known(score_difference(run, other, metric) for other in _LEADING)]
+    losses = (difference(run, other) for other in _LEADING)
+    return [*(scored or _known([score(run, metric)])), *_known([*losses, far_context(run), memory(speeds(run))])]
 
 
 def findings(run: RunFiles) -> list[Finding]:
     """Everything that can be said, the verdict's own sentences first."""
-    more = [difference(run, "ablated"), copying(run), *_retrieval(run), *_tasks(run), *_speed(run)]
-    return [*verdict(run), *more_findings(run), *(finding for finding in more if finding is not None)]
+    metrics = run.task["metrics"] if run.task else []
+    pairs = [(other, metric) for metric in metrics for other in _OTHERS]
+    leading = [(other, metric) for metric in metrics[:1] for other in _LEADING]
+    more = [
+        *(score_difference(run, *pair) for pair in pairs if pair not in leading),
+        same_answers(run),
+        difference(run, "ablated"),
+        copying(run),
+        *(recall(run, task) for task in run.section("retrieval") or []),
+        agreement(run),
+        generations(run),
+        path_usage(run),
+        *_benchmarks(run),
+        *faster(speeds(run), run.section("crossover")),
+        outliers(run),
+    ]
+    return [*verdict(run), *_known(more)]
+
+
+def sentences(run: RunFiles) -> list[str]:
+    """All findings, and what was not measured."""
+    return [*(finding.words for finding in findings(run)), *not_measured(run)]
+
+
+def not_measured(run: RunFiles) -> list[str]:
+    """One sentence, with the reasons that the evaluation gives; none where everything was measured."""
+    reasons = run.section("not_measured") or {}
+    found = list(run.section("missing") or [])
+    for key in dict.fromkeys([*(_SECTIONS if run.is_language_model else []), *reasons]):
+        if run.section(key) is None:
+            why = f" ({reasons[key].rstrip('.')})" if key in reasons else ""
+            found.append(f"{_SECTIONS.get(key, key)}{why}")
+    return [f"Not measured: {'; '.join(found)}."] if found else []
+
+
+def _known(found: Iterable[Finding | None]) -> Iterator[Finding]:
+    return (finding for finding in found if finding is not None)
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
 
 
 def difference(run: RunFiles, other: str) -> Finding | None:
     """The student's loss against that of `other`, on the same tokens."""
     compared = run.comparison(other)
     found = interval(compared["overall"]) if compared else None
-    if found is None:
+    if compared is None or found is None:
         return None
-    short, more = _REFERENCES.get(other, (other, ""))
+    beyond = interval(compared["beyond"])
+    far = f" Beyond the window: {with_interval(beyond, sign=True)}." if beyond else ""
+    short, more = _OTHERS.get(other, other), _EXPLAINED.get(other, "")
     if found.low <= 0 <= found.high:
         numbers = f"{signed(found.mean)} nats per token"
-        interval_words = f"95{THIN}% interval {signed(found.low)} to {signed(found.high)}"
-        words = f"On this much text the student cannot be told apart from {short}{more}: {numbers}, {interval_words}."
+        bounds = f"95{THIN}% interval {signed(found.low)} to {signed(found.high)}"
+        words = f"On this much text the student cannot be told apart from {short}{more}: {numbers}, {bounds}.{far}"
         bounds = f" ({signed(found.mean)} nats per token [{signed(found.low)}, {signed(found.high)}])."
         return Finding("open", words, ("On this much text the student ", f"cannot be told apart from {short}", bounds))
     better = found.mean < 0
-    near, far = sorted((abs(found.low), abs(found.high)))
-    size = f"{number(abs(found.mean))} nats per token {'better' if better else 'worse'}"
+    size, near, far_end = _bounds(found)
+    size += f" nats per token {'better' if better else 'worse'}"
     change = f"perplexity {share(abs(exp(found.mean) - 1), 1)} {'lower' if better else 'higher'}"
-    words = f"The student is {size} than {short}{more}, 95{THIN}% interval {number(near)} to {number(far)} ({change})."
-    lead = ("It is ", size, f" than {short} [{number(near)}, {number(far)}].")
-    return Finding("win" if better else "loss", words, lead)
+    words = f"The student is {size} than {short}{more}, 95{THIN}% interval {near} to {far_end} ({change}).{far}"
+    return Finding("win" if better else "loss", words, ("It is ", size, f" than {short} [{near}, {far_end}]."))
+
+
+def _bounds(found: Interval) -> tuple[str, str, str]:
+    """The size of a difference, and how small and how large it may be."""
+    near, far = sorted((abs(found.low), abs(found.high)))
+    return number(abs(found.mean)), number(near), number(far)
 
 
 def far_context(run: RunFiles) -> Finding | None:
     """How much of the teacher's gain from context beyond the window the student has too."""
     where = f"context beyond the window of {count(run.window)} tokens"
-    return _share(run.section("far_context"), f"what the teacher gains from {where}")
+    student = run.measured("student")
+    if student and run.measured("teacher") and (reason := student["quality"]["beyond_missing"]):
+        return Finding("fact", f"What {where} is worth cannot be measured on this text: {reason}.")
+    return _kept(run.section("far_context"), where)
 
 
 def copying(run: RunFiles) -> Finding | None:
-    return _share(run.section("copying"), "the teacher's gain from copying random tokens seen beyond the window")
+    return _kept(run.section("copying"), "copying random tokens seen beyond the window")
 
 
-def _share(verdict: dict[str, Any] | None, what: str) -> Finding | None:
-    found = interval(verdict["share"]) if verdict and verdict["measurable"] else None
-    if verdict is None or found is None:
+def _kept(section: Mapping[str, Any] | None, what: str) -> Finding | None:
+    teacher = interval(section["teacher_gain"]) if section else None
+    if section is None or teacher is None:
         return None
-    gains = ", ".join(
-        f"{who} {number(gain['mean'])} [{number(gain['low'])}, {number(gain['high'])}]"
-        for who, gain in (("teacher", verdict["teacher_gain"]), ("student", verdict["student_gain"]))
-        if gain is not None
-    )
+    found = interval(section["share"])
+    if found is None:
+        gained = f"how much is kept of what it gains from {what}, {with_interval(teacher)} nats per token"
+        return Finding("fact", f"Not measurable with this teacher: {gained}.")
+    gains = f"teacher {with_interval(teacher)}, student {with_interval(interval(section['student_gain']))}"
+    what = f"what the teacher gains from {what}"
     words = f"The student keeps {percent(found)} of {what} (nats per token: {gains})."
-    return Finding(side_of_half(found), words, ("It keeps ", percent(found), f" of {what}."))
+    return Finding(_side_of_half(found), words, ("It keeps ", percent(found), f" of {what}."))
 
 
-def memory(run: RunFiles) -> Finding | None:
-    """What the student holds at the measured lengths, and from which length on the teacher holds more."""
-    student, teacher = ({s["prompt_length"]: s for s in speeds(run, who)} for who in ("student", "teacher"))
-    lengths = sorted(student.keys() & teacher.keys())
-    if len(lengths) < 2:
+def _side_of_half(found: Interval) -> Kind:
+    """Whether more than half is kept for sure, or less than half."""
+    return "win" if found.low > 0.5 else "loss" if found.high < 0.5 else "open"
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+def what(task: Mapping[str, Any]) -> str:
+    """The kind of task, in words."""
+    return str(task["type"]).replace("_", " ")
+
+
+def score_difference(run: RunFiles, other: str, metric: str) -> Finding | None:
+    """The student's score against that of `other`, on the same examples."""
+    found = run.score_difference(other, metric)
+    if found is None or run.task is None:
         return None
-    short, long = lengths[0], lengths[-1]
-    first, last, theirs = student[short]["cache_bytes"], student[long]["cache_bytes"], teacher[long]["cache_bytes"]
-    constant = all(student[length]["cache_bytes"] == first for length in lengths)
-    between = f"from {count(short)} to {count(long)} tokens"
-    if constant:
-        lead = ("Its memory is ", "constant", f", {scaled(first, 'B')} at every length measured {between}")
-        words = f"Memory is constant: {count(first)} bytes at every length measured {between}"
-    else:
-        lead = ("Its memory ", "grows", f", {scaled(first, 'B')} to {scaled(last, 'B')} {between}")
-        words = f"Memory grows from {count(first)} to {count(last)} bytes {between}"
-    ratio = theirs / last
-    compared = f"{ratio:.3g} times less than" if ratio >= 1 else f"{1 / ratio:.3g} times as much as"
-    words += f"; at {count(long)} that is {compared} the teacher's {count(theirs)} bytes"
-    less = ""
-    crossing = (run.section("crossover") or {}).get("memory")
-    planned = (run.plan or {}).get("break_even_tokens")
-    if all(student[length]["cache_bytes"] < teacher[length]["cache_bytes"] for length in lengths):
-        less = "; that is less than the teacher's at each of them"
-        less += f", and by the plan from {count(planned)} tokens on" if planned is not None else ""
-    elif crossing is not None:
-        less = f"; it is less than the teacher's from about {count(crossing)} tokens on"
-    return Finding("win" if ratio > 1 else "loss", f"{words}{less}.", (lead[0], lead[1], f"{lead[2]}{less}."))
+    name, whom = title(metric), _OTHERS[other]
+    values = f"{with_interval(run.score('student', metric))} against {with_interval(run.score(other, metric))}"
+    if other == "teacher":
+        kept = run.recovery(metric)
+        nothing = "the teacher's is not above 0 for certain, so there is no share of it"
+        values += f", {percent(kept)} of the teacher's score" if kept else f"; {nothing}"
+    if found.low <= 0 <= found.high:
+        bounds = f"{signed(found.mean)} [{signed(found.low)}, {signed(found.high)}]"
+        examples = f"On these {count(run.task['examples'])} examples the student "
+        level = f"cannot be told apart from {whom}"
+        words = f"{examples}{level} in {name}: {bounds}; {values}."
+        return Finding("open", words, (examples, level, f" in {name} ({bounds})."))
+    better = found.mean > 0
+    size, near, far = _bounds(found)
+    size += " better" if better else " worse"
+    words = f"The student is {size} than {whom} in {name}, 95{THIN}% interval {near} to {far}: {values}."
+    return Finding("win" if better else "loss", words, ("It is ", size, f" than {whom} in {name} [{near}, {far}]."))
 
 
-def speeds(run: RunFiles, model: str) -> list[dict[str, Any]]:
-    """Speed measurements of one model at the smallest batch size measured, by prompt length."""
-    every = run.section("speed") or []
-    smallest = min((entry.get("batch_size", 1) for entry in every), default=1)
-    chosen = [entry for entry in every if entry["model"] == model and entry.get("batch_size", 1) == smallest]
-    return sorted(chosen, key=lambda entry: entry["prompt_length"])
+def score(run: RunFiles, metric: str) -> Finding | None:
+    """The student's score alone, where there is no teacher."""
+    found = run.score("student", metric)
+    if found is None or run.task is None:
+        return None
+    after = f" in {title(metric)} on {count(run.task['examples'])} held-out examples; no teacher was measured."
+    words = f"The student reaches {with_interval(found)}{after}"
+    return Finding("fact", words, ("It reaches ", with_interval(found), after))
 
 
-def _retrieval(run: RunFiles) -> Iterator[Finding]:
-    for task in run.section("retrieval") or []:
-        found = interval(task["recovery"]) if task["measurable"] else None
-        if found is None:
-            continue
-        name = task["name"].replace("_", " ")
-        student, teacher = (percent(interval(task[key])) for key in ("student_share", "teacher_share"))
-        words = f"Recall, {name}: right in {student} of trials, the teacher in {teacher}; {percent(found)} recovered."
-        yield Finding(side_of_half(found), words)
+def same_answers(run: RunFiles) -> Finding | None:
+    found = run.agreement("student")
+    return found and Finding("fact", f"The student's answer is the teacher's in {percent(found)} of all cases.")
 
 
-def _tasks(run: RunFiles) -> Iterator[Finding]:
+# --- the closer look --------------------------------------------------------------------------------------------------
+
+
+def recall(run: RunFiles, task: Mapping[str, Any]) -> Finding | None:
+    """What a retrieval test says; a fact where it has no share."""
+    name = f"Recall, {task['name'].replace('_', ' ')}"
+    student, teacher, kept = (interval(task[key]) for key in ("student_share", "teacher_share", "recovery"))
+    where = f"beyond the window of {count(run.window)} tokens"
+    if student is None:
+        return Finding("fact", f"{name}: no test {where} fits the model's positions.")
+    if teacher is None:
+        return Finding("fact", f"{name}: {where} the student is right in {percent(student)} of answers; no teacher.")
+    right = f"{where} the student is right in {percent(student)} of answers, the teacher in {percent(teacher)}"
+    if (floor := task.get("floor")) is not None:
+        right += f" ({'with the window alone' if 'window' in task['models'] else 'by guessing'} {share(floor, 1)})"
+    if kept is None:
+        return Finding("fact", f"{name}: {right}; not measurable with this teacher.")
+    return Finding(_side_of_half(kept), f"{name}: {right}; {percent(kept)} of the teacher's ability is kept.")
+
+
+def agreement(run: RunFiles) -> Finding | None:
+    found = run.section("agreement")
+    if found is None:
+        return None
+    same, divergence = percent(interval(found["top1"])), with_interval(interval(found["kl"]))
+    words = f"The student's likeliest next token is the teacher's in {same} of all places"
+    return Finding("fact", f"{words}; KL(teacher || student) is {divergence} nats per token.")
+
+
+def generations(run: RunFiles) -> Finding | None:
+    found = run.section("generations")
+    if found is None:
+        return None
+    same = with_interval(interval(found["common_prefix"]), 1)
+    words = f"Left to themselves, both write the same for {same} of {count(found['new_tokens'])} tokens"
+    return Finding("fact", f"{words} before the first difference.")
+
+
+def path_usage(run: RunFiles) -> Finding | None:
+    """Whether the student uses its linear part."""
+    section = run.section("path_usage")
+    found = interval(section["without_linear"]) if section else None
+    if section is None or found is None:
+        return None
+    shares = [x for layer in section["layers"] for x in layer["linear_share"] if x is not None]
+    alone = section["without_window"] is None  # no layer has a window and a linear part
+    if alone and not any(shares):
+        return Finding("fact", "The student has no linear part: each query attends within its window only.")
+    through = f"{share(sum(shares) / len(shares))} of its attention goes through it"
+    change = f"the loss is {number(abs(found.mean))} nats per token {'higher' if found.mean > 0 else 'lower'}"
+    change += f" (95{THIN}% interval {signed(found.low)} to {signed(found.high)})"
+    if alone:
+        words = f"No layer has a window beside its linear part; with softmax within {DEFAULT_WINDOW} tokens instead"
+        return Finding("fact", f"{words}, {change}.")
+    if found.low == found.high == 0:
+        unused = "The student does not use its linear part on this text"
+        return Finding("fact", f"{unused}: {through}, and its loss is the same without it.")
+    if found.low <= 0 <= found.high:
+        chance = f"{through}, but without it {change}, which can be chance"
+        return Finding("open", f"No sign that the student uses its linear part: {chance}.")
+    if found.mean < 0:
+        return Finding("loss", f"The linear part does the student harm: {through}, and without it {change}.")
+    much, but = ("hardly uses", "but") if found.mean < NEGLIGIBLE else ("uses", "and")
+    return Finding("fact", f"The student {much} its linear part: {through}, {but} without it {change}.")
+
+
+def errors(fidelity: Mapping[str, Any]) -> dict[tuple[int, int], float]:
+    """How far the output of each head, by its layer and number, is from softmax's, over the mean square of that."""
+    layers = fidelity["layers"]
+    return {(layer["layer"], head): x for layer in layers for head, x in enumerate(layer["output_relative"])}
+
+
+def outliers(run: RunFiles) -> Finding | None:
+    """The heads whose outputs are much further off than the others'."""
+    section = run.section("fidelity") or {}
+    if not (worst := section.get("worst")):
+        return None
+    off = errors(section)
+    heads = [f"layer {x['layer']} head {x['head']} ({share(off[x['layer'], x['head']], 1)})" for x in worst]
+    words = f"Heads that stand out, by how far their outputs are from softmax attention's: {', '.join(heads)}"
+    return Finding("fact", f"{words} of the mean square; the median head by {share(median(off.values()), 1)}.")
+
+
+def _benchmarks(run: RunFiles) -> Iterator[Finding]:
     """Student minus teacher; the interval adds both standard errors, so it is wider than a paired one would be."""
-    tasks = run.section("tasks")
-    results = {(r["task"], r["metric"], r["candidate"]): r for r in (tasks or {}).get("results", [])}
+    results = {(r["task"], r["metric"], r["candidate"]): r for r in (run.section("tasks") or {}).get("results", [])}
     for (task, metric, candidate), student in results.items():
         teacher = results.get((task, metric, "teacher"))
         if candidate != "student" or teacher is None or not (_error(student) and _error(teacher)):
@@ -146,22 +325,68 @@ def _tasks(run: RunFiles) -> Iterator[Finding]:
         yield Finding(kind, f"{words}[{signed(100 * low, 1)}, {signed(100 * high, 1)}].")
 
 
-def _error(result: dict[str, Any]) -> bool:
+def _error(result: Mapping[str, Any]) -> bool:
     return result["stderr"] is not None and isfinite(result["stderr"])
 
 
-def _speed(run: RunFiles) -> Iterator[Finding]:
-    """At the longest prompt that both were timed at; told apart where the ranges of all repeats do not touch."""
-    student, teacher = speeds(run, "student"), speeds(run, "teacher")
-    if not student or not teacher or student[-1]["prompt_length"] != teacher[-1]["prompt_length"]:
+# --- speed and memory: entries are measurements of one batch size -----------------------------------------------------
+
+Entries = Sequence[Mapping[str, Any]]
+
+
+def speeds(run: RunFiles, model: str | None = None) -> list[dict[str, Any]]:
+    """Measurements at the smallest batch size measured, of one model or of both, by prompt length."""
+    every = run.section("speed") or []
+    smallest = min((entry.get("batch_size", 1) for entry in every), default=1)
+    chosen = [e for e in every if model in (None, e["model"]) and e.get("batch_size", 1) == smallest]
+    return sorted(chosen, key=lambda entry: entry["prompt_length"])
+
+
+def memory(entries: Entries) -> Finding | None:
+    """What the student holds at the measured lengths, and from which length on the teacher holds more."""
+    held: dict[str, dict[int, int]] = {"student": {}, "teacher": {}}
+    for entry in entries:
+        tokens = entry["prompt_length"] + entry.get("new_tokens", NEW_TOKENS)
+        held.setdefault(entry["model"], {})[tokens] = entry["cache_bytes"]
+    student, teacher = held["student"], held["teacher"]
+    if len(student) < 2 or student.keys() != teacher.keys():
+        return None
+    short, long = min(student), max(student)
+    first, last, theirs = student[short], student[long], teacher[long]
+    between = f"from {count(short)} to {count(long)} tokens"
+    if set(student.values()) == {first}:
+        lead = "constant", f", {scaled(first, 'B')} at every length measured {between}"
+        words = f"Memory is constant: {count(first)} bytes at every length measured {between}"
+    else:
+        lead = "growing", f", {scaled(first, 'B')} to {scaled(last, 'B')} {between}"
+        words = f"Memory grows from {count(first)} to {count(last)} bytes {between}"
+    ratio = theirs / last
+    compared = f"{ratio:.3g} times less than" if ratio >= 1 else f"{1 / ratio:.3g} times as much as"
+    start = memory_break_even(student, teacher)
+    less = "never less than the teacher's"
+    if start is not None:
+        less = f"less than the teacher's from {count(start)} tokens on"
+    words += f"; at {count(long)} that is {compared} the teacher's {count(theirs)} bytes"
+    words += f", which grow by {count(growth(teacher))} per token; {less}."
+    return Finding("win" if ratio > 1 else "loss", words, ("Its memory is ", lead[0], f"{lead[1]}; {less}."))
+
+
+def faster(entries: Entries, crossover: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """At the longest prompt; told apart where the ranges of all repeats do not touch."""
+    ours, theirs = ([e for e in entries if e["model"] == model] for model in ("student", "teacher"))
+    if not ours or not theirs or ours[-1]["prompt_length"] != theirs[-1]["prompt_length"]:
         return
-    length = count(student[-1]["prompt_length"])
+    length = count(ours[-1]["prompt_length"])
     for what, key, unit in (("Prefill of", "prefill", "ms"), ("Generation after", "decode", "ms a token")):
-        ours, theirs = student[-1][key], teacher[-1][key]
-        kind: Kind = "win" if ours["high"] < theirs["low"] else "loss" if ours["low"] > theirs["high"] else "open"
+        student, teacher = ours[-1][key], theirs[-1][key]
+        kind: Kind = "open"
+        if student["high"] < teacher["low"] or student["low"] > teacher["high"]:
+            kind = "win" if student["high"] < teacher["low"] else "loss"
         word = {"win": "faster", "loss": "slower", "open": "as fast as far as this can show"}[kind]
         numbers = ", ".join(
             f"{who} {milliseconds(s['median'])} {unit} [{milliseconds(s['low'])}, {milliseconds(s['high'])}]"
-            for who, s in (("student", ours), ("teacher", theirs))
+            for who, s in (("student", student), ("teacher", teacher))
         )
-        yield Finding(kind, f"{what} {length} tokens is {word}: {numbers} (median, least, greatest).")
+        start = (crossover or {}).get(key)
+        ahead = "" if start is None else f"; ahead from about {count(start)} tokens on"
+        yield Finding(kind, f"{what} {length} tokens is {word}: {numbers} (median, least, greatest){ahead}.")

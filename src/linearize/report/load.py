@@ -49,6 +49,17 @@ class RunFiles:
     plan: dict[str, Any] | None
     run: dict[str, Any]
     stages: dict[str, Stage]
+    beside_others: bool = False
+
+    @property
+    def group(self) -> str | None:
+        """The name where the run stands beside others, and so must be told from them."""
+        return self.name if self.beside_others else None
+
+    @property
+    def prefix(self) -> str:
+        """The name with a colon, likewise."""
+        return f"{self.name}: " if self.beside_others else ""
 
     @property
     def teacher(self) -> str | None:
@@ -122,21 +133,26 @@ def label(candidate: str) -> str:
     return LABELS.get(candidate, candidate.replace("_", " "))
 
 
-def load_run(folder: Path) -> RunFiles:
+def load_run(folder: Path, evaluation: dict[str, Any] | None = None) -> RunFiles:
     """Read a run folder; a folder of copies (transfer.json instead of transfer/result.json, ...) does as well.
+
+    Args:
+        evaluation: new measurements, in place of those in the folder.
 
     Raises:
         UserError: no evaluation.json, or a file that cannot be read.
     """
     path = folder / "evaluation.json"
-    if not path.is_file():
+    if evaluation is None and not path.is_file():
         raise UserError(
             f"report {folder}: expected a run folder with evaluation.json, found none; finish the run "
             f"(`linearize run` with the same arguments goes on) or name another folder"
         )
-    evaluation = read_json(path)
+    evaluation = read_json(path) if evaluation is None else evaluation
     if not isinstance(evaluation, dict) or not (_of_text(evaluation) or _of_a_task(evaluation)):
         raise UserError(f"{path}: expected the measurements of `linearize run`, found other JSON; run it again")
+    if reason := evaluation.get("copying_missing"):  # where files of before the section `not_measured` say it
+        evaluation = evaluation | {"not_measured": {"copying": reason} | (evaluation.get("not_measured") or {})}
     recipe = folder / "recipe.yaml"
     plan, run = (read_json(folder / name) if (folder / name).is_file() else None for name in ("plan.json", "run.json"))
     stages = {name: stage for name in STAGES if (stage := _stage(folder, name)) is not None}

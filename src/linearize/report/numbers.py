@@ -96,9 +96,9 @@ def short(value: Number | None) -> str:
     return (MINUS if value < 0 and text != "0.00" else "") + text
 
 
-def sentence(text: str) -> str:
-    """With a capital at the start and a full stop at the end."""
-    return f"{text[:1].upper()}{text[1:]}".rstrip(".") + "." if text else text
+def capital(text: str) -> str:
+    """With a capital at the start."""
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def plain(value: Any) -> str:

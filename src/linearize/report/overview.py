@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from linearize.evaluation.metrics import title
-from linearize.report.blocks import Table, Text
-from linearize.report.finding import Finding
-from linearize.report.findings import findings, speeds, verdict
+from linearize.report.findings import Finding, findings, speeds, verdict, what
+from linearize.report.html import Table, Text
 from linearize.report.load import RunFiles, interval
 from linearize.report.numbers import DASH, count, milliseconds, percent, plain, scaled, with_interval
-from linearize.report.task_findings import what
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,7 @@ def _longest(model: str, write: Callable[[dict[str, Any]], str]) -> Callable[[Ru
 
 def _recovery(run: RunFiles, name: str) -> str:
     found = next((task for task in run.section("retrieval") or [] if task["name"] == name), None)
-    return DASH if found is None or not found["measurable"] else percent(interval(found["recovery"]))
+    return DASH if found is None else percent(interval(found["recovery"]))
 
 
 _KEYS: dict[str, Callable[[RunFiles], str]] = {

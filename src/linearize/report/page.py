@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
 
 def render(runs: Sequence[RunFiles]) -> str:
     """The page as text."""
+    runs = [replace(run, beside_others=len(runs) > 1) for run in runs]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["rich"] = rich
     environment.filters["clean"] = clean

@@ -16,28 +16,25 @@ from linearize.base import UserError
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset, PackedRows
 from linearize.data.tasks import TextEmbedding
-from linearize.evaluation import bench as timing
+from linearize.evaluation import speed
 from linearize.evaluation.answers import answering
-from linearize.evaluation.bench import Bench
 from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.controls import SINKS, window_only_plan, window_reach, without_linear_part
 from linearize.evaluation.harness import check_tasks
-from linearize.evaluation.report_card import ReportCard, measure
-from linearize.evaluation.task_report import TaskCard, measure_task, score_task
+from linearize.evaluation.scores import score_task
+from linearize.evaluation.worth import Worth, measure, measure_task
 from linearize.hf.checkpoint import CAUSAL, load_model, read_config
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe
-from linearize.report import load_run, model_card, write_report
+from linearize.report import evaluation_page, load_run, model_card, write_report
 from linearize.run.folder import Run, student_folder, versions, write_json, write_text
 from linearize.training.attention_transfer import load_transferred
 from linearize.training.finetune import load_finetuned
 
 GENERATES = "only language models generate"
-
-Card = ReportCard | TaskCard
 
 # What says something of any task; the others are about what lies beyond a window of text.
 OF_ANY_TASK = ("teacher", "swapped", "transferred", "student")
@@ -109,12 +106,12 @@ def measure_run(
     processor: Any,
     dataset: Dataset,
     command: str | None,
-) -> Card:
+) -> Worth:
     """Measure the finished student of a run beside everything there is to compare it with."""
     started = time.perf_counter()
-    card = _measured(teacher, student, dataset, processor, run.recipe, run)
+    worth = _measured(teacher, student, dataset, processor, run.recipe, run)
     seconds = time.perf_counter() - started
-    return replace(card, provenance=provenance(run.recipe, dataset, run.device, seconds, command))
+    return replace(worth, provenance=provenance(run.recipe, dataset, run.device, seconds, command))
 
 
 def _measured(
@@ -124,21 +121,19 @@ def _measured(
     processor: Any,
     recipe: Recipe,
     run: Run | None,
-) -> Card:
+) -> Worth:
     task, layers = recipe.data.task, read_plan(student.config)
     found, missing = candidates(teacher, student, layers, recipe, run)
-    description = {"auto_class": task.auto_class, "pipeline_tag": task.pipeline_tag}
     about: dict[str, Any] = {"config": recipe.evaluation, "seed": recipe.seed}
-    scored: dict[str, Any] = about | {"task": task.type, "description": description}
     if task.scores and isinstance(task, TextEmbedding) and teacher is None:
         raise UserError("--teacher: expected the model whose embeddings are compared with, found nothing; name it")
     answer = answering(task, dataset, processor, teacher) if task.scores else None
     if not task.language:
         assert answer is not None
-        return measure_task(found, answer, missing=missing, rows=dataset.test, **scored)
+        return measure_task(found, answer, task, dataset.test, missing=missing, **about)
     rows = dataset.test
     assert isinstance(rows, PackedRows)
-    card = measure(
+    worth = measure(
         found,
         rows,
         processor,
@@ -148,9 +143,10 @@ def _measured(
         **about,
     )
     if answer is None:
-        return card
+        return worth
     of_any = [candidate for candidate in found if candidate.name in OF_ANY_TASK]
-    return replace(card, task=score_task(of_any, answer, **scored))
+    samples = recipe.evaluation.bootstrap_samples
+    return replace(worth, task=score_task(of_any, answer, task, samples=samples, seed=recipe.seed))
 
 
 def evaluate(
@@ -164,7 +160,7 @@ def evaluate(
     command: str | None = None,
     trust_tasks: bool = False,
     note: Callable[[str], None] = lambda _: None,
-) -> Card:
+) -> Worth:
     """Measure a linearized model beside its teacher and, where its run folder is at hand, the trained controls.
 
     Args:
@@ -212,8 +208,8 @@ def evaluate(
     teacher_model = None if run is None else run.load_teacher()
     for line in notes:
         note(line)
-    card = _measured(teacher_model, student, data, processor, recipe, run)
-    return replace(card, provenance=provenance(recipe, data, device, time.perf_counter() - started, command))
+    worth = _measured(teacher_model, student, data, processor, recipe, run)
+    return replace(worth, provenance=provenance(recipe, data, device, time.perf_counter() - started, command))
 
 
 def bench(
@@ -226,7 +222,7 @@ def bench(
     repeats: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> Bench:
+) -> speed.Bench:
     """Time a linearized model, in its run folder or its own, beside its teacher, by default the run's own.
 
     Raises:
@@ -240,7 +236,7 @@ def bench(
         raise UserError(f"--teacher: expected the softmax model that {model} is to be compared with, found nothing")
     models = (load_model(name, dtype=dtype, device=device) for name in (teacher, model))
     sizes = {"batch_sizes": batch_sizes, "prompt_lengths": prompt_lengths, "new_tokens": new_tokens}
-    return timing.bench(*models, **sizes, repeats=repeats, seed=0)
+    return speed.bench(*models, **sizes, repeats=repeats, seed=0)
 
 
 def check_teacher(model: str, student: TeacherShape) -> None:
@@ -280,11 +276,12 @@ def require_head(model: str, config: dict[str, Any], auto_class: str, advice: st
         raise UserError(f"model {model}: expected one for {auto_class}, found one for {found[0]}; {advice}")
 
 
-def write_results(folder: Path, card: Card) -> None:
+def write_results(folder: Path, worth: Worth) -> None:
     """The measurements in a run's folder, for programs and for people; the model card tells them too."""
-    write_json(folder / "evaluation.json", card.to_json())
-    write_text(folder / "evaluation.md", card.to_markdown())
-    write_text(folder / "model" / "README.md", model_card(load_run(folder)))
+    write_json(folder / "evaluation.json", worth.to_json())
+    run = load_run(folder)
+    write_text(folder / "evaluation.md", evaluation_page(run))
+    write_text(folder / "model" / "README.md", model_card(run))
     write_report([folder], folder / "report.html")
 
 

@@ -9,6 +9,7 @@ from linearize.base import UserError
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset, PackedRows
 from linearize.evaluation.harness import check_tasks
+from linearize.evaluation.worth import Worth
 from linearize.hf.checkpoint import read_config, save_student
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
@@ -16,7 +17,7 @@ from linearize.hf.partial_model import StoredWeights
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe, resolve
-from linearize.run.evaluate import Card, control, measure_run, write_results
+from linearize.run.evaluate import control, measure_run, write_results
 from linearize.run.folder import Run, about_run, check_output, claim, write_json
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
@@ -34,7 +35,7 @@ def run(
     block: int | None = None,
     command: str | None = None,
     trust_tasks: bool = False,
-) -> Card | None:
+) -> Worth | None:
     """Linearize `run.model` as `run.recipe` says; returns the measure of it, or None if `until` or `block` end before.
 
     Args:
@@ -82,9 +83,9 @@ def run(
     if not saved.exists():
         card = f"# {run.folder.name}\n\nNot measured yet.\n"
         save_student(student, processor, {"README.md": card} | about_run(run), saved)
-    card = measure_run(run, teacher, student, processor, dataset, command)
-    write_results(run.folder, card)
-    return card
+    worth = measure_run(run, teacher, student, processor, dataset, command)
+    write_results(run.folder, worth)
+    return worth
 
 
 def write_plan(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Dataset) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from linearize.report.blocks import Section, Text
+from linearize.report.html import Section, Text
 from linearize.report.load import RunFiles
 from linearize.report.sections import (
     attention,

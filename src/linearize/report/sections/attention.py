@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from linearize.report.blocks import Block, Choice, Figure, Group, Picker, Points, Section, Table, Text
 from linearize.report.figures import Cloud, clouds
+from linearize.report.findings import errors, outliers
 from linearize.report.heatmaps import Layout, Panel, Scale, heatmaps, narrow
+from linearize.report.html import Block, Choice, Figure, Group, Picker, Section, Table, Text
 from linearize.report.load import RunFiles
+from linearize.report.missing import not_measured
 from linearize.report.numbers import Number, count, number, share
-from linearize.report.sections.missing import lacking, not_measured
 from linearize.report.svg import printable
 
 # What stands in evaluation.json, what it is called, what it means; the first is the error that the student feels.
@@ -47,21 +48,18 @@ def fidelity(runs: Sequence[RunFiles]) -> Section:
     measured = [run for run in runs if run.section("fidelity")]
     blocks: list[Block] = []
     for run in measured:
-        where = "" if len(runs) == 1 else f" in {run.name}"
-        if worst := run.section("fidelity").get("worst"):
-            blocks.append(Points([head["words"] for head in worst], f"Heads that stand out{where}"))
-        else:
-            blocks.append(Text(f"No head stands out{where}."))
+        found = outliers(run)
+        blocks.append(Text(run.prefix + (found.words if found else "No head stands out.")))
     for key, title, meaning in MEASURES:
         holders = [run for run in measured if any(layer.get(key) for layer in run.section("fidelity")["layers"])]
         if holders:
-            blocks.append(_errors(holders, key, title, meaning, several=len(runs) > 1))
+            blocks.append(_errors(holders, key, title, meaning))
     if measured:
         if (shapes := _shapes(measured)) is not None:
             blocks.append(shapes)
         for key, (title, words) in _HISTOGRAMS.items():
-            blocks += _histograms(measured, key, title, words, several=len(runs) > 1)
-    blocks += not_measured(runs, lacking(runs, "fidelity"), "fidelity")
+            blocks += _histograms(measured, key, title, words)
+    blocks += not_measured(runs, "fidelity")
     return Section(
         "fidelity",
         "Fidelity of each head",
@@ -72,11 +70,11 @@ def fidelity(runs: Sequence[RunFiles]) -> Section:
     )
 
 
-def _errors(runs: Sequence[RunFiles], key: str, title: str, meaning: str, several: bool) -> Figure:
+def _errors(runs: Sequence[RunFiles], key: str, title: str, meaning: str) -> Figure:
     panels, groups, said = [], [], []
     for run in runs:
         layers = run.section("fidelity")["layers"]
-        panels.append(by_head(run.name if several else "", [(layer["layer"], layer.get(key)) for layer in layers]))
+        panels.append(by_head(run.group or "", [(layer["layer"], layer.get(key)) for layer in layers]))
         cells = [
             (x, layer["layer"], head)
             for layer in layers
@@ -90,14 +88,14 @@ def _errors(runs: Sequence[RunFiles], key: str, title: str, meaning: str, severa
         groups.append(
             Group(
                 [[f"layer {layer}, head {head}", number(x, 4)] for x, layer, head in cells],
-                run.name if several else None,
+                run.group,
             )
         )
     values = [x for panel in panels for row in panel.values for x in row]
     scale = Scale.even(title, values, high=1.0) if key == "cosine" else Scale.fitting(title, values)
     numbers = Table(f"{title}: {meaning}", ["head", key.replace("_", " ")], groups, collapsed=True)
     if key == MEASURES[0][0]:
-        numbers = _every_measure(runs, several)
+        numbers = _every_measure(runs)
     name = f"fidelity-{key.replace('_', '-')}"
     drawn = heatmaps(
         name, f"{title} by layer and head. {'; '.join(said)}", panels, scale, row_title="layer", column_title="head"
@@ -112,7 +110,7 @@ def by_head(title: str, rows: Sequence[tuple[int, Sequence[Number | None] | None
     return Panel(title, grid, [str(layer) for layer, _ in rows], [str(head) for head in range(heads)])
 
 
-def _every_measure(runs: Sequence[RunFiles], several: bool) -> Table:
+def _every_measure(runs: Sequence[RunFiles]) -> Table:
     groups = []
     for run in runs:
         rows = []
@@ -120,7 +118,7 @@ def _every_measure(runs: Sequence[RunFiles], several: bool) -> Table:
             for head in range(len(layer["output_mse"])):
                 values = [layer[key][head] if layer.get(key) else None for key in _TABLE]
                 rows.append([f"layer {layer['layer']}, head {head}", *(number(value, 4) for value in values)])
-        groups.append(Group(rows, run.name if several else None))
+        groups.append(Group(rows, run.group))
     return Table("Every measure of every head", ["head", *(_measure(key) for key in _TABLE)], groups, collapsed=True)
 
 
@@ -137,7 +135,7 @@ def _shapes(runs: Sequence[RunFiles]) -> Figure | None:
             mean = [sum(values) / len(pairs) for values in ([t for _, t, _ in pairs], [s for _, _, s in pairs])]
             said.append(f"{run.name}, {title}: teacher {number(mean[0], 2)}, student {number(mean[1], 2)} on average")
             for where, teacher, student in pairs:
-                line = columns.setdefault(f"{run.name}: {where}" if len(runs) > 1 else where, [])
+                line = columns.setdefault(run.prefix + where, [])
                 line.append((title, f"{number(teacher)} / {number(student)}"))
         if series:
             panels.append(Cloud(title, series))
@@ -163,7 +161,7 @@ def _pairs(run: RunFiles, key: str) -> Iterator[tuple[str, Number, Number]]:
                 yield f"layer {layer['layer']}, head {head}", teacher, student
 
 
-def _histograms(runs: Sequence[RunFiles], key: str, title: str, words: str, several: bool) -> list[Block]:
+def _histograms(runs: Sequence[RunFiles], key: str, title: str, words: str) -> list[Block]:
     """Shares of each layer's values that fall in each bin, all heads together."""
     panels, groups = [], []
     bins: list[str] = []
@@ -178,9 +176,9 @@ def _histograms(runs: Sequence[RunFiles], key: str, title: str, words: str, seve
             rows.append((layer["layer"], [value / (sum(sums) or 1) for value in sums]))
         if rows:
             names = [str(layer) for layer, _ in rows]
-            panels.append(Panel(run.name if several else "", [values for _, values in rows], names, bins))
+            panels.append(Panel(run.group or "", [values for _, values in rows], names, bins))
             lines = [[f"layer {layer}", *(share(value) for value in values)] for layer, values in rows]
-            groups.append(Group(lines, run.name if several else None))
+            groups.append(Group(lines, run.group))
     if not panels:
         return []
     scale = Scale.even("share", [x for panel in panels for row in panel.values for x in row], low=0.0)
@@ -196,14 +194,15 @@ def maps(runs: Sequence[RunFiles]) -> Section:
     holders = [run for run in runs if (run.section("fidelity") or {}).get("maps")]
     blocks: list[Block] = []
     for place, run in enumerate(holders):
-        title = "Choose a head" if len(runs) == 1 else f"Choose a head of {run.name}"
-        choices = [_map(chosen, f"map-{place}-{i}") for i, chosen in enumerate(run.section("fidelity")["maps"])]
+        title = f"Choose a head of {run.name}" if run.group else "Choose a head"
+        section = run.section("fidelity")
+        choices = [_map(chosen, f"map-{place}-{i}", errors(section)) for i, chosen in enumerate(section["maps"])]
         blocks.append(Picker(f"maps-{place}", title, choices))
     if holders:
         blocks.append(Text("All weights of these maps stand in evaluation.json, under fidelity.maps.", "note"))
-    blocks += not_measured(runs, [run for run in runs if run not in holders], "maps")
+    blocks += not_measured(runs, "maps", lambda run: run in holders)
     windows = ", ".join(
-        f"{count(run.window)} tokens" + (f" ({run.name})" if len(runs) > 1 else "")
+        f"{count(run.window)} tokens" + (f" ({run.name})" if run.group else "")
         for run in holders
         if run.window is not None
     )
@@ -212,7 +211,7 @@ def maps(runs: Sequence[RunFiles]) -> Section:
     return Section("maps", "Attention maps", blocks, summary=summary if holders else "")
 
 
-def _map(found: dict[str, Any], key: str) -> Choice:
+def _map(found: dict[str, Any], key: str, errors: dict[tuple[int, int], Number]) -> Choice:
     name = f"Layer {found['layer']}, head {found['head']}"
     tokens = [printable(token) for token in found["tokens"]]
     names = [_cut(token) for token in tokens] if len(tokens) <= 32 else [str(i) for i in range(len(tokens))]
@@ -233,12 +232,21 @@ def _map(found: dict[str, Any], key: str) -> Choice:
     ]
     columns = ["query", "teacher looks most at", "student looks most at", "weight elsewhere"]
     numbers = Table.of(f"{name}, by query", columns, rows, collapsed=True)
-    figure = Figure(f"{name}: {found['why']}", drawn, words, numbers)
+    figure = Figure(f"{name}: {_why(found, errors)}", drawn, words, numbers)
     layout = Layout.of(panels)
     corners = [layout.corner(0), layout.corner(1)]
     # What the page says of the cell under the pointer.
     weights = [[[round(x, 4) for x in row] for row in grid] for grid in pair]
     return Choice(name, figure, {"tokens": tokens, "weights": weights, "corners": corners, "cell": layout.cell})
+
+
+def _why(found: dict[str, Any], errors: dict[tuple[int, int], Number]) -> str:
+    """Which head it is, in words."""
+    if "why" in found:  # files of before have it in words
+        return found["why"]
+    error = errors[found["layer"], found["head"]]
+    cells = f"; cells of {found['cell_tokens']} tokens" if found["cell_tokens"] > 1 else ""
+    return f"{found['rank']} of {len(errors)} heads: output off by {share(error, 1)} of the mean square{cells}"
 
 
 def _seen(*grids: Sequence[Sequence[Number]]) -> list[list[list[Number]]]:

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from linearize.report.blocks import Block, Figure, Group, Section, Table, Text
+from linearize.report import tables
 from linearize.report.figures import Line, LinePanel, curves
-from linearize.report.findings import speeds
+from linearize.report.findings import faster, memory, speeds
+from linearize.report.html import Block, Figure, Section, Table, Text
 from linearize.report.load import RunFiles
-from linearize.report.numbers import DASH, Number, count, duration, milliseconds, plain, scaled
-from linearize.report.sections.missing import lacking, not_measured
+from linearize.report.missing import not_measured
+from linearize.report.numbers import DASH, Number, count, duration, milliseconds, plain
 from linearize.report.sections.recipe import flattened
 
 
 def speed(runs: Sequence[RunFiles]) -> Section:
     """Prefill, generation and memory against the length of the prompt."""
     measured = [run for run in runs if run.section("speed")]
-    blocks: list[Block] = [_speed(measured, several=len(runs) > 1)] if measured else []
-    for run in runs:
-        words = (run.section("crossover") or {}).get("words")
-        if words:
-            blocks.append(Text(f"{run.name}: {words}" if len(runs) > 1 else words))
-    blocks += not_measured(runs, lacking(runs, "speed"), "speed")
+    blocks: list[Block] = [_speed(measured)] if measured else []
+    for run in measured:
+        said = [memory(speeds(run)), *faster(speeds(run), run.section("crossover"))]
+        blocks.append(Text(run.prefix + " ".join(finding.words for finding in said if finding is not None)))
+    blocks += not_measured(runs, "speed")
     return Section("speed", "Speed and memory", blocks)
 
 
-def _speed(runs: Sequence[RunFiles], several: bool) -> Figure:
+def _speed(runs: Sequence[RunFiles]) -> Figure:
     kinds = (
         ("Prefill of the prompt", "milliseconds", lambda entry: _spread(entry["prefill"])),
         ("Generation, per token", "milliseconds", lambda entry: _spread(entry["decode"])),
@@ -39,17 +38,15 @@ def _speed(runs: Sequence[RunFiles], several: bool) -> Figure:
             for dash, model in enumerate(("student", "teacher")):
                 entries = speeds(run, model)
                 lengths, values = [e["prompt_length"] for e in entries], [read(e) for e in entries]
-                style = place if several else (0 if model == "student" else -1)
-                name = f"{run.name}: {model}" if several else model
+                style = place if run.beside_others else (0 if model == "student" else -1)
                 middle, low, high = ([value[i] for value in values] for i in range(3))
-                lines.append(Line(name, lengths, middle, style, low, high, dash=dash))
+                lines.append(Line(run.prefix + model, lengths, middle, style, low, high, dash=dash))
         ticks = {float(x): count(x) for line in lines for x in line.x}
         if len(ticks) > 5:
             ticks = {}
         panels.append(LinePanel(title, lines, "prompt, tokens", unit, log_x=True, log_y=True, ticks=ticks))
     every = [entry for run in runs for entry in run.section("speed")]
     batches = sorted({entry.get("batch_size", 1) for entry in every})
-    groups = [Group(list(map(_row, run.section("speed"))), run.name if several else None) for run in runs]
     more = f" The table has batches of {plain(batches[1:])} too." if len(batches) > 1 else ""
     said = "; ".join(
         f"{run.name}, {model} at {count(last['prompt_length'])} tokens: prefill "
@@ -59,39 +56,17 @@ def _speed(runs: Sequence[RunFiles], several: bool) -> Figure:
         for model in ("student", "teacher")
         for last in speeds(run, model)[-1:]
     )
-    columns = ["model", "batch", "prompt, tokens", "prefill, ms", "per generated token, ms", "cache", "most in prefill"]
-    if not any(entry.get("prefill_bytes") for entry in every):
-        columns.pop()
-        groups = [Group([row[:-1] for row in group.rows], group.title) for group in groups]
     return Figure(
         "Time and memory against length",
         curves("speed", f"Time and memory against length. {said}", panels, height=270),
         f"Batch of {plain(batches[0])}; medians, with bands from the least to the greatest repeat; both axes "
         f"logarithmic.{more}",
-        Table("Median [least, greatest] of all repeats; bytes of all sequences of the batch together", columns, groups),
+        tables.speed([(run.group, run.section("speed")) for run in runs]),
     )
 
 
 def _spread(found: dict[str, Number]) -> tuple[Number, Number, Number]:
     return 1e3 * found["median"], 1e3 * found["low"], 1e3 * found["high"]
-
-
-def _row(entry: dict[str, Any]) -> list[str]:
-    def cell(found: dict[str, Number]) -> str:
-        return f"{milliseconds(found['median'])} [{milliseconds(found['low'])}, {milliseconds(found['high'])}]"
-
-    size = f"{count(entry['cache_bytes'])} ({scaled(entry['cache_bytes'], 'B')})"
-    peak = scaled(entry.get("prefill_bytes"), "B")
-    batch = plain(entry.get("batch_size", 1))
-    return [
-        entry["model"],
-        batch,
-        count(entry["prompt_length"]),
-        cell(entry["prefill"]),
-        cell(entry["decode"]),
-        size,
-        peak,
-    ]
 
 
 def provenance(runs: Sequence[RunFiles]) -> Section:
@@ -102,7 +77,7 @@ def provenance(runs: Sequence[RunFiles]) -> Section:
     blocks: list[Block] = []
     if rows:
         blocks.append(Table.of("Where these numbers come from", ["", *(run.name for run in runs)], rows))
-    blocks += not_measured(runs, lacking(runs, "provenance"), "provenance")
+    blocks += not_measured(runs, "provenance")
     return Section("provenance", "Provenance", blocks)
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from linearize.report.blocks import Block, Figure, Group, Section, Table, Text
+from linearize.report.findings import path_usage
 from linearize.report.heatmaps import Panel, Scale, heatmaps
+from linearize.report.html import Block, Figure, Group, Section, Table, Text
 from linearize.report.load import RunFiles, interval
+from linearize.report.missing import not_measured
 from linearize.report.numbers import Number, share, with_interval
 from linearize.report.sections.attention import by_head
-from linearize.report.sections.missing import lacking, not_measured
 from linearize.report.sections.positions import bin_names
 
 
 def paths(runs: Sequence[RunFiles]) -> Section:
     """The linear part's share of the weight, by head and by distance, and what is lost without either part."""
     measured = [run for run in runs if run.section("path_usage")]
-    several = len(runs) > 1
     blocks: list[Block] = []
     if measured:
         lines = [
@@ -29,10 +29,10 @@ def paths(runs: Sequence[RunFiles]) -> Section:
         )
         blocks.append(Table.of(caption, ["", *(run.name for run in measured)], lines))
         for run in measured:
-            if words := run.section("path_usage").get("words"):
-                blocks.append(Text(f"{run.name}: {words}" if several else words))
-        blocks += [_by_head(measured, several), _by_distance(measured, several)]
-    blocks += not_measured(runs, lacking(runs, "path_usage"), "path_usage")
+            if (said := path_usage(run)) is not None:
+                blocks.append(Text(run.prefix + said.words))
+        blocks += [_by_head(measured), _by_distance(measured)]
+    blocks += not_measured(runs, "path_usage")
     return Section(
         "paths",
         "Path usage",
@@ -43,11 +43,11 @@ def paths(runs: Sequence[RunFiles]) -> Section:
     )
 
 
-def _by_head(runs: Sequence[RunFiles], several: bool) -> Figure:
+def _by_head(runs: Sequence[RunFiles]) -> Figure:
     panels, groups, said = [], [], []
     for run in runs:
         layers = run.section("path_usage")["layers"]
-        panels.append(by_head(run.name if several else "", [(x["layer"], x["linear_share"]) for x in layers]))
+        panels.append(by_head(run.group or "", [(x["layer"], x["linear_share"]) for x in layers]))
         cells = [
             (x, layer["layer"], head)
             for layer in layers
@@ -56,13 +56,12 @@ def _by_head(runs: Sequence[RunFiles], several: bool) -> Figure:
         ]
         mean = sum(x for x, _, _ in cells) / len(cells)
         most, least = max(cells), min(cells)
-        prefix = f"{run.name}: " if several else ""
         said.append(
-            f"{prefix}{share(mean, 1)} on average, least {share(least[0], 1)} (layer {least[1]}, head {least[2]}), "
+            f"{run.prefix}{share(mean, 1)} on average, least {share(least[0], 1)} (layer {least[1]}, head {least[2]}), "
             f"most {share(most[0], 1)} (layer {most[1]}, head {most[2]})"
         )
         rows = [[f"layer {x['layer']}", *(share(v, 1) for v in x["linear_share"])] for x in layers]
-        groups.append(Group(rows, run.name if several else None))
+        groups.append(Group(rows, run.group))
     scale = Scale.even("share of the weight on the linear part", low=0.0, high=1.0)
     label = f"Share of attention weight that the linear part carries. {'; '.join(said)}"
     drawn = heatmaps("paths-heads", label, panels, scale, row_title="layer", column_title="head")
@@ -71,7 +70,7 @@ def _by_head(runs: Sequence[RunFiles], several: bool) -> Figure:
     return Figure("What the linear part carries, by head", drawn, f"{'; '.join(said)}.", numbers)
 
 
-def _by_distance(runs: Sequence[RunFiles], several: bool) -> Figure:
+def _by_distance(runs: Sequence[RunFiles]) -> Figure:
     """Mass, and the linear part's share of it, by layer and distance; heads averaged, the share weighted by mass."""
     panels, groups, said = [], [], []
     columns: list[str] = []
@@ -81,16 +80,14 @@ def _by_distance(runs: Sequence[RunFiles], several: bool) -> Figure:
         columns = columns if len(columns) > len(bins) else bins
         names = [str(layer["layer"]) for layer in found["layers"]]
         mass, linear = zip(*(_averaged(layer["by_distance"]) for layer in found["layers"]), strict=True)
-        prefix = f"{run.name}: " if several else ""
         for title, grid in (("weight at that distance", mass), ("of it, on the linear part", linear)):
-            panels.append(Panel(prefix + title, grid, names, bins))
+            panels.append(Panel(run.prefix + title, grid, names, bins))
             lines = [[f"layer {name}", *(share(v, 1) for v in row)] for name, row in zip(names, grid, strict=True)]
-            groups.append(Group(lines, prefix + title))
+            groups.append(Group(lines, run.prefix + title))
         far = [row[-1] for row in linear if row[-1] is not None]
         if far:
-            said.append(
-                f"{prefix}at distances {bins[-1]} the linear part carries {share(sum(far) / len(far), 1)} of the weight"
-            )
+            carried = share(sum(far) / len(far), 1)
+            said.append(f"{run.prefix}at distances {bins[-1]} the linear part carries {carried} of the weight")
     scale = Scale.even("share", low=0.0, high=1.0)
     label = f"Attention weight by layer and distance, and the linear part's share of it. {'; '.join(said)}"
     drawn = heatmaps("paths-distance", label, panels, scale, row_title="layer", column_title="distance, tokens")

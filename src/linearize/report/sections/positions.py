@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from linearize.report.blocks import Block, Figure, Group, Section, Table
 from linearize.report.figures import Line, LinePanel, curves
+from linearize.report.html import Block, Figure, Group, Section, Table
 from linearize.report.load import RunFiles, interval, label
+from linearize.report.missing import not_measured
 from linearize.report.numbers import DASH, count, with_interval
-from linearize.report.sections.missing import lacking, not_measured
 
 # Colours of candidates, here and wherever several stand in one panel; -1 is the colour of text.
 STYLES = {
@@ -30,7 +30,7 @@ def positions(runs: Sequence[RunFiles]) -> Section:
     blocks: list[Block] = []
     if measured:
         blocks.append(_by_position(measured))
-    blocks += not_measured(runs, lacking(runs, "positions"), "positions")
+    blocks += not_measured(runs, "positions")
     return Section(
         "positions",
         "Loss by position",
@@ -60,15 +60,14 @@ def _by_position(runs: Sequence[RunFiles]) -> Figure:
                 said.append(f"{run.name}, {label(name)}, at positions {last}: {with_interval(values[-1])}")
         stride = max(1, -(-len(bins) // 5))
         ticks = {float(i): name for i, name in enumerate(bins) if i % stride == 0}
-        prefix = f"{run.name}: " if len(runs) > 1 else ""
-        panels.append(LinePanel(f"{prefix}loss", lines, "position, tokens", "nats per token", ticks=ticks))
+        panels.append(LinePanel(f"{run.prefix}loss", lines, "position, tokens", "nats per token", ticks=ticks))
         if above := above_teacher(lines):
-            panels.append(LinePanel(f"{prefix}loss minus the teacher's", above, "position, tokens", ticks=ticks))
+            panels.append(LinePanel(f"{run.prefix}loss minus the teacher's", above, "position, tokens", ticks=ticks))
         rows = [
             [place, *(with_interval(interval(values[i])) for values in found["losses"].values())]
             for i, place in enumerate(bins)
         ]
-        groups.append((run, list(found["losses"]), Group(rows, title=run.name if len(runs) > 1 else None)))
+        groups.append((run, list(found["losses"]), Group(rows, run.group)))
     columns = list(dict.fromkeys(name for _, names, _ in groups for name in names))
     return Figure(
         "Held-out loss by position in the document",

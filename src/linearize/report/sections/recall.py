@@ -6,37 +6,35 @@ from collections.abc import Sequence
 from typing import Any
 
 from linearize.evaluation.candidates import LABELS
-from linearize.report.blocks import Block, Figure, Group, Section, Table, Text
-from linearize.report.figures import DotPanel, Dots, dots
+from linearize.evaluation.perplexity import Interval
+from linearize.report import findings, tables
+from linearize.report.figures import by_run, dots
 from linearize.report.heatmaps import Panel, Scale, heatmaps, narrow
+from linearize.report.html import Block, Figure, Group, Section, Table, Text
 from linearize.report.load import RunFiles, interval, label
-from linearize.report.numbers import percent, plain, sentence, share, with_interval
-from linearize.report.sections.missing import lacking, not_measured
+from linearize.report.missing import not_measured
+from linearize.report.numbers import capital, plain, share
 
 
 def recall(runs: Sequence[RunFiles]) -> Section:
     """Copying of random tokens, then each retrieval task: models side by side, a grid each."""
     blocks: list[Block] = []
-    copied = [run for run in runs if any(line.get("copying") for line in run.evaluation["measured"])]
-    if copied:
+
+    def has_copied(run: RunFiles) -> bool:
+        return any(line.get("copying") for line in run.evaluation["measured"])
+
+    if copied := [run for run in runs if has_copied(run)]:
         blocks.append(_copying(copied))
-    for run in runs:
-        where = f" ({run.name})" if len(runs) > 1 else ""
-        if reason := run.section("copying_missing"):
-            blocks.append(Text(f"Copying{where}: {reason}.", tone="missing"))
+    blocks += not_measured(runs, "copying", has_copied)
     tasks: dict[str, list[tuple[RunFiles, dict[str, Any]]]] = {}
     for run in runs:
         for task in run.section("retrieval") or []:
             tasks.setdefault(task["name"], []).append((run, task))
     for name, found in tasks.items():
-        drawn = [(run, task) for run, task in found if task["row_values"]]
-        if drawn:
-            blocks.append(_grids(name, drawn, several=len(runs) > 1))
-        for run, task in found:
-            if not task["row_values"]:
-                words = f"{name.replace('_', ' ')}: {task['verdict']}"
-                blocks.append(Text(f"{run.name}, {words}" if len(runs) > 1 else sentence(words), tone="missing"))
-    blocks += not_measured(runs, lacking(runs, "retrieval"), "retrieval")
+        if drawn := [(run, task) for run, task in found if task["row_values"]]:
+            blocks.append(_grids(name, drawn))
+        blocks += [Text(_said(*pair), tone="missing") for pair in found if not pair[1]["row_values"]]
+    blocks += not_measured(runs, "retrieval")
     return Section(
         "recall",
         "Recall",
@@ -45,79 +43,49 @@ def recall(runs: Sequence[RunFiles]) -> Section:
     )
 
 
+def _said(run: RunFiles, task: dict[str, Any]) -> str:
+    return f"{run.prefix}{findings.recall(run, task).words}"
+
+
 def _copying(runs: Sequence[RunFiles]) -> Figure:
-    def gain(run: RunFiles, name: str, key: str = "gain") -> Any:
-        line = run.measured(name)
-        return interval(line["copying"][key]) if line and line.get("copying") else None
+    def gain(run: RunFiles, name: str) -> Interval | None:
+        copied = (run.measured(name) or {}).get("copying")
+        return interval(copied["gain"]) if copied else None
 
     names = [name for name in LABELS if any(gain(run, name) for run in runs)]
-    panel = DotPanel(
-        "loss on the first copy minus loss on the second, nats per token",
-        [Dots(run.name, [gain(run, name) for name in names], place, place) for place, run in enumerate(runs)],
-        zero=True,
-    )
-    groups = [
-        Group(
-            [
-                [label(name), *(with_interval(gain(run, name, key), 2) for key in ("first", "second", "gain"))]
-                for name in names
-                if gain(run, name)
-            ],
-            title=run.name if len(runs) > 1 else None,
-        )
-        for run in runs
-    ]
-    said = "; ".join(
-        f"{run.name}, {label(name)}: {with_interval(gain(run, name), 2)}"
-        for run in runs
-        for name in ("teacher", "student")
-        if gain(run, name)
-    )
+    title = "loss on the first copy minus loss on the second, nats per token"
+    panel = by_run(title, runs, lambda run: [gain(run, name) for name in names], zero=True)
+    numbers = tables.copying(runs)
     return Figure(
         "Copying random tokens from beyond the window",
-        dots("copying", f"Gain from a second copy. {said}", [label(name) for name in names], [panel]),
+        dots("copying", f"{numbers.caption}. {numbers.spoken()}", [label(name) for name in names], [panel]),
         "Random tokens come a second time, too far back for the window; who can copy loses less the second time.",
-        Table(
-            "Copying: loss in nats per token",
-            ["candidate", "first copy", "second copy", "gain"],
-            groups,
-            collapsed=True,
-        ),
+        numbers,
     )
 
 
-def _grids(name: str, found: Sequence[tuple[RunFiles, dict[str, Any]]], several: bool) -> Figure:
+def _grids(name: str, found: Sequence[tuple[RunFiles, dict[str, Any]]]) -> Figure:
     first = found[0][1]
     title = f"{name.replace('_', ' ').capitalize()} by {first['rows']}"
-    panels, groups, said = [], [], []
+    panels, groups = [], []
     for run, task in found:
-        prefix = f"{run.name}: " if several else ""
-        # The teacher stands beside the student; other candidates follow.
-        names = sorted(task["models"], key=lambda model: ("teacher", "student", model).index(model))
         rows, columns = [[plain(value) for value in task[key]] for key in ("row_values", "column_values")]
-        for model in names:
-            panels.append(Panel(prefix + label(model), task["models"][model], rows, columns))
-        for model in names:
-            lines = [
-                [row, *(share(value) for value in values)]
-                for row, values in zip(rows, task["models"][model], strict=True)
-            ]
-            groups.append(Group(lines, title=prefix + label(model)))
-        said.append(
-            f"{prefix}teacher right in {percent(interval(task['teacher_share']))}, student in "
-            f"{percent(interval(task['student_share']))}, recovery {percent(interval(task['recovery']))}"
-        )
-    scale = Scale.even("share of trials that are right", low=0.0, high=1.0)
+        # The teacher stands beside the student; other candidates follow.
+        for model in sorted(task["models"], key=lambda model: ("teacher", "student", model).index(model)):
+            values = task["models"][model]
+            panels.append(Panel(run.prefix + label(model), values, rows, columns))
+            lines = [[row, *map(share, line)] for row, line in zip(rows, values, strict=True)]
+            groups.append(Group(lines, run.prefix + label(model)))
+    verdicts = " ".join(_said(*pair) for pair in found)
     drawn = heatmaps(
         f"recall-{name.replace('_', '-')}",
-        f"{title}. {'; '.join(said)}",
+        f"{title}. {verdicts}",
         panels,
-        scale,
+        Scale.even("share of trials that are right", low=0.0, high=1.0),
         row_title=first["rows"],
         column_title=first["columns"],
     )
     columns = [f"{first['rows']} \\ {first['columns']}", *map(plain, first["column_values"])]
     numbers = Table(f"{title}: share of trials that are right", columns, groups, collapsed=True)
-    verdicts = [f"{run.name}: {sentence(t['verdict'])}" if several else sentence(t["verdict"]) for run, t in found]
-    words = f"{sentence(first['words'])} {first['count']} trials per cell. {' '.join(verdicts)}"
+    words = f"{capital(first['words']).rstrip('.')}. {first['count']} trials per cell. {verdicts}"
     return Figure(title, drawn, words, numbers, half=narrow(panels))

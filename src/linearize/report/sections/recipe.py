@@ -7,10 +7,10 @@ from typing import Any
 
 import yaml
 
-from linearize.report.blocks import Block, Code, Section, Table
+from linearize.report.html import Block, Code, Section, Table
 from linearize.report.load import RunFiles
+from linearize.report.missing import not_measured
 from linearize.report.numbers import DASH, count, plain, scaled, share
-from linearize.report.sections.missing import not_measured
 
 
 def recipe(runs: Sequence[RunFiles]) -> Section:
@@ -21,16 +21,16 @@ def recipe(runs: Sequence[RunFiles]) -> Section:
         lines = [_plan(run.plan or {}) for run in planned]
         rows = [[name, *(line.get(name, DASH) for line in lines)] for name in lines[0]]
         blocks.append(Table.of("Plan: what the recipe means for this teacher", ["", *(r.name for r in planned)], rows))
-    blocks += not_measured(runs, [run for run in runs if not run.plan], "plan")
+    blocks += not_measured(runs, "plan", lambda run: run.plan)
     written = [run for run in runs if run.recipe]
     if len(written) > 1:
         rows = differences([run.recipe or {} for run in written])
         if rows:
             blocks.append(Table.of("Where the recipes differ", ["field", *(run.name for run in written)], rows))
     for run in written:
-        title = "The recipe in full" if len(runs) == 1 else f"The recipe in full: {run.name}"
+        title = f"The recipe in full: {run.name}" if run.group else "The recipe in full"
         blocks.append(Code(title, yaml.safe_dump(run.recipe, sort_keys=False, width=100)))
-    blocks += not_measured(runs, [run for run in runs if not run.recipe], "recipe")
+    blocks += not_measured(runs, "recipe", lambda run: run.recipe)
     descriptions = {run.recipe["description"]: 0 for run in written if run.recipe and run.recipe.get("description")}
     return Section("recipe", "Recipe and plan", blocks, summary=". ".join(descriptions))
 
@@ -58,7 +58,7 @@ def _plan(plan: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _memory(plan: Mapping[str, Any]) -> dict[str, str]:
-    """Of a sequence that is being generated; an encoder reads its input at once and keeps nothing."""
+    """What a sequence that is being generated takes; an encoder reads its input at once and keeps nothing."""
     if not plan.get("teacher_cache_bytes_per_token"):
         return {"cache": "none: inputs are read at once, in time linear in their length"}
     lines = {}

@@ -1,4 +1,4 @@
-"""A task that is not language modelling: scores of all candidates, differences, what is kept of the teacher's."""
+"""A task whose answers are scored: all candidates, differences, what is kept of the teacher's score."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.metrics import title
 from linearize.evaluation.perplexity import Interval
-from linearize.report.blocks import Block, Figure, Group, Section, Table, Text
-from linearize.report.figures import DotPanel, Dots, dots
+from linearize.report import tables
+from linearize.report.figures import DotPanel, by_run, dots
+from linearize.report.findings import what
+from linearize.report.html import Block, Figure, Group, Section, Table
 from linearize.report.load import RunFiles, label
-from linearize.report.numbers import DASH, count, percent, with_interval
-from linearize.report.task_findings import what
+from linearize.report.numbers import DASH, capital, count, percent, with_interval
+from linearize.report.sections.quality import missing_controls
 
 _ACROSS = 3  # panels side by side
 
@@ -28,16 +30,13 @@ def scores(runs: Sequence[RunFiles]) -> Section:
     if kept := list(_kept(runs, names)):
         columns = ["", *(run.name for run in runs)]
         blocks.append(Table.of("What the student has of its teacher", columns, kept))
-    for run in runs:
-        where = f" for {run.name}" if len(runs) > 1 else ""
-        if not run.is_language_model and run.section("missing"):
-            blocks.append(Text(f"Not measured{where}: {', '.join(run.evaluation['missing'])}.", tone="missing"))
-    summary = "; ".join(f"{run.name}: {_about(run)}" if len(runs) > 1 else _about(run) for run in runs)
+    blocks += missing_controls([run for run in runs if not run.is_language_model])
+    summary = "; ".join(f"{run.prefix}{_about(run)}" for run in runs)
     return Section(
         "task",
         "Task",
         blocks,
-        summary=f"{summary[:1].upper()}{summary[1:]}. Scores are better where they are higher. All candidates share "
+        summary=f"{capital(summary)}. Scores are better where they are higher. All candidates share "
         "the examples: judge by the paired differences.",
     )
 
@@ -49,67 +48,37 @@ def _about(run: RunFiles) -> str:
 
 def _scores(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Figure:
     names = [name for name in LABELS if any(run.scored(name) for run in runs)]
-    groups = [
-        Group(
-            [
-                [label(name), *(with_interval(run.score(name, metric)) for metric in metrics), line["note"]]
-                for name in names
-                if (line := run.scored(name))
-            ],
-            title=run.name if len(runs) > 1 else None,
-        )
-        for run in runs
-    ]
-    said = "; ".join(
-        f"{run.name}, {label(name)}: {title(metric)} {with_interval(run.score(name, metric))}"
-        for run in runs
-        for metric in metrics
-        for name in names
-        if run.score(name, metric)
-    )
+    numbers = tables.scores(runs, metrics)
+    panels = _panels(runs, metrics, names, RunFiles.score)
     return Figure(
         f"Scores of all candidates: {_titles(metrics)}",
-        dots(
-            f"task-scores-{metrics[0]}",
-            f"Scores with 95 % intervals. {said}",
-            [label(name) for name in names],
-            _panels(runs, metrics, names, RunFiles.score),
-        ),
+        dots(f"task-scores-{metrics[0]}", f"Scores. {numbers.spoken()}", [label(name) for name in names], panels),
         "With 95 % bootstrap intervals over examples.",
-        Table(f"Scores: {_titles(metrics)}", ["candidate", *map(title, metrics), "what it is"], groups),
+        numbers,
     )
 
 
 def _differences(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Figure:
     read = RunFiles.score_difference
     names = [name for name in LABELS if any(read(run, name, metric) for run in runs for metric in metrics)]
+    rows = [f"against {label(name)}" for name in names]
     groups = [
         Group(
             [
-                [f"against {label(name)}", *(with_interval(read(run, name, metric), sign=True) for metric in metrics)]
-                for name in names
+                [row, *(with_interval(read(run, name, metric), sign=True) for metric in metrics)]
+                for row, name in zip(rows, names, strict=True)
             ],
-            title=run.name if len(runs) > 1 else None,
+            run.group,
         )
         for run in runs
     ]
-    said = "; ".join(
-        f"{run.name} against {label(name)}: {title(metric)} {with_interval(read(run, name, metric), sign=True)}"
-        for run in runs
-        for metric in metrics
-        for name in names
-        if read(run, name, metric)
-    )
+    numbers = Table(f"Student's score minus the other's: {_titles(metrics)}", ["", *map(title, metrics)], groups)
+    panels = _panels(runs, metrics, names, read, zero=True)
     return Figure(
         f"The student minus the others, on the same examples: {_titles(metrics)}",
-        dots(
-            f"task-pairs-{metrics[0]}",
-            f"Paired differences of scores. {said}",
-            [f"against {label(name)}" for name in names],
-            _panels(runs, metrics, names, read, zero=True),
-        ),
+        dots(f"task-pairs-{metrics[0]}", f"Paired differences of scores. {numbers.spoken()}", rows, panels),
         "Right of zero the student is better. Paired over the same examples, with 95 % intervals.",
-        Table(f"Student's score minus the other's: {_titles(metrics)}", ["", *map(title, metrics)], groups),
+        numbers,
     )
 
 
@@ -117,14 +86,7 @@ def _panels(
     runs: Sequence[RunFiles], metrics: Sequence[str], names: Sequence[str], read: Read, zero: bool = False
 ) -> list[DotPanel]:
     return [
-        DotPanel(
-            title(metric),
-            [
-                Dots(run.name, [read(run, name, metric) for name in names], place, place)
-                for place, run in enumerate(runs)
-            ],
-            zero=zero,
-        )
+        by_run(title(metric), runs, lambda run, metric=metric: [read(run, name, metric) for name in names], zero=zero)
         for metric in metrics
     ]
 

@@ -8,40 +8,38 @@ from typing import Any
 
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.perplexity import Interval
-from linearize.report.blocks import Block, Continuation, Figure, Group, Sample, Samples, Section, Table, Text
 from linearize.report.figures import DotPanel, Dots, dots
+from linearize.report.html import Block, Continuation, Figure, Group, Prompt, Prompts, Section, Table, Text
 from linearize.report.load import RunFiles, interval, label
+from linearize.report.missing import not_measured
 from linearize.report.numbers import DASH, count, number, percent, plain, share, with_interval
-from linearize.report.sections.missing import lacking, not_measured
 from linearize.report.sections.positions import STYLES
 
 
 def tasks(runs: Sequence[RunFiles]) -> Section:
     """A row per task, a dot per candidate (and run)."""
     measured = [run for run in runs if (run.section("tasks") or {}).get("results")]
-    blocks: list[Block] = [_tasks(measured, several=len(runs) > 1)] if measured else []
+    blocks: list[Block] = [_tasks(measured)] if measured else []
     for run in measured:
         found = run.section("tasks")
         shots = ", ".join(f"{task}: {plain(shots)}" for task, shots in (found.get("shots") or {}).items())
         versions = ", ".join(f"{task} {plain(version)}" for task, version in (found.get("versions") or {}).items())
-        prefix = f"{run.name}. " if len(runs) > 1 else ""
-        blocks.append(Text(f"{prefix}Shots: {shots or DASH}. Versions: {versions or DASH}.", "note"))
-    blocks += not_measured(runs, [run for run in runs if run not in measured], "tasks")
+        blocks.append(Text(f"{run.prefix}Shots: {shots or DASH}. Versions: {versions or DASH}.", "note"))
+    blocks += not_measured(runs, "tasks", lambda run: run in measured)
     return Section("tasks", "Tasks", blocks)
 
 
-def _tasks(runs: Sequence[RunFiles], several: bool) -> Figure:
+def _tasks(runs: Sequence[RunFiles]) -> Figure:
     rows = list(dict.fromkeys((r["task"], r["metric"]) for run in runs for r in run.section("tasks")["results"]))
     series, groups, said = [], [], []
     for place, run in enumerate(runs):
         results = {(r["task"], r["metric"], r["candidate"]): r for r in run.section("tasks")["results"]}
         names = [name for name in LABELS if any(candidate == name for _, _, candidate in results)]
-        prefix = f"{run.name}: " if several else ""
         for marker, name in enumerate(names):
             found = [_interval(results.get((*row, name))) for row in rows]
             # Several runs: colours tell the runs apart, and shapes the candidates.
-            style = place if several else STYLES.get(name, 5)
-            series.append(Dots(prefix + label(name), found, style, marker))
+            style = place if run.beside_others else STYLES.get(name, 5)
+            series.append(Dots(run.prefix + label(name), found, style, marker))
         lines = []
         for row in rows:
             cells = [results.get((*row, name)) for name in names]
@@ -49,8 +47,8 @@ def _tasks(runs: Sequence[RunFiles], several: bool) -> Figure:
             lines.append([f"{row[0]} ({row[1]})", *map(_with_error, cells), count(samples)])
             if results.get((*row, "student")) and results.get((*row, "teacher")):
                 pair = ", ".join(f"{who} {_with_error(results[(*row, who)])}" for who in ("student", "teacher"))
-                said.append(f"{prefix}{row[0]}: {pair}")
-        groups.append((names, Group(lines, run.name if several else None)))
+                said.append(f"{run.prefix}{row[0]}: {pair}")
+        groups.append((names, Group(lines, run.group)))
     columns = list(dict.fromkeys(name for names, _ in groups for name in names))
     tables = []
     for names, group in groups:
@@ -96,13 +94,13 @@ def generations(runs: Sequence[RunFiles]) -> Section:
         blocks.append(
             Text("Plain: as the teacher wrote it, from the start. Marked: where a student goes its own way.", "note")
         )
-        blocks.append(Samples(_samples(measured, several=len(runs) > 1)))
-    blocks += not_measured(runs, lacking(runs, "generations"), "generations")
+        blocks.append(Prompts(_prompts(measured)))
+    blocks += not_measured(runs, "generations")
     return Section("generations", "Generations", blocks)
 
 
-def _samples(runs: Sequence[RunFiles], several: bool) -> list[Sample]:
-    """One sample per prompt; the texts of all runs that were given it, equal ones of teachers once."""
+def _prompts(runs: Sequence[RunFiles]) -> list[Prompt]:
+    """Each prompt once; the texts of all runs that were given it, equal ones of teachers once."""
     prompts: dict[str, list[Continuation]] = {}
     for run in runs:
         for sample in run.section("generations")["samples"]:
@@ -114,9 +112,9 @@ def _samples(runs: Sequence[RunFiles], several: bool) -> list[Sample]:
                     again = any(known.title.startswith(title) for known in texts)
                     texts.append(Continuation(f"{title}, {run.name}" if again else title, text, ""))
             same = _common(teacher, student)
-            title = f"student, {run.name}" if several else "student"
+            title = f"student, {run.name}" if run.beside_others else "student"
             texts.append(Continuation(title, same, student[len(same) :]))
-    return [Sample(prompt, texts) for prompt, texts in prompts.items()]
+    return [Prompt(prompt, texts) for prompt, texts in prompts.items()]
 
 
 def _common(a: str, b: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linearize.report.blocks import Block, Figure, Section, Table
 from linearize.report.figures import Line, LinePanel, curves, steps
+from linearize.report.html import Block, Figure, Section, Table
 from linearize.report.load import RunFiles, Stage
+from linearize.report.missing import not_measured
 from linearize.report.numbers import Number, count, duration, loss, plain, share
-from linearize.report.sections.missing import not_measured
 
 TITLES = {
     "transfer": "attention transfer",
@@ -34,8 +34,8 @@ def training(runs: Sequence[RunFiles]) -> Section:
     transferred = [run for run in runs if "transfer" in run.stages and run.stages["transfer"].result]
     if transferred:
         blocks.append(_units(transferred))
-    blocks += not_measured(runs, [run for run in staged if run not in with_curves], "curves")
-    blocks += not_measured(runs, [run for run in runs if not run.stages], "training")
+    blocks += not_measured(runs, "curves", lambda run: run in with_curves or not run.stages)
+    blocks += not_measured(runs, "training", lambda run: run.stages)
     return Section("training", "Training", blocks)
 
 
@@ -48,13 +48,12 @@ def _curves(runs: Sequence[RunFiles]) -> Figure:
                 stage = run.stages.get(name)
                 if stage is None or not stage.held_out.loss:
                     continue
-                style = place if len(runs) > 1 else dash
+                style = place if run.beside_others else dash
                 what = TITLES[name].removeprefix("control: ") if name.startswith("controls/") else "student"
-                series = what if len(runs) == 1 else f"{run.name}: {what}"
                 if stage.training.loss and name == "transfer":
                     lines.append(Line("", stage.training.tokens, stage.training.loss, style, thin=True, dash=dash))
-                lines.append(Line(series, stage.held_out.tokens, stage.held_out.loss, style, dash=dash))
-                where = TITLES[name] if len(runs) == 1 else f"{run.name}, {TITLES[name]}"
+                lines.append(Line(run.prefix + what, stage.held_out.tokens, stage.held_out.loss, style, dash=dash))
+                where = run.prefix + TITLES[name]
                 first, last = stage.held_out.loss[0], stage.held_out.loss[-1]
                 said.append(f"{where}: from {loss(first)} to {loss(last)}")
                 rows += [
@@ -77,7 +76,7 @@ def _results(runs: Sequence[RunFiles]) -> Table:
     rows = []
     for run in runs:
         for stage in run.stages.values():
-            name = TITLES[stage.name] if len(runs) == 1 else f"{run.name}: {TITLES[stage.name]}"
+            name = run.prefix + TITLES[stage.name]
             result = stage.result
             if not result:
                 rows.append([name, "unfinished", *["\N{EN DASH}"] * 5])
@@ -117,7 +116,7 @@ def _units(runs: Sequence[RunFiles]) -> Figure:
         ]
         for i, name in enumerate(names)
     ]
-    heads = [f"{run.name}: {what}" if len(runs) > 1 else what for run in runs for what in ("before", "best")]
+    heads = [run.prefix + what for run in runs for what in ("before", "best")]
     worst = max(range(len(names)), key=lambda i: series[0][2][i])
     label = (
         f"Transfer loss of each layer before and after, on a logarithmic axis. Highest after transfer"

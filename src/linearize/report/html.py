@@ -1,4 +1,4 @@
-"""What a section of the page is made of. The template knows each block by its `kind`."""
+"""What a section of the page is made of; the template knows each block by its `kind`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ class Table:
     def of(cls, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], collapsed: bool = False) -> Table:
         return cls(caption, columns, [Group(rows)], collapsed)
 
+    def spoken(self) -> str:
+        """The first numbers of all rows as a text, for those who do not see a drawing."""
+        groups = [
+            (f"{group.title}: " if group.title else "") + ", ".join(f"{row[0]} {row[1]}" for row in group.rows)
+            for group in self.groups
+        ]
+        return "; ".join(groups)
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -51,15 +59,6 @@ class Text:
     kind: ClassVar[str] = "text"
     words: str
     tone: str = "plain"
-
-
-@dataclass(frozen=True)
-class Points:
-    """A list of sentences."""
-
-    kind: ClassVar[str] = "points"
-    items: Sequence[str]
-    title: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Prompt:
     """A prompt and how each model goes on."""
 
     prompt: str
@@ -108,14 +107,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Samples:
+class Prompts:
     """Generations, side by side."""
 
-    kind: ClassVar[str] = "samples"
-    samples: Sequence[Sample]
+    kind: ClassVar[str] = "prompts"
+    prompts: Sequence[Prompt]
 
 
-Block = Table | Figure | Text | Points | Code | Picker | Samples
+Block = Table | Figure | Text | Code | Picker | Prompts
 
 
 @dataclass(frozen=True)

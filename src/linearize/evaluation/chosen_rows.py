@@ -1,4 +1,4 @@
-"""Which rows are looked at closely: a few of them, of text or of images."""
+"""Which rows are looked at closely: a few of the held-out ones, of text or of images."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from linearize.data.splits import ENOUGH
 
 
 @dataclass(frozen=True)
-class Sample:
+class ChosenRows:
     """A model's inputs for the rows that are looked at, on the CPU, and how many tokens they have, padding apart."""
 
     inputs: dict[str, Any]
@@ -26,7 +26,7 @@ class Sample:
 
     @property
     def input_ids(self) -> Int[Tensor, "N L"]:
-        """Of text."""
+        """Tokens; only text has them."""
         return self.inputs["input_ids"]
 
     def part(self, rows: slice) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def spread_rows(rows: PackedRows, max_tokens: int) -> PackedRows:
     return rows.spread(max(ENOUGH, max_tokens // rows.input_ids.shape[1]))
 
 
-def sample_rows(rows: Rows, max_tokens: int, seed: int) -> Sample:
+def drawn_rows(rows: Rows, max_tokens: int, seed: int) -> ChosenRows:
     """As many of the rows, drawn by `seed`, as hold at most `max_tokens`; of one text, if it is longer, the start.
 
     Rows of different lengths count as their mean.
@@ -51,8 +51,8 @@ def sample_rows(rows: Rows, max_tokens: int, seed: int) -> Sample:
     chosen = rows.rows(index)
     inputs = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in chosen.inputs().items()}
     if "input_ids" not in inputs:
-        return Sample(inputs, chosen.num_tokens)
+        return ChosenRows(inputs, chosen.num_tokens)
     if count == 1:
         inputs = {name: x[:, :max_tokens] if isinstance(x, Tensor) else x for name, x in inputs.items()}
     mask = inputs.get("attention_mask")
-    return Sample(inputs, int(inputs["input_ids"].numel() if mask is None else mask.sum()))
+    return ChosenRows(inputs, int(inputs["input_ids"].numel() if mask is None else mask.sum()))

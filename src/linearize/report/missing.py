@@ -1,10 +1,10 @@
-"""What to say of what was not measured."""
+"""What the page says of what was not measured, and how to come by it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from linearize.report.blocks import Text
+from linearize.report.html import Text
 from linearize.report.load import RunFiles
 
 _EVAL = "`linearize eval DIR/model --output DIR/evaluation.json`"
@@ -14,6 +14,7 @@ _HOW = {
     "agreement": ("Agreement with the teacher is not measured", f"{_WITH_TEACHER} it"),
     "positions": ("Loss by position is not measured", f"{_EVAL} measures it"),
     "generations": ("Generations are not compared with the teacher's", f"{_WITH_TEACHER} them"),
+    "copying": ("Copying is not measured", f"{_WITH_TEACHER} it"),
     "fidelity": ("Fidelity of the heads is not measured", f"{_EVAL} measures it"),
     "maps": ("Attention of single heads is not measured", f"{_EVAL} measures it"),
     "path_usage": ("How much the linear part carries is not measured", f"{_EVAL} measures it"),
@@ -31,25 +32,20 @@ _HOW = {
 }
 
 
-def not_measured(runs: Sequence[RunFiles], without: Sequence[RunFiles], what: str) -> list[Text]:
-    """A line for the runs that lack `what`, and one for each that says why itself; none if no run does."""
+def not_measured(runs: Sequence[RunFiles], what: str, there: Callable[[RunFiles], object] | None = None) -> list[Text]:
+    """A line for the runs that lack `what`, and one for each that says why itself; none if no run does.
+
+    Args:
+        there: whether a run has it; by default, whether its evaluation has a section of that name.
+    """
     missing, how = _HOW[what]
-    lines = []
-    silent = []
-    for run in without:
-        reason = (run.section("not_measured") or {}).get(what)
-        if reason is None:
-            silent.append(run)
-        else:
-            lines.append(_line(missing, [run], runs, reason))
+    without = [run for run in runs if not (run.section(what) if there is None else there(run))]
+    reasons = {run.name: (run.section("not_measured") or {}).get(what) for run in without}
+    lines = [_line(missing, [run], runs, reason) for run in without if (reason := reasons[run.name])]
+    silent = [run for run in without if not reasons[run.name]]
     return [*lines, _line(missing, silent, runs, how)] if silent else lines
 
 
 def _line(missing: str, without: Sequence[RunFiles], runs: Sequence[RunFiles], why: str) -> Text:
     where = "" if len(without) == len(runs) else f" for {', '.join(run.name for run in without)}"
     return Text(f"{missing}{where}: {why.rstrip('.')}.", tone="missing")
-
-
-def lacking(runs: Sequence[RunFiles], name: str) -> list[RunFiles]:
-    """The runs whose evaluation has no such section."""
-    return [run for run in runs if run.section(name) is None]

@@ -1,0 +1,139 @@
+"""A student's scores at its task, beside its teacher and its controls."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.data.tasks import AnyTask
+from linearize.evaluation.candidates import Candidate
+from linearize.evaluation.metrics import Answered, bootstrapped
+from linearize.evaluation.perplexity import Interval
+
+OTHERS = ("teacher", "teacher_lora", "window_lora", "ablated")  # what the student is compared with, where at hand
+LEAST_SCORE = 1e-3  # of the teacher: what is below is no score of which the student could have a share
+
+Draws = dict[str, dict[str, Float[Tensor, " S"]]]
+Scores = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One candidate: scores by metric; `agreement`: share of answers that are the teacher's.
+
+    The agreement is None for the teacher itself, without one, and where answers are not alike or unlike (values).
+    """
+
+    name: str
+    label: str
+    note: str
+    scores: dict[str, Interval]
+    agreement: Interval | None
+
+
+@dataclass(frozen=True)
+class ScoreDifference:
+    """The student's score minus another's, paired on the same examples."""
+
+    other: str
+    metric: str
+    difference: Interval
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """Scores of all candidates at one task.
+
+    Attributes:
+        type, auto_class, pipeline_tag: which kind of task, and what transformers and the hub call a model for it.
+        metrics: the first is the one that counts; all are better where higher.
+        examples: how many the scores rest on.
+        scored: candidates in the order in which they were given.
+        recovery: the student's score over the teacher's; None where the teacher's is not above 0 for certain.
+    """
+
+    type: str
+    auto_class: str
+    pipeline_tag: str
+    metrics: tuple[str, ...]
+    examples: int
+    scored: list[Scored]
+    differences: list[ScoreDifference]
+    recovery: dict[str, Interval | None]
+
+
+def score_task(
+    candidates: Sequence[Candidate],
+    answer: Callable[[PreTrainedModel, str], Answered],
+    task: AnyTask,
+    *,
+    samples: int,
+    seed: int,
+) -> TaskScores:
+    """Scores of every candidate on the same examples.
+
+    Args:
+        candidates: opened one after another; "student" must be among them.
+        answer: runs a model over the held-out examples; the text is what a progress bar may say.
+
+    Raises:
+        UserError: fewer than two examples.
+    """
+    answered: dict[str, Answered] = {}
+    for candidate in candidates:
+        with candidate.open() as model:
+            answered[candidate.name] = answer(model, f"measuring: {candidate.label}")
+        del model
+        gc.collect()
+    student = answered["student"]
+    draws = bootstrapped(answered, samples=samples, seed=seed)
+    scores = {name: given.scores() for name, given in answered.items()}
+    intervals = {
+        name: {metric: _interval(score, draws[name][metric]) for metric, score in found.items()}
+        for name, found in scores.items()
+    }
+    scored = [
+        Scored(c.name, c.label, c.note, intervals[c.name], _agreement(answered, c.name, samples, seed))
+        for c in candidates
+    ]
+    others = [name for name in OTHERS if name in answered]
+    differences = [_difference(scores, draws, other, metric) for other in others for metric in student.metrics]
+    recovery: dict[str, Interval | None] = {}
+    if "teacher" in answered:
+        for metric in student.metrics:
+            certain = intervals["teacher"][metric].low > LEAST_SCORE
+            recovery[metric] = _recovery(scores, draws, metric) if certain else None
+    names = task.type, task.auto_class, task.pipeline_tag
+    return TaskScores(*names, student.metrics, len(student), scored, differences, recovery)
+
+
+def _interval(mean: float, draws: Float[Tensor, " S"]) -> Interval:
+    return Interval.of(torch.tensor(mean, dtype=torch.float64), draws)
+
+
+def _agreement(answered: Mapping[str, Answered], name: str, samples: int, seed: int) -> Interval | None:
+    if name == "teacher" or "teacher" not in answered:
+        return None
+    alike = answered[name].agreement(answered["teacher"])
+    if alike is None:
+        return None
+    alike, generator = alike.double(), torch.Generator().manual_seed(seed)
+    index = [torch.randint(len(alike), (len(alike),), generator=generator) for _ in range(samples)]
+    return Interval.of(alike.mean(), torch.stack([alike[drawn].mean() for drawn in index]))
+
+
+def _difference(scores: Scores, draws: Draws, other: str, metric: str) -> ScoreDifference:
+    mean, drawn = scores["student"][metric] - scores[other][metric], draws["student"][metric] - draws[other][metric]
+    return ScoreDifference(other, metric, _interval(mean, drawn))
+
+
+def _recovery(scores: Scores, draws: Draws, metric: str) -> Interval:
+    # The few resamples where the teacher happens to score nothing would divide by zero.
+    ratio = draws["student"][metric] / draws["teacher"][metric].clamp(min=LEAST_SCORE)
+    return _interval(scores["student"][metric] / scores["teacher"][metric], ratio)

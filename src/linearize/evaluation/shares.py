@@ -1,0 +1,62 @@
+"""How much of what its teacher gains by looking far back a student keeps: on natural text, and in copying."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from linearize.evaluation.perplexity import Interval, TokenLosses, Totals, require_same_tokens, resample
+
+# Random tokens get up to 0.15 nats easier with their place in the row although nothing is copied (measured on a small
+# Llama), so a gain counts as copying only well above that.
+NEGLIGIBLE_COPY_GAIN = 0.25
+
+
+@dataclass(frozen=True)
+class KeptGain:
+    """What teacher and student gain, nats per token, and the student's gain over the teacher's.
+
+    `share`: None where the teacher's gain is not above a negligible one for certain.
+    """
+
+    teacher_gain: Interval
+    student_gain: Interval
+    share: Interval | None
+
+
+def kept_copying(
+    teacher: Sequence[Totals], student: Sequence[Totals], *, samples: int = 1000, seed: int = 0
+) -> KeptGain:
+    """The gain is the loss on a first copy minus that on the second (`copy_losses`), of both on the same rows."""
+    mean, draws = resample([*teacher, *student], samples=samples, seed=seed)
+    return _kept(mean[0::2] - mean[1::2], draws[:, 0::2] - draws[:, 1::2], NEGLIGIBLE_COPY_GAIN)
+
+
+def kept_far_context(
+    losses: Mapping[str, TokenLosses], window_size: int, *, samples: int = 1000, seed: int = 0
+) -> KeptGain | None:
+    """The gain over the teacher confined to its window ("window"), on the tokens beyond the window.
+
+    None without "teacher" and "window", and where the text has too little beyond the window.
+
+    Raises:
+        ValueError: the models were not measured on the same tokens.
+    """
+    names = ("teacher", "student", "window")
+    if not losses.keys() >= set(names) or losses["student"].beyond_missing(window_size):
+        return None
+    require_same_tokens(*(losses[name] for name in names))
+    columns = [losses[name].beyond(window_size).totals() for name in names]
+    mean, draws = resample(columns, samples=samples, seed=seed)
+    return _kept(mean[2] - mean[:2], draws[:, 2:] - draws[:, :2], 0.0)
+
+
+def _kept(gains: Float[Tensor, " 2"], draws: Float[Tensor, "S 2"], negligible: float) -> KeptGain:
+    """From the gains of (teacher, student), and the same under resamples."""
+    teacher, student = Interval.of(gains[0], draws[:, 0]), Interval.of(gains[1], draws[:, 1])
+    measurable = teacher.low > negligible
+    share = Interval.of(gains[1] / gains[0], draws[:, 1] / draws[:, 0]) if measurable else None
+    return KeptGain(teacher, student, share)

@@ -1,0 +1,289 @@
+"""What a student is worth: everything that is measured of it beside its teacher and its controls, in numbers."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
+from linearize.data.rows import Rows
+from linearize.data.tasks import AnyTask
+from linearize.evaluation.agreement import (
+    Agreement,
+    Generations,
+    PositionLosses,
+    generation_agreement,
+    logit_agreement,
+    loss_by_position,
+)
+from linearize.evaluation.candidates import BATCH_SIZE, LABELS, Candidate
+from linearize.evaluation.chosen_rows import spread_rows
+from linearize.evaluation.config import EvaluationConfig
+from linearize.evaluation.fidelity import Fidelity, measure_fidelity
+from linearize.evaluation.harness import Benchmarks, run_benchmarks
+from linearize.evaluation.metrics import Answered
+from linearize.evaluation.path_usage import PathUsage, measure_path_usage
+from linearize.evaluation.perplexity import Interval, Quality, TokenLosses, Totals, paired_difference, token_losses
+from linearize.evaluation.retrieval import (
+    Answers,
+    Copying,
+    Retrieval,
+    answer,
+    copy_losses,
+    copy_rows,
+    ordinary_tokens,
+    retrieval_result,
+    retrieval_tests,
+)
+from linearize.evaluation.scores import TaskScores, score_task
+from linearize.evaluation.shares import KeptGain, kept_copying, kept_far_context
+from linearize.evaluation.speed import Crossover, Speed, generation_speed
+from linearize.hf.attention import linearized_layers
+
+NEW_TOKENS = 16  # generated where speed is measured
+RECALLING = ("teacher", "student", "window")  # the floor is the teacher within its window
+SHOWN = 4  # generations kept as text
+BENCHMARK_BATCH_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Held-out loss and copying of one candidate."""
+
+    name: str
+    label: str
+    note: str
+    quality: Quality
+    copying: Copying | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The student's loss minus another's, paired on the same rows."""
+
+    other: str
+    overall: Interval
+    beyond: Interval | None
+
+
+@dataclass(frozen=True)
+class Worth:
+    """All measurements, by section of evaluation.json; None or empty where there are none.
+
+    A language model has losses (`measured`), and a model whose answers are scored has a `task`. `missing`: controls
+    that could not be had. `not_measured`: reasons, by section.
+    """
+
+    window_size: int | None = None
+    task: TaskScores | None = None
+    measured: list[Measured] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    far_context: KeptGain | None = None
+    copying: KeptGain | None = None
+    positions: PositionLosses | None = None
+    speed: list[Speed] = field(default_factory=list)
+    crossover: Crossover | None = None
+    agreement: Agreement | None = None
+    generations: Generations | None = None
+    fidelity: Fidelity | None = None
+    path_usage: PathUsage | None = None
+    retrieval: list[Retrieval] = field(default_factory=list)
+    tasks: Benchmarks | None = None
+    missing: list[str] = field(default_factory=list)
+    not_measured: dict[str, str] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """What evaluation.json holds, plain data."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+def measure_task(
+    candidates: Sequence[Candidate],
+    answer: Callable[[PreTrainedModel, str], Answered],
+    task: AnyTask,
+    rows: Rows,
+    *,
+    config: EvaluationConfig,
+    seed: int,
+    missing: Sequence[str] = (),
+) -> Worth:
+    """A model that is no language model: scores of every candidate, and how faithful the student's heads are.
+
+    Args:
+        candidates: opened one after another; "student" must be among them.
+        answer: runs a model over the held-out examples; the text is what a progress bar may say.
+        rows: held-out inputs on which to look at the heads.
+        missing: names of controls that could not be had.
+
+    Raises:
+        UserError: fewer than two examples.
+    """
+    scores = score_task(candidates, answer, task, samples=config.bootstrap_samples, seed=seed)
+    fidelity, reasons = None, {}
+    if config.examine:
+        sampled: dict[str, Any] = {"max_tokens": config.fidelity_tokens, "batch_size": BATCH_SIZE, "seed": seed}
+        with next(candidate for candidate in candidates if candidate.name == "student").open() as student:
+            try:
+                fidelity = measure_fidelity(student, rows, None, **sampled)
+            except UserError as error:  # of this model's kind: the scores do not depend on it
+                reasons["fidelity"] = str(error)
+    else:
+        reasons["fidelity"] = "not asked for, evaluation.examine is false"
+    return Worth(task=scores, fidelity=fidelity, missing=[LABELS[name] for name in missing], not_measured=reasons)
+
+
+def measure(
+    candidates: Sequence[Candidate],
+    rows: PackedRows,
+    tokenizer: Tokenizer,
+    *,
+    window_size: int,
+    max_positions: int,
+    config: EvaluationConfig,
+    seed: int,
+    missing: Sequence[str] = (),
+) -> Worth:
+    """A language model: loss and copying of every candidate on the same rows, speed, and a closer look at the student.
+
+    Args:
+        candidates: opened one after another; "student" must be among them.
+        rows: packed held-out rows.
+        window_size: what counts as "beyond the window".
+        missing: names of controls that could not be had.
+    """
+    reasons: dict[str, str] = {}
+    vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
+    sizes: dict[str, int] = {"window_size": window_size, "max_positions": max_positions}
+    copies = copy_rows(vocabulary, **sizes, rows=config.copy_rows, seed=seed)
+    if copies is None:
+        reasons["copying"] = f"a repeat at {2 * window_size} tokens does not fit the model's {max_positions} positions"
+    losses: dict[str, TokenLosses] = {}
+    copied: dict[str, list[Totals]] = {}
+    for candidate in candidates:
+        with candidate.open() as model:
+            title = f"measuring: {candidate.label}"
+            losses[candidate.name] = token_losses(model, rows, batch_size=BATCH_SIZE, title=title)
+            if copies is not None:
+                copied[candidate.name] = copy_losses(model, copies, batch_size=BATCH_SIZE)
+        del model
+        gc.collect()
+
+    samples: dict[str, int] = {"samples": config.bootstrap_samples, "seed": seed}
+
+    def measured(candidate: Candidate) -> Measured:
+        quality = Quality.of(losses[candidate.name], window_size, **samples)
+        copying = Copying.of(copied[candidate.name], **samples) if candidate.name in copied else None
+        return Measured(candidate.name, candidate.label, candidate.note, quality, copying)
+
+    def comparison(other: str) -> Comparison:
+        pair = losses["student"], losses[other]
+        beyond = None
+        if pair[0].beyond_missing(window_size) is None:
+            beyond = paired_difference(*(x.beyond(window_size) for x in pair), **samples)
+        return Comparison(other, paired_difference(*pair, **samples), beyond)
+
+    opened = {candidate.name: candidate for candidate in candidates}
+    speed = _speed(opened, max_positions, seed) if "teacher" in opened else []
+    return Worth(
+        window_size=window_size,
+        measured=list(map(measured, candidates)),
+        comparisons=[comparison(name) for name in ("teacher", "window_lora", "ablated") if name in losses],
+        far_context=kept_far_context(losses, window_size, **samples),
+        copying=kept_copying(copied["teacher"], copied["student"], **samples) if "teacher" in copied else None,
+        positions=loss_by_position(losses, seed=seed),
+        speed=speed,
+        crossover=Crossover.of(speed) if speed else None,
+        missing=[LABELS[name] for name in missing],
+        **_examined(opened, rows, tokenizer, sizes, config, seed, reasons) if config.examine else {},
+        not_measured=reasons,
+    )
+
+
+def _speed(opened: Mapping[str, Candidate], max_positions: int, seed: int) -> list[Speed]:
+    """Teacher and student at a quarter of the positions and at nearly all of them."""
+    lengths = (max_positions // 4, max_positions - NEW_TOKENS)
+    with opened["teacher"].open() as teacher, opened["student"].open() as student:
+        models = {"teacher": teacher, "student": student}
+        return generation_speed(models, lengths, new_tokens=NEW_TOKENS, repeats=3, seed=seed)
+
+
+# --- the closer look: what the loss does not show ---------------------------------------------------------------------
+
+
+def _examined(
+    opened: Mapping[str, Candidate],
+    rows: PackedRows,
+    tokenizer: Tokenizer,
+    sizes: dict[str, int],
+    config: EvaluationConfig,
+    seed: int,
+    reasons: dict[str, str],
+) -> dict[str, Any]:
+    """The sections about the student beside its teacher; why one is missing is put into `reasons`."""
+    rows = spread_rows(rows, config.examined_tokens)
+    samples: dict[str, int] = {"samples": config.bootstrap_samples, "seed": seed}
+    sampled: dict[str, Any] = {"max_tokens": config.fidelity_tokens, "batch_size": BATCH_SIZE, "seed": seed}
+    with ExitStack() as stack:
+        models = {name: stack.enter_context(opened[name].open()) for name in ("teacher", "student") if name in opened}
+        student = models["student"]
+        found: dict[str, Any] = {"fidelity": measure_fidelity(student, rows, tokenizer, **sampled)}
+        if all(layer.mixer.causal for layer in linearized_layers(student).values()):
+            found["path_usage"] = measure_path_usage(student, rows, **sampled | samples)
+        else:
+            reasons["path_usage"] = "an encoder has no window beside its linear part"
+        if "teacher" in models:
+            options: dict[str, Any] = {"batch_size": BATCH_SIZE, "window_size": sizes["window_size"]}
+            found["agreement"] = logit_agreement(models["teacher"], student, rows, **options, **samples)
+            try:
+                found["generations"] = generation_agreement(
+                    models["teacher"],
+                    student,
+                    tokenizer,
+                    rows,
+                    prompts=config.prompts,
+                    prompt_length=min(sizes["window_size"], sizes["max_positions"] // 4),
+                    new_tokens=min(config.new_tokens, sizes["max_positions"] // 2),
+                    shown=SHOWN,
+                    seed=seed,
+                )
+            except UserError as error:  # of the held-out text: the other numbers do not depend on it
+                reasons["generations"] = str(error)
+        else:
+            reasons |= {"agreement": "no teacher at hand", "generations": "no teacher at hand"}
+        if config.tasks:
+            asked: dict[str, Any] = {"shots": config.shots, "limit": config.task_limit, "seed": seed}
+            found["tasks"] = run_benchmarks(models, tokenizer, config.tasks, batch_size=BENCHMARK_BATCH_SIZE, **asked)
+        else:
+            reasons["tasks"] = "none asked for; name some by --tasks or evaluation.tasks"
+    return found | {"retrieval": _retrieval(opened, rows, tokenizer, sizes, config, seed)}
+
+
+def _retrieval(
+    opened: Mapping[str, Candidate],
+    rows: PackedRows,
+    tokenizer: Tokenizer,
+    sizes: dict[str, int],
+    config: EvaluationConfig,
+    seed: int,
+) -> list[Retrieval]:
+    tests = retrieval_tests(tokenizer, **sizes, trials=config.recall_trials, seed=seed, haystack=rows.input_ids)
+    answers: list[dict[str, Answers]] = [{} for _ in tests]
+    for name in RECALLING:
+        if name not in opened:
+            continue
+        with opened[name].open() as model:
+            for test, given in zip(tests, answers, strict=True):
+                given[name] = answer(model, test, batch_size=BATCH_SIZE, title=f"recall: {opened[name].label}")
+        del model
+        gc.collect()
+    samples: dict[str, int] = {"samples": config.bootstrap_samples, "seed": seed}
+    return [retrieval_result(test, given, **samples) for test, given in zip(tests, answers, strict=True)]

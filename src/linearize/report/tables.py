@@ -1,0 +1,150 @@
+"""The tables that the page, the model card and the terminal share, and how they are written outside the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp
+from typing import Any
+
+from rich.table import Table as TerminalTable
+from rich.text import Text
+
+from linearize.evaluation.candidates import LABELS
+from linearize.evaluation.metrics import title
+from linearize.evaluation.perplexity import Interval
+from linearize.report.findings import what
+from linearize.report.html import Group, Table
+from linearize.report.load import RunFiles, interval, label
+from linearize.report.numbers import DASH, Number, capital, count, milliseconds, percent, plain, scaled, with_interval
+
+NOTE = "what it is"  # the column that a terminal has no room for
+
+
+def losses(runs: Sequence[RunFiles]) -> Table:
+    """Held-out losses of all candidates."""
+    groups = []
+    for run in runs:
+        rows = []
+        for name in LABELS:
+            if line := run.measured(name):
+                loss, beyond = (interval(line["quality"][key]) for key in ("loss", "beyond"))
+                rows.append([label(name), with_interval(loss), with_interval(beyond), _perplexity(loss), line["note"]])
+        student = run.measured("student")
+        quality = student["quality"] if student else {"tokens": None, "tokens_beyond": None}
+        size = f"{count(quality['tokens'])} tokens, {count(quality['tokens_beyond'])} of them beyond the window"
+        groups.append(Group(rows, f"{run.prefix}{size}"))
+    columns = ["candidate", "loss", f"beyond the window{window(runs)}", "perplexity", NOTE]
+    return Table("Held-out loss, nats per token, with 95 % intervals (lower is better)", columns, groups)
+
+
+def window(runs: Sequence[RunFiles]) -> str:
+    """The window of all runs, where it is one."""
+    windows = {run.window for run in runs}
+    return f" of {count(windows.pop())}" if len(windows) == 1 else ""
+
+
+def _perplexity(loss: Interval | None) -> str:
+    return DASH if loss is None else f"{exp(min(loss.mean, 700)):,.2f}"
+
+
+def copying(runs: Sequence[RunFiles]) -> Table:
+    """Losses on random tokens that come twice."""
+    groups = []
+    for run in runs:
+        rows = []
+        for name in LABELS:
+            if copied := (run.measured(name) or {}).get("copying"):
+                found = (with_interval(interval(copied[key]), 2) for key in ("first", "second", "gain"))
+                rows.append([label(name), *found])
+        groups.append(Group(rows, run.group))
+    columns = ["candidate", "first copy", "second copy", "gain"]
+    return Table("Copying: loss in nats per token", columns, groups, collapsed=True)
+
+
+def scores(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Table:
+    """Scores of all candidates by some of the metrics."""
+    groups = []
+    for run in runs:
+        rows = []
+        for name in LABELS:
+            if line := run.scored(name):
+                found = (with_interval(run.score(name, metric)) for metric in metrics)
+                rows.append([label(name), *found, percent(run.agreement(name)), line["note"]])
+        groups.append(Group(rows, run.group))
+    given = [run.task for run in runs if run.task]
+    tasks = dict.fromkeys(f"{capital(what(task))}, {count(task['examples'])} examples" for task in given)
+    caption = f"{'; '.join(tasks)}, with 95 % intervals (higher is better)"
+    return Table(caption, ["candidate", *map(title, metrics), "teacher's answers", NOTE], groups)
+
+
+def speed(entries: Sequence[tuple[str | None, Sequence[dict[str, Any]]]]) -> Table:
+    """Measurements of time and memory, in groups with their titles."""
+    groups = [Group([_speed(entry) for entry in found], name) for name, found in entries]
+    columns = [
+        "model",
+        "batch",
+        "prompt, tokens",
+        "prefill, ms",
+        "per new token, ms",
+        "tokens/s",
+        "cache",
+        "peak",
+    ]
+    caption = "Median [least, greatest] of all repeats; bytes of all sequences of the batch together, peak in prefill"
+    if not any(entry.get("prefill_bytes") for _, found in entries for entry in found):
+        columns.pop()
+        groups = [Group([row[:-1] for row in group.rows], group.title) for group in groups]
+    return Table(caption, columns, groups)
+
+
+def _speed(entry: dict[str, Any]) -> list[str]:
+    def cell(found: dict[str, Number]) -> str:
+        return f"{milliseconds(found['median'])} [{milliseconds(found['low'])}, {milliseconds(found['high'])}]"
+
+    batch = entry.get("batch_size", 1)
+    return [
+        entry["model"],
+        plain(batch),
+        count(entry["prompt_length"]),
+        cell(entry["prefill"]),
+        cell(entry["decode"]),
+        count(batch / entry["decode"]["median"]),
+        f"{count(entry['cache_bytes'])} ({scaled(entry['cache_bytes'], 'B')})",
+        scaled(entry.get("prefill_bytes"), "B"),
+    ]
+
+
+def of_run(run: RunFiles) -> list[Table]:
+    """Those that one run has something for."""
+    found = [scores([run], run.task["metrics"])] if run.task else []
+    found += [losses([run]), copying([run])] if run.is_language_model else []
+    found += [speed([(None, entries)])] if (entries := run.section("speed")) else []
+    return [table for table in found if any(group.rows for group in table.groups)]
+
+
+# --- outside the page -------------------------------------------------------------------------------------------------
+
+
+def markdown(table: Table) -> str:
+    """Caption and rows; nothing in a cell is read as markup."""
+    lines = [table.columns, ["---"] * len(table.columns), *(row for group in table.groups for row in group.rows)]
+    cells = [[cell if cell == "---" else escaped(cell) for cell in line] for line in lines]
+    return f"{table.caption}:\n\n" + "".join("| " + " | ".join(line) + " |\n" for line in cells)
+
+
+def escaped(text: str) -> str:
+    """A text that does not break a table of Markdown."""
+    return text.replace("|", "\\|")
+
+
+def terminal(table: Table) -> TerminalTable:
+    """The table for rich, without the notes."""
+    shown = [i for i, column in enumerate(table.columns) if column != NOTE]
+    made = TerminalTable(title=Text(table.caption), title_justify="left")
+    for i in shown:
+        made.add_column(Text(table.columns[i]))
+    for group in table.groups:
+        for row in group.rows:
+            made.add_row(*(Text(row[i]) for i in shown))
+        made.add_section()
+    return made

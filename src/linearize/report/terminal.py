@@ -1,0 +1,30 @@
+"""What a command prints about measurements: tables, then the findings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from linearize.report import tables
+from linearize.report.findings import faster, memory, sentences
+from linearize.report.load import RunFiles
+
+
+def measured(run: RunFiles) -> Group:
+    """All of a run's tables and findings."""
+    return Group(*map(tables.terminal, tables.of_run(run)), *(Text(f"- {line}") for line in sentences(run)))
+
+
+def timed(bench: dict[str, Any]) -> Group:
+    """The JSON of `linearize bench`: one table, and for each batch size who is ahead."""
+    entries, lines = bench["speed"], []
+    for crossover in bench["crossovers"]:
+        size = crossover["batch_size"]
+        batch = [entry for entry in entries if entry["batch_size"] == size]
+        found = [memory(batch), *faster(batch, crossover)]
+        lines += [f"- Batch of {size}: {finding.words}" for finding in found if finding is not None]
+    table = tables.speed([(None, entries)])
+    rounds = f"{entries[0]['new_tokens']} tokens behind each prompt, {bench['repeats']} rounds ({bench['setting']})"
+    return Group(tables.terminal(table), *map(Text, [*lines, f"- {rounds}."]))
