@@ -33,8 +33,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, progress
 from linearize.data.packing import PackedRows
-from linearize.data.rows import inference
-from linearize.data.templates import IGNORED
+from linearize.data.rows import IGNORED, inference
 from linearize.evaluation.perplexity import Interval, Totals, resample, token_losses
 
 # A teacher that beats the floor by so little can fetch next to nothing, and a share of that says nothing.
