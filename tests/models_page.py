@@ -63,7 +63,10 @@ OF_DECODERS = (
     Feature(
         "transfer",
         "attention transfer's target is the teacher's attention, document by document",
-        ("hf/test_decoders.py::test_attention_transfer_s_target_is_the_teacher[*]",),
+        tuple(
+            f"hf/test_decoders.py::test_attention_transfer_s_target_is_the_teacher[*-{x}]"
+            for x in ("sdpa-1e-10", "eager-0.0001")
+        ),
     ),
     Feature(
         "blocks",
@@ -145,12 +148,12 @@ OF_ENCODERS = (
     Feature(
         "folder",
         "saved, and loaded in a fresh process with equal outputs",
-        ("hf/test_encoder_checkpoints.py::test_loads_in_a_fresh_process[*]",),
+        ("hf/test_checkpoint.py::test_loads_in_a_fresh_process[*]",),
     ),
     Feature(
         "converter",
         "the teacher's own folder loads with a linearized config, which is a conversion",
-        ("hf/test_encoder_checkpoints.py::test_a_teacher_s_folder_with_a_linearized_config_is_a_conversion[*]",),
+        ("hf/test_checkpoint.py::test_an_encoder_s_folder_with_a_linearized_config_is_a_conversion[*]",),
     ),
 )
 FILES = sorted({x.split("::")[0] for feature in OF_DECODERS + OF_ENCODERS for x in feature.tests + feature.either})

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 import linearize
-from linearize.hf.attention import documents_apart, linearized_layers
+from linearize.hf.attention import linearized_layers
+from linearize.hf.layouts import documents_apart
 from tests.hf.models import Case, make_student, make_teacher, random_tokens, student_of, teacher_of
 
 Check = Callable[[Case], None]
@@ -103,9 +104,18 @@ def softmax_restored(case: Case) -> None:
     assert not torch.allclose(before, uncached(teacher, ids, mask))
 
 
-def teacher_untouched(case: Case) -> None:
-    """Converting, and using the student, changes nothing about the teacher."""
-    teacher = make_teacher(case.architecture, **case.teacher)
+def teacher_left_alone(case: Case) -> None:
+    teacher, ids = make_teacher(case.architecture, **case.teacher), random_tokens(2, 12)
+    assert_left_alone(teacher, lambda: make_student(case, teacher), lambda model: uncached(model, ids))
+
+
+def assert_left_alone(
+    teacher: PreTrainedModel, convert: Callable[[], PreTrainedModel], outputs: Callable[[PreTrainedModel], Tensor]
+) -> None:
+    """Converting, and using the student, changes nothing about the teacher, whose storage it shares.
+
+    The student's own parameters are the mixers'; all others, tied ones too, lie where the teacher's lie.
+    """
     next(teacher.parameters()).requires_grad_(False)
 
     def everything() -> Any:
@@ -115,28 +125,19 @@ def teacher_untouched(case: Case) -> None:
         implementations = [getattr(config, "_attn_implementation", None) for config in configs]
         return modules, flags, list(map(id, configs)), implementations, teacher.config.to_dict(), teacher.training
 
-    ids = random_tokens(2, 12)
-    before, logits = everything(), uncached(teacher, ids)
-    student = make_student(case, teacher)
+    before, expected = everything(), outputs(teacher)
+    student = convert()
     with linearize.softmax_attention(student):
-        uncached(student, ids)
-    assert not torch.allclose(uncached(student, ids), logits)
+        outputs(student)
+    assert not torch.allclose(outputs(student), expected)
     assert everything() == before
-    assert torch.equal(uncached(teacher, ids), logits)
-
-
-def storage_shared(case: Case) -> None:
-    """The student's own parameters are the mixers'; all others, tied ones too, lie where the teacher's lie."""
-    teacher = make_teacher(case.architecture, **case.teacher)
-    next(teacher.parameters()).requires_grad_(False)
-    student = make_student(case, teacher)
+    assert torch.equal(outputs(teacher), expected)
     shared = {n: p for n, p in student.named_parameters(remove_duplicate=False) if ".mixer." not in n}
-    expected = dict(teacher.named_parameters(remove_duplicate=False))
-    assert list(shared) == list(expected)
-    assert {n: (p.data_ptr(), p.requires_grad) for n, p in shared.items()} == {
-        n: (p.data_ptr(), p.requires_grad) for n, p in expected.items()
-    }
+    theirs = dict(teacher.named_parameters(remove_duplicate=False))
+    assert list(shared) == list(theirs)
+    places = [{n: (p.data_ptr(), p.requires_grad) for n, p in named.items()} for named in (shared, theirs)]
+    assert places[0] == places[1]
     buffers = [buffer for name, buffer in student.named_buffers() if ".mixer." not in name]
     assert all(b.data_ptr() == c.data_ptr() for b, c in zip(buffers, teacher.buffers(), strict=True))
-    assert len({id(p) for p in shared.values()}) == len({id(p) for p in expected.values()})
+    assert len({id(p) for p in shared.values()}) == len({id(p) for p in theirs.values()})
     assert all(p.requires_grad for layer in linearized_layers(student).values() for p in layer.mixer.parameters())

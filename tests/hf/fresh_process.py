@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import transformers
+from safetensors.torch import load_file, save_file
 
 
 class NotInstalled:
@@ -26,37 +26,38 @@ checkpoints, folder = Path(sys.argv[1]), Path(sys.argv[2])
 report = {}
 
 
-def load(architecture: str, **options: Any) -> PreTrainedModel:
-    options |= dict(dtype=torch.float64, experts_implementation="eager")
-    return AutoModelForCausalLM.from_pretrained(checkpoints / architecture, **options)
+def load(path: Path, **options: Any) -> Any:
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    auto = next(name for name in config["auto_map"] if name != "AutoConfig")
+    if "num_experts_per_tok" in config:
+        options["experts_implementation"] = "eager"
+    return getattr(transformers, auto).from_pretrained(path, dtype=torch.float64, **options)
 
 
-def write(name: str, model: PreTrainedModel) -> None:
+def write(name: str, model: Any, inputs: Path) -> None:
+    report[name] = f"{type(model).__module__}.{type(model).__name__}"
     with torch.no_grad():
-        logits = model(torch.arange(1, 31)[None], use_cache=False).logits
-    save_file({"logits": logits}, folder / f"{name}.safetensors")
+        save_file({"first": model(**load_file(inputs))[0]}, folder / f"{name}.safetensors")
 
 
 assert "linearize" not in sys.modules
 sys.meta_path.insert(0, NotInstalled)
 try:
-    load("llama", trust_remote_code=True)
+    load(checkpoints / "llama", trust_remote_code=True)
 except ImportError as error:
     report["without the package"] = str(error)
 sys.meta_path.remove(NotInstalled)
 
-remote = load("llama", trust_remote_code=True)
-report["remote"] = f"{type(remote).__module__}.{type(remote).__name__}"
-write("remote", remote)
-remote.save_pretrained(folder / "again")
+for name in ("llama", "bert"):
+    remote = load(checkpoints / name, trust_remote_code=True)
+    write(f"remote {name}", remote, checkpoints / name / "inputs.safetensors")
+    remote.save_pretrained(folder / "again" / name)
 report["again"] = dict(remote.config.auto_map)
-report["again's files"] = sorted(path.name for path in (folder / "again").glob("*.py"))
+report["again's files"] = sorted(path.name for path in (folder / "again").rglob("*.py"))
 
 import linearize  # noqa: E402, F401
 
 for path in sorted(checkpoints.iterdir()):
-    model = load(path.name)
-    report[path.name] = type(model).__name__
-    write(path.name, model)
+    write(path.name, load(path), path / "inputs.safetensors")
 
 sys.stdout.write(json.dumps(report))

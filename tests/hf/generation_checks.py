@@ -342,15 +342,3 @@ def saved(case: Case) -> None:
     assert torch.equal(found, expected)
     for row, valid in enumerate(mask.bool()):
         assert_close(found[row], uncached(model, ids[row : row + 1, valid])[0, -8:])
-
-
-def bytes_constant(case: Case) -> None:
-    """Linearized layers hold as much after 60 tokens as after 20."""
-    model, ids = student_of(case), random_tokens(2, 60)
-    cache = DynamicCache(config=model.config)
-    sizes = []
-    for cuts in ((0, 19, 20), (20, 59, 60)):
-        cached(model, ids, cuts, cache=cache)
-        sizes.append([getattr(layer, "nbytes", None) for layer in cache.layers])
-    assert sizes[0] == sizes[1]
-    assert any(sizes[0])

@@ -1,10 +1,9 @@
-"""Gradients through a converted model: checkpointing, autocast, adapters."""
+"""Gradients through a converted model: checkpointing, autocast."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -54,21 +53,3 @@ def test_autocast(case: Case) -> None:
     assert loss.item() == pytest.approx(exact.item(), rel=0.1)
     assert loss.item() != exact.item()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-
-
-# peft asks transformers under a name that newer releases deprecate.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
-def test_adapters(case: Case) -> None:
-    model = make_student(case, make_teacher(case.architecture).float())
-    model.requires_grad_(False)
-    conv1d = case.architecture == "gpt2"
-    targets = ["c_attn"] if conv1d else ["q_proj", "v_proj"]
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets, fan_in_fan_out=conv1d))
-    ids = random_tokens(2, 20)
-    adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    assert len(trained) == 2 * len(targets) * 3
-    assert all("lora" in name for name in trained)
-    # B starts at zero, so only its own gradient is there at first.
-    assert all(p.grad.abs().max() > 0 for name, p in trained.items() if "lora_B" in name)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -23,12 +23,12 @@ import linearize
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import MODEL_CLASSES
 from linearize.mixers import LinearMixer
-from tests.hf.checks import assert_close, left_padding, positions, uncached
+from tests.hf import encoders
+from tests.hf.checks import assert_close, left_padding, positions
 from tests.hf.decoders import ARCHITECTURES as OTHERS
 from tests.hf.models import (
     ARCHITECTURES,
-    CASES,
-    MIXER_CASES,
+    CASE,
     Case,
     make_student,
     make_teacher,
@@ -36,39 +36,62 @@ from tests.hf.models import (
     student_of,
 )
 
-CASE = {case.name: case for case in CASES}
-# By the name of their folder.
-SAVED = {
-    CASE[name].architecture: CASE[name] for name in ("llama-mixed", "mistral-terraced", "qwen3-sinks", "gpt2-sliding")
-}
-SAVED |= {case.name: case for case in MIXER_CASES if case.name in ("performer-qwen3", "rfa-gpt2", "gated-delta-llama")}
+# By the name of their folder: every architecture, and some with other mixers.
+NAMED = ("llama-mixed", "mistral-terraced", "qwen3-sinks", "gpt2-sliding")
+SAVED = {CASE[name].architecture: CASE[name] for name in NAMED}
+SAVED |= {name: CASE[name] for name in ("performer-qwen3", "rfa-gpt2", "gated-delta-llama")}
 SAVED |= {name: Case("", name, convert_sliding=True) for name in OTHERS}
-HEADS = [
-    pytest.param(name, auto, marks=[pytest.mark.slow] if name in OTHERS else [])
+# Of BERT's, the base model is the one that remote code loads.
+ENCODED = {name: encoders.Case(name, head="ForMaskedLM") for name in ("roberta", "albert", "modernbert")}
+ENCODED |= {"distilbert": encoders.Case("distilbert", head="ForSequenceClassification")}
+ENCODED |= {name: encoders.Case(name, head="ForImageClassification") for name in ("deit", "dinov2")}
+ENCODED |= {name: encoders.Case(name) for name in ("bert", "vit")}
+DECODER_HEADS = [
+    pytest.param(name, auto, marks=[pytest.mark.slow] if name in OTHERS and "Sequence" not in auto else [])
     for name in (*ARCHITECTURES, *OTHERS)
     for auto in MODEL_CLASSES[f"linearized_{name}"]
 ]
+ENCODER_HEADS = [
+    pytest.param(name, auto, cls.__bases__[-1].__name__, id=f"{name}-{auto}" + f"-{number}" * (number > 0))
+    for name in encoders.ENCODERS
+    for auto, classes in MODEL_CLASSES[f"linearized_{name}"].items()
+    for number, cls in enumerate(classes)
+]
+Inputs = dict[str, Tensor]
 
 
-def outputs(model: PreTrainedModel) -> Tensor:
-    """Logits, or hidden states where there is no head, of left-padded rows."""
+def padded_rows() -> Inputs:
     ids, mask = random_tokens(2, 20), left_padding([6, 0], 20)
+    return dict(input_ids=ids, attention_mask=mask, position_ids=positions(mask))
+
+
+def outputs(model: PreTrainedModel, inputs: Inputs | None = None) -> Tensor:
+    """Logits, or hidden states where there is no head; of left-padded rows, unless other inputs are given."""
     with torch.no_grad():
-        return model(ids, attention_mask=mask, position_ids=positions(mask), use_cache=False)[0]
+        return model(**(padded_rows() | dict(use_cache=False) if inputs is None else inputs))[0]
+
+
+def student_and_inputs(name: str) -> tuple[PreTrainedModel, Inputs]:
+    """What lies in the folder `name`."""
+    if name in ENCODED:
+        return encoders.student_of(ENCODED[name]), encoders.inputs_of(name)
+    return student_of(SAVED[name]), padded_rows()
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of students, one per architecture and some with other mixers."""
+    """A folder of students, each with inputs."""
     folder = tmp_path_factory.mktemp("students")
-    for name, case in SAVED.items():
-        copy.deepcopy(student_of(case)).save_pretrained(folder / name)
+    for name in (*SAVED, *ENCODED):
+        student, inputs = student_and_inputs(name)
+        copy.deepcopy(student).save_pretrained(folder / name)
+        save_file({key: x.contiguous() for key, x in inputs.items()}, folder / name / "inputs.safetensors")
     return folder
 
 
 @pytest.fixture(scope="module")
 def fresh_process(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """What `fresh_process.py` says and the folder with the logits that it wrote."""
+    """What `fresh_process.py` says and the folder with the outputs that it wrote."""
     folder = tmp_path_factory.mktemp("loaded")
     environment = os.environ | dict(HF_HOME=str(folder), HF_MODULES_CACHE=str(folder / "modules"), HF_HUB_OFFLINE="1")
     command = [sys.executable, Path(__file__).with_name("fresh_process.py"), checkpoints, folder]
@@ -77,26 +100,19 @@ def fresh_process(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -
     return json.loads(done.stdout), folder
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", [*SAVED, *ENCODED, "remote llama", "remote bert"])
 def test_loads_in_a_fresh_process(name: str, fresh_process: tuple[dict[str, Any], Path]) -> None:
+    """Remote: nothing imported, `trust_remote_code=True`; the module beside the weights finds the package."""
     report, folder = fresh_process
-    student = student_of(SAVED[name])
-    assert report[name] == type(student).__name__
-    assert_close(load_file(folder / f"{name}.safetensors")["logits"], uncached(student, torch.arange(1, 31)[None]))
-
-
-def test_loads_with_remote_code(fresh_process: tuple[dict[str, Any], Path]) -> None:
-    """Nothing imported, `trust_remote_code=True`: the module beside the weights finds the package."""
-    report, folder = fresh_process
-    assert report["remote"] == "linearize.hf.classes.LinearizedLlamaForCausalLM"
-    logits = load_file(folder / "remote.safetensors")["logits"]
-    assert_close(logits, uncached(student_of(CASE["llama-mixed"]), torch.arange(1, 31)[None]))
+    student, inputs = student_and_inputs(name.removeprefix("remote "))
+    assert report[name] == f"linearize.hf.classes.{type(student).__name__}"
+    assert_close(load_file(folder / f"{name}.safetensors")["first"], outputs(student, inputs))
 
 
 def test_remote_code_is_saved_as_it_was(fresh_process: tuple[dict[str, Any], Path]) -> None:
     """transformers copies the source of classes that remote code names; ours lies in the package."""
     report, _ = fresh_process
-    assert report["again's files"] == ["modeling_linearize.py"]
+    assert report["again's files"] == ["modeling_linearize.py"] * 2
     assert {reference.partition(".")[0] for reference in report["again"].values()} == {"modeling_linearize"}
 
 
@@ -104,18 +120,37 @@ def test_without_the_package_it_says_what_to_install(fresh_process: tuple[dict[s
     assert "pip install linearize" in fresh_process[0]["without the package"]
 
 
-@pytest.mark.parametrize("architecture, auto", HEADS)
-def test_every_head_comes_back(architecture: str, auto: str, tmp_path: Path) -> None:
-    teacher = make_teacher(architecture, auto.removeprefix("AutoModel"))
-    student = make_student(Case("", architecture, convert_sliding=True), teacher)
-    student.save_pretrained(tmp_path)
-    exact = dict(attn_implementation=teacher.config._attn_implementation, experts_implementation="eager")
-    loaded = getattr(transformers, auto).from_pretrained(tmp_path, dtype=torch.float64, **exact)
-    assert type(loaded) is type(student)
-    assert_close(outputs(loaded), outputs(student))
-    assert not torch.allclose(outputs(loaded), outputs(teacher))
+def assert_comes_back(
+    teacher: PreTrainedModel, student: PreTrainedModel, auto: str, inputs: Inputs | None, folder: Path
+) -> None:
+    found, expected = outputs(student, inputs), outputs(teacher, inputs)
+    student.save_pretrained(folder)
+    exact: dict[str, Any] = dict(attn_implementation=teacher.config._attn_implementation)
+    if hasattr(teacher.config, "num_experts_per_tok"):
+        exact["experts_implementation"] = "eager"
+    loaded = getattr(transformers, auto).from_pretrained(folder, dtype=torch.float64, **exact)
+    assert type(loaded) is type(student) and type(student).__name__ == f"Linearized{type(teacher).__name__}"
+    assert_close(outputs(loaded, inputs), found)
+    assert not torch.allclose(found, expected)
     with linearize.softmax_attention(loaded):
-        assert_close(outputs(loaded), outputs(teacher))
+        assert_close(outputs(loaded, inputs), expected)
+
+
+@pytest.mark.parametrize("architecture, auto", DECODER_HEADS)
+def test_every_head_of_decoders_comes_back(architecture: str, auto: str, tmp_path: Path) -> None:
+    teacher = make_teacher(architecture, auto.removeprefix("AutoModel"))
+    assert_comes_back(
+        teacher, make_student(Case("", architecture, convert_sliding=True), teacher), auto, None, tmp_path
+    )
+
+
+@pytest.mark.parametrize("architecture, auto, base", ENCODER_HEADS)
+def test_every_head_of_encoders_comes_back(architecture: str, auto: str, base: str, tmp_path: Path) -> None:
+    case = encoders.Case(architecture, head=base.removeprefix(encoders.ENCODERS[architecture][0]))
+    inputs = encoders.inputs_of(architecture)
+    if auto == "AutoModelForMultipleChoice":  # of DistilBERT's, it takes no positions
+        inputs = {name: torch.stack([x, x.flip(0)], dim=1) for name, x in inputs.items() if name != "position_ids"}
+    assert_comes_back(encoders.teacher_of(case), encoders.make_student(case), auto, inputs, tmp_path)
 
 
 def test_every_registered_class_is_an_attribute_of_its_module() -> None:
@@ -134,11 +169,12 @@ def test_bfloat16_keeps_mixers_in_float32(checkpoints: Path) -> None:
     assert outputs(loaded).isfinite().all()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_teacher_s_folder_with_a_linearized_config_is_a_conversion(architecture: str, tmp_path: Path) -> None:
-    teacher = make_teacher(architecture).float()
+@pytest.mark.parametrize("architecture", encoders.ENCODERS)
+def test_an_encoder_s_folder_with_a_linearized_config_is_a_conversion(architecture: str, tmp_path: Path) -> None:
+    """What transformers renames in older checkpoints of a base, it renames for ours too."""
+    teacher = encoders.make_encoder(architecture).float()
     teacher.save_pretrained(tmp_path)
-    student = linearize.convert(teacher, Case("", architecture).recipe())
+    student = linearize.convert(teacher, encoders.Case(architecture).recipe())
     loaded, report = type(student).from_pretrained(
         tmp_path, config=student.config, dtype=torch.float32, output_loading_info=True
     )
@@ -146,9 +182,6 @@ def test_a_teacher_s_folder_with_a_linearized_config_is_a_conversion(architectur
     assert not report["unexpected_keys"]
     for name, parameter in student.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter)
-    assert torch.equal(outputs(loaded), outputs(student))
-    with linearize.softmax_attention(loaded):
-        assert torch.equal(outputs(loaded), outputs(teacher))
 
 
 def test_random_mixers_that_a_checkpoint_lacks(tmp_path: Path) -> None:

@@ -38,7 +38,6 @@ KINDS = ["qwen3-sliding-kept", "regla-gpt2", "performer-qwen3", "gated-delta-lla
     "case, check",
     [
         *pairs([MIXED, *(CASE[name] for name in KINDS)], [generation.saved]),
-        *pairs([MIXED, CASE["gated-delta-llama"]], [generation.bytes_constant]),
         *pairs([MIXED], [generation.forked]),
         *pairs([PLAIN, MIXED], [generation.forked_static]),
     ],

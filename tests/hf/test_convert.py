@@ -25,9 +25,9 @@ from transformers import (
 )
 
 import linearize
-from linearize.hf.attention import documents_apart, linearized_layers, observed, softmax_output
+from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_model
-from linearize.hf.classes import projections
+from linearize.hf.layouts import documents_apart
 from tests.hf import checks, encoders
 from tests.hf import generation_checks as generation
 from tests.hf.decoders import ARCHITECTURES as OTHERS
@@ -50,10 +50,6 @@ SOME = [
     if case.name in {"llama-sliding", "llama-mixed", "mistral-terraced", "mistral-sliding-kept", "qwen3-sinks"}
     or case.architecture == "gpt2"
 ]
-
-
-def named(cases: list[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
 @pytest.mark.parametrize("per", ["query_head", "kv_head"])
@@ -85,29 +81,9 @@ def test_teachers_attend_far_from_uniformly() -> None:
         assert weights[..., -1, :].amax(-1).mean() > 0.4
 
 
-@named(SOME)
-def test_softmax_attention_is_the_teacher(case: Case) -> None:
-    checks.softmax_restored(case)
-
-
-@named(SOME)
-def test_the_teacher_is_left_alone(case: Case) -> None:
-    checks.teacher_untouched(case)
-    checks.storage_shared(case)
-
-
-# Eager attention takes its softmax in fp32.
-@pytest.mark.parametrize("implementation, tolerance", [("sdpa", checks.TOLERANCE), ("eager", 1e-4)])
-@named([CASES[1], CASES[8], SLIDING_TEACHERS[1]])
-def test_softmax_outputs_are_the_layer_s_own(case: Case, implementation: str, tolerance: float) -> None:
-    """What attention transfer learns from: each document by itself, within the layer's own window if it has one."""
-    teacher = make_teacher(case.architecture, **case.teacher)
-    teacher.set_attn_implementation(implementation)
-    student = linearize.convert(teacher, case.recipe()).eval()
-    position_ids = torch.cat([torch.arange(17), torch.arange(13)])[None]
-    options = dict(input_ids=random_tokens(2, 30), position_ids=position_ids, use_cache=False)
-    with torch.no_grad(), observed(student, softmax_output):
-        checks.assert_close(student(**options).logits, teacher(**options).logits, tolerance)
+@pytest.mark.parametrize("case, check", checks.pairs(SOME, [checks.softmax_restored, checks.teacher_left_alone]))
+def test_conversion(case: Case, check: checks.Check) -> None:
+    check(case)
 
 
 # --- the way back -----------------------------------------------------------------------------------------------------
@@ -192,16 +168,6 @@ def test_a_row_of_padding_alone_stays_finite() -> None:
     assert checks.uncached(student_of(CASES[1]), random_tokens(2, 12), mask).isfinite().all()
 
 
-def test_projections_are_found_by_role() -> None:
-    def names(architecture: str, roles: str) -> list[str]:
-        found = projections(student_of(next(c for c in CASES if c.architecture == architecture)), roles)
-        return [name.rpartition(".")[2] for name in list(found)[: len(found) // LAYERS]]
-
-    assert names("llama", "qv") == ["q_proj", "v_proj"]
-    assert names("gpt2", "qv") == ["c_attn"]
-    assert names("gpt2", "o") == ["c_proj"]
-
-
 def _electra() -> PreTrainedModel:
     return ElectraModel(ElectraConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
 
@@ -235,13 +201,13 @@ def test_a_soft_cap_that_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     make_teacher("gemma2").save_pretrained(tmp_path)
     load = AutoModelForCausalLM.from_pretrained
 
-    def older(*args: Any, **kwargs: Any) -> PreTrainedModel:
-        model = load(*args, **kwargs)
+    def older(*args: Any, **kwargs: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+        model, info = load(*args, **(kwargs | dict(output_loading_info=True)))
         model.config._attn_implementation_internal = "sdpa"
-        return model
+        return model, info
 
     with pytest.raises(linearize.UserError, match="attn_implementation='eager'"):
-        linearize.convert(older(tmp_path), CASES[1].recipe())
+        linearize.convert(older(tmp_path)[0], CASES[1].recipe())
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", older)
     loaded = load_model(str(tmp_path), dtype=torch.float64, device=torch.device("cpu"))
     assert loaded.config._attn_implementation == "eager"

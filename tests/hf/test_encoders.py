@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import linearize
 from linearize.data.selection import effective_sequence_lengths
-from linearize.hf import attention
+from linearize.hf import attention, layouts
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.classes import projections
 from linearize.hf.convert import convert_layers
@@ -25,7 +26,7 @@ from linearize.mixers.config import MixerConfig
 from linearize.mixers.shape import LayerShape
 from linearize.training.calibration import calibrate
 from tests import tiny
-from tests.hf.checks import assert_close
+from tests.hf.checks import assert_close, assert_left_alone
 from tests.hf.encoders import (
     ENCODERS,
     MIXERS,
@@ -111,21 +112,8 @@ def test_the_window_of_local_layers_counts() -> None:
 @every
 def test_the_teacher_is_left_alone(architecture: str) -> None:
     teacher, inputs = make_encoder(architecture), inputs_of(architecture)
-
-    def everything() -> Any:
-        modules = {name: (type(module), len(module._forward_pre_hooks)) for name, module in teacher.named_modules()}
-        parameters = {name: (p.requires_grad, id(p), p.data_ptr()) for name, p in teacher.named_parameters()}
-        return modules, parameters, teacher.config.to_dict(), teacher.config._attn_implementation
-
-    before, expected = everything(), hidden_states(teacher, **inputs)
-    student = linearize.convert(teacher, Case(architecture).recipe())
-    with linearize.softmax_attention(student):
-        hidden_states(student, **inputs)
-    hidden_states(student, **inputs)
-    assert everything() == before
-    assert torch.equal(hidden_states(teacher, **inputs), expected)
-    own = {parameter.data_ptr() for parameter in teacher.parameters()}
-    assert all(p.data_ptr() in own for name, p in student.named_parameters() if ".mixer." not in name)
+    convert = functools.partial(linearize.convert, teacher, Case(architecture).recipe())
+    assert_left_alone(teacher, convert, lambda model: hidden_states(model, **inputs))
 
 
 # --- padding and order ------------------------------------------------------------------------------------------------
@@ -163,7 +151,7 @@ def test_padding_with_softmax_layers_between(architecture: str) -> None:
 
 
 def ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attention, "read_layout", lambda mask, *_: None)
+    patch.setattr(layouts, "read_layout", lambda mask, *_: None)
 
 
 def counted(patch: pytest.MonkeyPatch) -> None:

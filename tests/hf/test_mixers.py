@@ -79,28 +79,22 @@ def test_the_selection_asks_for_everything() -> None:
 # --- generation -------------------------------------------------------------------------------------------------------
 
 
-@named(MIXER_CASES)
-def test_beams_are_those_without_a_cache(case: Case) -> None:
-    """Left-padded prompts, token by token."""
-    generation.beams(case)
-
-
-SOME = [generation.token_by_token, generation.left_padded, generation.two_turns]
-SOME += [generation.interior_padding, generation.packed]
+SOME = [generation.beams, generation.token_by_token, generation.left_padded, generation.two_turns]
+SOME += [generation.interior_padding, generation.packed, checks.softmax_restored, checks.teacher_left_alone]
 OTHERS = [generation.in_chunks, generation.next_turn, generation.copied, generation.rows_selected]
 OTHERS += [generation.rows_repeated, generation.emptied, generation.chunked_prefill]
 
 
 @pytest.mark.parametrize("check", SOME, ids=lambda check: check.__name__)
 @named(MIXER_CASES)
-def test_cached_is_uncached(case: Case, check: checks.Check) -> None:
+def test_conversion_and_generation(case: Case, check: checks.Check) -> None:
     check(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", OTHERS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("case", MIXER_CASES, ids=lambda case: case.name)
-def test_cached_is_uncached_in_every_way(case: Case, check: checks.Check) -> None:
+def test_generation_in_every_way(case: Case, check: checks.Check) -> None:
     check(case)
 
 
@@ -120,17 +114,6 @@ def test_every_recipe_generates(name: str) -> None:
 @named(WINDOWED)
 def test_a_window_over_everything_is_the_teacher(case: Case) -> None:
     checks.whole_window(replace(case, overrides={"mixer.span.window_size": 30}))
-
-
-@named(MIXER_CASES)
-def test_softmax_attention_is_the_teacher(case: Case) -> None:
-    checks.softmax_restored(case)
-
-
-@named(MIXER_CASES)
-def test_the_teacher_is_left_alone(case: Case) -> None:
-    checks.teacher_untouched(case)
-    checks.storage_shared(case)
 
 
 @named(MIXER_CASES)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.hf import attention, cache, conversation, convert
+from linearize.hf import attention, cache, conversation, convert, layouts
 from linearize.hf.cache import LinearizedCacheLayer
 from linearize.mixers import AttnInputs, LinearMixer, MixerState, Recording
 from linearize.ops import SlidingSpan, TerracedSpan
@@ -113,8 +113,8 @@ def reading(change: Callable[..., dict[str, Any]]) -> Mutant:
     """A mutant that reads padding and documents from changed arguments."""
 
     def mutant(patch: pytest.MonkeyPatch) -> None:
-        read = attention.read_layout
-        patch.setattr(attention, "read_layout", lambda *args: read(*change(*args)))
+        read = layouts.read_layout
+        patch.setattr(layouts, "read_layout", lambda *args: read(*change(*args)))
 
     mutant.__name__ = change.__name__
     return mutant
@@ -312,8 +312,8 @@ GUARDS = [
     Guard(masks_sized_after_linearized_layers(True), generation.in_chunks, "qwen3-sliding-kept", RuntimeError),
     Guard(masks_sized_after_linearized_layers(False), generation.static_cache, "llama-mixed", RuntimeError),
     Guard(softmax_not_restored, checks.softmax_restored, "llama-sliding"),
-    Guard(teacher_converted, checks.teacher_untouched, "llama-sliding"),
-    Guard(storage_copied, checks.storage_shared, "gpt2-sliding"),
+    Guard(teacher_converted, checks.teacher_left_alone, "llama-sliding"),
+    Guard(storage_copied, checks.teacher_left_alone, "gpt2-sliding"),
     Guard(nothing_carried, generation.greedy_by_hand, "llama-mixed"),
     Guard(nothing_carried, generation.assisted, "llama-mixed"),
     Guard(nothing_carried, generation.saved, "llama-mixed", KeyError),

@@ -27,7 +27,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from linearize.hf.architectures import ARCHITECTURES as ALL
-from linearize.hf.attention import IMPLEMENTATION, LAYOUT, linearized_attention, linearized_layers
+from linearize.hf.attention import IMPLEMENTATION, linearized_attention, linearized_layers
 from linearize.hf.cache import LinearizedCacheLayer
 from linearize.hf.classes import (
     ATTENTION_CLASSES,
@@ -35,6 +35,7 @@ from linearize.hf.classes import (
     MODEL_CLASSES,
     LinearizedModel,
 )
+from linearize.hf.layouts import LAYOUT
 from tests.hf.checks import left_padding
 from tests.hf.decoders import ARCHITECTURES as OTHERS
 from tests.hf.encoders import ENCODERS, make_encoder

@@ -70,7 +70,7 @@ class Architecture:
         parts: children of the base model: its layers, what comes before and after them, and what holds RoPE's angles;
             None for encoders, of which nobody wants a few layers alone.
         forgets_positions: the base makes its causal mask without the positions, which alone tell packed documents
-            apart; see `linearize.hf.attention.keep_documents_apart`.
+            apart; see `linearize.hf.layouts.keep_documents_apart`.
     """
 
     attention: type[nn.Module]

@@ -28,7 +28,7 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from linearize.base import UserError, full_disk_is_user_error
-from linearize.hf.attention import keep_documents_apart
+from linearize.hf.layouts import keep_documents_apart
 from linearize.hf.whole_weights import load_whole
 
 AUTO_MODULE = "modeling_linearize"
@@ -85,6 +85,22 @@ def _hub_answers(model: str) -> bool:
     return True
 
 
+@contextmanager
+def readable(model: str, expected: str) -> Iterator[None]:
+    """Turn what reading the files of a model raises into one line.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"model {model}: expected {expected}; {reason}") from None
+
+
 CAUSAL = "AutoModelForCausalLM"
 
 
@@ -95,16 +111,10 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_cla
         UserError: weights are missing, left over (see `load_whole`) or unreadable.
     """
     load = getattr(transformers, auto_class).from_pretrained
-    try:
-        with _bars_on_terminals_only(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # for a head that the checkpoint is not of: each time the same
-            loaded, _ = load_whole(load, model, dtype=dtype, trust_remote_code=False, **hub_options(model))
+    with readable(model, "readable weights"), _bars_on_terminals_only(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # for a head that the checkpoint is not of: each time the same
+        loaded, _ = load_whole(load, model, dtype=dtype, trust_remote_code=False, **hub_options(model))
         _check_dtypes(model, loaded)
-    except UserError:
-        raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"model {model}: expected readable weights; {reason}") from None
     return _as_trained(loaded.to(device).eval())
 
 
@@ -163,11 +173,8 @@ def load_tokenizer(model: str) -> Tokenizer:
     Raises:
         UserError: there is none.
     """
-    try:
+    with readable(model, "a tokenizer beside the weights"):
         return AutoTokenizer.from_pretrained(model, trust_remote_code=False, **hub_options(model))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"model {model}: expected a tokenizer beside the weights; {reason}") from None
 
 
 def check_tokens(ids: Int64[Tensor, ...], vocab_size: int) -> None:
@@ -189,12 +196,9 @@ def load_image_processor(model: str) -> Any:
     Raises:
         UserError: there is none.
     """
-    try:
+    with readable(model, "a preprocessor_config.json beside the weights"):
         # The one that needs no torchvision: the same numbers for everybody.
         return AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False, **hub_options(model))
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"model {model}: expected a preprocessor_config.json beside the weights; {reason}") from None
 
 
 @contextmanager

@@ -28,15 +28,13 @@ from linearize.hf.architectures import ARCHITECTURES, DECODER_HEADS, ENCODER_HEA
 from linearize.hf.attention import (
     LinearizedAttention,
     attach,
-    encoder_layout_hook,
     hide_masks,
-    keep_documents_apart,
     layer_of,
-    layout_hook,
     linearized_layers,
     unhide_masks,
 )
 from linearize.hf.cache import same_size_mask
+from linearize.hf.layouts import encoder_layout_hook, keep_documents_apart, layout_hook
 from linearize.hf.offload import keep_mixers
 from linearize.hf.teacher import TeacherShape
 from linearize.hf.unsupported import Unsupported

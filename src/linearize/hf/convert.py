@@ -10,9 +10,10 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from linearize.base import UserError
-from linearize.hf.attention import detach, forget_layouts, linearized_layers
+from linearize.hf.attention import detach, linearized_layers
 from linearize.hf.checkpoint import drops_soft_cap
 from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, plan_to_config, registered
+from linearize.hf.layouts import forget_layouts
 from linearize.hf.quantized import beside_parameters, settle
 from linearize.mixers.config import LayerPlan
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Shaped
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -22,9 +22,7 @@ from transformers.utils.hub import cached_file
 
 from linearize.base import UserError
 from linearize.hf.architectures import ARCHITECTURES, Parts
-from linearize.hf.checkpoint import hub_options
-
-_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, SafetensorError)
+from linearize.hf.checkpoint import hub_options, readable
 
 
 def load_block(model: str, layers: range, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -44,12 +42,10 @@ def load_block(model: str, layers: range, *, dtype: torch.dtype, device: torch.d
     with torch.device("meta"):
         block: Any = AutoModelForCausalLM.from_config(checkpoint.config, dtype=dtype)
     _keep(block, layers)
-    try:
+    with readable(model, "readable weights"):
         tensors = checkpoint.read(block.state_dict(), block.base_model_prefix, device)
         block.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
         _compute_buffers(block, device)
-    except _UNREADABLE as error:
-        raise _unreadable(model, error) from None
     return block.to(device).eval()
 
 
@@ -113,13 +109,10 @@ class StoredWeights:
     """
 
     def __init__(self, model: str) -> None:
-        self._model = model
-        try:
-            self._options = hub_options(model)
+        self._model, self._options = model, hub_options(model)
+        with readable(model, "readable weights"):
             self.config: Any = AutoConfig.from_pretrained(model, **self._options)
             self._files = self._find()
-        except _UNREADABLE as error:
-            raise _unreadable(model, error) from None
         if self.config.model_type not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UserError(f"model: expected a softmax model ({known}), found {self.config.model_type!r}")
@@ -172,10 +165,3 @@ class StoredWeights:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 tensors |= {name: file.get_tensor(stored) for stored, name in stored_names.items()}
         return tensors
-
-
-def _unreadable(model: str, error: Exception) -> UserError:
-    if isinstance(error, UserError):
-        return error
-    reason = str(error).strip().split("\n")[0]
-    return UserError(f"model {model}: expected readable weights; {reason}")

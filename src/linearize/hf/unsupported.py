@@ -45,15 +45,9 @@ class Unsupported:
         Raises:
             UserError: always.
         """
-        raise UserError(CONTINUOUS_BATCHING.format(found="generate_batch"))
+        raise UserError(CONTINUOUS_BATCHING.format(found="generation"))
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """There are no pages.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError(CONTINUOUS_BATCHING.format(found="init_continuous_batching"))
+    init_continuous_batching = generate_batch
 
 
 def refuse_paged_cache(kwargs: dict[str, Any]) -> None:

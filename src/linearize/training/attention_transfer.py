@@ -23,10 +23,10 @@ from linearize.data.rows import Rows, on_device
 from linearize.hf.attention import (
     linearized_layers,
     observed,
-    read_layout,
     sliding_window,
     softmax_output,
 )
+from linearize.hf.layouts import read_layout
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers import AttnInputs
 from linearize.mixers.attention_weights import far_queries

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError
 from linearize.data.rows import Rows, on_device
-from linearize.hf.attention import documents_apart, linearized_layers
+from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import projections
+from linearize.hf.layouts import documents_apart
 from linearize.training.bypass import dropped_windows
 from linearize.training.config import FinetuneConfig, LoRAConfig
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train

@@ -1,0 +1,154 @@
+"""Where the padding and the documents of a call are: read before a model's layers run, and handed to them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+
+from linearize.base import UserError
+from linearize.hf.architectures import architecture_of
+from linearize.hf.cache import without_slots_to_come
+from linearize.hf.unsupported import refuse_context_parallel
+from linearize.ops import Layout
+
+LAYOUT = "linearize_layout"  # keyword that carries the Layout from the model to its layers
+
+
+def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook of what runs the layers: hands padding and document boundaries to the linearized ones."""
+    refuse_context_parallel()
+    given = _arguments(model, args, kwargs)
+    tokens = _tokens(given)
+    if tokens is None:
+        return args, kwargs  # the model itself says what is missing
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        mask = without_slots_to_come(mask, given.get("past_key_values"), tokens.shape[1])
+    return args, kwargs | {LAYOUT: read_layout(mask, _positions(model, given), *tokens.shape[:2])}
+
+
+def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a model's forward is called with, by name."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _tokens(given: dict[str, Any]) -> Tensor | None:
+    """The tokens of a call, or their embeddings: [B, T] or [B, T, E]."""
+    return given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+
+
+def _positions(model: Any, given: dict[str, Any]) -> Tensor | None:
+    """Position ids that may tell documents apart: as in transformers, where no cache is used, not even a new one."""
+    use_cache = model.config.use_cache if given.get("use_cache") is None else given["use_cache"]
+    return None if use_cache or given.get("past_key_values") is not None else given.get("position_ids")
+
+
+def keep_documents_apart(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Let a base that forgets positions when it makes its mask attend within each document of a row, as others do.
+
+    Without it, such a softmax model would compute another function of packed rows than its student.
+
+    Returns:
+        by which this can be undone; empty for a base that does so by itself.
+    """
+    architecture = architecture_of(model)
+    if architecture is None or architecture.parts is None or not architecture.forgets_positions:
+        return []
+    stack = model.base_model.get_submodule(architecture.parts.stack)
+    return [stack.register_forward_pre_hook(_documents_hook, with_kwargs=True)]
+
+
+@contextmanager
+def documents_apart(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Within, documents packed into a row know nothing of each other, whatever the base; see `keep_documents_apart`."""
+    handles = keep_documents_apart(model)
+    try:
+        yield model
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _documents_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    given = _arguments(model, args, kwargs)
+    tokens, position_ids = _tokens(given), _positions(model, given)
+    if tokens is None or position_ids is None or given.get("attention_mask") is not None:
+        return args, kwargs
+    like = torch.empty(*tokens.shape[:2], 0, dtype=model.dtype, device=tokens.device)
+    mask = create_causal_mask(
+        config=model.config,
+        inputs_embeds=like,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=position_ids,
+    )
+    return (), given | {"attention_mask": mask}
+
+
+def encoder_layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook of an encoder: hands padding to the linearized layers; every row is one document.
+
+    Rows of images have no padding, unless a mask says so.
+    """
+    refuse_context_parallel()
+    given = _arguments(model, args, kwargs)
+    mask, position_ids = given.get("attention_mask"), given.get("position_ids")
+    if mask is None:
+        # Some implementations of softmax attention would keep such documents apart, others would not.
+        if position_ids is not None and bool((position_ids.diff(dim=-1) != 1).any()):
+            raise UserError(
+                "position_ids: expected positions that go up by 1 from token to token, because there is no "
+                "attention_mask, found others; give each document a row of its own, with padding and an attention_mask"
+            )
+        return args, kwargs
+    layout = read_layout(mask, None, *(mask.shape if isinstance(mask, Tensor) and mask.ndim == 2 else (0, 0)))
+    return args, kwargs if layout is None else kwargs | {LAYOUT: layout}
+
+
+def forget_layouts(model: nn.Module) -> None:
+    """Take the hooks for linearized layers off a model that has none any more."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook in (layout_hook, encoder_layout_hook):
+                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+
+
+def read_layout(mask: Any, position_ids: Tensor | None, batch: int, length: int) -> Layout | None:
+    """Where the padding and the documents are; None where every row is one full document.
+
+    Args:
+        mask: None, or the 2D attention mask [B, past + T], 1 for tokens.
+        position_ids: [B or 1, T]; without a mask, a step other than 1 starts a new document, as in transformers.
+
+    Raises:
+        ValueError: a mask of another kind, which linear attention cannot honour.
+    """
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            found = f"{mask.ndim}D" if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(
+                f"attention_mask: expected a 2D mask [batch, tokens], found {found}; a linearized layer "
+                "cannot apply an arbitrary mask"
+            )
+        valid = mask[:, -length:].bool()
+        # One token at a time generation only ever appends tokens; reading the mask would break a compiled graph.
+        if (length == 1 and torch.compiler.is_compiling()) or bool(valid.all()):
+            return None
+        return Layout.from_valid(valid)
+    if position_ids is None or length == 1:
+        return None
+    starts = (position_ids.diff(dim=-1) != 1).expand(batch, -1)
+    if not bool(starts.any()):
+        return None
+    starts = torch.cat([torch.zeros_like(starts[:, :1]), starts], dim=1)
+    slot = torch.arange(length, device=starts.device)
+    return Layout(slot - torch.where(starts, slot, 0).cummax(1).values, starts.cumsum(1), length)
