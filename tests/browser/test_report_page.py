@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 
 from tests.browser.conftest import Opened
+from tests.report import sample
 
 pytestmark = pytest.mark.browser
 Open = Callable[..., Opened]
@@ -197,3 +202,13 @@ def test_it_can_be_read_without_scripts(open_page: Open) -> None:
     page = open_page(java_script_enabled=False).page
     assert all(panel.is_visible() for panel in page.locator("[role=tabpanel]").all())
     assert not page.locator("#theme").is_visible() and not page.locator(".tabs").first.is_visible()
+
+
+def test_a_picture_of_a_report(tmp_path: Path) -> None:
+    """As `make figures` takes the README's."""
+    run, picture = sample.write_run(tmp_path / "run"), tmp_path / "report.png"
+    script = Path(__file__).parents[2] / "scripts" / "report_screenshot.py"
+    subprocess.run([sys.executable, script, run, picture, "--width", "600", "--height", "300"], check=True)
+    with PIL.Image.open(picture) as taken:
+        assert taken.size == (1200, 600)
+        assert len(taken.convert("L").getcolors() or []) > 10  # something is drawn
