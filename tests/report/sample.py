@@ -73,7 +73,7 @@ def evaluation(seed: int = 0, shift: float = 0.0) -> dict[str, Any]:
             _comparison("window_lora", interval(losses["student"] - losses["window_lora"], 0.005)),
             _comparison("ablated", interval(losses["student"] - losses["ablated"], 0.006)),
         ],
-        "far_context": _verdict(0.209, 0.0183, interval(0.09, 0.034)),
+        "far_context": _verdict(0.209, 0.0183, interval(0.09, 0.034)) | {"against": ["window_lora", "teacher_lora"]},
         "copying": _verdict(5.69, 0.163, interval(0.029, 0.015)),
         "speed": [
             _speed(name, length, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtyping import Float
 from torch import Tensor
@@ -13,18 +13,24 @@ from linearize.evaluation.perplexity import Interval, TokenLosses, Totals, requi
 # Random tokens get up to 0.15 nats easier with their place in the row although nothing is copied (measured on a small
 # Llama), so a gain counts as copying only well above that.
 NEGLIGIBLE_COPY_GAIN = 0.25
+# Who sees no further than the window, and who sees all: the first two that were measured. A student that was finetuned
+# must stand beside models that were finetuned alike, or what finetuning alone gives would count as context kept. No
+# teacher is finetuned where its own outputs were all there was to learn: it is itself what would come out.
+REFERENCES = (("window_lora", "teacher_lora"), ("window_lora", "teacher"), ("window", "teacher"))
 
 
 @dataclass(frozen=True)
 class KeptGain:
     """What teacher and student gain, nats per token, and the student's gain over the teacher's.
 
-    `share`: None where the teacher's gain is not above a negligible one for certain.
+    `share`: None where the teacher's gain is not above a negligible one for certain. `against`: which of `REFERENCES`
+    the gains are measured by; None for copying, where everyone is measured by itself.
     """
 
     teacher_gain: Interval
     student_gain: Interval
     share: Interval | None
+    against: tuple[str, str] | None = None
 
 
 def kept_copying(
@@ -38,20 +44,21 @@ def kept_copying(
 def kept_far_context(
     losses: Mapping[str, TokenLosses], window_size: int, *, samples: int = 1000, seed: int = 0
 ) -> KeptGain | None:
-    """The gain over the teacher confined to its window ("window"), on the tokens beyond the window.
+    """(window - student) / (window - teacher) on the tokens beyond the window, by the best of `REFERENCES`.
 
-    None without "teacher" and "window", and where the text has too little beyond the window.
+    None where none of them was measured, and where the text has too little beyond the window.
 
     Raises:
         ValueError: the models were not measured on the same tokens.
     """
-    names = ("teacher", "student", "window")
-    if not losses.keys() >= set(names) or losses["student"].beyond_missing(window_size):
+    against = next((pair for pair in REFERENCES if losses.keys() >= set(pair)), None)
+    if against is None or losses["student"].beyond_missing(window_size):
         return None
-    require_same_tokens(*(losses[name] for name in names))
-    columns = [losses[name].beyond(window_size).totals() for name in names]
-    mean, draws = resample(columns, samples=samples, seed=seed)
-    return _kept(mean[2] - mean[:2], draws[:, 2:] - draws[:, :2], 0.0)
+    window, teacher = against
+    chosen = [losses[name] for name in (teacher, "student", window)]
+    require_same_tokens(*chosen)
+    mean, draws = resample([x.beyond(window_size).totals() for x in chosen], samples=samples, seed=seed)
+    return replace(_kept(mean[2] - mean[:2], draws[:, 2:] - draws[:, :2], 0.0), against=against)
 
 
 def _kept(gains: Float[Tensor, " 2"], draws: Float[Tensor, "S 2"], negligible: float) -> KeptGain:

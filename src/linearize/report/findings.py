@@ -39,6 +39,11 @@ _OTHERS = {
     "window_lora": "the window-only control",
     "ablated": "itself with the linear part switched off",
 }
+_AGAINST = {
+    ("window_lora", "teacher_lora"): "teacher and window finetuned alike",
+    ("window_lora", "teacher"): "the window finetuned alike, the teacher as it came",
+    ("window", "teacher"): "against untrained models: what finetuning alone gives counts as kept",
+}
 _LEADING = ("window_lora", "teacher")
 _EXPLAINED = {"window_lora": " (finetuned alike, no linear part)"}
 _SECTIONS = {
@@ -152,23 +157,24 @@ def far_context(run: RunFiles) -> Finding | None:
     student = run.measured("student")
     if student and run.measured("teacher") and (reason := student["quality"]["beyond_missing"]):
         return Finding("fact", f"What {where} is worth cannot be measured on this text: {reason}.")
-    return _kept(run.section("far_context"), where)
+    section = run.section("far_context")
+    return _kept(section, where, f", {_AGAINST[tuple(section['against'])]}" if section else "")
 
 
 def copying(run: RunFiles) -> Finding | None:
     return _kept(run.section("copying"), "copying random tokens seen beyond the window")
 
 
-def _kept(section: Mapping[str, Any] | None, what: str) -> Finding | None:
+def _kept(section: Mapping[str, Any] | None, what: str, against: str = "") -> Finding | None:
     teacher = interval(section["teacher_gain"]) if section else None
     if section is None or teacher is None:
         return None
     found = interval(section["share"])
     if found is None:
-        gained = f"how much is kept of what it gains from {what}, {with_interval(teacher)} nats per token"
+        gained = f"how much is kept of what it gains from {what}{against}; {with_interval(teacher)} nats per token"
         return Finding("fact", f"Not measurable with this teacher: {gained}.")
     gains = f"teacher {with_interval(teacher)}, student {with_interval(interval(section['student_gain']))}"
-    what = f"what the teacher gains from {what}"
+    what = f"what the teacher gains from {what}{against}"
     words = f"The student keeps {percent(found)} of {what} (nats per token: {gains})."
     return Finding(_side_of_half(found), words, ("It keeps ", percent(found), f" of {what}."))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from linearize.base import UserError, read_json
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.perplexity import Interval
+from linearize.evaluation.shares import REFERENCES
 from linearize.report.numbers import Number
 
 STAGES = ("transfer", "adapt", "finetune", "controls/window_lora", "controls/teacher_lora")
@@ -124,7 +126,7 @@ class RunFiles:
 
 
 def interval(data: dict[str, Any] | None) -> Interval | None:
-    """An interval as it stands in evaluation.json."""
+    """An interval as it stands in evaluation.json; with bounds that are no numbers where only the mean is known."""
     return None if data is None else Interval(float(data["mean"]), float(data["low"]), float(data["high"]))
 
 
@@ -151,8 +153,7 @@ def load_run(folder: Path, evaluation: dict[str, Any] | None = None) -> RunFiles
     evaluation = read_json(path) if evaluation is None else evaluation
     if not isinstance(evaluation, dict) or not (_of_text(evaluation) or _of_a_task(evaluation)):
         raise UserError(f"{path}: expected the measurements of `linearize run`, found other JSON; run it again")
-    if reason := evaluation.get("copying_missing"):  # where files of before the section `not_measured` say it
-        evaluation = evaluation | {"not_measured": {"copying": reason} | (evaluation.get("not_measured") or {})}
+    evaluation = _upgraded(evaluation)
     recipe = folder / "recipe.yaml"
     plan, run = (read_json(folder / name) if (folder / name).is_file() else None for name in ("plan.json", "run.json"))
     stages = {name: stage for name in STAGES if (stage := _stage(folder, name)) is not None}
@@ -186,6 +187,34 @@ def _of_text(evaluation: dict[str, Any]) -> bool:
 def _of_a_task(evaluation: dict[str, Any]) -> bool:
     task = evaluation.get("task")
     return isinstance(task, dict) and bool(task.get("scored"))
+
+
+def _upgraded(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """Measurements by a former version, in the terms of this one.
+
+    What was not measured stood elsewhere, and a finetuned student was compared with an untrained window and teacher.
+    Its share of the teacher's gain beyond the window is then the ratio of means, whose interval takes another run.
+    """
+    if reason := evaluation.get("copying_missing"):
+        evaluation = evaluation | {"not_measured": {"copying": reason} | (evaluation.get("not_measured") or {})}
+    section = evaluation.get("far_context")
+    if not section or "against" in section or section["teacher_gain"] is None:
+        return evaluation
+    lines = {line["name"]: line["quality"]["beyond"]["mean"] for line in evaluation["measured"]}
+    against = next((pair for pair in REFERENCES if lines.keys() >= set(pair)), REFERENCES[-1])
+    if against != REFERENCES[-1]:
+        window, teacher = (lines[name] for name in against)
+        gain = _unsure(window - lines["student"])
+        for line in evaluation.get("comparisons") or []:
+            if line["other"] == against[0]:
+                gain |= {"low": -line["beyond"]["high"], "high": -line["beyond"]["low"]}
+        share = _unsure(gain["mean"] / (window - teacher)) if window > teacher else None
+        section = {"teacher_gain": _unsure(window - teacher), "student_gain": gain, "share": share}
+    return evaluation | {"far_context": section | {"against": against}}
+
+
+def _unsure(mean: float) -> dict[str, float]:
+    return {"mean": mean, "low": nan, "high": nan}
 
 
 def _stage(folder: Path, name: str) -> Stage | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from math import isfinite, log10
+from math import isfinite, isnan, log10
 from typing import Any
 
 from linearize.evaluation.perplexity import Interval
 
 Number = int | float  # what stands in a JSON file
 
+UNSURE = "(interval: run again)"  # where a file of before has no more than the means
 MINUS, DASH, THIN = "\N{MINUS SIGN}", "\N{EN DASH}", "\N{NARROW NO-BREAK SPACE}"
 
 
@@ -37,6 +38,8 @@ def with_interval(found: Interval | None, decimals: int = 3, sign: bool = False)
     if found is None:
         return DASH
     write = signed if sign else number
+    if isnan(found.low):
+        return f"{write(found.mean, decimals)} {UNSURE}"
     return f"{write(found.mean, decimals)} [{write(found.low, decimals)}, {write(found.high, decimals)}]"
 
 
@@ -44,6 +47,8 @@ def percent(found: Interval | None) -> str:
     """A share as ``9 % [5, 12]``; with a decimal where the interval is narrower than a whole percent."""
     if found is None:
         return DASH
+    if isnan(found.low):
+        return f"{share(found.mean)} {UNSURE}"
     decimals = 0 if 100 * (found.high - found.low) >= 1 else 1
     mean, low, high = (number(100 * x, decimals) for x in (found.mean, found.low, found.high))
     return f"{mean}{THIN}% [{low}, {high}]"
