@@ -8,7 +8,8 @@ A grid is a YAML file: `title`, `source` (the paper's table), `question`, `findi
 every cell), `settings` (overrides by size of the machine: `small`, `gpu`), and `cells`: `label`, `recipe`, and
 optionally `set`, `paper`, `seeds`, `settings` (those it is for). Beside it come NAME.SETTING.json, NAME.SETTING.md and,
 where there is a figure, NAME.SETTING.svg. Runs lie in W, where cells that differ after attention transfer only share
-that stage.
+that stage. With `--only LABEL ...` the cells named are run, and the reference that they are compared with; the others'
+results stay as they are in NAME.SETTING.json.
 """
 
 from __future__ import annotations
@@ -486,8 +487,11 @@ def write_table(path: Path, grid: Grid, setting: str, results: list[dict[str, An
     draw(grid, record, name.with_suffix(".svg"))
 
 
-def run_grid(path: Path, place: Place, *, setting: str, only: str | None, command: str) -> None:
-    """Run what is missing of a grid; write its table of what is there after every cell."""
+def run_grid(path: Path, place: Place, *, setting: str, only: list[str], command: str) -> None:
+    """Run what is missing of a grid, or of its cells with one of `only` in their label and of the reference.
+
+    After every cell its table is written, of what is there; where cells are named, of what was there too.
+    """
     grid = Grid.load(path)
     if setting not in grid.settings:
         raise UserError(f"--setting: expected one of {', '.join(grid.settings)}; found {setting!r}")
@@ -506,12 +510,43 @@ def run_grid(path: Path, place: Place, *, setting: str, only: str | None, comman
         return datasets[key]
 
     done: list[tuple[Cell, Recipe, dict[str, Any], Path]] = []
-    jobs = [job for job in grid.jobs(setting) if only is None or only in job[0].label]
+    jobs = [job for job in grid.jobs(setting) if not only or any(name in job[0].label for name in only)]
+    if not jobs:
+        raise UserError(f"--only: expected parts of the labels of {path}; found {', '.join(only)}")
+    if only:
+        named = {cell.label for cell, _ in jobs} | {grid.reference}
+        jobs = [job for job in grid.jobs(setting) if job[0].label in named]
+    before = path.with_suffix(f".{setting}.json")
+    kept = json.loads(before.read_text(encoding="utf-8"))["results"] if only and before.is_file() else []
     for number, (cell, recipe) in enumerate(jobs, 1):
         sys.stderr.write(f"{path.stem}: {number} of {len(jobs)}: {cell.label}, seed {recipe.seed}" + "\n")
         done.append((cell, recipe, *run_cell(recipe, place, dataset)))
-        if only is None:
-            write_table(path, grid, setting, collected(grid, done), command)
+        write_table(path, grid, setting, merged(grid, setting, collected(grid, done), kept), command)
+
+
+def merged(grid: Grid, setting: str, results: list[dict[str, Any]], kept: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """New results and those kept of other cells, in the grid's order; without those of cells that have changed.
+
+    Where the reference came out otherwise than the kept one, kept results lose their differences to that.
+    """
+
+    def by_cell(found: list[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+        return {(result["label"], result["seed"]): result for result in found}
+
+    new, old, found = by_cell(results), by_cell(kept), []
+    for cell, recipe in grid.jobs(setting):
+        result, reference = old.get((cell.label, recipe.seed)), (grid.reference or "", recipe.seed)
+        if (cell.label, recipe.seed) in new:
+            found.append(new[cell.label, recipe.seed])
+        elif result is not None and (result["recipe"], result["set"]) == (cell.recipe, cell.set):
+            if reference in new and _student(new[reference]) != _student(old.get(reference, {})):
+                result = {name: value for name, value in result.items() if "minus_reference" not in name}
+            found.append(result)
+    return found
+
+
+def _student(result: dict[str, Any]) -> Any:
+    return result.get("loss", result.get("scores", {})).get("student")
 
 
 def collected(grid: Grid, done: list[tuple[Cell, Recipe, dict[str, Any], Path]]) -> list[dict[str, Any]]:
@@ -539,7 +574,13 @@ def main() -> None:
     parser.add_argument("--validation-dataset", help="held-out text of its own")
     parser.add_argument("--setting", default="small")
     parser.add_argument("--work-dir", type=Path, required=True, help="where runs lie; the same again resumes")
-    parser.add_argument("--only", help="only cells with this in their label; no table is written")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="LABEL",
+        help="only cells with one of these in their label, and the reference; the others' results stay as they are",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = parser.parse_args()
     torch.set_flush_denormal(True)  # as the command line does

@@ -123,10 +123,10 @@ def grid(tmp_path: Path) -> Path:
     return tmp_path / "table.yaml"
 
 
-def go(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def go(path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> dict[str, Any]:
     arguments = ["--model", tiny.teacher_folder(), "--dataset", tiny.text_file(), "--device", "cpu"]
     work = str(path.parent / "work")
-    monkeypatch.setattr(sys, "argv", ["run.py", str(path), *arguments, "--work-dir", work])
+    monkeypatch.setattr(sys, "argv", ["run.py", str(path), *arguments, "--work-dir", work, *more])
     run.main()
     return json.loads(path.with_suffix(".small.json").read_text())
 
@@ -169,6 +169,39 @@ def test_a_grid(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     updates.clear()
     assert go(grid, monkeypatch)["results"] == results and not updates, "the same again trains nothing"
+
+
+def test_cells_that_are_named_leave_the_others_as_they_were(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for differences to a reference that came out otherwise, and cells that have changed."""
+
+    def result(label: str, loss: float, **more: Any) -> dict[str, Any]:
+        cell = next(cell for cell in GRID["cells"] if cell["label"] == label)
+        about = {"label": label, "seed": 0, "recipe": "lolcats", "set": cell.get("set", {}), "paper": []}
+        about |= {"fidelity": {}, "tokens": 1, "beyond": {}}
+        return about | {"loss": {"student": {"mean": loss, "low": loss, "high": loss}}, **more}
+
+    difference = {"minus_reference": {"mean": 0.5, "low": 0.4, "high": 0.6}}
+    first, rank, without = result("first", 2.0), result("rank 2", 2.5, **difference), result("no transfer", 3.0)
+    kept, loaded = [first, rank, without], run.Grid.load(grid)
+    assert run.merged(loaded, "small", [first, without | {"seconds": 1}], kept) == [
+        first, rank, without | {"seconds": 1},
+    ]  # fmt: skip
+    other = result("first", 2.1)
+    assert run.merged(loaded, "small", [other], kept) == [other, result("rank 2", 2.5), without]
+    changed = [first, rank | {"set": {}}, without]
+    assert run.merged(loaded, "small", [first], changed) == [first, without]
+
+    monkeypatch.setattr(run, "run_cell", lambda recipe, place, dataset: ({"diverged": "at once"}, grid.parent))
+    run.write_table(grid, loaded, "small", kept, "python run.py table.yaml")
+    results = go(grid, monkeypatch, "--only", "rank", "transfer")["results"]
+    assert [(x["label"], x["seed"], x.get("diverged")) for x in results] == [
+        ("first", 0, "at once"), ("rank 2", 0, "at once"), ("no transfer", 0, "at once"), ("no transfer", 1, "at once"),
+    ]  # fmt: skip
+    run.write_table(grid, loaded, "small", kept, "python run.py table.yaml")
+    results = go(grid, monkeypatch, "--only", "rank")["results"]
+    assert [x.get("diverged") for x in results] == ["at once", "at once", None] and results[2] == without
+    with pytest.raises(SystemExit):
+        go(grid, monkeypatch, "--only", "nothing")
 
 
 def test_a_cell_on_chosen_documents(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
