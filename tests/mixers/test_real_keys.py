@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,6 +80,23 @@ def test_weights_of_a_real_models_queries_and_keys(name: str, layers: tuple[Laye
         y, expected = mixer.float()(x)[0].double(), exact(mixer, x)
         off = (y - expected).norm(dim=-1) > 0.1 * expected.norm(dim=-1)
         assert off.double().mean() < (0.03 if name == "exp" else 0.01)
+
+
+@pytest.mark.parametrize("name", ["lolcat-l", "exp"])
+def test_gradients_of_very_small_sums(name: str, layers: tuple[LayerShape, list[AttnInputs]]) -> None:
+    """In fp32 as in fp64, with sums down to e^-70 in the scale of the largest features; finite with smaller ones."""
+    shape, inputs = layers
+    random = torch.randn(inputs[3].q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        mixer = LinearMixer(Recipe.load(name).mixer.resolved(shape), shape).to(dtype)
+        x = inputs[3].map(lambda y, dtype=dtype: y.to(dtype))
+        x = replace(x, q=x.q.clone().requires_grad_(), k=x.k.clone().requires_grad_())
+        gradients = torch.autograd.grad((mixer(x) * random.to(dtype)).sum(), [x.q, x.k, *mixer.parameters()])
+        found.append(torch.cat([g.double().flatten() for g in gradients]))
+    assert found[0].isfinite().all()
+    if name == "lolcat-l":
+        assert torch.nn.functional.cosine_similarity(*found, dim=0) > 0.9999
 
 
 @pytest.mark.parametrize("distance", [10.0, 30.0])
