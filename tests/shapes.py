@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from linearize.hf.decoders import DECODERS
+from transformers import CONFIG_MAPPING
+
 from linearize.hf.teacher import TeacherShape
 
 
@@ -21,6 +22,8 @@ def make_shape(
     """Of a decoder without sliding layers."""
     fields = dict(num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
     fields |= dict(hidden_size=hidden, intermediate_size=inner, vocab_size=vocabulary, tie_word_embeddings=tied)
-    fields |= dict(max_position_embeddings=positions, sliding_window=None)
-    names = DECODERS[model_type].names
+    fields |= dict(max_position_embeddings=positions, sliding_window=None, pad_token_id=None)
+    names = CONFIG_MAPPING[model_type].attribute_map | {
+        "intermediate_size": "n_inner" if model_type == "gpt2" else "intermediate_size"
+    }
     return TeacherShape.from_config({names.get(k, k): v for k, v in fields.items()} | {"model_type": model_type})

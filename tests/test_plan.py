@@ -1,4 +1,4 @@
-"""Plans against published sizes, against sums done by hand, and against the models themselves."""
+"""Plans of published models, and against sums done by hand."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from linearize.hf.classes import projections
+from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
-from linearize.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render, teacher_parameters
+from linearize.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render
 from linearize.recipe import Recipe, parse_overrides, recipe_names, resolve
 from linearize.training import config as stages
-from tests.hf.decoders import DECODERS
+from tests.hf.test_teacher import GPT2 as GPT2_CONFIG
+from tests.hf.test_teacher import TINY
 from tests.shapes import make_shape
 
 
@@ -29,13 +29,7 @@ def llama_like(model_type: str, layers: int, heads: int, kv: int, h: int, inner:
 
 LLAMA_3_8B = TeacherShape.from_config(llama_like("llama", 32, 32, 8, 4096, 14336, 128256))
 MISTRAL_7B = TeacherShape.from_config(llama_like("mistral", 32, 32, 8, 4096, 14336, 32000, sliding_window=4096))
-QWEN3_8B = TeacherShape.from_config(llama_like("qwen3", 36, 32, 8, 4096, 12288, 151936, head_dim=128))
-QWEN3_0_6B = TeacherShape.from_config(
-    llama_like("qwen3", 28, 16, 8, 1024, 3072, 151936, head_dim=128, tie_word_embeddings=True)
-)
-GPT2 = TeacherShape.from_config(
-    {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}
-)
+GPT2 = TeacherShape.from_config(GPT2_CONFIG)
 
 
 def planned(
@@ -43,77 +37,21 @@ def planned(
     *assignments: str,
     name: str = "lolcats",
     training_tokens: int | None = None,
-    **more: int,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Plan:
     recipe = Recipe.load(name, parse_overrides(list(assignments)))
-    return make_plan(recipe, teacher, resolve(recipe, teacher), training_tokens=training_tokens, **more)
+    return make_plan(recipe, teacher, resolve(recipe, teacher), dtype=dtype, training_tokens=training_tokens)
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("teacher", "parameters"),
-    [
-        (LLAMA_3_8B, 8_030_261_248),
-        (MISTRAL_7B, 7_241_732_096),
-        (QWEN3_8B, 8_190_735_360),
-        (QWEN3_0_6B, 596_049_920),
-        (GPT2, 124_439_808),
-    ],
-)
-def test_published_parameter_counts(teacher: TeacherShape, parameters: int) -> None:
-    assert teacher_parameters(teacher) == parameters
-
-
-def small(name: str) -> dict[str, Any]:
-    """Fields of a small model's config, by a name of `MODELS`."""
-    if name in DECODERS:
-        model_type, fields = DECODERS[name]
-        return fields | {"model_type": model_type}
-    if name == "gpt2":
-        return {"model_type": name, "n_layer": 3, "n_head": 4, "n_embd": 48, "n_inner": 80, "n_positions": 64}
-    return llama_like(name.partition(",")[0], 3, 4, 2, 48, 80, 101, head_dim=16) | MODELS[name]
-
-
-# Others than those of `DECODERS`, with what these leave out.
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "llama": {},
-    "llama, biases": dict(attention_bias=True, mlp_bias=True),
-    "mistral": {},
-    "qwen3": {},
-    "qwen3, biases": dict(attention_bias=True),
-    "qwen3_moe, every other": dict(
-        num_experts=3, num_experts_per_tok=1, moe_intermediate_size=20, decoder_sparse_step=2
-    ),
-    "gpt_neox, no biases": dict(head_dim=12, num_key_value_heads=4, attention_bias=False),
-    "opt, bare": dict(ffn_dim=80, head_dim=12, num_key_value_heads=4, pad_token_id=0)
-    | dict(enable_bias=False, layer_norm_elementwise_affine=False, do_layer_norm_before=False),
-}
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", [*MODELS, *DECODERS])
-def test_parameters_of_the_models_themselves(name: str, tied: bool) -> None:
-    made = AutoConfig.for_model(**(small(name) | {"tie_word_embeddings": tied}))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(made)
-    teacher = TeacherShape.from_config(made.to_dict())
-    assert teacher_parameters(teacher) == model.num_parameters()
-    for targets in (("q",), ("v", "o")):
-        adapted = projections(model, targets).values()
-        lora = stages.LoRAConfig(rank=3, targets=targets)
-        assert lora_parameters(lora, teacher) == 3 * sum(sum(module.weight.shape) for module in adapted)
-
-
 def test_experts_that_a_token_is_not_sent_to_cost_memory_but_no_time() -> None:
     def planned_with(experts: int, chosen: int) -> tuple[int, int]:
         fields = {"num_local_experts": experts, "num_experts_per_tok": chosen}
-        teacher = TeacherShape.from_config(small("mixtral") | fields)
-        transfer = planned(teacher, training_tokens=1).transfer
-        assert transfer is not None and transfer.flops is not None
-        return teacher_parameters(teacher), transfer.flops
+        plan = planned(TeacherShape.from_config(TINY["mixtral"] | fields), training_tokens=1)
+        assert plan.transfer is not None and plan.transfer.flops is not None
+        return plan.teacher_parameters, plan.transfer.flops
 
     (few, flops), (many, same), (again, more) = planned_with(4, 2), planned_with(9, 2), planned_with(9, 3)
     expert = 3 * 32 * 48
@@ -124,11 +62,10 @@ def test_experts_that_a_token_is_not_sent_to_cost_memory_but_no_time() -> None:
 
 def test_layers_without_rope_keep_nothing_unrotated() -> None:
     fields = {"num_hidden_layers": 2, "use_sliding_window": False, "layer_types": None}
-    mixer = {"span.type": "sliding", "feature_map.rotation": "none"}
     sizes = [
         planned(
-            TeacherShape.from_config(small("smollm3") | fields | {"no_rope_layers": rotating}),
-            *(f"mixer.{name}={value}" for name, value in mixer.items()),
+            TeacherShape.from_config(TINY["smollm3"] | fields | {"no_rope_layers": rotating}),
+            "mixer.feature_map.rotation=none",
         ).state_bytes
         for rotating in ([1, 1], [1, 0], [0, 0])
     ]
@@ -139,27 +76,30 @@ def test_layers_without_rope_keep_nothing_unrotated() -> None:
 def test_lora_on_llama_3_8b() -> None:
     # Rank 8: q and o 8 x (4096 + 4096), k and v 8 x (4096 + 1024), in 32 layers.
     lora = stages.LoRAConfig()
-    assert lora_parameters(lora, LLAMA_3_8B) == 32 * 8 * (2 * 8192 + 2 * 5120) == 6_815_744
-    assert lora_parameters(stages.LoRAConfig(rank=4, targets=("k",)), LLAMA_3_8B) == 32 * 4 * 5120
+    model = MetaModel.of(LLAMA_3_8B)
+    assert lora_parameters(lora, model) == 32 * 8 * (2 * 8192 + 2 * 5120) == 6_815_744
+    assert lora_parameters(stages.LoRAConfig(rank=4, targets=("k",)), model) == 32 * 4 * 5120
 
 
 def test_what_fine_tuning_trains() -> None:
-    lora, mixers, weights = lora_parameters(stages.LoRAConfig(), GPT2), 1000, teacher_parameters(GPT2)
+    model, mixers = MetaModel.of(GPT2), 1000
+    lora = lora_parameters(stages.LoRAConfig(), model)
     for fields, expected in (
         ({}, lora),
         ({"mixers": True}, lora + mixers),
         ({"mixers": True, "lora": None}, mixers),
-        ({"all_weights": True, "lora": None}, weights + mixers),
+        ({"all_weights": True, "lora": None}, model.total + mixers),
     ):
-        assert finetuned_parameters(stages.FinetuneConfig(**fields), GPT2, mixers) == expected
+        assert finetuned_parameters(stages.FinetuneConfig(**fields), model, mixers) == expected
 
 
 def test_lora_on_a_fused_projection_counts_it_once() -> None:
     # c_attn 768 -> 2304, c_proj 768 -> 768.
-    assert lora_parameters(stages.LoRAConfig(), GPT2) == 12 * 8 * (768 + 2304 + 768 + 768)
+    model = MetaModel.of(GPT2)
+    assert lora_parameters(stages.LoRAConfig(), model) == 12 * 8 * (768 + 2304 + 768 + 768)
     for targets in (("q",), ("k", "v"), ("q", "k", "v")):
-        assert lora_parameters(stages.LoRAConfig(targets=targets), GPT2) == 12 * 8 * (768 + 2304)
-    assert lora_parameters(stages.LoRAConfig(targets=("o",)), GPT2) == 12 * 8 * (768 + 768)
+        assert lora_parameters(stages.LoRAConfig(targets=targets), model) == 12 * 8 * (768 + 2304)
+    assert lora_parameters(stages.LoRAConfig(targets=("o",)), model) == 12 * 8 * (768 + 768)
 
 
 # --- state against cache ----------------------------------------------------------------------------------------------
@@ -186,7 +126,7 @@ def test_per_kv_head_maps_quarter_the_linear_state() -> None:
 
 
 def test_fp32_doubles_cache_and_slots_but_not_the_linear_state() -> None:
-    plan = planned(LLAMA_3_8B, kv_bytes_per_element=4)
+    plan = planned(LLAMA_3_8B, dtype=torch.float32)
     assert plan.teacher_cache_bytes_per_token == 262_144
     assert plan.state_bytes == 32 * (2_113_536 + 2 * 262_144)
 
@@ -235,8 +175,9 @@ def test_flops_by_hand() -> None:
     # q, o 8 x 8; k, v 8 x 4; MLP 3 x 8 x 12; norms 3 x 8; head 8 x 10. The embedding is only looked up.
     weights = 2 * 64 + 2 * 32 + 288 + 24 + 80
     assert plan.teacher_parameters == weights + 80
-    # H D = 8. Softmax: 4 x 8 x keys. Maps: 2 per parameter of 2 x (2 x 4 x 2) + 2. Fold and read: 2 x 2 x 4 x 4 each.
-    mixer = 4 * 8 * 4 + 2 * 34 + 2 * (2 * 2 * 4 * 4)
+    # H D = 8. Softmax: 4 x 8 x keys. Window: 4 keys and the query's own. Maps: both signs of 2 x (2 x 4 x 2) numbers.
+    # S [2, 4, 4] is folded and read, and so is z [2, 4] for the sum.
+    mixer = 4 * 8 * 5 + 2 * (2 * 2 * 2 * 4 * 2) + 2 * (2 * 2 * 4 * 4) + 2 * 2 * 4
     assert plan.transfer is not None and plan.transfer.flops == 2 * weights + 4 * 8 * 8 + 3 * mixer
     lora = 8 * (16 + 12 + 12 + 16)
     assert plan.finetune is not None and plan.finetune.trainable_parameters == lora
@@ -245,12 +186,12 @@ def test_flops_by_hand() -> None:
 
 
 def test_every_recipe_can_be_planned() -> None:
+    teacher = TeacherShape.from_config(TINY["llama"])
     for name in recipe_names():
         recipe = Recipe.load(name)
-        for teacher in (LLAMA_3_8B, GPT2):
-            plan = make_plan(recipe, teacher, resolve(recipe, teacher), training_tokens=1000)
-            assert plan.state_bytes > 0 and plan.break_even_tokens and plan.finetune is not None and plan.finetune.flops
-            assert "memory is saved" in rendered(plan)
+        plan = make_plan(recipe, teacher, resolve(recipe, teacher), training_tokens=1000)
+        assert plan.state_bytes > 0 and plan.break_even_tokens and plan.finetune is not None and plan.finetune.flops
+        assert "memory is saved" in rendered(plan)
 
 
 def test_controls() -> None:
@@ -291,7 +232,7 @@ def test_block_by_block() -> None:
     assert whole.transfer is not None and blocks.transfer is not None
     assert whole.transfer.memory_bytes > 800e9 and blocks.transfer.memory_bytes < 80e9
     assert blocks.transfer.flops == whole.transfer.flops and blocks.disk_bytes == whole.disk_bytes
-    layer = (teacher_parameters(LLAMA_31_405B) - 2 * 128256 * 16384 - 16384) // 126
+    layer = (whole.teacher_parameters - 2 * 128256 * 16384 - 16384) // 126
     mixers = 9 * blocks.new_parameters // 126
     weights = 2 * (9 * layer + 128256 * 16384 + mixers) + 16 * mixers
     graph = whole.transfer.memory_bytes - 2 * (126 * layer + 2 * 128256 * 16384 + 16384) - 18 * whole.new_parameters

@@ -7,8 +7,9 @@ from importlib import resources
 from typing import Any
 
 import pytest
+import torch
 
-from linearize.costs import new_parameters
+from linearize.costs import mixer_cost
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import MixerConfig
 from linearize.recipe import Recipe, recipe_names, resolve
@@ -65,6 +66,10 @@ def mixer_of(name: str, teacher: TeacherShape = GROUPED) -> MixerConfig:
     """That of the converted layers, which all have the same."""
     (mixer,) = {mixer for mixer in resolve(Recipe.load(name), teacher) if mixer is not None}
     return mixer
+
+
+def new_parameters(mixer: MixerConfig, teacher: TeacherShape) -> int:
+    return mixer_cost(mixer, teacher, torch.float32, teacher.head_dim).parameters
 
 
 @each_recipe

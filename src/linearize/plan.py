@@ -1,29 +1,35 @@
-"""What a run would cost, from the recipe and the teacher's shape alone: no weights, no torch.
+"""What a run would cost, from the recipe and the teacher's config.json: counted on models without weights.
 
 An encoder has neither cache nor state: what conversion saves there is that its attention takes time and memory in
 proportion to length. Of its parameters the base model's are counted, without the head of a task.
 
-Letters: H query heads, G KV heads, D head dimension, h hidden size, I intermediate size. Parameters, bytes of state and
-bytes per token are exact; FLOPs, training memory and disk are estimates, and the docstrings say how. What one mixer
-costs stands in `costs`.
+Letters: H query heads, D head dimension, h hidden size. Parameters, bytes of state and bytes per token are exact;
+FLOPs, training memory and disk are estimates, and the docstrings say how. What one mixer costs stands in `costs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from rich.table import Table
 
-from linearize.costs import FP32, mixer_activations, mixer_flops, new_parameters, softmax_flops, state_bytes
-from linearize.hf.teacher import TeacherShape
+from linearize.costs import FP32, MixerCost, mixer_cost, softmax_flops
+from linearize.hf.classes import projections
+from linearize.hf.meta import MetaModel
+from linearize.hf.teacher import TeacherShape, break_even_tokens
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe
 from linearize.training.config import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
 
 # In memory: a trained parameter, its gradient and AdamW's two moments. On disk: its latest and best value, the moments.
 _TRAINED = 4 * FP32
+
+Mixers = Sequence[MixerCost | None]  # of each layer; None: it stays softmax
 
 
 @dataclass(frozen=True)
@@ -83,34 +89,36 @@ def make_plan(
     teacher: TeacherShape,
     layers: LayerPlan,
     *,
-    kv_bytes_per_element: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
     training_tokens: int | None,
 ) -> Plan:
     """The plan for a recipe that was resolved to `layers`.
 
     Args:
-        kv_bytes_per_element: bytes of one number in the model's dtype, which weights and K/V cache share (bf16: 2).
+        dtype: the model's, which weights and K/V cache share.
         training_tokens: tokens of the packed training rows, once through; None where the data are not known.
+
+    Raises:
+        UserError: the contents of the teacher's config.json make no model.
     """
     if len(layers) != teacher.num_layers:
         raise ValueError(f"layers: expected one entry per teacher layer ({teacher.num_layers}), found {len(layers)}")
-    converted = {index: mixer for index, mixer in enumerate(layers) if mixer is not None}
-    kept = {index for index, mixer in enumerate(layers) if mixer is None}
+    model, cost = MetaModel.of(teacher), functools.cache(lambda *of: mixer_cost(of[0], teacher, dtype, of[1]))
+    mixers = [m and cost(m, dims) for m, dims in zip(layers, model.rotary_dims, strict=True)]
+    converted = {index: mixer for index, mixer in enumerate(mixers) if mixer is not None}
+    kept = {index for index, mixer in enumerate(mixers) if mixer is None}
     growing = set(range(teacher.num_layers)) - set(teacher.sliding_layers)
-    cache = state = 0
-    if not teacher.bidirectional:
-        cache = 2 * teacher.num_kv_heads * teacher.head_dim * kv_bytes_per_element
-        state = sum(state_bytes(mixer, teacher, kv_bytes_per_element, index) for index, mixer in converted.items())
-    saved = cache * len(growing & set(converted))
-    total = teacher_parameters(teacher)
-    new = sum(new_parameters(mixer, teacher) for mixer in converted.values())
+    cache = 0 if teacher.bidirectional else 2 * teacher.num_kv_heads * teacher.head_dim * dtype.itemsize
+    grows, still_grows = cache * len(growing), cache * len(growing & kept)
+    state = sum(mixer.state_bytes for mixer in converted.values())
+    new = sum(mixer.parameters for mixer in converted.values())
     # Every image is one row of the same length.
     rows = recipe.data.sequence_length if teacher.vocab_size else teacher.max_positions
 
     def stage(config: TrainConfig, trainable: int, flops: int, activations: int, loaded: tuple[int, int]) -> StageCost:
         """`loaded`: weights and trained parameters that are in memory at the same time."""
         tokens = _tokens(config, training_tokens)
-        weights = loaded[0] * kv_bytes_per_element + loaded[1] * _TRAINED
+        weights = loaded[0] * dtype.itemsize + loaded[1] * _TRAINED
         pass_tokens = (config.micro_batch_size or config.batch_size) * rows
         return StageCost(
             trainable, tokens, None if tokens is None else tokens * flops, weights + pass_tokens * activations
@@ -118,19 +126,19 @@ def make_plan(
 
     transfer, between_blocks = None, 0
     if recipe.transfer is not None:
-        flops = _transfer_flops(teacher, layers, rows)
-        graph = _transfer_activations(teacher, layers, kv_bytes_per_element)
-        loaded = _transferred_at_once(recipe.transfer, teacher, layers)
+        flops = _transfer_flops(teacher, model, mixers, rows)
+        graph = _transfer_activations(teacher, model, mixers, dtype.itemsize)
+        loaded = _transferred_at_once(recipe.transfer, model, mixers)
         transfer = stage(recipe.transfer, new, flops, graph, loaded)
         between_blocks = _between_blocks(recipe.transfer, teacher, training_tokens)
 
     def on_outputs(config: FinetuneConfig | None) -> StageCost | None:
         if config is None:
             return None
-        trained = finetuned_parameters(config, teacher, new)
-        flops = _finetune_flops(config, teacher, layers, rows)
-        graph = _finetune_activations(teacher, layers, kv_bytes_per_element)
-        return stage(config, trained, flops, graph, (total + new, trained))
+        trained = finetuned_parameters(config, model, new)
+        flops = _finetune_flops(config, teacher, model, mixers, rows)
+        graph = _finetune_activations(teacher, model, mixers, dtype.itemsize)
+        return stage(config, trained, flops, graph, (model.total + new, trained))
 
     adapt, finetune = on_outputs(recipe.adapt), on_outputs(recipe.finetune)
     controls: int | None = 0
@@ -143,77 +151,52 @@ def make_plan(
         bidirectional=teacher.bidirectional,
         converted_layers=tuple(converted),
         kept_layers=tuple(sorted(kept)),
-        teacher_parameters=total,
+        teacher_parameters=model.total,
         new_parameters=new,
         transfer=transfer,
         adapt=adapt,
         finetune=finetune,
         control_flops=controls,
         state_bytes=state,
-        student_cache_bytes_per_token=cache * len(growing & kept),
-        teacher_cache_bytes_per_token=cache * len(growing),
-        break_even_tokens=state // saved + 1 if saved else None,
-        disk_bytes=total * kv_bytes_per_element + new * FP32 + trainable * _TRAINED,
-        activation_bytes=None if between_blocks is None else between_blocks * kv_bytes_per_element,
+        student_cache_bytes_per_token=still_grows,
+        teacher_cache_bytes_per_token=grows,
+        break_even_tokens=break_even_tokens(state, grows, still_grows),
+        disk_bytes=model.total * dtype.itemsize + new * FP32 + trainable * _TRAINED,
+        activation_bytes=None if between_blocks is None else between_blocks * dtype.itemsize,
     )
 
 
 # --- exact: parameters ------------------------------------------------------------------------------------------------
 
 
-def teacher_parameters(teacher: TeacherShape) -> int:
-    """P: every weight of the language model, tied ones once. A head that is tied to the embeddings adds nothing.
-
-    Of an encoder: of the base model, without the head of a task.
-    """
-    sizes = teacher.sizes
-    head = 0 if teacher.tied_embeddings else sizes.head
-    layers = teacher.num_layers * _attention_weights(teacher) + sum(sizes.layers)
-    return sizes.embeddings + layers + sizes.outside + head
-
-
-def _attention_weights(teacher: TeacherShape) -> int:
-    """The matrices of one layer."""
-    return sum(inputs * outputs for inputs, outputs in _projections(teacher).values())
-
-
-def finetuned_parameters(config: FinetuneConfig, teacher: TeacherShape, mixers: int) -> int:
+def finetuned_parameters(config: FinetuneConfig, teacher: MetaModel, mixers: int) -> int:
     """What trains in the fine-tuning of a student whose mixers have that many parameters."""
     if config.all_weights:
-        return teacher_parameters(teacher) + mixers
+        return teacher.total + mixers
     adapters = 0 if config.lora is None else lora_parameters(config.lora, teacher)
     return adapters + (mixers if config.mixers else 0)
 
 
-def lora_parameters(lora: LoRAConfig, teacher: TeacherShape) -> int:
+def lora_parameters(lora: LoRAConfig, teacher: MetaModel) -> int:
     """rank x (inputs + outputs) per adapted projection, in every layer; a fused projection is adapted as a whole."""
-    sizes = [sum(size) for roles, size in _projections(teacher).items() if set(roles) & set(lora.targets)]
-    return teacher.num_layers * lora.rank * sum(sizes)
-
-
-def _projections(t: TeacherShape) -> dict[str, tuple[int, int]]:
-    """Attention projections of a layer as (inputs, outputs), named by the roles (q, k, v, o) that each holds."""
-    h, queries, keys = t.hidden_size, t.num_heads * t.head_dim, t.num_kv_heads * t.head_dim
-    if t.fused_qkv:
-        return {"qkv": (h, queries + 2 * keys), "o": (queries, h)}
-    return {"q": (h, queries), "k": (h, keys), "v": (h, keys), "o": (queries, h)}
+    adapted: dict[str, Any] = projections(teacher.model, lora.targets)
+    return lora.rank * sum(sum(module.weight.shape) for module in adapted.values())
 
 
 # --- block by block ---------------------------------------------------------------------------------------------------
 
 
-def _transferred_at_once(config: TransferConfig, teacher: TeacherShape, layers: LayerPlan) -> tuple[int, int]:
+def _transferred_at_once(config: TransferConfig, model: MetaModel, mixers: Mixers) -> tuple[int, int]:
     """Weights, and parameters that train, which are in memory together: the whole model, or its largest block."""
-    new = [0 if mixer is None else new_parameters(mixer, teacher) for mixer in layers]
+    new = [0 if mixer is None else mixer.parameters for mixer in mixers]
     size = config.layers_per_block
     if size is None:
-        return teacher_parameters(teacher) + sum(new), sum(new)
-    own = [_attention_weights(teacher) + weights for weights in teacher.sizes.layers]
+        return model.total + sum(new), sum(new)
     at_once = []
     for start in range(0, len(new), size):  # no block has the head
         block = slice(start, start + size)
-        embeddings = 0 if start else teacher.sizes.embeddings
-        at_once.append((sum(own[block]) + sum(new[block]) + embeddings, sum(new[block])))
+        embeddings = 0 if start else model.embeddings
+        at_once.append((sum(model.layers[block]) + sum(new[block]) + embeddings, sum(new[block])))
     return max(at_once)
 
 
@@ -237,14 +220,12 @@ def _tokens(stage: TrainConfig, training_tokens: int | None) -> int | None:
     return tokens if stage.max_tokens is None else min(tokens, stage.max_tokens)
 
 
-def _model_flops(teacher: TeacherShape) -> int:
+def _model_flops(teacher: TeacherShape, model: MetaModel) -> int:
     """One token through the weights, forward: 2 FLOPs per parameter; looking up embeddings costs none.
 
     Weights that an encoder shares between layers count once per layer, those of experts only where a token is sent.
     """
-    sizes, attention = teacher.sizes, _attention_weights(teacher)
-    layers = sum(times * (attention + used) for times, used in zip(sizes.passes, sizes.used, strict=True))
-    return 2 * (sizes.head + sizes.outside + layers)
+    return 2 * (model.outside + sum(map(operator.mul, teacher.passes, model.used)))
 
 
 def _softmax_flops(teacher: TeacherShape, sequence_length: int) -> int:
@@ -252,47 +233,48 @@ def _softmax_flops(teacher: TeacherShape, sequence_length: int) -> int:
     return softmax_flops(teacher, sequence_length if teacher.bidirectional else sequence_length // 2)
 
 
-def _transfer_flops(teacher: TeacherShape, layers: LayerPlan, sequence_length: int) -> int:
+def _transfer_flops(teacher: TeacherShape, model: MetaModel, mixers: Mixers, sequence_length: int) -> int:
     """Per token: the teacher forward, mixers forward and backward (3x)."""
     softmax = sum(teacher.passes) * _softmax_flops(teacher, sequence_length)
-    passes = zip(layers, teacher.passes, strict=True)
-    mixers = sum(times * mixer_flops(mixer, teacher, sequence_length) for mixer, times in passes if mixer is not None)
-    return _model_flops(teacher) + softmax + 3 * mixers
+    through = sum(times * mixer.flops for mixer, times in zip(mixers, teacher.passes, strict=True) if mixer is not None)
+    return _model_flops(teacher, model) + softmax + 3 * through
 
 
-def _finetune_flops(config: FinetuneConfig, teacher: TeacherShape, layers: LayerPlan, sequence_length: int) -> int:
+def _finetune_flops(
+    config: FinetuneConfig, teacher: TeacherShape, model: MetaModel, mixers: Mixers, sequence_length: int
+) -> int:
     """Per token: 4 per weight (forward, and back to its input), 6 where it trains, each layer's attention 3x, its
     mixer's own weights among it; and the teacher forward, where its outputs are learned.
     """
-    softmax = _softmax_flops(teacher, sequence_length)
+    softmax, forward = _softmax_flops(teacher, sequence_length), _model_flops(teacher, model)
     attention = sum(
-        times * (softmax if mixer is None else mixer_flops(mixer, teacher, sequence_length))
-        for mixer, times in zip(layers, teacher.passes, strict=True)
+        times * (softmax if mixer is None else mixer.flops) for mixer, times in zip(mixers, teacher.passes, strict=True)
     )
-    adapters = 0 if config.lora is None else lora_parameters(config.lora, teacher)
-    weights = (3 if config.all_weights else 2) * _model_flops(teacher) + 6 * adapters
-    outputs = _model_flops(teacher) + sum(teacher.passes) * softmax if config.loss.needs_teacher else 0
-    return weights + 3 * attention + outputs
+    adapters = 0 if config.lora is None else lora_parameters(config.lora, model)
+    outputs = forward + sum(teacher.passes) * softmax if config.loss.needs_teacher else 0
+    return (3 if config.all_weights else 2) * forward + 6 * adapters + 3 * attention + outputs
 
 
-def _layer_activations(teacher: TeacherShape, bytes_per_element: int) -> int:
-    """Bytes per token inside one layer: residual and norms (4 h), q, k, v, y (2 (H + G) D) and the MLP (3 I)."""
-    attention = 2 * (teacher.num_heads + teacher.num_kv_heads) * teacher.head_dim
-    return bytes_per_element * (4 * teacher.hidden_size + attention + 3 * teacher.intermediate_size)
+def _layer_activations(teacher: TeacherShape, model: MetaModel) -> list[int]:
+    """Numbers per token inside each layer: residual and norms (4 h), and what its matrices read or write.
+
+    That is about their weights over h: 2 (H + G) D for q, k, v, o with G KV heads, 3 I for a gated MLP of width I.
+    """
+    return [4 * teacher.hidden_size + used // teacher.hidden_size for used in model.used]
 
 
-def _transfer_activations(teacher: TeacherShape, layers: LayerPlan, bytes_per_element: int) -> int:
+def _transfer_activations(teacher: TeacherShape, model: MetaModel, mixers: Mixers, bytes_per_element: int) -> int:
     """Per token: inference (one layer at a time), the logits, and the graph of the largest single mixer."""
-    mixers = max((mixer_activations(mixer, teacher) for mixer in layers if mixer is not None), default=0)
-    return _layer_activations(teacher, bytes_per_element) + bytes_per_element * teacher.vocab_size + mixers
+    largest = max((mixer.activation_bytes for mixer in mixers if mixer is not None), default=0)
+    return bytes_per_element * (max(_layer_activations(teacher, model)) + teacher.vocab_size) + largest
 
 
-def _finetune_activations(teacher: TeacherShape, layers: LayerPlan, bytes_per_element: int) -> int:
+def _finetune_activations(teacher: TeacherShape, model: MetaModel, mixers: Mixers, bytes_per_element: int) -> int:
     """Per token: all layers and mixers kept for backward (no checkpointing); logits and their gradient in fp32."""
-    passes = zip(layers, teacher.passes, strict=True)
-    mixers = sum(times * mixer_activations(mixer, teacher) for mixer, times in passes if mixer is not None)
-    layer = _layer_activations(teacher, bytes_per_element)
-    return sum(teacher.passes) * layer + mixers + 2 * FP32 * teacher.vocab_size
+    kept = 2 * FP32 * teacher.vocab_size
+    for numbers, mixer, times in zip(_layer_activations(teacher, model), mixers, teacher.passes, strict=True):
+        kept += times * (bytes_per_element * numbers + (0 if mixer is None else mixer.activation_bytes))
+    return kept
 
 
 # --- presentation -----------------------------------------------------------------------------------------------------

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import linearize
-from linearize.hf import architectures, attention, layouts
+from linearize.hf import attention, layouts
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import projections
 from linearize.hf.convert import convert_layers
 from linearize.hf.layouts import documents_apart
+from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.training.finetune import OutputObjective
 from tests import tiny
@@ -149,7 +150,7 @@ def test_q_k_v_are_those_of_a_mixer_that_asks_for_nothing(name: str) -> None:
     """To the bit, at positions of each row's own; every layer is converted, those that slide too."""
     student, ids = student_of(Case("", name, convert_sliding=True)), random_tokens(2, 14)
     options = dict(position_ids=positions(0, 5), use_cache=True)
-    asked, dims = record(student, ids, **options), shape_of(name).rotary_dims
+    asked, dims = record(student, ids, **options), MetaModel.of(shape_of(name)).rotary_dims
     for expected, found, turned in zip(record(student, ids, wants=False, **options), asked, dims, strict=True):
         assert expected.hidden is expected.unrotated is expected.rope is None
         assert all(torch.equal(getattr(found, x), getattr(expected, x)) for x in "qkv")
@@ -165,7 +166,7 @@ def test_q_k_v_are_those_of_a_mixer_that_asks_for_nothing(name: str) -> None:
 
 def inverse_frequencies(name: str) -> list[Tensor]:
     """Of each layer's rotated pairs of dimensions, as the config gives them, without scaling but a linear one."""
-    config, dims = teacher_of(Case("", name)).config, shape_of(name).rotary_dims
+    config, dims = teacher_of(Case("", name)).config, MetaModel.of(shape_of(name)).rotary_dims
     kinds, found = getattr(config, "layer_types", None), []
     for index, turned in enumerate(dims):
         rope = config.rope_parameters
@@ -203,12 +204,6 @@ def test_scales_and_soft_caps_are_the_model_s_own(name: str) -> None:
     for inputs in record(student_of(Case("", name)), random_tokens(1, 5)):
         assert inputs.scaling == pytest.approx(SCALES.get(name, 8**-0.5))
         assert inputs.softcap == (4.0 if name == "gemma2" else None)
-
-
-@plain
-def test_plans_know_which_projections_are_one_matrix(name: str) -> None:
-    """The numbers of a plan are read from config.json alone, projections from the model."""
-    assert shape_of(name).fused_qkv == ("qkv" in architectures.ARCHITECTURES[name].projections.values())
 
 
 PROJECTIONS = {"gpt2": ("c_attn", "c_proj"), "phi3": ("qkv_proj", "o_proj"), "gpt_neox": ("query_key_value", "dense")}

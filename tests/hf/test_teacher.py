@@ -1,116 +1,173 @@
-"""Shapes read from ``config.json``, as the checkpoints on the hub and transformers itself write it."""
+"""Shapes read from ``config.json``, as the hub's checkpoints and transformers itself write it; and what is refused."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+import re
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+from transformers import CONFIG_MAPPING
 
 from linearize.base import UserError
-from linearize.hf.teacher import TeacherShape
+from linearize.hf.meta import MetaModel
+from linearize.hf.teacher import TeacherShape, break_even_tokens
 from linearize.mixers.shape import LayerShape
+from tests.hf.decoders import DECODERS
+from tests.hf.encoders import ENCODERS
+from tests.hf.models import ARCHITECTURES as FIRST
 
-LLAMA_3_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
+# The contents of a tiny model's config.json, by its type.
+TINY: dict[str, dict[str, Any]] = {
+    **{name: fields | {"model_type": name} for name, (_, fields) in (FIRST | ENCODERS).items()},
+    **{name: fields | {"model_type": kind} for name, (kind, fields) in DECODERS.items() if name == kind},
 }
 # As in the gpt2 checkpoint, which has no head_dim, no num_key_value_heads and no n_inner.
-GPT2: dict[str, Any] = {
-    "model_type": "gpt2",
-    "n_embd": 768,
-    "n_head": 12,
-    "n_layer": 12,
-    "n_positions": 1024,
-    "vocab_size": 50257,
-}
+GPT2 = dict(model_type="gpt2", n_embd=768, n_head=12, n_layer=12, n_positions=1024, vocab_size=50257)
 
 
-def numbers(shape: TeacherShape) -> list[object]:
-    """All but how many weights it has."""
-    return [getattr(shape, field.name) for field in fields(shape) if field.name != "sizes"]
+def shape(model_type: str, **fields: Any) -> TeacherShape:
+    return TeacherShape.from_config(TINY[model_type] | fields)
 
 
-def test_llama_3_8b() -> None:
-    sizes = [32, 32, 8, 128, 4096, 14336, 128256, 8192]
-    assert numbers(TeacherShape.from_config(LLAMA_3_8B)) == ["llama", *sizes, False, (), (128,) * 32, False, False]
+def four_layers(model_type: str, **fields: Any) -> TeacherShape:
+    sizes = dict(num_hidden_layers=4, num_attention_heads=4, hidden_size=32, intermediate_size=48, vocab_size=60)
+    return TeacherShape.from_config(
+        {"model_type": model_type, "max_position_embeddings": 64, "pad_token_id": 0} | sizes | fields
+    )
 
 
 def test_gpt2() -> None:
-    sizes = [12, 12, 12, 64, 768, 3072, 50257, 1024]
-    assert numbers(TeacherShape.from_config(GPT2)) == ["gpt2", *sizes, True, (), (0,) * 12, False, True]
+    found = TeacherShape.from_config(GPT2)
+    assert found == TeacherShape("gpt2", 12, 12, 12, 64, 768, 50257, 1024, (), (1,) * 12, False, GPT2)
+    assert found.layer == LayerShape(12, 12, 64, 768, 1024)
 
 
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3),
-    "mistral": MistralConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=3, sliding_window=None),
-    "qwen3": Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3, head_dim=8),
-    "gpt2": GPT2Config(n_embd=64, n_head=4, n_layer=3, n_inner=100),
-}
+@pytest.mark.parametrize("name", TINY)
+def test_transformers_own_config_has_the_same_shape(name: str) -> None:
+    """It writes every field; and so does a linearized checkpoint, under a name of ours."""
+    written = CONFIG_MAPPING[name](**TINY[name]).to_dict()
+    assert TeacherShape.from_config(written) == shape(name)
+    assert TeacherShape.from_config(written | {"model_type": f"linearized_{name}", "linearize": {}}) == shape(name)
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
-def test_agrees_with_transformers(model_type: str) -> None:
-    config = CONFIGS[model_type]
-    shape = TeacherShape.from_config(config.to_dict())
-    assert shape.model_type == model_type and shape.num_layers == 3 and shape.num_heads == 4
-    assert shape.num_kv_heads == (config.num_key_value_heads if model_type != "gpt2" else 4)
-    assert shape.head_dim == (config.head_dim if model_type != "gpt2" else 16)
-    assert shape.hidden_size == 64
-    assert shape.intermediate_size == (config.intermediate_size if model_type != "gpt2" else 100)
-    assert shape.vocab_size == config.vocab_size
-    assert shape.max_positions == config.max_position_embeddings
-    assert shape.tied_embeddings == config.tie_word_embeddings
-    assert shape.sliding_layers == ()
-    assert shape.layer == LayerShape(4, shape.num_kv_heads, shape.head_dim, 64, config.max_position_embeddings)
-    assert shape.rotary_dims == (shape.head_dim if "rope_parameters" in config.to_dict() else 0,) * 3
-    assert not shape.bidirectional
-
-
-def test_a_linearized_checkpoint_has_its_bases_shape() -> None:
-    base = TeacherShape.from_config(LLAMA_3_8B)
-    assert TeacherShape.from_config(LLAMA_3_8B | {"model_type": "linearized_llama"}) == base
+def test_encoders() -> None:
+    assert all(shape(name).bidirectional == (name in ENCODERS) for name in TINY)
+    # Positions behind the padding token's; patches of an image, height x width, and the tokens before them.
+    assert shape("bert").max_positions == 64 and shape("roberta", pad_token_id=3).max_positions == 60
+    sizes = dict(image_size=[32, 24], patch_size=8)
+    assert [shape(name, **sizes).max_positions for name in ("vit", "deit", "dinov2")] == [13, 14, 13]
+    assert shape("vit").vocab_size == 0 and shape("vit", patch_size=[8, 4]).max_positions == 9
+    # ALBERT's layers are those with weights of their own.
+    groups = shape("albert", num_hidden_layers=5, num_hidden_groups=2)
+    assert (groups.num_layers, groups.passes) == (2, (3, 2))
 
 
 @pytest.mark.parametrize(
-    ("change", "sliding"),
+    ("model_type", "fields", "sliding"),
     [
-        ({"sliding_window": 4096}, (0, 1, 2)),
-        ({"sliding_window": None}, ()),
-        ({"sliding_window": 4096, "use_sliding_window": False}, ()),
-        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, (1,)),
-        ({"sliding_window": 4096, "layer_types": ["full_attention"] * 3}, ()),
+        ("mistral", dict(sliding_window=8), (0, 1, 2, 3)),
+        ("mistral", dict(sliding_window=None), ()),
+        ("mixtral", dict(sliding_window=64), ()),  # which is all positions
+        ("qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers=3), (3,)),
+        ("qwen3", dict(sliding_window=8, max_window_layers=1), ()),
+        ("qwen3_moe", dict(use_sliding_window=True, sliding_window=8, num_key_value_heads=2), (0, 1, 2, 3)),
+        ("gemma3_text", dict(sliding_window=8, sliding_window_pattern=2), (0, 2)),
+        ("gemma3_text", dict(sliding_window=8, layer_types=3 * ["full_attention"] + ["sliding_attention"]), (3,)),
+        ("smollm3", dict(use_sliding_window=True, sliding_window=8, no_rope_layers=[1, 0, 1, 1]), (1,)),
+        ("modernbert", dict(global_attn_every_n_layers=3, local_attention=8), (1, 2)),
+        ("modernbert", dict(local_attention=8, layer_types=3 * ["full_attention"] + ["sliding_attention"]), (3,)),
     ],
 )
-def test_sliding_layers(change: dict[str, Any], sliding: tuple[int, ...]) -> None:
-    assert TeacherShape.from_config(LLAMA_3_8B | {"num_hidden_layers": 3} | change).sliding_layers == sliding
+def test_sliding_layers(model_type: str, fields: dict[str, Any], sliding: tuple[int, ...]) -> None:
+    kv_heads = dict(num_key_value_heads=4, head_dim=8) if model_type != "modernbert" else {}
+    assert four_layers(model_type, **kv_heads | fields).sliding_layers == sliding
+
+
+def test_what_only_a_decoder_can_do() -> None:
+    with pytest.raises(UserError, match=r"data.top_esl: expected a decoder, found the encoder 'bert'; set it to null"):
+        shape("bert").refuse_encoder("data.top_esl", "set it to null")
+    shape("llama").refuse_encoder("data.top_esl", "set it to null")
+
+
+def test_break_even() -> None:
+    assert break_even_tokens(1000, 10, 0) == break_even_tokens(1000, 14, 4) == 101, "equal at 100"
+    assert break_even_tokens(999, 10, 0) == 100 and break_even_tokens(-50, 10, 0) == 0
+    assert break_even_tokens(1000, 10, 10) is None and break_even_tokens(1000, 0, 0) is None
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_whatever_a_field_holds_there_is_a_plan_or_a_line(name: str) -> None:
+    """Nothing that transformers raises of a config, or of the model, comes out as a traceback."""
+    refused = []
+    for field in TINY[name]:
+        without = {other: value for other, value in TINY[name].items() if other != field}
+        for contents in (without, *(TINY[name] | {field: value} for value in (None, 0, -1, "x", [], 1.5))):
+            try:
+                MetaModel.of(TeacherShape.from_config(contents))
+            except UserError as error:
+                refused.append(str(error))
+    assert len(refused) > 3 * len(TINY[name])
+    assert all(re.fullmatch(r"(config\.json: )?\w+: expected .*[,;] found .*", line) for line in refused)
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("contents", "message"),
     [
-        ({"model_type": "xlnet"}, "model_type: expected one of llama, mistral, .*, granite, bert, "),
-        ({"model_type": "xlnet"}, "dinov2; found 'xlnet'"),
-        ({"model_type": ""}, "found 'nothing'"),
-        ({"hidden_size": None}, "hidden_size: expected a positive integer, found None"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers: expected a positive integer, found 0"),
-        ({"vocab_size": "many"}, "vocab_size: expected a positive integer, found 'many'"),
+        (dict(model_type="xlnet"), "model_type: expected one of llama, mistral, .*, granite, bert, .*; found 'xlnet'"),
+        ({}, "found 'nothing'"),
+        # As the file calls it, also where transformers would take the size of some other model.
+        (GPT2 | dict(n_embd=None), "config.json: n_embd: expected a positive integer, found None"),
+        (TINY["llama"] | dict(num_hidden_layers=0), "num_hidden_layers: expected a positive integer, found 0"),
+        (
+            TINY["llama"] | dict(vocab_size="many"),
+            "vocab_size: expected what makes a model, found 'many': .* expected int",
+        ),
+        (TINY["llama"] | dict(hidden_size=33), r"hidden_size: .*found 33: The hidden size \(33\) is not a multiple of"),
+        (TINY["llama"] | dict(num_key_value_heads=3), "num_key_value_heads: expected a divisor of 4 heads, found 3"),
+        (TINY["phi"] | dict(partial_rotary_factor=2), "rotary_factor: expected a number from 0 to 1, found 2"),
+        (TINY["bert"] | dict(is_decoder=True), "is_decoder: expected false, found true; bert converts as an encoder"),
+        (
+            TINY["albert"] | dict(num_hidden_groups=4),
+            r"num_hidden_layers: expected 4 \(num_hidden_groups\) or more, fou",
+        ),
+        (TINY["vit"] | dict(patch_size=[8, 8, 8]), "patch_size: expected a positive integer or two, found"),
+        # What cannot be linearized.
+        (dict(model_type="bloom"), "model_type: .* found 'bloom': .*ALiBi"),
+        (dict(model_type="falcon"), "found 'falcon': its attention is code of its own"),
+        (dict(model_type="deepseek_v3"), "found 'deepseek_v3': .*MLA"),
+        (dict(model_type="minicpm3", kv_lora_rank=256), "kv_lora_rank: expected none, found 256: .*MLA"),
+        (dict(model_type="gpt_oss"), "found 'gpt_oss': its softmax has a learned sink"),
+        (dict(model_type="mamba2"), "found 'mamba2': its layers are linear or recurrent already"),
+        (dict(model_type="jamba"), "found 'jamba': some of its layers are linear"),
+        (dict(model_type="qwen3_next"), "found 'qwen3_next': some"),
+        (
+            dict(model_type="another", layer_types=["linear_attention", "full_attention"]),
+            "layer_types: expected full_attention and sliding_attention, found 'linear_attention': some of its layers",
+        ),
+        (TINY["llama"] | dict(alibi=True), "alibi: expected false, found True"),
+        (
+            dict(model_type="gemma3", text_config=dict(model_type="gemma3_text")),
+            "text_config: expected none, found 'gemma3_text': .*save its language model by itself and give that folder",
+        ),
+        (
+            TINY["gemma3_text"] | dict(use_bidirectional_attention=True),
+            "use_bidirectional_attention: expected false, found True: its tokens see those behind them",
+        ),
+        (TINY["gpt2"] | dict(add_cross_attention=True), "add_cross_attention: expected false, found True"),
+        (TINY["albert"] | dict(inner_group_num=2), "inner_group_num: expected 1, found 2"),
     ],
 )
-def test_bad_config(change: dict[str, Any], expected: str) -> None:
-    with pytest.raises(UserError, match=expected) as error:
-        TeacherShape.from_config(LLAMA_3_8B | change)
+def test_refused(contents: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        TeacherShape.from_config(contents)
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_size_is_called_by_its_name_in_the_file() -> None:
-    with pytest.raises(UserError, match="n_embd"):
-        TeacherShape.from_config({name: value for name, value in GPT2.items() if name != "n_embd"})
+def test_ordinary_values_of_these_fields_are_no_reason() -> None:
+    ordinary = dict(
+        kv_lora_rank=None, layer_types=None, alibi=False, text_config=None, use_bidirectional_attention=None
+    )
+    assert shape("llama", **ordinary, add_cross_attention=False, inner_group_num=1) == shape("llama")

@@ -1,52 +1,63 @@
-"""Numbers of a ``config.json``, checked as they are read."""
+"""From a ``config.json`` to transformers' config, which fills in what the file leaves out; and the field at fault."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.utils import logging
 
 from linearize.base import UserError
 
+T = TypeVar("T")
 
-class ConfigJson:
-    """The contents of a ``config.json``; `names` are the fields that this model type calls otherwise."""
 
-    def __init__(self, config: dict[str, Any], names: dict[str, str]) -> None:
-        self.contents, self._names = config, names
+def read_contents(contents: dict[str, Any]) -> PreTrainedConfig:
+    """The config of a softmax model with these contents; where they make no sense, an error of nearly any kind."""
+    return CONFIG_MAPPING[contents["model_type"]].from_dict(copy.deepcopy(contents))  # it writes into nested fields
 
-    def size(self, field: str, default: int | None = None) -> int:
-        """A positive integer.
 
-        Raises:
-            UserError: anything else, or nothing where there is no default.
-        """
-        name = self._names.get(field, field)
-        value = self.contents.get(name)
-        value = default if value is None else value
-        if not isinstance(value, int) or value <= 0:
-            raise UserError(f"config.json: {name}: expected a positive integer, found {value!r}")
-        return value
+def positive(name: str, value: Any) -> int:
+    """A size.
 
-    def sides(self, field: str) -> tuple[int, int]:
-        """Height and width, of an image or a patch: two positive integers, or one for a square.
+    Raises:
+        UserError: `value` is no positive integer.
+    """
+    if not isinstance(value, int) or value <= 0:
+        raise UserError(f"config.json: {name}: expected a positive integer, found {value!r}")
+    return value
 
-        Raises:
-            UserError: anything else.
-        """
-        value = self.contents.get(field)
-        sides: list[Any] = list(value) if isinstance(value, list | tuple) else [value, value]
-        if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
-            raise UserError(f"config.json: {field}: expected a positive integer or two, found {value!r}")
-        return sides[0], sides[1]
 
-    def rope(self, field: str) -> float | None:
-        """A number that says how positions rotate: among `rope_parameters`, or as a field of its own, as of old."""
-        parameters = self.contents.get("rope_parameters")
-        value = parameters.get(field) if isinstance(parameters, dict) else None
-        value = self.contents.get(self._names.get(field, field)) if value is None else value
-        if value is not None and (not isinstance(value, int | float) or not 0 < value <= 1):
-            raise UserError(f"config.json: {field}: expected a number from 0 to 1, found {value!r}")
-        return value
+def blaming_fields(contents: dict[str, Any], make: Callable[[dict[str, Any]], T]) -> T:
+    """What `make` makes of the contents of a ``config.json``, without transformers' warnings: loading repeats them.
 
-    def flag(self, field: str, default: bool) -> bool:
-        value = self.contents.get(field)
-        return default if value is None else bool(value)
+    Raises:
+        UserError: transformers raises something. The field at fault is the first one without which it does not.
+    """
+    with _without_warnings():
+        try:
+            return make(contents)
+        except UserError:
+            raise
+        except Exception as error:  # configs and models raise nearly every kind, and seldom say what it is about
+            reason = str(error.__cause__ or error).strip().split("\n")[0]
+        for name, value in contents.items():
+            try:
+                make({other: x for other, x in contents.items() if other != name})
+            except Exception:
+                continue
+            raise UserError(f"config.json: {name}: expected what makes a model, found {value!r}: {reason}")
+    raise UserError(f"config.json: expected fields that make a model, found ones that do not: {reason}")
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

@@ -28,8 +28,13 @@ def _anything(value: Any) -> Any:
     return value or None
 
 
+def _not_one(value: Any) -> Any:
+    return None if value in (None, 1) else value
+
+
 def _other_layers(kinds: Any) -> str | None:
-    return ", ".join(sorted(set(map(str, kinds or ())) - {"full_attention", "sliding_attention"})) or None
+    others = {str(kind) for kind in kinds} if isinstance(kinds, list | tuple) else set()
+    return ", ".join(sorted(others - {"full_attention", "sliding_attention"})) or None
 
 
 def _model_type(config: Any) -> Any:
@@ -62,6 +67,7 @@ REFUSALS = (
     Refusal("alibi", _anything, "false", _ALIBI),
     Refusal("text_config", _model_type, "none", _IMAGES, _TEXT_ALONE),
     Refusal("use_bidirectional_attention", _anything, "false", _ENCODER),
+    Refusal("inner_group_num", _not_one, "1", "several layers in a group of shared weights are not supported"),
     Refusal("add_cross_attention", _anything, "false", _CROSS_ATTENTION, "give a decoder alone"),
 )
 

@@ -1,35 +1,32 @@
-"""The shape of a teacher, read from its ``config.json`` alone: what resolving and planning need, and nothing more."""
+"""The shape of a teacher, told by its ``config.json`` alone: what resolving a recipe needs, and nothing more."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
 from linearize.base import UserError
-from linearize.hf.config_json import ConfigJson
+from linearize.hf.architectures import ARCHITECTURES
+from linearize.hf.config_json import blaming_fields, positive, read_contents
 from linearize.hf.config_refusals import refuse
-from linearize.hf.decoders import DECODERS, Decoder, LayerSizes
-from linearize.hf.encoders import ENCODERS
-from linearize.hf.sizes import Sizes
 from linearize.mixers.shape import LayerShape
 
-# Where an encoder keeps each number when it is not under the common name.
-_DISTILBERT_NAMES = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
-_DISTILBERT_NAMES |= {"intermediate_size": "hidden_dim"}
-# ALBERT has several layers with the same weights; what converts is the weights.
-_ALBERT_NAMES = {"num_hidden_layers": "num_hidden_groups"}
-_ENCODER_NAMES = {"distilbert": _DISTILBERT_NAMES, "albert": _ALBERT_NAMES}
-SUPPORTED = (*DECODERS, *ENCODERS)
+# Without these, a config.json does not say which model it is of: transformers would take the sizes of some other one.
+_STATED = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+# Tokens of a vision model besides the patches of its image.
+_SPECIAL_TOKENS = {"vit": 1, "deit": 2, "dinov2": 1}
 
 
 @dataclass(frozen=True)
 class TeacherShape:
     """Sizes of a decoder or an encoder: layers, heads, widths, and which layers already attend within a sliding window.
 
-    Layers that share their weights (ALBERT) are one. A vision model has no vocabulary (0), and its `max_positions` are
-    the patches and special tokens of an image of its own size. `rotary_dims`: how many dimensions of a head each layer
-    rotates (RoPE), 0 where positions are embeddings, or nothing. `bidirectional`: every token sees those behind it,
-    too, which makes an encoder. `fused_qkv`: queries, keys and values come out of one matrix.
+    Layers that share their weights (ALBERT) are one, and `passes` says how often the stream goes through each. A vision
+    model has no vocabulary (0), and its `max_positions` are the patches and special tokens of an image of its own size.
+    `bidirectional`: every token sees those behind it, too, which makes an encoder. `contents` are those of config.json,
+    of which `MetaModel` builds the model itself.
     """
 
     model_type: str
@@ -38,20 +35,12 @@ class TeacherShape:
     num_kv_heads: int
     head_dim: int
     hidden_size: int
-    intermediate_size: int
     vocab_size: int
     max_positions: int
-    tied_embeddings: bool
     sliding_layers: tuple[int, ...]
-    rotary_dims: tuple[int, ...]
+    passes: tuple[int, ...]
     bidirectional: bool
-    fused_qkv: bool
-    sizes: Sizes
-
-    @property
-    def passes(self) -> tuple[int, ...]:
-        """How often the stream goes through each layer; once, but in ALBERT."""
-        return self.sizes.passes
+    contents: dict[str, Any] = field(repr=False, compare=False)
 
     def refuse_encoder(self, field: str, reason: str) -> None:
         """For what only a decoder can do.
@@ -68,102 +57,107 @@ class TeacherShape:
         return LayerShape(self.num_heads, self.num_kv_heads, self.head_dim, self.hidden_size, self.max_positions)
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> TeacherShape:
-        """Read the shape from the contents of a ``config.json``.
+    def from_config(cls, contents: dict[str, Any]) -> TeacherShape:
+        """Read the shape from the contents of a ``config.json``, of a softmax model or a linearized one.
 
         Raises:
-            UserError: the architecture is not supported, or cannot be, or a size is missing.
+            UserError: the architecture is not supported, or cannot be, or a field makes no sense.
         """
-        model_type = str(config.get("model_type") or "").removeprefix("linearized_")
-        refuse(config, model_type)
-        if model_type in DECODERS:
-            return cls._decoder(model_type, DECODERS[model_type], config)
-        if model_type in ENCODERS:
-            return cls._encoder(model_type, config)
-        raise UserError(
-            f"model_type: expected one of {', '.join(SUPPORTED)}; found {model_type or 'nothing'!r}; "
-            "this architecture is not supported yet"
-        )
-
-    @classmethod
-    def _decoder(cls, model_type: str, decoder: Decoder, config: dict[str, Any]) -> TeacherShape:
-        found = ConfigJson(decoder.defaults | config, decoder.names)
-        common = _common(model_type, found)
-        layers, h, vocabulary = common["num_layers"], common["hidden_size"], found.size("vocab_size")
-        inner, positions = found.size("intermediate_size", 4 * h), found.size("max_position_embeddings", 2048)
-        layer = LayerSizes(h, inner, common["num_heads"], common["num_kv_heads"], common["head_dim"])
-        weights = decoder.layers(found, layer, layers)
-        width = decoder.embedding_size(found, h)
-        learned = 0 if decoder.learned_positions is None else (positions + decoder.learned_positions) * h
-        sizes = Sizes(
-            passes=(1,) * layers,
-            embeddings=vocabulary * width + learned,
-            layers=tuple(one.stored for one in weights),
-            used=tuple(one.used for one in weights),
-            head=vocabulary * width,
-            outside=decoder.norm * h + decoder.more(found, h),
-        )
-        return cls(
-            **common,
-            intermediate_size=inner,
-            vocab_size=vocabulary,
-            max_positions=positions,
-            sliding_layers=_sliding_layers(found, decoder, layers, positions),
-            rotary_dims=decoder.rotary_dims(found, layers, common["head_dim"]),
-            bidirectional=False,
-            fused_qkv=decoder.fused_qkv,
-            sizes=sizes,
-        )
-
-    @classmethod
-    def _encoder(cls, model_type: str, config: dict[str, Any]) -> TeacherShape:
-        if config.get("is_decoder"):
+        model_type = str(contents.get("model_type") or "").removeprefix("linearized_")
+        refuse(contents, model_type)
+        if model_type not in ARCHITECTURES:
+            raise UserError(
+                f"model_type: expected one of {', '.join(ARCHITECTURES)}; found {model_type or 'nothing'!r}; "
+                "this architecture is not supported yet"
+            )
+        if ARCHITECTURES[model_type].bidirectional and contents.get("is_decoder"):
             raise UserError(f"config.json: is_decoder: expected false, found true; {model_type} converts as an encoder")
-        found = ConfigJson(config, _ENCODER_NAMES.get(model_type, {}))
-        common = _common(model_type, found)
-        encoder, modern = ENCODERS[model_type](found), model_type == "modernbert"
+        contents = contents | {"model_type": model_type}
+        names = CONFIG_MAPPING[model_type].attribute_map
+        for name in _STATED:
+            positive(names.get(name, name), contents.get(names.get(name, name), contents.get(name)))
+        return blaming_fields(contents, cls._read)
+
+    @classmethod
+    def _read(cls, contents: dict[str, Any]) -> TeacherShape:
+        config = read_contents(contents)
+        model_type, bidirectional = contents["model_type"], ARCHITECTURES[contents["model_type"]].bidirectional
+
+        def size(name: str, default: int | None = None) -> int:
+            value = getattr(config, name, None)
+            return positive(config.attribute_map.get(name, name), default if value is None else value)
+
+        heads, hidden, passes = size("num_attention_heads"), size("hidden_size"), _passes(config)
+        kv_heads = size("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise UserError(f"config.json: num_key_value_heads: expected a divisor of {heads} heads, found {kv_heads}")
+        rotated = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1)
+        if not 0 < rotated <= 1:
+            raise UserError(f"config.json: partial_rotary_factor: expected a number from 0 to 1, found {rotated}")
+        positions = _patches(config) + _SPECIAL_TOKENS[model_type] if model_type in _SPECIAL_TOKENS else 0
         return cls(
-            **common,
-            intermediate_size=encoder.intermediate_size,
-            vocab_size=encoder.vocab_size,
-            max_positions=encoder.max_positions,
-            sliding_layers=_local_layers(config, common["num_layers"]) if modern else (),
-            rotary_dims=(common["head_dim"] if modern else 0,) * common["num_layers"],
-            bidirectional=True,
-            fused_qkv=modern,
-            sizes=encoder.sizes,
+            model_type=model_type,
+            num_layers=len(passes),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=size("head_dim", hidden // heads),
+            hidden_size=hidden,
+            vocab_size=0 if positions else size("vocab_size"),
+            max_positions=positions or size("max_position_embeddings") - _unused_positions(config),
+            sliding_layers=_sliding_layers(config, len(passes)),
+            passes=passes,
+            bidirectional=bidirectional,
+            contents=contents,
         )
 
 
-def _common(model_type: str, found: ConfigJson) -> dict[str, Any]:
-    heads, hidden, layers = (found.size(field) for field in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-    return {
-        "model_type": model_type,
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": found.size("num_key_value_heads", heads),
-        "head_dim": found.size("head_dim", hidden // heads),
-        "hidden_size": hidden,
-        "tied_embeddings": found.flag("tie_word_embeddings", False),
-    }
+def _passes(config: PreTrainedConfig) -> tuple[int, ...]:
+    """How often the stream goes through each layer: once, but for ALBERT's groups, which transformers chooses so."""
+    depth, groups = config.num_hidden_layers, getattr(config, "num_hidden_groups", config.num_hidden_layers)
+    if depth < positive("num_hidden_groups", groups):
+        raise UserError(f"config.json: num_hidden_layers: expected {groups} (num_hidden_groups) or more, found {depth}")
+    used = [int(index / (depth / groups)) for index in range(depth)]
+    return tuple(map(used.count, range(groups)))
 
 
-def _sliding_layers(c: ConfigJson, decoder: Decoder, layers: int, positions: int) -> tuple[int, ...]:
+def _patches(config: PreTrainedConfig) -> int:
+    (height, width), (patch_height, patch_width) = _sides(config, "image_size"), _sides(config, "patch_size")
+    return positive("image_size", (height // patch_height) * (width // patch_width))
+
+
+def _sides(config: PreTrainedConfig, field: str) -> tuple[int, int]:
+    """Height and width, of an image or a patch: two positive integers, or one for a square."""
+    value = getattr(config, field)
+    sides = value if isinstance(value, list | tuple) else [value, value]
+    if len(sides) != 2 or not all(isinstance(side, int) and side > 0 for side in sides):
+        raise UserError(f"config.json: {field}: expected a positive integer or two, found {value!r}")
+    return sides[0], sides[1]
+
+
+def _unused_positions(config: PreTrainedConfig) -> int:
+    """RoBERTa's positions count from behind the padding token's id: no token uses those up to it."""
+    return 0 if config.model_type != "roberta" else 1 + (config.pad_token_id or 0)
+
+
+def _sliding_layers(config: PreTrainedConfig, layers: int) -> tuple[int, ...]:
     """Indices of layers whose own attention is windowed; ``layer_types`` decides where the config has it.
 
     A window over all positions that the model has hides nothing.
     """
-    window = c.contents.get("sliding_window")
-    if kinds := c.contents.get("layer_types"):
-        slide = [index for index, kind in enumerate(kinds) if kind == "sliding_attention"]
-    else:
-        slide = decoder.sliding(c, layers) if window and c.flag("use_sliding_window", True) else ()
-    return () if window and window >= positions else tuple(slide)
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if window is None or window >= config.max_position_embeddings:
+        return ()
+    if kinds is None:
+        return tuple(range(layers))
+    return tuple(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
-def _local_layers(config: dict[str, Any], layers: int) -> tuple[int, ...]:
-    """Of ModernBERT, which attends globally in every n-th layer, beginning with the first."""
-    if kinds := config.get("layer_types"):
-        return tuple(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
-    every = config.get("global_attn_every_n_layers", 3)
-    return tuple(index for index in range(layers) if index % every)
+def break_even_tokens(state_bytes: int, growth_teacher: int, growth_student: int) -> int | None:
+    """The least number of tokens from which on a student takes less memory than its teacher; None: it never does.
+
+    Args:
+        state_bytes: what the student holds before the first token, beyond what the teacher does.
+        growth_teacher, growth_student: bytes that each grows by with every token.
+    """
+    saved = growth_teacher - growth_student
+    return max(state_bytes // saved + 1, 0) if saved > 0 else None

@@ -90,8 +90,7 @@ def run(
 
 def write_plan(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Dataset) -> None:
     """plan.json: what the run means and costs."""
-    size, tokens = run.dtype.itemsize, dataset.train.num_tokens
-    plan = planning.make_plan(run.recipe, shape, layers, kv_bytes_per_element=size, training_tokens=tokens)
+    plan = planning.make_plan(run.recipe, shape, layers, dtype=run.dtype, training_tokens=dataset.train.num_tokens)
     write_json(run.folder / "plan.json", plan.to_json())
 
 

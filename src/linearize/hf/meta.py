@@ -1,0 +1,96 @@
+"""A teacher without its weights: the model itself on torch's meta device, of which plans count what they need."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from linearize.hf.architectures import ARCHITECTURES
+from linearize.hf.config_json import blaming_fields, read_contents
+from linearize.hf.teacher import TeacherShape
+
+
+@dataclass(frozen=True)
+class MetaModel:
+    """How many weights a softmax model has, and where: a language model with its head, or the base of an encoder.
+
+    Attributes:
+        model: the model itself, without data.
+        total: all weights, tied ones once.
+        embeddings: those that are looked up or added: of tokens, positions, types, special tokens.
+        layers: those of each layer.
+        used: of these the ones that a token meets: of a layer's experts only as many as it is sent to.
+        outside: those outside the layers that every token is multiplied by; the head's also where they are embeddings.
+        rotary_dims: how many dimensions of a head each layer rotates (RoPE), 0 where it does not; of an encoder none.
+    """
+
+    model: PreTrainedModel
+    total: int
+    embeddings: int
+    layers: tuple[int, ...]
+    used: tuple[int, ...]
+    outside: int
+    rotary_dims: tuple[int, ...]
+
+    @classmethod
+    def of(cls, teacher: TeacherShape) -> MetaModel:
+        """Build the model and count.
+
+        Raises:
+            UserError: the contents of config.json make no model.
+        """
+        return blaming_fields(teacher.contents, cls._of)
+
+    @classmethod
+    def _of(cls, contents: dict[str, Any]) -> MetaModel:
+        model, architecture = _build(contents), ARCHITECTURES[contents["model_type"]]
+        attention = {name: m for name, m in model.named_modules() if isinstance(m, architecture.attention)}
+        # A layer is what has the last number in the path to its attention.
+        layers = [model.get_submodule(re.findall(r".*\b\d+(?=\.)", name)[0]) for name in attention]
+        within = {module for layer in layers for module in layer.modules()}
+        looked_up = sum(
+            parameter.numel()
+            for module in set(model.modules()) - within
+            # What a module has besides its children's weights are special tokens and positions of images.
+            if isinstance(module, nn.Embedding) or next(module.children(), None) is not None
+            for parameter in module.parameters(recurse=False)
+        )
+        in_layers = tuple(sum(p.numel() for p in layer.parameters()) for layer in layers)
+        total = sum(p.numel() for p in model.parameters())
+        head = model.get_output_embeddings()
+        tied = head is not None and head.weight is model.get_input_embeddings().weight
+        rotary, rope = 0, architecture.parts and architecture.parts.rope
+        if rope is not None:
+            rotary = 2 * next(model.base_model.get_submodule(rope).buffers()).numel()  # one angle for two dimensions
+        return cls(
+            model=model,
+            total=total,
+            embeddings=looked_up,
+            layers=in_layers,
+            used=tuple(sum(_met(p, model.config) for p in layer.parameters()) for layer in layers),
+            outside=total - sum(in_layers) - looked_up + (head.weight.numel() if tied else 0),
+            # SmolLM3's own attribute says which layers do not.
+            rotary_dims=tuple(rotary if getattr(m, "use_rope", True) else 0 for m in attention.values()),
+        )
+
+
+def _build(contents: dict[str, Any]) -> PreTrainedModel:
+    bidirectional = ARCHITECTURES[contents["model_type"]].bidirectional
+    auto = transformers.AutoModel if bidirectional else transformers.AutoModelForCausalLM
+    # Nothing is computed, so any attention will do; the one that a config.json asks for may not be installed.
+    with torch.device("meta"), no_init_weights():
+        model = auto.from_config(read_contents(contents), attn_implementation="eager")
+    model.tie_weights()  # which is part of initialising them
+    return model
+
+
+def _met(parameter: nn.Parameter, config: Any) -> int:
+    """How many of a layer's weights a token meets. Experts lie in tensors of three dimensions, the first one theirs."""
+    return parameter.numel() if parameter.ndim < 3 else config.num_experts_per_tok * parameter[0].numel()
