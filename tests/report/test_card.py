@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
 from pathlib import Path
 
+import pytest
 import yaml
+from markdown_it import MarkdownIt
 
-from linearize.report import RunFiles, load_run, model_card
-from tests.report import sample
+from linearize.report import RunFiles, load_run, markdown, model_card
+from tests.report import sample, task_sample
 
 COPIES = Path(__file__).parent / "measured" / "pycode-5m"
 
@@ -34,10 +36,81 @@ def test_a_card_has_front_matter_results_findings_limits_and_the_recipe(tmp_path
 def test_a_card_of_few_measurements_says_what_is_missing() -> None:
     card = model_card(load_run(COPIES))
     assert "Not measured: agreement with the teacher; loss by position; generations; recall over distances;" in card
-    assert "### Not decided" not in card and "## Recipe" not in card
+    assert "## Recipe" not in card
+    assert card.split("### Not decided\n\n")[1].startswith("- The student keeps 4")
 
 
-def test_a_bar_in_a_note_does_not_break_the_table(read: Callable[..., RunFiles]) -> None:
-    lines = sample.evaluation()["measured"]
-    lines[0]["note"] = "a | b"
-    assert "| a \\| b |" in model_card(read(measured=lines))
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "[click](http://evil.example)",
+    "![seen](http://evil.example/pixel)",
+    "[0.1, 0.2]: http://evil.example",
+    "a\n\n# Heading\n\n- item",
+    "# heading",
+    "1. one",
+    "a | b | c",
+    "`code` ``more`` ```",
+    "**bold** _slanted_ ~~gone~~ $x$",
+    "\\*not slanted\\*",
+    "&lt;b&gt;",
+    "---\nlicense: mit\n---",
+    'a"; import os; "',
+    "{{ 7 * 7 }}: - yaml",
+    "```\n</code></pre><b>out</b>",
+)
+
+
+def tokens(text: str) -> list[tuple[str, str]]:
+    """What a renderer makes of Markdown: kinds and contents of its parts."""
+    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    parts = [part for block in parser.parse(text) for part in (block, *(block.children or []))]
+    return [(part.type, part.content) for part in parts if part.type != "text_special"]
+
+
+def kinds(text: str) -> list[str]:
+    return [kind for kind, _ in tokens(text)]
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_a_text_is_shown_as_it_is(hostile: str) -> None:
+    line = " ".join(hostile.split())
+    for before, after in (("", ""), ("- ", ""), ("# ", ""), ("before ", " after")):
+        found = tokens(f"{before}{markdown.escaped(hostile)}{after}\n")
+        assert [kind for kind, _ in found] == kinds(f"{before}x{after}\n")
+        shown = "".join(content for kind, content in found if kind == "text")
+        assert shown == f"{before.strip('-# ')}{' ' if before == 'before ' else ''}{line}{after}"
+    assert ("code_inline", line) in tokens(markdown.code(hostile))
+    assert tokens(markdown.fenced("yaml", f"{hostile}\n")) == [("fence", f"{hostile}\n")]
+
+
+def test_intervals_are_left_as_they_are() -> None:
+    text = "The student is 0.007 better [\u22120.012, +0.002], 1,234 [1,000, 2,000]."
+    assert markdown.escaped(text) == text
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_nothing_that_a_card_quotes_is_read_as_markup(hostile: str, tmp_path: Path) -> None:
+    """A card that quotes it wherever it quotes anything has the parts of a card of plain names."""
+
+    def card(name: str) -> str:
+        found = sample.evaluation()
+        found["measured"][4]["note"] = name
+        found["tasks"]["results"] = [result | {"task": name} for result in found["tasks"]["results"][:2]]
+        found |= {"missing": [name], "agreement": None, "not_measured": {"agreement": name}}
+        head = {"auto_class": name, "pipeline_tag": name, "type": name}
+        found["task"] = task_sample.evaluation(("accuracy", name), **head)["task"]
+        recipe = {"name": name, "description": name, "data": {"dataset": name}}
+        return model_card(RunFiles(tmp_path, name, found, recipe, None, {"model": name}, {}))
+
+    cards = [card(name).removeprefix("---\n").partition("\n---\n") for name in (hostile, "plain")]
+    (front, _, body), (_, _, plain) = cards
+    assert yaml.safe_load(front) == {
+        "library_name": "transformers",
+        "pipeline_tag": hostile,
+        "tags": ["linearize", "linear-attention"],
+    }
+    assert kinds(body) == kinds(plain)
+    example, recipe = (content for kind, content in tokens(body) if kind == "fence")
+    assert [type(line).__name__ for line in ast.parse(example).body] == ["Import", "ImportFrom", "Assign"]
+    assert yaml.safe_load(recipe) == {"name": hostile, "description": hostile, "data": {"dataset": hostile}}

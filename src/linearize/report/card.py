@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import yaml
 
 from linearize.report.findings import findings, not_measured, sentences
 from linearize.report.load import RunFiles
+from linearize.report.markdown import bullets, code, escaped, fenced, table
 from linearize.report.numbers import count
-from linearize.report.tables import markdown, of_run
+from linearize.report.tables import of_run
 
 _LIMITS = {
     "text": "Measured on one held-out text; on other text, other lengths and other languages it was not.",
@@ -20,56 +23,44 @@ _SIDES = {"win": "Kept or better", "loss": "Lost or worse", "open": "Not decided
 
 def evaluation_page(run: RunFiles) -> str:
     """The tables and the findings."""
-    return "\n".join([*map(markdown, of_run(run)), _list(sentences(run))])
+    return "\n".join([*map(table, of_run(run)), bullets(sentences(run))])
 
 
 def model_card(run: RunFiles) -> str:
     """Markdown with the front matter of a Hugging Face folder; every number is from the run's own evaluation."""
     name, task = run.name, run.task or {}
     purpose, model = task.get("pipeline_tag", "text-generation"), task.get("auto_class", "AutoModelForCausalLM")
-    parts = [
-        f"""---
-library_name: transformers
-pipeline_tag: {purpose}
-tags: [linearize, linear-attention]
----
-
-# {name}
-
-{_origin(run)}
-
-```python
-import linearize  # registers the classes; or pass trust_remote_code=True
+    model = model if model.isidentifier() else "AutoModel"
+    front = {"library_name": "transformers", "pipeline_tag": purpose, "tags": ["linearize", "linear-attention"]}
+    example = f"""import linearize  # registers the classes; or pass trust_remote_code=True
 from transformers import {model}, {_READERS.get(purpose, "AutoTokenizer")}
 
-model = {model}.from_pretrained("{name}")
-```
-
-## Results
-""",
-        *map(markdown, of_run(run)),
+model = {model}.from_pretrained({json.dumps(name, ensure_ascii=False)})
+"""
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n",
+        f"# {escaped(name)}\n\n{_origin(run)}\n",
+        fenced("python", example),
+        "## Results\n",
+        *map(table, of_run(run)),
     ]
     found = findings(run)
     for kind, heading in _SIDES.items():
         if words := [finding.words for finding in found if finding.kind == kind]:
-            parts.append(f"### {heading}\n\n{_list(words)}")
-    parts.append(f"## Limits\n\n{_list([*_scope(run), *not_measured(run), *_limits(run)])}")
+            parts.append(f"### {heading}\n\n{bullets(words)}")
+    parts.append(f"## Limits\n\n{bullets([*_scope(run), *not_measured(run), *_limits(run)])}")
     if run.recipe:
-        parts.append(f"## Recipe\n\n```yaml\n{yaml.safe_dump(run.recipe, sort_keys=False, width=110)}```\n")
+        parts.append(f"## Recipe\n\n{fenced('yaml', yaml.safe_dump(run.recipe, sort_keys=False, width=110))}")
     return "\n".join(parts)
-
-
-def _list(lines: list[str]) -> str:
-    return "".join(f"- {line}\n" for line in lines)
 
 
 def _origin(run: RunFiles) -> str:
     recipe = run.recipe or {}
-    described = recipe.get("description") or "see recipe.yaml"
-    by = f"with the recipe `{recipe.get('name', 'unknown')}`: {described}."
+    described = escaped(recipe.get("description") or "see recipe.yaml")
+    by = f"with the recipe {code(recipe.get('name', 'unknown'))}: {described}."
     if _from_scratch(run):
-        return f"A linear-attention model of the shape of `{run.teacher or 'another'}`, trained from scratch {by}"
-    return f"`{run.teacher or 'a softmax model'}`, linearized {by}"
+        return f"A linear-attention model of the shape of {code(run.teacher or 'another')}, trained from scratch {by}"
+    return f"{code(run.teacher or 'a softmax model')}, linearized {by}"
 
 
 def _from_scratch(run: RunFiles) -> bool:

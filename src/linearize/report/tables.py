@@ -1,13 +1,10 @@
-"""The tables that the page, the model card and the terminal share, and how they are written outside the page."""
+"""The tables that the page, the model card and the terminal share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp
 from typing import Any
-
-from rich.table import Table as TerminalTable
-from rich.text import Text
 
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.metrics import title
@@ -90,7 +87,7 @@ def speed(entries: Sequence[tuple[str | None, Sequence[dict[str, Any]]]]) -> Tab
         "cache",
         "peak",
     ]
-    caption = "Median [least, greatest] of all repeats; bytes of all sequences of the batch together, peak in prefill"
+    caption = "Medians of all repeats, with least and greatest; bytes of the whole batch, peak in prefill"
     if not any(entry.get("prefill_bytes") for _, found in entries for entry in found):
         columns.pop()
         groups = [Group([row[:-1] for row in group.rows], group.title) for group in groups]
@@ -120,31 +117,3 @@ def of_run(run: RunFiles) -> list[Table]:
     found += [losses([run]), copying([run])] if run.is_language_model else []
     found += [speed([(None, entries)])] if (entries := run.section("speed")) else []
     return [table for table in found if any(group.rows for group in table.groups)]
-
-
-# --- outside the page -------------------------------------------------------------------------------------------------
-
-
-def markdown(table: Table) -> str:
-    """Caption and rows; nothing in a cell is read as markup."""
-    lines = [table.columns, ["---"] * len(table.columns), *(row for group in table.groups for row in group.rows)]
-    cells = [[cell if cell == "---" else escaped(cell) for cell in line] for line in lines]
-    return f"{table.caption}:\n\n" + "".join("| " + " | ".join(line) + " |\n" for line in cells)
-
-
-def escaped(text: str) -> str:
-    """A text that does not break a table of Markdown."""
-    return text.replace("|", "\\|")
-
-
-def terminal(table: Table) -> TerminalTable:
-    """The table for rich, without the notes."""
-    shown = [i for i, column in enumerate(table.columns) if column != NOTE]
-    made = TerminalTable(title=Text(table.caption), title_justify="left")
-    for i in shown:
-        made.add_column(Text(table.columns[i]))
-    for group in table.groups:
-        for row in group.rows:
-            made.add_row(*(Text(row[i]) for i in shown))
-        made.add_section()
-    return made

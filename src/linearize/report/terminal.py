@@ -1,20 +1,22 @@
-"""What a command prints about measurements: tables, then the findings."""
+"""What a command prints about measurements: tables, then the findings. Nothing in them is read as markup."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from rich import table
 from rich.console import Group
 from rich.text import Text
 
 from linearize.report import tables
 from linearize.report.findings import faster, memory, sentences
+from linearize.report.html import Table
 from linearize.report.load import RunFiles
 
 
 def measured(run: RunFiles) -> Group:
     """All of a run's tables and findings."""
-    return Group(*map(tables.terminal, tables.of_run(run)), *(Text(f"- {line}") for line in sentences(run)))
+    return Group(*map(_table, tables.of_run(run)), *(Text(f"- {line}") for line in sentences(run)))
 
 
 def timed(bench: dict[str, Any]) -> Group:
@@ -25,6 +27,18 @@ def timed(bench: dict[str, Any]) -> Group:
         batch = [entry for entry in entries if entry["batch_size"] == size]
         found = [memory(batch), *faster(batch, crossover)]
         lines += [f"- Batch of {size}: {finding.words}" for finding in found if finding is not None]
-    table = tables.speed([(None, entries)])
     rounds = f"{entries[0]['new_tokens']} tokens behind each prompt, {bench['repeats']} rounds ({bench['setting']})"
-    return Group(tables.terminal(table), *map(Text, [*lines, f"- {rounds}."]))
+    return Group(_table(tables.speed([(None, entries)])), *map(Text, [*lines, f"- {rounds}."]))
+
+
+def _table(found: Table) -> table.Table:
+    """The table without its notes."""
+    shown = [i for i, column in enumerate(found.columns) if column != tables.NOTE]
+    made = table.Table(title=Text(found.caption), title_justify="left")
+    for i in shown:
+        made.add_column(Text(found.columns[i]))
+    for group in found.groups:
+        for row in group.rows:
+            made.add_row(*(Text(row[i]) for i in shown))
+        made.add_section()
+    return made
