@@ -72,7 +72,7 @@ def summary(outcomes: dict[str, Any], reference: Any) -> dict[str, Any]:
 
 
 def _losses(losses: dict[str, TokenLosses], reference: TokenLosses | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"loss": {}, "beyond": {}}
+    found: dict[str, Any] = {"loss": {}, "beyond": {}, "documents": losses["student"].documents}
     for name, loss in losses.items():
         found["loss"][name] = vars(bootstrap(loss))
         if loss.beyond_missing(FAR) is None:

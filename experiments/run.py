@@ -449,11 +449,13 @@ def described(grid: Grid, results: list[dict[str, Any]]) -> str:
     drawn = ", which each seed draws anew" if len(measured) > 1 else ""
     text = ""
     if "loss" in first:
+        tokens = f"{first['tokens']:,} held-out tokens"
+        tokens += f" of {first['documents']:,} documents" if "documents" in first else ""
         if "teacher" in first["loss"]:
             teachers = ", ".join(_number(math.exp(result["loss"]["teacher"]["mean"])) for result in measured.values())
-            text += f"Teacher: perplexity {teachers} on the same {first['tokens']:,} held-out tokens{drawn}. "
+            text += f"Teacher: perplexity {teachers} on the same {tokens}{drawn}. "
         else:
-            text += f"On the same {first['tokens']:,} held-out tokens{drawn}. "
+            text += f"On the same {tokens}{drawn}. "
         brackets = "In brackets: 95 % bootstrap intervals of paired differences, in nats per token."
     else:
         names = " / ".join(title(metric) for metric in first["metrics"])

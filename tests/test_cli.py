@@ -115,16 +115,25 @@ def test_the_recipe_when_none_is_named(command: Command, tmp_path: Path) -> None
     assert Recipe.load(str(tmp_path / "run" / "recipe.yaml")).name == "recommended"
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "bloom"}, "model_type: expected a model with softmax attention, found 'bloom': its positions"),
+        (
+            {"model_type": "llama", "hidden_size": 65, "num_attention_heads": 8, "num_hidden_layers": 2},
+            "hidden_size: expected what makes a model, found 65: The hidden size (65) is not a multiple of the number",
+        ),
+    ],
+)
 def test_a_model_that_cannot_be_linearized_is_refused_before_its_weights_are_read(
-    command: Command, tmp_path: Path
+    command: Command, tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     """It has none: from config.json alone."""
-    (tmp_path / "bloom").mkdir()
-    (tmp_path / "bloom" / "config.json").write_text(json.dumps({"model_type": "bloom", "n_head": 4}))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     for arguments in (["plan", "lolcats"], ["run", "lolcats", "--output-dir", str(tmp_path / "run")]):
-        done = command(*arguments, "--model", str(tmp_path / "bloom"))
-        assert_refused(done, "config.json: model_type: expected a model with softmax attention, found 'bloom': its pos")
-    assert not (tmp_path / "run" / "model").exists()
+        assert_refused(command(*arguments, "--model", str(tmp_path / "model")), f"config.json: {message}")
+    assert not (tmp_path / "run").exists()
 
 
 def test_numbers_next_to_0_are_taken_for_0(command: Command, tmp_path: Path) -> None:
@@ -174,7 +183,7 @@ def test_a_run_of_one_block_says_what_is_left(command: Command, tmp_path: Path) 
 
 def test_eval_shows_a_table(command: Command) -> None:
     finished = tiny.finished_run()
-    done = command("eval", finished.folder / "model", "--set", "data.validation_rows=24")
+    done = command("eval", finished.folder / "model", "--set", "data.sequence_length=48")
     assert done.status == 0
     assert "Held-out loss" in done.out
     for measured in json.loads((finished.folder / "evaluation.json").read_text())["measured"]:

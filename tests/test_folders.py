@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from linearize.base import UserError
-from linearize.evaluation.harness import check_tasks, evaluate_tasks
+from linearize.evaluation.harness import check_tasks, run_benchmarks
 from linearize.run.folder import Run
 from tests import tiny
 from tests.commands import Command, assert_refused
@@ -201,7 +201,7 @@ def test_what_is_not_yaml_by_its_name_is_the_name_of_a_task(evil: Path, spelling
     task = spelling.format(evil)
     check_tasks(tiny.recipe(evaluation__tasks=[task]).evaluation, trusted=False)
     with pytest.raises(UserError, match="the name of a task of lm-eval, found"):
-        evaluate_tasks({}, tiny.byte_tokenizer(), [task], shots=0, limit=1, batch_size=1, seed=0)
+        run_benchmarks({}, tiny.byte_tokenizer(), [task], shots=0, limit=1, batch_size=1, seed=0)
     assert not (evil / "written").exists()
 
 

@@ -65,21 +65,26 @@ CASES = {
     "hedgehog-bert": Case(
         tiny.encoder_folder,
         "LinearizedBertForSequenceClassification",
-        lambda: {"data.dataset": tiny.sentences_file(), "data.validation_fraction": 0.2},
+        lambda: {"data.dataset": tiny.sentences_file(), "data.validation_fraction": 0.3},
     ),
     "hedgehog-vit": Case(
         tiny.image_classifier_folder,
         "LinearizedViTForImageClassification",
-        lambda: {"data.dataset": tiny.image_folder(), "data.validation_fraction": 0.25},
+        lambda: {"data.dataset": tiny.image_folder(), "data.validation_fraction": 0.375},
     ),
     "hedgehog-gpt2": Case(tiny.gpt2_folder, "LinearizedGPT2LMHeadModel"),
     "hedgehog-llama": Case(
-        fields=lambda: {"data.dataset": tiny.dialogues_file(), "data.task.summaries": 2, "data.task.new_tokens": 4}
+        fields=lambda: {
+            "data.dataset": tiny.dialogues_file(),
+            "data.validation_rows": 40,
+            "data.task.summaries": 2,
+            "data.task.new_tokens": 4,
+        }
     ),
     RECALL: Case(fields=lambda: {"data.dataset": None, "data.task": {"type": "associative_recall", **MADE_UP}}),
 }
 # Rows of examples differ in length, so steps are counted in rows: an epoch is STEPS batches of this size.
-EPOCHS = {"hedgehog-bert": 64 // STEPS, "hedgehog-vit": 48 // STEPS, RECALL: BATCH}
+EPOCHS = {"hedgehog-bert": 56 // STEPS, "hedgehog-vit": 40 // STEPS, RECALL: BATCH}
 
 
 def small(name: str) -> Recipe:

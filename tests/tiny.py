@@ -284,7 +284,7 @@ def dialogues_file() -> str:
     """JSON lines of short dialogues, and of each a summary (SAMSum's columns): its first word."""
     rows = [
         {"dialogue": f"Ann: {words[0]}\nBob: {' '.join(words[1:])}", "summary": f"{words[0]} {words[0]}"}
-        for words, _ in labelled(60, seed=2)
+        for words, _ in labelled(90, seed=2)
     ]
     return _lines("dialogues.jsonl", rows)
 

@@ -143,7 +143,7 @@ def train_teacher(a: argparse.Namespace) -> dict[str, Any]:
         "steps": result.steps,
         "loss": result.best_loss["model"],
         "seconds": result.seconds,
-        "examples": [len(rows[0]), len(rows[1])],
+        "examples": [len(dataset.train), len(dataset.test)],
         "parameters": sum(p.numel() for p in model.parameters()),
         "versions": versions(),
     }

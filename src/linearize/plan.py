@@ -51,7 +51,7 @@ class StageCost:
 class Plan:
     """What converting a teacher by a recipe means and costs; bytes of state and cache are per sequence.
 
-    `control_flops`: the evaluation's trained controls, each with the finetuning budget.
+    `control_flops`: the evaluation's trained controls, each finetuned on as many tokens as all stages together have.
     `state_bytes`: constant, over the converted layers. `student_cache_bytes_per_token`: what the student still grows
     by, in its kept layers; 0 is constant memory. A layer whose teacher attention slides is bounded already and counts
     as no growth, here and in `teacher_cache_bytes_per_token`. `break_even_tokens`: the length from which the state is
@@ -143,7 +143,10 @@ def make_plan(
     adapt, finetune = on_outputs(recipe.adapt), on_outputs(recipe.finetune)
     controls: int | None = 0
     if finetune is not None and recipe.controls:
-        controls = None if finetune.flops is None else len(recipe.controls) * finetune.flops
+        tokens = [cost.tokens for cost in (transfer, adapt, finetune) if cost is not None]
+        controls = None
+        if finetune.flops is not None and all(tokens):
+            controls = len(recipe.controls) * finetune.flops * sum(filter(None, tokens)) // (finetune.tokens or 1)
     trainable = sum(cost.trainable_parameters for cost in (transfer, adapt, finetune) if cost is not None)
     return Plan(
         recipe=recipe.name,

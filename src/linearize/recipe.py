@@ -160,7 +160,9 @@ class Recipe(Config):
 
     @property
     def controls(self) -> tuple[str, ...]:
-        """What the evaluation trains beside the student, with the same budget: `teacher_lora` and `window_lora`.
+        """What the evaluation trains beside the student: the teacher (`teacher_lora`) and its window (`window_lora`).
+
+        As `finetune` says, be that LoRA or not, on as many tokens as all stages of the student together.
 
         None where fine-tuning trains nothing that a model without a linear part has. No teacher where its own outputs
         are all there is to learn: it has them already.

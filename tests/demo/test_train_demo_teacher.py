@@ -34,14 +34,17 @@ def sources(tmp_path):
 
 @pytest.fixture
 def held_out(script, monkeypatch):
-    text = "\n".join(f"def apply_{line}(self, value):\n    return value + {line}\n" for line in range(60))
-    monkeypatch.setattr(script, "standard_library_texts", lambda: ([], [text]))
-    return text
+    texts = [
+        "\n".join(f"def apply_{line}(self, value):\n    return value + {line}\n" for line in range(start, start + 5))
+        for start in range(24)
+    ]
+    monkeypatch.setattr(script, "standard_library_texts", lambda: ([], texts))
+    return texts
 
 
 def test_it_learns_and_writes_a_folder_that_transformers_reads(script, sources, held_out, tmp_path, capsys):
     output = tmp_path / "out" / "teacher"
-    budget = shlex.split("--tokens 8000 --intermediate-size 48 --held-out-rows 2 --device cpu")
+    budget = shlex.split("--tokens 8000 --intermediate-size 48 --held-out-rows 20 --device cpu")
     assert script.main(["--output-dir", str(output), "--sources", str(sources), *TINY, *budget]) == 0
     log = capsys.readouterr().err
     losses = [float(loss) for loss in re.findall(r"step \d+/31: loss ([\d.]+)", log)]

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from linearize.evaluation import agreement, perplexity, retrieval, summaries, worth
+
 
 @pytest.fixture(scope="session")
 def llama() -> LlamaForCausalLM:
@@ -24,3 +26,10 @@ def llama() -> LlamaForCausalLM:
         eos_token_id=None,
     )
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two documents make an interval: for tests whose few numbers are known by hand, and are not about intervals."""
+    for module in (agreement, perplexity, retrieval, summaries, worth):
+        monkeypatch.setattr(module, "ENOUGH", 2)

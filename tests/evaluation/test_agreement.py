@@ -31,6 +31,8 @@ from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 from tests.evaluation.fakes import Fake, packed
 
+pytestmark = pytest.mark.usefixtures("few")
+
 
 class Table(nn.Module):
     """log p of the next token by the current one: `log_p[current, next]`."""
@@ -184,7 +186,7 @@ def test_what_cannot_be_compared() -> None:
         measured(Fake(), Fake(vocab_size=64), rows)
     with pytest.raises(FloatingPointError, match="30 of 30 tokens is not finite"):
         measured(Fake(), Fake(scale=float("nan")), rows)
-    with pytest.raises(UserError, match="at least 2 sequences"):
+    with pytest.raises(UserError, match="at least 2 documents"):
         measured(Fake(), Fake(), packed([[16]]))
     # Nor can the first token of a row, whatever its label.
     assert measured(Fake(), Fake(), replace(rows, labels=rows.input_ids)).tokens == 2 * 15
@@ -195,7 +197,7 @@ def test_what_cannot_be_compared() -> None:
 
 def random_losses(rows: PackedRows, seed: int) -> TokenLosses:
     loss = torch.rand(rows.labels.shape, generator=torch.Generator().manual_seed(seed))
-    return TokenLosses(loss, rows.labels != -100, rows.position_ids)
+    return TokenLosses(loss, rows.labels != -100, rows.position_ids, rows.documents)
 
 
 def test_bins_of_positions_against_a_loop() -> None:
@@ -210,7 +212,7 @@ def test_bins_of_positions_against_a_loop() -> None:
         for row, t in product(range(4), range(12)):
             if measure.mask[row, t]:
                 values[1 + int(math.log2(measure.position[row, t]))].append(float(measure.loss[row, t]))
-        assert list(map(len, values)) == [0, 6, 11, 12, 9]
+        assert list(map(len, values)) == [0, 6, 11, 12, 9] and found.documents == [0, 6, 6, 5, 3]
         assert found.losses[name][0] is None  # nothing predicts a document's first token
         for i in range(1, 5):
             assert found.losses[name][i].mean == pytest.approx(sum(values[i]) / len(values[i]), abs=1e-6)
@@ -378,8 +380,19 @@ def test_which_prompts_depends_on_the_seed_alone() -> None:
     assert [sample.prompt for sample in first.samples] != [sample.prompt for sample in other.samples]
     assert len(generated(model, model, rows, prompts=5, shown=9).samples) == 5
     assert generated(model, model, rows, prompts=5, shown=0).samples == []
-    with pytest.raises(UserError, match="expected at least 2 prompts, found 1"):
-        generated(model, model, rows, prompts=1)
+    assert len(generated(model, model, rows, prompts=1).samples) == 2, "as many as an interval needs"
+
+
+def test_prompts_are_of_different_documents_as_far_as_there_are_so_many() -> None:
+    """Those of one document count as one: a row's rest, or a row of its own."""
+    rows = replace(counting([[10, 30], [50, 70], [90, 110]], 12), first_document=torch.tensor([0, 2, 3]))
+    assert rows.documents.unique().tolist() == [0, 1, 2, 3, 4]
+    model = chain({})
+    found = generated(model, model, rows, prompts=5)
+    prompts = {sample.prompt for sample in found.samples}
+    assert len(prompts) == found.documents == 5 and not {written(*range(n, n + 4)) for n in (70, 90)} <= prompts
+    every = generated(model, model, rows, prompts=6)
+    assert (len(every.samples), every.documents) == (6, 5)
 
 
 def test_the_space_before_a_word_is_kept() -> None:

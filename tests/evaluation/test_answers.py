@@ -18,6 +18,8 @@ from linearize.hf.checkpoint import load_model, read_config
 from linearize.recipe import Recipe, convert
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("few")
+
 CPU = torch.device("cpu")
 FOLDERS = {
     "text_classification": (tiny.encoder_folder, "ForSequenceClassification", tiny.sentences_file),
@@ -48,7 +50,7 @@ def alone(model: PreTrainedModel, rows: Texts, index: int) -> object:
 
 
 def texts(dataset: Dataset) -> Texts:
-    rows = dataset.validation
+    rows = dataset.test
     assert isinstance(rows, Texts)
     assert len(set(rows.lengths.tolist())) > 3, "rows of many lengths"
     return rows
@@ -117,8 +119,8 @@ def test_last_tokens_of_a_recall_are_compared() -> None:
     recipe = Recipe.load("hedgehog-scratch").model_copy(update={"data": config})
     model = tiny.llama()
     dataset = load_dataset(recipe.data, None, model.config.to_dict(), seed=0)
-    outputs = compared_outputs(model, dataset.validation, title="recall")
-    tokens = next(iter(dataset.validation.tensors()))
+    outputs = compared_outputs(model, dataset.test, title="recall")
+    tokens = next(iter(dataset.test.tensors()))
     with torch.no_grad():
         expected = torch.cat([model(input_ids=row[None]).logits[:, -2] for row in tokens])
     torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=1e-4)

@@ -30,6 +30,8 @@ from linearize.recipe import Recipe
 from tests import tiny
 from tests.hf.models import randomize_mixers
 
+pytestmark = pytest.mark.usefixtures("few")
+
 LENGTH = 40
 WINDOW = 8
 ROWS = tiny.packed([[LENGTH], [LENGTH]])
@@ -194,5 +196,5 @@ def test_softmax_layers_are_left_out() -> None:
 
 
 def test_one_row_is_too_little_for_an_interval() -> None:
-    with pytest.raises(UserError, match="at least 2 sequences"):
+    with pytest.raises(UserError, match="at least 2 documents"):
         measured(make_student(), tiny.packed([[LENGTH]]))

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from linearize.base import UserError
 from linearize.evaluation import retrieval
 from linearize.evaluation.perplexity import TokenLosses
 from linearize.evaluation.retrieval import (
@@ -31,6 +30,8 @@ from linearize.evaluation.retrieval import (
 )
 from tests.byte_tokenizer import byte_tokenizer
 from tests.evaluation.fakes import Fake
+
+pytestmark = pytest.mark.usefixtures("few")
 
 WINDOW = 64
 NAMES = ["passkey", "needle", "associative_recall"]
@@ -273,9 +274,14 @@ def test_distances_lie_on_both_sides_of_the_window_and_in_the_positions() -> Non
     assert distances(1, 100) == (2, 4, 8, 16)
 
 
-def test_fewer_than_two_trials_are_refused() -> None:
-    with pytest.raises(UserError, match="at least 2 trials per cell, found 1"):
-        retrieval_tests(byte_tokenizer(), window_size=16, max_positions=64, trials=1)
+def test_there_are_trials_enough_for_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieval, "ENOUGH", 16)
+    for positions, count in ((64, 16), (120, 8), (300, 6)):  # with 1, 2 and 4 distances beyond the window
+        for test in retrieval_tests(byte_tokenizer(), window_size=16, max_positions=positions, trials=6):
+            assert test.count == count and {len(trials.input_ids) for trials in test.cells.values()} <= {count}
+            given = Answers({cell: torch.full((count,), 0.5) for cell in test.cells})
+            student = retrieval_result(test, {"student": given}).student_share
+            assert (student is None) == (len(test.beyond) * count < 16)
 
 
 # --- known answers ----------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from linearize.evaluation.scores import TaskScores, score_task
 from tests import tiny
 from tests.evaluation.fakes import candidate
 
+pytestmark = pytest.mark.usefixtures("few")
+
 EXAMPLES = 200
 
 

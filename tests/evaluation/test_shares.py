@@ -12,6 +12,8 @@ from linearize.evaluation.shares import KeptGain, kept_copying, kept_far_context
 from tests.evaluation.fakes import Fake
 from tests.evaluation.test_retrieval import repeats
 
+pytestmark = pytest.mark.usefixtures("few")
+
 
 def test_the_share_of_the_teachers_copying() -> None:
     made = repeats()
@@ -42,7 +44,8 @@ def natural(level: float, *, gain: float, spread: float = 0.1, seed: int = 0, nu
     """Loss `level` up to position 8, and `gain` less from there on; noise of the same seed is shared."""
     noise = spread * torch.randn(num_rows, 16, generator=torch.Generator().manual_seed(seed))
     position = torch.arange(16).expand(num_rows, -1)
-    return TokenLosses(level + noise - gain * (position >= 8), position > 0, position)
+    document = torch.arange(num_rows)[:, None].expand(-1, 16)
+    return TokenLosses(level + noise - gain * (position >= 8), position > 0, position, document)
 
 
 def kept(teacher: TokenLosses, student: TokenLosses, window: TokenLosses, reach: int = 8, **options) -> KeptGain | None:

@@ -22,13 +22,15 @@ from linearize.evaluation.summaries import summaries, summarising
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures("few")
+
 TASK = Summarisation(new_tokens=8, summaries=5)
 EOS, NEW_TOKENS = 258, 8
 
 
 def data() -> Dataset:
     config = DataConfig(
-        task=TASK, dataset=tiny.dialogues_file(), format="samsum", sequence_length=48, validation_fraction=0.3
+        task=TASK, dataset=tiny.dialogues_file(), format="samsum", sequence_length=48, validation_fraction=0.4
     )
     return build_dataset(config, byte_tokenizer(), seed=0)
 
@@ -66,7 +68,7 @@ def prompts_and_summaries(documents: Any) -> list[tuple[str, str]]:
 
 
 def test_greedy_until_the_end_of_text() -> None:
-    documents, tokenizer = data().held_out, byte_tokenizer()
+    documents, tokenizer = data().test_documents, byte_tokenizer()
     found = summaries(ending_model(), documents, tokenizer, NEW_TOKENS, title="summaries")
     expected = []
     for prompt, _ in prompts_and_summaries(documents):
@@ -91,7 +93,7 @@ def writing(texts: Iterator[list[int]], asked: list[list[int]]) -> PreTrainedMod
 
 def test_prompts_hold_nothing_of_the_summary() -> None:
     asked: list[list[int]] = []
-    documents, tokenizer = data().held_out, byte_tokenizer()
+    documents, tokenizer = data().test_documents, byte_tokenizer()
     model = writing(itertools.repeat([97, EOS, 98]), asked)
     assert summaries(model, documents, tokenizer, NEW_TOKENS, title="summaries") == [[97]] * len(documents)
     texts = [tokenizer.decode(tokens[1:]) for tokens in asked]
@@ -99,7 +101,7 @@ def test_prompts_hold_nothing_of_the_summary() -> None:
 
 
 def test_rouge_is_the_scorer_s() -> None:
-    documents, tokenizer = data().held_out, byte_tokenizer()
+    documents, tokenizer = data().test_documents, byte_tokenizer()
     pairs = prompts_and_summaries(documents)[: TASK.summaries]
     given = [pairs[0][1], f"{pairs[1][1].split()[0]} else", "nothing alike", pairs[3][1] + " and more", ""]
     model = writing(([*tokenizer(text)["input_ids"], EOS, 97] for text in given), [])
@@ -114,5 +116,5 @@ def test_rouge_is_the_scorer_s() -> None:
 
 def test_documents_without_summaries_are_refused() -> None:
     plain = TokenDocument(torch.arange(9), torch.arange(9))
-    with pytest.raises(UserError, match="expected held-out dialogues with summaries, found none"):
+    with pytest.raises(UserError, match="expected at least 2 held-out dialogues with summaries, found 0"):
         summarising(TASK, [plain, plain], byte_tokenizer())

@@ -28,6 +28,8 @@ from tests.byte_tokenizer import byte_tokenizer
 from tests.evaluation.fakes import Fake, candidate
 from tests.evaluation.test_scores import every, right
 
+pytestmark = pytest.mark.usefixtures("few")
+
 WINDOW, PERIOD, LENGTH = 8, 16, 48
 VOCABULARY = tiny.VOCABULARY
 UNIFORM = math.log(VOCABULARY)

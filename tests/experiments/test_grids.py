@@ -101,7 +101,7 @@ def test_the_page_of_results_is_that_of_the_tables() -> None:
 # --- the runner -------------------------------------------------------------------------------------------------------
 
 SMALL = {
-    "data.sequence_length": 64, "data.validation_fraction": 0.2, "data.validation_rows": 6,
+    "data.sequence_length": 64, "data.validation_fraction": 0.3, "data.validation_rows": 16,
     "transfer.batch_size": 4, "transfer.max_tokens": 512, "finetune.batch_size": 4, "finetune.max_tokens": 512,
     "evaluation.fidelity_tokens": 64, "mixer.span.window_size": 8, "finetune.lr": 1e-2,
 }  # fmt: skip
@@ -204,7 +204,7 @@ def test_cells_that_are_named_leave_the_others_as_they_were(grid: Path, monkeypa
         go(grid, monkeypatch, "--only", "nothing")
 
 
-def test_a_cell_on_chosen_documents(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_on_chosen_rows(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The grid's model chooses them."""
     cell = {"label": "first", "recipe": "lolcats", "set": {"data.top_esl": 20}}
     grid.write_text(yaml.safe_dump(GRID | {"cells": [cell]}))
@@ -267,7 +267,7 @@ def test_outcomes_are_read_as_they_were_written(tmp_path: Path) -> None:
     outcomes = load("outcomes")
     generator = torch.Generator().manual_seed(0)
     draw = functools.partial(torch.randn, generator=generator)
-    losses = TokenLosses(draw(3, 5), draw(3, 5) > 0, torch.arange(5).expand(3, -1))
+    losses = TokenLosses(draw(3, 5), draw(3, 5) > 0, torch.arange(5).expand(3, -1), torch.arange(15).view(3, 5) // 7)
     answers = Predictions(draw(6, 2), torch.tensor([0, 1] * 3), torch.arange(6), ("matthews", "accuracy"))
     alike = Similarities({"rouge1": draw(4), "rougeL": draw(4)})
     for kept in ({"student": losses, "teacher": losses}, {"student": answers}, {"teacher": alike, "student": alike}):

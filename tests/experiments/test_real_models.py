@@ -123,7 +123,7 @@ def test_what_cannot_be_asked_to_sort(
 
 
 def test_a_model_of_stories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held_out = tiny.write_text(tmp_path / "valid.jsonl", documents=20, seed=1)
+    held_out = tiny.write_text(tmp_path / "valid.jsonl", documents=30, seed=1)
     monkeypatch.setattr(story, "RECIPE", story.RECIPE | tiny.RECIPE)
     monkeypatch.setattr(story, "NEW_TOKENS", 20)
     arguments = ["--model", tiny.teacher_folder(), "--dataset", tiny.text_file(), "--validation-dataset", held_out]

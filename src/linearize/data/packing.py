@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from linearize.base import UserError
 from linearize.data.config import DataConfig
 from linearize.data.rows import IGNORED, Indices, Rows
 from linearize.data.sources import Row, on_disk, read_rows
-from linearize.data.splits import ENOUGH, copies, require_enough, shuffled, split, validation_and_test, without
+from linearize.data.splits import ENOUGH, copies, require_enough, shuffled, split, spread, validation_and_test, without
 from linearize.data.templates import TokenDocument, encoder_for
 
 _BATCH = 64  # documents per tokenizer call: enough for its threads, little enough for its memory
@@ -74,13 +73,7 @@ class PackedRows:
 
     def spread(self, count: int) -> PackedRows:
         """At most `count` rows, from all documents alike: of each as many as of any other, or all that begin in it."""
-        taken: Counter[int] = Counter()
-        turns = []
-        owner = self.documents[:, 0].tolist()
-        for row in shuffled(range(len(self)), "spread"):
-            turns.append((taken[owner[row]], len(turns), row))
-            taken[owner[row]] += 1
-        return self.rows(sorted(row for *_, row in sorted(turns)[:count]))
+        return self.rows(spread(self.documents[:, 0].tolist(), count, "spread"))
 
     def inputs(self) -> dict[str, Any]:
         """Without a mask, the positions tell documents apart; with a cache, they would not."""

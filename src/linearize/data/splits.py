@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -75,6 +76,16 @@ def require_enough(found: int, what: str, advice: str = MORE_HELD_OUT) -> None:
             f"data: expected at least {ENOUGH} held-out {what} to test on, beside those that choose checkpoints, found "
             f"{found}; {advice}"
         )
+
+
+def spread(owners: Sequence[int], count: int, stream: str) -> list[int]:
+    """The places of `count` items, ascending: of each owner as many as of any other, or all that it has."""
+    taken: Counter[int] = Counter()
+    turns = []
+    for place in shuffled(range(len(owners)), stream):
+        turns.append((taken[owners[place]], len(turns), place))
+        taken[owners[place]] += 1
+    return sorted(place for *_, place in sorted(turns)[:count])
 
 
 def without(items: Sequence[Item], excluded: Sequence[Item], key: Callable[[Item], bytes]) -> list[Item]:

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from linearize.base import UserError, progress
 from linearize.data.packing import PackedRows
 from linearize.data.rows import IGNORED, inference
-from linearize.data.splits import ENOUGH
+from linearize.data.splits import ENOUGH, spread
 from linearize.evaluation.perplexity import Interval, TokenLosses, Totals, require_same_tokens, resample
 
 _CHUNK_ELEMENTS = 2**24  # most fp32 numbers at a time beside the models' own logits: 64 MiB
@@ -157,6 +157,7 @@ class PositionLosses:
     """
 
     edges: list[int]
+    documents: list[int]
     losses: dict[str, list[Interval | None]]
 
 
@@ -172,16 +173,18 @@ def loss_by_position(losses: Mapping[str, TokenLosses], *, samples: int = 200, s
     first = next(iter(losses.values()))
     longest = int(first.position.max())
     edges = [0, *(2**i for i in range(longest.bit_length())), longest + 1]
+    documents: list[int] = []
     result: dict[str, list[Interval | None]] = {name: [] for name in losses}
     for start, stop in pairwise(edges):
         chosen = (first.position >= start) & (first.position < stop)
         found: list[Interval | None] = [None] * len(losses)
-        if first.where(chosen).documents >= ENOUGH:
+        documents.append(first.where(chosen).documents)
+        if documents[-1] >= ENOUGH:
             columns = [x.where(chosen).totals() for x in losses.values()]
             found = [*_intervals(columns, samples=samples, seed=seed)]
         for name, interval in zip(losses, found, strict=True):
             result[name].append(interval)
-    return PositionLosses(edges, result)
+    return PositionLosses(edges, documents, result)
 
 
 # --- left to themselves -----------------------------------------------------------------------------------------------
@@ -209,6 +212,7 @@ class Generations:
     agreement: Interval
     common_prefix: Interval
     new_tokens: int
+    documents: int
     samples: list[Generation]
 
 
@@ -230,16 +234,15 @@ def generation_agreement(
     teacher's texts end both models' texts.
 
     Args:
-        prompts: how many documents to take, drawn with `seed`; all that are long enough, where there are fewer.
+        prompts: how many to take, drawn with `seed`, at least what an interval needs; of different documents, as far as
+            there are that many.
         prompt_length: tokens of each prompt.
         shown: how many of them come back as text.
 
     Raises:
         UserError: too few documents have `prompt_length` + `new_tokens` tokens in one row.
     """
-    if prompts < ENOUGH:
-        raise UserError(f"generations: expected at least {ENOUGH} prompts, found {prompts}; use more")
-    texts = _beginnings(rows, prompt_length + new_tokens, prompts, seed)
+    texts, document = _beginnings(rows, prompt_length + new_tokens, max(ENOUGH, prompts), seed)
     prompt, reference = texts[:, :prompt_length], texts[:, prompt_length:]
     ends = _ends(teacher)
     by_teacher = _continue(teacher, prompt, new_tokens, ends, "teacher")
@@ -249,7 +252,8 @@ def generation_agreement(
     same = equal & (by_teacher != _ENDED)
     longer = ((by_teacher != _ENDED) | (by_student != _ENDED)).sum(dim=1).double()
     prefix = equal.long().cumprod(dim=1).sum(dim=1).double()
-    columns = [Totals(same.sum(dim=1).double(), longer), Totals(prefix, torch.ones_like(prefix))]
+    counted = (same.sum(dim=1).double(), longer), (prefix, torch.ones_like(prefix))
+    columns = [Totals.of(*x, document) for x in counted]
     agreement, common_prefix = _intervals(columns, seed=seed)
 
     def continuation(index: int, tokens: Int[Tensor, "P K"]) -> str:
@@ -259,13 +263,13 @@ def generation_agreement(
         Generation(_decode(tokenizer, prompt[i]), *(continuation(i, x) for x in (reference, by_teacher, by_student)))
         for i in range(min(shown, len(prompt)))
     ]
-    return Generations(agreement, common_prefix, new_tokens, samples)
+    return Generations(agreement, common_prefix, new_tokens, len(document.unique()), samples)
 
 
-def _beginnings(rows: PackedRows, length: int, count: int, seed: int) -> Int[Tensor, "P M"]:
-    """The first `length` tokens of up to `count` documents that have so many, in the order of the rows.
+def _beginnings(rows: PackedRows, length: int, count: int, seed: int) -> tuple[Int[Tensor, "P M"], Int[Tensor, " P"]]:
+    """The first `length` tokens of `count` documents that have so many, in the order of the rows, and their numbers.
 
-    A document that runs on into the next row counts as another one there, for its positions do.
+    Where there are fewer documents, those that run on into other rows are taken from the beginning of these too.
     """
     width = rows.input_ids.shape[1]
     start = (rows.position_ids.cpu() == 0).flatten().nonzero()[:, 0]
@@ -273,16 +277,16 @@ def _beginnings(rows: PackedRows, length: int, count: int, seed: int) -> Int[Ten
     following = torch.cat([start[1:], torch.tensor([rows.input_ids.numel()])])
     size = torch.minimum(following, end_of_row) - start
     enough = start[size >= length]
-    if len(enough) < ENOUGH:
+    document = rows.documents.cpu().flatten()[enough]
+    if len(document.unique()) < ENOUGH:
         longest = int(size.max()) if len(size) else 0
         raise UserError(
             f"generations: expected at least {ENOUGH} held-out documents of {length} tokens (prompt and continuation) "
-            f"in one row, found {len(enough)}, the longest document has {longest}; use longer documents and a longer "
-            "data.sequence_length, or shorter prompts and continuations"
+            f"in one row, found {len(document.unique())}, the longest document has {longest}; use longer documents and "
+            "a longer data.sequence_length, or shorter prompts and continuations"
         )
-    order = torch.randperm(len(enough), generator=torch.Generator().manual_seed(seed))
-    chosen = enough[order[:count]].sort().values
-    return rows.input_ids.cpu().flatten()[chosen[:, None] + torch.arange(length)]
+    chosen = spread(document.tolist(), count, f"prompts {seed}")
+    return rows.input_ids.cpu().flatten()[enough[chosen][:, None] + torch.arange(length)], document[chosen]
 
 
 def _ends(model: PreTrainedModel) -> list[int]:

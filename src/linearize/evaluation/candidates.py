@@ -24,11 +24,15 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to measure; `open` yields it, and what it made for that is gone afterwards."""
+    """A model to measure; `open` yields it, and what it made for that is gone afterwards.
+
+    `training_tokens`: what all stages of training together have shown it since it was a teacher; None if unknown.
+    """
 
     name: str
     open: Callable[[], AbstractContextManager[PreTrainedModel]]
     note: str = ""
+    training_tokens: int | None = None
 
     @property
     def label(self) -> str:

@@ -11,19 +11,24 @@ class EvaluationConfig(Config):
     """What `run` measures at the end."""
 
     trained_controls: bool = Field(
-        default=True, description="finetune the controls alike: teacher and window only, same budget"
+        default=True,
+        description="finetune the controls, teacher and window only, on as many tokens as all the student's stages",
     )
     bootstrap_samples: PositiveInt = 1000
-    copy_rows: PositiveInt = Field(default=16, description="random sequences of the copying test")
+    copy_rows: PositiveInt = Field(default=16, description="random sequences of the copying test, at least 16")
     examine: bool = Field(
         default=True,
         description="agreement with the teacher, generations, recall, fidelity of heads and use of the linear part too",
     )
     examined_tokens: PositiveInt = Field(default=32768, description="held-out tokens that the examination looks at")
     fidelity_tokens: PositiveInt = Field(default=2048, description="of these, the ones whose attention is compared")
-    prompts: int = Field(default=16, ge=2, description="held-out beginnings that teacher and student continue")
+    prompts: int = Field(
+        default=16, ge=2, description="held-out beginnings that teacher and student continue, at least 16"
+    )
     new_tokens: PositiveInt = Field(default=64, description="tokens of each continuation")
-    recall_trials: int = Field(default=8, ge=2, description="rows per cell of the recall tests")
+    recall_trials: int = Field(
+        default=8, ge=2, description="rows per cell of the recall tests; more, where a test would have fewer than 16"
+    )
     tasks: tuple[str, ...] = Field(
         default=(), description="public benchmarks: lm-eval's names, its YAML files or .jsonl files of questions"
     )

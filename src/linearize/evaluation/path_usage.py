@@ -56,12 +56,14 @@ class PathUsage:
         edges: of the distance bins, in tokens from key to query; bin i is edges[i] <= distance < edges[i + 1].
         without_linear: each layer attends within its window only, or where it has none, in one of 64 tokens.
         without_window: the linear part reads all keys (`without_window`); None where no layer has both parts.
+        documents: how many the losses rest on.
     """
 
     edges: list[int]
     layers: list[LayerUsage]
     without_linear: Interval
     without_window: Interval | None
+    documents: int
 
 
 def measure_path_usage(
@@ -97,7 +99,7 @@ def measure_path_usage(
         with without_window(student):
             ablated = token_losses(student, rows, batch_size=batch_size, title="without window")
         windowless = paired_difference(ablated, own, **options)
-    return PathUsage(edges, usage, without_linear, windowless)
+    return PathUsage(edges, usage, without_linear, windowless, own.documents)
 
 
 def distance_edges(length: int) -> list[int]:

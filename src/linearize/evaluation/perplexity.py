@@ -1,8 +1,8 @@
 """Loss per token, and its mean with an interval that says how much of the number is luck of the draw.
 
 Axes: N rows (packed sequences), L tokens per row, B rows per forward pass, V vocabulary, D documents (or whatever else
-is independent of each other: examples, trials), C quantities measured on the same documents, S bootstrap resamples.
-Losses are in nats per token; perplexity is e^loss.
+is independent of each other: examples, trials), P what belongs to them, C quantities measured on the same documents, S
+bootstrap resamples. Losses are in nats per token; perplexity is e^loss.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from linearize.base import UserError, progress
@@ -55,11 +55,7 @@ class TokenLosses:
         return len(self.document[self.mask].unique())
 
     def totals(self) -> Totals:
-        """Sums over each document."""
-        numbers, place = self.document.unique(return_inverse=True)
-        place, mask = place.flatten(), self.mask.flatten().double()
-        loss = torch.where(self.mask, self.loss, 0).flatten().double()
-        return Totals(*(torch.zeros(len(numbers)).double().index_add_(0, place, x) for x in (loss, mask)))
+        return Totals.of(torch.where(self.mask, self.loss, 0), self.mask, self.document)
 
 
 @dataclass(frozen=True)
@@ -68,6 +64,13 @@ class Totals:
 
     sum: Float[Tensor, " D"]
     count: Float[Tensor, " D"]
+
+    @classmethod
+    def of(cls, value: Float[Tensor, "*P"], count: Shaped[Tensor, "*P"], document: Int[Tensor, "*P"]) -> Totals:
+        """The sums over what belongs to each document."""
+        numbers, place = document.unique(return_inverse=True)
+        empty = torch.zeros(len(numbers), dtype=torch.float64)
+        return cls(*(empty.index_add(0, place.flatten(), x.flatten().double()) for x in (value, count)))
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from linearize.base import UserError, progress
+from linearize.base import progress
 from linearize.data.packing import PackedRows
 from linearize.data.rows import IGNORED, inference
+from linearize.data.splits import ENOUGH
 from linearize.evaluation.perplexity import Interval, Totals, resample, token_losses
 
 # A teacher that beats the floor by so little can fetch next to nothing, and a share of that says nothing.
@@ -128,9 +129,9 @@ class Answers:
 class Retrieval:
     """One task: who is right how often, and how much of the teacher's ability beyond the window the student has.
 
-    `teacher_share` and `student_share` are over all cells beyond the window; None where there are none, or no teacher.
-    `floor`: what is right without reading beyond the window, in `models["window"]` or, where that was not measured, by
-    blind guessing. `recovery`: None where the teacher does not beat it for certain.
+    `teacher_share` and `student_share` are over all cells beyond the window; None where there are too few, or no
+    teacher. `floor`: what is right without reading beyond the window, in `models["window"]` or, where that was not
+    measured, by blind guessing. `recovery`: None where the teacher does not beat it for certain.
     """
 
     name: str
@@ -227,14 +228,12 @@ def retrieval_tests(
     Args:
         window_size: what counts as "beyond the window".
         max_positions: no row is longer.
-        trials: rows per cell.
+        trials: rows per cell; more, where one distance beyond the window would leave too few for an interval.
         haystack: token ids of held-out text to hide the needle in; without it, the pass key's filler.
 
-    Raises:
-        UserError: fewer than two trials, of which no interval can be made.
     """
-    if trials < 2:
-        raise UserError(f"retrieval: expected at least 2 trials per cell, found {trials}; use more")
+    far = sum(distance > window_size for distance in distances(window_size, max_positions))
+    trials = max(trials, -(-ENOUGH // max(1, far)))
     excluded = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     filler = torch.tensor(_encode(tokenizer, _FILLER))
     text = filler if haystack is None else haystack.cpu().flatten()
@@ -403,7 +402,7 @@ def retrieval_result(
     axes = ("distance", task.columns, test.row_values, task.column_values)
     result = partial(Retrieval, task.name, task.words, *axes, test.count, tables)
     beyond = test.beyond
-    if not beyond:
+    if len(beyond) * test.count < ENOUGH:
         return result(None, None, None, None)
 
     names = [name for name in ("student", "teacher", "window") if name in answers]

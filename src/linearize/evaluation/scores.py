@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from linearize.data.tasks import AnyTask
 from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.metrics import Answered, bootstrapped
-from linearize.evaluation.perplexity import Interval
+from linearize.evaluation.perplexity import Interval, Totals, resample
 
 OTHERS = ("teacher", "teacher_lora", "window_lora", "ablated")  # what the student is compared with, where at hand
 LEAST_SCORE = 1e-3  # of the teacher: what is below is no score of which the student could have a share
@@ -83,7 +83,7 @@ def score_task(
         answer: runs a model over the held-out examples; the text is what a progress bar may say.
 
     Raises:
-        UserError: fewer than two examples.
+        UserError: too few examples.
     """
     answered: dict[str, Answered] = {}
     for candidate in candidates:
@@ -123,9 +123,8 @@ def _agreement(answered: Mapping[str, Answered], name: str, samples: int, seed: 
     alike = answered[name].agreement(answered["teacher"])
     if alike is None:
         return None
-    alike, generator = alike.double(), torch.Generator().manual_seed(seed)
-    index = [torch.randint(len(alike), (len(alike),), generator=generator) for _ in range(samples)]
-    return Interval.of(alike.mean(), torch.stack([alike[drawn].mean() for drawn in index]))
+    means, draws = resample([Totals(alike.double(), torch.ones(len(alike)).double())], samples=samples, seed=seed)
+    return Interval.of(means[0], draws[:, 0])
 
 
 def _difference(scores: Scores, draws: Draws, other: str, metric: str) -> ScoreDifference:

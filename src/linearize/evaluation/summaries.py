@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, progress
 from linearize.data.rows import IGNORED, inference
+from linearize.data.splits import ENOUGH
 from linearize.data.tasks import Summarisation
 from linearize.data.templates import TokenDocument
 from linearize.evaluation.metrics import Answered, Similarities
@@ -34,11 +35,11 @@ def summarising(
             "data.task `summarisation`: expected the package rouge-score, found none; pip install 'linearize[eval]'"
         ) from None
     scorer = RougeScorer(list(task.scores), use_stemmer=True)
-    asked = [document for document in held_out if _is_dialogue(document)][: task.summaries]
-    if len(asked) < 2:
+    asked = [document for document in held_out if _is_dialogue(document)][: max(ENOUGH, task.summaries)]
+    if len(asked) < ENOUGH:
         raise UserError(
-            "data.task `summarisation`: expected held-out dialogues with summaries, found none; use data with the "
-            "columns dialogue and summary (data.format samsum)"
+            f"data.task `summarisation`: expected at least {ENOUGH} held-out dialogues with summaries, found "
+            f"{len(asked)}; use more data with the columns dialogue and summary (data.format samsum)"
         )
     references = [_text(tokenizer, document.labels[document.labels != IGNORED].tolist()) for document in asked]
 

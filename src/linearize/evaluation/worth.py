@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from linearize.base import UserError
 from linearize.data.packing import PackedRows
 from linearize.data.rows import Rows
+from linearize.data.splits import ENOUGH
 from linearize.data.tasks import AnyTask
 from linearize.evaluation.agreement import (
     Agreement,
@@ -61,6 +62,7 @@ class Measured:
     name: str
     label: str
     note: str
+    training_tokens: int | None
     quality: Quality
     copying: Copying | None
 
@@ -125,7 +127,7 @@ def measure_task(
         missing: names of controls that could not be had.
 
     Raises:
-        UserError: fewer than two examples.
+        UserError: too few examples.
     """
     scores = score_task(candidates, answer, task, samples=config.bootstrap_samples, seed=seed)
     fidelity, reasons = None, {}
@@ -163,7 +165,7 @@ def measure(
     reasons: dict[str, str] = {}
     vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
     sizes: dict[str, int] = {"window_size": window_size, "max_positions": max_positions}
-    copies = copy_rows(vocabulary, **sizes, rows=config.copy_rows, seed=seed)
+    copies = copy_rows(vocabulary, **sizes, rows=max(ENOUGH, config.copy_rows), seed=seed)
     if copies is None:
         reasons["copying"] = f"a repeat at {2 * window_size} tokens does not fit the model's {max_positions} positions"
     losses: dict[str, TokenLosses] = {}
@@ -182,7 +184,8 @@ def measure(
     def measured(candidate: Candidate) -> Measured:
         quality = Quality.of(losses[candidate.name], window_size, **samples)
         copying = Copying.of(copied[candidate.name], **samples) if candidate.name in copied else None
-        return Measured(candidate.name, candidate.label, candidate.note, quality, copying)
+        about = candidate.name, candidate.label, candidate.note, candidate.training_tokens
+        return Measured(*about, quality, copying)
 
     def comparison(other: str) -> Comparison:
         pair = losses["student"], losses[other]

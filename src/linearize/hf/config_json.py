@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -46,7 +46,8 @@ def blaming_fields(contents: dict[str, Any], make: Callable[[dict[str, Any]], T]
             reason = str(error.__cause__ or error).strip().split("\n")[0]
         for name, value in contents.items():
             try:
-                make({other: x for other, x in contents.items() if other != name})
+                with suppress(UserError):  # ours, of what transformers lets pass
+                    make({other: x for other, x in contents.items() if other != name})
             except Exception:
                 continue
             raise UserError(f"config.json: {name}: expected what makes a model, found {value!r}: {reason}")

@@ -152,7 +152,7 @@ class Mixer(nn.Module, ABC):
 
         Features in a scale where it is 1 (`in_any_scale`) do not have that.
         """
-        if not (self.in_any_scale and den.requires_grad):
+        if not (self.in_any_scale and den.requires_grad) or den.is_meta:
             return False
         assert self.feature_map is not None
         least = math.exp(HEADROOM[den.dtype]) * self.feature_map.min_denominator(den.dtype)

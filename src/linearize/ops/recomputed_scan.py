@@ -88,7 +88,8 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         body: Body = ctx.body
-        states, inputs = ctx.saved_tensors[: ctx.num_states], ctx.saved_tensors[ctx.num_states :]
+        saved = ctx.saved_tensors  # once: gradient checkpointing makes them again for each time they are asked for
+        states, inputs = saved[: ctx.num_states], saved[ctx.num_states :]
         wanted = ctx.needs_input_grad[3 + ctx.num_states :]
         new = (torch.empty_like, *(torch.zeros_like for _ in inputs[1:]))
         grads = [make(x) if want else None for make, x, want in zip(new, inputs, wanted, strict=True)]

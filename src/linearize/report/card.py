@@ -73,8 +73,9 @@ def _scope(run: RunFiles) -> list[str]:
     if student is None:
         return []
     tokens, beyond = (count(student["quality"][key]) for key in ("tokens", "tokens_beyond"))
-    window = count(run.window)
-    return [f"The losses rest on {tokens} held-out tokens, {beyond} of them beyond the window of {window}."]
+    window, documents = count(run.window), student["quality"].get("documents")
+    of = f" of {count(documents)} documents" if documents else ""
+    return [f"The losses rest on {tokens} held-out tokens{of}, {beyond} of them beyond the window of {window}."]
 
 
 def _limits(run: RunFiles) -> list[str]:

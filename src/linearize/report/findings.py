@@ -240,7 +240,7 @@ def recall(run: RunFiles, task: Mapping[str, Any]) -> Finding | None:
     student, teacher, kept = (interval(task[key]) for key in ("student_share", "teacher_share", "recovery"))
     where = f"beyond the window of {count(run.window)} tokens"
     if student is None:
-        return Finding("fact", f"{name}: no test {where} fits the model's positions.")
+        return Finding("fact", f"{name}: too few tests {where} fit the model's positions.")
     if teacher is None:
         return Finding("fact", f"{name}: {where} the student is right in {percent(student)} of answers; no teacher.")
     right = f"{where} the student is right in {percent(student)} of answers, the teacher in {percent(teacher)}"

@@ -25,13 +25,21 @@ def losses(runs: Sequence[RunFiles]) -> Table:
         for name in LABELS:
             if line := run.measured(name):
                 loss, beyond = (interval(line["quality"][key]) for key in ("loss", "beyond"))
-                rows.append([label(name), with_interval(loss), with_interval(beyond), _perplexity(loss), line["note"]])
+                cells = [label(name), with_interval(loss), with_interval(beyond), _perplexity(loss)]
+                rows.append([*cells, count(line.get("training_tokens")), line["note"]])
         student = run.measured("student")
         quality = student["quality"] if student else {"tokens": None, "tokens_beyond": None}
         size = f"{count(quality['tokens'])} tokens, {count(quality['tokens_beyond'])} of them beyond the window"
         groups.append(Group(rows, f"{run.prefix}{size}"))
-    columns = ["candidate", "loss", f"beyond the window{window(runs)}", "perplexity", NOTE]
-    return Table("Held-out loss, nats per token, with 95 % intervals (lower is better)", columns, groups)
+    columns = ["candidate", "loss", f"beyond the window{window(runs)}", "perplexity", "training tokens", NOTE]
+    caption = f"Held-out loss, nats per token, with 95 % intervals{documents(runs)} (lower is better)"
+    return Table(caption, columns, groups)
+
+
+def documents(runs: Sequence[RunFiles]) -> str:
+    """What the intervals rest on, in runs that say it."""
+    found = {(run.measured("student") or {}).get("quality", {}).get("documents") for run in runs} - {None}
+    return f" over {' or '.join(map(count, sorted(found)))} documents" if found else ""
 
 
 def window(runs: Sequence[RunFiles]) -> str:

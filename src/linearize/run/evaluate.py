@@ -65,16 +65,25 @@ def candidates(
         return model
 
     sunk = f"softmax in the window and on the first {SINKS} tokens, nothing trained"
-    every: dict[str, tuple[Callable[[], Any], str]] = {
-        "teacher": (lambda: nullcontext(teacher), "softmax attention, as it came"),
-        "teacher_lora": (lambda: nullcontext(tuned("teacher_lora")), "softmax attention, finetuned alike"),
-        "swapped": (lambda: nullcontext(untrained()), "mixers swapped in, nothing trained"),
-        "transferred": (lambda: nullcontext(transferred()), "mixers trained to match softmax outputs"),
-        "student": (lambda: nullcontext(student), "the finished student"),
-        "ablated": (lambda: without_linear_part(student), "the student without its linear part"),
-        "window": (lambda: without_linear_part(untrained()), "softmax in the window, nothing trained"),
-        "window_sinks": (lambda: without_linear_part(untrained(), SINKS), sunk),
-        "window_lora": (lambda: nullcontext(tuned("window_lora")), "softmax in the window, finetuned alike"),
+    stages = ("transfer", "adapt", "finetune")
+    every: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
+        "teacher": (lambda: nullcontext(teacher), "softmax attention, as it came", ()),
+        "teacher_lora": (
+            lambda: nullcontext(tuned("teacher_lora")),
+            "softmax attention, finetuned alike",
+            ("controls/teacher_lora",),
+        ),
+        "swapped": (lambda: nullcontext(untrained()), "mixers swapped in, nothing trained", ()),
+        "transferred": (lambda: nullcontext(transferred()), "mixers trained to match softmax outputs", ("transfer",)),
+        "student": (lambda: nullcontext(student), "the finished student", stages),
+        "ablated": (lambda: without_linear_part(student), "the student without its linear part", stages),
+        "window": (lambda: without_linear_part(untrained()), "softmax in the window, nothing trained", ()),
+        "window_sinks": (lambda: without_linear_part(untrained(), SINKS), sunk, ()),
+        "window_lora": (
+            lambda: nullcontext(tuned("window_lora")),
+            "softmax in the window, finetuned alike",
+            ("controls/window_lora",),
+        ),
     }
     trained = set() if run is None else {name for name, folder in run.controls.items() if _finished(folder)}
     if run is not None and _finished(run.folder / "transfer"):
@@ -86,7 +95,15 @@ def candidates(
         # From scratch, nothing stands beside the student: what it was made from is a model of random weights.
         names = ("student",) if recipe.weights == "random" else OF_ANY_TASK
         every = {name: every[name] for name in names}
-    found = [Candidate(name, *opened) for name, opened in every.items() if name in at_hand]
+
+    def tokens(stages: Sequence[str]) -> int | None:
+        return 0 if not stages else None if run is None else run.training_tokens(*stages)
+
+    found = [
+        Candidate(name, opened, note, tokens(stages))
+        for name, (opened, note, stages) in every.items()
+        if name in at_hand
+    ]
     return found, [name for name in every if name not in at_hand]
 
 

@@ -16,6 +16,7 @@ from linearize.base import UserError, atomic_file, read_json
 from linearize.data.packing import Dataset
 from linearize.hf.checkpoint import load_model, new_model
 from linearize.recipe import Recipe
+from linearize.training.resumption import RESULT
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class Run:
         if self.recipe.weights == "random":
             return new_model(self.model, seed=self.recipe.seed, **options)
         return load_model(self.model, **options)
+
+    def training_tokens(self, *stages: str) -> int:
+        """The tokens of these finished stages together, repetitions counted."""
+        results = [self.folder / stage / RESULT for stage in stages]
+        return sum(json.loads(x.read_text(encoding="utf-8"))["tokens"] for x in results if x.is_file())
 
     @property
     def controls(self) -> dict[str, Path]:

@@ -172,13 +172,19 @@ def train_outputs(run: Run, name: str, student: PreTrainedModel, teacher: PreTra
 
 
 def train_controls(run: Run, teacher: PreTrainedModel, layers: LayerPlan, dataset: Dataset) -> None:
-    """Train what the student must be compared with: finetuning alike of the teacher, and of its window alone."""
+    """Train what the student must be compared with: finetuning alike of the teacher, and of its window alone.
+
+    On as many tokens as all stages of the student together, so that more training is not what sets them apart.
+    """
+    total = run.training_tokens("transfer", "adapt", "finetune")
     for name, folder in run.controls.items():
+        assert run.recipe.finetune is not None
+        # An epoch drops rows that fill no step, but never as many as half of them.
+        budget = {"max_tokens": total, "epochs": 1 + 2 * total // dataset.train.num_tokens}
+        config = run.recipe.finetune.model_copy(update=budget)
+        options = {"output_dir": folder, "seed": run.recipe.seed, "title": f"control: {name.replace('_lora', '')}"}
         model = control(run, teacher, layers, name)
-        config, title = run.recipe.finetune, f"control: {name.replace('_lora', '')}"
-        assert config is not None
-        rows = dataset.train, dataset.validation
-        finetune(model, *rows, config, output_dir=folder, teacher=teacher, seed=run.recipe.seed, title=title)
+        finetune(model, dataset.train, dataset.validation, config, teacher=teacher, **options)
 
 
 TITLES = {"adapt": "adapting new weights", "finetune": "fine-tuning"}

@@ -54,7 +54,8 @@ def _losses(runs: Sequence[RunFiles]) -> Figure:
     return Figure(
         "Held-out loss of all candidates",
         dots("quality-losses", f"Held-out loss. {numbers.spoken()}", [label(name) for name in names], panels),
-        "Nats per token with 95 % bootstrap intervals over texts. An arrow: off the scale, with its mean.",
+        f"Nats per token with 95 % bootstrap intervals{tables.documents(runs) or ' over documents'}. An arrow: off the "
+        "scale, with its mean.",
         numbers,
     )
 
@@ -81,7 +82,7 @@ def _differences(runs: Sequence[RunFiles]) -> Figure:
     return Figure(
         "The student minus the others, on the same tokens",
         dots("quality-pairs", f"Paired differences in loss. {numbers.spoken()}", rows, panels),
-        "Left of zero the student is better. Nats per token, paired over the same texts, with 95 % intervals. An "
+        "Left of zero the student is better. Nats per token, paired over the same documents, with 95 % intervals. An "
         "arrow: off the scale, with its mean.",
         numbers,
     )
