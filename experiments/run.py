@@ -134,7 +134,7 @@ class Place:
         """The recipe on this text, unless a cell has a text of its own to train on; trained controls are cells."""
         texts = {
             "data.dataset": recipe.data.dataset or self.dataset,
-            "data.test_dataset": self.validation_dataset,
+            "data.validation_dataset": self.validation_dataset,
         }
         return recipe.override(texts | {"evaluation.trained_controls": False})
 

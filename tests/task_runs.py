@@ -133,7 +133,13 @@ KINDS = {
     "summaries": Kind(
         "hedgehog-llama",
         tiny.teacher_folder,
-        _on(tiny.dialogues_file, data__task__summaries=3, data__task__new_tokens=8, evaluation__trained_controls=False),
+        _on(
+            tiny.dialogues_file,
+            data__validation_rows=40,
+            data__task__summaries=3,
+            data__task__new_tokens=8,
+            evaluation__trained_controls=False,
+        ),
         ROUGE,
         "text-generation",
     ),

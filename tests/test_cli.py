@@ -24,6 +24,7 @@ import linearize_cli
 from linearize.recipe import Recipe, recipe_names
 from linearize.report import load_run
 from linearize.report.findings import sentences
+from linearize.report.markdown import bullets
 from linearize.run import pipeline
 from linearize.training import resumption as checkpoint
 from tests import tiny
@@ -204,7 +205,7 @@ def test_eval_examines_and_the_report_shows_it(command: Command, tmp_path: Path)
     found = json.loads(done.out)
     assert found == json.loads(evaluation.read_text())
     page = evaluation.with_suffix(".md").read_text()
-    assert all(f"- {words}\n" in page for words in sentences(load_run(tmp_path / "run")))
+    assert bullets(sentences(load_run(tmp_path / "run"))) in page
     results = found["tasks"]["results"]
     assert {line["candidate"] for line in results} == {"teacher", "student"}
     assert {line["samples"] for line in results} == {3}

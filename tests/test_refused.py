@@ -182,7 +182,7 @@ RUNS: dict[str, Case] = {
     "empty dataset": (lambda tmp: ["--dataset", text(tmp, "empty.txt", "")], "data.dataset: .*found no text in "),
     "short dataset": (
         lambda tmp: ["--dataset", text(tmp, "short.txt", "a few words")],
-        r"data: expected at least 64 training tokens \(data.sequence_length, one row\), found ",
+        "data: expected at least 16 held-out rows of the only document to test on, beside those that choose ",
     ),
     "unknown file": (lambda tmp: ["--dataset", text(tmp, "text.xml", "a")], "data.dataset: expected a file that ends"),
     "broken lines": (lambda tmp: ["--dataset", text(tmp, "a.jsonl", "{}\n{")], ".*a.jsonl line 2: not valid JSON: "),

@@ -73,6 +73,8 @@ def test_what_an_encoder_cannot_do(command: Command, classified: Run, tmp_path: 
     assert_refused(command("generate", model, "--prompt", "a"), generates)
     assert_refused(command("bench", model), generates)
     moved = shutil.copytree(model, tmp_path / "moved")
+    for name in ("recipe.yaml", "run.json"):  # a model of before they were written beside it
+        (moved / name).unlink()
     done = command("eval", moved, "--dataset", tiny.sentences_file())
     assert_refused(done, f"model {moved}: expected one for AutoModelForCausalLM, found one for AutoModelForSequence")
     assert "set data.task.type" in done.err
@@ -168,7 +170,7 @@ REFUSED: dict[str, tuple[str, Callable[[], str], Callable[[], str], dict[str, An
         "hedgehog-bert",
         tiny.decoder_classifier_folder,
         tiny.sentences_file,
-        {"transfer.layers_per_block": 1},
+        {"transfer.layers_per_block": 1, "data.validation_fraction": 0.5},
         r"transfer\.layers_per_block: expected a language model, found the task text_classification",
     ),
     "numbers for classes": (

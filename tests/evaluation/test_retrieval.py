@@ -174,7 +174,9 @@ def test_every_token_of_a_copy_but_its_first_counts(monkeypatch) -> None:
     made = repeats()
 
     def losses(*_, **__) -> TokenLosses:
-        return TokenLosses(2.0 ** torch.arange(34).expand(20, -1), made.labels != -100, made.position_ids)
+        return TokenLosses(
+            2.0 ** torch.arange(34).expand(20, -1), made.labels != -100, made.position_ids, made.documents
+        )
 
     monkeypatch.setattr(retrieval, "token_losses", losses)
     first, second = copy_losses(Fake(), made, batch_size=20)

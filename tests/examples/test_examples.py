@@ -47,7 +47,8 @@ def test_an_example_fits_on_a_screen_and_says_what_stands_behind_it(path: Path, 
 
 @pytest.mark.parametrize("teacher", [tiny.teacher_folder, pytest.param(teacher_path, marks=pytest.mark.slow)])
 def test_convert(example: Example, tmp_path: Path, teacher: Callable[[], Any]) -> None:
-    given = ["--model", teacher(), "--text", ROOT / "src" / "linearize" / "ops", "--output-dir", tmp_path]
+    text = tiny.write_text(tmp_path / "text.jsonl", documents=400)
+    given = ["--model", teacher(), "--text", text, "--output-dir", tmp_path]
     assert "def" in example("convert", *given, "--steps", 2)
     for stage in ("attention_transfer", "finetune"):
         assert json.loads((tmp_path / stage / "result.json").read_text())["steps"] == 2

@@ -223,7 +223,7 @@ def by_loop(features: Callable[[str, int, Tensor], Tensor], q: Tensor, k: Tensor
             for j in range(q.shape[1]):
                 weight = float(phi_q[n] @ phi_k[j])
                 num, den = num + weight * v[h, j], den + weight
-            y[h, n] = num / max(den, 1e-6)
+            y[h, n] = num / den  # a sum of positive weights, in whatever scale they come
     return y
 
 
@@ -384,7 +384,7 @@ def test_what_needs_a_decoder_is_refused(tmp_path: Any) -> None:
     with pytest.raises(linearize.UserError, match=r"expected a decoder, found the encoder 'bert'; block-wise"):
         load_block(str(tmp_path), range(1), dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(linearize.UserError, match=r"data.top_esl: expected a decoder, found the encoder 'bert'"):
-        effective_sequence_lengths(teacher, [], 8)
+        effective_sequence_lengths(teacher, tiny.packed([[8]]))
     with pytest.raises(linearize.UserError, match=r"calibration_tokens: expected a decoder, found the encoder"):
         calibrate(student, tiny.packed([[8]]), 8)
     with pytest.raises(linearize.UserError, match="is_decoder: expected false, found true"):

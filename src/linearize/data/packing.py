@@ -264,7 +264,7 @@ def _split(
     while len(rest) >= config.sequence_length:
         row, rest = rest.cut(config.sequence_length)
         rows.append(row)
-    require_enough(len(rows) - 1, "rows of the only document")  # one at least chooses checkpoints
+    require_enough(max(0, len(rows) - 1), "rows of the only document")  # one at least chooses checkpoints
     return [head for head, _ in cuts], rows
 
 

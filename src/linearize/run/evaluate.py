@@ -208,6 +208,7 @@ def evaluate(
             f"rows of {shape.max_positions} tokens, the model's positions; --set data.sequence_length=... for others"
         )
     require_head(model, config, task.auto_class, "set data.task.type to the model's task")
+    chooser = run  # rows that a run chose by its teacher stay so, whichever the student is compared with
     if teacher is not None:
         run = Run(recipe, teacher, Path(model), dtype, device) if run is None else replace(run, model=teacher)
     if run is not None:
@@ -217,10 +218,10 @@ def evaluate(
             if teacher is not None:
                 raise
             notes.append(f"measured without the teacher, which --teacher would name: {error}")
-            run = None
+            run = chooser = None
     student = load_model(model, dtype=dtype, device=device, auto_class=task.auto_class)
     processor = load_processor(task, model)
-    data = load_dataset(recipe.data, processor, config, run.load_teacher if run else None, seed=recipe.seed)
+    data = load_dataset(recipe.data, processor, config, chooser.load_teacher if chooser else None, seed=recipe.seed)
     started = time.perf_counter()
     teacher_model = None if run is None else run.load_teacher()
     for line in notes:
