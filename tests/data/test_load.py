@@ -81,6 +81,7 @@ def test_what_an_encoder_cannot_do(command: Command, classified: Run, tmp_path: 
     task = options(
         {"data.task": {"type": "text_classification"}, "evaluation.examine": False, "data.sequence_length": 48}
     )
+    task += options({"data.validation_fraction": 0.5})
     alone = command("eval", moved, "--dataset", tiny.sentences_file(), *task, "--json")
     assert alone.status == 0
     assert [line["name"] for line in json.loads(alone.out)["task"]["scored"]] == ["student"]

@@ -24,7 +24,7 @@ from linearize.training.config import TrainConfig
 from linearize.training.resumption import MetricsLog, StageFolder, restore_rng_state, rng_state, run_identity
 from linearize.training.schedules import build_schedule
 
-DIVERGED = 4.0  # times the first held-out loss, at the end of a stage that was never below it
+DIVERGED = 2.75  # times the first held-out loss, at the end of a stage that was never below it
 
 
 @dataclass(frozen=True)
