@@ -170,6 +170,10 @@ RUNS: dict[str, Case] = {
         lambda tmp: ["--model", with_vocabulary(tmp / "small", 97)],
         "tokenizer: expected tokens below the model's vocab_size of 97, found 258; use the model's own tokenizer, or ",
     ),
+    "more tokens, and rows to choose": (
+        lambda tmp: ["--model", with_vocabulary(tmp / "small", 97), "--set", "data.top_esl=8"],
+        "tokenizer: expected tokens below the model's vocab_size of 97, found 258; ",
+    ),
     "no tokenizer": (
         lambda tmp: ["--model", without(tmp / "mute", "tokenizer*")],
         "model .*mute: expected a tokenizer beside the weights; ",

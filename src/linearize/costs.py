@@ -70,8 +70,8 @@ def _one_token(teacher: TeacherShape, dtype: torch.dtype, rotary_dims: int) -> A
 
     q, kv = (empty(heads, 1, teacher.head_dim) for heads in (teacher.num_heads, teacher.num_kv_heads))
     angles = empty(1, rotary_dims)
-    rope = dict(unrotated=(q, kv), rope=(angles, angles)) if rotary_dims else {}
-    return AttnInputs(q, kv, kv, scaling=1.0, hidden=empty(1, teacher.hidden_size), **rope)
+    unrotated, rope = ((q, kv), (angles, angles)) if rotary_dims else (None, None)
+    return AttnInputs(q, kv, kv, 1.0, hidden=empty(1, teacher.hidden_size), unrotated=unrotated, rope=rope)
 
 
 def softmax_flops(teacher: TeacherShape, keys: int) -> int:

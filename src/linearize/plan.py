@@ -22,7 +22,7 @@ from linearize.costs import FP32, MixerCost, mixer_cost, softmax_flops
 from linearize.hf.classes import projections
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape, break_even_tokens
-from linearize.mixers.config import LayerPlan
+from linearize.mixers.config import LayerPlan, MixerConfig
 from linearize.recipe import Recipe
 from linearize.training.config import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
 
@@ -103,8 +103,14 @@ def make_plan(
     """
     if len(layers) != teacher.num_layers:
         raise ValueError(f"layers: expected one entry per teacher layer ({teacher.num_layers}), found {len(layers)}")
-    model, cost = MetaModel.of(teacher), functools.cache(lambda *of: mixer_cost(of[0], teacher, dtype, of[1]))
-    mixers = [m and cost(m, dims) for m, dims in zip(layers, model.rotary_dims, strict=True)]
+    model = MetaModel.of(teacher)
+
+    @functools.cache
+    def cost(mixer: MixerConfig, rotary_dims: int) -> MixerCost:
+        return mixer_cost(mixer, teacher, dtype, rotary_dims)
+
+    turned = zip(layers, model.rotary_dims, strict=True)
+    mixers = [None if mixer is None else cost(mixer, rotary_dims) for mixer, rotary_dims in turned]
     converted = {index: mixer for index, mixer in enumerate(mixers) if mixer is not None}
     kept = {index for index, mixer in enumerate(mixers) if mixer is None}
     growing = set(range(teacher.num_layers)) - set(teacher.sliding_layers)
@@ -143,11 +149,11 @@ def make_plan(
     adapt, finetune = on_outputs(recipe.adapt), on_outputs(recipe.finetune)
     controls: int | None = 0
     if finetune is not None and recipe.controls:
-        tokens = [cost.tokens for cost in (transfer, adapt, finetune) if cost is not None]
+        tokens = [one.tokens for one in (transfer, adapt, finetune) if one is not None]
         controls = None
         if finetune.flops is not None and all(tokens):
             controls = len(recipe.controls) * finetune.flops * sum(filter(None, tokens)) // (finetune.tokens or 1)
-    trainable = sum(cost.trainable_parameters for cost in (transfer, adapt, finetune) if cost is not None)
+    trainable = sum(one.trainable_parameters for one in (transfer, adapt, finetune) if one is not None)
     return Plan(
         recipe=recipe.name,
         model_type=teacher.model_type,

@@ -98,6 +98,8 @@ def test_softmax_layers_are_the_teacher(folder: Path, name: str) -> None:
     teacher = quantized(folder, name)
     student = convert_layers(teacher, (None, None))
     assert torch.equal(logits(student), logits(teacher))
+    converted = linearize.convert(teacher, linearize.Recipe.load("lolcats", RECIPE))
+    assert torch.equal(logits(linearize.to_softmax(converted)), logits(teacher))
     stored = {id(parameter) for parameter in teacher.parameters()}
     quant = [p for p in student.parameters() if type(p) is not nn.Parameter]
     assert quant

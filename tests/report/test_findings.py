@@ -186,7 +186,7 @@ def test_recall_is_told_with_what_it_is_measured_against(read: Read) -> None:
     assert said(recovery=None).endswith("; not measurable with this teacher.")
     assert said(teacher_share=None, recovery=None).endswith("of answers; no teacher.")
     shares = dict.fromkeys(("student_share", "teacher_share", "recovery"))
-    assert said(**shares) == "Recall, passkey: no test beyond the window of 64 tokens fits the model's positions."
+    assert said(**shares) == "Recall, passkey: too few tests beyond the window of 64 tokens fit the model's positions."
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_a_grid_without_cells_leaves_its_verdict(read: Read) -> None:
     found = sample.evaluation()["retrieval"][0] | {"row_values": [], "models": {}}
     found |= {"teacher_share": None, "student_share": None, "floor": None, "recovery": None}
     blocks: list[Block] = list(recall.recall([read(retrieval=[found])]).blocks)
-    assert "Recall, passkey: no test beyond the window of 64 tokens fits the model's positions." in texts(blocks)
+    assert "Recall, passkey: too few tests beyond the window of 64 tokens fit the model's positions." in texts(blocks)
     assert [block.title for block in blocks if isinstance(block, Figure)] == [
         "Copying random tokens from beyond the window"
     ]

@@ -224,7 +224,8 @@ def test_apart_from_its_run(finished: Run, tmp_path: Path) -> None:
         assert found["missing"] == [LABELS[name] for name in ("teacher_lora", "transferred", "window_lora")]
         assert len(found["measured"]) == 6
     for found in (alone, beside, itself):
-        assert all(measured == expected[measured["name"]] for measured in found["measured"])
+        for measured in found["measured"]:
+            assert measured == expected[measured["name"]]
 
 
 def test_stage_by_stage(finished: Run, tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def _documents(
 ) -> Dataset:
     def score(rows: PackedRows) -> Tensor:
         assert load is not None
+        check_tokens(rows.input_ids, shape.vocab_size)
         return effective_sequence_lengths(load(), rows)
 
     return build_dataset(data, tokenizer, seed=seed, score=score if load else None)

@@ -281,7 +281,7 @@ def gate_counts(mixer: Mixer, inputs: AttnInputs) -> Int[Tensor, "Hs bins"] | No
 def mix_histogram(mixer: Mixer) -> Histogram | None:
     """What weighs the window in each query head, where it is learned and there is a window."""
     combine = mixer.combine
-    if isinstance(combine, SharedDenominatorCombine) and mixer.config.span.slots:
+    if isinstance(combine, SharedDenominatorCombine) and mixer.span.max_lag:
         weight = combine.window_factor
     elif isinstance(combine, MixCombine):
         weight = combine.window_weight

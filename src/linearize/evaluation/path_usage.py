@@ -141,7 +141,7 @@ class _Masses:
 
 
 def _has_both(mixer: LinearMixer) -> bool:
-    return mixer.feature_map is not None and mixer.config.span.slots > 0
+    return mixer.feature_map is not None and mixer.span.max_lag > 0
 
 
 @contextmanager

@@ -64,11 +64,13 @@ class MetaModel:
         )
         in_layers = tuple(sum(p.numel() for p in layer.parameters()) for layer in layers)
         total = sum(p.numel() for p in model.parameters())
-        head = model.get_output_embeddings()
-        tied = head is not None and head.weight is model.get_input_embeddings().weight
-        rotary, rope = 0, architecture.parts and architecture.parts.rope
-        if rope is not None:
-            rotary = 2 * next(model.base_model.get_submodule(rope).buffers()).numel()  # one angle for two dimensions
+        head: Any = model.get_output_embeddings()
+        looked_up_in: Any = model.get_input_embeddings()
+        tied = head is not None and head.weight is looked_up_in.weight
+        rotary = 0
+        if architecture.parts is not None and architecture.parts.rope is not None:
+            angles = model.base_model.get_submodule(architecture.parts.rope)
+            rotary = 2 * next(angles.buffers()).numel()  # one angle for two dimensions
         return cls(
             model=model,
             total=total,

@@ -111,7 +111,7 @@ class StoredWeights:
     def __init__(self, model: str) -> None:
         self._model, self._options = model, hub_options(model)
         with readable(model, "readable weights"):
-            self.config: Any = AutoConfig.from_pretrained(model, **self._options)
+            self.config: Any = AutoConfig.from_pretrained(model, trust_remote_code=False, **self._options)
             self._files = self._find()
         if self.config.model_type not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)

@@ -134,8 +134,7 @@ def no_distribution(mixer: Mixer) -> str | None:
         return f"normalizer `{config.normalizer.type}`, which makes no weighted mean of the values"
     if isinstance(config.feature_map, RfaMap):
         return "feature_map `rfa`, whose weights can be negative"
-    features = 0 if mixer.feature_map is None else mixer.feature_map.feature_dim
-    if config.decay is not None and config.decay.key_width(features) > 1:
+    if config.decay is not None and config.decay.per_feature:
         return f"decay `{config.decay.type}`, which weighs every feature of a key differently"
     return None
 

@@ -21,24 +21,13 @@ from linearize.ops import Partial
 Normalize = Callable[[Partial], Tensor]
 
 
-class CombineConfig(Config):
-    """What every combination says of itself."""
-
-    def parameters(self, shape: LayerShape) -> int:
-        """Trainable numbers in one layer."""
-        return 0
-
-
-class SharedDenominator(CombineConfig):
+class SharedDenominator(Config):
     """y = (g num_w + num_l) / (g den_w + den_l), g = sigmoid(parameter) per query head (LoLCATs eq. 7)."""
 
     type: Literal["shared_denominator"] = "shared_denominator"
     window_factor_init: float = Field(
         default=0.1, gt=0, lt=1, description="initial g = sigmoid(parameter), per query head"
     )
-
-    def parameters(self, shape: LayerShape) -> int:
-        return shape.num_heads
 
 
 class SharedDenominatorCombine(nn.Module):
@@ -65,7 +54,7 @@ class SharedDenominatorCombine(nn.Module):
         return normalize(replace(linear, num=num, den=den))
 
 
-class AbsoluteScale(CombineConfig):
+class AbsoluteScale(Config):
     """Window and linear part in one scale: y = (num_w + e^(l - c) num_l) / (den_w + e^(l - c) den_l).
 
     c is the largest logit in the window, l the logarithm that exponential features are given relative to, plus a
@@ -77,9 +66,6 @@ class AbsoluteScale(CombineConfig):
     offset_init: float = Field(
         default=0.0, description="initial offset, where attention transfer does not calibrate it (calibration_tokens)"
     )
-
-    def parameters(self, shape: LayerShape) -> int:
-        return shape.num_heads
 
 
 class AbsoluteScaleCombine(nn.Module):
@@ -108,7 +94,7 @@ class AbsoluteScaleCombine(nn.Module):
         return divided(num, torch.addcmul(near * window.den, far, linear.den).clamp_min(MIN_DENOMINATOR))
 
 
-class Mix(CombineConfig):
+class Mix(Config):
     """y = s window + (1 - s) linear, s = sigmoid(parameter) per query head, 1 without linear keys (LOLCAT eq. 8)."""
 
     type: Literal["mix"] = "mix"
@@ -126,9 +112,6 @@ class Mix(CombineConfig):
                 "which is gone; convert and train anew without it"
             )
         return {name: value for name, value in fields.items() if name != "weights_over"}
-
-    def parameters(self, shape: LayerShape) -> int:
-        return shape.num_heads
 
 
 class MixCombine(nn.Module):
@@ -150,7 +133,7 @@ class MixCombine(nn.Module):
         return torch.lerp(normalize(linear), _softmax(window), s)
 
 
-class Add(CombineConfig):
+class Add(Config):
     """y = window + linear, each normalised by itself; without a window, the linear part alone."""
 
     type: Literal["add"] = "add"
@@ -163,7 +146,7 @@ class AddCombine(NoParameters):
         return normalize(linear) if window is None else _softmax(window) + normalize(linear)
 
 
-class WindowOnly(CombineConfig):
+class WindowOnly(Config):
     """The control without a linear part: softmax over the span, nothing else."""
 
     type: Literal["window_only"] = "window_only"
@@ -185,7 +168,7 @@ def _logit(p: float) -> float:
     return math.log(p / (1 - p))
 
 
-COMBINES: dict[type[CombineConfig], Callable[[Any, LayerShape], nn.Module]] = {
+COMBINES: dict[type[Config], Callable[[Any, LayerShape], nn.Module]] = {
     SharedDenominator: SharedDenominatorCombine,
     AbsoluteScale: AbsoluteScaleCombine,
     Mix: MixCombine,

@@ -1,8 +1,8 @@
 """A mixer as data: which parts it is made of, and which combinations of them mean nothing.
 
 A `MixerConfig` names one of each kind; combinations without meaning are refused when it is read, with the reason. Each
-part's config stands beside its module: spans in `ops`, the others in
-`feature_maps`, `gates`, `update`, `normalizers`, `combine`.
+part's config stands beside its module: spans in `ops`, the others in `feature_maps`, `gates`, `update`, `normalizers`
+and `combine`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from linearize.mixers.combine import (
     COMBINES,
     AbsoluteScale,
     Add,
-    CombineConfig,
     Mix,
     SharedDenominator,
     WindowOnly,
@@ -77,7 +76,7 @@ class MixerConfig(Config):
     normalizer: Annotated[NormalizerConfig, OneOf(NORMALIZERS)] = Field(
         default=SumNormalizer(), description="what is made of the linear part's sums"
     )
-    combine: Annotated[CombineConfig, OneOf(COMBINES)] = Field(
+    combine: Annotated[Config, OneOf(COMBINES)] = Field(
         default=SharedDenominator(), description="how window and linear part become one output"
     )
 

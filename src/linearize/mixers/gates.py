@@ -33,26 +33,20 @@ BIAS_INIT = "initial bias of the gate's sigmoid: 0 forgets half with every step,
 class DecayConfig(Config):
     """What every decay says of itself.
 
-    `values`: whether it acts on the value axis of the state S [F, D]. `scales_input`: whether what is written is scaled
+    `values`: whether it acts on the value axis of the state S [F, D]. `per_feature`: whether it weighs every feature of
+    a key differently. `scales_input`: whether what is written is scaled
     by 1 - g. `constant`: whether it is the same for every token, and does not read the layer's input.
     """
 
     type: str
     values: ClassVar[bool] = False
+    per_feature: ClassVar[bool] = False
     scales_input: ClassVar[bool] = False
     constant: ClassVar[bool] = False
 
     def heads(self, shape: LayerShape, key_heads: int) -> int:
         """Hs: heads of the state under this decay."""
         return key_heads
-
-    def key_width(self, features: int) -> int:
-        """Numbers per step and head on the feature axis: F, 1 for a scalar, 0 for none."""
-        return 1
-
-    def parameters(self, shape: LayerShape, heads: int, features: int) -> int:
-        """Trainable numbers in one layer, for `heads` states with `features` features."""
-        return 0
 
 
 @dataclass(frozen=True)
@@ -184,9 +178,6 @@ class ScalarDecay(DecayConfig):
     def scales_input(self) -> bool:
         return self.input_scale
 
-    def parameters(self, shape: LayerShape, heads: int, features: int) -> int:
-        return heads * (shape.hidden_size + 1)
-
 
 class ScalarGate(Gate):
     """log g, and 1 - g as what keys are scaled by."""
@@ -207,12 +198,7 @@ class FeatureDecay(DecayConfig):
     rank: PositiveInt = Field(default=16, description="rows of W1, which all heads share")
     temperature: PositiveFloat = Field(default=16.0, description="the higher, the slower it forgets")
     bias_init: float = Field(default=0.0, description="initial bias of the gate's sigmoid")
-
-    def key_width(self, features: int) -> int:
-        return features
-
-    def parameters(self, shape: LayerShape, heads: int, features: int) -> int:
-        return self.rank * shape.hidden_size + heads * features * (self.rank + 1)
+    per_feature: ClassVar[bool] = True
 
 
 class FeatureGate(Gate):
@@ -234,12 +220,7 @@ class OuterDecay(DecayConfig):
     type: Literal["outer"] = "outer"
     bias_init: float = Field(default=0.0, description=BIAS_INIT + "; both gates together forget twice that")
     values: ClassVar[bool] = True
-
-    def key_width(self, features: int) -> int:
-        return features
-
-    def parameters(self, shape: LayerShape, heads: int, features: int) -> int:
-        return heads * (features + shape.head_dim) * (shape.hidden_size + 1)
+    per_feature: ClassVar[bool] = True
 
 
 class OuterGate(Gate):
@@ -270,12 +251,9 @@ class RefinedDecay(DecayConfig):
     def values(self) -> bool:
         return self.axis == "value"
 
-    def key_width(self, features: int) -> int:
-        return 0 if self.values else features
-
-    def parameters(self, shape: LayerShape, heads: int, features: int) -> int:
-        width = shape.head_dim if self.values else features
-        return 2 * heads * width * (shape.hidden_size + 1)
+    @property
+    def per_feature(self) -> bool:
+        return self.axis == "feature"
 
 
 class RefinedGate(Gate):

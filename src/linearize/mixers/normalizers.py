@@ -26,10 +26,6 @@ class NormalizerConfig(Config):
     type: str
     reads_hidden: ClassVar[bool] = False
 
-    def parameters(self, shape: LayerShape) -> int:
-        """Trainable numbers in one layer."""
-        return 0
-
 
 class NoParameters(nn.Module):
     """A part without anything to learn."""
@@ -97,9 +93,6 @@ class RmsNormalizer(NormalizerConfig):
     @property
     def reads_hidden(self) -> bool:
         return self.output_gate
-
-    def parameters(self, shape: LayerShape) -> int:
-        return shape.num_heads * shape.head_dim * (1 + (shape.hidden_size if self.output_gate else 0))
 
 
 class RmsNorm(nn.Module):

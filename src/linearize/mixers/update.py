@@ -25,9 +25,6 @@ class AdditiveUpdate(Config):
 
     type: Literal["additive"] = "additive"
 
-    def parameters(self, shape: LayerShape, heads: int) -> int:
-        return 0
-
 
 class DeltaUpdate(Config):
     """S = S + b phi (v - S^T phi)^T, b = sigmoid(w.x) per head (DeltaNet); with a decay, the gated delta rule.
@@ -38,9 +35,6 @@ class DeltaUpdate(Config):
 
     type: Literal["delta"] = "delta"
     key_norm: Literal["sum", "l2"] = Field(default="l2", description="what features are divided by")
-
-    def parameters(self, shape: LayerShape, heads: int) -> int:
-        return heads * shape.hidden_size
 
 
 class DeltaRule(nn.Module):

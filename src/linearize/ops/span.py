@@ -30,8 +30,6 @@ class NoSpan(Config):
     max_lag: ClassVar[int] = 0
     fold_lag: ClassVar[int] = 0
     context: ClassVar[int] = 0
-    slots: ClassVar[int] = 0
-    states: ClassVar[int] = 1
 
     def lo(self, position: Tensor) -> Tensor:
         return position + 1
@@ -43,7 +41,6 @@ class SlidingSpan(Config):
     type: Literal["sliding"] = "sliding"
     window_size: PositiveInt = Field(default=64, description="softmax keys of a query, its own included")
     sinks: int = Field(default=0, ge=0, description=SINKS)
-    states: ClassVar[int] = 1
 
     @property
     def max_lag(self) -> int:
@@ -56,11 +53,6 @@ class SlidingSpan(Config):
     @property
     def context(self) -> int:
         return self.window_size
-
-    @property
-    def slots(self) -> int:
-        """Tokens that a state keeps because they are still softmax keys."""
-        return self.window_size + self.sinks
 
     def lo(self, position: Tensor) -> Tensor:
         return (position - self.window_size + 1).clamp_min(0)
@@ -76,7 +68,6 @@ class TerracedSpan(Config):
     window_size: PositiveInt = Field(default=64, description="keys of one block; blocks begin at its multiples")
     blocks: PositiveInt = Field(default=2, description="2: own block and the one before; 1: own block only")
     sinks: int = Field(default=0, ge=0, description=SINKS)
-    states: ClassVar[int] = 2  # a second one waits to become readable
 
     @property
     def max_lag(self) -> int:
@@ -89,10 +80,6 @@ class TerracedSpan(Config):
     @property
     def context(self) -> int:
         return self.blocks * self.window_size
-
-    @property
-    def slots(self) -> int:
-        return self.blocks * self.window_size + self.sinks
 
     def lo(self, position: Tensor) -> Tensor:
         return self.window_size * (position.div(self.window_size, rounding_mode="floor") - self.blocks + 1).clamp_min(0)

@@ -55,11 +55,6 @@ class FeatureMapConfig(Config):
         "none: unrotated, and the linear part knows order by decay alone",
     )
 
-    @property
-    def maximum_bytes(self) -> int:
-        """Bytes of one number of the running maximum, which is as precise as the logarithms: fp32."""
-        return 4
-
     def features(self, shape: LayerShape) -> int:
         """F: features per head."""
         return shape.head_dim
@@ -67,14 +62,6 @@ class FeatureMapConfig(Config):
     def key_heads(self, shape: LayerShape) -> int:
         """Hk: heads of key features, H or G."""
         return shape.num_kv_heads
-
-    def parameters(self, shape: LayerShape) -> int:
-        """Trainable numbers in one layer."""
-        return 0
-
-    def flops(self, shape: LayerShape) -> int:
-        """One token's query and key through the projection, learned or random: 2 per multiplication."""
-        return 0
 
     def resolved(self, shape: LayerShape) -> FeatureMapConfig:
         """The map with every size filled in that may be left to the teacher.

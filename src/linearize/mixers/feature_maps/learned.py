@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from typing import Literal
 
@@ -47,14 +46,12 @@ class LearnedMap(FeatureMapConfig):
 
     def projections(self, shape: LayerShape) -> tuple[tuple[int, int, int], ...]:
         """Shapes [matrices, inputs, outputs] of the query and the key projection; of the one that a tied map has."""
-        used = self._used(shape)
+        width, outputs = shape.head_dim, self.outputs(shape)
+        queries, keys = shape.num_heads, self.key_heads(shape)
+        used = (queries, width, outputs), (keys, width, outputs)
+        if self.per == "model":
+            used = (1, queries * width, queries * outputs), (1, keys * width, keys * outputs)
         return used[1:] if self.tied else used
-
-    def parameters(self, shape: LayerShape) -> int:
-        return sum(matrices * outputs * (inputs + self.bias) for matrices, inputs, outputs in self.projections(shape))
-
-    def flops(self, shape: LayerShape) -> int:
-        return 2 * sum(math.prod(size) for size in self._used(shape))
 
     def resolved(self, shape: LayerShape) -> FeatureMapConfig:
         if self.tied and self.per == "model" and shape.num_heads != shape.num_kv_heads:
@@ -63,14 +60,6 @@ class LearnedMap(FeatureMapConfig):
                 f"be shared with one over all its {shape.num_kv_heads} KV heads; set tied=false, or per=kv_head"
             )
         return self
-
-    def _used(self, shape: LayerShape) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """The matrices that queries and keys are multiplied by, whether or not they are the same."""
-        width, outputs = shape.head_dim, self.outputs(shape)
-        queries, keys = shape.num_heads, self.key_heads(shape)
-        if self.per == "model":
-            return (1, queries * width, queries * outputs), (1, keys * width, keys * outputs)
-        return (queries, width, outputs), (keys, width, outputs)
 
 
 class Learned(FeatureMap):

@@ -22,16 +22,8 @@ class PerformerMap(FeatureMapConfig):
     feature_dim: PositiveInt | None = Field(default=None, description="F, features per head; floor(D ln D) if null")
     exponential: ClassVar[bool] = True
 
-    @property
-    def maximum_bytes(self) -> int:
-        # fp64: |x'|^2 / 2 grows with the square of the inputs, and fp32 could not hold differences of such logarithms.
-        return 8
-
     def features(self, shape: LayerShape) -> int:
         return self.feature_dim or math.floor(shape.head_dim * math.log(shape.head_dim))
-
-    def flops(self, shape: LayerShape) -> int:
-        return 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * self.features(shape)
 
     def resolved(self, shape: LayerShape) -> FeatureMapConfig:
         features = self.features(shape)

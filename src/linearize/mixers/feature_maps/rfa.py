@@ -27,12 +27,6 @@ class RfaMap(FeatureMapConfig):
     def features(self, shape: LayerShape) -> int:
         return self.feature_dim or 2 * shape.head_dim
 
-    def parameters(self, shape: LayerShape) -> int:
-        return shape.num_kv_heads
-
-    def flops(self, shape: LayerShape) -> int:
-        return 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * self.features(shape) // 2
-
     def resolved(self, shape: LayerShape) -> FeatureMapConfig:
         return self.model_copy(update={"feature_dim": self.features(shape)})
 
