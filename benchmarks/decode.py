@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from linearize.evaluation.speed import Spread, even, seconds_in_turns
+from linearize.hf.teacher import break_even_tokens
 from linearize.mixers import AttnInputs, LinearMixer
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.learned import LearnedMap
@@ -49,7 +50,7 @@ class Step:
     seconds: Spread
     state_bytes: int  # keys and values in bf16
     even_in_time: int | None
-    even_in_bytes: int
+    even_in_bytes: int | None
 
 
 def variants(recipes: Sequence[str]) -> dict[tuple[str, str], MixerConfig]:
@@ -134,7 +135,7 @@ def main() -> None:
     steps = []
     for name, size in state_bytes.items():
         in_time = even(dict.fromkeys(from_nothing, spreads[name].median), from_nothing)
-        steps.append(Step(*name, spreads[name], size, in_time, size // per_token + 1))
+        steps.append(Step(*name, spreads[name], size, in_time, break_even_tokens(size, per_token, 0)))
     print(markdown(steps, max(arguments.lengths)))  # noqa: T201 (the result)
     print("\nsoftmax, ms: " + ", ".join(f"{x * 1e3:.2f} at {length:,}" for length, x in softmax.items()))  # noqa: T201
     curve = {length: asdict(spreads[length]) for length in softmax}

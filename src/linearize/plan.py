@@ -9,7 +9,6 @@ FLOPs, training memory and disk are estimates, and the docstrings say how. What 
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from linearize.costs import FP32, MixerCost, mixer_cost, softmax_flops
 from linearize.hf.classes import projections
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape, break_even_tokens
-from linearize.mixers.config import LayerPlan, MixerConfig
+from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe
 from linearize.training.config import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
 
@@ -105,12 +104,12 @@ def make_plan(
         raise ValueError(f"layers: expected one entry per teacher layer ({teacher.num_layers}), found {len(layers)}")
     model = MetaModel.of(teacher)
 
-    @functools.cache
-    def cost(mixer: MixerConfig, rotary_dims: int) -> MixerCost:
-        return mixer_cost(mixer, teacher, dtype, rotary_dims)
-
-    turned = zip(layers, model.rotary_dims, strict=True)
-    mixers = [None if mixer is None else cost(mixer, rotary_dims) for mixer, rotary_dims in turned]
+    turned = list(zip(layers, model.rotary_dims, strict=True))
+    different: dict[Any, MixerCost] = {}
+    for mixer, dims in turned:
+        if mixer is not None and (mixer, dims) not in different:
+            different[mixer, dims] = mixer_cost(mixer, teacher, dtype, dims)
+    mixers = [different.get(key) for key in turned]
     converted = {index: mixer for index, mixer in enumerate(mixers) if mixer is not None}
     kept = {index for index, mixer in enumerate(mixers) if mixer is None}
     growing = set(range(teacher.num_layers)) - set(teacher.sliding_layers)

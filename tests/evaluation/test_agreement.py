@@ -109,7 +109,7 @@ def test_a_student_that_differs_at_known_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_real_models_against_a_loop(dtype) -> None:
-    """Of bf16 models: as exact as their logits."""
+    """Numbers of bf16 models are as exact as their logits."""
     pair, rows = pair_in(dtype), tiny.packed([[20], [9, 11]])
     rows.labels[0, 3:6] = -100
     sums, tokens = torch.zeros(3, dtype=torch.float64), 0
@@ -323,7 +323,7 @@ def test_texts_that_end(teacher, student, share, prefix) -> None:
 
 
 def test_a_text_that_ends_beside_a_longer_one() -> None:
-    """Of the texts of one batch some are padded, which is no text."""
+    """Some texts of a batch are padded, which is no text."""
     found = generated(chain({}, end=16), chain({}), counting([[10], [40]], 12))
     assert found.agreement == exactly(1.0) and found.common_prefix == exactly(6.0)
     assert [sample.teacher for sample in found.samples] == [written(14, 15, 16), written(*range(44, 50))]

@@ -35,7 +35,7 @@ ROWS = tiny.packed([[LENGTH], [20, 1, 27]])
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, mask: Tensor | None = None) -> Tensor:
-    """Of `ROWS`; with an explicit mask [B, 1, T, T], which transformers applies as it is."""
+    """Logits for `ROWS`; with an explicit mask [B, 1, T, T], which transformers applies as it is."""
     rows = dict(input_ids=ROWS.input_ids, position_ids=ROWS.position_ids)
     return model(**rows, attention_mask=mask, use_cache=False).logits
 

@@ -93,7 +93,7 @@ class Copier(nn.Module):
 
 
 class Constant(nn.Module):
-    """The same logits everywhere."""
+    """A model that gives one number everywhere."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def test_there_are_trials_enough_for_an_interval(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", NAMES)
 def test_a_perfect_copier_is_always_right_and_keeps_all_of_itself(tokenizer, name) -> None:
     test, perfect = made(tokenizer)[name], answers(PERFECT, tokenizer, name)
-    assert {share for row in perfect.table(test) for share in row} <= {1.0, None}
+    assert {share.unique().item() for share in perfect.values()} == {1.0}
     result = retrieval_result(test, {"teacher": perfect, "student": perfect})
     assert (result.recovery.low, result.recovery.mean, result.recovery.high) == (1.0, 1.0, 1.0)
     assert result.teacher_share == result.student_share and result.teacher_share.low == 1.0
@@ -303,7 +303,7 @@ def test_a_perfect_copier_is_always_right_and_keeps_all_of_itself(tokenizer, nam
 @pytest.mark.parametrize("name", NAMES)
 def test_a_copier_confined_to_its_window_is_right_within_and_wrong_beyond(tokenizer, name) -> None:
     test, confined = made(tokenizer)[name], answers(CONFINED, tokenizer, name)
-    for (distance, _), share in confined.shares.items():
+    for (distance, _), share in confined.items():
         assert share.unique().tolist() == [float(distance <= WINDOW)]
     given = {"teacher": answers(PERFECT, tokenizer, name), "student": confined, "window": confined}
     result = retrieval_result(test, given)
@@ -318,9 +318,9 @@ def test_beyond_the_window_begins_right_behind_it(task) -> None:
     setting = Setting(tokenizer, torch.arange(256), filler, filler, max_positions=300, trials=2, seed=0)
     for distance in (WINDOW, WINDOW + 1):
         trials = task.make(setting, distance, task.column_values[0])
-        test = RetrievalTest(task, WINDOW, 300, (distance,), {(distance, task.column_values[0]): trials}, 2)
+        test = RetrievalTest(task, WINDOW, {(distance, task.column_values[0]): trials}, 2)
         assert bool(test.beyond) == (distance > WINDOW)
-        (share,) = answer(CONFINED, test, batch_size=2).shares.values()
+        (share,) = answer(CONFINED, test, batch_size=2).values()
         assert share.tolist() == [float(distance <= WINDOW)] * 2
 
 
@@ -329,11 +329,11 @@ def test_beyond_the_window_begins_right_behind_it(task) -> None:
 def test_shares_are_those_of_greedy_decoding(tokenizer, name) -> None:
     test, model = made(tokenizer)[name], Copier(window=200, forgets=17)
     given = answer(model, test, batch_size=2)
-    assert 0 < torch.cat(list(given.shares.values())).mean() < 1
+    assert 0 < torch.cat(list(given.values())).mean() < 1
     for cell, trials in test.cells.items():
-        assert given.shares[cell].tolist() == pytest.approx(slow_shares(model, trials))
-    table = given.table(test)
-    for (row, column), share in given.shares.items():
+        assert given[cell].tolist() == pytest.approx(slow_shares(model, trials))
+    table = retrieval_result(test, {"student": given}).models["student"]
+    for (row, column), share in given.items():
         at = table[test.row_values.index(row)][test.task.column_values.index(column)]
         assert at == pytest.approx(share.mean().item())
 
@@ -342,7 +342,7 @@ def test_batches_and_training_mode_change_nothing() -> None:
     test, model = made()["needle"], Copier(forgets=17)
     one, all_at_once = answer(model, test, batch_size=1), answer(model.train(), test, batch_size=3)
     assert model.training
-    assert all(one.shares[cell].equal(all_at_once.shares[cell]) for cell in test.cells)
+    assert all(one[cell].equal(all_at_once[cell]) for cell in test.cells)
 
 
 def test_a_model_without_memory_measures_nothing(llama) -> None:
@@ -350,7 +350,7 @@ def test_a_model_without_memory_measures_nothing(llama) -> None:
     embeddings = llama.get_input_embeddings().num_embeddings
     for test in tests:
         cells = {c: Trials(t.input_ids % embeddings, t.question, t.chance) for c, t in test.cells.items()}
-        known = RetrievalTest(test.task, 32, 200, test.row_values, cells, 2)
+        known = RetrievalTest(test.task, 32, cells, 2)
         given = answer(llama, known, batch_size=2)
         result = retrieval_result(known, {"teacher": given, "student": given})
         assert result.recovery is None and result.teacher_share.mean < 0.1
@@ -367,13 +367,11 @@ def test_logits_that_are_not_numbers_are_an_error() -> None:
 
 def given(test: RetrievalTest, within: float, beyond: float, *, spread: float = 0.0, seed: int = 0) -> Answers:
     generator = torch.Generator().manual_seed(seed)
-    return Answers(
-        {
-            cell: torch.full((len(trials.input_ids),), beyond if cell[0] > test.window_size else within).double()
-            + spread * (torch.rand(len(trials.input_ids), generator=generator, dtype=torch.float64) - 0.5)
-            for cell, trials in test.cells.items()
-        }
-    )
+    return {
+        cell: torch.full((len(trials.input_ids),), beyond if cell[0] > test.window_size else within).double()
+        + spread * (torch.rand(len(trials.input_ids), generator=generator, dtype=torch.float64) - 0.5)
+        for cell, trials in test.cells.items()
+    }
 
 
 def test_recovery_counts_from_what_the_window_alone_gives_and_beyond_the_window_only() -> None:

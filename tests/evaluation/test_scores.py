@@ -21,7 +21,7 @@ EXAMPLES = 200
 
 
 def right(where: Tensor, metrics: tuple[str, ...] = ("accuracy",)) -> Predictions:
-    """Of two classes, all of them class 1, named where `where` says so."""
+    """Examples of class 1 of two, which is named where `where` says so."""
     outputs = torch.nn.functional.one_hot(where.long(), 2).float()
     return Predictions(outputs, torch.ones(len(where), dtype=torch.int64), torch.arange(len(where)), metrics)
 

@@ -19,7 +19,6 @@ from linearize.evaluation.speed import (
     Speed,
     Spread,
     bench,
-    break_even,
     cache_bytes,
     even,
     generation_speed,
@@ -50,13 +49,6 @@ def test_cache_bytes_finds_nested_tensors_once_and_whole_storages() -> None:
     shared = torch.zeros(100)  # 400 bytes
     layer = SimpleNamespace(state=State(shared, None, {"a": [torch.zeros(10)]}), same=shared, view=shared[:3], n=7)
     assert cache_bytes(SimpleNamespace(layers=[layer, SimpleNamespace(part=torch.zeros(50)[:5])])) == 400 + 40 + 200
-
-
-def test_break_even_is_the_first_length_where_the_cache_is_larger() -> None:
-    assert break_even(state_bytes=1000, kv_bytes_per_token=100) == 11
-    assert break_even(state_bytes=999, kv_bytes_per_token=100) == 10
-    assert break_even(state_bytes=0, kv_bytes_per_token=100) == 1
-    assert break_even(1000, 0) is None
 
 
 def test_memory_is_even_where_two_straight_lines_meet() -> None:
@@ -197,7 +189,7 @@ def made_up(model: str, length: int, prefill: float, decode: float, held: int, b
 
 
 def test_crossovers_by_hand() -> None:
-    """Of medians alone. 8 new tokens: 4 of them are behind the average step."""
+    """Medians alone count. Of 8 new tokens, 4 are behind the average step."""
     speeds = [
         made_up("student", 100, 5.0, 1.0, 1000),
         made_up("teacher", 100, 4.0, 0.5, 540),

@@ -14,14 +14,14 @@ from tests.report import sample
 
 @pytest.fixture(scope="session")
 def whole_page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of one run with everything."""
+    """The page of one run with everything."""
     folder = tmp_path_factory.mktemp("whole")
     return write_report([sample.write_run(folder / "alpha")], folder / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
 def page_of_two(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of two runs of different teachers; only the first has been measured inside."""
+    """The page of two runs of different teachers; only the first has been measured inside."""
     folder = tmp_path_factory.mktemp("two")
     bare = {
         name: found

@@ -23,33 +23,8 @@ LOSSES = {
     "window_lora": 2.537,
 }
 EDGES = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-CODE = [
-    "def",
-    "mean",
-    "(",
-    "values",
-    ")",
-    ":",
-    "\n",
-    "total",
-    "=",
-    "sum",
-    "(",
-    "values",
-    ")",
-    "\n",
-    "return",
-    "total",
-    "/",
-    "len",
-    "(",
-    "values",
-    ")",
-    "\n\n",
-    "class",
-    "Ring",
-    ":",
-]
+LINES = ("def mean ( values ) : \n", "total = sum ( values ) \n", "return total / len ( values ) \n\n", "class Ring :")
+CODE = [token for line in LINES for token in line.split(" ")]
 TEACHER = {"params": 5475584, "name": "made-up-teacher"}
 
 

@@ -25,7 +25,7 @@ def test_a_card_has_front_matter_results_findings_limits_and_the_recipe(tmp_path
     }
     assert body.startswith("\n# student\n\n`made-up-teacher`, linearized with the recipe `lolcats`: Sliding window")
     assert 'from_pretrained("student")' in body
-    assert "| student | 2.531 [2.331, 2.731] | 2.491 [2.291, 2.691] | 12.57 | – | made up: student |" in body
+    assert "| student | 2.531 [2.331, 2.731] | 2.491 [2.291, 2.691] | 12.57 | \N{EN DASH} | made up: student |" in body
     kept, lost = body.index("### Kept or better"), body.index("### Lost or worse")
     assert kept < body.index("better than the window-only control") < lost < body.index("worse than its teacher")
     assert "rest on 49,048 held-out tokens" in body and "Not measured" not in body

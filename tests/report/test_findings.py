@@ -36,7 +36,7 @@ def compared(other: str, mean: float, half: float) -> list[dict[str, Any]]:
 
 
 def test_the_verdict_on_a_measured_run() -> None:
-    """Of a real run, in the layout of copied files."""
+    """A real run, in the layout of copied files."""
     found = verdict(load_run(COPIES))
     assert [finding.kind for finding in found] == ["win", "loss", "open", "win"]
     assert ["".join(finding.lead) for finding in found] == [

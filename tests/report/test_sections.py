@@ -156,7 +156,7 @@ def test_cells_that_do_not_fit_are_blank(read: Read) -> None:
     found["models"]["student"][4][0] = None
     drawn = figure(recall.recall([read(retrieval=[found])]).blocks, "Passkey by distance")
     assert "not measured" in drawn.svg
-    assert rows(drawn)[9][:2] == ["960", "\u2013"]
+    assert rows(drawn)[9][:2] == ["distance 960", "\u2013"]
 
 
 def test_transfer_is_told_layer_by_layer(read: Read) -> None:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from linearize.report.page import render
 from linearize.report.sections import recipe, scores, sections
 from tests import tiny
 from tests.report import sample, task_sample
-from tests.report.test_page import TITLES, Document, visible
+from tests.report.test_page import TITLES, Document, check_document, visible
 
 Read = Callable[..., RunFiles]
 OF_TEXT = {
@@ -102,20 +101,9 @@ def test_a_page_of_a_task_has_what_applies_and_nothing_else(task_page: str) -> N
     assert len(Document(task_page).all("tr")) > 100
 
 
-def test_a_page_of_a_task_is_a_valid_document(task_page: str, page_of_both: str) -> None:
-    for page in (task_page, page_of_both):
-        document = Document(page)
-        ids = [attributes["id"] for _, attributes in document.tags if "id" in attributes]
-        assert len(ids) == len(set(ids))
-        levels = [int(tag[1]) for tag, _ in document.tags if re.fullmatch(r"h\d", tag)]
-        assert levels[0] == 1 and levels.count(1) == 1
-        assert all(after <= before + 1 for before, after in pairwise(levels))
-        assert all(svg["role"] == "img" and len(svg["aria-label"] or "") > 20 for svg in document.all("svg"))
-        figures = re.findall(r"(?s)<figure>.*?</figure>", page)
-        assert all(figure.count("<svg ") == 1 and figure.count("<table>") == 1 for figure in figures)
-        assert len(document.all("caption")) == len(document.all("table"))
-        links = [tag["href"] for tag in document.all("a")]
-        assert all(link and link[0] == "#" and link[1:] in ids for link in links)
+def test_pages_of_tasks_are_valid_documents(task_page: str, page_of_both: str) -> None:
+    check_document(task_page)
+    check_document(page_of_both)
 
 
 def test_runs_of_both_kinds_stand_on_one_page(page_of_both: str) -> None:

@@ -19,7 +19,7 @@ from linearize.evaluation.metrics import Answered, Predictions, Similarities
 BATCH_SIZE = 32  # rows per forward pass
 
 Answer = Callable[[PreTrainedModel, str], Answered]
-"""Of a model; the title stands beside the progress bar."""
+"""What a model makes of the held-out rows; the title stands beside the progress bar."""
 
 
 def answering(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
@@ -55,7 +55,7 @@ def _classifying(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrain
 
 
 def embeddings(model: nn.Module, rows: Rows, *, title: str) -> Float[Tensor, "N E"]:
-    """Of each row: the mean of the last hidden states over its tokens, of length 1."""
+    """The mean of the last hidden states over the tokens of each row, scaled to length 1."""
     counts = rows.target_counts()
     hidden = compared_outputs(model, rows, title=title)
     row = torch.arange(len(counts)).repeat_interleave(counts)

@@ -30,7 +30,7 @@ def window_reach(plan: LayerPlan) -> int:
 
 
 def window_only(mixer: MixerConfig, sinks: int | None = None) -> MixerConfig:
-    """The same mixer without its linear part, optionally with another number of sinks."""
+    """A mixer's config without its linear part, optionally with another number of sinks."""
     return MixerConfig(span=control_span(mixer.span, sinks), feature_map=None, combine=WindowOnly())
 
 

@@ -50,6 +50,8 @@ _THINGS = ("lamp", "key", "cup", "hat", "coin", "ring", "book", "bell", "knife",
 Column = int | float
 Cell = tuple[int, Column]
 """Row value (distance in tokens) and column value."""
+Answers = dict[Cell, Float[Tensor, " N"]]
+"""By cell and trial, the share of its questions that one model answers right."""
 
 
 @dataclass(frozen=True)
@@ -103,26 +105,16 @@ class RetrievalTest:
 
     task: RetrievalTask
     window_size: int
-    max_positions: int
-    row_values: tuple[int, ...]
     cells: dict[Cell, Trials]
     count: int
 
     @property
+    def row_values(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(distance for distance, _ in self.cells))
+
+    @property
     def beyond(self) -> list[Cell]:
         return [cell for cell in self.cells if cell[0] > self.window_size]
-
-
-@dataclass(frozen=True)
-class Answers:
-    """The share of its questions that one model answers right, of each trial of each cell."""
-
-    shares: dict[Cell, Float[Tensor, " N"]]
-
-    def table(self, test: RetrievalTest) -> list[list[float | None]]:
-        """Mean of each cell, rows by columns; None where there is no cell."""
-        mean = {cell: share.mean().item() for cell, share in self.shares.items()}
-        return [[mean.get((row, column)) for column in test.task.column_values] for row in test.row_values]
 
 
 @dataclass(frozen=True)
@@ -242,13 +234,9 @@ def retrieval_tests(
     setting = Setting(tokenizer, vocabulary, filler, text if len(text) else filler, max_positions, trials, seed)
     tests = []
     for task in TASKS:
-        cells = {}
-        for cell in product(distances(window_size, max_positions), task.column_values):
-            made = task.make(setting, *cell)
-            if made is not None:
-                cells[cell] = made
-        rows = tuple(dict.fromkeys(distance for distance, _ in cells))
-        tests.append(RetrievalTest(task, window_size, max_positions, rows, cells, trials))
+        cells = product(distances(window_size, max_positions), task.column_values)
+        made = {cell: found for cell in cells if (found := task.make(setting, *cell)) is not None}
+        tests.append(RetrievalTest(task, window_size, made, trials))
     return tests
 
 
@@ -365,7 +353,7 @@ def answer(model: nn.Module, test: RetrievalTest, *, batch_size: int, title: str
         for cell, trials in progress(test.cells.items(), f"{title}: {test.task.name}", len(test.cells)):
             batches = zip(trials.input_ids.split(batch_size), trials.question.split(batch_size), strict=True)
             shares[cell] = torch.cat([_share_right(model, ids.to(device), question) for ids, question in batches])
-    return Answers(shares)
+    return shares
 
 
 def _share_right(model: nn.Module, input_ids: Int[Tensor, "B L"], question: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
@@ -398,7 +386,11 @@ def retrieval_result(
     Args:
         answers: of every candidate, by name, all to the same test; "student" must be among them.
     """
-    task, tables = test.task, {name: given.table(test) for name, given in answers.items()}
+    task = test.task
+    tables = {}
+    for name, given in answers.items():
+        mean = {cell: share.mean().item() for cell, share in given.items()}
+        tables[name] = [[mean.get((row, column)) for column in task.column_values] for row in test.row_values]
     axes = ("distance", task.columns, test.row_values, task.column_values)
     result = partial(Retrieval, task.name, task.words, *axes, test.count, tables)
     beyond = test.beyond
@@ -406,7 +398,7 @@ def retrieval_result(
         return result(None, None, None, None)
 
     names = [name for name in ("student", "teacher", "window") if name in answers]
-    columns = [torch.cat([answers[name].shares[cell] for cell in beyond]) for name in names]
+    columns = [torch.cat([answers[name][cell] for cell in beyond]) for name in names]
     means, draws = resample([Totals(x, torch.ones_like(x)) for x in columns], samples=samples, seed=seed)
     mean, draw = dict(zip(names, means, strict=True)), dict(zip(names, draws.T, strict=True))
     share = {name: Interval.of(mean[name], draw[name]) for name in names}

@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, PreTrainedModel
 
-from linearize.base import UserError
+from linearize.base import UserError, progress
 from linearize.data.rows import inference
+from linearize.hf.teacher import break_even_tokens
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -124,24 +123,18 @@ def generation_speed(
     vocab_size = min(model.config.vocab_size for model in models.values())
     turns = (list(models), list(models)[::-1])
     speeds = []
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("speed", total=len(batch_sizes) * len(prompt_lengths) * (repeats + 1))
-        for batch_size, length in product(batch_sizes, prompt_lengths):
-            prompts = torch.randint(vocab_size, (batch_size, length), generator=generator)
-            held = {name: _bytes(models[name], prompts, new_tokens) for name in turns[0]}
-            progress.advance(task)
-            prefill, decode = defaultdict(list), defaultdict(list)
-            for repeat in range(1, repeats + 1):
-                for name in turns[repeat % 2]:
-                    prefill_seconds, decode_seconds = _seconds(models[name], prompts, new_tokens)
-                    prefill[name].append(prefill_seconds)
-                    decode[name].append(decode_seconds / new_tokens)
-                progress.advance(task)
-            for name in turns[0]:
-                spreads = Spread.of(prefill[name]), Spread.of(decode[name])
-                cached, peak = held[name]
-                speeds.append(Speed(name, length, *spreads, cached, batch_size, new_tokens, peak))
+    for batch_size, length in progress([*product(batch_sizes, prompt_lengths)], "speed"):
+        prompts = torch.randint(vocab_size, (batch_size, length), generator=generator)
+        held = {name: _bytes(models[name], prompts, new_tokens) for name in turns[0]}
+        seconds = defaultdict(list)
+        for repeat in range(1, repeats + 1):
+            for name in turns[repeat % 2]:
+                seconds[name].append(_seconds(models[name], prompts, new_tokens))
+        for name in turns[0]:
+            prefill, decode = zip(*seconds[name], strict=True)
+            spreads = Spread.of(prefill), Spread.of([x / new_tokens for x in decode])
+            cached, peak = held[name]
+            speeds.append(Speed(name, length, *spreads, cached, batch_size, new_tokens, peak))
     return speeds
 
 
@@ -246,11 +239,6 @@ def cache_bytes(cache: Any) -> int:
     return sum(storages.values())
 
 
-def break_even(state_bytes: int, kv_bytes_per_token: int) -> int | None:
-    """The least number of tokens whose K/V cache is larger than a constant state of `state_bytes`; None: no number."""
-    return state_bytes // kv_bytes_per_token + 1 if kv_bytes_per_token > 0 else None
-
-
 def growth(held: Mapping[int, int]) -> int:
     """Bytes that a cache grows by per token, from the bytes it holds after some numbers of tokens."""
     short, long = min(held), max(held)
@@ -263,9 +251,9 @@ def memory_break_even(student: Mapping[int, int], teacher: Mapping[int, int]) ->
     Args:
         student, teacher: bytes held after two or more numbers of tokens, the same of both.
     """
-    longest = max(student)
-    saved = growth(teacher) - growth(student)
-    return break_even(student[longest] - teacher[longest] + saved * longest, saved)
+    longest, grows = max(student), (growth(teacher), growth(student))
+    at_first = student[longest] - teacher[longest] + (grows[0] - grows[1]) * longest
+    return break_even_tokens(at_first, *grows)
 
 
 @contextmanager

@@ -271,7 +271,7 @@ def _row(inputs: AttnInputs, row: int, slots: slice, values: Float[Tensor, "P G 
 def _own_layout(
     position: Int[Tensor, " T"], document: Int[Tensor, " T"], slots: slice, device: torch.device
 ) -> Layout | None:
-    """Of a piece of a row alone: document 0 is the one that went before; None where all of it goes on in that."""
+    """The layout of a piece of a row: document 0 is the one that went before; None where all of it goes on in that."""
     at, own = position[slots], document[slots] - document[max(slots.start - 1, 0)]
     if not own.any():
         return None

@@ -66,7 +66,7 @@ class MetaModel:
         total = sum(p.numel() for p in model.parameters())
         head: Any = model.get_output_embeddings()
         looked_up_in: Any = model.get_input_embeddings()
-        tied = head is not None and head.weight is looked_up_in.weight
+        tied = head.weight.numel() if head is not None and head.weight is looked_up_in.weight else 0
         rotary = 0
         if architecture.parts is not None and architecture.parts.rope is not None:
             angles = model.base_model.get_submodule(architecture.parts.rope)
@@ -77,7 +77,7 @@ class MetaModel:
             embeddings=looked_up,
             layers=in_layers,
             used=tuple(sum(_met(p, model.config) for p in layer.parameters()) for layer in layers),
-            outside=total - sum(in_layers) - looked_up + (head.weight.numel() if tied else 0),
+            outside=total - sum(in_layers) - looked_up + tied,
             # SmolLM3's own attribute says which layers do not.
             rotary_dims=tuple(rotary if getattr(m, "use_rope", True) else 0 for m in attention.values()),
         )

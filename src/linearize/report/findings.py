@@ -106,9 +106,10 @@ def sentences(run: RunFiles) -> list[str]:
 
 def not_measured(run: RunFiles) -> list[str]:
     """One sentence, with the reasons that the evaluation gives; none where everything was measured."""
-    reasons = run.section("not_measured") or {}
+    reasons: dict[str, str] = run.section("not_measured") or {}
     found = list(run.section("missing") or [])
-    for key in dict.fromkeys([*(_SECTIONS if run.is_language_model else []), *reasons]):
+    sections: list[str] = [*(_SECTIONS if run.is_language_model else []), *reasons]
+    for key in dict.fromkeys(sections):
         if run.section(key) is None:
             why = f" ({reasons[key].rstrip('.')})" if key in reasons else ""
             found.append(f"{_SECTIONS.get(key, key)}{why}")
@@ -234,7 +235,7 @@ def same_answers(run: RunFiles) -> Finding | None:
 # --- the closer look --------------------------------------------------------------------------------------------------
 
 
-def recall(run: RunFiles, task: Mapping[str, Any]) -> Finding | None:
+def recall(run: RunFiles, task: Mapping[str, Any]) -> Finding:
     """What a retrieval test says; a fact where it has no share."""
     name = f"Recall, {task['name'].replace('_', ' ')}"
     student, teacher, kept = (interval(task[key]) for key in ("student_share", "teacher_share", "recovery"))

@@ -180,5 +180,5 @@ _KEYS: dict[str, Callable[[RunFiles], str]] = {
 
 
 def _tokens(run: RunFiles) -> int | None:
-    stages = [run.stages[name].result for name in ("transfer", "finetune") if name in run.stages]
+    stages = [run.stages[name].result for name in ("transfer", "adapt", "finetune") if name in run.stages]
     return sum(stage["tokens"] for stage in stages) if stages and all(stages) else None

@@ -142,7 +142,7 @@ def _rewrite(element: ElementTree.Element, key: str, used: set[str]) -> None:
 
 
 def _short_path(path: str) -> str:
-    """The same path with level and upright lines as such, which halves the drawing of a grid of boxes."""
+    """A path with its level and upright lines written as such, which halves the drawing of a grid of boxes."""
     written, x, y = [], "", ""
     for command, found in re.findall(r"([A-Za-z])([^A-Za-z]*)", path):
         numbers = found.split()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from linearize.report.figures import Cloud, clouds
 from linearize.report.findings import errors, outliers
-from linearize.report.heatmaps import Layout, Panel, Scale, heatmaps, narrow
+from linearize.report.heatmaps import Layout, Panel, Scale, heatmaps
 from linearize.report.html import Block, Choice, Figure, Group, Picker, Section, Table, Text
 from linearize.report.load import RunFiles
 from linearize.report.missing import not_measured
 from linearize.report.numbers import Number, count, number, share
+from linearize.report.sections.grids import by_head, ends, grids
 from linearize.report.svg import printable
 
 # What stands in evaluation.json, what it is called, what it means; the first is the error that the student feels.
@@ -71,43 +73,19 @@ def fidelity(runs: Sequence[RunFiles]) -> Section:
 
 
 def _errors(runs: Sequence[RunFiles], key: str, title: str, meaning: str) -> Figure:
-    panels, groups, said = [], [], []
+    panels, said = [], []
     for run in runs:
         layers = run.section("fidelity")["layers"]
         panels.append(by_head(run.group or "", [(layer["layer"], layer.get(key)) for layer in layers]))
-        cells = [
-            (x, layer["layer"], head)
-            for layer in layers
-            for head, x in enumerate(layer.get(key) or [])
-            if x is not None
-        ]
-        ends = (max, min) if key != "cosine" else (min, max)
-        for word, end in zip(("worst", "best"), ends, strict=True):
-            value, layer, head = end(cells)
-            said.append(f"{run.name}: {word} layer {layer} head {head}, {number(value)}")
-        groups.append(
-            Group(
-                [[f"layer {layer}, head {head}", number(x, 4)] for x, layer, head in cells],
-                run.group,
-            )
-        )
+        found = ends(panels[-1])
+        worst, best = found if key == "cosine" else found[::-1]
+        said.append(f"{run.name}: worst {worst[1]}, {number(worst[0])}; best {best[1]}, {number(best[0])}")
     values = [x for panel in panels for row in panel.values for x in row]
     scale = Scale.even(title, values, high=1.0) if key == "cosine" else Scale.fitting(title, values)
-    numbers = Table(f"{title}: {meaning}", ["head", key.replace("_", " ")], groups, collapsed=True)
-    if key == MEASURES[0][0]:
-        numbers = _every_measure(runs)
     name = f"fidelity-{key.replace('_', '-')}"
-    drawn = heatmaps(
-        name, f"{title} by layer and head. {'; '.join(said)}", panels, scale, row_title="layer", column_title="head"
-    )
-    return Figure(title, drawn, f"{meaning[0].upper()}{meaning[1:]}.", numbers, half=narrow(panels))
-
-
-def by_head(title: str, rows: Sequence[tuple[int, Sequence[Number | None] | None]]) -> Panel:
-    """A grid of layers by heads; a layer without numbers is a row of blanks."""
-    heads = max(len(values or []) for _, values in rows)
-    grid = [list(values) if values else [None] * heads for _, values in rows]
-    return Panel(title, grid, [str(layer) for layer, _ in rows], [str(head) for head in range(heads)])
+    words = f"{'; '.join(said)}"
+    figure = grids(name, title, f"{meaning}.", panels, scale, ("layer", "head"), lambda x: number(x, 4), words)
+    return replace(figure, numbers=_every_measure(runs)) if key == MEASURES[0][0] else figure
 
 
 def _every_measure(runs: Sequence[RunFiles]) -> Table:
@@ -163,30 +141,21 @@ def _pairs(run: RunFiles, key: str) -> Iterator[tuple[str, Number, Number]]:
 
 def _histograms(runs: Sequence[RunFiles], key: str, title: str, words: str) -> list[Block]:
     """Shares of each layer's values that fall in each bin, all heads together."""
-    panels, groups = [], []
-    bins: list[str] = []
+    panels = []
     for run in runs:
-        rows = []
+        rows = {}
         for layer in run.section("fidelity")["layers"]:
-            if not layer.get(key):
-                continue
-            bins = [number(edge, 2) for edge in layer[key]["edges"][:-1]]
-            counts = layer[key]["counts"]
-            sums = [sum(column) for column in zip(*counts, strict=True)] if isinstance(counts[0], list) else counts
-            rows.append((layer["layer"], [value / (sum(sums) or 1) for value in sums]))
+            if layer.get(key):
+                counts = layer[key]["counts"]
+                sums = [sum(column) for column in zip(*counts, strict=True)] if isinstance(counts[0], list) else counts
+                rows[str(layer["layer"])] = [value / (sum(sums) or 1) for value in sums]
+                bins = [number(edge, 2) for edge in layer[key]["edges"][:-1]]
         if rows:
-            names = [str(layer) for layer, _ in rows]
-            panels.append(Panel(run.group or "", [values for _, values in rows], names, bins))
-            lines = [[f"layer {layer}", *(share(value) for value in values)] for layer, values in rows]
-            groups.append(Group(lines, run.group))
+            panels.append(Panel(run.group or "", list(rows.values()), list(rows), bins))
     if not panels:
         return []
     scale = Scale.even("share", [x for panel in panels for row in panel.values for x in row], low=0.0)
-    drawn = heatmaps(
-        f"fidelity-{key}", f"{title} by layer. {words}", panels, scale, row_title="layer", column_title="value, from"
-    )
-    numbers = Table(f"{title}: share in each bin", ["", *bins], groups, collapsed=True)
-    return [Figure(title, drawn, words, numbers, half=narrow(panels))]
+    return [grids(f"fidelity-{key}", title, words, panels, scale, ("layer", "value, from"), share)]
 
 
 def maps(runs: Sequence[RunFiles]) -> Section:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from linearize.report.findings import path_usage
-from linearize.report.heatmaps import Panel, Scale, heatmaps
-from linearize.report.html import Block, Figure, Group, Section, Table, Text
+from linearize.report.heatmaps import Panel, Scale
+from linearize.report.html import Block, Figure, Section, Table, Text
 from linearize.report.load import RunFiles, interval
 from linearize.report.missing import not_measured
 from linearize.report.numbers import Number, share, with_interval
-from linearize.report.sections.attention import by_head
+from linearize.report.sections.grids import by_head, ends, grids
 from linearize.report.sections.positions import bin_names
 
 
@@ -44,63 +44,38 @@ def paths(runs: Sequence[RunFiles]) -> Section:
 
 
 def _by_head(runs: Sequence[RunFiles]) -> Figure:
-    panels, groups, said = [], [], []
+    panels, said = [], []
     for run in runs:
         layers = run.section("path_usage")["layers"]
         panels.append(by_head(run.group or "", [(x["layer"], x["linear_share"]) for x in layers]))
-        cells = [
-            (x, layer["layer"], head)
-            for layer in layers
-            for head, x in enumerate(layer["linear_share"])
-            if x is not None
-        ]
-        mean = sum(x for x, _, _ in cells) / len(cells)
-        most, least = max(cells), min(cells)
-        said.append(
-            f"{run.prefix}{share(mean, 1)} on average, least {share(least[0], 1)} (layer {least[1]}, head {least[2]}), "
-            f"most {share(most[0], 1)} (layer {most[1]}, head {most[2]})"
-        )
-        rows = [[f"layer {x['layer']}", *(share(v, 1) for v in x["linear_share"])] for x in layers]
-        groups.append(Group(rows, run.group))
+        values = [x for row in panels[-1].values for x in row if x is not None]
+        least, most = (f"{share(x, 1)} ({where})" for x, where in ends(panels[-1]))
+        said.append(f"{run.prefix}{share(sum(values) / len(values), 1)} on average, least {least}, most {most}")
     scale = Scale.even("share of the weight on the linear part", low=0.0, high=1.0)
-    label = f"Share of attention weight that the linear part carries. {'; '.join(said)}"
-    drawn = heatmaps("paths-heads", label, panels, scale, row_title="layer", column_title="head")
-    heads = [f"head {head}" for head in range(max(len(panel.columns) for panel in panels))]
-    numbers = Table("Share of the weight on the linear part", ["", *heads], groups, collapsed=True)
-    return Figure("What the linear part carries, by head", drawn, f"{'; '.join(said)}.", numbers)
+    title = "What the linear part carries, by head"
+    return grids("paths-heads", title, f"{'; '.join(said)}.", panels, scale, ("layer", "head"), _share)
 
 
 def _by_distance(runs: Sequence[RunFiles]) -> Figure:
     """Mass, and the linear part's share of it, by layer and distance; heads averaged, the share weighted by mass."""
-    panels, groups, said = [], [], []
-    columns: list[str] = []
+    panels, said = [], []
     for run in runs:
         found = run.section("path_usage")
-        bins = bin_names(found["edges"])
-        columns = columns if len(columns) > len(bins) else bins
-        names = [str(layer["layer"]) for layer in found["layers"]]
+        bins, names = bin_names(found["edges"]), [str(layer["layer"]) for layer in found["layers"]]
         mass, linear = zip(*(_averaged(layer["by_distance"]) for layer in found["layers"]), strict=True)
-        for title, grid in (("weight at that distance", mass), ("of it, on the linear part", linear)):
-            panels.append(Panel(run.prefix + title, grid, names, bins))
-            lines = [[f"layer {name}", *(share(v, 1) for v in row)] for name, row in zip(names, grid, strict=True)]
-            groups.append(Group(lines, run.prefix + title))
-        far = [row[-1] for row in linear if row[-1] is not None]
-        if far:
+        panels.append(Panel(f"{run.prefix}weight at that distance", mass, names, bins))
+        panels.append(Panel(f"{run.prefix}of it, on the linear part", linear, names, bins))
+        if far := [row[-1] for row in linear if row[-1] is not None]:
             carried = share(sum(far) / len(far), 1)
             said.append(f"{run.prefix}at distances {bins[-1]} the linear part carries {carried} of the weight")
-    scale = Scale.even("share", low=0.0, high=1.0)
-    label = f"Attention weight by layer and distance, and the linear part's share of it. {'; '.join(said)}"
-    drawn = heatmaps("paths-distance", label, panels, scale, row_title="layer", column_title="distance, tokens")
-    numbers = Table(
-        "By distance: share of all weight, and the linear part's share of it", ["", *columns], groups, collapsed=True
-    )
-    return Figure(
-        "What the linear part carries, by distance",
-        drawn,
-        "Left: which share of a layer's weight lies at each distance. Right: the part of that which is "
-        "linear. Means over heads.",
-        numbers,
-    )
+    scale, axes = Scale.even("share", low=0.0, high=1.0), ("layer", "distance, tokens")
+    caption = "Left: which share of a layer's weight lies at each distance. Right: the part of that which is linear. "
+    title = "What the linear part carries, by distance"
+    return grids("paths-distance", title, f"{caption}Means over heads.", panels, scale, axes, _share, "; ".join(said))
+
+
+def _share(value: Number | None) -> str:
+    return share(value, 1)
 
 
 def _averaged(found: dict[str, Any]) -> tuple[list[Number | None], list[Number | None]]:

@@ -9,7 +9,7 @@ from linearize.report.figures import Line, LinePanel, curves
 from linearize.report.html import Block, Figure, Group, Section, Table
 from linearize.report.load import RunFiles, interval, label
 from linearize.report.missing import not_measured
-from linearize.report.numbers import DASH, count, with_interval
+from linearize.report.numbers import count, with_interval
 
 # Colours of candidates, here and wherever several stand in one panel; -1 is the colour of text.
 STYLES = {
@@ -44,6 +44,7 @@ def positions(runs: Sequence[RunFiles]) -> Section:
 
 def _by_position(runs: Sequence[RunFiles]) -> Figure:
     panels, groups, said = [], [], []
+    columns = list(dict.fromkeys(name for run in runs for name in run.section("positions")["losses"]))
     for run in runs:
         found = run.section("positions")
         bins = bin_names(found["edges"])
@@ -63,23 +64,15 @@ def _by_position(runs: Sequence[RunFiles]) -> Figure:
         panels.append(LinePanel(f"{run.prefix}loss", lines, "position, tokens", "nats per token", ticks=ticks))
         if above := above_teacher(lines):
             panels.append(LinePanel(f"{run.prefix}loss minus the teacher's", above, "position, tokens", ticks=ticks))
-        rows = [
-            [place, *(with_interval(interval(values[i])) for values in found["losses"].values())]
-            for i, place in enumerate(bins)
-        ]
-        groups.append((run, list(found["losses"]), Group(rows, run.group)))
-    columns = list(dict.fromkeys(name for _, names, _ in groups for name in names))
+        losses = [found["losses"].get(name, [None] * len(bins)) for name in columns]
+        rows = [[place, *(with_interval(interval(x[i])) for x in losses)] for i, place in enumerate(bins)]
+        groups.append(Group(rows, run.group))
     return Figure(
         "Held-out loss by position in the document",
         curves("positions", "Loss by position. " + "; ".join(said), panels, height=300),
         "Means over the tokens of each bin of positions, with bands of 95 % intervals. The differences from the "
         "teacher are of means; they come without intervals.",
-        Table(
-            "Loss by position, nats per token",
-            ["positions", *map(label, columns)],
-            [_aligned(names, columns, group) for _, names, group in groups],
-            collapsed=True,
-        ),
+        Table("Loss by position, nats per token", ["positions", *map(label, columns)], groups, collapsed=True),
     )
 
 
@@ -92,13 +85,6 @@ def above_teacher(lines: Sequence[Line]) -> list[Line]:
         if points and line.name != label("teacher"):
             found.append(Line(line.name, [x for x, _ in points], [y for _, y in points], line.style))
     return found
-
-
-def _aligned(names: Sequence[str], columns: Sequence[str], group: Group) -> Group:
-    """The same rows with a cell for every column."""
-    place = {name: i + 1 for i, name in enumerate(names)}
-    rows = [[row[0], *(row[place[name]] if name in place else DASH for name in columns)] for row in group.rows]
-    return Group(rows, group.title)
 
 
 def bin_names(edges: Sequence[int]) -> list[str]:

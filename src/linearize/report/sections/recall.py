@@ -9,11 +9,12 @@ from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.perplexity import Interval
 from linearize.report import findings, tables
 from linearize.report.figures import by_run, dots
-from linearize.report.heatmaps import Panel, Scale, heatmaps, narrow
-from linearize.report.html import Block, Figure, Group, Section, Table, Text
+from linearize.report.heatmaps import Panel, Scale
+from linearize.report.html import Block, Figure, Section, Text
 from linearize.report.load import RunFiles, interval, label
 from linearize.report.missing import not_measured
 from linearize.report.numbers import capital, plain, share
+from linearize.report.sections.grids import grids
 
 
 def recall(runs: Sequence[RunFiles]) -> Section:
@@ -67,25 +68,14 @@ def _copying(runs: Sequence[RunFiles]) -> Figure:
 def _grids(name: str, found: Sequence[tuple[RunFiles, dict[str, Any]]]) -> Figure:
     first = found[0][1]
     title = f"{name.replace('_', ' ').capitalize()} by {first['rows']}"
-    panels, groups = [], []
+    panels = []
     for run, task in found:
         rows, columns = [[plain(value) for value in task[key]] for key in ("row_values", "column_values")]
         # The teacher stands beside the student; other candidates follow.
         for model in sorted(task["models"], key=lambda model: ("teacher", "student", model).index(model)):
-            values = task["models"][model]
-            panels.append(Panel(run.prefix + label(model), values, rows, columns))
-            lines = [[row, *map(share, line)] for row, line in zip(rows, values, strict=True)]
-            groups.append(Group(lines, run.prefix + label(model)))
+            panels.append(Panel(run.prefix + label(model), task["models"][model], rows, columns))
     verdicts = " ".join(_said(*pair) for pair in found)
-    drawn = heatmaps(
-        f"recall-{name.replace('_', '-')}",
-        f"{title}. {verdicts}",
-        panels,
-        Scale.even("share of trials that are right", low=0.0, high=1.0),
-        row_title=first["rows"],
-        column_title=first["columns"],
-    )
-    columns = [f"{first['rows']} \\ {first['columns']}", *map(plain, first["column_values"])]
-    numbers = Table(f"{title}: share of trials that are right", columns, groups, collapsed=True)
     words = f"{capital(first['words']).rstrip('.')}. {first['count']} trials per cell. {verdicts}"
-    return Figure(title, drawn, words, numbers, half=narrow(panels))
+    scale = Scale.even("share of trials that are right", low=0.0, high=1.0)
+    axes = first["rows"], first["columns"]
+    return grids(f"recall-{name.replace('_', '-')}", title, words, panels, scale, axes, share, verdicts)

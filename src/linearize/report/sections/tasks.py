@@ -30,37 +30,32 @@ def tasks(runs: Sequence[RunFiles]) -> Section:
 
 
 def _tasks(runs: Sequence[RunFiles]) -> Figure:
-    rows = list(dict.fromkeys((r["task"], r["metric"]) for run in runs for r in run.section("tasks")["results"]))
+    results = [{(r["task"], r["metric"], r["candidate"]): r for r in run.section("tasks")["results"]} for run in runs]
+    rows = list(dict.fromkeys((task, metric) for found in results for task, metric, _ in found))
+    columns = [name for name in LABELS if any(name == candidate for found in results for *_, candidate in found)]
     series, groups, said = [], [], []
-    for place, run in enumerate(runs):
-        results = {(r["task"], r["metric"], r["candidate"]): r for r in run.section("tasks")["results"]}
-        names = [name for name in LABELS if any(candidate == name for _, _, candidate in results)]
-        for marker, name in enumerate(names):
-            found = [_interval(results.get((*row, name))) for row in rows]
-            # Several runs: colours tell the runs apart, and shapes the candidates.
-            style = place if run.beside_others else STYLES.get(name, 5)
-            series.append(Dots(run.prefix + label(name), found, style, marker))
+    for place, (run, found) in enumerate(zip(runs, results, strict=True)):
+        for marker, name in enumerate(columns):
+            if any((*row, name) in found for row in rows):
+                # Several runs: colours tell the runs apart, and shapes the candidates.
+                style = place if run.beside_others else STYLES.get(name, 5)
+                values = [_interval(found.get((*row, name))) for row in rows]
+                series.append(Dots(run.prefix + label(name), values, style, marker))
         lines = []
         for row in rows:
-            cells = [results.get((*row, name)) for name in names]
+            cells = [found.get((*row, name)) for name in columns]
             samples = next((result["samples"] for result in cells if result), None)
             lines.append([f"{row[0]} ({row[1]})", *map(_with_error, cells), count(samples)])
-            if results.get((*row, "student")) and results.get((*row, "teacher")):
-                pair = ", ".join(f"{who} {_with_error(results[(*row, who)])}" for who in ("student", "teacher"))
-                said.append(f"{run.prefix}{row[0]}: {pair}")
-        groups.append((names, Group(lines, run.group)))
-    columns = list(dict.fromkeys(name for names, _ in groups for name in names))
-    tables = []
-    for names, group in groups:
-        place = {name: i + 1 for i, name in enumerate(names)}
-        lines = [[r[0], *(r[place[n]] if n in place else DASH for n in columns), r[-1]] for r in group.rows]
-        tables.append(Group(lines, group.title))
+            pair = [found.get((*row, who)) for who in ("student", "teacher")]
+            if all(pair):
+                said.append(f"{run.prefix}{row[0]}: student {_with_error(pair[0])}, teacher {_with_error(pair[1])}")
+        groups.append(Group(lines, run.group))
     panel = DotPanel("", series, write=lambda value: share(value, 0))
     return Figure(
         "Downstream tasks",
         dots("tasks", f"Scores. {'; '.join(said)}", [f"{task} ({metric})" for task, metric in rows], [panel]),
         "Scores with 95 % intervals (1.96 standard errors); a dot without one has no standard error.",
-        Table("Scores, with standard errors", ["task", *map(label, columns), "samples"], tables),
+        Table("Scores, with standard errors", ["task", *map(label, columns), "samples"], groups),
     )
 
 
