@@ -73,34 +73,29 @@ def test_everything_is_there(whole_page: str) -> None:
     assert len(Document(whole_page).all("figure")) == 23
 
 
-def test_a_page_asks_for_nothing_from_outside(whole_page: str) -> None:
-    document = Document(whole_page)
+def check_document(page: str) -> None:
+    """Nothing from outside; unique ids; headings that skip no level; drawings and tables that say what they show."""
+    document = Document(page)
     assert not document.all("link") and not document.all("img") and not document.all("iframe")
     assert all("src" not in script for script in document.all("script"))
-    assert "@import" not in whole_page and not re.search(r"url\((?!#)", whole_page)
+    assert "@import" not in page and not re.search(r"url\((?!#)", page)
+    ids = [attributes["id"] for _, attributes in document.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
     links = [tag["href"] for tag in document.all("a")]
-    ids = {attributes["id"] for _, attributes in document.tags if "id" in attributes}
     assert all(link and link[0] == "#" and link[1:] in ids for link in links)
-
-
-def test_ids_are_unique_and_headings_skip_no_level(whole_page: str, page_of_two: str) -> None:
-    for page in (whole_page, page_of_two):
-        document = Document(page)
-        ids = [attributes["id"] for _, attributes in document.tags if "id" in attributes]
-        assert len(ids) == len(set(ids))
-        levels = [int(tag[1]) for tag, _ in document.tags if re.fullmatch(r"h\d", tag)]
-        assert levels[0] == 1 and levels.count(1) == 1
-        assert all(after <= before + 1 for before, after in pairwise(levels))
-
-
-def test_drawings_say_what_they_show_and_tables_have_captions_and_scopes(whole_page: str) -> None:
-    document = Document(whole_page)
-    for svg in document.all("svg"):
-        assert svg["role"] == "img" and len(svg["aria-label"] or "") > 20
+    levels = [int(tag[1]) for tag, _ in document.tags if re.fullmatch(r"h\d", tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert all(svg["role"] == "img" and len(svg["aria-label"] or "") > 20 for svg in document.all("svg"))
     assert len(document.all("caption")) == len(document.all("table"))
     assert all(heading.get("scope") in ("row", "col", "rowgroup") for heading in document.all("th"))
-    figures = re.findall(r"(?s)<figure>.*?</figure>", whole_page)
+    figures = re.findall(r"(?s)<figure>.*?</figure>", page)
     assert all(figure.count("<svg ") == 1 and figure.count("<table>") == 1 for figure in figures)
+
+
+def test_pages_are_valid_documents(whole_page: str, page_of_two: str) -> None:
+    check_document(whole_page)
+    check_document(page_of_two)
 
 
 def test_texts_of_models_cannot_become_markup(whole_page: str) -> None:

@@ -61,10 +61,10 @@ class Run:
             return new_model(self.model, seed=self.recipe.seed, **options)
         return load_model(self.model, **options)
 
-    def training_tokens(self, *stages: str) -> int:
-        """The tokens of these finished stages together, repetitions counted."""
-        results = [self.folder / stage / RESULT for stage in stages]
-        return sum(json.loads(x.read_text(encoding="utf-8"))["tokens"] for x in results if x.is_file())
+    def training_tokens(self, *stages: str) -> int | None:
+        """The tokens of the finished ones of these stages together, repetitions counted; None: none was found."""
+        results = [x for stage in stages if (x := self.folder / stage / RESULT).is_file()]
+        return sum(json.loads(x.read_text(encoding="utf-8"))["tokens"] for x in results) if results else None
 
     @property
     def controls(self) -> dict[str, Path]:

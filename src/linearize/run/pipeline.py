@@ -178,7 +178,7 @@ def train_controls(run: Run, teacher: PreTrainedModel, layers: LayerPlan, datase
     """
     total = run.training_tokens("transfer", "adapt", "finetune")
     for name, folder in run.controls.items():
-        assert run.recipe.finetune is not None
+        assert run.recipe.finetune is not None and total is not None  # fine-tuning at least is finished
         # An epoch drops rows that fill no step, but never as many as half of them.
         budget = {"max_tokens": total, "epochs": 1 + 2 * total // dataset.train.num_tokens}
         config = run.recipe.finetune.model_copy(update=budget)
