@@ -32,9 +32,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from linearize.evaluation.speed import Spread, even, seconds_in_turns
 from linearize.hf.teacher import break_even_tokens
-from linearize.mixers import AttnInputs, LinearMixer
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.learned import LearnedMap
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
 from linearize.recipe import Recipe, recipe_names
 

@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from linearize.evaluation.speed import Spread, peak_bytes, seconds_in_turns
-from linearize.mixers import AttnInputs, LinearMixer
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
 from linearize.recipe import Recipe, recipe_names
 

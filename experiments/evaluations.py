@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from linearize.report import evaluation_page, load_run
+from linearize.report.card import evaluation_page
+from linearize.report.load import load_run
 
 HERE = Path(__file__).parent
 

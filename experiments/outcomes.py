@@ -13,8 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import Answered, Predictions, Similarities, bootstrapped
-from linearize.evaluation.perplexity import Interval, TokenLosses, bootstrap, paired_difference
+from linearize.evaluation.perplexity import TokenLosses, bootstrap, paired_difference
 
 FAR = 64  # tokens before a query; losses "beyond" are of tokens that stand further into their document
 POSITIONS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -18,7 +18,7 @@ import PIL.Image
 from playwright.sync_api import sync_playwright
 
 from linearize.base import UserError
-from linearize.report import write_report
+from linearize.report.page import write_report
 
 COLOURS = 64  # of the picture: text on paper needs no more, and the file is a third
 

@@ -111,7 +111,8 @@ def run(
     """Linearize a model: convert, train, measure beside every control, and write an ordinary Hugging Face folder."""
     from linearize.base import UserError
     from linearize.recipe import Recipe, parse_overrides
-    from linearize.report import load_run, terminal
+    from linearize.report import terminal
+    from linearize.report.load import load_run
     from linearize.run import pipeline
     from linearize.run.folder import Run
 
@@ -157,7 +158,9 @@ def evaluate(
     """Measure a linearized model beside its teacher and controls: held-out text, generations, recall, heads, speed."""
     from linearize.base import UserError
     from linearize.recipe import parse_overrides
-    from linearize.report import evaluation_page, load_run, terminal
+    from linearize.report import terminal
+    from linearize.report.card import evaluation_page
+    from linearize.report.load import load_run
     from linearize.run import evaluate as measuring
     from linearize.run import folder as runs
 
@@ -191,7 +194,7 @@ def report(
 ) -> None:
     """One self-contained HTML page on what a run made: what was kept, what was lost, and what it cost."""
     from linearize.base import UserError
-    from linearize.report import write_report
+    from linearize.report.page import write_report
 
     if output is None and len(folders) > 1:
         raise UserError("--output: expected a file for the page about several runs, found nothing; name one")

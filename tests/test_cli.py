@@ -22,8 +22,8 @@ import torch
 import linearize
 import linearize_cli
 from linearize.recipe import Recipe, recipe_names
-from linearize.report import load_run
 from linearize.report.findings import sentences
+from linearize.report.load import load_run
 from linearize.report.markdown import bullets
 from linearize.run import pipeline
 from linearize.training import resumption as checkpoint

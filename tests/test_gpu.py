@@ -9,10 +9,12 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import linearize
-from linearize.mixers import AttnInputs, LinearMixer
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
-from linearize.ops import Layout, SlidingSpan, TerracedSpan, chunked, reference
+from linearize.ops import chunked, reference
 from linearize.ops.dispatch import ENVIRONMENT
+from linearize.ops.layout import Layout, SlidingSpan, TerracedSpan
 from linearize.recipe import Recipe, recipe_names
 
 pytestmark = [

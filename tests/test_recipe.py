@@ -10,11 +10,12 @@ import yaml
 from linearize.base import UserError
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import Add, SharedDenominator, WindowOnly
-from linearize.mixers.feature_maps import HedgehogMap, IdentityMap
+from linearize.mixers.feature_maps.hedgehog import HedgehogMap
+from linearize.mixers.feature_maps.pointwise import IdentityMap
 from linearize.mixers.gates import FeatureDecay
 from linearize.mixers.normalizers import RmsNormalizer
 from linearize.mixers.update import DeltaUpdate
-from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
+from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
 from linearize.recipe import KeepListed, Recipe, parse_overrides, recipe_names, resolve
 from linearize.training.config import Plateau
 from tests.shapes import make_shape

@@ -24,7 +24,7 @@ from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.mixers.config import LayerPlan
-from linearize.ops import NoSpan
+from linearize.ops.layout import NoSpan
 from linearize.recipe import Recipe, recipe_names
 from linearize.report import figures
 from linearize.run import pipeline

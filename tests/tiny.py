@@ -24,12 +24,12 @@ import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from linearize import Recipe, convert
 from linearize.data.load import load_dataset
 from linearize.data.packing import Dataset, PackedRows
 from linearize.evaluation import scores, worth
 from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_tokenizer, read_config
-from linearize.recipe import Recipe, convert
 from linearize.run.folder import Run
 from linearize.run.pipeline import run
 from tests.byte_tokenizer import byte_tokenizer

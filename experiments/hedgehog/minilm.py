@@ -36,8 +36,8 @@ from linearize.data.load import load_processor
 from linearize.data.sources import read_rows
 from linearize.data.tasks import TextEmbedding
 from linearize.evaluation.answers import embeddings
+from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import Answered, Predictions, bootstrapped
-from linearize.evaluation.perplexity import Interval
 from linearize.hf.checkpoint import load_model
 from linearize.recipe import Recipe, parse_overrides
 from linearize.run.folder import Run, versions

@@ -36,7 +36,7 @@ from linearize.hf.checkpoint import load_model, read_config
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.ops import NoSpan
+from linearize.ops.layout import NoSpan
 from linearize.recipe import Recipe
 from linearize.run.folder import versions
 

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 import linearize
-from linearize.evaluation.perplexity import Interval
+from linearize.evaluation.intervals import Interval
 from linearize.hf.checkpoint import load_model, load_tokenizer
 from linearize.recipe import Recipe, parse_overrides
-from linearize.report import load_run
 from linearize.report.findings import difference
+from linearize.report.load import load_run
 from linearize.run.folder import Run, versions
 from linearize.run.pipeline import run as run_pipeline
 

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from linearize import Recipe, convert
 from linearize.evaluation.speed import generation_speed
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps import ReglaMap
+from linearize.mixers.feature_maps.regla import ReglaMap
 from linearize.mixers.gates import refined_log_decay
 from linearize.mixers.shape import LayerShape
 

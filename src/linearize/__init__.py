@@ -3,12 +3,15 @@
 Importing the package registers the ``linearized_*`` classes with transformers.
 """
 
+from transformers import PreTrainedModel
+
 from linearize.base import UserError
 from linearize.data.packing import build_dataset
 from linearize.hf.attention import softmax_attention
 from linearize.hf.conversation import fork_state, load_state, save_state
-from linearize.hf.convert import to_softmax
-from linearize.recipe import Recipe, convert
+from linearize.hf.convert import convert_layers, to_softmax
+from linearize.hf.teacher import TeacherShape
+from linearize.recipe import Recipe, resolve
 from linearize.training.attention_transfer import attention_transfer
 from linearize.training.finetune import finetune
 
@@ -25,3 +28,16 @@ __all__ = [
     "softmax_attention",
     "to_softmax",
 ]
+
+
+def convert(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
+    """A student that shares the teacher's storage; the teacher itself is left as it is.
+
+    Mixers are new and initialised as the recipe says. An optimizer that trains the shared weights in place changes the
+    teacher, too; `linearize.finetune` copies what it changes.
+
+    Raises:
+        UserError: an architecture or head that is not supported, or a plan that does not fit the teacher.
+    """
+    plan = resolve(recipe, TeacherShape.from_config(teacher.config.to_dict()))
+    return convert_layers(teacher, plan, seed=recipe.seed)

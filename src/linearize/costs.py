@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers import AttnInputs, BidirectionalMixer, LinearMixer
+from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
 
 FP32 = 4
 _GATES = ("log_decay_k", "log_decay_v", "input_scale")

@@ -15,13 +15,11 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, model_validator
-from transformers import PreTrainedModel
 
 from linearize.base import Config, UserError
 from linearize.data.config import DataConfig
 from linearize.data.tasks import TextEmbedding
 from linearize.evaluation.config import EvaluationConfig
-from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import Add
 from linearize.mixers.config import LayerPlan, MixerConfig
@@ -305,19 +303,6 @@ def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | Non
     if teacher.bidirectional:
         mixer = mixer.model_copy(update={"combine": Add()})  # without a window there is nothing to share or to learn
     return tuple(None if index in kept else mixer for index in range(teacher.num_layers))
-
-
-def convert(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """A student that shares the teacher's storage; the teacher itself is left as it is.
-
-    Mixers are new and initialised as the recipe says. An optimizer that trains the shared weights in place changes the
-    teacher, too; `linearize.finetune` copies what it changes.
-
-    Raises:
-        UserError: an architecture or head that is not supported, or a plan that does not fit the teacher.
-    """
-    plan = resolve(recipe, TeacherShape.from_config(teacher.config.to_dict()))
-    return convert_layers(teacher, plan, seed=recipe.seed)
 
 
 def _check_encoder(recipe: Recipe) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from linearize.report import write_report
+from linearize.report.page import write_report
 from tests.report import sample, task_sample
 
 

@@ -25,7 +25,8 @@ from linearize.evaluation.agreement import (
     logit_agreement,
     loss_by_position,
 )
-from linearize.evaluation.perplexity import Interval, TokenLosses, bootstrap, token_losses
+from linearize.evaluation.intervals import Interval
+from linearize.evaluation.perplexity import TokenLosses, bootstrap, token_losses
 from linearize.evaluation.speed import peak_bytes
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linearize import Recipe, convert
 from linearize.data.config import DataConfig
 from linearize.data.examples import Texts
 from linearize.data.load import load_dataset, load_processor
@@ -15,7 +16,6 @@ from linearize.evaluation import answers
 from linearize.evaluation.answers import answering, compared_outputs, embeddings
 from linearize.evaluation.metrics import Predictions, Similarities
 from linearize.hf.checkpoint import load_model, read_config
-from linearize.recipe import Recipe, convert
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("few")

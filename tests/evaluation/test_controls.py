@@ -24,7 +24,7 @@ from linearize.hf.attention import linearized_layers, observed, softmax_attentio
 from linearize.hf.convert import convert_layers
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import MixerConfig
-from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
+from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
 from tests import tiny
 from tests.oracles.spans import SpanSpec, span_keys
 

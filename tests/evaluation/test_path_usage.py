@@ -14,18 +14,19 @@ from linearize.base import UserError
 from linearize.data.packing import PackedRows
 from linearize.evaluation.chosen_rows import drawn_rows
 from linearize.evaluation.controls import without_linear_part
+from linearize.evaluation.intervals import Interval
 from linearize.evaluation.path_usage import (
     PathUsage,
     distance_edges,
     measure_path_usage,
     without_window,
 )
-from linearize.evaluation.perplexity import Interval, paired_difference, token_losses
+from linearize.evaluation.perplexity import paired_difference, token_losses
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers
 from linearize.hf.convert import convert_layers
 from linearize.mixers.combine import Add
-from linearize.ops import NoSpan
+from linearize.ops.layout import NoSpan
 from linearize.recipe import Recipe
 from tests import tiny
 from tests.hf.models import randomize_mixers

@@ -8,15 +8,8 @@ import torch
 
 from linearize.base import UserError
 from linearize.evaluation import perplexity
-from linearize.evaluation.perplexity import (
-    Interval,
-    Quality,
-    TokenLosses,
-    bootstrap,
-    paired_difference,
-    resample,
-    token_losses,
-)
+from linearize.evaluation.intervals import Interval, resample
+from linearize.evaluation.perplexity import Quality, TokenLosses, bootstrap, paired_difference, token_losses
 from tests.evaluation.fakes import Fake, packed
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linearize.evaluation.perplexity import TokenLosses, Totals
+from linearize.evaluation.intervals import Totals
+from linearize.evaluation.perplexity import TokenLosses
 from linearize.evaluation.retrieval import Copying, copy_losses
 from linearize.evaluation.shares import KeptGain, kept_copying, kept_far_context
 from tests.evaluation.fakes import Fake

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from linearize.report import evaluation_page, load_run
+from linearize.report.card import evaluation_page
 from linearize.report.findings import far_context
+from linearize.report.load import load_run
 from linearize.report.numbers import THIN
 from linearize.report.page import render
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import linearize
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import MODEL_CLASSES
-from linearize.mixers import LinearMixer
+from linearize.mixers.linear import LinearMixer
 from tests.hf import encoders
 from tests.hf.checks import assert_close, left_padding, positions
 from tests.hf.decoders import ARCHITECTURES as OTHERS

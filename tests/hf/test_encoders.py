@@ -20,9 +20,9 @@ from linearize.hf.classes import projections
 from linearize.hf.convert import convert_layers
 from linearize.hf.partial_model import load_block
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers import AttnInputs, BidirectionalMixer
-from linearize.mixers.bidirectional import sum_over_documents
+from linearize.mixers.bidirectional import BidirectionalMixer, sum_over_documents
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.shape import LayerShape
 from linearize.training.calibration import calibrate
 from tests import tiny
@@ -405,7 +405,8 @@ def test_causal_attention_is_refused() -> None:
 
 
 def causal_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, layout: Any) -> Any:
-    from linearize.ops import NoSpan, linear_scan
+    from linearize.ops.dispatch import linear_scan
+    from linearize.ops.layout import NoSpan
 
     return linear_scan(phi_q, phi_k, v, span=NoSpan(), layout=layout)
 

@@ -13,8 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 import linearize
 from linearize.hf import attention
 from linearize.hf.attention import linearized_layers, observed, replaced_mixers, softmax_output
-from linearize.mixers import AttnInputs, MixerState
-from linearize.ops import Layout
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.mixer_state import MixerState
+from linearize.ops.layout import Layout
 from tests.hf import checks
 from tests.hf.models import ARCHITECTURES, Case, make_student, make_teacher, random_tokens, student_of, teacher_of
 

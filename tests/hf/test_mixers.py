@@ -16,8 +16,8 @@ from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers import LinearMixer
-from linearize.ops import NoSpan
+from linearize.mixers.linear import LinearMixer
+from linearize.ops.layout import NoSpan
 from linearize.recipe import recipe_names, resolve
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.loop import Step

@@ -15,8 +15,11 @@ from transformers import PreTrainedModel
 
 from linearize.hf import attention, cache, conversation, convert, layouts
 from linearize.hf.cache import LinearizedCacheLayer
-from linearize.mixers import AttnInputs, LinearMixer, MixerState, Recording
-from linearize.ops import SlidingSpan, TerracedSpan
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
+from linearize.mixers.mixer_state import MixerState
+from linearize.mixers.recording import Recording
+from linearize.ops.layout import SlidingSpan, TerracedSpan
 from tests.hf import checks
 from tests.hf import generation_checks as generation
 from tests.hf.models import CASE, student_of

@@ -27,7 +27,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 import linearize
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import MODEL_CLASSES
-from linearize.mixers import LinearMixer
+from linearize.mixers.linear import LinearMixer
 from tests.byte_tokenizer import byte_tokenizer
 from tests.hf import encoders
 from tests.hf.checks import assert_close, left_padding, positions, uncached

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.mixers import BidirectionalMixer, LinearMixer, MixerState
+from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.combine import Add
+from linearize.mixers.linear import LinearMixer
+from linearize.mixers.mixer_state import MixerState
 from linearize.mixers.update import AdditiveUpdate
-from linearize.ops import NoSpan, chunked, dispatch, grid, window
-from linearize.ops.layout import context_positions
+from linearize.ops import chunked, dispatch, grid, window
+from linearize.ops.layout import NoSpan, context_positions
 from tests.mixers.space import Drawn, pieces, with_tensors
 from tests.mixers.weights import weights_of
 from tests.ops.cases import own_layout

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.mixers import AttnInputs, LinearMixer, attention_weights
+from linearize.mixers import attention_weights
 from linearize.mixers.attention_weights import (
     Features,
     LinearPart,
@@ -19,8 +19,10 @@ from linearize.mixers.attention_weights import (
     softmax_weights,
 )
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
-from linearize.ops import Layout
+from linearize.ops.layout import Layout
 from tests.mixers.weights import weights_of
 from tests.oracles.attention_weights import mixer_weights
 from tests.oracles.attention_weights import softmax_weights as softmax_oracle

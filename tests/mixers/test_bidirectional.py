@@ -21,7 +21,7 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.rope import apply_rope
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaUpdate
-from linearize.ops import Layout, NoSpan, SlidingSpan, TerracedSpan
+from linearize.ops.layout import Layout, NoSpan, SlidingSpan, TerracedSpan
 from tests.mixers.weights import weights_of
 from tests.oracles.attention import Documents
 from tests.oracles.heads import Inputs

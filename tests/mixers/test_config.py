@@ -21,7 +21,7 @@ from linearize.mixers.feature_maps.learned import LearnedMap
 from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
 from linearize.mixers.normalizers import GroupNormalizer, NoNormalizer, RmsNormalizer, SumNormalizer
 from linearize.mixers.update import AdditiveUpdate, DeltaUpdate
-from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
+from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
 from linearize.recipe import Recipe, resolve
 from tests.shapes import make_shape
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from linearize.mixers import feature_maps as maps
-from linearize.mixers.feature_maps import FEATURE_MAPS, FeatureMap, FeatureMapConfig
+from linearize.mixers.feature_maps import FEATURE_MAPS
+from linearize.mixers.feature_maps.base import FeatureMap, FeatureMapConfig
 from linearize.mixers.feature_maps.learned import LearnedMap
 from linearize.mixers.shape import LayerShape
 

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from linearize.mixers import AttnInputs, LinearMixer
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
-from linearize.ops import Layout, chunked
+from linearize.ops import chunked
+from linearize.ops.layout import Layout
 from tests.ops.parity import FP64, assert_near
 
 SHAPE = LayerShape(4, 2, 5, hidden_size=8, max_positions=256)

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from linearize import convert
 from linearize.demo.corpus import teacher_path
 from linearize.hf.attention import observed, softmax_output
-from linearize.mixers import AttnInputs, LinearMixer
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps import HedgehogMap
+from linearize.mixers.feature_maps.hedgehog import HedgehogMap
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
 from linearize.recipe import Recipe
 from tests.mixers.weights import weights_of

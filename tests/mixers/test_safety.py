@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.mixers import AttnInputs, LinearMixer
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps import HedgehogMap
+from linearize.mixers.feature_maps.hedgehog import HedgehogMap
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
-from linearize.ops import Layout, SlidingSpan
+from linearize.ops.layout import Layout, SlidingSpan
 from linearize.recipe import Recipe, recipe_names
 from tests.mixers.space import make_drawn, with_tensors
 

@@ -10,13 +10,14 @@ import pytest
 from linearize.mixers import linear
 from linearize.mixers.combine import Add
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps import ExpMap, HedgehogMap
+from linearize.mixers.feature_maps.hedgehog import HedgehogMap
+from linearize.mixers.feature_maps.pointwise import ExpMap
 from linearize.mixers.gates import ScalarDecay
 from linearize.mixers.normalizers import RmsNormalizer
 from linearize.mixers.running_maximum import running_maximum
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaUpdate
-from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
+from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
 from tests.mixers.forms import check_calls, check_oracle
 from tests.mixers.space import Drawn, make_drawn
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from linearize.ops.layout import Layout
-from linearize.ops.span import NoSpan, SlidingSpan, Span, TerracedSpan
+from linearize.ops.layout import Layout, NoSpan, SlidingSpan, Span, TerracedSpan
 from tests.oracles.attention import Documents
 from tests.oracles.spans import SpanSpec
 

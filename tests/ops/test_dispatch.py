@@ -11,7 +11,9 @@ from torch import Tensor
 
 from linearize import ops
 from linearize.base import UserError
-from linearize.ops import Layout, NoSpan, Partial, SlidingSpan, chunked, dispatch, reference
+from linearize.ops import chunked, dispatch, reference
+from linearize.ops.layout import Layout, NoSpan, SlidingSpan
+from linearize.ops.partial import Partial
 from tests.ops.cases import make_case
 from tests.ops.parity import FP64, assert_partials_near, both_parts
 from tests.oracles.spans import SpanSpec

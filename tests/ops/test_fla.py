@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.ops.dispatch import IMPLS, Impl
-from linearize.ops.layout import Layout
+from linearize.ops.layout import Layout, NoSpan
 from linearize.ops.linear_state import LinearState, linear_state
-from linearize.ops.span import NoSpan
 from tests.ops.parity import FP64, assert_near
 
 # This import comes first because it ignores warnings, which are errors elsewhere: fla warns of a missing GPU and a

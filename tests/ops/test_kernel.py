@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from linearize.mixers.feature_maps.taylor import TaylorKernel
-from linearize.ops import Kernel, Layout, LinearState, chunked, grid, linear_state, linear_step, reference
+from linearize.ops import chunked, grid, reference
+from linearize.ops.kernel import Kernel
+from linearize.ops.layout import Layout
+from linearize.ops.linear_state import LinearState, linear_state
+from linearize.ops.recurrent import linear_step
 from tests.ops.cases import SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
 from tests.ops.parity import FP32, FP64, assert_near, assert_states_near, part_of
 from tests.oracles.spans import SpanSpec

@@ -13,8 +13,7 @@ from torch import Tensor
 from linearize.evaluation.speed import peak_bytes
 from linearize.mixers.feature_maps.taylor import TaylorKernel
 from linearize.ops import chunked, grid, reference
-from linearize.ops.layout import Layout
-from linearize.ops.span import NoSpan, SlidingSpan, Span, TerracedSpan
+from linearize.ops.layout import Layout, NoSpan, SlidingSpan, Span, TerracedSpan
 from tests.probes import LargestTensor, flops
 
 WINDOW = SlidingSpan()

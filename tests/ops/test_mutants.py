@@ -11,8 +11,7 @@ import torch
 
 from linearize.ops import chunked, grid, reference, window
 from linearize.ops.grid import Grid
-from linearize.ops.layout import Layout
-from linearize.ops.span import SlidingSpan, TerracedSpan
+from linearize.ops.layout import Layout, SlidingSpan, TerracedSpan
 from tests.ops import parity
 from tests.ops.cases import SIDE_BY_SIDE, WITH_GAPS, Case, make_case
 from tests.oracles.spans import SpanSpec

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from linearize.report import RunFiles, load_run, write_report
+from linearize.report.load import RunFiles, load_run
+from linearize.report.page import write_report
 from tests.report import sample
 
 

@@ -9,7 +9,9 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from linearize.report import RunFiles, load_run, markdown, model_card
+from linearize.report import markdown
+from linearize.report.card import model_card
+from linearize.report.load import RunFiles, load_run
 from tests.report import sample, task_sample
 
 COPIES = Path(__file__).parent / "measured" / "pycode-5m"

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from linearize.report import RunFiles, load_run
 from linearize.report.findings import (
     copying,
     difference,
@@ -23,6 +22,7 @@ from linearize.report.findings import (
     recall,
     verdict,
 )
+from linearize.report.load import RunFiles, load_run
 from linearize.report.numbers import THIN
 from tests.report import sample
 from tests.report.sample import interval

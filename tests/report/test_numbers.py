@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from linearize.evaluation.perplexity import Interval
+from linearize.evaluation.intervals import Interval
 from linearize.report import numbers
 from linearize.report.numbers import DASH, MINUS, THIN
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from linearize.base import UserError
-from linearize.report import RunFiles, write_report
-from linearize.report.page import clean, numeric, render, rich
+from linearize.report.load import RunFiles
+from linearize.report.page import clean, numeric, render, rich, write_report
 from tests.report import sample
 
 COPIES = Path(__file__).parent / "measured" / "pycode-5m"

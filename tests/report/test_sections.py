@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from linearize.report import RunFiles
 from linearize.report.figures import Line
 from linearize.report.html import Block, Figure, Picker, Prompts, Text
+from linearize.report.load import RunFiles
 from linearize.report.sections import attention, costs, paths, positions, recall, recipe, tasks, training
 from tests.report import sample
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.figure import Figure
 
-from linearize.evaluation.perplexity import Interval
+from linearize.evaluation.intervals import Interval
 from linearize.report.figures import DotPanel, Dots, Line, LinePanel, curves, dots
 from linearize.report.heatmaps import Panel, Scale, heatmaps
 from linearize.report.svg import COLOURS, draw, printable

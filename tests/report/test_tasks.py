@@ -19,12 +19,13 @@ from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.metrics import Predictions
 from linearize.evaluation.worth import measure_task
-from linearize.report import RunFiles, load_run, model_card, write_report
+from linearize.report.card import model_card
 from linearize.report.findings import findings, verdict
 from linearize.report.html import Figure, Table
+from linearize.report.load import RunFiles, load_run
 from linearize.report.numbers import DASH, MINUS, THIN
 from linearize.report.overview import cautions, key_numbers, overview
-from linearize.report.page import render
+from linearize.report.page import render, write_report
 from linearize.report.sections import recipe, scores, sections
 from tests import tiny
 from tests.report import sample, task_sample

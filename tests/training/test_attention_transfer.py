@@ -16,8 +16,8 @@ import linearize
 from linearize.data.packing import PackedRows
 from linearize.evaluation.speed import peak_bytes
 from linearize.hf.attention import linearized_layers
-from linearize.mixers import AttnInputs
-from linearize.ops import Layout, NoSpan
+from linearize.mixers.inputs import AttnInputs
+from linearize.ops.layout import Layout, NoSpan
 from linearize.training.attention_transfer import TransferObjective, attention_transfer, load_transferred
 from linearize.training.loop import Step
 from tests import tiny

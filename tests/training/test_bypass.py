@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.hf.attention import linearized_layers
-from linearize.mixers import AttnInputs
+from linearize.mixers.inputs import AttnInputs
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.bypass import dropped_windows
 from linearize.training.config import TransferConfig, WindowDropout

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 import linearize
 from linearize.data.packing import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
-from linearize.mixers import AttnInputs
-from linearize.ops import Layout
+from linearize.mixers.inputs import AttnInputs
+from linearize.ops.layout import Layout
 from linearize.training import attention_transfer
 from linearize.training.calibration import calibrate
 from linearize.training.config import TransferConfig

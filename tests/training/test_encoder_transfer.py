@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 import linearize
 from linearize.data.packing import PackedRows
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
-from linearize.mixers import AttnInputs, attention_weights
+from linearize.mixers import attention_weights
+from linearize.mixers.inputs import AttnInputs
 from linearize.training import attention_transfer as module
 from linearize.training import transfer_losses
 from linearize.training.attention_transfer import TransferObjective, attention_transfer, layer_index

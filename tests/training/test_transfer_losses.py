@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 import linearize
 from linearize.data.packing import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
-from linearize.mixers import AttnInputs, LinearMixer, attention_weights
+from linearize.mixers import attention_weights
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
-from linearize.ops import Layout
+from linearize.ops.layout import Layout
 from linearize.training.attention_transfer import TransferObjective, attention_transfer
 from linearize.training.config import TransferConfig
 from linearize.training.loop import Step

@@ -19,10 +19,10 @@ from linearize.data.rows import inference, on_device
 from linearize.hf.attention import observed, softmax_output
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers import AttnInputs
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import MixerConfig
-from linearize.ops import Layout, SlidingSpan
+from linearize.mixers.inputs import AttnInputs
+from linearize.ops.layout import Layout, SlidingSpan
 
 # No layer computes its mixer: what feeds the next layer is softmax attention. Conversion lets us watch it.
 _WATCHED = MixerConfig(span=SlidingSpan(window_size=1), feature_map=None, combine=WindowOnly())

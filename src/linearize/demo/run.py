@@ -13,7 +13,8 @@ from linearize.data.packing import dataset_from_documents
 from linearize.demo.corpus import standard_library_texts, teacher_path
 from linearize.hf.checkpoint import load_model, load_tokenizer
 from linearize.recipe import Recipe
-from linearize.report import load_run, terminal
+from linearize.report import terminal
+from linearize.report.load import load_run
 from linearize.run.folder import Run
 from linearize.run.pipeline import run
 

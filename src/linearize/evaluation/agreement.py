@@ -25,7 +25,8 @@ from linearize.base import UserError, progress
 from linearize.data.packing import PackedRows
 from linearize.data.rows import IGNORED, inference
 from linearize.data.splits import ENOUGH, spread
-from linearize.evaluation.perplexity import Interval, TokenLosses, Totals, require_same_tokens, resample
+from linearize.evaluation.intervals import Interval, Totals, resample
+from linearize.evaluation.perplexity import TokenLosses, require_same_tokens
 
 _CHUNK_ELEMENTS = 2**24  # most fp32 numbers at a time beside the models' own logits: 64 MiB
 _COPIES = 4  # [C, V] tensors of them that live together

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 BATCH_SIZE = 4  # rows per forward pass
+DEFAULT_WINDOW = 64  # the window of the controls where a mixer has none
 LABELS = {
     "teacher": "teacher",
     "teacher_lora": "teacher, finetuned",
@@ -20,6 +21,10 @@ LABELS = {
     "window_sinks": "window + sinks, untrained",
     "window_lora": "window only, finetuned",
 }
+# Who sees no further than the window, and who sees all: the first two that were measured. A student that was finetuned
+# must stand beside models that were finetuned alike, or what finetuning alone gives would count as context kept. No
+# teacher is finetuned where its own outputs were all there was to learn: it is itself what would come out.
+REFERENCES = (("window_lora", "teacher_lora"), ("window_lora", "teacher"), ("window", "teacher"))
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
+from linearize.evaluation.candidates import DEFAULT_WINDOW
 from linearize.hf.attention import replaced_mixers
-from linearize.mixers import LinearMixer
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import LayerPlan, MixerConfig
-from linearize.ops import NoSpan, SlidingSpan, TerracedSpan
+from linearize.mixers.linear import LinearMixer
+from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
 
-DEFAULT_WINDOW = 64  # the window of the controls where a mixer has none
 SINKS = 4
 
 

@@ -26,8 +26,9 @@ from linearize.evaluation.attention_maps import AttentionMap, Maps
 from linearize.evaluation.chosen_rows import drawn_rows
 from linearize.evaluation.metrics import rank_correlation
 from linearize.evaluation.weights import Visit, WeightBlock, never_negative, visit_layers, weight_blocks
-from linearize.mixers import AttnInputs, Mixer
 from linearize.mixers.combine import MixCombine, SharedDenominatorCombine
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.mixer import Mixer
 
 LEAST_WEIGHT = (
     1e-12  # in logarithms: a key that the student cannot see at all costs 27.6 nats times the teacher's weight

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize.evaluation.perplexity import resamples
+from linearize.evaluation.intervals import resamples
 
 Score = Callable[["Predictions", Tensor], float]
 

@@ -20,12 +20,13 @@ from linearize.base import UserError
 from linearize.data.packing import PackedRows
 from linearize.evaluation.chosen_rows import drawn_rows
 from linearize.evaluation.controls import without_linear_part
-from linearize.evaluation.perplexity import Interval, paired_difference, token_losses
+from linearize.evaluation.intervals import Interval
+from linearize.evaluation.perplexity import paired_difference, token_losses
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, replaced_mixers
-from linearize.mixers import LinearMixer
 from linearize.mixers.combine import Add, AddCombine, MixCombine
-from linearize.ops import NoSpan
+from linearize.mixers.linear import LinearMixer
+from linearize.ops.layout import NoSpan
 
 
 @dataclass(frozen=True)

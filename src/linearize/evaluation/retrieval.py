@@ -35,7 +35,8 @@ from linearize.base import progress
 from linearize.data.packing import PackedRows
 from linearize.data.rows import IGNORED, inference
 from linearize.data.splits import ENOUGH
-from linearize.evaluation.perplexity import Interval, Totals, resample, token_losses
+from linearize.evaluation.intervals import Interval, Totals, resample
+from linearize.evaluation.perplexity import token_losses
 
 # A teacher that beats the floor by so little can fetch next to nothing, and a share of that says nothing.
 NEGLIGIBLE = 0.05

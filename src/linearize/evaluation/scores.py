@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from linearize.data.tasks import AnyTask
 from linearize.evaluation.candidates import Candidate
+from linearize.evaluation.intervals import Interval, Totals, resample
 from linearize.evaluation.metrics import Answered, bootstrapped
-from linearize.evaluation.perplexity import Interval, Totals, resample
 
 OTHERS = ("teacher", "teacher_lora", "window_lora", "ablated")  # what the student is compared with, where at hand
 LEAST_SCORE = 1e-3  # of the teacher: what is below is no score of which the student could have a share

@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float
 from torch import Tensor
 
-from linearize.evaluation.perplexity import Interval, TokenLosses, Totals, require_same_tokens, resample
+from linearize.evaluation.candidates import REFERENCES
+from linearize.evaluation.intervals import Interval, Totals, resample
+from linearize.evaluation.perplexity import TokenLosses, require_same_tokens
 
 # Random tokens get up to 0.15 nats easier with their place in the row although nothing is copied (measured on a small
 # Llama), so a gain counts as copying only well above that.
 NEGLIGIBLE_COPY_GAIN = 0.25
-# Who sees no further than the window, and who sees all: the first two that were measured. A student that was finetuned
-# must stand beside models that were finetuned alike, or what finetuning alone gives would count as context kept. No
-# teacher is finetuned where its own outputs were all there was to learn: it is itself what would come out.
-REFERENCES = (("window_lora", "teacher_lora"), ("window_lora", "teacher"), ("window", "teacher"))
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,15 @@ from linearize.base import UserError, progress
 from linearize.data.rows import inference, on_device
 from linearize.evaluation.chosen_rows import ChosenRows
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
-from linearize.mixers import AttnInputs, LinearMixer, Mixer
 from linearize.mixers.attention_weights import Features, LinearPart
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps import RfaMap
+from linearize.mixers.feature_maps.rfa import RfaMap
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
+from linearize.mixers.mixer import Mixer
 from linearize.mixers.normalizers import NoNorm, NoNormalizer, SumNorm
 from linearize.mixers.update import DeltaUpdate
-from linearize.ops import Layout
+from linearize.ops.layout import Layout
 
 QUERIES = 64  # of a block
 CANCELLED = 1e-6

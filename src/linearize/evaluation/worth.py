@@ -30,9 +30,10 @@ from linearize.evaluation.chosen_rows import spread_rows
 from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.harness import Benchmarks, run_benchmarks
+from linearize.evaluation.intervals import Interval, Totals
 from linearize.evaluation.metrics import Answered
 from linearize.evaluation.path_usage import PathUsage, measure_path_usage
-from linearize.evaluation.perplexity import Interval, Quality, TokenLosses, Totals, paired_difference, token_losses
+from linearize.evaluation.perplexity import Quality, TokenLosses, paired_difference, token_losses
 from linearize.evaluation.retrieval import (
     Answers,
     Copying,

@@ -21,10 +21,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from linearize.base import UserError
 from linearize.hf.cache import LinearizedCacheLayer, cache_layer
-from linearize.hf.layouts import LAYOUT
 from linearize.hf.unsupported import refuse_paged_cache
-from linearize.mixers import AttnInputs, Mixer
-from linearize.ops import Layout
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.mixer import Mixer
+from linearize.ops.layout import Layout
+
+LAYOUT = "linearize_layout"  # keyword that carries the Layout from the model to its layers
 
 IMPLEMENTATION = "linearize"
 CALL = "linearize_call"  # keyword that carries a layer's call to the attention function

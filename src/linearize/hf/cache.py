@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
 
 from linearize.base import UserError
-from linearize.mixers import AttnInputs, MixerState, Recording
-from linearize.ops import Layout
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.mixer_state import MixerState
+from linearize.mixers.recording import Recording
+from linearize.ops.layout import Layout
 
 STATE_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -243,7 +245,7 @@ def same_size_mask(mask: Tensor | None, cache: Cache | None) -> Tensor | None:
     if mask is None or type(cache) is not StaticCache or not bool(mask[:, -1].all()):
         return mask
     slots = max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
-    return nn.functional.pad(mask, (0, max(slots - mask.shape[1], 0))) if slots else None
+    return torch.nn.functional.pad(mask, (0, max(slots - mask.shape[1], 0))) if slots else None
 
 
 def without_slots_to_come(mask: Tensor, cache: Cache | None, tokens: int) -> Tensor:

@@ -39,8 +39,9 @@ from linearize.hf.offload import keep_mixers
 from linearize.hf.teacher import TeacherShape
 from linearize.hf.unsupported import Unsupported
 from linearize.hf.whole_weights import load_whole
-from linearize.mixers import BidirectionalMixer, LinearMixer
+from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.config import LayerPlan, MixerConfig
+from linearize.mixers.linear import LinearMixer
 
 __all__ = ["ARCHITECTURES"]
 

@@ -15,11 +15,10 @@ from transformers.masking_utils import create_causal_mask
 
 from linearize.base import UserError
 from linearize.hf.architectures import architecture_of
+from linearize.hf.attention import LAYOUT
 from linearize.hf.cache import without_slots_to_come
 from linearize.hf.unsupported import refuse_context_parallel
-from linearize.ops import Layout
-
-LAYOUT = "linearize_layout"  # keyword that carries the Layout from the model to its layers
+from linearize.ops.layout import Layout
 
 
 def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

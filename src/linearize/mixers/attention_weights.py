@@ -17,14 +17,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize.mixers.feature_maps import RfaMap
+from linearize.mixers.feature_maps.rfa import RfaMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer import Mixer
 from linearize.mixers.mixer_state import Tokens
-from linearize.ops import Layout, NoSpan, Partial, linear_scan
-from linearize.ops.decay import cumulative
+from linearize.ops.dispatch import linear_scan
 from linearize.ops.heads import repeat_kv
+from linearize.ops.layout import Layout, NoSpan
+from linearize.ops.linear_state import cumulative
+from linearize.ops.partial import Partial
 from linearize.ops.reference import exponentials, kernel_weights, softmax_scores, visible_keys
 
 BLOCK_WEIGHTS = {"cpu": 2**18, "cuda": 2**24}  # numbers in the weights of one block, about

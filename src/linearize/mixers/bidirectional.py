@@ -14,9 +14,10 @@ from linearize.mixers.mixer import LinearFeatures, Mixer
 from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.mixers.shape import LayerShape
-from linearize.ops import Layout, NoSpan, Partial, SlidingSpan, linear_scan
+from linearize.ops.dispatch import linear_scan
 from linearize.ops.heads import repeat_kv
-from linearize.ops.partial import accumulation_dtype
+from linearize.ops.layout import Layout, NoSpan, SlidingSpan
+from linearize.ops.partial import Partial, accumulation_dtype
 
 
 class BidirectionalMixer(Mixer):

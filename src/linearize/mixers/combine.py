@@ -16,7 +16,7 @@ from linearize.base import Config
 from linearize.mixers.feature_maps.base import MIN_DENOMINATOR
 from linearize.mixers.normalizers import NoParameters, divided
 from linearize.mixers.shape import LayerShape
-from linearize.ops import Partial
+from linearize.ops.partial import Partial
 
 Normalize = Callable[[Partial], Tensor]
 

@@ -25,12 +25,15 @@ from linearize.mixers.combine import (
     SharedDenominator,
     WindowOnly,
 )
-from linearize.mixers.feature_maps import FEATURE_MAPS, FeatureMapConfig, HedgehogMap, RfaMap
+from linearize.mixers.feature_maps import FEATURE_MAPS
+from linearize.mixers.feature_maps.base import FeatureMapConfig
+from linearize.mixers.feature_maps.hedgehog import HedgehogMap
+from linearize.mixers.feature_maps.rfa import RfaMap
 from linearize.mixers.gates import DECAYS, DecayConfig
 from linearize.mixers.normalizers import NORMALIZERS, NormalizerConfig, SumNormalizer
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import AdditiveUpdate, DeltaUpdate
-from linearize.ops import NoSpan, SlidingSpan, Span
+from linearize.ops.layout import NoSpan, SlidingSpan, Span
 
 
 class OneOf:

@@ -21,21 +21,12 @@ from linearize.mixers.rope import apply_rope
 from linearize.mixers.running_maximum import running_maximum
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaRule, DeltaUpdate
-from linearize.ops import (
-    Layout,
-    LinearState,
-    Partial,
-    TerracedSpan,
-    delta_values,
-    linear_scan,
-    linear_state,
-    linear_step,
-    window_softmax,
-    window_step,
-)
+from linearize.ops.dispatch import delta_values, linear_scan, window_softmax
 from linearize.ops.heads import repeat_kv
-from linearize.ops.layout import context_positions
-from linearize.ops.partial import accumulation_dtype
+from linearize.ops.layout import Layout, TerracedSpan, context_positions
+from linearize.ops.linear_state import LinearState, linear_state
+from linearize.ops.partial import Partial, accumulation_dtype
+from linearize.ops.recurrent import linear_step, window_step
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
 

@@ -12,15 +12,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps import FEATURE_MAPS, FeatureMap
-from linearize.mixers.feature_maps.base import HEADROOM
+from linearize.mixers.feature_maps import FEATURE_MAPS
+from linearize.mixers.feature_maps.base import HEADROOM, FeatureMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import Tokens
 from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaRule
-from linearize.ops import Kernel, Layout, Partial, Span
-from linearize.ops.partial import accumulation_dtype
+from linearize.ops.kernel import Kernel
+from linearize.ops.layout import Layout, Span
+from linearize.ops.partial import Partial, accumulation_dtype
 
 
 class LinearFeatures(NamedTuple):

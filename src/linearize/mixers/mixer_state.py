@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from linearize.ops import Layout, LinearState, Span
-from linearize.ops.layout import context_positions
+from linearize.ops.layout import Layout, Span, context_positions
+from linearize.ops.linear_state import LinearState
 
 Tokens = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
 MATRICES = ("linear.S", "linear.next_S")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from linearize.base import Config
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.shape import LayerShape
-from linearize.ops import Partial
+from linearize.ops.partial import Partial
 
 
 class NormalizerConfig(Config):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import MixerState
-from linearize.ops import Layout
+from linearize.ops.layout import Layout
 
 RECORDED = 512  # tokens that can be taken back, at the least; assistants propose some tens at a time
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linearize.ops import Layout
+from linearize.ops.layout import Layout
 
 
 def running_maximum(

@@ -14,11 +14,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linearize.ops.chunk_layout import ChunkLayout
-from linearize.ops.grid import Grid, pick
-from linearize.ops.layout import Layout
+from linearize.ops.grid import ChunkLayout, Grid, pick
+from linearize.ops.layout import Layout, Span, TerracedSpan
 from linearize.ops.recomputed_scan import Body, Given, Grads, Tensors
-from linearize.ops.span import Span, TerracedSpan
 
 CHUNK = 64
 # Scores per block: on a CPU, most of the dozen or two tensors of that size should stay in cache.

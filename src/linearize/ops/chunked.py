@@ -16,17 +16,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linearize.ops import vector_decay
-from linearize.ops.chunk_layout import ChunkLayout
-from linearize.ops.decay import ticking
 from linearize.ops.delta import delta_values
-from linearize.ops.grid import Block, Grid, chunks_back, make_grid
+from linearize.ops.grid import Block, ChunkLayout, Grid, chunks_back, make_grid
 from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Layout
-from linearize.ops.linear_state import LinearState
+from linearize.ops.layout import Layout, Span
+from linearize.ops.linear_state import LinearState, ticking
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.recomputed_scan import Body, Given, Grads, Tensors, scan
-from linearize.ops.span import Span
 from linearize.ops.window import window_softmax
 
 __all__ = ["delta_values", "linear_scan", "window_softmax"]

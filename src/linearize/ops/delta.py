@@ -7,14 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linearize.ops.chunk_recurrence import ChunkRecurrence, Masks, power_of_two_chunks
-from linearize.ops.decay import ticking
 from linearize.ops.decay_products import decayed_scores
 from linearize.ops.heads import repeat_kv
-from linearize.ops.layout import Layout
-from linearize.ops.linear_state import LinearState
+from linearize.ops.layout import Layout, NoSpan, Span
+from linearize.ops.linear_state import LinearState, ticking
 from linearize.ops.partial import accumulation_dtype
 from linearize.ops.recomputed_scan import scan
-from linearize.ops.span import NoSpan, Span
 
 
 def delta_values(

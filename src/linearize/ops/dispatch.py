@@ -21,10 +21,9 @@ from torch import Tensor
 from linearize.base import UserError
 from linearize.ops import chunked, reference
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Layout
+from linearize.ops.layout import Layout, Span
 from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial
-from linearize.ops.span import Span
 
 ENVIRONMENT = "LINEARIZE_IMPL"
 Operation = TypeVar("Operation", bound=Callable[..., object])

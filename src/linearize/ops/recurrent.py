@@ -8,10 +8,10 @@ from torch import Tensor
 
 from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
+from linearize.ops.layout import Span, TerracedSpan
 from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.reference import exponentials, softmax_scores
-from linearize.ops.span import Span, TerracedSpan
 
 
 def linear_step(

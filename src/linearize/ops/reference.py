@@ -6,13 +6,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linearize.ops.decay import cumulative
 from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Layout
-from linearize.ops.linear_state import LinearState
+from linearize.ops.layout import Layout, Span
+from linearize.ops.linear_state import LinearState, cumulative
 from linearize.ops.partial import Partial, accumulation_dtype
-from linearize.ops.span import Span
 
 
 def visible_keys(span: Span, layout: Layout) -> tuple[Bool[Tensor, "B T K"], Bool[Tensor, "B T K"]]:

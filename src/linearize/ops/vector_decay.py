@@ -11,14 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linearize.ops.chunk_recurrence import ChunkRecurrence, Masks, power_of_two_chunks
-from linearize.ops.decay import ticking
 from linearize.ops.decay_products import decay_factor, decayed_scores, decayed_sums
 from linearize.ops.heads import repeat_kv
-from linearize.ops.layout import Layout
-from linearize.ops.linear_state import LinearState
+from linearize.ops.layout import Layout, Span, TerracedSpan
+from linearize.ops.linear_state import LinearState, ticking
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.recomputed_scan import scan
-from linearize.ops.span import Span, TerracedSpan
 
 
 def linear_scan(

@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize.ops.chunk_layout import ChunkLayout
-from linearize.ops.grid import Grid, chunks_back, make_grid, pick
-from linearize.ops.layout import Layout
+from linearize.ops.grid import ChunkLayout, Grid, chunks_back, make_grid, pick
+from linearize.ops.layout import Layout, Span
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.recomputed_scan import Body, Given, Grads, Tensors, scan
-from linearize.ops.span import Span
 
 WINDOW_CHUNK = 32  # shorter than those of the linear part: fewer of the near keys' scores are masked
 LOG2_E = math.log2(math.e)

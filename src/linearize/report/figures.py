@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from linearize.evaluation.perplexity import Interval
+from linearize.evaluation.intervals import Interval
 from linearize.report.load import RunFiles
 from linearize.report.numbers import Number, number, scaled
 from linearize.report.svg import DASHES, MARKERS, SERIES, colour, draw

@@ -12,9 +12,9 @@ from math import exp, isfinite, sqrt
 from statistics import median
 from typing import Any, Literal
 
-from linearize.evaluation.controls import DEFAULT_WINDOW
+from linearize.evaluation.candidates import DEFAULT_WINDOW
+from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import title
-from linearize.evaluation.perplexity import Interval
 from linearize.evaluation.speed import growth, memory_break_even
 from linearize.report.load import RunFiles, interval
 from linearize.report.numbers import (
@@ -186,11 +186,6 @@ def _side_of_half(found: Interval) -> Kind:
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
-
-
-def what(task: Mapping[str, Any]) -> str:
-    """The kind of task, in words."""
-    return str(task["type"]).replace("_", " ")
 
 
 def score_difference(run: RunFiles, other: str, metric: str) -> Finding | None:

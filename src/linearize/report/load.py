@@ -12,9 +12,8 @@ from typing import Any
 import yaml
 
 from linearize.base import UserError, read_json
-from linearize.evaluation.candidates import LABELS
-from linearize.evaluation.perplexity import Interval
-from linearize.evaluation.shares import REFERENCES
+from linearize.evaluation.candidates import LABELS, REFERENCES
+from linearize.evaluation.intervals import Interval
 from linearize.report.numbers import Number
 
 STAGES = ("transfer", "adapt", "finetune", "controls/window_lora", "controls/teacher_lora")

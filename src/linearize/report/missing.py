@@ -46,6 +46,14 @@ def not_measured(runs: Sequence[RunFiles], what: str, there: Callable[[RunFiles]
     return [*lines, _line(missing, silent, runs, how)] if silent else lines
 
 
+def missing_controls(runs: Sequence[RunFiles]) -> list[Text]:
+    return [
+        Text(f"Not measured{f' for {run.name}' if run.group else ''}: {', '.join(missing)}.", tone="missing")
+        for run in runs
+        if (missing := run.section("missing"))
+    ]
+
+
 def _line(missing: str, without: Sequence[RunFiles], runs: Sequence[RunFiles], why: str) -> Text:
     where = "" if len(without) == len(runs) else f" for {', '.join(run.name for run in without)}"
     return Text(f"{missing}{where}: {why.rstrip('.')}.", tone="missing")

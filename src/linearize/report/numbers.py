@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isfinite, isnan, log10
 from typing import Any
 
-from linearize.evaluation.perplexity import Interval
+from linearize.evaluation.intervals import Interval
 
 Number = int | float  # what stands in a JSON file
 
@@ -117,3 +118,8 @@ def plain(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(plain, value)) or "none"
     return str(value)
+
+
+def what(task: Mapping[str, Any]) -> str:
+    """The kind of task, in words."""
+    return str(task["type"]).replace("_", " ")

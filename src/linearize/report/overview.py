@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from linearize.evaluation.metrics import title
-from linearize.report.findings import Finding, findings, speeds, verdict, what
+from linearize.report.findings import Finding, findings, speeds, verdict
 from linearize.report.html import Table, Text
 from linearize.report.load import RunFiles, interval
-from linearize.report.numbers import DASH, count, milliseconds, percent, plain, scaled, with_interval
+from linearize.report.numbers import DASH, count, milliseconds, percent, plain, scaled, what, with_interval
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,22 @@ from math import exp
 from typing import Any
 
 from linearize.evaluation.candidates import LABELS
+from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import title
-from linearize.evaluation.perplexity import Interval
-from linearize.report.findings import what
 from linearize.report.html import Group, Table
 from linearize.report.load import RunFiles, interval, label
-from linearize.report.numbers import DASH, Number, capital, count, milliseconds, percent, plain, scaled, with_interval
+from linearize.report.numbers import (
+    DASH,
+    Number,
+    capital,
+    count,
+    milliseconds,
+    percent,
+    plain,
+    scaled,
+    what,
+    with_interval,
+)
 
 NOTE = "what it is"  # the column that a terminal has no room for
 

@@ -29,7 +29,9 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe
-from linearize.report import evaluation_page, load_run, model_card, write_report
+from linearize.report.card import evaluation_page, model_card
+from linearize.report.load import load_run
+from linearize.report.page import write_report
 from linearize.run.folder import Run, student_folder, versions, write_json, write_text
 from linearize.training.attention_transfer import load_transferred
 from linearize.training.finetune import load_finetuned

@@ -28,9 +28,9 @@ from linearize.hf.attention import (
 )
 from linearize.hf.layouts import read_layout
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers import AttnInputs
 from linearize.mixers.attention_weights import far_queries
-from linearize.ops import Layout
+from linearize.mixers.inputs import AttnInputs
+from linearize.ops.layout import Layout
 from linearize.training.bypass import dropped_windows
 from linearize.training.calibration import calibrate
 from linearize.training.config import TransferConfig

@@ -11,8 +11,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from linearize.hf.attention import linearized_layers
-from linearize.mixers import AttnInputs, LinearMixer
-from linearize.ops import Partial
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
+from linearize.ops.partial import Partial
 from linearize.training.config import TrainConfig
 from linearize.training.loop import Step
 

@@ -17,10 +17,12 @@ from transformers import PreTrainedModel
 from linearize.data.rows import Rows, on_device
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers import AttnInputs, LinearMixer
 from linearize.mixers.combine import AbsoluteScaleCombine
 from linearize.mixers.feature_maps.learned import Learned
-from linearize.ops import Layout, SlidingSpan, window_softmax
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
+from linearize.ops.dispatch import window_softmax
+from linearize.ops.layout import Layout, SlidingSpan
 
 LEAST_SHARE = 1e-4  # of the far keys, where the teacher has less: with none at all there is nothing to learn from
 MOST_LOG_ODDS = 20.0

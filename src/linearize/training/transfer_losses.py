@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from linearize.base import UserError
 from linearize.hf.attention import sliding_window
-from linearize.mixers import AttnInputs
 from linearize.mixers.attention_weights import (
     Features,
     LinearPart,
@@ -29,7 +28,8 @@ from linearize.mixers.attention_weights import (
     query_blocks,
     softmax_weights,
 )
-from linearize.ops import Layout, NoSpan
+from linearize.mixers.inputs import AttnInputs
+from linearize.ops.layout import Layout, NoSpan
 from linearize.training.config import TransferConfig
 
 MIN_WEIGHT = 1e-20  # what a weight is taken for, if it is less: relu and rounding give weights of 0

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from linearize.evaluation.candidates import LABELS
-from linearize.evaluation.perplexity import Interval
+from linearize.evaluation.intervals import Interval
 from linearize.report import tables
 from linearize.report.figures import by_run, dots
-from linearize.report.html import Block, Figure, Group, Section, Table, Text
+from linearize.report.html import Block, Figure, Group, Section, Table
 from linearize.report.load import RunFiles, interval, label
-from linearize.report.missing import not_measured
+from linearize.report.missing import missing_controls, not_measured
 from linearize.report.numbers import count, percent, share, with_interval
 
 
@@ -28,14 +28,6 @@ def quality(runs: Sequence[RunFiles]) -> Section:
         summary="Loss on held-out text, nats per token; lower is better. Intervals of single candidates are wide "
         "because texts differ, and all candidates share the texts: judge by the paired differences.",
     )
-
-
-def missing_controls(runs: Sequence[RunFiles]) -> list[Text]:
-    return [
-        Text(f"Not measured{f' for {run.name}' if run.group else ''}: {', '.join(missing)}.", tone="missing")
-        for run in runs
-        if (missing := run.section("missing"))
-    ]
 
 
 def _losses(runs: Sequence[RunFiles]) -> Figure:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from linearize.evaluation.candidates import LABELS
-from linearize.evaluation.perplexity import Interval
+from linearize.evaluation.intervals import Interval
 from linearize.report import findings, tables
 from linearize.report.figures import by_run, dots
 from linearize.report.heatmaps import Panel, Scale

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from linearize.evaluation.candidates import LABELS
+from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import title
-from linearize.evaluation.perplexity import Interval
 from linearize.report import tables
 from linearize.report.figures import DotPanel, by_run, dots
-from linearize.report.findings import what
 from linearize.report.html import Block, Figure, Group, Section, Table
 from linearize.report.load import RunFiles, label
-from linearize.report.numbers import DASH, capital, count, percent, with_interval
-from linearize.report.sections.quality import missing_controls
+from linearize.report.missing import missing_controls
+from linearize.report.numbers import DASH, capital, count, percent, what, with_interval
 
 _ACROSS = 3  # panels side by side
 

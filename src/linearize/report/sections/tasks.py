@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from linearize.evaluation.candidates import LABELS
-from linearize.evaluation.perplexity import Interval
+from linearize.evaluation.intervals import Interval
 from linearize.report.figures import DotPanel, Dots, dots
 from linearize.report.html import Block, Continuation, Figure, Group, Prompt, Prompts, Section, Table, Text
 from linearize.report.load import RunFiles, interval, label
