@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from linearize.base import UserError
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer_state import MixerState
+from linearize.mixers.mixer_state import State
 from linearize.mixers.recording import Recording
 from linearize.ops.layout import Layout
 
@@ -18,7 +18,7 @@ STATE_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16
 
 
 class LinearizedCacheLayer(CacheLayerMixin):
-    """Holds one mixer's `MixerState` inside an ordinary transformers `Cache`. Constant in size."""
+    """Holds one mixer's `State` inside an ordinary transformers `Cache`: constant in size, but for heads that keep all keys."""
 
     is_compileable = True
     is_croppable = False
@@ -31,22 +31,20 @@ class LinearizedCacheLayer(CacheLayerMixin):
         """`dtype` is that of S between steps; None: the one it is computed in, fp32 or, of an fp64 model, fp64."""
         super().__init__()
         self.dtype = dtype
-        self.kept: MixerState | None = None  # in `dtype`
+        self.kept: State | None = None  # in `dtype`
         self.length: int | Tensor = 0  # slots seen, padding included: what transformers counts positions by
         self.recording: Recording | None = None
 
     @property
-    def state(self) -> MixerState | None:
+    def state(self) -> State | None:
         """As the mixer reads it."""
-        if self.kept is None or self.dtype is None or self.kept.linear is None:
-            return self.kept
-        return self.kept.matrices_in(self.kept.linear.z.dtype)
+        return self.kept if self.kept is None or self.dtype is None else self.kept.matrices_in(None)
 
     @state.setter
-    def state(self, state: MixerState | None) -> None:
+    def state(self, state: State | None) -> None:
         self.kept = None if state is None else self._stored(state)
 
-    def _stored(self, state: MixerState) -> MixerState:
+    def _stored(self, state: State) -> State:
         return state if self.dtype is None else state.matrices_in(self.dtype)
 
     def step(self, mixer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
@@ -58,7 +56,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.advance(state, inputs.q.shape[2])
         return y
 
-    def advance(self, state: MixerState, tokens: int) -> None:
+    def advance(self, state: State, tokens: int) -> None:
         """Take the state after `tokens` more slots."""
         self.state, self.length, self.is_initialized = state, self.length + tokens, True
 
@@ -155,14 +153,17 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
     a static cache, no token can be taken back.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | None, slots: int) -> None:
+        """`slots`: how many tokens there is room for, in heads that keep all keys."""
         super().__init__(dtype)
+        self.slots = slots
         self.length = torch.tensor(0)  # an int would be another graph
 
-    def advance(self, state: MixerState, tokens: int) -> None:
+    def advance(self, state: State, tokens: int) -> None:
+        state = state.with_room(self.slots)
         if self.kept is None:
             self.kept = stored = self._stored(state.map(Tensor.clone))
-            self.length, self.is_initialized = torch.tensor(tokens, device=state.seen.device), True
+            self.length, self.is_initialized = torch.tensor(tokens, device=stored.tensors()[0].device), True
             if not torch.compiler.is_compiling():
                 for x in (*stored.tensors(), self.length):
                     torch._dynamo.mark_static_address(x)
@@ -203,9 +204,11 @@ def cache_layer(cache: Cache, index: int, state_dtype: str | None = None) -> Lin
         raise UserError(
             f"config.state_dtype: expected one of {', '.join(map(str, STATE_DTYPES))}; found {state_dtype!r}"
         )
-    layer_class = StaticLinearizedCacheLayer if type(cache) is StaticCache else LinearizedCacheLayer
-    cache.layers[index] = layer = layer_class(STATE_DTYPES[state_dtype])
-    return layer
+    dtype = STATE_DTYPES[state_dtype]
+    static = type(cache) is StaticCache
+    made = StaticLinearizedCacheLayer(dtype, layer.max_cache_len) if static else LinearizedCacheLayer(dtype)
+    cache.layers[index] = made
+    return made
 
 
 def layer_tensors(layer: Any) -> dict[str, Tensor]:
@@ -227,10 +230,9 @@ def layer_tensors(layer: Any) -> dict[str, Tensor]:
 def fill_layer(layer: Any, tensors: dict[str, Tensor], length: int) -> None:
     """Put `layer_tensors` of a layer that saw `length` slots into an empty one."""
     if isinstance(layer, LinearizedCacheLayer):
-        state = MixerState.from_named_tensors(tensors)
-        if layer.dtype is None and state.linear is not None:  # it may come from a layer that kept S otherwise
-            state = state.matrices_in(state.linear.z.dtype)
-        layer.advance(state, length)
+        state = State.from_named_tensors(tensors)
+        # It may come from a layer that kept S otherwise.
+        layer.advance(state.matrices_in(None) if layer.dtype is None else state, length)
         return
     layer.update(tensors["keys"], tensors["values"])
     if isinstance(layer, DynamicSlidingWindowLayer):

@@ -40,18 +40,21 @@ from linearize.hf.teacher import TeacherShape
 from linearize.hf.unsupported import Unsupported
 from linearize.hf.whole_weights import load_whole
 from linearize.mixers.bidirectional import BidirectionalMixer
-from linearize.mixers.config import LayerPlan, MixerConfig
+from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
+from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
 
 __all__ = ["ARCHITECTURES"]
 
-FORMAT_VERSION = 1  # of the layer plan in a config
+# Of the layer plan in a config; from 2 on, a layer can have a mixer for each group of its heads.
+FORMAT_VERSIONS = (1, 2)
 
 
 def plan_to_config(plan: LayerPlan) -> dict[str, Any]:
     """A layer plan as the plain data that a config stores under `linearize`."""
     layers = [None if mixer is None else mixer.model_dump(mode="json") for mixer in plan]
-    return {"format_version": FORMAT_VERSION, "layers": layers}
+    headwise = any(isinstance(mixer, HeadwiseConfig) for mixer in plan)
+    return {"format_version": FORMAT_VERSIONS[headwise], "layers": layers}
 
 
 def read_plan(config: PreTrainedConfig) -> LayerPlan:
@@ -63,13 +66,16 @@ def read_plan(config: PreTrainedConfig) -> LayerPlan:
     stored = getattr(config, "linearize", None)
     if not stored:
         raise ValueError(f"config.linearize: expected a layer plan, found {stored!r}; convert a model with linearize")
-    if stored.get("format_version") != FORMAT_VERSION:
+    if stored.get("format_version") not in FORMAT_VERSIONS:
         raise ValueError(
-            f"config.linearize.format_version: expected {FORMAT_VERSION}, found {stored.get('format_version')!r}; "
+            f"config.linearize.format_version: expected 1 or 2, found {stored.get('format_version')!r}; "
             "install the version of linearize that wrote this checkpoint, or a newer one"
         )
     try:
-        return tuple(None if mixer is None else MixerConfig.model_validate(mixer) for mixer in stored["layers"])
+        return tuple(
+            None if layer is None else (HeadwiseConfig if "groups" in layer else MixerConfig).model_validate(layer)
+            for layer in stored["layers"]
+        )
     except ValidationError as error:
         first = error.errors()[0]
         field, reason = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
@@ -118,7 +124,7 @@ class LinearizedModel(Unsupported, PreTrainedModel):
     def initialize_weights(self) -> None:
         """Also initialises mixers, where the checkpoint is the softmax teacher's and has none of them."""
         for layer in linearized_layers(self).values():
-            for part in layer.mixer.children():
+            for part in (part for _, mixer in layer.mixer.parts() for part in mixer.children()):
                 if not all(getattr(x, "_is_hf_initialized", False) for x in (*part.parameters(), *part.buffers())):
                     part.reset_parameters()
             for module in layer.mixer.modules():
@@ -215,7 +221,6 @@ def install(model: PreTrainedModel) -> None:
     shape, plan = TeacherShape.from_config(model.config.to_dict()), read_plan(model.config)
     architecture = ARCHITECTURES[base_type]
     modules = attention_modules(model, architecture)
-    mixer_class = BidirectionalMixer if architecture.bidirectional else LinearMixer
     if len(modules) != len(plan):
         raise ValueError(f"config.linearize.layers: expected {len(modules)} layers, found {len(plan)}")
     seed = int(torch.randint(2**62, (), device="cpu"))
@@ -229,7 +234,7 @@ def install(model: PreTrainedModel) -> None:
         where = torch.device("meta" if weight.is_meta else "cpu")
         with where, _default_dtype(torch.float32), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(Random(f"{seed}, layer {module.layer_idx}").getrandbits(63))
-            mixer = mixer_class(mixer_config, shape.layer)
+            mixer = build(mixer_config, shape)
         attach(module, mixer.to(weight.device, dtype), ATTENTION_CLASSES[base_type], model.config)
     hide_masks(model, len(plan))
     if architecture.parts is None:
@@ -239,6 +244,13 @@ def install(model: PreTrainedModel) -> None:
         # First, because the other hook may make a mask, and this one reads what was given.
         stack.register_forward_pre_hook(layout_hook, with_kwargs=True, prepend=True)
         keep_documents_apart(model)
+
+
+def build(config: MixerConfig | HeadwiseConfig, teacher: TeacherShape) -> Any:
+    """The mixer of one layer of `teacher`."""
+    if isinstance(config, HeadwiseConfig):
+        return HeadwiseMixer(config, teacher.layer)
+    return (BidirectionalMixer if teacher.bidirectional else LinearMixer)(config, teacher.layer)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ and `combine`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any, Literal
@@ -169,7 +169,50 @@ class MixerConfig(Config):
         return self.model_copy(update={"feature_map": self.feature_map.resolved(shape)})
 
 
-LayerPlan = tuple[MixerConfig | None, ...]  # of each layer its mixer; None: it stays softmax
+class HeadGroup(Config):
+    """Some KV heads of a layer, with the query heads that read them, and their mixer; null: softmax over all keys."""
+
+    kv_heads: tuple[int, ...] = Field(min_length=1)
+    mixer: MixerConfig | None = None
+
+
+class HeadwiseConfig(Config):
+    """A layer whose KV heads have mixers of different kinds or sizes. Each KV head is in one group."""
+
+    groups: tuple[HeadGroup, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _partition(self) -> HeadwiseConfig:
+        heads = sorted(head for group in self.groups for head in group.kv_heads)
+        if heads != list(range(len(heads))) or any(list(g.kv_heads) != sorted(g.kv_heads) for g in self.groups):
+            raise ValueError(f"groups: expected each KV head from 0 on in one group, in order, found {heads}")
+        return self
+
+    @classmethod
+    def of(cls, mixers: Sequence[MixerConfig | None]) -> MixerConfig | HeadwiseConfig | None:
+        """What a layer with these mixers, one per KV head, is: heads with the same mixer are one group."""
+        different = list(dict.fromkeys(mixers))
+        if len(different) == 1:
+            return different[0]
+        groups = (
+            HeadGroup(kv_heads=tuple(head for head, its in enumerate(mixers) if its == mixer), mixer=mixer)
+            for mixer in different
+        )
+        return cls(groups=tuple(groups))
+
+    @property
+    def mixers(self) -> list[MixerConfig]:
+        """Those of all groups but softmax's."""
+        return [group.mixer for group in self.groups if group.mixer is not None]
+
+
+LayerPlan = tuple[MixerConfig | HeadwiseConfig | None, ...]  # of each layer its mixer; None: it stays softmax
+
+
+def each_mixer(plan: LayerPlan) -> Iterator[MixerConfig]:
+    """All mixers of a plan, layer by layer."""
+    for layer in plan:
+        yield from layer.mixers if isinstance(layer, HeadwiseConfig) else () if layer is None else (layer,)
 
 
 def _has_linear_fields(mixer: MixerConfig) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -56,3 +57,22 @@ class AttnInputs:
         unrotated = None if self.unrotated is None else tuple(x[:, :, start:stop] for x in self.unrotated)
         rope = None if self.rope is None else tuple(x[:, start:stop] for x in self.rope)
         return replace(self, q=q, k=k, v=v, hidden=hidden, unrotated=unrotated, rope=rope)
+
+    def heads(self, kv_heads: Sequence[int]) -> AttnInputs:
+        """The inputs of some KV heads and of the query heads that read them."""
+
+        def some(x: Tensor) -> Tensor:
+            return some_heads(x, kv_heads, self.k.shape[1])
+
+        unrotated = None if self.unrotated is None else (some(self.unrotated[0]), some(self.unrotated[1]))
+        return replace(self, q=some(self.q), k=some(self.k), v=some(self.v), unrotated=unrotated)
+
+
+def some_heads(x: Float[Tensor, "B h T X"], kv_heads: Sequence[int], num_kv_heads: int) -> Float[Tensor, "B n T X"]:
+    """Heads of `x` that belong to `kv_heads`, which are in order: slices, where they lie side by side a view."""
+    group, runs = x.shape[1] // num_kv_heads, list[tuple[int, int]]()
+    for head in kv_heads:
+        start = runs.pop()[0] if runs and runs[-1][1] == head else head
+        runs.append((start, head + 1))
+    slices = [x[:, group * start : group * stop] for start, stop in runs]
+    return slices[0] if len(slices) == 1 else torch.cat(slices, dim=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -63,6 +63,10 @@ class Mixer(nn.Module, ABC):
         if config.feature_map is not None:
             self.feature_map = FEATURE_MAPS[type(config.feature_map)](config.feature_map, shape)
             self.scale = config.scale_factor(shape)
+
+    def parts(self) -> Iterator[tuple[tuple[int, ...], Mixer]]:
+        """KV heads and mixer of each group of heads; here one of all."""
+        yield tuple(range(self.shape.num_kv_heads)), self
 
     def reset_parameters(self) -> None:
         """Initialise every parameter as the config says."""

@@ -1,23 +1,89 @@
-"""What a mixer carries from call to call: constant in size, whatever the number of tokens seen."""
+"""What a mixer carries from call to call: constant in size, but for heads that keep all of their keys."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
+from typing_extensions import Self
 
 from linearize.ops.layout import Layout, Span, context_positions
 from linearize.ops.linear_state import LinearState
 
 Tokens = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
 MATRICES = ("linear.S", "linear.next_S")
+GROWING = ("all_keys", "all_values")  # slots of every token seen
+
+
+class State(ABC):
+    """What one layer's mixer carries: tensors by name, batch-first."""
+
+    @abstractmethod
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state by a name."""
+
+    @staticmethod
+    def from_named_tensors(named: dict[str, Tensor]) -> State:
+        """The state that has these tensors: of a mixer, or of one for each group of heads (`0.seen`, `1.seen`, ...)."""
+        if "seen" not in named:
+            count = 1 + max(int(name.partition(".")[0]) for name in named)
+            return HeadwiseState(
+                tuple(MixerState.of(_part(named, f"{index}.")) for index in range(count))
+            )
+        return MixerState.of(named)
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the state."""
+        return list(self.named_tensors().values())
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """The state with `fn` applied to every tensor."""
+        return self._renamed({name: fn(x) for name, x in self.named_tensors().items()})
+
+    def matrices_in(self, dtype: torch.dtype | None) -> Self:
+        """The state with S, which is most of it, in `dtype`; None: in the one that it is computed in, that of z.
+
+        z, one D-th of S, is what S is divided by, and the rest is read as it was written: they stay exact.
+        """
+        named = self.named_tensors()
+        for name, x in named.items():
+            if name.endswith(MATRICES):
+                named[name] = x.to(named[name.replace("S", "z")].dtype if dtype is None else dtype)
+        return self._renamed(named)
+
+    def select(self, index: Int[Tensor, " N"]) -> Self:
+        """Rows `index` of the batch (beam search, dropping finished rows)."""
+        return self.map(lambda x: x.index_select(0, index.to(x.device)))
+
+    def repeat(self, repeats: int) -> Self:
+        """Every row `repeats` times, side by side."""
+        return self.map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all tensors."""
+        return sum(x.numel() * x.element_size() for x in self.tensors())
+
+    def with_room(self, slots: int) -> Self:
+        """The state in which every part that grows has room for `slots` tokens, the last ones: of one size forever."""
+        return self._renamed({
+            name: pad(x, (0, 0, slots - x.shape[2], 0)) if name.endswith(GROWING) else x
+            for name, x in self.named_tensors().items()
+        })
+
+    def _renamed(self, named: dict[str, Tensor]) -> Self:
+        state = State.from_named_tensors(named)
+        assert isinstance(state, type(self))
+        return state
 
 
 @dataclass(frozen=True)
-class MixerState:
+class MixerState(State):
     """The tokens of the sinks and the window, the linear part's state, and how many tokens were seen.
 
     All tensors are batch-first and of fixed shape. Slots are ordered: `span.sinks` sinks, then the last `span.context`
@@ -25,7 +91,7 @@ class MixerState:
 
     Attributes:
         slots: `keys` and `values` [B, G, S, D], and what gates and feature maps need of a token that enters the linear
-            state later than it was written (see `LinearMixer`).
+            state later than it was written (see `LinearMixer`); or `all_keys` and `all_values`, which grow.
         seen: tokens of the document so far.
         linear: S and z of the keys below the window, where there is a linear part.
         maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
@@ -43,44 +109,26 @@ class MixerState:
         named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
         return named | {"seen": self.seen} | ({} if self.maximum is None else {"maximum": self.maximum})
 
-    def tensors(self) -> list[Tensor]:
-        """Every tensor of the state."""
-        return list(self.named_tensors().values())
-
     @classmethod
-    def from_named_tensors(cls, named: dict[str, Tensor]) -> MixerState:
+    def of(cls, named: dict[str, Tensor]) -> MixerState:
         """The state that has these tensors."""
+        linear = _part(named, "linear.")
+        return cls(_part(named, "slots."), named["seen"], LinearState(**linear) if linear else None, named.get("maximum"))
 
-        def part(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): x for name, x in named.items() if name.startswith(prefix)}
 
-        linear = part("linear.")
-        return cls(part("slots."), named["seen"], LinearState(**linear) if linear else None, named.get("maximum"))
+@dataclass(frozen=True)
+class HeadwiseState(State):
+    """The states of the mixers that a layer's heads are divided among."""
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> MixerState:
-        """The state with `fn` applied to every tensor."""
-        return MixerState.from_named_tensors({name: fn(x) for name, x in self.named_tensors().items()})
+    parts: tuple[MixerState, ...]
 
-    def matrices_in(self, dtype: torch.dtype) -> MixerState:
-        """The state with S, which is most of it, in `dtype`.
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Those of each part, behind its number: `0.slots.keys`."""
+        return {f"{i}.{name}": x for i, part in enumerate(self.parts) for name, x in part.named_tensors().items()}
 
-        z, one D-th of S, is what S is divided by, and the rest is read as it was written: they stay exact.
-        """
-        named = {name: x.to(dtype) if name in MATRICES else x for name, x in self.named_tensors().items()}
-        return MixerState.from_named_tensors(named)
 
-    def select(self, index: Int[Tensor, " N"]) -> MixerState:
-        """Rows `index` of the batch (beam search, dropping finished rows)."""
-        return self.map(lambda x: x.index_select(0, index.to(x.device)))
-
-    def repeat(self, repeats: int) -> MixerState:
-        """Every row `repeats` times, side by side."""
-        return self.map(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by all tensors."""
-        return sum(x.numel() * x.element_size() for x in self.tensors())
+def _part(named: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): x for name, x in named.items() if name.startswith(prefix)}
 
 
 def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int) -> Tokens:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer_state import MixerState
+from linearize.mixers.mixer_state import State
 from linearize.ops.layout import Layout
 
 RECORDED = 512  # tokens that can be taken back, at the least; assistants propose some tens at a time
@@ -33,7 +33,7 @@ class Call:
         layout = None if self.layout is None else Layout.from_valid(self.layout.key_position[:, start:stop] >= 0)
         return Call(self.mixer, self.inputs.tokens(start, stop).map(Tensor.clone), layout)
 
-    def run(self, state: MixerState | None) -> tuple[Float[Tensor, "B H T D"], MixerState]:
+    def run(self, state: State | None) -> tuple[Float[Tensor, "B H T D"], State]:
         return self.mixer.step(self.inputs, state, self.layout)
 
 
@@ -41,7 +41,7 @@ class Call:
 class Replay:
     """An earlier state, and the calls since."""
 
-    before: MixerState | None
+    before: State | None
     calls: list[Call] = field(default_factory=list)
 
     @property
@@ -70,8 +70,8 @@ class Recording:
         return sum(replay.length for replay in self.replays)
 
     def step(
-        self, mixer: Any, inputs: AttnInputs, state: MixerState | None, layout: Layout | None
-    ) -> tuple[Float[Tensor, "B H T D"], MixerState]:
+        self, mixer: Any, inputs: AttnInputs, state: State | None, layout: Layout | None
+    ) -> tuple[Float[Tensor, "B H T D"], State]:
         """As `mixer.step`, and recorded: of a long prompt its end."""
         call = Call(mixer, inputs, layout)
         if call.length <= RECORDED:
@@ -82,13 +82,13 @@ class Recording:
         tail, state = self._recorded(call.tokens(cut, call.length), state)
         return torch.cat([head, tail], dim=2), state
 
-    def _recorded(self, call: Call, state: MixerState | None) -> tuple[Float[Tensor, "B H T D"], MixerState]:
+    def _recorded(self, call: Call, state: State | None) -> tuple[Float[Tensor, "B H T D"], State]:
         if not self.replays or self.replays[-1].length >= RECORDED:
             self.replays = [*self.replays[-1:], Replay(state)]
         self.replays[-1].calls.append(call)
         return call.run(state)
 
-    def take_back(self, tokens: int) -> MixerState | None:
+    def take_back(self, tokens: int) -> State | None:
         """The state without the last `tokens` tokens, from 1 to `length`; nothing else can be taken back after that."""
         assert 0 < tokens <= self.length
         stay, replay = self.length - tokens, self.replays[0]

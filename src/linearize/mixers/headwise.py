@@ -1,0 +1,90 @@
+"""A layer whose heads are divided among mixers: memory goes where it earns most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from linearize.mixers.config import HeadwiseConfig
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
+from linearize.mixers.mixer_state import HeadwiseState
+from linearize.mixers.shape import LayerShape
+from linearize.mixers.softmax import SoftmaxMixer
+from linearize.ops.layout import Layout
+
+
+class HeadwiseMixer(nn.Module):
+    """Groups of KV heads, each with the mixer of its own that reads q, k and v of these heads alone.
+
+    One projection before and one after; a group's heads are one batch. A group's parameters are `groups.<index>.*`.
+    """
+
+    causal = True
+
+    def __init__(self, config: HeadwiseConfig, shape: LayerShape) -> None:
+        super().__init__()
+        self.config, self.shape = config, shape
+        self.kv_heads = [group.kv_heads for group in config.groups]
+        found = sum(map(len, self.kv_heads))
+        if found != shape.num_kv_heads:
+            raise ValueError(f"groups: expected {shape.num_kv_heads} KV heads, found {found}")
+        per_kv_head = shape.num_heads // shape.num_kv_heads
+        self.groups = nn.ModuleList()
+        for group in config.groups:
+            heads = len(group.kv_heads)
+            own = replace(shape, num_heads=heads * per_kv_head, num_kv_heads=heads)
+            self.groups.append(SoftmaxMixer(own) if group.mixer is None else LinearMixer(group.mixer, own))
+        in_groups = [head for heads in self.kv_heads for head in heads]
+        self._order = [in_groups.index(head) for head in range(found)]
+
+    def reset_parameters(self) -> None:
+        """Initialise every parameter as the configs say."""
+        for _, mixer in self.parts():
+            mixer.reset_parameters()
+
+    def parts(self) -> Iterator[tuple[tuple[int, ...], LinearMixer | SoftmaxMixer]]:
+        """Each group's KV heads and mixer."""
+        for heads, mixer in zip(self.kv_heads, self.groups, strict=True):
+            assert isinstance(mixer, LinearMixer | SoftmaxMixer)
+            yield heads, mixer
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether `AttnInputs.hidden` is read."""
+        return any(mixer.wants_hidden for _, mixer in self.parts())
+
+    @property
+    def wants_unrotated(self) -> bool:
+        """Whether `AttnInputs.unrotated` and `.rope` are read, in a model with RoPE."""
+        return any(mixer.wants_unrotated for _, mixer in self.parts())
+
+    def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
+        """Outputs for whole documents, without a state. `layout` None: one full document per row."""
+        return self._joined([mixer(inputs.heads(heads), layout) for heads, mixer in self.parts()])
+
+    def step(
+        self, inputs: AttnInputs, state: HeadwiseState | None, layout: Layout | None = None
+    ) -> tuple[Float[Tensor, "B H T D"], HeadwiseState]:
+        """Outputs and the next state, as of each group's mixer."""
+        found = [
+            mixer.step(inputs.heads(heads), None if state is None else state.parts[index], layout)
+            for index, (heads, mixer) in enumerate(self.parts())
+        ]
+        return self._joined([y for y, _ in found]), HeadwiseState(tuple(after for _, after in found))
+
+    def state_like(self, inputs: AttnInputs) -> HeadwiseState:
+        """The empty state for inputs of this shape: what stands before the first token."""
+        return HeadwiseState(tuple(mixer.state_like(inputs.heads(heads)) for heads, mixer in self.parts()))
+
+    def _joined(self, outputs: list[Tensor]) -> Float[Tensor, "B H T D"]:
+        """The outputs of all groups, in the order of the heads."""
+        y = torch.cat(outputs, dim=1)
+        if self._order == sorted(self._order):
+            return y
+        group = self.shape.num_heads // self.shape.num_kv_heads
+        return torch.cat([y[:, group * at : group * (at + 1)] for at in self._order], dim=1)

@@ -1,0 +1,58 @@
+"""Softmax over all keys as a mixer, for heads that keep it beside heads that do not."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.mixer_state import GROWING, MixerState, keep_slots
+from linearize.mixers.shape import LayerShape
+from linearize.ops.full import full_softmax
+from linearize.ops.layout import Layout, SlidingSpan
+
+
+class SoftmaxMixer(nn.Module):
+    """Exact softmax attention; has no parameters. Its state has a slot for every slot seen: it grows."""
+
+    causal = True
+    wants_hidden = wants_unrotated = False
+    config = None
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    def reset_parameters(self) -> None:
+        """Nothing: there are none."""
+
+    def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
+        """Outputs for whole documents, without a state. `layout` None: one full document per row."""
+        layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
+        return self._read(inputs, inputs.k, inputs.v, layout)
+
+    def step(
+        self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None
+    ) -> tuple[Float[Tensor, "B H T D"], MixerState]:
+        """Outputs and the next state. `layout` None: every row's tokens are valid and go on in its document."""
+        batch, length = len(inputs.q), inputs.q.shape[2]
+        new = {"all_keys": inputs.k, "all_values": inputs.v}
+        at = own = Layout.full(length, inputs.q.device) if layout is None else layout
+        if state is not None and (kept := state.slots["all_keys"].shape[2]):
+            at = own.with_context(state.seen, SlidingSpan(window_size=kept))
+            new = {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in new.items()}
+        y = self._read(inputs, new["all_keys"], new["all_values"], at)
+        if layout is None:  # they lie as they should: the last tokens last
+            seen = at.key_position.new_full((batch,), length)
+            return y, MixerState(new, seen if state is None else state.seen + seen)
+        span = SlidingSpan(window_size=new["all_keys"].shape[2])
+        return y, MixerState(keep_slots(new, at, span, batch), at.count.expand(batch).clone())
+
+    def state_like(self, inputs: AttnInputs) -> MixerState:
+        """The empty state for inputs of this shape."""
+        seen = inputs.k.new_zeros(len(inputs.k), dtype=torch.int64)
+        return MixerState({name: x[:, :, :0] for name, x in zip(GROWING, (inputs.k, inputs.v), strict=True)}, seen)
+
+    def _read(self, inputs: AttnInputs, k: Tensor, v: Tensor, layout: Layout) -> Float[Tensor, "B H T D"]:
+        return full_softmax(inputs.q, k, v, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout)
