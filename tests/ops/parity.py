@@ -250,7 +250,7 @@ def check_steps(case: Case, start: int) -> None:
         )
         seen = (keys <= n) & ((keys >= span.lo(position)[:, None]) | (keys < span.sinks))
         window = window_step(
-            case.q[:, :, n : n + 1], case.k, case.v, seen=seen, scaling=case.scaling, softcap=case.softcap
+            case.q[:, :, n : n + 1], case.k, case.v, seen=seen[:, None], scaling=case.scaling, softcap=case.softcap
         )
         at_n = [Partial(x.num[:, :, [n]], x.den[:, :, [n]], x.log_scale[:, :, [n]]) for x in expected]
         assert_partials_near((linear, window), at_n, FP64)

@@ -25,6 +25,7 @@ from linearize.mixers.combine import (
     SharedDenominator,
     WindowOnly,
 )
+from linearize.mixers.exact_cache import ExactCache
 from linearize.mixers.feature_maps import FEATURE_MAPS
 from linearize.mixers.feature_maps.base import FeatureMapConfig
 from linearize.mixers.feature_maps.hedgehog import HedgehogMap
@@ -33,7 +34,7 @@ from linearize.mixers.gates import DECAYS, DecayConfig
 from linearize.mixers.normalizers import NORMALIZERS, NormalizerConfig, SumNormalizer
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import AdditiveUpdate, DeltaUpdate
-from linearize.ops.layout import NoSpan, SlidingSpan, Span
+from linearize.ops.layout import NoSpan, SlidingSpan, Span, TerracedSpan
 
 
 class OneOf:
@@ -78,6 +79,9 @@ class MixerConfig(Config):
     )
     normalizer: Annotated[NormalizerConfig, OneOf(NORMALIZERS)] = Field(
         default=SumNormalizer(), description="what is made of the linear part's sums"
+    )
+    cache: ExactCache | None = Field(
+        default=None, description="exact keys that are kept beside the window; null: none. Needs a terraced span"
     )
     combine: Annotated[Config, OneOf(COMBINES)] = Field(
         default=SharedDenominator(), description="how window and linear part become one output"
@@ -234,6 +238,15 @@ _REFUSED: tuple[tuple[Callable[[MixerConfig], bool], str], ...] = (
     (
         lambda m: isinstance(m.combine, WindowOnly | Mix | AbsoluteScale) and isinstance(m.span, NoSpan),
         "combine `window_only`, `mix` and `absolute_scale` need a window: choose span `sliding` or `terraced`",
+    ),
+    (
+        lambda m: m.cache is not None and not isinstance(m.span, TerracedSpan),
+        "cache: keys are chosen when a block of them leaves the window: choose span `terraced`",
+    ),
+    (
+        lambda m: m.cache is not None and m.feature_map is not None,
+        "cache: what it drops is dropped, a linear part would not hold it: set feature_map to null and combine to "
+        "`window_only`",
     ),
     (
         lambda m: isinstance(m.combine, SharedDenominator | AbsoluteScale) and not m.sums,

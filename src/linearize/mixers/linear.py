@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,6 +22,7 @@ from linearize.mixers.running_maximum import running_maximum
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaRule, DeltaUpdate
 from linearize.ops.dispatch import delta_values, linear_scan, window_softmax
+from linearize.ops.exact_cache import Blocks, best, cached_softmax, choose, cut, merged, taken
 from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout, TerracedSpan, context_positions
 from linearize.ops.linear_state import LinearState, linear_state
@@ -210,7 +211,23 @@ class LinearMixer(Mixer):
         with torch.autocast(inputs.autocast_device, enabled=False):
             inputs = inputs.accumulated()
             tokens, phi_k, _ = self.tokens(inputs, layout, layout, None)
-            return self._partials(inputs, tokens, phi_k, self.written(tokens, phi_k, layout, None), layout, None)
+            chosen = self._chosen(tokens, layout, None)
+            return self._partials(inputs, tokens, phi_k, self.written(tokens, phi_k, layout, None), layout, None, chosen)
+
+    def _chosen(self, tokens: Tokens, layout: Layout, state: MixerState | None) -> Chosen | None:
+        """What the exact cache holds for each block of queries; None where there is none."""
+        cache, span = self.config.cache, self.span
+        if cache is None:
+            return None
+        assert isinstance(span, TerracedSpan)
+        position = layout.key_position[:, None].expand(len(tokens["keys"]), self.shape.num_kv_heads, -1)
+        own = {"keys": tokens["keys"], "values": tokens["values"], "position": position}
+        held = _no_cache(own, cache.size) if state is None else state.exact
+        assert held is not None
+        pool = {name: torch.cat([held[name].to(x.dtype), x], dim=2) for name, x in own.items()}
+        blocks = cut(layout, span)
+        places, _ = choose(pool["keys"], pool["values"], pool["position"], blocks, span, cache.size, cache.worth)
+        return Chosen(pool, blocks, places)
 
     def _partials(
         self,
@@ -220,11 +237,16 @@ class LinearMixer(Mixer):
         written: Tensor,
         layout: Layout,
         state: MixerState | None,
+        chosen: Chosen | None,
     ) -> tuple[Partial | None, Partial | None]:
         window = linear = None
         if self.span.max_lag:
             softmax: dict[str, Any] = {"scaling": inputs.scaling, "softcap": inputs.softcap, "layout": layout}
             window = window_softmax(inputs.q, tokens["keys"], tokens["values"], span=self.span, **softmax)
+            if chosen is not None:
+                pool = chosen.pool
+                cached = cached_softmax(inputs.q, pool["keys"], pool["values"], chosen.blocks, chosen.held, **softmax)
+                window = merged(window, cached)
         if phi_k is not None:
             before = None if state is None else state.linear
             how: dict[str, Any] = self._how(tokens) | {"span": self.span, "layout": layout, "state": before}
@@ -253,10 +275,12 @@ class LinearMixer(Mixer):
         linear = None
         if phi_k is not None:
             linear = linear_state(phi_k, written, **self._how(tokens), span=self.span, layout=layout, state=before)
-        read = self._partials(inputs, tokens, phi_k, written, layout, state)
+        chosen = self._chosen(tokens, layout, state)
+        read = self._partials(inputs, tokens, phi_k, written, layout, state, chosen)
         y = self.combined(inputs, *read, self.has_linear(layout.query_position))
         slots = keep_slots(tokens, layout, self.span, batch)
-        return y, MixerState(slots, layout.count.expand(batch).clone(), linear, maximum)
+        exact = None if chosen is None else chosen.last()
+        return y, MixerState(slots, layout.count.expand(batch).clone(), linear, maximum, exact)
 
     def _how(self, tokens: Tokens) -> dict[str, Any]:
         """Decays of the tokens and the kernel, as the ops take them."""
@@ -275,11 +299,14 @@ class LinearMixer(Mixer):
         tokens = {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in new.items()}
         places = torch.cat([context_positions(position, span), position[:, None]], dim=1)
         below = places < span.lo(position)[:, None]
-        window = None
+        window = exact = None
         if span.max_lag:
             seen = (places >= 0) & (~below | (places < span.sinks))
             softmax = {"scaling": inputs.scaling, "softcap": inputs.softcap}
-            window = window_step(inputs.q, tokens["keys"], tokens["values"], seen=seen, **softmax)
+            window = window_step(inputs.q, tokens["keys"], tokens["values"], seen=seen[:, None], **softmax)
+            if (exact := self._cache_at(state)) is not None:
+                held = window_step(inputs.q, exact["keys"], exact["values"], seen=exact["position"] >= 0, **softmax)
+                window = merged(window, held)
         linear, after = None, state.linear
         if self.feature_map is not None:
             assert state.linear is not None
@@ -293,7 +320,28 @@ class LinearMixer(Mixer):
             linear = self.in_scale(linear, log_scale, new)
         slots = push_slot(tokens, span, position - span.context)
         y = self.combined(inputs, window, linear, self.has_linear(position[:, None]))
-        return y, MixerState(slots, position + 1, after, maximum)
+        return y, MixerState(slots, position + 1, after, maximum, exact)
+
+    def _cache_at(self, state: MixerState) -> Tokens | None:
+        """The exact cache for one more token: chosen again in rows where a block begins with it."""
+        cache, span, exact = self.config.cache, self.span, state.exact
+        if cache is None or exact is None:
+            return None
+        assert isinstance(span, TerracedSpan)
+        begins = state.seen % span.window_size == 0
+        if not torch.compiler.is_compiling() and not begins.is_meta and not begins.any():
+            return exact
+        leaving = slice(span.sinks, span.sinks + span.window_size)
+        heads = self.shape.num_kv_heads
+        position = context_positions(state.seen, span)[:, leaving]
+        position = torch.where((position >= span.sinks) & begins[:, None], position, -1)
+        new = {"keys": state.slots["keys"][:, :, leaving], "values": state.slots["values"][:, :, leaving]}
+        new["position"] = position[:, None].expand(-1, heads, -1)
+        pool = {name: torch.cat([exact[name].to(x.dtype), x], dim=2) for name, x in new.items()}
+        places = torch.arange(cache.size + span.window_size, device=position.device)
+        places = torch.where(pool["position"] >= 0, places, -1)
+        held, _ = best(pool["keys"], pool["values"], pool["position"], places, cache.size, cache.worth)
+        return taken(pool, held)
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape: what stands before the first token."""
@@ -313,7 +361,28 @@ class LinearMixer(Mixer):
             linear = LinearState(S, S[..., 0], *following)
         size = self.span.sinks + self.span.context
         slots = {name: x.new_zeros(batch, x.shape[1], size, x.shape[3]) for name, x in new.items()}
-        return MixerState(slots, seen, linear, maximum)
+        exact = None
+        if self.config.cache is not None:
+            exact = _no_cache({"keys": inputs.k, "values": inputs.v, "position": seen[:, None, None]}, self.config.cache.size)
+        return MixerState(slots, seen, linear, maximum, exact)
+
+
+class Chosen(NamedTuple):
+    """What the exact cache holds for each block of queries, as places in a pool of slots."""
+
+    pool: Tokens
+    blocks: Blocks
+    held: Int[Tensor, "B G J C"]
+
+    def last(self) -> Tokens:
+        """What it holds after the last token."""
+        return taken(self.pool, self.held[:, :, -1])
+
+
+def _no_cache(slots: Tokens, size: int) -> Tokens:
+    batch, heads = slots["keys"].shape[:2]
+    empty = {name: slots[name].new_zeros(batch, heads, size, slots[name].shape[3]) for name in ("keys", "values")}
+    return empty | {"position": slots["position"].new_full((batch, heads, size), -1)}
 
 
 def _skipped(tokens: Tokens, below: Bool[Tensor, "B S"] | None) -> dict[str, Tensor]:

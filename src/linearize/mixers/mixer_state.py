@@ -95,17 +95,20 @@ class MixerState(State):
         seen: tokens of the document so far.
         linear: S and z of the keys below the window, where there is a linear part.
         maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
+        exact: slots of the exact cache, oldest first, and their `position` [B, G, C], -1 where there is none.
     """
 
     slots: Tokens
     seen: Int[Tensor, " B"]
     linear: LinearState | None = None
     maximum: Float[Tensor, "B Hk"] | None = None
+    exact: Tokens | None = None
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every tensor of the state by a name, that of its field: `slots.keys`, `seen`, `linear.S` and so on."""
         parts = {"slots": self.slots}
         parts |= {} if self.linear is None else {"linear": self.linear.named_tensors()}
+        parts |= {} if self.exact is None else {"exact": self.exact}
         named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
         return named | {"seen": self.seen} | ({} if self.maximum is None else {"maximum": self.maximum})
 
@@ -113,7 +116,8 @@ class MixerState(State):
     def of(cls, named: dict[str, Tensor]) -> MixerState:
         """The state that has these tensors."""
         linear = _part(named, "linear.")
-        return cls(_part(named, "slots."), named["seen"], LinearState(**linear) if linear else None, named.get("maximum"))
+        summed, exact = LinearState(**linear) if linear else None, _part(named, "exact.") or None
+        return cls(_part(named, "slots."), named["seen"], summed, named.get("maximum"), exact)
 
 
 @dataclass(frozen=True)

@@ -69,13 +69,13 @@ def window_step(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S D"],
     *,
-    seen: Bool[Tensor, "B S"],
+    seen: Bool[Tensor, "B #G S"],
     scaling: float,
     softcap: float | None = None,
 ) -> Partial:
     """Softmax over the slots that the query sees (always its own at least, unless the span is none)."""
     dtype, heads = accumulation_dtype(v.dtype), k.shape[1]
     q, k, v = q.to(dtype).unflatten(1, (heads, -1)).squeeze(-2), k.to(dtype), v.to(dtype)
-    weights, top = exponentials(softmax_scores(q, k, scaling, softcap), seen[:, None, None])
+    weights, top = exponentials(softmax_scores(q, k, scaling, softcap), seen[:, :, None])
     num = (weights @ v).flatten(1, 2)[:, :, None]
     return Partial(num, weights.sum(-1).flatten(1, 2)[..., None], top.flatten(1, 2)[..., None])

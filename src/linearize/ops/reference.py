@@ -153,7 +153,7 @@ def softmax_scores(
 
 
 def exponentials(
-    scores: Float[Tensor, "B H T K"], mask: Bool[Tensor, "#B 1 #T K"]
+    scores: Float[Tensor, "B H T K"], mask: Bool[Tensor, "#B #H #T K"]
 ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H T"]]:
     """e^{s_nj - c_n} where `mask` is true, 0 elsewhere, and c_n, the largest of these s_nj; 0 where there is none."""
     scores = scores.masked_fill(~mask, -torch.inf)

@@ -1,0 +1,225 @@
+"""A bounded cache of exact keys below a terraced window: which keys stay, and softmax over those that do.
+
+Rows are cut into the blocks of the span. When a block of queries begins, the block of keys that leaves the window and
+the cache are candidates, and the best C of them stay: one choice per block, the same in every form. Axes, beside those of
+the package: J blocks of a row, w keys of a block, C size of the cache, P pool of keys: C carried ones, then the K slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from linearize.ops.layout import Layout, TerracedSpan
+from linearize.ops.partial import Partial, accumulation_dtype
+
+SCORES_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # of queries with cached keys
+
+Choice = Callable[[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"], Int[Tensor, "B G M"]], Float[Tensor, "B G M"]]
+"""How much each candidate is worth, from keys, values and positions, oldest first."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of each row, in order: [B, J], B being 1 where all rows are alike.
+
+    Attributes:
+        slots: [B, J, w], the slot of each of a block's keys, -1 where there is none.
+        leaves: whether the block `span.blocks` before leaves the window now.
+        fresh: whether a document begins with the block, whose cache is empty.
+    """
+
+    slots: Int[Tensor, "B J w"]
+    leaves: Bool[Tensor, "B J"]
+    fresh: Bool[Tensor, "B J"]
+
+
+def cut(layout: Layout, span: TerracedSpan) -> Blocks:
+    """The rows of a layout as blocks."""
+    position, document = layout.key_position, layout.key_document
+    width, valid = span.window_size, position >= 0
+    if layout.sink_slots:  # they are no part of the row
+        valid = valid & (torch.arange(position.shape[1], device=position.device) >= layout.sink_slots)
+    number = position.div(width, rounding_mode="floor")
+    # A block begins where a valid slot is in another block than the valid slot before it.
+    place = torch.where(valid, torch.arange(position.shape[1], device=position.device), -1).cummax(1).values
+    before = torch.nn.functional.pad(place, (1, 0), value=-1)[:, :-1]
+    there = before >= 0
+
+    def at(x: Tensor) -> Tensor:
+        return x.gather(1, before.clamp_min(0))
+
+    begins = valid & (~there | (at(number) != number) | (at(document) != document))
+    block = begins.cumsum(1) - 1
+    count = -(-position.shape[1] // width) if layout.uniform else max(1, int(block.amax()) + 1)
+    batch = len(position)
+    index = torch.where(valid, block * width + position % width, count * width)
+    slots = position.new_full((batch, count * width + 1), -1)
+    slots = slots.scatter(1, index, torch.arange(position.shape[1], device=position.device).expand(batch, -1))
+    slots = slots[:, :-1].unflatten(1, (count, width))
+
+    first = slots.amax(2).clamp_min(0)  # a slot of each block
+    exists = (slots >= 0).any(2)
+    of, its = document.gather(1, first), number.gather(1, first)
+    earlier_of = torch.nn.functional.pad(of, (1, 0), value=-1)[:, :-1]
+    fresh = exists & (of != earlier_of) & (its == 0)
+    back = span.blocks
+    source_of = torch.nn.functional.pad(of, (back, 0), value=-1)[:, :count]
+    leaves = exists & (source_of == of) & (its >= back)
+    if layout.seen is not None:
+        started = (of == 0) & (its * width < layout.seen[:, None])
+        leaves = leaves & ~started
+        fresh = fresh & ~started
+    return Blocks(slots, leaves, fresh)
+
+
+@torch.no_grad()
+def choose(
+    k: Float[Tensor, "B G P D"],
+    v: Float[Tensor, "B G P D"],
+    position: Int[Tensor, "B G P"],
+    blocks: Blocks,
+    span: TerracedSpan,
+    size: int,
+    worth: Choice,
+) -> tuple[Int[Tensor, "B G J C"], Int[Tensor, "B G J w"]]:
+    """What the cache holds while each block's queries read it, and what went when the block began; -1 is nothing.
+
+    Both are places in the pool, whose first C are the carried cache; oldest first.
+    """
+    batch, heads = k.shape[:2]
+    count, width = blocks.slots.shape[1:]
+    held = torch.arange(size, device=k.device).expand(batch, heads, -1)
+    held = torch.where(position[:, :, :size] >= 0, held, -1)
+    caches, gone = [], []
+    nothing = held.new_full((batch, heads, width), -1)
+    for index in range(count):
+        held = torch.where(blocks.fresh[:, index, None, None], -1, held)
+        if index < span.blocks:
+            caches.append(held)
+            gone.append(nothing)
+            continue
+        slots = blocks.slots[:, index - span.blocks, None]
+        new = torch.where((slots >= 0) & blocks.leaves[:, index, None, None], slots + size, -1)
+        new = new.expand(batch, heads, -1)
+        new = torch.where(_taken(position, new) >= span.sinks, new, -1)
+        held, lost = best(k, v, position, torch.cat([held, new], dim=2), size, worth)
+        caches.append(held)
+        gone.append(lost)
+    return torch.stack(caches, dim=2), torch.stack(gone, dim=2)
+
+
+def best(
+    k: Float[Tensor, "B G P D"],
+    v: Float[Tensor, "B G P D"],
+    position: Int[Tensor, "B G P"],
+    candidates: Int[Tensor, "B G M"],
+    size: int,
+    worth: Choice,
+) -> tuple[Int[Tensor, "B G C"], Int[Tensor, "B G L"]]:
+    """The `size` candidates that are worth most, and the others, each in the order of the candidates; -1 is none."""
+    there = candidates >= 0
+    at = _taken(position, candidates)
+    scores = worth(*(_rows(x, candidates) for x in (k, v)), at).masked_fill(~there, -torch.inf)
+    order = scores.argsort(dim=2, descending=True, stable=True)
+    kept, lost = (x.sort(2).values for x in order.split([size, candidates.shape[2] - size], dim=2))
+    return candidates.gather(2, kept), candidates.gather(2, lost)
+
+
+def taken(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Tensor]:
+    """These slots of a pool of `keys`, `values` and their `position`; 0 and -1 where a place is none."""
+    there = places >= 0
+    found = {name: _rows(pool[name], places) * there[..., None] for name in ("keys", "values")}
+    return found | {"position": _taken(pool["position"], places)}
+
+
+def _taken(position: Int[Tensor, "b g P"], places: Int[Tensor, "B G M"]) -> Int[Tensor, "B G M"]:
+    """Positions of places in the pool, -1 for none."""
+    found = position.gather(2, places.clamp_min(0))
+    return torch.where(places >= 0, found, -1)
+
+
+def _rows(x: Float[Tensor, "B G P D"], places: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M D"]:
+    return x.gather(2, places.clamp_min(0)[..., None].expand(-1, -1, -1, x.shape[3]))
+
+
+def cached_softmax(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G P D"],
+    v: Float[Tensor, "B G P D"],
+    blocks: Blocks,
+    held: Int[Tensor, "B G J C"],
+    *,
+    scaling: float,
+    softcap: float | None,
+    layout: Layout,
+) -> Partial:
+    """Softmax of every query over what its block's cache holds, in O(T C) time and O(T C / w) memory."""
+    dtype, (batch, heads), length = accumulation_dtype(v.dtype), q.shape[:2], layout.length
+    before = layout.key_position.shape[1] - length
+    at = torch.where(blocks.slots >= before, blocks.slots - before, -1).expand(batch, -1, -1)
+    count, width = at.shape[1:]
+    per_block = batch * heads * width * held.shape[3]
+    step = max(1, SCORES_AT_ONCE["cpu" if q.device.type == "cpu" else "cuda"] // per_block)
+    found = []
+    for start in range(0, count, step):
+        some = slice(start, start + step)
+        given = q, k, v, at[:, some], held[:, :, some], scaling, softcap, dtype
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        found.append(checkpoint(_of_blocks, *given, use_reentrant=False) if wanted else _of_blocks(*given))
+    # Back to the order of the queries; what no block holds is padding and reads nothing.
+    place = at.new_full((batch, length + 1), count * width)
+    flat = at.flatten(1)
+    place = place.scatter(1, torch.where(flat >= 0, flat, length), torch.arange(count * width, device=q.device).expand(batch, -1))
+    place = place[:, None, :length].expand(-1, heads, -1)
+
+    def collect(parts: list[Tensor]) -> Tensor:
+        x = torch.cat(parts, dim=2).flatten(2, 3)
+        x = torch.nn.functional.pad(x, (0, 0, 0, 1))
+        return x.gather(2, place[..., None].expand(-1, -1, -1, x.shape[3]))
+
+    num, den, top = (collect([x[i] for x in found]) for i in range(3))
+    return Partial(num, den[..., 0], top[..., 0])
+
+
+def _of_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    at: Int[Tensor, "B j w"],
+    held: Int[Tensor, "B G j C"],
+    scaling: float,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """num [B, H, j, w, D], den and log_scale [B, H, j, w, 1] of the queries of some blocks."""
+    heads, groups = q.shape[1], k.shape[1]
+    queries = q.gather(2, at.clamp_min(0).flatten(1)[:, None, :, None].expand(-1, heads, -1, q.shape[3])).to(dtype)
+    queries = queries.unflatten(2, at.shape[1:]).unflatten(1, (groups, -1))  # [B, G, r, j, w, D]
+    keys, values = (_rows(x, held.flatten(2)).unflatten(2, held.shape[2:])[:, :, None].to(dtype) for x in (k, v))
+    seen = (held >= 0)[:, :, None, :, None] & (at >= 0)[:, None, None, :, :, None]
+    scores = (queries * scaling) @ keys.mT
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    top = torch.where(top == -torch.inf, 0, top)
+    weights = (scores - top).exp()
+    return tuple(x.flatten(1, 2) for x in (weights @ values, weights.sum(-1, keepdim=True), top))
+
+
+def merged(a: Partial, b: Partial) -> Partial:
+    """Both parts, of different keys, as one softmax."""
+    top = torch.maximum(_top(a), _top(b))
+    top = torch.where(top == -torch.inf, 0, top)
+    near, far = ((_top(x) - top).exp() for x in (a, b))
+    num = near[..., None] * a.num + far[..., None] * b.num
+    return Partial(num, near * a.den + far * b.den, top)
+
+
+def _top(x: Partial) -> Tensor:
+    return torch.where(x.den > 0, x.log_scale, -torch.inf)
