@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from linearize.base import UserError
-from linearize.evaluation import perplexity
+from linearize.evaluation import intervals, perplexity
 from linearize.evaluation.intervals import Interval, resample
 from linearize.evaluation.perplexity import Quality, TokenLosses, bootstrap, paired_difference, token_losses
 from tests.evaluation.fakes import Fake, packed
@@ -149,7 +149,7 @@ def test_few_documents_are_too_little_for_an_interval() -> None:
     with pytest.raises(UserError, match=r"expected at least 16 documents or examples, .* found 15"):
         bootstrap(synthetic(15, spread=1.0, seed=0, rows_each=4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(perplexity, "ENOUGH", 2)
+        patch.setattr(intervals, "ENOUGH", 2)
         two = [bootstrap(synthetic(2, spread=1.0, seed=seed), samples=200) for seed in range(200)]
     assert covers(two) < 0.6
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize import ops
 from linearize.base import UserError
 from linearize.ops import chunked, dispatch, reference
 from linearize.ops.layout import Layout, NoSpan, SlidingSpan
@@ -35,13 +34,13 @@ def test_chunked_by_default_and_any_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("chunked", "reference"):
         monkeypatch.setenv(dispatch.ENVIRONMENT, name)
         assert dispatch.choose(CPU, name).name == name
-        assert_partials_near(both_parts(ops, case), expected, FP64)
+        assert_partials_near(both_parts(dispatch, case), expected, FP64)
 
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.ENVIRONMENT, "fused")
     with pytest.raises(UserError, match=r"chunked, reference.*'fused'"):
-        both_parts(ops, make_case(SpanSpec("none"), ("full",), 3))
+        both_parts(dispatch, make_case(SpanSpec("none"), ("full",), 3))
 
 
 def test_one_that_cannot_serve_the_device_is_passed_over_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,23 +70,27 @@ def x(heads: int, length: int, width: int) -> Tensor:
 FULL = {"span": NoSpan(), "layout": Layout.full(5)}
 WINDOW = {"span": SlidingSpan(window_size=2), "layout": Layout.full(5), "scaling": 1.0}
 WELL: dict[str, Callable[[], object]] = {
-    "scan": lambda: ops.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_k=-x(2, 5, 1), **FULL),
-    "delta": lambda: ops.delta_values(x(2, 5, 3), x(1, 5, 4), x(2, 5, 1), **FULL),
-    "window": lambda: ops.window_softmax(x(2, 5, 4), x(1, 5, 4), x(1, 5, 4), **WINDOW),
+    "scan": lambda: dispatch.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_k=-x(2, 5, 1), **FULL),
+    "delta": lambda: dispatch.delta_values(x(2, 5, 3), x(1, 5, 4), x(2, 5, 1), **FULL),
+    "window": lambda: dispatch.window_softmax(x(2, 5, 4), x(1, 5, 4), x(1, 5, 4), **WINDOW),
 }
 BADLY: dict[str, Callable[[], object]] = {
-    "features": lambda: ops.linear_scan(x(2, 5, 3), x(2, 5, 2), x(1, 5, 4), **FULL),
-    "keys": lambda: ops.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 4, 4), **FULL),
-    "heads of a decay": lambda: ops.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_k=-x(3, 5, 1), **FULL),
-    "values of a decay": lambda: ops.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_v=-x(2, 5, 3), **FULL),
-    "beta": lambda: ops.delta_values(x(2, 5, 3), x(1, 5, 4), x(2, 5, 3), **FULL),
-    "values": lambda: ops.window_softmax(x(2, 5, 4), x(1, 5, 4), x(1, 5, 3), **WINDOW),
-    "an option": lambda: ops.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), decay=-x(2, 5, 1), **FULL),
-    "a longer layout": lambda: ops.linear_scan(
+    "features": lambda: dispatch.linear_scan(x(2, 5, 3), x(2, 5, 2), x(1, 5, 4), **FULL),
+    "keys": lambda: dispatch.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 4, 4), **FULL),
+    "heads of a decay": lambda: dispatch.linear_scan(
+        x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_k=-x(3, 5, 1), **FULL
+    ),
+    "values of a decay": lambda: dispatch.linear_scan(
+        x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_v=-x(2, 5, 3), **FULL
+    ),
+    "beta": lambda: dispatch.delta_values(x(2, 5, 3), x(1, 5, 4), x(2, 5, 3), **FULL),
+    "values": lambda: dispatch.window_softmax(x(2, 5, 4), x(1, 5, 4), x(1, 5, 3), **WINDOW),
+    "an option": lambda: dispatch.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), decay=-x(2, 5, 1), **FULL),
+    "a longer layout": lambda: dispatch.linear_scan(
         x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), span=NoSpan(), layout=Layout.full(7)
     ),
-    "a layout of other queries": lambda: ops.linear_scan(x(2, 3, 3), x(2, 5, 3), x(1, 5, 4), **FULL),
-    "a shorter layout": lambda: ops.window_softmax(
+    "a layout of other queries": lambda: dispatch.linear_scan(x(2, 3, 3), x(2, 5, 3), x(1, 5, 4), **FULL),
+    "a shorter layout": lambda: dispatch.window_softmax(
         x(2, 5, 4), x(1, 5, 4), x(1, 5, 4), span=SlidingSpan(window_size=2), scaling=1.0, layout=Layout.full(4)
     ),
 }

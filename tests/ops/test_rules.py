@@ -29,11 +29,11 @@ from tests.ops.recurrence import gently, recurrence
 from tests.oracles.spans import SpanSpec
 
 each_rule = pytest.mark.parametrize("rule", RULES[1:])
-# Every third span always, the others among the slow tests.
+# Every sixth span always, the others among the slow tests.
 each_span = pytest.mark.parametrize(
     "span",
     [
-        pytest.param(span, id=str(span), marks=pytest.mark.slow if index % 3 else ())
+        pytest.param(span, id=str(span), marks=pytest.mark.slow if index % 6 else ())
         for index, span in enumerate(SPANS + SINK_SPANS)
     ],
 )
