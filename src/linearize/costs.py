@@ -5,7 +5,7 @@ Parameters and bytes of state are exact; FLOPs and activations of a token are es
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.bidirectional import BidirectionalMixer
-from linearize.mixers.config import MixerConfig
+from linearize.mixers.config import HeadwiseConfig, MixerConfig
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 
@@ -31,18 +31,24 @@ class MixerCost:
         flops: of one token forward, in matrix products; of a decoder with all of its window, generated one by one.
         activation_bytes: per token, kept for backward, in fp32: window scores, numerators and output, features and
             gates. Where a kernel in closed form reads keys, their inputs are kept in place of features.
+        grows: bytes of state per token, of heads that keep softmax; FLOPs and activations are without them.
     """
 
     parameters: int
     state_bytes: int
     flops: int
     activation_bytes: int
+    grows: int = 0
 
 
 @torch.no_grad()
-def mixer_cost(config: MixerConfig, teacher: TeacherShape, dtype: torch.dtype, rotary_dims: int) -> MixerCost:
+def mixer_cost(
+    config: MixerConfig | HeadwiseConfig, teacher: TeacherShape, dtype: torch.dtype, rotary_dims: int
+) -> MixerCost:
     """The cost in a layer of `teacher`, a model in `dtype`, that rotates `rotary_dims` dimensions of a head (RoPE)."""
     heads, head_dim = teacher.num_heads, teacher.head_dim
+    if isinstance(config, HeadwiseConfig):
+        return _of_groups(config, teacher, dtype, rotary_dims)
     inputs, counter = _one_token(teacher, dtype, rotary_dims), FlopCounterMode(display=False)
     with torch.device("meta"):
         mixer = (BidirectionalMixer if teacher.bidirectional else LinearMixer)(config, teacher.layer)
@@ -62,6 +68,26 @@ def mixer_cost(config: MixerConfig, teacher: TeacherShape, dtype: torch.dtype, r
         numbers += (heads + mixer.state_heads) * width
     parameters = sum(parameter.numel() for parameter in mixer.parameters())
     return MixerCost(parameters, state_bytes, counter.get_total_flops(), FP32 * numbers)
+
+
+def _of_groups(config: HeadwiseConfig, teacher: TeacherShape, dtype: torch.dtype, rotary_dims: int) -> MixerCost:
+    """The sum over groups of heads; those that keep softmax are counted as what grows."""
+    costs, growing = [], 0
+    per_kv_head = teacher.num_heads // teacher.num_kv_heads
+    for group in config.groups:
+        heads = len(group.kv_heads)
+        if group.mixer is None:
+            growing += heads
+        else:
+            part = replace(teacher, num_heads=heads * per_kv_head, num_kv_heads=heads)
+            costs.append(mixer_cost(group.mixer, part, dtype, rotary_dims))
+    return MixerCost(
+        parameters=sum(cost.parameters for cost in costs),
+        state_bytes=sum(cost.state_bytes for cost in costs),
+        flops=sum(cost.flops for cost in costs),
+        activation_bytes=sum(cost.activation_bytes for cost in costs),
+        grows=2 * growing * teacher.head_dim * dtype.itemsize,
+    )
 
 
 def _one_token(teacher: TeacherShape, dtype: torch.dtype, rotary_dims: int) -> AttnInputs:

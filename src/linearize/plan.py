@@ -114,7 +114,8 @@ def make_plan(
     kept = {index for index, mixer in enumerate(mixers) if mixer is None}
     growing = set(range(teacher.num_layers)) - set(teacher.sliding_layers)
     cache = 0 if teacher.bidirectional else 2 * teacher.num_kv_heads * teacher.head_dim * dtype.itemsize
-    grows, still_grows = cache * len(growing), cache * len(growing & kept)
+    grows = cache * len(growing)
+    still_grows = cache * len(growing & kept) + sum(mixer.grows for mixer in converted.values())
     state = sum(mixer.state_bytes for mixer in converted.values())
     new = sum(mixer.parameters for mixer in converted.values())
     # Every image is one row of the same length.

@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import yaml
 from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, model_validator
 
@@ -23,6 +24,7 @@ from linearize.evaluation.config import EvaluationConfig
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import Add
 from linearize.mixers.config import LayerPlan, MixerConfig
+from linearize.training.allocation import MemoryConfig, pair_bytes, window
 from linearize.training.config import FinetuneConfig, TransferConfig
 
 # --- which layers ---
@@ -129,6 +131,9 @@ class Recipe(Config):
     )
     mixer: MixerConfig = MixerConfig()
     layers: LayersConfig = LayersConfig()
+    memory: MemoryConfig | None = Field(
+        default=None, description="bytes that all KV heads share, by what each needs most, in place of `mixer`"
+    )
     transfer: TransferConfig | None = TransferConfig()
     adapt: FinetuneConfig | None = None
     finetune: FinetuneConfig | None = FinetuneConfig()
@@ -145,6 +150,12 @@ class Recipe(Config):
                 raise ValueError(f"texts to embed have no labels: set {name}.loss={{labels: 0, output_mse: 1}}")
         if self.data.top_esl is not None and not self.data.task.language:
             raise ValueError("data.top_esl chooses texts for language models: set data.top_esl=null")
+        if self.memory is not None and self.transfer is not None:
+            raise ValueError("memory chooses among parts that learn nothing from attention: set transfer=null")
+        if self.memory is not None and self.weights == "random":
+            raise ValueError(
+                "memory is given to heads by what they need, and random weights need nothing: set it to null"
+            )
         if self.weights == "random":
             if self.transfer is not None:
                 raise ValueError("weights `random` have no attention to transfer from: set transfer=null")
@@ -299,6 +310,11 @@ def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | Non
             "layers: nothing to convert, every layer stays softmax; shorten layers.keep_softmax, or set "
             "layers.convert_sliding=true to convert layers that already attend within a sliding window"
         )
+    if recipe.memory is not None and not teacher.bidirectional:
+        # What each head gets is not known before the teacher is measured: all alike, in as many bytes.
+        budget, pair = recipe.memory.budget(teacher, torch.float32), pair_bytes(teacher, torch.float32)
+        mixer = window(max(1, budget // (pair * teacher.num_kv_heads * (teacher.num_layers - len(kept)))))
+        return tuple(None if index in kept else mixer for index in range(teacher.num_layers))
     mixer = recipe.mixer.resolved(teacher.layer)
     if teacher.bidirectional:
         mixer = mixer.model_copy(update={"combine": Add()})  # without a window there is nothing to share or to learn

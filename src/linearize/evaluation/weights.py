@@ -34,6 +34,7 @@ from linearize.hf.attention import linearized_layers, observed, sliding_window, 
 from linearize.mixers.attention_weights import Features, LinearPart
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.rfa import RfaMap
+from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer import Mixer
@@ -120,6 +121,13 @@ def visit_layers(
     """
     if not linearized_layers(student):
         raise UserError(f"model: expected a linearized one, found {type(student).__name__}; convert it first")
+    for layer in linearized_layers(student).values():
+        if isinstance(layer.mixer, HeadwiseMixer) or layer.mixer.config.cache is not None:
+            raise UserError(
+                f"model: expected one mixer without an exact cache in each layer, found layer {layer.layer_idx} with "
+                f"{'heads of several kinds' if isinstance(layer.mixer, HeadwiseMixer) else 'one'}; their attention "
+                "weights cannot be looked at yet"
+            )
     with inference(student):
         starts = range(0, len(chosen), batch_size)
         for first in progress(starts, title):

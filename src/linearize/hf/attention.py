@@ -232,7 +232,7 @@ def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_mixers(model: nn.Module, make: Callable[[Any], Mixer]) -> Iterator[None]:
+def replaced_mixers(model: nn.Module, make: Callable[[Any], nn.Module]) -> Iterator[None]:
     """Within, every converted layer uses `make(its mixer)`: the controls share all other weights."""
     layers = list(linearized_layers(model).values())
     saved = [layer.mixer for layer in layers]

@@ -18,7 +18,10 @@ STATE_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16
 
 
 class LinearizedCacheLayer(CacheLayerMixin):
-    """Holds one mixer's `State` inside an ordinary transformers `Cache`: constant in size, but for heads that keep all keys."""
+    """Holds one mixer's `State` inside an ordinary transformers `Cache`.
+
+    Constant in size, but for heads that keep all keys.
+    """
 
     is_compileable = True
     is_croppable = False

@@ -13,6 +13,7 @@ from torch import Tensor
 from linearize.base import Config
 
 Worth = Callable[[Tensor, Tensor, Tensor], Tensor]
+Score = Literal["redundancy", "value_norm", "key_norm", "recent", "random"]
 
 
 class ExactCache(Config):
@@ -24,9 +25,7 @@ class ExactCache(Config):
     """
 
     size: PositiveInt = Field(description="pairs per KV head")
-    score: Literal["redundancy", "value_norm", "key_norm", "recent", "random"] = Field(
-        default="redundancy", description="which pairs are worth keeping"
-    )
+    score: Score = Field(default="redundancy", description="which pairs are worth keeping")
 
     @property
     def worth(self) -> Worth:

@@ -212,7 +212,9 @@ class LinearMixer(Mixer):
             inputs = inputs.accumulated()
             tokens, phi_k, _ = self.tokens(inputs, layout, layout, None)
             chosen = self._chosen(tokens, layout, None)
-            return self._partials(inputs, tokens, phi_k, self.written(tokens, phi_k, layout, None), layout, None, chosen)
+            return self._partials(
+                inputs, tokens, phi_k, self.written(tokens, phi_k, layout, None), layout, None, chosen
+            )
 
     def _chosen(self, tokens: Tokens, layout: Layout, state: MixerState | None) -> Chosen | None:
         """What the exact cache holds for each block of queries; None where there is none."""
@@ -363,7 +365,9 @@ class LinearMixer(Mixer):
         slots = {name: x.new_zeros(batch, x.shape[1], size, x.shape[3]) for name, x in new.items()}
         exact = None
         if self.config.cache is not None:
-            exact = _no_cache({"keys": inputs.k, "values": inputs.v, "position": seen[:, None, None]}, self.config.cache.size)
+            exact = _no_cache(
+                {"keys": inputs.k, "values": inputs.v, "position": seen[:, None, None]}, self.config.cache.size
+            )
         return MixerState(slots, seen, linear, maximum, exact)
 
 

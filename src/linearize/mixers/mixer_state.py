@@ -32,9 +32,7 @@ class State(ABC):
         """The state that has these tensors: of a mixer, or of one for each group of heads (`0.seen`, `1.seen`, ...)."""
         if "seen" not in named:
             count = 1 + max(int(name.partition(".")[0]) for name in named)
-            return HeadwiseState(
-                tuple(MixerState.of(_part(named, f"{index}.")) for index in range(count))
-            )
+            return HeadwiseState(tuple(MixerState.of(_part(named, f"{index}.")) for index in range(count)))
         return MixerState.of(named)
 
     def tensors(self) -> list[Tensor]:
@@ -71,10 +69,12 @@ class State(ABC):
 
     def with_room(self, slots: int) -> Self:
         """The state in which every part that grows has room for `slots` tokens, the last ones: of one size forever."""
-        return self._renamed({
-            name: pad(x, (0, 0, slots - x.shape[2], 0)) if name.endswith(GROWING) else x
-            for name, x in self.named_tensors().items()
-        })
+        return self._renamed(
+            {
+                name: pad(x, (0, 0, slots - x.shape[2], 0)) if name.endswith(GROWING) else x
+                for name, x in self.named_tensors().items()
+            }
+        )
 
     def _renamed(self, named: dict[str, Tensor]) -> Self:
         state = State.from_named_tensors(named)

@@ -1,8 +1,9 @@
 """A bounded cache of exact keys below a terraced window: which keys stay, and softmax over those that do.
 
 Rows are cut into the blocks of the span. When a block of queries begins, the block of keys that leaves the window and
-the cache are candidates, and the best C of them stay: one choice per block, the same in every form. Axes, beside those of
-the package: J blocks of a row, w keys of a block, C size of the cache, P pool of keys: C carried ones, then the K slots.
+the cache are candidates, and the best C of them stay: one choice per block, the same in every form. Axes, beside those
+of the package: J blocks of a row, w keys of a block, C size of the cache, M candidates, P pool of keys: C carried ones,
+then the K slots.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def best(
     """The `size` candidates that are worth most, and the others, each in the order of the candidates; -1 is none."""
     there = candidates >= 0
     at = _taken(position, candidates)
-    scores = worth(*(_rows(x, candidates) for x in (k, v)), at).masked_fill(~there, -torch.inf)
+    scores = worth(_rows(k, candidates), _rows(v, candidates), at).masked_fill(~there, -torch.inf)
     order = scores.argsort(dim=2, descending=True, stable=True)
     kept, lost = (x.sort(2).values for x in order.split([size, candidates.shape[2] - size], dim=2))
     return candidates.gather(2, kept), candidates.gather(2, lost)
@@ -175,7 +176,9 @@ def cached_softmax(
     # Back to the order of the queries; what no block holds is padding and reads nothing.
     place = at.new_full((batch, length + 1), count * width)
     flat = at.flatten(1)
-    place = place.scatter(1, torch.where(flat >= 0, flat, length), torch.arange(count * width, device=q.device).expand(batch, -1))
+    place = place.scatter(
+        1, torch.where(flat >= 0, flat, length), torch.arange(count * width, device=q.device).expand(batch, -1)
+    )
     place = place[:, None, :length].expand(-1, heads, -1)
 
     def collect(parts: list[Tensor]) -> Tensor:

@@ -33,7 +33,6 @@ def full_softmax(
     k, v = repeat_kv(k, heads), repeat_kv(v, heads)
     if layout.uniform and softcap is None and k.shape[2] == length:
         return scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=scaling)
-    attend = _plain if softcap is None else _capped
     position, document = layout.query_position, layout.query_document
     outputs = []
     for start in range(0, length, QUERIES_AT_ONCE):
@@ -44,21 +43,17 @@ def full_softmax(
         padding = at < 0
         # Padding reads everything, so that nothing is divided by zero, and counts for nothing.
         block = q[:, :, some], k, v, (seen | padding)[:, None], scaling, softcap
-        y = checkpoint(attend, *block, use_reentrant=False) if torch.is_grad_enabled() else attend(*block)
+        y = checkpoint(_attend, *block, use_reentrant=False) if torch.is_grad_enabled() else _attend(*block)
         assert isinstance(y, Tensor)
         outputs.append(y.masked_fill(padding[:, None], 0))
     return torch.cat(outputs, dim=2)
 
 
-def _plain(
-    q: Tensor, k: Tensor, v: Tensor, seen: Bool[Tensor, "b 1 t K"], scaling: float, softcap: None
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Bool[Tensor, "b 1 t K"], scaling: float, softcap: float | None
 ) -> Float[Tensor, "B H t D"]:
-    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling)
-
-
-def _capped(
-    q: Tensor, k: Tensor, v: Tensor, seen: Bool[Tensor, "b 1 t K"], scaling: float, softcap: float
-) -> Float[Tensor, "B H t D"]:
+    if softcap is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling)
     dtype = accumulation_dtype(v.dtype)
     scores = softcap * torch.tanh(q.to(dtype) @ k.to(dtype).mT * (scaling / softcap))
     return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.to(dtype)).to(v.dtype)

@@ -69,7 +69,7 @@ def window_step(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S D"],
     *,
-    seen: Bool[Tensor, "B #G S"],
+    seen: Bool[Tensor, "#B #G S"],
     scaling: float,
     softcap: float | None = None,
 ) -> Partial:

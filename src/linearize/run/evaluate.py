@@ -54,6 +54,10 @@ def candidates(
         assert teacher is not None
         return convert_layers(teacher, layers, seed=0 if run is None else run.recipe.seed)
 
+    def windowed() -> PreTrainedModel:
+        assert teacher is not None
+        return convert_layers(teacher, window_only_plan(layers, recipe.data.sequence_length))
+
     def transferred() -> PreTrainedModel:
         assert run is not None and run.recipe.transfer is not None
         model = untrained()
@@ -79,8 +83,8 @@ def candidates(
         "transferred": (lambda: nullcontext(transferred()), "mixers trained to match softmax outputs", ("transfer",)),
         "student": (lambda: nullcontext(student), "the finished student", stages),
         "ablated": (lambda: without_linear_part(student), "the student without its linear part", stages),
-        "window": (lambda: without_linear_part(untrained()), "softmax in the window, nothing trained", ()),
-        "window_sinks": (lambda: without_linear_part(untrained(), SINKS), sunk, ()),
+        "window": (lambda: nullcontext(windowed()), "softmax in the window, nothing trained", ()),
+        "window_sinks": (lambda: without_linear_part(windowed(), SINKS), sunk, ()),
         "window_lora": (
             lambda: nullcontext(tuned("window_lora")),
             "softmax in the window, finetuned alike",
@@ -111,7 +115,9 @@ def candidates(
 
 def control(run: Run, teacher: PreTrainedModel, layers: LayerPlan, name: str) -> PreTrainedModel:
     """What a trained control is before its training: the teacher's window alone, or a teacher of its own to train."""
-    return convert_layers(teacher, window_only_plan(layers)) if name == "window_lora" else run.load_teacher()
+    if name != "window_lora":
+        return run.load_teacher()
+    return convert_layers(teacher, window_only_plan(layers, run.recipe.data.sequence_length))
 
 
 def _finished(stage: Path) -> bool:
@@ -156,7 +162,7 @@ def _measured(
         found,
         rows,
         processor,
-        window_size=window_reach(layers),
+        window_size=window_reach(layers, recipe.data.sequence_length),
         max_positions=TeacherShape.from_config(student.config.to_dict()).max_positions,
         missing=missing,
         **about,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from linearize import plan as planning
-from linearize.base import UserError
+from linearize.base import UserError, read_json
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset, PackedRows
 from linearize.evaluation.harness import check_tasks
@@ -19,6 +19,7 @@ from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe, resolve
 from linearize.run.evaluate import control, measure_run, write_results
 from linearize.run.folder import Run, about_run, check_output, claim, write_json
+from linearize.training.allocation import allocate, allocated_plan, candidate_bytes, measured_losses
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
 from linearize.training.config import FinetuneConfig
@@ -62,8 +63,10 @@ def run(
         if block is not None or until == "transfer":
             return None
     teacher = run.load_teacher()
-    student = convert_layers(teacher, layers, seed=run.recipe.seed)
     claim(run, dataset)
+    if run.recipe.memory is not None:
+        layers = allocation(run, shape, teacher, dataset)
+    student = convert_layers(teacher, layers, seed=run.recipe.seed)
     write_plan(run, shape, layers, dataset)
 
     if run.recipe.transfer is not None:
@@ -92,6 +95,33 @@ def write_plan(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Datase
     """plan.json: what the run means and costs."""
     plan = planning.make_plan(run.recipe, shape, layers, dtype=run.dtype, training_tokens=dataset.train.num_tokens)
     write_json(run.folder / "plan.json", plan.to_json())
+
+
+def allocation(run: Run, shape: TeacherShape, teacher: PreTrainedModel, dataset: Dataset) -> LayerPlan:
+    """The layer plan of a recipe with a budget of memory: what each KV head gets, by what it is measured to need.
+
+    The measurements are kept in the run's folder, as allocation.json.
+    """
+    memory, rows = run.recipe.memory, dataset.train
+    assert memory is not None
+    if not isinstance(rows, PackedRows):
+        raise UserError(
+            f"memory: expected a language model, found the task {run.recipe.data.task.type}; set it to null"
+        )
+    candidates, path = memory.candidates(), run.folder / "allocation.json"
+    sizes = candidate_bytes(candidates, shape, run.dtype, memory.of_cache_at)
+    if path.is_file():
+        losses = {int(layer): heads for layer, heads in read_json(path)["losses"].items()}
+    else:
+        losses = measured_losses(teacher, rows, candidates, tokens=memory.tokens, seed=run.recipe.seed)
+    kept = {index for index, mixer in enumerate(resolve(run.recipe, shape)) if mixer is None}
+    losses = {layer: heads for layer, heads in losses.items() if layer not in kept}
+    budget = memory.budget(shape, run.dtype)
+    chosen = allocate(losses, sizes, budget)
+    names = [None if choice is None else choice.model_dump(mode="json", exclude_defaults=True) for choice in candidates]
+    about = {"budget": budget, "candidates": names, "bytes": sizes, "losses": losses, "chosen": chosen}
+    write_json(path, about)
+    return allocated_plan(chosen, candidates, shape.num_layers)
 
 
 def check_block(recipe: Recipe, shape: TeacherShape, block: int | None) -> None:

@@ -43,15 +43,17 @@ def calibrate(student: PreTrainedModel, rows: Rows, tokens: int) -> None:
     shape = TeacherShape.from_config(student.config.to_dict())
     shape.refuse_encoder("transfer.calibration_tokens", "set it to null")
     fits = {
-        id(layer): _Fit(layer.mixer)
+        (id(layer), heads): _Fit(mixer)
         for layer in linearized_layers(student).values()
-        if isinstance(layer.mixer.combine, AbsoluteScaleCombine)
+        for heads, mixer in layer.mixer.parts()
+        if isinstance(mixer, LinearMixer) and isinstance(mixer.combine, AbsoluteScaleCombine)
     }
 
     def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
-        if id(layer) in fits:
-            length = inputs.q.shape[2]
-            fits[id(layer)].add(inputs, Layout.full(length, inputs.q.device) if layout is None else layout)
+        for heads, _ in layer.mixer.parts():
+            if (fit := fits.get((id(layer), heads))) is not None:
+                at = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
+                fit.add(inputs.heads(heads), at)
         return softmax_output(layer, inputs, layout)
 
     with observed(student, observe):

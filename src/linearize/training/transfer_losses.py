@@ -28,6 +28,7 @@ from linearize.mixers.attention_weights import (
     query_blocks,
     softmax_weights,
 )
+from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import Layout, NoSpan
 from linearize.training.config import TransferConfig
@@ -52,6 +53,13 @@ def check_losses(config: TransferConfig, name: str, layer: Any) -> None:
     Raises:
         UserError: they do not.
     """
+    if isinstance(layer.mixer, HeadwiseMixer):
+        if config.weight_cross_entropy or config.linear_part:
+            raise UserError(
+                f"transfer: expected output_mse alone for heads of several kinds, as {name} has; set "
+                "weight_cross_entropy and linear_part to 0"
+            )
+        return
     reason = no_distribution(layer.mixer)
     if config.weight_cross_entropy and reason is not None:
         raise UserError(

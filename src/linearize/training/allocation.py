@@ -1,0 +1,235 @@
+"""Which KV head gets how much memory: what each loses with less, measured on the teacher, and who gains most per byte.
+
+Axes: L layers, G KV heads of a layer, C candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.base import Config, UserError, progress
+from linearize.data.packing import PackedRows
+from linearize.data.rows import on_device
+from linearize.hf.attention import linearized_layers, observed, softmax_output
+from linearize.hf.convert import convert_layers
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.combine import WindowOnly
+from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
+from linearize.mixers.exact_cache import ExactCache, Score
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
+from linearize.ops.layout import Layout, SlidingSpan, TerracedSpan
+
+Choice = MixerConfig | None  # of a KV head; None: softmax over all keys
+BLOCK = 16  # keys that leave the window of an exact cache at a time
+
+
+class MemoryConfig(Config):
+    """Bytes of state that the KV heads of all layers share, each getting what it needs most.
+
+    Either `bytes`, or the `fraction` of the teacher's cache at `of_cache_at` tokens. Heads choose among windows, an
+    exact cache beside a window of 32, and, where the state may grow, softmax over all keys.
+    """
+
+    bytes: PositiveInt | None = Field(default=None, description="of one sequence's state, all layers together")
+    fraction: float | None = Field(
+        default=None, gt=0, le=1, description="of the teacher's cache at `of_cache_at` tokens"
+    )
+    of_cache_at: PositiveInt = Field(
+        default=1024, description="tokens; heads that keep all keys are counted at them too"
+    )
+    grows: bool = Field(default=False, description="whether heads may keep all of their keys")
+    windows: tuple[PositiveInt, ...] = Field(
+        default=(16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
+        description="sizes to choose from; those of `of_cache_at` tokens and more are left out",
+    )
+    caches: tuple[PositiveInt, ...] = Field(
+        default=(32, 64, 96, 128, 192, 256, 384, 512, 768, 1024),
+        description="pairs of an exact cache beside a window of 32; likewise",
+    )
+    score: Score = Field(default="redundancy", description="which keys the exact caches keep")
+    tokens: PositiveInt = Field(default=16384, description="training tokens that the heads are measured on")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> MemoryConfig:
+        if (self.bytes is None) == (self.fraction is None):
+            raise ValueError("memory: expected either `bytes` or `fraction`")
+        return self
+
+    def budget(self, teacher: TeacherShape, dtype: torch.dtype) -> int:
+        """Bytes of state of one sequence."""
+        if self.bytes is not None:
+            return self.bytes
+        assert self.fraction is not None
+        growing = teacher.num_layers - len(teacher.sliding_layers)
+        return int(self.fraction * self.of_cache_at * growing * teacher.num_kv_heads * pair_bytes(teacher, dtype))
+
+    def candidates(self) -> tuple[Choice, ...]:
+        """What a head can have."""
+        windows = (window(size) for size in self.windows if size < self.of_cache_at)
+        near = TerracedSpan(window_size=BLOCK, blocks=2)
+        caches = (
+            MixerConfig(
+                span=near, feature_map=None, combine=WindowOnly(), cache=ExactCache(size=size, score=self.score)
+            )
+            for size in self.caches
+            if size + 2 * BLOCK < self.of_cache_at
+        )
+        return (*windows, *caches, *((None,) if self.grows else ()))
+
+
+def window(size: int) -> MixerConfig:
+    """Softmax over the last `size` keys."""
+    return MixerConfig(span=SlidingSpan(window_size=size), feature_map=None, combine=WindowOnly())
+
+
+def pair_bytes(teacher: TeacherShape, dtype: torch.dtype) -> int:
+    """One key and one value of one KV head."""
+    return 2 * teacher.head_dim * dtype.itemsize
+
+
+def candidate_bytes(candidates: Sequence[Choice], teacher: TeacherShape, dtype: torch.dtype, length: int) -> list[int]:
+    """State of one KV head of a sequence of `length` tokens, for each candidate."""
+    group = teacher.num_heads // teacher.num_kv_heads
+    one = replace(teacher.layer, num_heads=group, num_kv_heads=1)
+    q, kv = (torch.empty(1, heads, 1, teacher.head_dim, dtype=dtype, device="meta") for heads in (group, 1))
+    sizes = []
+    for choice in candidates:
+        if choice is None:
+            sizes.append(length * pair_bytes(teacher, dtype))
+            continue
+        with torch.device("meta"):
+            state = LinearMixer(choice, one).state_like(AttnInputs(q, kv, kv, 1.0))
+        sizes.append(state.nbytes - state.seen.nbytes)
+    return sizes
+
+
+def measured_losses(
+    teacher: PreTrainedModel, rows: PackedRows, candidates: Sequence[Choice], *, tokens: int, seed: int
+) -> dict[int, list[list[float]]]:
+    """How much each candidate, in one KV head alone, raises the loss: of each layer that can be converted, [G][C].
+
+    Nats per token of KL(teacher, student), to second order in the change of the head's output: where the teacher is the
+    best there is, the first order vanishes. 1/2 E (g . dy)^2, where g is the gradient of a sampled next token's loss at
+    the head's output y (the Fisher information of the teacher's own distribution), and dy what the candidate changes.
+    Changes at different positions are taken for independent. One pass forward and back, layer by layer: memory is that
+    of the model's forward and backward, and no T x T matrix exists.
+
+    Args:
+        rows: of which the first `tokens` are read.
+        seed: draws the next tokens.
+    """
+    shape = TeacherShape.from_config(teacher.config.to_dict())
+    sliding = set(shape.sliding_layers)
+    plan = tuple(None if index in sliding else window(BLOCK) for index in range(shape.num_layers))
+    watched = convert_layers(teacher, plan)
+    watched.requires_grad_(False)
+    first = watched.get_input_embeddings()
+    group = shape.num_heads // shape.num_kv_heads
+    one = replace(shape.layer, num_heads=group, num_kv_heads=1)
+    mixers = [None if choice is None else LinearMixer(choice, one).to(teacher.device) for choice in candidates]
+    sums = {
+        layer.layer_idx: torch.zeros(shape.num_kv_heads, len(candidates), dtype=torch.float64)
+        for layer in linearized_layers(watched).values()
+    }
+
+    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+        y = softmax_output(layer, inputs, layout)
+        if y.requires_grad:
+            kept, softmax = inputs.map(Tensor.detach), y.detach()
+            y.register_hook(lambda gradient: add(layer.layer_idx, kept, layout, softmax, gradient))
+        return y
+
+    @torch.no_grad()
+    def add(index: int, inputs: AttnInputs, layout: Layout | None, y: Tensor, gradient: Tensor) -> None:
+        for head in range(shape.num_kv_heads):
+            its = slice(group * head, group * (head + 1))
+            own = inputs.heads((head,))
+            for place, mixer in enumerate(mixers):
+                if mixer is not None:
+                    change = (mixer(own, layout) - y[:, its]).float() * gradient[:, its].float()
+                    sums[index][head, place] += 0.5 * change.sum((1, 3)).double().square().sum().cpu()
+
+    def embedded(module: Any, args: Any, output: Tensor) -> Tensor:
+        return output.detach().requires_grad_()
+
+    generator, read = torch.Generator().manual_seed(seed), 0
+    handle = first.register_forward_hook(embedded)
+    try:
+        with observed(watched, observe), torch.enable_grad():
+            count = min(len(rows), -(-tokens * len(rows) // rows.num_tokens))
+            for row in progress(range(count), "what each head needs"):
+                inputs = on_device(rows.rows(slice(row, row + 1)).inputs(), watched.device)
+                logits = watched(**inputs, use_cache=False).logits.float().log_softmax(-1)
+                drawn = torch.multinomial(logits[0].detach().exp().cpu(), 1, generator=generator).to(logits.device)
+                (-logits[0].gather(1, drawn).sum()).backward()
+                read += logits.shape[1]
+    finally:
+        handle.remove()
+    return {index: (x / read).tolist() for index, x in sums.items()}
+
+
+def allocate(losses: dict[int, list[list[float]]], sizes: Sequence[int], budget: int) -> dict[int, list[int]]:
+    """Which candidate each KV head of each layer gets, so that all together take no more than `budget` bytes.
+
+    Greedy: from the smallest candidate on, always the step that lowers the losses most per byte, along the lower convex
+    hull of a head's losses over bytes; to the end of the budget. The steps on a hull fall in value, so that greedy is
+    within one step of the best there is.
+
+    Raises:
+        UserError: the budget is less than the smallest candidate in every head takes.
+    """
+    steps, chosen = [], dict[tuple[int, int], int]()
+    for layer, heads in losses.items():
+        for head, its in enumerate(heads):
+            hull = _hull(its, sizes)
+            chosen[layer, head] = hull[0]
+            for before, after in pairwise(hull):
+                gain, more = its[before] - its[after], sizes[after] - sizes[before]
+                steps.append((-gain / more, layer, head, after, more))
+    left = budget - sum(sizes[place] for place in chosen.values())
+    if left < 0:
+        raise UserError(
+            f"memory: expected at least {budget - left:,} bytes, which the smallest window in every KV head takes, "
+            f"found {budget:,}; give more, or smaller memory.windows"
+        )
+    ended = set[tuple[int, int]]()
+    for _, layer, head, after, more in sorted(steps):
+        # A step too large ends its head's: what follows on the hull rests on it.
+        if more > left:
+            ended.add((layer, head))
+        elif (layer, head) not in ended:
+            chosen[layer, head], left = after, left - more
+    return {layer: [chosen[layer, head] for head in range(len(heads))] for layer, heads in losses.items()}
+
+
+def _hull(losses: Sequence[float], sizes: Sequence[int]) -> list[int]:
+    """Places of the lower convex hull of losses over sizes, from the smallest size to the least loss."""
+    hull: list[int] = []
+    for place in sorted(range(len(sizes)), key=lambda at: (sizes[at], losses[at])):
+        if hull and losses[place] >= losses[hull[-1]]:
+            continue
+        while len(hull) > 1 and _slope(losses, sizes, hull[-2], hull[-1]) >= _slope(losses, sizes, hull[-1], place):
+            hull.pop()
+        hull.append(place)
+    return hull
+
+
+def _slope(losses: Sequence[float], sizes: Sequence[int], a: int, b: int) -> float:
+    return (losses[b] - losses[a]) / (sizes[b] - sizes[a])
+
+
+def allocated_plan(chosen: dict[int, list[int]], candidates: Sequence[Choice], num_layers: int) -> LayerPlan:
+    """The layer plan of an allocation; layers that are not in it stay as they are."""
+    return tuple(
+        HeadwiseConfig.of([candidates[place] for place in chosen[layer]]) if layer in chosen else None
+        for layer in range(num_layers)
+    )
