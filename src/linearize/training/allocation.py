@@ -168,7 +168,7 @@ def measured_losses(
             count = min(len(rows), -(-tokens * len(rows) // rows.num_tokens))
             for row in progress(range(count), "what each head needs"):
                 inputs = on_device(rows.rows(slice(row, row + 1)).inputs(), watched.device)
-                logits = watched(**inputs, use_cache=False).logits.float().log_softmax(-1)
+                logits = watched(**inputs).logits.float().log_softmax(-1)
                 drawn = torch.multinomial(logits[0].detach().exp().cpu(), 1, generator=generator).to(logits.device)
                 (-logits[0].gather(1, drawn).sum()).backward()
                 read += logits.shape[1]
