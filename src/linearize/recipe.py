@@ -23,7 +23,7 @@ from linearize.data.tasks import TextEmbedding
 from linearize.evaluation.config import EvaluationConfig
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import Add
-from linearize.mixers.config import LayerPlan, MixerConfig
+from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
 from linearize.training.allocation import MemoryConfig, pair_bytes, window
 from linearize.training.config import FinetuneConfig, TransferConfig
 
@@ -117,6 +117,30 @@ class LayersConfig(Config):
     )
 
 
+class ListedHeads(Config):
+    """KV heads, each as "layer.head" with both counted from 0, and the mixer they have instead; null: softmax."""
+
+    kv_heads: tuple[str, ...] = Field(min_length=1)
+    mixer: MixerConfig | None = None
+
+    def places(self, teacher: TeacherShape) -> list[tuple[int, int]]:
+        """Layer and head of each.
+
+        Raises:
+            UserError: the teacher has no such head.
+        """
+        found = []
+        for name in self.kv_heads:
+            layer, _, head = name.partition(".")
+            sizes = teacher.num_layers, teacher.num_kv_heads
+            if not (layer.isdigit() and head.isdigit() and int(layer) < sizes[0] and int(head) < sizes[1]):
+                raise UserError(
+                    f"heads.kv_heads: expected layer.head, from 0.0 to {sizes[0] - 1}.{sizes[1] - 1}, found {name!r}"
+                )
+            found.append((int(layer), int(head)))
+        return found
+
+
 class Recipe(Config):
     """A method, as data: which mixer, on which layers, trained how.
 
@@ -131,6 +155,9 @@ class Recipe(Config):
     )
     mixer: MixerConfig = MixerConfig()
     layers: LayersConfig = LayersConfig()
+    heads: tuple[ListedHeads, ...] = Field(
+        default=(), description="KV heads that have another mixer than their layer; the others have `mixer`"
+    )
     memory: MemoryConfig | None = Field(
         default=None, description="bytes that all KV heads share, by what each needs most, in place of `mixer`"
     )
@@ -150,6 +177,8 @@ class Recipe(Config):
                 raise ValueError(f"texts to embed have no labels: set {name}.loss={{labels: 0, output_mse: 1}}")
         if self.data.top_esl is not None and not self.data.task.language:
             raise ValueError("data.top_esl chooses texts for language models: set data.top_esl=null")
+        if self.memory is not None and self.heads:
+            raise ValueError("memory says what every head gets: set heads=[]")
         if self.memory is not None and self.transfer is not None:
             raise ValueError("memory chooses among parts that learn nothing from attention: set transfer=null")
         if self.memory is not None and self.weights == "random":
@@ -318,7 +347,15 @@ def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | Non
     mixer = recipe.mixer.resolved(teacher.layer)
     if teacher.bidirectional:
         mixer = mixer.model_copy(update={"combine": Add()})  # without a window there is nothing to share or to learn
-    return tuple(None if index in kept else mixer for index in range(teacher.num_layers))
+    plan: dict[int, list[MixerConfig | None]] = {
+        index: [mixer] * teacher.num_kv_heads for index in range(teacher.num_layers) if index not in kept
+    }
+    for listed in recipe.heads:
+        for layer, head in listed.places(teacher):
+            if layer not in plan:
+                raise UserError(f"heads.kv_heads: expected heads of layers that are converted, found {layer}.{head}")
+            plan[layer][head] = listed.mixer and listed.mixer.resolved(teacher.layer)
+    return tuple(HeadwiseConfig.of(plan[index]) if index in plan else None for index in range(teacher.num_layers))
 
 
 def _check_encoder(recipe: Recipe) -> None:
@@ -339,6 +376,11 @@ def _check_encoder(recipe: Recipe) -> None:
     for name, stage in (("transfer", recipe.transfer), ("adapt", recipe.adapt), ("finetune", recipe.finetune)):
         if stage is not None and stage.window_dropout is not None:
             raise UserError(f"{name}.window_dropout: expected null, because an encoder's mixer has no window to hide")
+    if recipe.heads or recipe.memory is not None:
+        field = "heads" if recipe.heads else "memory"
+        raise UserError(
+            f"{field}: expected none, because an encoder keeps no keys; set it to {'[]' if recipe.heads else 'null'}"
+        )
     if recipe.data.top_esl is not None:
         raise UserError(
             "data.top_esl: expected null, because effective sequence lengths are a decoder's; "

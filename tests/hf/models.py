@@ -150,7 +150,24 @@ SLIDING_TEACHERS = [
     Case("qwen3-sliding-kept", "qwen3", teacher=dict(use_sliding_window=True, sliding_window=8, max_window_layers=2)),
     Case("mistral-sliding-kept", "mistral", convert_sliding=True, keep_softmax=(1,), teacher=dict(sliding_window=8)),
 ]
-CASE = {case.name: case for case in CASES + MIXER_CASES + SLIDING_TEACHERS}
+# KV heads of one layer with mixers of their own; heads that keep all keys, side by side and not; exact caches.
+_WINDOW_ONLY = dict(feature_map=None, combine=dict(type="window_only"))
+_CACHE = _WINDOW_ONLY | dict(span=dict(type="terraced", window_size=4, blocks=2), cache=dict(size=5))
+_SHORT = _WINDOW_ONLY | dict(span=dict(type="sliding", window_size=3))
+HEADS = [
+    dict(kv_heads=["0.1", "1.0"], mixer=None),
+    dict(kv_heads=["1.1"], mixer=_SHORT),
+    dict(kv_heads=["2.0"], mixer=_CACHE),
+]
+SCATTERED = [dict(kv_heads=["0.0", "0.2", "2.3"], mixer=None), dict(kv_heads=["1.1", "1.3"], mixer=_CACHE)]
+HEAD_CASES = [
+    Case("llama-heads", overrides={"heads": HEADS}),
+    Case("qwen3-heads", "qwen3", span="terraced", overrides={"heads": HEADS}, keep_softmax=()),
+    Case("gpt2-heads", "gpt2", span="sinks", overrides={"heads": SCATTERED}),
+    Case("llama-cache", overrides={"mixer": _CACHE | dict(span=SPANS["terraced"])}),
+    Case("mistral-cache", "mistral", overrides={"mixer": _CACHE | dict(cache=dict(size=7, score="random"))}),
+]
+CASE = {case.name: case for case in CASES + MIXER_CASES + SLIDING_TEACHERS + HEAD_CASES}
 
 
 def make_teacher(architecture: str, head: str = "ForCausalLM", **fields: Any) -> PreTrainedModel:

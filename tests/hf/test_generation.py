@@ -25,6 +25,7 @@ from tests.hf.models import ARCHITECTURES as FIRST
 from tests.hf.models import (
     CASE,
     CASES,
+    HEAD_CASES,
     SLIDING_TEACHERS,
     Case,
     make_student,
@@ -51,7 +52,11 @@ SOME = [CASE[name] for name in ("llama-none", "llama-terraced", "llama-mixed", "
 @pytest.mark.parametrize(
     "case, check",
     [
-        *pairs(CASES + SLIDING_TEACHERS, BY_HAND + OF_CACHES),
+        *pairs(CASES + SLIDING_TEACHERS + HEAD_CASES, BY_HAND + OF_CACHES),
+        *pairs(HEAD_CASES, [generation.greedy_by_hand, generation.interior_padding, generation.emptied]),
+        *pairs(HEAD_CASES, [generation.chunked_prefill, generation.next_turn, generation.static_cache]),
+        *pairs(HEAD_CASES[:1], [generation.beams, generation.saved, generation.forked, *CANDIDATES]),
+        *pairs([CASE["gpt2-heads"], CASE["llama-cache"]], [generation.taken_back, generation.saved]),
         # Softmax layers that slide count padding as distance, and not all caches of softmax layers can be emptied.
         *pairs(CASES, [generation.greedy_by_hand, generation.interior_padding]),
         *pairs([case for case in CASES if not case.keep_softmax], [generation.emptied]),

@@ -22,9 +22,11 @@ import linearize
 from linearize.base import UserError
 from linearize.data.packing import PackedRows
 from linearize.evaluation.candidates import LABELS
+from linearize.evaluation.controls import window_only_plan
 from linearize.evaluation.perplexity import token_losses
 from linearize.evaluation.worth import Worth
 from linearize.hf.classes import read_plan
+from linearize.mixers.config import HeadwiseConfig, MixerConfig
 from linearize.recipe import Recipe
 from linearize.run import folder as runs
 from linearize.run.evaluate import candidates, evaluate
@@ -539,3 +541,39 @@ def test_a_full_disk_leaves_no_half_file(finished: Run, tmp_path: Path, monkeypa
     with pytest.raises(UserError, match=f"^{begun.folder}: the disk is full"):
         runs.claim(begun, tiny.load_data(finished))
     assert contents(begun.folder) == {}
+
+
+MEMORY = {
+    "transfer": None,
+    "finetune.lora": None,
+    "finetune.all_weights": True,
+    "memory": {"fraction": 0.4, "of_cache_at": 64, "windows": [4, 8, 16, 24, 40, 56], "caches": [8], "tokens": 512},
+    "evaluation.examine": True,
+}
+
+
+def test_memory_where_it_is_needed(finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each head by what it is measured to need, beside one window for all in as many bytes; measured once."""
+    spent = dataclasses.replace(finished, recipe=finished.recipe.override(MEMORY), folder=tmp_path / "run")
+    found = run(spent, until="finetune")
+    assert found is None
+    about = json.loads((spent.folder / "allocation.json").read_text())
+    sizes = [about["bytes"][place] for heads in about["chosen"].values() for place in heads]
+    pair = 2 * 8 * 4  # key and value of 8 numbers, fp32
+    assert about["budget"] == int(0.4 * 64 * 4 * pair) >= sum(sizes) > 0.7 * about["budget"]
+    monkeypatch.setattr(
+        "linearize.run.pipeline.measured_losses", lambda *args, **options: pytest.fail("measured again")
+    )
+    worth = run(spent)
+    assert worth is not None
+    result = worth.to_json()
+    plan = read_plan(AutoModelForCausalLM.from_pretrained(spent.folder / "model").config)
+    assert any(isinstance(layer, HeadwiseConfig) for layer in plan)
+    window = window_only_plan(plan, 64)
+    assert len(set(window)) == 1
+    assert isinstance(window[0], MixerConfig) and window[0].span.context == round(sum(sizes) / pair / 4)
+    assert result["window_size"] == window[0].span.context
+    assert "window_lora" in {measured["name"] for measured in result["measured"]}
+    for what in ("fidelity", "path_usage"):
+        assert "heads of several kinds" in result["not_measured"][what]
+    assert json.loads((spent.folder / "plan.json").read_text())["state_bytes"] <= about["budget"]

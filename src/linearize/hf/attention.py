@@ -167,7 +167,7 @@ def _rotate(module: Any, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]
     return query, key
 
 
-def attach(module: Any, mixer: Mixer, linearized_class: type, config: Any) -> None:
+def attach(module: Any, mixer: nn.Module, linearized_class: type, config: Any) -> None:
     """Turn one attention module into its linearized class, in place."""
     module.mixer, module.model_config = mixer, config
     module.softmax_implementation = config._attn_implementation

@@ -5,16 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
-from typing_extensions import Self
 
 from linearize.ops.layout import Layout, Span, context_positions
 from linearize.ops.linear_state import LinearState
 
+AnyState = TypeVar("AnyState", bound="State")
 Tokens = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
 MATRICES = ("linear.S", "linear.next_S")
 GROWING = ("all_keys", "all_values")  # slots of every token seen
@@ -39,11 +40,11 @@ class State(ABC):
         """Every tensor of the state."""
         return list(self.named_tensors().values())
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+    def map(self: AnyState, fn: Callable[[Tensor], Tensor]) -> AnyState:
         """The state with `fn` applied to every tensor."""
         return self._renamed({name: fn(x) for name, x in self.named_tensors().items()})
 
-    def matrices_in(self, dtype: torch.dtype | None) -> Self:
+    def matrices_in(self: AnyState, dtype: torch.dtype | None) -> AnyState:
         """The state with S, which is most of it, in `dtype`; None: in the one that it is computed in, that of z.
 
         z, one D-th of S, is what S is divided by, and the rest is read as it was written: they stay exact.
@@ -54,11 +55,11 @@ class State(ABC):
                 named[name] = x.to(named[name.replace("S", "z")].dtype if dtype is None else dtype)
         return self._renamed(named)
 
-    def select(self, index: Int[Tensor, " N"]) -> Self:
+    def select(self: AnyState, index: Int[Tensor, " N"]) -> AnyState:
         """Rows `index` of the batch (beam search, dropping finished rows)."""
         return self.map(lambda x: x.index_select(0, index.to(x.device)))
 
-    def repeat(self, repeats: int) -> Self:
+    def repeat(self: AnyState, repeats: int) -> AnyState:
         """Every row `repeats` times, side by side."""
         return self.map(lambda x: x.repeat_interleave(repeats, dim=0))
 
@@ -67,7 +68,7 @@ class State(ABC):
         """Bytes held by all tensors."""
         return sum(x.numel() * x.element_size() for x in self.tensors())
 
-    def with_room(self, slots: int) -> Self:
+    def with_room(self: AnyState, slots: int) -> AnyState:
         """The state in which every part that grows has room for `slots` tokens, the last ones: of one size forever."""
         return self._renamed(
             {
@@ -76,7 +77,7 @@ class State(ABC):
             }
         )
 
-    def _renamed(self, named: dict[str, Tensor]) -> Self:
+    def _renamed(self: AnyState, named: dict[str, Tensor]) -> AnyState:
         state = State.from_named_tensors(named)
         assert isinstance(state, type(self))
         return state

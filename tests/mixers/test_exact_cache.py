@@ -1,0 +1,161 @@
+"""The exact cache against a loop over queries, values and gradients, and what it is for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from linearize.mixers import exact_cache as scores
+from linearize.mixers.combine import WindowOnly
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.exact_cache import SCORES, ExactCache
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
+from linearize.mixers.shape import LayerShape
+from linearize.ops import exact_cache
+from linearize.ops.layout import Layout, TerracedSpan
+from tests.oracles import exact_cache as oracle
+
+SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=24, max_positions=512)
+
+
+def mixer(width: int = 4, blocks: int = 2, sinks: int = 0, size: int = 5, score: str = "redundancy") -> LinearMixer:
+    config = MixerConfig(
+        span=TerracedSpan(window_size=width, blocks=blocks, sinks=sinks),
+        feature_map=None,
+        combine=WindowOnly(),
+        cache=ExactCache(size=size, score=score),
+    )
+    return LinearMixer(config, SHAPE)
+
+
+def inputs(length: int, batch: int = 2, seed: int = 0) -> AttnInputs:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(batch, heads, length, 6, dtype=torch.float64, generator=generator) * scale
+        for heads, scale in ((4, 1.0), (2, 1.5), (2, 1.0))
+    )
+    return AttnInputs(q, k, v, 0.5)
+
+
+def by_oracle(x: AttnInputs, its: LinearMixer) -> Tensor:
+    span, cache = its.config.span, its.config.cache
+    assert isinstance(span, TerracedSpan) and cache is not None
+    y = torch.empty_like(x.q)
+    for row in range(len(x.q)):
+        for head in range(4):
+            k, v = x.k[row, head // 2], x.v[row, head // 2]
+            y[row, head], _ = oracle.attention(
+                x.q[row, head],
+                k,
+                v,
+                width=span.window_size,
+                blocks=span.blocks,
+                sinks=span.sinks,
+                size=cache.size,
+                worth=oracle.redundancy(k.detach().float()),
+                scaling=x.scaling,
+            )
+    return y
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(),
+        dict(width=1, blocks=3, size=4),
+        dict(width=3, blocks=1, size=2),
+        dict(sinks=2),
+        dict(width=8, size=3),
+        dict(size=40),
+    ],
+    ids=str,
+)
+def test_values_and_gradients_are_the_loops(sizes: dict[str, int]) -> None:
+    x, its = inputs(41), mixer(**sizes)
+    given = [y.clone().requires_grad_() for y in (x.q, x.k, x.v)]
+    weight = torch.randn(x.q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = its(AttnInputs(*given, 0.5))
+    expected = by_oracle(AttnInputs(*given, 0.5), its)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    gradients = [torch.autograd.grad((y * weight).sum(), given) for y in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("score", sorted(SCORES))
+def test_chunks_are_single_steps(score: str) -> None:
+    x, its = inputs(50, seed=2), mixer(score=score, sinks=1)
+    whole, state = its(x), None
+    found = []
+    for start, stop in ((0, 17), (17, 18), (18, 31), *((n, n + 1) for n in range(31, 50))):
+        y, state = its.step(x.tokens(start, stop), state)
+        found.append(y)
+    torch.testing.assert_close(torch.cat(found, dim=2), whole, rtol=0, atol=1e-10)
+
+
+def test_documents_in_one_row_have_caches_of_their_own() -> None:
+    x, its = inputs(60, batch=1), mixer()
+    lengths = (23, 3, 34)
+    position = torch.cat([torch.arange(n) for n in lengths])[None]
+    found = its(x, Layout.from_positions(position))
+    start = 0
+    for length in lengths:
+        alone = its(x.tokens(start, start + length))
+        torch.testing.assert_close(found[:, :, start : start + length], alone, rtol=0, atol=1e-10)
+        start += length
+
+
+def test_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, its = inputs(41), mixer()
+    whole = its(x)
+    monkeypatch.setattr(exact_cache, "SCORES_AT_ONCE", {"cpu": 1})
+    torch.testing.assert_close(its(x), whole, rtol=0, atol=1e-12)
+
+
+def test_a_state_is_of_one_size_and_the_cache_of_the_asked_one() -> None:
+    x, its = inputs(60), mixer(size=5)
+    sizes = {its.step(x.tokens(0, n), None)[1].nbytes for n in (1, 9, 30, 60)}
+    assert sizes == {its.state_like(x.tokens(0, 1)).nbytes}
+    exact = its.step(x, None)[1].exact
+    assert exact is not None and exact["keys"].shape == (2, 2, 5, 6) and bool((exact["position"] >= 0).all())
+    assert bool((exact["position"].diff(dim=2) > 0).all())  # oldest first
+
+
+def test_a_key_unlike_all_others_stays() -> None:
+    """The reason for the score: among keys that repeat themselves, one that does not is kept to the end."""
+    x = inputs(400, batch=1)
+    common = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    k = (common + 0.05 * x.k).clone()
+    k[:, :, 20] = -common
+    _, state = mixer(size=3).step(AttnInputs(x.q, k, x.v, 0.5), None)
+    assert state.exact is not None and bool((state.exact["position"] == 20).any(-1).all())
+    _, state = mixer(size=3, score="recent").step(AttnInputs(x.q, k, x.v, 0.5), None)
+    assert state.exact is not None and not (state.exact["position"] == 20).any()
+
+
+def test_the_choice_is_not_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A score that is turned round is seen."""
+    x, its = inputs(41), mixer()
+    monkeypatch.setitem(SCORES, "redundancy", lambda k, v, at: -scores.redundancy(k, v, at))
+    assert (its(x) - by_oracle(x, its)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        (dict(span=dict(type="sliding", window_size=8)), "choose span `terraced`"),
+        (dict(feature_map=dict(type="hedgehog"), combine=dict(type="add")), "set feature_map to null"),
+    ],
+)
+def test_what_a_cache_needs(fields: dict[str, object], reason: str) -> None:
+    whole: dict[str, object] = dict(
+        span=dict(type="terraced", window_size=4),
+        feature_map=None,
+        combine=dict(type="window_only"),
+        cache=dict(size=4),
+    )
+    MixerConfig.model_validate(whole)
+    with pytest.raises(ValueError, match=reason):
+        MixerConfig.model_validate(whole | fields)

@@ -1,0 +1,103 @@
+"""KV heads with mixers of their own against each mixer alone, and softmax over all keys against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from linearize.mixers.combine import WindowOnly
+from linearize.mixers.config import HeadGroup, HeadwiseConfig, MixerConfig
+from linearize.mixers.headwise import HeadwiseMixer
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
+from linearize.mixers.shape import LayerShape
+from linearize.mixers.softmax import SoftmaxMixer
+from linearize.ops import full
+from linearize.ops.layout import Layout, SlidingSpan
+
+SHAPE = LayerShape(num_heads=8, num_kv_heads=4, head_dim=6, hidden_size=24, max_positions=512)
+SHORT = MixerConfig(span=SlidingSpan(window_size=3), feature_map=None, combine=WindowOnly())
+LONG = MixerConfig(span=SlidingSpan(window_size=9), feature_map=None, combine=WindowOnly())
+LINEAR = MixerConfig(span=SlidingSpan(window_size=4))
+KINDS = [None, SHORT, LINEAR, None]
+
+
+def inputs(length: int, softcap: float | None = None) -> AttnInputs:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (8, 4, 4)
+    q, k, v = (torch.randn(2, heads, length, 6, dtype=torch.float64, generator=generator) for heads in sizes)
+    return AttnInputs(q, k, v, 0.7, softcap)
+
+
+@pytest.mark.parametrize("kinds", [KINDS, [SHORT, SHORT, LONG, LONG], [LINEAR, None, SHORT, LONG]], ids=["a", "b", "c"])
+def test_each_head_is_what_its_mixer_makes_of_it(kinds: list[MixerConfig | None]) -> None:
+    config = HeadwiseConfig.of(kinds)
+    assert isinstance(config, HeadwiseConfig)
+    mixer, x = HeadwiseMixer(config, SHAPE).double(), inputs(30)
+    found = mixer(x)
+    one = LayerShape(num_heads=2, num_kv_heads=1, head_dim=6, hidden_size=24, max_positions=512)
+    for head, kind in enumerate(kinds):
+        alone = SoftmaxMixer(one) if kind is None else LinearMixer(kind, one).double()
+        expected = alone(x.heads((head,)))
+        torch.testing.assert_close(found[:, 2 * head : 2 * head + 2], expected, rtol=0, atol=1e-12)
+
+
+def test_heads_alike_are_one_group_and_all_alike_are_one_mixer() -> None:
+    config = HeadwiseConfig.of(KINDS)
+    assert isinstance(config, HeadwiseConfig)
+    assert [group.kv_heads for group in config.groups] == [(0, 3), (1,), (2,)]
+    assert HeadwiseConfig.of([SHORT] * 4) == SHORT and HeadwiseConfig.of([None] * 4) is None
+    assert HeadwiseConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("groups", [((0,), (0, 1)), ((0, 2),), ((1, 0),)])
+def test_each_head_is_in_one_group(groups: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="expected each KV head from 0 on in one group"):
+        HeadwiseConfig(groups=tuple(HeadGroup(kv_heads=heads) for heads in groups))
+
+
+def test_a_state_grows_by_its_softmax_heads_alone() -> None:
+    config = HeadwiseConfig.of(KINDS)
+    assert isinstance(config, HeadwiseConfig)
+    mixer, x = HeadwiseMixer(config, SHAPE).double(), inputs(40)
+    short, long = (mixer.step(x.tokens(0, n), None)[1].nbytes for n in (20, 40))
+    assert long - short == 2 * 2 * 2 * 6 * 8 * 20  # rows, heads, keys and values, fp64
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("at_once", [7, 256])
+def test_all_keys(softcap: float | None, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several documents with padding, behind a carried one, values and gradients."""
+    monkeypatch.setattr(full, "QUERIES_AT_ONCE", at_once)
+    x = inputs(32, softcap)
+    position = torch.tensor([[-1, -1, *range(12), -1, *range(17)], [*range(5), *range(27)]])
+    layout = Layout.from_positions(position)
+    document, key = layout.key_document, layout.key_position
+    seen = (document[:, :, None] == document[:, None]) & (key[:, None] <= key[:, :, None]) & (key >= 0)[:, None]
+    given = [y.clone().requires_grad_() for y in (x.q, x.k, x.v)]
+    k, v = (y.repeat_interleave(2, dim=1) for y in given[1:])
+    scores = given[0] @ k.mT * 0.7
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    expected = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0) @ v
+    expected = torch.where((key >= 0)[:, None, :, None], expected, 0)
+    mixer = SoftmaxMixer(SHAPE)
+    found = mixer(AttnInputs(*given, 0.7, softcap), layout)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    weight = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    valid = (key >= 0)[:, None, :, None]
+    pairs = zip(*(torch.autograd.grad((y * weight * valid).sum(), given) for y in (found, expected)), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other.nan_to_num(0), rtol=0, atol=1e-10)
+
+
+def test_all_keys_in_several_calls() -> None:
+    x, mixer = inputs(32), SoftmaxMixer(SHAPE)
+    k, v = (y.repeat_interleave(2, dim=1) for y in (x.k, x.v))
+    whole = scaled_dot_product_attention(x.q, k, v, is_causal=True, scale=0.7)
+    found, state = [], mixer.state_like(x.tokens(0, 1))
+    for start, stop in ((0, 10), (10, 11), (11, 25), *((n, n + 1) for n in range(25, 32))):
+        y, state = mixer.step(x.tokens(start, stop), state)
+        found.append(y)
+    torch.testing.assert_close(torch.cat(found, dim=2), whole, rtol=0, atol=1e-12)
+    assert state.seen.tolist() == [32, 32]

@@ -1,0 +1,47 @@
+"""Softmax over a terraced window, its sinks and a bounded cache of exact keys, one query at a time.
+
+Written from the definition alone: when a block of queries begins, the block of keys that leaves the window and the
+cache are candidates, and the `size` best stay; the first of equals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Worth = Callable[[list[int], int], float]
+
+
+def redundancy(k: Tensor) -> Worth:
+    """Minus the cosine with the newer candidate that is most alike; of the newest, 1."""
+
+    def worth(candidates: list[int], key: int) -> float:
+        cosines = [float(k[key] @ k[other] / (k[key].norm() * k[other].norm())) for other in candidates if other > key]
+        return -max(cosines, default=-1.0)
+
+    return worth
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, width: int, blocks: int, sinks: int, size: int, worth: Worth, scaling: float
+) -> tuple[Tensor, list[list[int]]]:
+    """Outputs [T, D] of one head of one document, and what the cache holds for each query."""
+    cache: list[int] = []
+    outputs, held = [], []
+    for n in range(len(q)):
+        if n % width == 0 and n >= blocks * width:
+            left = n - blocks * width
+            candidates = cache + [j for j in range(left, left + width) if j >= sinks]
+            scores = {j: worth(candidates, j) for j in candidates}
+            ranked = sorted(candidates, key=lambda j: (-scores[j], candidates.index(j)))
+            cache = sorted(ranked[:size])
+        low = width * max(0, n // width - blocks + 1)
+        seen = sorted({*range(low, n + 1), *cache, *range(min(sinks, n + 1))})
+        weights = torch.stack([q[n] @ k[j] * scaling for j in seen]).exp()
+        outputs.append(sum(weight * v[j] for weight, j in zip(weights, seen, strict=True)) / weights.sum())
+        held.append(list(cache))
+    assert all(math.isfinite(float(y.sum())) for y in outputs)
+    return torch.stack(outputs), held

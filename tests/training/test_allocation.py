@@ -1,0 +1,163 @@
+"""Memory by need: what heads are measured to lose, and how a budget is spent."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import linearize
+from linearize.base import UserError
+from linearize.data.packing import PackedRows
+from linearize.hf.convert import convert_layers
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import HeadwiseConfig
+from linearize.recipe import resolve
+from linearize.training.allocation import (
+    MemoryConfig,
+    allocate,
+    allocated_plan,
+    candidate_bytes,
+    measured_losses,
+    window,
+)
+from tests.hf.models import make_teacher, random_tokens
+
+CONVEX = [8.0, 3.0, 1.0, 0.0]
+
+
+def rows(count: int, length: int) -> PackedRows:
+    ids = random_tokens(count, length)
+    position = torch.arange(length).expand(count, -1)
+    return PackedRows(ids, position, torch.where(position > 0, ids, -100))
+
+
+# --- spending ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", range(8, 29, 2))
+def test_no_other_spending_within_the_budget_is_better(budget: int) -> None:
+    """Where steps are of one size and fall in value, greedy is the best there is."""
+    losses = {0: [CONVEX, [x / 4 for x in CONVEX]], 2: [[2 * x for x in CONVEX], [0.0] * 4]}
+    sizes = [2, 4, 6, 8]
+    chosen = allocate(losses, sizes, budget)
+    heads = [(losses[layer][head], chosen[layer][head]) for layer in losses for head in range(2)]
+    assert sum(sizes[place] for _, place in heads) <= budget
+    best = min(
+        sum(its[place] for (its, _), place in zip(heads, places, strict=True))
+        for places in itertools.product(range(4), repeat=4)
+        if sum(sizes[place] for place in places) <= budget
+    )
+    assert sum(its[place] for its, place in heads) == pytest.approx(best)
+
+
+def test_what_is_no_better_for_more_bytes_is_never_chosen() -> None:
+    """Candidates above the hull: one that costs more and loses more, one on a step that is worth less than the next."""
+    assert allocate({0: [[5.0, 6.0, 4.9, 1.0]]}, [1, 2, 3, 4], 4) == {0: [3]}
+    assert allocate({0: [[5.0, 6.0, 4.9, 1.0]]}, [1, 2, 3, 4], 3) == {0: [0]}
+
+
+def test_a_step_that_does_not_fit_leaves_the_bytes_to_others() -> None:
+    chosen = allocate({0: [[100.0, 0.0, 0.0], [3.0, 3.0, 1.0]]}, [1, 50, 5], 10)
+    assert chosen == {0: [2, 2]} or chosen == {0: [2, 0]}
+    assert allocate({0: [[100.0, 0.0], [3.0, 3.0]]}, [1, 50], 10) == {0: [0, 0]}
+
+
+def test_too_small_a_budget_says_what_is_needed() -> None:
+    with pytest.raises(UserError, match=r"memory: expected at least 8 bytes, .* found 7; give more, or smaller"):
+        allocate({0: [CONVEX] * 4}, [2, 4, 6, 8], 7)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def test_losses_are_those_of_single_heads_ablated() -> None:
+    """The estimate ranks heads and sizes as the divergence that each causes by itself, and is of its size."""
+    teacher, data = make_teacher("llama").float(), rows(48, 24)
+    shape, candidates = TeacherShape.from_config(teacher.config.to_dict()), [window(n) for n in (4, 8, 12, 16, 20)]
+    found = measured_losses(teacher, data, candidates, tokens=48 * 24, seed=0)
+    estimates, expected = [], []
+    with torch.no_grad():
+        whole = teacher(data.input_ids).logits.double().log_softmax(-1)
+        for layer in range(shape.num_layers):
+            for head, place in itertools.product(range(shape.num_kv_heads), range(len(candidates))):
+                heads = [None] * shape.num_kv_heads
+                heads[head] = candidates[place]
+                plan = [None] * shape.num_layers
+                plan[layer] = HeadwiseConfig.of(heads)
+                logits = convert_layers(teacher, tuple(plan))(data.input_ids).logits.double().log_softmax(-1)
+                expected.append((whole.exp() * (whole - logits)).sum(-1).mean().item())
+                estimates.append(found[layer][head][place])
+    ranks = torch.tensor([estimates, expected]).argsort(1).argsort(1).double()
+    assert torch.corrcoef(ranks)[0, 1] > 0.8
+    assert 0.2 < sum(estimates) / sum(expected) < 5
+
+
+def test_the_teacher_is_left_alone_and_a_seed_says_all() -> None:
+    teacher, data = make_teacher("llama").float(), rows(4, 16)
+    before = {name: x.clone() for name, x in teacher.state_dict().items()}
+    first, again, other = (measured_losses(teacher, data, [window(4)], tokens=64, seed=seed) for seed in (0, 0, 1))
+    assert first == again != other
+    assert all(torch.equal(x, before[name]) for name, x in teacher.state_dict().items())
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_are_those_of_the_states() -> None:
+    teacher = make_teacher("llama")
+    shape, memory = (
+        TeacherShape.from_config(teacher.config.to_dict()),
+        MemoryConfig(bytes=10_000, of_cache_at=64, grows=True),
+    )
+    candidates = memory.candidates()
+    sizes = candidate_bytes(candidates, shape, torch.float64, 64)
+    assert candidates[-1] is None and sizes[-1] == 64 * 2 * 8 * 8
+    losses = {layer: [[1.0 / size for size in sizes]] * 2 for layer in range(3)}
+    chosen = allocate(losses, sizes, 40_000)
+    student = convert_layers(teacher, allocated_plan(chosen, candidates, 3))
+    with torch.no_grad():
+        cache = student(random_tokens(1, 64), use_cache=True).past_key_values
+    held = sum(layer.nbytes for layer in cache.layers)
+    counts = 8 * sum(1 for layer in cache.layers for name in layer.kept.named_tensors() if name.endswith("seen"))
+    assert held - counts == sum(sizes[place] for heads in chosen.values() for place in heads) <= 40_000
+
+
+def test_a_fraction_is_of_the_teachers_cache() -> None:
+    shape = TeacherShape.from_config(make_teacher("llama").config.to_dict())
+    memory = MemoryConfig(fraction=0.25, of_cache_at=100)
+    assert memory.budget(shape, torch.float32) == 0.25 * 100 * 3 * 2 * 2 * 8 * 4
+    assert MemoryConfig(bytes=1234).budget(shape, torch.float32) == 1234
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"memory": {}}, "either `bytes` or `fraction`"),
+        ({"memory": {"bytes": 5, "fraction": 0.5}}, "either `bytes` or `fraction`"),
+        ({"memory": {"bytes": 5}}, "set transfer=null"),
+        ({"memory": {"bytes": 5}, "transfer": None, "heads": [{"kv_heads": ["0.0"]}]}, r"set heads=\[\]"),
+    ],
+)
+def test_recipes_without_meaning(fields: dict[str, object], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        linearize.Recipe.load("lolcats", fields)
+
+
+def test_heads_by_name() -> None:
+    shape = TeacherShape.from_config(make_teacher("llama").config.to_dict())
+    recipe = linearize.Recipe.load("lolcats", {"heads": [{"kv_heads": ["0.1", "2.0"]}, {"kv_heads": ["2.1"]}]})
+    plan = resolve(recipe, shape)
+    assert (
+        isinstance(plan[0], HeadwiseConfig) and plan[0].groups[1].kv_heads == (1,) and plan[0].groups[1].mixer is None
+    )
+    assert plan[1] == recipe.mixer.resolved(shape.layer) and plan[2] is None
+    for name in ("3.0", "0.2", "1", "a.b"):
+        wrong = linearize.Recipe.load("lolcats", {"heads": [{"kv_heads": [name]}]})
+        with pytest.raises(UserError, match=r"heads.kv_heads: expected layer.head, from 0.0 to 2.1, found"):
+            resolve(wrong, shape)
+    kept = linearize.Recipe.load("lolcats", {"heads": [{"kv_heads": ["1.0"]}], "layers.keep_softmax": [1]})
+    with pytest.raises(UserError, match=r"expected heads of layers that are converted, found 1\.0"):
+        resolve(kept, shape)
