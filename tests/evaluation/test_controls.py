@@ -108,7 +108,7 @@ def test_a_trained_control_is_the_same_model() -> None:
     teacher = tiny.llama().double()
     student = tiny.moved_student(teacher)
     plan = tuple(layer.mixer.config for layer in linearized_layers(student).values())
-    control = convert_layers(teacher, window_only_plan(plan))
+    control = convert_layers(teacher, window_only_plan(plan, 64))
     assert not any(".mixer." in name for name, _ in control.named_parameters())
     with without_linear_part(student):
         assert_close(logits(control), logits(student))
@@ -185,7 +185,7 @@ def test_controls_have_the_mixers_own_span() -> None:
 
 def test_layers_that_stay_softmax_stay_so_in_the_control() -> None:
     mixer = MixerConfig(span=SlidingSpan(window_size=16))
-    assert window_only_plan((None, mixer)) == (None, window_only(mixer))
+    assert window_only_plan((None, mixer), 64) == (None, window_only(mixer))
 
 
 @pytest.mark.parametrize(
@@ -199,4 +199,4 @@ def test_layers_that_stay_softmax_stay_so_in_the_control() -> None:
     ids=str,
 )
 def test_beyond_the_window_means_beyond_the_widest(spans: list[Any], reach: int) -> None:
-    assert window_reach(tuple(None if span is None else MixerConfig(span=span) for span in spans)) == reach
+    assert window_reach(tuple(None if span is None else MixerConfig(span=span) for span in spans), 64) == reach

@@ -57,7 +57,7 @@ def _pairs(layer: MixerConfig | HeadwiseConfig, length: int) -> float:
     if isinstance(layer, HeadwiseConfig):
         heads = [(len(g.kv_heads), length if g.mixer is None else _pairs(g.mixer, length)) for g in layer.groups]
         return sum(count * pairs for count, pairs in heads) / sum(count for count, _ in heads)
-    return layer.span.sinks + layer.span.context + (0 if layer.cache is None else layer.cache.size)
+    return float(layer.span.sinks + layer.span.context + (0 if layer.cache is None else layer.cache.size))
 
 
 @contextmanager

@@ -111,6 +111,16 @@ def never_negative(config: MixerConfig) -> bool:
     return not signed and not isinstance(config.update, DeltaUpdate)
 
 
+def without_weights(student: PreTrainedModel) -> str | None:
+    """What in which layer keeps its attention from being looked at as one matrix of weights; None: nothing does."""
+    for layer in linearized_layers(student).values():
+        if isinstance(layer.mixer, HeadwiseMixer):
+            return f"heads of several kinds in layer {layer.layer_idx}"
+        if layer.mixer.config.cache is not None:
+            return f"an exact cache in layer {layer.layer_idx}"
+    return None
+
+
 def visit_layers(
     student: PreTrainedModel, chosen: ChosenRows, visit: Callable[[Visit], None], *, batch_size: int, title: str
 ) -> None:
@@ -121,13 +131,8 @@ def visit_layers(
     """
     if not linearized_layers(student):
         raise UserError(f"model: expected a linearized one, found {type(student).__name__}; convert it first")
-    for layer in linearized_layers(student).values():
-        if isinstance(layer.mixer, HeadwiseMixer) or layer.mixer.config.cache is not None:
-            raise UserError(
-                f"model: expected one mixer without an exact cache in each layer, found layer {layer.layer_idx} with "
-                f"{'heads of several kinds' if isinstance(layer.mixer, HeadwiseMixer) else 'one'}; their attention "
-                "weights cannot be looked at yet"
-            )
+    if (why := without_weights(student)) is not None:
+        raise UserError(f"model: expected layers whose attention can be looked at, found {why}")
     with inference(student):
         starts = range(0, len(chosen), batch_size)
         for first in progress(starts, title):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from linearize import plan as planning
@@ -19,7 +21,7 @@ from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe, resolve
 from linearize.run.evaluate import control, measure_run, write_results
 from linearize.run.folder import Run, about_run, check_output, claim, write_json
-from linearize.training.allocation import allocate, allocated_plan, candidate_bytes, measured_losses
+from linearize.training.allocation import MemoryConfig, allocate, allocated_plan, candidate_bytes, measured_losses
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
 from linearize.training.config import FinetuneConfig
@@ -63,10 +65,14 @@ def run(
         if block is not None or until == "transfer":
             return None
     teacher = run.load_teacher()
-    claim(run, dataset)
-    if run.recipe.memory is not None:
-        layers = allocation(run, shape, teacher, dataset)
+    memory, measured = run.recipe.memory, None
+    if memory is not None:
+        measured = allocation(run, memory, shape, teacher, dataset)
+        layers = allocated_plan(measured["chosen"], memory.candidates(), shape.num_layers)
     student = convert_layers(teacher, layers, seed=run.recipe.seed)
+    claim(run, dataset)
+    if measured is not None:
+        write_json(run.folder / ALLOCATION, measured)
     write_plan(run, shape, layers, dataset)
 
     if run.recipe.transfer is not None:
@@ -97,31 +103,28 @@ def write_plan(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Datase
     write_json(run.folder / "plan.json", plan.to_json())
 
 
-def allocation(run: Run, shape: TeacherShape, teacher: PreTrainedModel, dataset: Dataset) -> LayerPlan:
-    """The layer plan of a recipe with a budget of memory: what each KV head gets, by what it is measured to need.
+def allocation(
+    run: Run, memory: MemoryConfig, shape: TeacherShape, teacher: PreTrainedModel, dataset: Dataset
+) -> dict[str, Any]:
+    """What each KV head gets of the recipe's budget of memory, by what it is measured to need; measured once.
 
-    The measurements are kept in the run's folder, as allocation.json.
+    As it stands in allocation.json: the `budget`; of each of the `candidates` its `bytes` in one head; `losses`, nats
+    per token, of every layer's heads with each candidate; and which one is `chosen`.
     """
-    memory, rows = run.recipe.memory, dataset.train
-    assert memory is not None
+    rows = dataset.train
     if not isinstance(rows, PackedRows):
-        raise UserError(
-            f"memory: expected a language model, found the task {run.recipe.data.task.type}; set it to null"
-        )
-    candidates, path = memory.candidates(), run.folder / "allocation.json"
-    sizes = candidate_bytes(candidates, shape, run.dtype, memory.of_cache_at)
+        raise UserError(f"memory: expected a language model, found {run.recipe.data.task.type}; set memory=null")
+    candidates, path = memory.candidates(), run.folder / ALLOCATION
     if path.is_file():
-        losses = {int(layer): heads for layer, heads in read_json(path)["losses"].items()}
-    else:
-        losses = measured_losses(teacher, rows, candidates, tokens=memory.tokens, seed=run.recipe.seed)
-    kept = {index for index, mixer in enumerate(resolve(run.recipe, shape)) if mixer is None}
-    losses = {layer: heads for layer, heads in losses.items() if layer not in kept}
-    budget = memory.budget(shape, run.dtype)
-    chosen = allocate(losses, sizes, budget)
+        found = read_json(path)
+        return found | {"chosen": {int(layer): heads for layer, heads in found["chosen"].items()}}
+    losses = measured_losses(teacher, rows, candidates, tokens=memory.tokens, seed=run.recipe.seed)
+    converted = {index for index, mixer in enumerate(resolve(run.recipe, shape)) if mixer is not None}
+    losses = {layer: heads for layer, heads in losses.items() if layer in converted}
+    sizes, budget = candidate_bytes(candidates, shape, run.dtype, memory.of_cache_at), memory.budget(shape, run.dtype)
     names = [None if choice is None else choice.model_dump(mode="json", exclude_defaults=True) for choice in candidates]
-    about = {"budget": budget, "candidates": names, "bytes": sizes, "losses": losses, "chosen": chosen}
-    write_json(path, about)
-    return allocated_plan(chosen, candidates, shape.num_layers)
+    chosen = allocate(losses, sizes, budget)
+    return {"budget": budget, "candidates": names, "bytes": sizes, "losses": losses, "chosen": chosen}
 
 
 def check_block(recipe: Recipe, shape: TeacherShape, block: int | None) -> None:
@@ -217,4 +220,5 @@ def train_controls(run: Run, teacher: PreTrainedModel, layers: LayerPlan, datase
         finetune(model, dataset.train, dataset.validation, config, teacher=teacher, **options)
 
 
+ALLOCATION = "allocation.json"
 TITLES = {"adapt": "adapting new weights", "finetune": "fine-tuning"}
