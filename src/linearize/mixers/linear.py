@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from linearize.mixers.cached import CachedKeys, cache_of_next, cached_keys
 from linearize.mixers.combine import COMBINES
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.base import exponentials
@@ -22,7 +23,7 @@ from linearize.mixers.running_maximum import running_maximum
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaRule, DeltaUpdate
 from linearize.ops.dispatch import delta_values, linear_scan, window_softmax
-from linearize.ops.exact_cache import Blocks, best, cached_softmax, choose, cut, merged, taken
+from linearize.ops.exact_cache import cached_softmax, merged
 from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout, TerracedSpan, context_positions
 from linearize.ops.linear_state import LinearState, linear_state
@@ -211,25 +212,10 @@ class LinearMixer(Mixer):
         with torch.autocast(inputs.autocast_device, enabled=False):
             inputs = inputs.accumulated()
             tokens, phi_k, _ = self.tokens(inputs, layout, layout, None)
-            chosen = self._chosen(tokens, layout, None)
+            chosen = cached_keys(self.config, tokens, layout, None)
             return self._partials(
                 inputs, tokens, phi_k, self.written(tokens, phi_k, layout, None), layout, None, chosen
             )
-
-    def _chosen(self, tokens: Tokens, layout: Layout, state: MixerState | None) -> Chosen | None:
-        """What the exact cache holds for each block of queries; None where there is none."""
-        cache, span = self.config.cache, self.span
-        if cache is None:
-            return None
-        assert isinstance(span, TerracedSpan)
-        position = layout.key_position[:, None].expand(len(tokens["keys"]), self.shape.num_kv_heads, -1)
-        own = {"keys": tokens["keys"], "values": tokens["values"], "position": position}
-        held = _no_cache(own, cache.size) if state is None else state.exact
-        assert held is not None
-        pool = {name: torch.cat([held[name].to(x.dtype), x], dim=2) for name, x in own.items()}
-        blocks = cut(layout, span)
-        places, _ = choose(pool["keys"], pool["values"], pool["position"], blocks, span, cache.size, cache.worth)
-        return Chosen(pool, blocks, places)
 
     def _partials(
         self,
@@ -239,7 +225,7 @@ class LinearMixer(Mixer):
         written: Tensor,
         layout: Layout,
         state: MixerState | None,
-        chosen: Chosen | None,
+        chosen: CachedKeys | None,
     ) -> tuple[Partial | None, Partial | None]:
         window = linear = None
         if self.span.max_lag:
@@ -277,7 +263,7 @@ class LinearMixer(Mixer):
         linear = None
         if phi_k is not None:
             linear = linear_state(phi_k, written, **self._how(tokens), span=self.span, layout=layout, state=before)
-        chosen = self._chosen(tokens, layout, state)
+        chosen = cached_keys(self.config, tokens, layout, state)
         read = self._partials(inputs, tokens, phi_k, written, layout, state, chosen)
         y = self.combined(inputs, *read, self.has_linear(layout.query_position))
         slots = keep_slots(tokens, layout, self.span, batch)
@@ -306,7 +292,7 @@ class LinearMixer(Mixer):
             seen = (places >= 0) & (~below | (places < span.sinks))
             softmax = {"scaling": inputs.scaling, "softcap": inputs.softcap}
             window = window_step(inputs.q, tokens["keys"], tokens["values"], seen=seen[:, None], **softmax)
-            if (exact := self._cache_at(state)) is not None:
+            if (exact := cache_of_next(self.config, state)) is not None:
                 held = window_step(inputs.q, exact["keys"], exact["values"], seen=exact["position"] >= 0, **softmax)
                 window = merged(window, held)
         linear, after = None, state.linear
@@ -323,27 +309,6 @@ class LinearMixer(Mixer):
         slots = push_slot(tokens, span, position - span.context)
         y = self.combined(inputs, window, linear, self.has_linear(position[:, None]))
         return y, MixerState(slots, position + 1, after, maximum, exact)
-
-    def _cache_at(self, state: MixerState) -> Tokens | None:
-        """The exact cache for one more token: chosen again in rows where a block begins with it."""
-        cache, span, exact = self.config.cache, self.span, state.exact
-        if cache is None or exact is None:
-            return None
-        assert isinstance(span, TerracedSpan)
-        begins = state.seen % span.window_size == 0
-        if not torch.compiler.is_compiling() and not begins.is_meta and not begins.any():
-            return exact
-        leaving = slice(span.sinks, span.sinks + span.window_size)
-        heads = self.shape.num_kv_heads
-        position = context_positions(state.seen, span)[:, leaving]
-        position = torch.where((position >= span.sinks) & begins[:, None], position, -1)
-        new = {"keys": state.slots["keys"][:, :, leaving], "values": state.slots["values"][:, :, leaving]}
-        new["position"] = position[:, None].expand(-1, heads, -1)
-        pool = {name: torch.cat([exact[name].to(x.dtype), x], dim=2) for name, x in new.items()}
-        places = torch.arange(cache.size + span.window_size, device=position.device)
-        places = torch.where(pool["position"] >= 0, places, -1)
-        held, _ = best(pool["keys"], pool["values"], pool["position"], places, cache.size, cache.worth)
-        return taken(pool, held)
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape: what stands before the first token."""
@@ -363,30 +328,9 @@ class LinearMixer(Mixer):
             linear = LinearState(S, S[..., 0], *following)
         size = self.span.sinks + self.span.context
         slots = {name: x.new_zeros(batch, x.shape[1], size, x.shape[3]) for name, x in new.items()}
-        exact = None
-        if self.config.cache is not None:
-            exact = _no_cache(
-                {"keys": inputs.k, "values": inputs.v, "position": seen[:, None, None]}, self.config.cache.size
-            )
+        size = None if self.config.cache is None else self.config.cache.size
+        exact = None if size is None else empty_cache(inputs.k, inputs.v, size)
         return MixerState(slots, seen, linear, maximum, exact)
-
-
-class Chosen(NamedTuple):
-    """What the exact cache holds for each block of queries, as places in a pool of slots."""
-
-    pool: Tokens
-    blocks: Blocks
-    held: Int[Tensor, "B G J C"]
-
-    def last(self) -> Tokens:
-        """What it holds after the last token."""
-        return taken(self.pool, self.held[:, :, -1])
-
-
-def _no_cache(slots: Tokens, size: int) -> Tokens:
-    batch, heads = slots["keys"].shape[:2]
-    empty = {name: slots[name].new_zeros(batch, heads, size, slots[name].shape[3]) for name in ("keys", "values")}
-    return empty | {"position": slots["position"].new_full((batch, heads, size), -1)}
 
 
 def _skipped(tokens: Tokens, below: Bool[Tensor, "B S"] | None) -> dict[str, Tensor]:
