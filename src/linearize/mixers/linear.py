@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize.mixers.cached import CachedKeys, cache_of_next, cached_keys
+from linearize.mixers.cached import CachedKeys, cache_of_next, cached_keys, empty_cache
 from linearize.mixers.combine import COMBINES
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.base import exponentials
