@@ -241,7 +241,7 @@ COMMANDS: dict[str, Case] = {
     ),
     "another format": (
         lambda tmp: ["generate", linearized(tmp / "new", linearize={"format_version": 99}), "--prompt", "a"],
-        r"model .*new: .*config\.linearize\.format_version: expected 1, found 99",
+        r"model .*new: .*config\.linearize\.format_version: expected 1 or 2, found 99",
     ),
     "no such task": (
         lambda tmp: ["eval", tiny.finished_run().folder, "--tasks", tmp / "none.jsonl"],

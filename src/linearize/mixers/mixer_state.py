@@ -31,7 +31,7 @@ class State(ABC):
     @staticmethod
     def from_named_tensors(named: dict[str, Tensor]) -> State:
         """The state that has these tensors: of a mixer, or of one for each group of heads (`0.seen`, `1.seen`, ...)."""
-        if "seen" not in named:
+        if "0.seen" in named:
             count = 1 + max(int(name.partition(".")[0]) for name in named)
             return HeadwiseState(tuple(MixerState.of(_part(named, f"{index}.")) for index in range(count)))
         return MixerState.of(named)
