@@ -19,13 +19,15 @@ from linearize.run.folder import Run
 from linearize.run.pipeline import run
 
 PROMPT = "def read_config(path):\n"
-# Small enough for two CPU cores and six minutes, the two trained controls included. The window factor moves by at most
-# the learning rate per step, so a run this short must start it nearer to where it ends.
+# Small enough for two CPU cores and some minutes, the two trained controls included, which see as many tokens as both
+# stages. The window factor moves by at most the learning rate per step, so a run this short must start it nearer to where
+# it ends.
 BUDGET = {
     "mixer.combine.window_factor_init": 0.5,
     "data.sequence_length": 512,
     "data.validation_rows": 48,
-    "transfer.max_tokens": 500_000,
+    "transfer.batch_size": 4,
+    "transfer.max_tokens": 160_000,
     "transfer.eval_every": 40,
     "finetune.max_tokens": 80_000,
     "finetune.eval_every": 10,
