@@ -20,8 +20,8 @@ from linearize.run.pipeline import run
 
 PROMPT = "def read_config(path):\n"
 # Small enough for two CPU cores and some minutes, the two trained controls included, which see as many tokens as both
-# stages. The window factor moves by at most the learning rate per step, so a run this short must start it nearer to where
-# it ends.
+# stages. The window factor moves by at most the learning rate per step, so a run this short must start it nearer to its
+# end.
 BUDGET = {
     "mixer.combine.window_factor_init": 0.5,
     "data.sequence_length": 512,
