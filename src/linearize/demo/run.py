@@ -27,9 +27,9 @@ BUDGET = {
     "data.sequence_length": 512,
     "data.validation_rows": 48,
     "transfer.batch_size": 4,
-    "transfer.max_tokens": 160_000,
+    "transfer.max_tokens": 100_000,
     "transfer.eval_every": 40,
-    "finetune.max_tokens": 80_000,
+    "finetune.max_tokens": 60_000,
     "finetune.eval_every": 10,
 }
 
