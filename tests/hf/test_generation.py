@@ -25,7 +25,6 @@ from tests.hf.models import ARCHITECTURES as FIRST
 from tests.hf.models import (
     CASE,
     CASES,
-    HEAD_CASES,
     SLIDING_TEACHERS,
     Case,
     make_student,
@@ -35,6 +34,7 @@ from tests.hf.models import (
     teacher_of,
 )
 
+HEADS = [CASE[name] for name in ("llama-heads", "gpt2-heads", "llama-cache")]
 PLAIN, MIXED = CASE["llama-sliding"], CASE["llama-mixed"]
 # With every kind of state: decays, the delta rule, slots of the window, sinks, running maxima, sums over all keys.
 KINDS = ["gla-llama", "regla-gpt2", "performer-qwen3", "gated-delta-llama", "mix-gpt2", "fast-decay-mistral"]
@@ -52,11 +52,11 @@ SOME = [CASE[name] for name in ("llama-none", "llama-terraced", "llama-mixed", "
 @pytest.mark.parametrize(
     "case, check",
     [
-        *pairs(CASES + SLIDING_TEACHERS + HEAD_CASES, BY_HAND + OF_CACHES),
-        *pairs(HEAD_CASES, [generation.greedy_by_hand, generation.interior_padding, generation.emptied]),
-        *pairs(HEAD_CASES, [generation.chunked_prefill, generation.next_turn, generation.static_cache]),
+        *pairs(CASES + SLIDING_TEACHERS + HEADS, BY_HAND + OF_CACHES),
+        *pairs(HEADS, [generation.greedy_by_hand, generation.interior_padding, generation.emptied]),
+        *pairs(HEADS, [generation.chunked_prefill, generation.next_turn, generation.static_cache]),
         # The other ways of assisting compare states, slots of terraces that no later query reads included.
-        *pairs(HEAD_CASES[:1], [generation.beams, generation.saved, generation.forked, *CANDIDATES[2:]]),
+        *pairs(HEADS[:1], [generation.beams, generation.saved, generation.forked, *CANDIDATES[2:]]),
         *pairs([CASE["gpt2-heads"], CASE["llama-cache"]], [generation.taken_back, generation.saved]),
         # Softmax layers that slide count padding as distance, and not all caches of softmax layers can be emptied.
         *pairs(CASES, [generation.greedy_by_hand, generation.interior_padding]),
@@ -78,6 +78,7 @@ def test_generation(case: Case, check: checks.Check) -> None:
     [
         *pairs([CASE["qwen3-sinks"], CASE["gpt2-mixed"]], [generation.sampling_by_hand, *EARLY]),
         *pairs([MIXED], [generation.returned_sequences]),
+        *pairs([CASE["qwen3-heads"], CASE["mistral-cache"]], BY_HAND + OF_CACHES + [generation.static_cache]),
         *pairs([CASE["gated-delta-llama"], CASE["performer-qwen3"]], CANDIDATES),
         *pairs([CASE["qwen3-sinks"], *(CASE[name] for name in KINDS)], [generation.taken_back]),
     ],
