@@ -59,7 +59,7 @@ def sorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(folder)
     inputs = sort.every_input(str(folder))
     rows = sort.sorting_rows(inputs, inputs.sort(dim=1).values)
-    training = {"finetune.lr": 3e-3, "finetune.epochs": 30, "finetune.batch_size": 27}
+    training = {"finetune.lr": 3e-3, "finetune.epochs": 40, "finetune.batch_size": 27}
     recipe = Recipe.load("hedgehog-gpt2", training)
     assert recipe.finetune is not None
     linearize.finetune(model, rows, rows, recipe.finetune, output_dir=folder / "training")
@@ -75,7 +75,7 @@ def test_rows_of_sorting() -> None:
 
 
 def test_a_model_that_sorts(sorter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = {"transfer.epochs": 6, "finetune.epochs": 4, "finetune.lr": 3e-3}
+    short = {"transfer.epochs": 6, "finetune.epochs": 4, "finetune.lr": 1e-3}
     methods = {label: (name, overrides | short) for label, (name, overrides) in sort.METHODS.items()}
     monkeypatch.setattr(sort, "METHODS", methods)
     arguments = ["--model", sorter, "--output-dir", tmp_path / "stages", "--json", tmp_path / "found.json"]
