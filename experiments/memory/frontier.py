@@ -35,8 +35,8 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import LayerPlan, MixerConfig
-from linearize.mixers.exact_cache import SCORES, ExactCache
-from linearize.ops.layout import SlidingSpan, TerracedSpan
+from linearize.mixers.exact_cache import SCORES
+from linearize.ops.layout import SlidingSpan
 from linearize.recipe import Recipe
 from linearize.run.folder import versions
 from linearize.training.allocation import (
@@ -44,6 +44,7 @@ from linearize.training.allocation import (
     MemoryConfig,
     allocate,
     allocated_plan,
+    cached,
     candidate_bytes,
     measured_losses,
     window,
@@ -65,11 +66,8 @@ def uniform(pairs: int) -> dict[str, MixerConfig]:
         "window": window(pairs),
         f"window + {SINKS} sinks": MixerConfig(span=sunk, feature_map=None, combine=WindowOnly()),
     }
-    near = TerracedSpan(window_size=BLOCK, blocks=2)
     if rest > 0:
-        for score in SCORES:
-            cache: Any = ExactCache.model_validate({"size": rest, "score": score})
-            found[f"exact cache, {score}"] = MixerConfig(span=near, feature_map=None, combine=WindowOnly(), cache=cache)
+        found |= {f"exact cache, {score}": cached(rest, score) for score in SCORES}
     return found
 
 

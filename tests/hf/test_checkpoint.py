@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import linearize
 from linearize.hf.attention import linearized_layers
-from linearize.hf.classes import MODEL_CLASSES
+from linearize.hf.classes import CONFIG_CLASSES, MODEL_CLASSES, plan_to_config, read_plan
 from linearize.mixers.linear import LinearMixer
 from tests.hf import encoders
 from tests.hf.checks import assert_close, left_padding, positions
@@ -222,6 +222,19 @@ def test_copies(through: Any, case: Case) -> None:
         for parameter in copied.parameters():
             parameter.zero_()
     assert torch.equal(outputs(student), expected)
+
+
+def test_a_format_says_what_is_needed_to_read_it() -> None:
+    """What an older version can read has no field that it does not know."""
+    names = ("llama-mixed", "llama-heads", "llama-cache")
+    plain, mixed, cached = (read_plan(student_of(CASE[name]).config) for name in names)
+    stored = plan_to_config(plain)
+    assert stored["format_version"] == 1 and not any("cache" in layer for layer in stored["layers"] if layer)
+    for plan in (mixed, cached):
+        assert plan_to_config(plan)["format_version"] == 2
+    for plan in (plain, mixed, cached):
+        config = CONFIG_CLASSES["llama"](linearize=json.loads(json.dumps(plan_to_config(plan))))
+        assert read_plan(config) == plan
 
 
 def test_a_checkpoint_of_another_version(checkpoints: Path, tmp_path: Path) -> None:

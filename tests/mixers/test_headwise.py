@@ -15,6 +15,7 @@ from linearize.mixers.shape import LayerShape
 from linearize.mixers.softmax import SoftmaxMixer
 from linearize.ops import full
 from linearize.ops.layout import Layout, SlidingSpan
+from tests.probes import LargestTensor
 
 SHAPE = LayerShape(num_heads=8, num_kv_heads=4, head_dim=6, hidden_size=24, max_positions=512)
 SHORT = MixerConfig(span=SlidingSpan(window_size=3), feature_map=None, combine=WindowOnly())
@@ -101,3 +102,18 @@ def test_all_keys_in_several_calls() -> None:
         found.append(y)
     torch.testing.assert_close(torch.cat(found, dim=2), whole, rtol=0, atol=1e-12)
     assert state.seen.tolist() == [32, 32]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_no_matrix_of_all_keys_by_all_keys(padded: bool, backward: bool) -> None:
+    """Whether read at once, behind a state, or with padding: what exists at a time is linear in the keys."""
+    shape = LayerShape(num_heads=1, num_kv_heads=1, head_dim=6, hidden_size=6, max_positions=8192)
+    q, k, v = (torch.rand(1, 1, 4096, 6).requires_grad_(backward) for _ in range(3))
+    layout = Layout.from_valid(torch.arange(4096)[None] >= 5) if padded else None
+    with LargestTensor() as largest, torch.set_grad_enabled(backward):
+        y, state = SoftmaxMixer(shape).step(AttnInputs(q, k, v, 0.5), None, layout)
+        more, _ = SoftmaxMixer(shape).step(AttnInputs(q[:, :, :300], k[:, :, :300], v[:, :, :300], 0.5), state)
+        if backward:
+            (y.sum() + more.sum()).backward()
+    assert 4096 * 6 <= largest.elements < 4096 * 4096 // 8

@@ -40,21 +40,22 @@ from linearize.hf.teacher import TeacherShape
 from linearize.hf.unsupported import Unsupported
 from linearize.hf.whole_weights import load_whole
 from linearize.mixers.bidirectional import BidirectionalMixer
-from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
+from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig, each_mixer
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
 
 __all__ = ["ARCHITECTURES"]
 
-# Of the layer plan in a config; from 2 on, a layer can have a mixer for each group of its heads.
+# Of the layer plan in a config; from 2 on, a layer can have a mixer for each group of its heads, and an exact cache.
 FORMAT_VERSIONS = (1, 2)
 
 
 def plan_to_config(plan: LayerPlan) -> dict[str, Any]:
     """A layer plan as the plain data that a config stores under `linearize`."""
-    layers = [None if mixer is None else mixer.model_dump(mode="json") for mixer in plan]
-    headwise = any(isinstance(mixer, HeadwiseConfig) for mixer in plan)
-    return {"format_version": FORMAT_VERSIONS[headwise], "layers": layers}
+    newer = any(isinstance(layer, HeadwiseConfig) for layer in plan) or any(m.cache for m in each_mixer(plan))
+    fields = None if newer else {"cache"}  # which format 1 does not know
+    layers = [None if layer is None else layer.model_dump(mode="json", exclude=fields) for layer in plan]
+    return {"format_version": FORMAT_VERSIONS[newer], "layers": layers}
 
 
 def read_plan(config: PreTrainedConfig) -> LayerPlan:

@@ -37,7 +37,7 @@ def cached_keys(config: MixerConfig, tokens: Tokens, layout: Layout, state: Mixe
     assert held is not None
     pool = _pooled(held, k, v, position)
     blocks = cut(layout, span)
-    places, _ = choose(pool["keys"], pool["values"], pool["position"], blocks, span, cache.size, cache.worth)
+    places = choose(pool["keys"], pool["values"], pool["position"], blocks, span, cache.size, cache.worth)
     return CachedKeys(pool, blocks, places)
 
 
@@ -57,7 +57,7 @@ def cache_of_next(config: MixerConfig, state: MixerState) -> Tokens | None:
     pool = _pooled(exact, k, v, position[:, None].expand(-1, k.shape[1], -1))
     places = torch.arange(cache.size + span.window_size, device=position.device)
     places = torch.where(pool["position"] >= 0, places, -1)
-    held, _ = best(pool["keys"], pool["values"], pool["position"], places, cache.size, cache.worth)
+    held = best(pool["keys"], pool["values"], pool["position"], places, cache.size, cache.worth)
     return taken(pool, held)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -11,8 +10,8 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from linearize.base import Config
+from linearize.ops.exact_cache import Worth
 
-Worth = Callable[[Tensor, Tensor, Tensor], Tensor]
 Score = Literal["redundancy", "value_norm", "key_norm", "recent", "random"]
 
 
@@ -64,7 +63,7 @@ def random(k: Tensor, v: Tensor, position: Tensor) -> Float[Tensor, "B G M"]:
     return ((mixed * 48271) % 2147483647).float()
 
 
-SCORES: dict[str, Worth] = {
+SCORES: dict[Score, Worth] = {
     "redundancy": redundancy,
     "value_norm": value_norm,
     "key_norm": key_norm,

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer_state import GROWING, MixerState, keep_slots
+from linearize.mixers.mixer_state import GROWING, MixerState, Tokens
 from linearize.mixers.shape import LayerShape
 from linearize.ops.full import full_softmax
 from linearize.ops.layout import Layout, SlidingSpan
@@ -46,8 +46,7 @@ class SoftmaxMixer(nn.Module):
         if layout is None:  # they lie as they should: the last tokens last
             seen = at.key_position.new_full((batch,), length)
             return y, MixerState(new, seen if state is None else state.seen + seen)
-        span = SlidingSpan(window_size=new["all_keys"].shape[2])
-        return y, MixerState(keep_slots(new, at, span, batch), at.count.expand(batch).clone())
+        return y, MixerState(_last_document(new, at), at.count.expand(batch).clone())
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape."""
@@ -56,3 +55,15 @@ class SoftmaxMixer(nn.Module):
 
     def _read(self, inputs: AttnInputs, k: Tensor, v: Tensor, layout: Layout) -> Float[Tensor, "B H T D"]:
         return full_softmax(inputs.q, k, v, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout)
+
+
+def _last_document(slots: Tokens, layout: Layout) -> Tokens:
+    """The slots of each row's last document at the end, in order, behind zeros."""
+    its = (layout.key_document == layout.last_document) & (layout.key_position >= 0)
+    order = its.to(torch.uint8).argsort(dim=1, stable=True)
+
+    def moved(x: Tensor) -> Tensor:
+        index = order.expand(len(x), -1)[:, None, :, None].expand_as(x)
+        return x.gather(2, index) * its.gather(1, order)[:, None, :, None]
+
+    return {name: moved(x) for name, x in slots.items()}

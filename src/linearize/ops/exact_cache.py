@@ -21,7 +21,7 @@ from linearize.ops.partial import Partial, accumulation_dtype
 
 SCORES_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # of queries with cached keys
 
-Choice = Callable[[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"], Int[Tensor, "B G M"]], Float[Tensor, "B G M"]]
+Worth = Callable[[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"], Int[Tensor, "B G M"]], Float[Tensor, "B G M"]]
 """How much each candidate is worth, from keys, values and positions, oldest first."""
 
 
@@ -43,12 +43,11 @@ class Blocks:
 def cut(layout: Layout, span: TerracedSpan) -> Blocks:
     """The rows of a layout as blocks."""
     position, document = layout.key_position, layout.key_document
-    width, valid = span.window_size, position >= 0
-    if layout.sink_slots:  # they are no part of the row
-        valid = valid & (torch.arange(position.shape[1], device=position.device) >= layout.sink_slots)
+    width, every = span.window_size, torch.arange(position.shape[1], device=position.device)
+    valid = (position >= 0) & (every >= layout.sink_slots)  # these are no part of the row
     number = position.div(width, rounding_mode="floor")
     # A block begins where a valid slot is in another block than the valid slot before it.
-    place = torch.where(valid, torch.arange(position.shape[1], device=position.device), -1).cummax(1).values
+    place = torch.where(valid, every, -1).cummax(1).values
     before = torch.nn.functional.pad(place, (1, 0), value=-1)[:, :-1]
     there = before >= 0
 
@@ -61,7 +60,7 @@ def cut(layout: Layout, span: TerracedSpan) -> Blocks:
     batch = len(position)
     index = torch.where(valid, block * width + position % width, count * width)
     slots = position.new_full((batch, count * width + 1), -1)
-    slots = slots.scatter(1, index, torch.arange(position.shape[1], device=position.device).expand(batch, -1))
+    slots = slots.scatter(1, index, every.expand(batch, -1))
     slots = slots[:, :-1].unflatten(1, (count, width))
 
     first = slots.amax(2).clamp_min(0)  # a slot of each block
@@ -87,32 +86,23 @@ def choose(
     blocks: Blocks,
     span: TerracedSpan,
     size: int,
-    worth: Choice,
-) -> tuple[Int[Tensor, "B G J C"], Int[Tensor, "B G J w"]]:
-    """What the cache holds while each block's queries read it, and what went when the block began; -1 is nothing.
-
-    Both are places in the pool, whose first C are the carried cache; oldest first.
-    """
+    worth: Worth,
+) -> Int[Tensor, "B G J C"]:
+    """What the cache holds while each block's queries read it: places in the pool, oldest first; -1 is nothing."""
     batch, heads = k.shape[:2]
-    count, width = blocks.slots.shape[1:]
     held = torch.arange(size, device=k.device).expand(batch, heads, -1)
     held = torch.where(position[:, :, :size] >= 0, held, -1)
-    caches, gone = [], []
-    nothing = held.new_full((batch, heads, width), -1)
-    for index in range(count):
+    caches = []
+    for index in range(blocks.slots.shape[1]):
         held = torch.where(blocks.fresh[:, index, None, None], -1, held)
-        if index < span.blocks:
-            caches.append(held)
-            gone.append(nothing)
-            continue
-        slots = blocks.slots[:, index - span.blocks, None]
-        new = torch.where((slots >= 0) & blocks.leaves[:, index, None, None], slots + size, -1)
-        new = new.expand(batch, heads, -1)
-        new = torch.where(_taken(position, new) >= span.sinks, new, -1)
-        held, lost = best(k, v, position, torch.cat([held, new], dim=2), size, worth)
+        if index >= span.blocks:
+            slots = blocks.slots[:, index - span.blocks, None]
+            new = torch.where((slots >= 0) & blocks.leaves[:, index, None, None], slots + size, -1)
+            new = new.expand(batch, heads, -1)
+            new = torch.where(_taken(position, new) >= span.sinks, new, -1)
+            held = best(k, v, position, torch.cat([held, new], dim=2), size, worth)
         caches.append(held)
-        gone.append(lost)
-    return torch.stack(caches, dim=2), torch.stack(gone, dim=2)
+    return torch.stack(caches, dim=2)
 
 
 def best(
@@ -121,15 +111,14 @@ def best(
     position: Int[Tensor, "B G P"],
     candidates: Int[Tensor, "B G M"],
     size: int,
-    worth: Choice,
-) -> tuple[Int[Tensor, "B G C"], Int[Tensor, "B G L"]]:
-    """The `size` candidates that are worth most, and the others, each in the order of the candidates; -1 is none."""
+    worth: Worth,
+) -> Int[Tensor, "B G C"]:
+    """The `size` candidates that are worth most, in the order of the candidates; -1 is none."""
     there = candidates >= 0
     at = _taken(position, candidates)
     scores = worth(_rows(k, candidates), _rows(v, candidates), at).masked_fill(~there, -torch.inf)
     order = scores.argsort(dim=2, descending=True, stable=True)
-    kept, lost = (x.sort(2).values for x in order.split([size, candidates.shape[2] - size], dim=2))
-    return candidates.gather(2, kept), candidates.gather(2, lost)
+    return candidates.gather(2, order[:, :, :size].sort(2).values)
 
 
 def taken(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Tensor]:

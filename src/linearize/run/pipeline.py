@@ -67,7 +67,7 @@ def run(
     teacher = run.load_teacher()
     memory, measured = run.recipe.memory, None
     if memory is not None:
-        measured = allocation(run, memory, shape, teacher, dataset)
+        measured = allocation(run, memory, shape, layers, teacher, dataset)
         layers = allocated_plan(measured["chosen"], memory.candidates(), shape.num_layers)
     student = convert_layers(teacher, layers, seed=run.recipe.seed)
     claim(run, dataset)
@@ -104,7 +104,12 @@ def write_plan(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Datase
 
 
 def allocation(
-    run: Run, memory: MemoryConfig, shape: TeacherShape, teacher: PreTrainedModel, dataset: Dataset
+    run: Run,
+    memory: MemoryConfig,
+    shape: TeacherShape,
+    layers: LayerPlan,
+    teacher: PreTrainedModel,
+    dataset: Dataset,
 ) -> dict[str, Any]:
     """What each KV head gets of the recipe's budget of memory, by what it is measured to need; measured once.
 
@@ -119,8 +124,7 @@ def allocation(
         found = read_json(path)
         return found | {"chosen": {int(layer): heads for layer, heads in found["chosen"].items()}}
     losses = measured_losses(teacher, rows, candidates, tokens=memory.tokens, seed=run.recipe.seed)
-    converted = {index for index, mixer in enumerate(resolve(run.recipe, shape)) if mixer is not None}
-    losses = {layer: heads for layer, heads in losses.items() if layer in converted}
+    losses = {layer: heads for layer, heads in losses.items() if layers[layer] is not None}
     sizes, budget = candidate_bytes(candidates, shape, run.dtype, memory.of_cache_at), memory.budget(shape, run.dtype)
     names = [None if choice is None else choice.model_dump(mode="json", exclude_defaults=True) for choice in candidates]
     chosen = allocate(losses, sizes, budget)

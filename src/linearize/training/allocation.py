@@ -75,20 +75,19 @@ class MemoryConfig(Config):
     def candidates(self) -> tuple[Choice, ...]:
         """What a head can have."""
         windows = (window(size) for size in self.windows if size < self.of_cache_at)
-        near = TerracedSpan(window_size=BLOCK, blocks=2)
-        caches = (
-            MixerConfig(
-                span=near, feature_map=None, combine=WindowOnly(), cache=ExactCache(size=size, score=self.score)
-            )
-            for size in self.caches
-            if size + 2 * BLOCK < self.of_cache_at
-        )
+        caches = (cached(size, self.score) for size in self.caches if size + 2 * BLOCK < self.of_cache_at)
         return (*windows, *caches, *((None,) if self.grows else ()))
 
 
 def window(size: int) -> MixerConfig:
     """Softmax over the last `size` keys."""
     return MixerConfig(span=SlidingSpan(window_size=size), feature_map=None, combine=WindowOnly())
+
+
+def cached(size: int, score: Score) -> MixerConfig:
+    """A window of two blocks, and so many exact pairs beside it."""
+    span, cache = TerracedSpan(window_size=BLOCK, blocks=2), ExactCache(size=size, score=score)
+    return MixerConfig(span=span, feature_map=None, combine=WindowOnly(), cache=cache)
 
 
 def pair_bytes(teacher: TeacherShape, dtype: torch.dtype) -> int:
