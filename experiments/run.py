@@ -35,6 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from linearize.base import DivergedError, UserError
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset, PackedRows
+from linearize.data.selection import reach_by
 from linearize.evaluation.answers import answering
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.metrics import title
@@ -507,7 +508,7 @@ def run_grid(path: Path, place: Place, *, setting: str, only: list[str], command
             options: dict[str, Any] = {"dtype": torch.float32, "device": place.device, "auto_class": task.auto_class}
             processor = load_processor(task, place.model)
             datasets[key] = load_dataset(
-                recipe.data, processor, config, lambda: load_model(place.model, **options), seed=recipe.seed
+                recipe.data, processor, config, reach_by(lambda: load_model(place.model, **options)), seed=recipe.seed
             )
         return datasets[key]
 

@@ -27,6 +27,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from linearize import Recipe, convert
 from linearize.data.load import load_dataset
 from linearize.data.packing import Dataset, PackedRows
+from linearize.data.selection import reach_by
 from linearize.evaluation import scores, worth
 from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_tokenizer, read_config
@@ -167,7 +168,8 @@ def untimed_metrics(stage: Path) -> list[dict[str, Any]]:
 def load_data(of: Run, load_teacher: Callable[[], Any] | None = None) -> Dataset:
     """The data of a run."""
     tokenizer, seed = load_tokenizer(of.model), of.recipe.seed
-    return load_dataset(of.recipe.data, tokenizer, read_config(of.model), load_teacher, seed=seed)
+    score = None if load_teacher is None else reach_by(load_teacher)
+    return load_dataset(of.recipe.data, tokenizer, read_config(of.model), score, seed=seed)
 
 
 @functools.cache

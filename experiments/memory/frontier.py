@@ -39,16 +39,8 @@ from linearize.mixers.exact_cache import SCORES
 from linearize.ops.layout import SlidingSpan
 from linearize.recipe import Recipe
 from linearize.run.folder import versions
-from linearize.training.allocation import (
-    BLOCK,
-    MemoryConfig,
-    allocate,
-    allocated_plan,
-    cached,
-    candidate_bytes,
-    measured_losses,
-    window,
-)
+from linearize.training.allocation import allocate, allocated_plan, measured_losses
+from linearize.training.memory import BLOCK, MemoryConfig, cached, candidate_bytes, window
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -99,7 +91,7 @@ def frontier(arguments: argparse.Namespace) -> dict[str, Any]:
     recipe, config = Recipe.load("lolcats", data), read_config(arguments.model)
     shape, processor = TeacherShape.from_config(config), load_processor(recipe.data.task, arguments.model)
     teacher = load_model(arguments.model, dtype=torch.float32, device=torch.device("cpu"))
-    dataset = load_dataset(recipe.data, processor, config, lambda: teacher, seed=0)
+    dataset = load_dataset(recipe.data, processor, config, seed=0)
     rows, train = dataset.test, dataset.train
     assert isinstance(rows, PackedRows) and isinstance(train, PackedRows)
     sizes = {"window_size": arguments.window, "max_positions": shape.max_positions}

@@ -11,6 +11,7 @@ from linearize.hf.attention import softmax_attention
 from linearize.hf.conversation import fork_state, load_state, save_state
 from linearize.hf.convert import convert_layers, to_softmax
 from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import register_feature_map
 from linearize.recipe import Recipe, resolve
 from linearize.training.attention_transfer import attention_transfer
 from linearize.training.finetune import finetune
@@ -24,6 +25,7 @@ __all__ = [
     "finetune",
     "fork_state",
     "load_state",
+    "register_feature_map",
     "save_state",
     "softmax_attention",
     "to_softmax",

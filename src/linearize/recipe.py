@@ -24,8 +24,8 @@ from linearize.evaluation.config import EvaluationConfig
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import Add
 from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
-from linearize.training.allocation import MemoryConfig, pair_bytes, window
 from linearize.training.config import FinetuneConfig, TransferConfig
+from linearize.training.memory import MemoryConfig, pair_bytes, window
 
 # --- which layers ---
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+import linearize
 from linearize.demo.corpus import teacher_path
+from linearize.mixers.feature_maps.pointwise import Relu, ReluMap
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +57,23 @@ def test_convert(example: Example, tmp_path: Path, teacher: Callable[[], Any]) -
         assert json.loads((tmp_path / stage / "result.json").read_text())["steps"] == 2
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert type(model).__name__ == "LinearizedLlamaForCausalLM"
+
+
+def test_a_map_of_ones_own(tmp_path: Path) -> None:
+    """In a process of its own, which is the only one that knows the map."""
+    script = str(ROOT / "examples" / "own_feature_map.py")
+    command = [sys.executable, script, "--model", tiny.teacher_folder(), "--output-dir", str(tmp_path)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert float(said.split()[-1]) < 1e-4
+    layers = json.loads((tmp_path / "config.json").read_text())["linearize"]["layers"]
+    assert {layer["feature_map"]["type"] for layer in layers} == {"squared_relu"}
+    with pytest.raises(ValueError, match="squared_relu"):  # nobody registered it here
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_map_that_is_there_already() -> None:
+    with pytest.raises(ValueError, match="'relu'"):
+        linearize.register_feature_map(ReluMap, Relu)
 
 
 @pytest.mark.parametrize("folder", ["recommended/pycode-5m", "lolcats/stories260K"])

@@ -14,14 +14,8 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import HeadwiseConfig
 from linearize.recipe import resolve
-from linearize.training.allocation import (
-    MemoryConfig,
-    allocate,
-    allocated_plan,
-    candidate_bytes,
-    measured_losses,
-    window,
-)
+from linearize.training.allocation import allocate, allocated_plan, measured_losses
+from linearize.training.memory import MemoryConfig, candidate_bytes, window
 from tests.hf.models import make_teacher, random_tokens
 
 CONVEX = [8.0, 3.0, 1.0, 0.0]

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from linearize.base import UserError
 from linearize.data.config import DataConfig
 from linearize.data.examples import build_examples
 from linearize.data.images import build_images
 from linearize.data.labels import Classes
-from linearize.data.packing import Dataset, PackedRows, build_dataset
-from linearize.data.selection import effective_sequence_lengths
+from linearize.data.packing import Dataset, PackedRows, Score, build_dataset
 from linearize.data.synthetic import PAD, build_generated
 from linearize.data.tasks import (
     AnyTask,
@@ -29,8 +27,6 @@ from linearize.data.tasks import (
 )
 from linearize.hf.checkpoint import CAUSAL, check_tokens, load_image_processor, load_tokenizer, read_config
 from linearize.hf.teacher import TeacherShape
-
-LoadTeacher = Callable[[], PreTrainedModel]
 
 
 def load_processor(task: AnyTask, model: str) -> Any:
@@ -101,7 +97,7 @@ def load_dataset(
     data: DataConfig,
     processor: Any,
     config: dict[str, Any],
-    load_teacher: LoadTeacher | None = None,
+    score: Score | None = None,
     *,
     seed: int,
 ) -> Dataset:
@@ -110,7 +106,7 @@ def load_dataset(
     Args:
         processor: of `load_processor`.
         config: the contents of the model's ``config.json``.
-        load_teacher: gives the model that rows are chosen by; called where `data.top_esl` asks for it.
+        score: what rows are chosen by where `data.top_esl` asks for it.
 
     Raises:
         UserError: a model that does not fit the task or the tokenizer, no dataset named, rows longer than the model's
@@ -127,7 +123,7 @@ def load_dataset(
             f"{length}; pass --set {field}={shape.max_positions}"
         )
     _check_head(task, shape, config, processor, classes)
-    dataset = _BUILDERS[type(task)](data, seed, processor, shape, classes, load_teacher)
+    dataset = _BUILDERS[type(task)](data, seed, processor, shape, classes, score)
     for rows in (dataset.train, dataset.validation, dataset.test):
         if shape.vocab_size:
             check_tokens(rows.inputs()["input_ids"], shape.vocab_size)
@@ -147,27 +143,25 @@ def _longest(data: DataConfig) -> tuple[int, str]:
 
 
 def _documents(
-    data: DataConfig, seed: int, tokenizer: Any, shape: TeacherShape, classes: Classes, load: Any
+    data: DataConfig, seed: int, tokenizer: Any, shape: TeacherShape, classes: Classes, score: Score | None
 ) -> Dataset:
-    def score(rows: PackedRows) -> Tensor:
-        assert load is not None
+    def checked(rows: PackedRows) -> Tensor:
+        assert score is not None
         check_tokens(rows.input_ids, shape.vocab_size)
-        return effective_sequence_lengths(load(), rows)
+        return score(rows)
 
-    return build_dataset(data, tokenizer, seed=seed, score=score if load else None)
+    return build_dataset(data, tokenizer, seed=seed, score=None if score is None else checked)
 
 
-def _examples(data: DataConfig, seed: int, tokenizer: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
+def _examples(data: DataConfig, seed: int, tokenizer: Any, shape: TeacherShape, classes: Classes, _: Any) -> Dataset:
     return build_examples(data, tokenizer, classes, seed=seed, use_cache=_use_cache(shape))
 
 
-def _images(data: DataConfig, seed: int, processor: Any, shape: TeacherShape, classes: Classes, load: Any) -> Dataset:
+def _images(data: DataConfig, seed: int, processor: Any, shape: TeacherShape, classes: Classes, _: Any) -> Dataset:
     return build_images(data, processor, classes, positions=shape.max_positions, seed=seed)
 
 
-def _generated(
-    data: DataConfig, seed: int, processor: Any, shape: TeacherShape, classes: Classes, load: Any
-) -> Dataset:
+def _generated(data: DataConfig, seed: int, processor: Any, shape: TeacherShape, classes: Classes, _: Any) -> Dataset:
     return build_generated(data, shape, classes, seed=seed, use_cache=_use_cache(shape))
 
 
@@ -175,7 +169,7 @@ def _use_cache(shape: TeacherShape) -> bool | None:
     return None if shape.bidirectional else False
 
 
-_BUILDERS: dict[type, Callable[[DataConfig, int, Any, TeacherShape, Classes, LoadTeacher | None], Dataset]] = {
+_BUILDERS: dict[type, Callable[[DataConfig, int, Any, TeacherShape, Classes, Score | None], Dataset]] = {
     LanguageModelling: _documents,
     Summarisation: _documents,
     TextClassification: _examples,

@@ -5,6 +5,7 @@ Axes: N rows, L tokens per row, H heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.base import progress
-from linearize.data.packing import PackedRows
+from linearize.data.packing import PackedRows, Score
 from linearize.data.rows import inference, on_device
 from linearize.hf.attention import observed, softmax_output
 from linearize.hf.convert import convert_layers
@@ -50,6 +51,11 @@ def effective_sequence_lengths(teacher: PreTrainedModel, rows: PackedRows) -> Fl
             inputs = on_device(rows.rows(slice(row, row + 1)).inputs(), device)
             lengths.append(_reach(watched, inputs).sum())
     return torch.stack(lengths) if lengths else torch.empty(0, dtype=torch.float64)
+
+
+def reach_by(load_teacher: Callable[[], PreTrainedModel]) -> Score:
+    """A score of rows: their effective sequence lengths, by a model that is loaded when rows are to be scored."""
+    return lambda rows: effective_sequence_lengths(load_teacher(), rows)
 
 
 def _reach(watched: PreTrainedModel, inputs: dict[str, Any]) -> Float64[Tensor, " L"]:

@@ -11,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.base import UserError
-from linearize.hf.attention import linearized_layers
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +66,8 @@ def load_whole(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -
 
 def _mixers(model: PreTrainedModel) -> set[str]:
     """Names of all that a checkpoint holds of the mixers."""
-    layers = linearized_layers(model).items()
-    return {f"{name}.mixer.{key}" for name, layer in layers for key in layer.mixer.state_dict()}
+    mixers = {name: module for name, module in model.named_modules() if name.endswith(".mixer")}
+    return {f"{name}.{key}" for name, mixer in mixers.items() for key in mixer.state_dict()}
 
 
 def _in_trunk(key: str, model: PreTrainedModel) -> bool:

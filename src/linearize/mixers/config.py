@@ -27,7 +27,7 @@ from linearize.mixers.combine import (
 )
 from linearize.mixers.exact_cache import ExactCache
 from linearize.mixers.feature_maps import FEATURE_MAPS
-from linearize.mixers.feature_maps.base import FeatureMapConfig
+from linearize.mixers.feature_maps.base import FeatureMap, FeatureMapConfig
 from linearize.mixers.feature_maps.hedgehog import HedgehogMap
 from linearize.mixers.feature_maps.rfa import RfaMap
 from linearize.mixers.gates import DECAYS, DecayConfig
@@ -41,10 +41,10 @@ class OneOf:
     """For pydantic: any of the types in a table, told apart by their `type`."""
 
     def __init__(self, table: Mapping[type, Any]) -> None:
-        self.types = tuple(table)
+        self.table = table
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return handler.generate_schema(Annotated[reduce(or_, self.types), Field(discriminator="type")])
+        return handler.generate_schema(Annotated[reduce(or_, self.table), Field(discriminator="type")])
 
 
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -171,6 +171,28 @@ class MixerConfig(Config):
         if self.feature_map is None:
             return self
         return self.model_copy(update={"feature_map": self.feature_map.resolved(shape)})
+
+
+def register_feature_map(config: type[FeatureMapConfig], module: Callable[[Any, LayerShape], FeatureMap]) -> None:
+    """Add a feature map of your own, which recipes, plans and checkpoints then name by its `type`.
+
+    Its chunked and recurrent forms, cache, checkpoints and costs follow from what both say of themselves. A model that
+    has it is read where it has been registered before.
+
+    Args:
+        config: a `FeatureMapConfig` with a field `type: Literal["your name"] = "your name"`.
+        module: makes its `FeatureMap` of the config and the layer's sizes; mostly the class.
+
+    Raises:
+        ValueError: another map has this `type`.
+    """
+    name = config.model_fields["type"].default
+    if name in (other.model_fields["type"].default for other in FEATURE_MAPS):
+        raise ValueError(f"feature_map: expected a type of its own, found {name!r}, which is there already")
+    FEATURE_MAPS[config] = module
+    # In the order of definition, so that what holds a mixer's config is made again after it.
+    for data in Config.__subclasses__():
+        data.model_rebuild(force=True)
 
 
 class HeadGroup(Config):

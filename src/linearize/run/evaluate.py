@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from linearize.base import UserError
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset, PackedRows
+from linearize.data.selection import reach_by
 from linearize.data.tasks import TextEmbedding
 from linearize.evaluation import speed
 from linearize.evaluation.answers import answering
@@ -229,7 +230,8 @@ def evaluate(
             run = chooser = None
     student = load_model(model, dtype=dtype, device=device, auto_class=task.auto_class)
     processor = load_processor(task, model)
-    data = load_dataset(recipe.data, processor, config, chooser.load_teacher if chooser else None, seed=recipe.seed)
+    score = None if chooser is None else reach_by(chooser.load_teacher)
+    data = load_dataset(recipe.data, processor, config, score, seed=recipe.seed)
     started = time.perf_counter()
     teacher_model = None if run is None else run.load_teacher()
     for line in notes:

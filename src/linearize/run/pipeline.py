@@ -10,6 +10,7 @@ from linearize import plan as planning
 from linearize.base import UserError, read_json
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset, PackedRows
+from linearize.data.selection import reach_by
 from linearize.evaluation.harness import check_tasks
 from linearize.evaluation.worth import Worth
 from linearize.hf.checkpoint import read_config, save_student
@@ -21,11 +22,12 @@ from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe, resolve
 from linearize.run.evaluate import control, measure_run, write_results
 from linearize.run.folder import Run, about_run, check_output, claim, write_json
-from linearize.training.allocation import MemoryConfig, allocate, allocated_plan, candidate_bytes, measured_losses
+from linearize.training.allocation import allocate, allocated_plan, measured_losses
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
 from linearize.training.config import FinetuneConfig
 from linearize.training.finetune import finetune
+from linearize.training.memory import MemoryConfig, candidate_bytes
 
 STAGES = ("transfer", "adapt", "finetune", "evaluate")
 
@@ -59,7 +61,7 @@ def run(
     check_output(run)
     processor = load_processor(run.recipe.data.task, run.model)
     if dataset is None:
-        dataset = load_dataset(run.recipe.data, processor, config, run.load_teacher, seed=run.recipe.seed)
+        dataset = load_dataset(run.recipe.data, processor, config, reach_by(run.load_teacher), seed=run.recipe.seed)
     if run.recipe.transfer is not None and run.recipe.transfer.layers_per_block is not None:
         transfer_by_block(run, shape, layers, dataset, block)
         if block is not None or until == "transfer":
