@@ -54,7 +54,7 @@ def by_oracle(x: AttnInputs, its: LinearMixer) -> Tensor:
                 blocks=span.blocks,
                 sinks=span.sinks,
                 size=cache.size,
-                worth=oracle.redundancy(k.detach().float()),
+                worth=getattr(oracle, cache.score)(k.detach().float()),
                 scaling=x.scaling,
             )
     return y
@@ -72,8 +72,9 @@ def by_oracle(x: AttnInputs, its: LinearMixer) -> Tensor:
     ],
     ids=str,
 )
-def test_values_and_gradients_are_the_loops(sizes: dict[str, int]) -> None:
-    x, its = inputs(41), mixer(**sizes)
+@pytest.mark.parametrize("score", ["redundancy", "redundancy_and_age"])
+def test_values_and_gradients_are_the_loops(sizes: dict[str, int], score: str) -> None:
+    x, its = inputs(41), mixer(**sizes, score=score)
     given = [y.clone().requires_grad_() for y in (x.q, x.k, x.v)]
     weight = torch.randn(x.q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = its(AttnInputs(*given, 0.5))

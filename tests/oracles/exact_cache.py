@@ -6,6 +6,7 @@ cache are candidates, and the `size` best stay; the first of equals.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -20,6 +21,15 @@ def redundancy(k: Tensor) -> Worth:
     def worth(candidates: list[int], key: int) -> float:
         cosines = [float(k[key] @ k[other] / (k[key].norm() * k[other].norm())) for other in candidates if other > key]
         return -max(cosines, default=-1.0)
+
+    return worth
+
+
+def redundancy_and_age(k: Tensor) -> Worth:
+    """`redundancy` less 0.4 for each doubling of the age, which is 1 for the newest candidate."""
+
+    def worth(candidates: list[int], key: int) -> float:
+        return redundancy(k)(candidates, key) - 0.4 * math.log2(max(candidates) - key + 1)
 
     return worth
 

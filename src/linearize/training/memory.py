@@ -37,14 +37,14 @@ class MemoryConfig(Config):
     )
     grows: bool = Field(default=False, description="whether heads may keep all of their keys")
     windows: tuple[PositiveInt, ...] = Field(
-        default=(16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
+        default=(4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
         description="sizes to choose from; those of `of_cache_at` tokens and more are left out",
     )
     caches: tuple[PositiveInt, ...] = Field(
         default=(32, 64, 96, 128, 192, 256, 384, 512, 768, 1024),
         description="pairs of an exact cache beside a window of 32; likewise",
     )
-    score: Score = Field(default="redundancy", description="which keys the exact caches keep")
+    score: Score = Field(default="redundancy_and_age", description="which keys the exact caches keep")
     tokens: PositiveInt = Field(default=16384, description="training tokens that the heads are measured on")
 
     @model_validator(mode="after")
