@@ -88,6 +88,9 @@ def plan(
     _show(result.to_json() if as_json else planning.render(result), as_json)
     if isinstance(chosen.layers.keep_softmax, KeepByTransferError):
         _note("which layers stay softmax is decided by their transfer errors; those above stand in for them")
+    if chosen.memory is not None:
+        grown = "; some may keep all their keys, which is counted to memory.of_cache_at" if chosen.memory.grows else ""
+        _note(f"a run measures what each KV head needs, and spreads these bytes over them{grown}")
 
 
 @app.command()
@@ -185,6 +188,45 @@ def evaluate(
         runs.write_json(output, found.evaluation)
         runs.write_text(output.with_suffix(".md"), evaluation_page(found))
     _show(found.evaluation if as_json else terminal.measured(found), as_json)
+
+
+@app.command()
+def frontier(
+    model: Model,
+    output_dir: OutputDir,
+    recipe: RecipeName = "memory",
+    dataset: Text = None,
+    fractions: Annotated[
+        list[float] | None,
+        typer.Option("--fraction", min=0.001, max=1, help="of the teacher's cache (repeatable); 0.2, 0.11, 0.06, 0.03"),
+    ] = None,
+    window: Annotated[int, typer.Option(min=1, help="the window that gains are measured from")] = 64,
+    set_: Set = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = None,
+    as_json: Json = False,
+) -> None:
+    """Draw quality against bytes: memory where heads need it beside windows and caches of as many bytes.
+
+    Each is measured as it comes; then windows and memory by need are trained alike (--set finetune=null: not).
+    """
+    from linearize.recipe import Recipe, parse_overrides
+    from linearize.report import frontier as words
+    from linearize.run import frontier as measuring
+    from linearize.run.folder import Run, write_json, write_text
+
+    overrides = parse_overrides(set_ or [])
+    overrides |= {} if dataset is None else {"data.dataset": dataset}
+    overrides |= {} if seed is None else {"seed": seed}
+    where = _device(device)
+    run = Run(Recipe.load(recipe, overrides), model, output_dir, _dtype(dtype, where), where)
+    found = measuring.frontier(run, fractions or [0.2, 0.11, 0.06, 0.03], reference=window, command=_command())
+    write_json(output_dir / "frontier.json", found)
+    write_text(output_dir / "frontier.md", words.page(found))
+    write_text(output_dir / "frontier.svg", words.figure(found))
+    _show(found if as_json else words.table(found), as_json)
+    _note(f"the table and its figure: {output_dir / 'frontier.md'}")
 
 
 @app.command()

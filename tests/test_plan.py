@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from io import StringIO
 from typing import Any
 
@@ -289,6 +290,8 @@ def test_render() -> None:
     for part in ("32 of 32", "8.03 billion", "16.8 million new", "128 KiB per token", "72.5 MiB", "from 581 tokens on"):
         assert part in text
     assert "40 million tokens" in text and "at any length" in text
+    for length, teacher in (("8k", "1 GiB"), ("32k", "4 GiB"), ("128k", "16 GiB")):
+        assert re.search(rf"at {length} tokens +\W teacher {teacher}, student 72.5 MiB per sequence", text)
 
 
 def test_render_says_what_is_not_known_or_not_won() -> None:
@@ -296,3 +299,17 @@ def test_render_says_what_is_not_known_or_not_won() -> None:
     assert "at no length" in rendered(planned(MISTRAL_7B, "layers.convert_sliding=true"))
     kept = rendered(planned(LLAMA_3_8B, "layers.keep_softmax=[0, 31]"))
     assert "0, 31" in kept and "and 8 KiB per token" in kept
+    assert "teacher 16 GiB, student 1.07 GiB per sequence" in kept
+
+
+@pytest.mark.parametrize(
+    "layers, heads, hidden, inner", [(32, 32, 4096, 14336), (80, 64, 8192, 28672), (126, 128, 16384, 53248)]
+)
+def test_a_tenth_of_the_cache(layers: int, heads: int, hidden: int, inner: int) -> None:
+    """Of Llama 3's three sizes, whose attention has 8 KV heads of 128."""
+    teacher = TeacherShape.from_config(llama_like("llama", layers, heads, 8, hidden, inner, 128256))
+    plan = planned(teacher, "memory.of_cache_at=8192", "memory.fraction=0.1", name="memory")
+    assert plan.student_cache_bytes_per_token == 0
+    pair = 2 * 8 * 128 * 2
+    assert plan.teacher_cache_bytes_per_token == layers * pair
+    assert 0 <= 0.1 * 8192 * layers * pair - plan.state_bytes < layers * pair

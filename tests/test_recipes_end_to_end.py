@@ -98,6 +98,8 @@ def small(name: str) -> Recipe:
     values |= CASES.get(name, Case()).fields()
     if not isinstance(recipe.mixer.span, NoSpan):
         values["mixer.span.window_size"] = 8
+    if recipe.memory is not None:
+        values["memory"] = {"fraction": 0.4, "of_cache_at": LENGTH, "windows": [4, 8, 16], "caches": [8], "tokens": 512}
     for stage in STAGES:
         config = getattr(recipe, stage)
         if config is None:

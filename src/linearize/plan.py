@@ -25,6 +25,7 @@ from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe
 from linearize.training.config import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
 
+LENGTHS = (8192, 32768, 131072)  # tokens of a sequence whose bytes are shown
 # In memory: a trained parameter, its gradient and AdamW's two moments. On disk: its latest and best value, the moments.
 _TRAINED = 4 * FP32
 
@@ -317,6 +318,9 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "teacher's cache", f"{_size(plan.teacher_cache_bytes_per_token)} per token of each sequence"
     yield "student's state", f"{_size(plan.state_bytes)} per sequence{grows}"
     yield "memory is saved", "at no length" if start is None else f"from {start:,} tokens on"
+    for length in LENGTHS:
+        teacher, student = plan.teacher_cache_bytes_per_token * length, plan.state_bytes + growth * length
+        yield f"at {length // 1024}k tokens", f"teacher {_size(teacher)}, student {_size(student)} per sequence"
 
 
 def _encoder_rows(plan: Plan) -> Iterator[tuple[str, str]]:

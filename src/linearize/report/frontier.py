@@ -1,0 +1,138 @@
+"""What `linearize frontier` found, as a table, a page and a drawing of quality against bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from io import StringIO
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+from rich.table import Table
+
+COLUMNS = ("of the cache", "what is held", "bytes", "far gain", "far gain, all trained", "copying", "needle")
+PANELS = {"far": "far gain", "copying": "copying", "needle": "needle"}
+# Names and styles of the lines that are drawn; of the exact caches the best at each fraction.
+LINES = {
+    ("by need", True): ("by need, trained", "#0072b2", "-"),
+    ("by need", False): ("by need", "#0072b2", "--"),
+    ("window", True): ("window, trained", "#d55e00", "-"),
+    ("window", False): ("window", "#d55e00", "--"),
+    ("cache", False): ("exact cache in every head, best score", "#009e73", "--"),
+}
+
+
+def table(about: dict[str, Any]) -> Table:
+    """For the terminal."""
+    shown = Table(title=f"quality against bytes, of the teacher's cache at {about['length']:,} tokens")
+    for column in COLUMNS:
+        shown.add_column(column)
+    for cells in _rows(about):
+        shown.add_row(*cells)
+    return shown
+
+
+def page(about: dict[str, Any]) -> str:
+    """In Markdown."""
+    window, tokens = about["reference"], about["tokens"]
+    trained = "" if tokens is None else f" What is trained has seen {tokens:,} tokens."
+    lines = [
+        "# Quality against bytes of state",
+        "",
+        f"Far gain: the share, beyond position {2 * window}, of what the teacher gains over a window of {window}, both "
+        "as they come; and, where all are trained alike, of what the trained teacher gains over the trained window. "
+        f"Copying: of the teacher's gain on random tokens copied from {2 * window} back. Needle: of the teacher's "
+        f"right answers to needles beyond {window} tokens. In brackets: 95 % bootstrap intervals.{trained}",
+        "",
+        "![quality against bytes](frontier.svg)",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{' --- |' * len(COLUMNS)}",
+        *(f"| {' | '.join(cells)} |" for cells in _rows(about)),
+        "",
+        "The windows that heads have by need, layer by layer:",
+        "",
+        *(f"- {float(fraction):.0%}: {_heads(about, chosen)}" for fraction, chosen in about["chosen"].items()),
+        "",
+        f"    {about['command']}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def figure(about: dict[str, Any]) -> str:
+    """SVG: far gain, copying and needle over bytes."""
+
+    def paint(axis: Axes, key: str) -> None:
+        axis.set_title(PANELS[key], loc="left", fontsize=10)
+        for (name, trained), (label, colour, dash) in LINES.items():
+            points = [(x, y) for x, y in _line(about["points"], name, trained, key) if y is not None]
+            if points:
+                axis.plot(*zip(*points, strict=True), dash, marker="o", markersize=4, color=colour, label=label)
+        axis.set_xscale("log")
+        axis.set_xlabel("bytes of a sequence's state")
+        axis.set_ylim(-0.25, 1.1)
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+    style: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "frontier",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    style |= {"axes.grid": True, "grid.color": "#dddddd", "font.size": 9}
+    with matplotlib.rc_context(style):
+        drawn = Figure(figsize=(11, 3.4), layout="constrained")
+        axes: Sequence[Axes] = drawn.subplots(1, len(PANELS))
+        for axis, key in zip(axes, PANELS, strict=True):
+            paint(axis, key)
+        drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+        written = StringIO()
+        drawn.savefig(written, format="svg", facecolor="white", metadata={"Date": None})
+    return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
+
+
+def _line(points: Sequence[dict[str, Any]], name: str, trained: bool, key: str) -> Iterator[tuple[int, float | None]]:
+    """Bytes and quality, by bytes."""
+    best: dict[float, tuple[int, float | None]] = {}
+    for point in points:
+        known = "cache" if point["name"].startswith("exact cache") else point["name"]
+        if (known, point["trained"]) != (name, trained):
+            continue
+        share, before = _share(point, key), best.get(point["fraction"])
+        mean = None if share is None else share["mean"]
+        if before is None or (mean is not None and (before[1] is None or mean > before[1])):
+            best[point["fraction"]] = point["bytes"], mean
+    yield from sorted(best.values())
+
+
+def _rows(about: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for point in about["points"]:
+        name = f"{point['name']}, trained" if point["trained"] else point["name"]
+        shares = (_percent(_share(point, key)) for key in ("far", "far_alike", "copying", "needle"))
+        yield f"{point['fraction']:.0%}", name, f"{point['bytes']:,}", *shares
+
+
+def _share(point: dict[str, Any], key: str) -> dict[str, float] | None:
+    found = point[key]
+    return None if found is None else found["recovery" if key == "needle" else "share"]
+
+
+def _percent(share: dict[str, float] | None) -> str:
+    return "-" if share is None else f"{share['mean']:.0%} [{share['low']:.0%}, {share['high']:.0%}]"
+
+
+def _heads(about: dict[str, Any], chosen: dict[str, list[int]]) -> str:
+    layers = (" ".join(_held(about["candidates"][place]) for place in heads) for heads in chosen.values())
+    return " | ".join(layers)
+
+
+def _held(candidate: dict[str, Any] | None) -> str:
+    """A head's memory in few letters: `128`, a window; `32+64`, an exact cache beside one; `all`."""
+    if candidate is None:
+        return "all"
+    if candidate.get("cache") is None:
+        return str(candidate["span"]["window_size"])
+    return f"{2 * candidate['span']['window_size']}+{candidate['cache']['size']}"

@@ -1,0 +1,209 @@
+"""Quality against bytes of state: memory by need beside what needs no measuring, as it comes and after training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from linearize.base import UserError, read_json
+from linearize.data.load import load_dataset, load_processor
+from linearize.data.packing import Dataset, PackedRows
+from linearize.data.selection import reach_by
+from linearize.data.splits import ENOUGH
+from linearize.evaluation.candidates import BATCH_SIZE
+from linearize.evaluation.controls import SINKS
+from linearize.evaluation.intervals import Totals
+from linearize.evaluation.perplexity import TokenLosses, paired_difference, token_losses
+from linearize.evaluation.retrieval import (
+    Answers,
+    CopyRows,
+    RetrievalTest,
+    answer,
+    copy_losses,
+    copy_rows,
+    ordinary_tokens,
+    retrieval_result,
+    retrieval_tests,
+)
+from linearize.evaluation.shares import kept_copying, kept_far_context
+from linearize.hf.checkpoint import read_config
+from linearize.hf.convert import convert_layers
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.combine import WindowOnly
+from linearize.mixers.config import LayerPlan, MixerConfig
+from linearize.mixers.exact_cache import SCORES
+from linearize.ops.layout import SlidingSpan
+from linearize.recipe import Recipe
+from linearize.run.folder import Run, check_output, claim, versions, write_json
+from linearize.training.allocation import allocate, allocated_plan, measured_losses
+from linearize.training.finetune import finetune
+from linearize.training.memory import BLOCK, MemoryConfig, cached, candidate_bytes, window
+
+BY_NEED, WINDOW = "by need", "window"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one model was seen to do: its losses on held-out rows and on copies, and its answers about needles."""
+
+    losses: TokenLosses
+    copies: Sequence[Totals]
+    answers: Answers
+
+
+@dataclass(frozen=True)
+class Ruler:
+    """What all models are measured with."""
+
+    rows: PackedRows
+    copies: CopyRows
+    needles: RetrievalTest
+
+    def see(self, model: PreTrainedModel, label: str) -> Seen:
+        """What a model does with all of it."""
+        losses = token_losses(model, self.rows, batch_size=BATCH_SIZE, title=label)
+        copies = copy_losses(model, self.copies, batch_size=BATCH_SIZE)
+        return Seen(losses, copies, answer(model, self.needles, batch_size=BATCH_SIZE, title=label))
+
+
+def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: str) -> dict[str, Any]:
+    """Measure every way of holding less memory at each fraction of the teacher's cache; the same call resumes.
+
+    At each fraction: one window for all heads; the same with 4 sinks (StreamingLLM); a window of 32 and an exact cache
+    in every head, by each score (H2O and SnapKV choose by attention received; these scores need no queries); and the
+    recipe's budget spread by measured need. Where the recipe has a finetune stage, then also: the window and the budget
+    by need trained by it, and so that there is something to compare with, the teacher and the reference window.
+
+    Args:
+        run: whose recipe has `memory`, of which the size is replaced, and whose folder keeps what is trained.
+        reference: the window that gains are measured from; positions beyond two of it are far.
+
+    Raises:
+        UserError: anything that the user can fix.
+    """
+    recipe, memory = run.recipe, run.recipe.memory
+    if memory is None or not recipe.data.task.language:
+        raise UserError("recipe: expected one of a language model with `memory`, found none; try the recipe memory")
+    check_output(run)
+    config = read_config(run.model)
+    shape, processor = TeacherShape.from_config(config), load_processor(recipe.data.task, run.model)
+    dataset = load_dataset(recipe.data, processor, config, reach_by(run.load_teacher), seed=recipe.seed)
+    ruler = _ruler(dataset, processor, reference, min(shape.max_positions, recipe.data.sequence_length))
+    teacher = run.load_teacher()
+    claim(run, dataset)
+    candidates = memory.candidates()
+    needs = _needs(run, memory, teacher, dataset)
+    of_cache_at = memory.of_cache_at
+    sizes = candidate_bytes(candidates, shape, run.dtype, of_cache_at)
+    layers = sorted(needs)
+    untrained = {"teacher": ruler.see(teacher, "teacher")}
+    plan = _alike(window(reference), layers, shape)
+    untrained["window"] = ruler.see(convert_layers(teacher, plan), f"window of {reference}")
+    alike: dict[str, TokenLosses] = {}
+    if recipe.finetune is not None:
+        alike["teacher_lora"] = ruler.see(_trained(run, "teacher", None, teacher, dataset), "teacher, trained").losses
+        trained = _trained(run, f"window-{reference}", plan, teacher, dataset)
+        alike["window_lora"] = ruler.see(trained, f"window of {reference}, trained").losses
+    points: list[dict[str, Any]] = []
+
+    def point(fraction: float, name: str, model: PreTrainedModel, held: int, trained: bool) -> None:
+        seen = ruler.see(model, f"{fraction:.0%}: {name}")
+        far = {"teacher": untrained["teacher"].losses, "window": untrained["window"].losses, "student": seen.losses}
+        answers = {name: x.answers for name, x in untrained.items()} | {"student": seen.answers}
+        its: dict[str, Any] = {"fraction": fraction, "name": name, "bytes": held, "trained": trained}
+        its["minus_teacher"] = paired_difference(seen.losses, untrained["teacher"].losses)
+        its["far"] = kept_far_context(far, 2 * reference)
+        its["far_alike"] = kept_far_context(alike | {"student": seen.losses}, 2 * reference) if trained else None
+        its["copying"] = kept_copying(untrained["teacher"].copies, seen.copies)
+        its["needle"] = retrieval_result(ruler.needles, answers)
+        points.append({key: asdict(x) if hasattr(x, "__dataclass_fields__") else x for key, x in its.items()})
+
+    chosen: dict[float, Any] = {}
+    for fraction in fractions:
+        budget = _share(recipe, fraction).budget(shape, run.dtype)
+        heads = shape.num_kv_heads * len(layers)
+        plans = {}
+        for name, mixer in _uniform(round(fraction * of_cache_at)).items():
+            held = heads * candidate_bytes([mixer], shape, run.dtype, of_cache_at)[0]
+            plans[name] = _alike(mixer, layers, shape), held
+        spread = allocate(needs, sizes, budget)
+        chosen[fraction] = spread
+        held = sum(sizes[place] for places in spread.values() for place in places)
+        plans[BY_NEED] = allocated_plan(spread, candidates, shape.num_layers), held
+        for name, (plan, held) in plans.items():
+            point(fraction, name, convert_layers(teacher, plan), held, trained=False)
+        if recipe.finetune is not None:
+            for name in (WINDOW, BY_NEED):
+                plan, held = plans[name]
+                folder = f"{fraction:g}-{name.replace(' ', '-')}"
+                point(fraction, name, _trained(run, folder, plan, teacher, dataset), held, trained=True)
+    return {
+        "command": command,
+        "versions": versions(),
+        "length": of_cache_at,
+        "reference": reference,
+        "tokens": None if recipe.finetune is None else run.training_tokens(f"window-{reference}"),
+        "candidates": [c and c.model_dump(mode="json", exclude_defaults=True) for c in candidates],
+        "candidate_bytes": sizes,
+        "needs": needs,
+        "chosen": chosen,
+        "points": points,
+    }
+
+
+def _ruler(dataset: Dataset, tokenizer: Any, reference: int, length: int) -> Ruler:
+    rows = dataset.test
+    assert isinstance(rows, PackedRows)
+    given = {"window_size": reference, "max_positions": length}
+    copies = copy_rows(ordinary_tokens(len(tokenizer), tokenizer.all_special_ids), **given, rows=ENOUGH, seed=0)
+    if copies is None:
+        raise UserError(f"--window: expected less than a third of the {length} tokens of a row, found {reference}")
+    tests = retrieval_tests(tokenizer, **given, haystack=rows.input_ids)
+    return Ruler(rows, copies, next(test for test in tests if test.task.name == "needle"))
+
+
+def _needs(run: Run, memory: MemoryConfig, teacher: PreTrainedModel, dataset: Dataset) -> dict[int, list[list[float]]]:
+    """What each candidate costs each head of each layer, in nats per token; measured once."""
+    path, rows = run.folder / "needs.json", dataset.train
+    assert isinstance(rows, PackedRows)
+    if not path.is_file():
+        found = measured_losses(teacher, rows, memory.candidates(), tokens=memory.tokens, seed=run.recipe.seed)
+        write_json(path, found)
+    return {int(layer): heads for layer, heads in read_json(path).items()}
+
+
+def _share(recipe: Recipe, fraction: float) -> MemoryConfig:
+    found = recipe.override({"memory.bytes": None, "memory.fraction": fraction}).memory
+    assert found is not None
+    return found
+
+
+def _uniform(pairs: int) -> dict[str, MixerConfig]:
+    """What every head can have in as many pairs of key and value, by name."""
+    rest = pairs - 2 * BLOCK
+    sunk = SlidingSpan(window_size=max(1, pairs - SINKS), sinks=SINKS)
+    found = {
+        WINDOW: window(max(1, pairs)),
+        f"window + {SINKS} sinks": MixerConfig(span=sunk, feature_map=None, combine=WindowOnly()),
+    }
+    if rest > 0:
+        found |= {f"exact cache, {score}": cached(rest, score) for score in SCORES}
+    return found
+
+
+def _alike(mixer: MixerConfig, layers: Sequence[int], shape: TeacherShape) -> LayerPlan:
+    return tuple(mixer if index in layers else None for index in range(shape.num_layers))
+
+
+def _trained(
+    run: Run, name: str, plan: LayerPlan | None, teacher: PreTrainedModel, dataset: Dataset
+) -> PreTrainedModel:
+    """The teacher, or a student of it by `plan`, finetuned; loaded where that is finished, resumed where it began."""
+    assert run.recipe.finetune is not None
+    model = run.load_teacher() if plan is None else convert_layers(teacher, plan)
+    options = {"output_dir": run.folder / name, "teacher": teacher, "seed": run.recipe.seed, "title": name}
+    finetune(model, dataset.train, dataset.validation, run.recipe.finetune, **options)
+    return model

@@ -1,0 +1,117 @@
+"""Quality against bytes: what `linearize frontier` measures, trains and writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from linearize.base import UserError
+from linearize.evaluation.perplexity import token_losses
+from linearize.hf.checkpoint import load_model
+from linearize.hf.convert import convert_layers
+from linearize.mixers.exact_cache import SCORES
+from linearize.recipe import Recipe
+from linearize.report import frontier as words
+from linearize.run.folder import Run
+from linearize.run.frontier import frontier
+from linearize.training.loop import _StageRun
+from linearize.training.memory import window
+from tests import tiny
+
+REFERENCE, LENGTH, PAIR = 8, 64, 2 * 8 * 4  # bytes of a key and a value of 8 numbers, fp32
+HEADS = 4
+SMALL = {
+    "memory": {"fraction": 0.5, "of_cache_at": LENGTH, "windows": [4, 8, 16, 24, 40], "caches": [8, 16], "tokens": 256},
+    "data.validation_fraction": 0.5,
+    "data.validation_rows": 40,
+    "finetune.batch_size": 4,
+    "finetune.eval_every": 2,
+    "finetune.max_tokens": 2 * 4 * LENGTH,
+}
+
+
+def job(folder: Path, **changes: Any) -> Run:
+    fields = {name: value for name, value in tiny.RECIPE.items() if name.startswith("data.")}
+    fields |= SMALL | {"data.dataset": str(tiny.text_file())} | changes
+    return Run(Recipe.load("memory", fields), tiny.teacher_folder(), folder, torch.float32, torch.device("cpu"))
+
+
+def points(found: dict[str, Any]) -> dict[tuple[float, str, bool], dict[str, Any]]:
+    return {(point["fraction"], point["name"], point["trained"]): point for point in found["points"]}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Any]]:
+    run = job(tmp_path_factory.mktemp("frontier") / "out")
+    return run, frontier(run, [0.75, 0.25], reference=REFERENCE, command="linearize frontier")
+
+
+def test_every_way_at_every_fraction(made: tuple[Run, dict[str, Any]]) -> None:
+    found = points(made[1])
+    caches = {f"exact cache, {score}" for score in SCORES}
+    for fraction, some in ((0.75, caches), (0.25, set())):  # a window of 32 leaves nothing of 16 pairs
+        untrained = {name for at, name, trained in found if at == fraction and not trained}
+        assert untrained == {"window", "window + 4 sinks", "by need"} | some
+        assert {name for at, name, trained in found if at == fraction and trained} == {"window", "by need"}
+        budget = fraction * LENGTH * HEADS * PAIR
+        assert found[fraction, "window", False]["bytes"] == budget
+        for trained in (False, True):
+            assert 0.5 * budget < found[fraction, "by need", trained]["bytes"] <= budget
+    assert all((point["far_alike"] is None) != point["trained"] for point in made[1]["points"])
+    assert made[1]["tokens"] == 2 * 4 * LENGTH
+
+
+def test_losses_are_those_of_the_models(made: tuple[Run, dict[str, Any]]) -> None:
+    run, found = made
+    teacher, rows = load_model(run.model, dtype=torch.float32, device=torch.device("cpu")), tiny.load_data(run).test
+    student = convert_layers(teacher, (window(16),) * 2)
+    ours, its = (token_losses(model, rows, batch_size=4).loss.double().mean().item() for model in (student, teacher))
+    mean = points(found)[0.25, "window", False]["minus_teacher"]["mean"]
+    assert mean == pytest.approx(ours - its, abs=2e-3) and ours != its
+    # What has all but a quarter of the keys is nearer than what has a quarter of them.
+    near, far = (abs(points(found)[at, "window", False]["minus_teacher"]["mean"]) for at in (0.75, 0.25))
+    assert near < far
+
+
+def test_the_same_again_trains_nothing(made: tuple[Run, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, found = made
+    monkeypatch.setattr(_StageRun, "update", lambda self: pytest.fail("an optimizer step was taken"))
+    monkeypatch.setattr("linearize.run.frontier.measured_losses", lambda *_, **__: pytest.fail("measured again"))
+    again = frontier(run, [0.75, 0.25], reference=REFERENCE, command="linearize frontier")
+    assert json.loads(json.dumps(again)) == json.loads(json.dumps(found))
+
+
+def test_without_training(tmp_path: Path) -> None:
+    found = frontier(job(tmp_path / "out", finetune=None), [0.25], reference=REFERENCE, command="")
+    assert {name for _, name, _ in points(found)} == {"window", "window + 4 sinks", "by need"}
+    assert not any(point["trained"] for point in found["points"]) and found["tokens"] is None
+
+
+@pytest.mark.parametrize("read", [words.page, words.figure])
+def test_what_is_written(made: tuple[Run, dict[str, Any]], read: Callable[[dict[str, Any]], str]) -> None:
+    stored = json.loads(json.dumps(made[1]))
+    text = read(stored)
+    assert text == read(stored), "the same bytes again"
+    if read is words.figure:
+        ElementTree.fromstring(text)
+        assert "by need, trained" in text
+    else:
+        assert "| 25% | by need, trained | " in text and f"over a window of {REFERENCE}" in text
+        assert text.count("\n| 75% |") == sum(point["fraction"] == 0.75 for point in stored["points"])
+        assert "- 25%: " in text
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the recipe memory"):
+        frontier(job(tmp_path / "a", memory=None), [0.25], reference=REFERENCE, command="")
+    with pytest.raises(UserError, match=r"--window: .* found 60"):
+        frontier(job(tmp_path / "b"), [0.25], reference=60, command="")
+    with pytest.raises(UserError, match="memory: expected at least"):
+        frontier(job(tmp_path / "c", finetune=None), [0.01], reference=REFERENCE, command="")
+    assert not (tmp_path / "b").exists()
