@@ -14,8 +14,9 @@ from torch import Tensor
 
 from linearize.mixers import feature_maps as maps
 from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator
-from linearize.mixers.config import MixerConfig
+from linearize.mixers.config import HeadwiseConfig, MixerConfig
 from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
+from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.normalizers import GroupNormalizer, NoNormalizer, RmsNormalizer, SumNormalizer
@@ -143,7 +144,7 @@ def sums_of_exponentials(draw: st.DrawFn) -> MixerConfig:
 class Drawn:
     """A mixer with random float64 parameters, inputs, and which slots hold which document."""
 
-    mixer: LinearMixer
+    mixer: LinearMixer | HeadwiseMixer
     inputs: AttnInputs
     documents: Documents
 
@@ -188,7 +189,12 @@ def with_tensors(inputs: AttnInputs, named: dict[str, Tensor], rope: tuple[Tenso
 
 
 def make_drawn(
-    config: MixerConfig, shape: LayerShape, documents: Documents, length: int, seed: int, size: float = 1.0
+    config: MixerConfig | HeadwiseConfig,
+    shape: LayerShape,
+    documents: Documents,
+    length: int,
+    seed: int,
+    size: float = 1.0,
 ) -> Drawn:
     """Parameters and inputs for `config`; gates range from hardly forgetting to forgetting at once.
 
@@ -200,11 +206,11 @@ def make_drawn(
     def normal(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator, dtype=torch.float64)
 
-    mixer = LinearMixer(config, shape).double()
+    mixer = (LinearMixer if isinstance(config, MixerConfig) else HeadwiseMixer)(config, shape).double()
     for name, x in mixer.named_parameters():
         # Gates' pre-activations from about -20 to 20 at some steps; biases stay as the config says.
-        x.data.copy_(normal(*x.shape) * (2.0 if name.startswith("gate.") else 0.7) if x.ndim > 1 else x.data)
-        if name in ("combine.window_factor", "combine.window_weight", "combine.offset", "normalizer.weight"):
+        x.data.copy_(normal(*x.shape) * (2.0 if "gate." in name else 0.7) if x.ndim > 1 else x.data)
+        if name.endswith(("combine.window_factor", "combine.window_weight", "combine.offset", "normalizer.weight")):
             x.data.copy_(normal(*x.shape))
     for x in mixer.buffers():
         x.copy_(normal(*x.shape))

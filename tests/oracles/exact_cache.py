@@ -35,7 +35,17 @@ def redundancy_and_age(k: Tensor) -> Worth:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, width: int, blocks: int, sinks: int, size: int, worth: Worth, scaling: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    width: int,
+    blocks: int,
+    sinks: int,
+    size: int,
+    worth: Worth,
+    scaling: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, list[list[int]]]:
     """Outputs [T, D] of one head of one document, and what the cache holds for each query."""
     cache: list[int] = []
@@ -49,7 +59,8 @@ def attention(
             cache = sorted(ranked[:size])
         low = width * max(0, n // width - blocks + 1)
         seen = sorted({*range(low, n + 1), *cache, *range(min(sinks, n + 1))})
-        weights = torch.stack([q[n] @ k[j] * scaling for j in seen]).exp()
+        logits = torch.stack([q[n] @ k[j] * scaling for j in seen])
+        weights = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).exp()
         outputs.append(sum(weight * v[j] for weight, j in zip(weights, seen, strict=True)) / weights.sum())
         held.append(list(cache))
     assert all(bool(y.isfinite().all()) for y in outputs)

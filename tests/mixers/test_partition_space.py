@@ -1,0 +1,267 @@
+"""The property test of layers whose KV heads are divided among softmax, windows, exact caches and every other mixer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from linearize.mixers import cached, headwise
+from linearize.mixers.combine import WindowOnly
+from linearize.mixers.config import HeadwiseConfig, MixerConfig
+from linearize.mixers.exact_cache import ExactCache
+from linearize.mixers.headwise import HeadwiseMixer
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.linear import LinearMixer
+from linearize.mixers.mixer_state import HeadwiseState
+from linearize.mixers.shape import LayerShape
+from linearize.ops import exact_cache, full
+from linearize.ops.layout import SlidingSpan, TerracedSpan
+from tests.mixers.forms import FP64, assert_near, in_calls, small_chunks
+from tests.mixers.space import Drawn, configs, make_drawn
+from tests.mixers.weights import weights_of
+from tests.ops.cases import STYLES, documents_of
+from tests.oracles import exact_cache as cache_oracle
+from tests.oracles.attention import softmax_attention
+from tests.oracles.heads import Inputs
+from tests.oracles.mixer import mixer_layer
+
+SINKS = st.sampled_from([0, 0, 1, 3])
+WINDOWS = st.builds(
+    lambda span: MixerConfig(span=span, feature_map=None, combine=WindowOnly()),
+    st.builds(SlidingSpan, window_size=st.sampled_from([1, 3, 8, 20]), sinks=SINKS),
+)
+CACHES = st.builds(
+    lambda span, cache: MixerConfig(span=span, feature_map=None, combine=WindowOnly(), cache=cache),
+    st.builds(TerracedSpan, window_size=st.sampled_from([1, 2, 5]), blocks=st.integers(1, 2), sinks=SINKS),
+    st.builds(ExactCache, size=st.sampled_from([1, 4, 9]), score=st.sampled_from(["redundancy", "redundancy_and_age"])),
+)
+KINDS = st.one_of(st.none(), WINDOWS, CACHES, CACHES, configs().map(lambda config: per_head(config)))
+OTHER = MixerConfig(span=SlidingSpan(window_size=2), feature_map=None, combine=WindowOnly())
+
+
+@dataclass(frozen=True)
+class Partition:
+    """What hypothesis chooses: a kind for each KV head, and rows of documents and padding of any style."""
+
+    kinds: tuple[MixerConfig | None, ...]
+    per_kv_head: int
+    head_dim: int
+    styles: list[str]
+    length: int
+    seed: int
+
+    def make(self) -> tuple[Drawn, list[int]]:
+        """The layer with its inputs, and where to cut them."""
+        config = HeadwiseConfig.of(self.kinds)
+        if not isinstance(config, HeadwiseConfig):  # all heads were drawn alike
+            config = HeadwiseConfig.of([*self.kinds[1:], OTHER])
+        assert isinstance(config, HeadwiseConfig)
+        heads = len(self.kinds)
+        shape = LayerShape(heads * self.per_kv_head, heads, self.head_dim, hidden_size=5, max_positions=256)
+        rng = random.Random(self.seed)
+        documents = [documents_of(style, self.length, rng) for style in self.styles]
+        cuts = sorted(rng.sample(range(1, self.length), rng.randint(0, min(8, self.length - 1))))
+        return make_drawn(config, shape, documents, self.length, self.seed), cuts
+
+
+def per_head(config: MixerConfig) -> MixerConfig:
+    """Without a map over all heads together, which single heads have not."""
+    if getattr(config.feature_map, "per", None) != "model":
+        return config
+    assert config.feature_map is not None
+    return config.model_copy(update={"feature_map": config.feature_map.model_copy(update={"per": "kv_head"})})
+
+
+def partitions(max_length: int) -> st.SearchStrategy[Partition]:
+    return st.builds(
+        Partition,
+        kinds=st.lists(KINDS, min_size=2, max_size=3).map(tuple),
+        per_kv_head=st.integers(1, 2),
+        head_dim=st.sampled_from([2, 4]),
+        styles=st.lists(st.sampled_from(STYLES), min_size=1, max_size=2),
+        length=st.integers(2, max_length),
+        seed=st.integers(0, 2**20),
+    )
+
+
+def by_oracle(case: Drawn) -> Tensor:
+    """Each group by the loops of its kind."""
+    mixer, y = case.mixer, torch.zeros_like(case.inputs.q)
+    assert isinstance(mixer, HeadwiseMixer)
+    group = mixer.shape.num_heads // mixer.shape.num_kv_heads
+    for heads, part in mixer.parts():
+        x = case.inputs.heads(heads)
+        places = [group * head + one for head in heads for one in range(group)]
+        if not isinstance(part, LinearMixer):
+            y[:, places] = softmax_attention(x.q, x.k, x.v, case.documents, scaling=x.scaling, softcap=x.softcap)
+        elif part.config.cache is None:
+            inputs = Inputs(x.q, x.k, x.v, x.scaling, x.softcap, x.hidden, x.unrotated, x.rope)
+            y[:, places] = mixer_layer(part.config, weights_of(part), inputs, case.documents)
+        else:
+            y[:, places] = cached_heads(part.config, x, case.documents)
+    return y
+
+
+def cached_heads(config: MixerConfig, x: AttnInputs, documents: list[list[list[int]]]) -> Tensor:
+    """Window and exact cache, document by document."""
+    span, cache, y = config.span, config.cache, torch.zeros_like(x.q)
+    assert isinstance(span, TerracedSpan) and cache is not None
+    for row, of_row in enumerate(documents):
+        for slots in filter(None, of_row):
+            for head in range(x.q.shape[1]):
+                kv = head // (x.q.shape[1] // x.k.shape[1])
+                q, k, v = x.q[row, head, slots], x.k[row, kv, slots], x.v[row, kv, slots]
+                y[row, head, slots], _ = cache_oracle.attention(
+                    q,
+                    k,
+                    v,
+                    width=span.window_size,
+                    blocks=span.blocks,
+                    sinks=span.sinks,
+                    size=cache.size,
+                    worth=getattr(cache_oracle, cache.score)(k.float()),
+                    scaling=x.scaling,
+                    softcap=x.softcap,
+                )
+    return y
+
+
+def check_oracle(case: Drawn, cuts: list[int]) -> None:
+    assert_near(case.mixer(case.inputs, case.layout), by_oracle(case), FP64, "output")
+
+
+def check_calls(case: Drawn, cuts: list[int]) -> None:
+    """Several calls give the outputs of one, and keep nothing but what one keeps."""
+    whole = case.mixer(case.inputs, case.layout)
+    found, state = in_calls(case, cuts)
+    assert_near(found, whole, FP64, "output")
+    at_once, expected = in_calls(case, [])
+    assert_near(at_once, whole, FP64, "output of a step")
+    assert isinstance(state, HeadwiseState) and isinstance(expected, HeadwiseState)
+    for one, other in zip(state.parts, expected.parts, strict=True):
+        assert torch.equal(one.seen, other.seen)
+        if one.exact is not None and other.exact is not None:
+            for name, x in one.exact.items():
+                assert_near(x, other.exact[name], FP64, f"{name} of the cache")
+
+
+def check_token_by_token(case: Drawn, cuts: list[int]) -> None:
+    check_calls(case, list(range(1, case.length)))
+
+
+# By number and greatest length: draws for every run, and for `make test-slow`.
+CHECKS: dict[str, tuple[Callable[[Drawn, list[int]], None], tuple[int, int], tuple[int, int]]] = {
+    "oracle": (check_oracle, (40, 24), (400, 40)),
+    "calls": (check_calls, (40, 40), (400, 100)),
+    "token by token": (check_token_by_token, (10, 20), (150, 40)),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    small_chunks(monkeypatch)
+    monkeypatch.setattr(full, "QUERIES_AT_ONCE", 7)
+    monkeypatch.setattr(exact_cache, "SCORES_AT_ONCE", {"cpu": 2**8})
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check_draws(name: str, examples: int, max_length: int) -> None:
+    health = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=health)
+    @given(partitions(max_length))
+    def on_each(drawn: Partition) -> None:
+        CHECKS[name][0](*drawn.make())
+
+    on_each()
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_few(name: str) -> None:
+    check_draws(name, *CHECKS[name][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKS)
+def test_many(name: str) -> None:
+    check_draws(name, *CHECKS[name][2])
+
+
+# --- test of the test -------------------------------------------------------------------------------------------------
+
+
+def heads_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(headwise.HeadwiseMixer, "_joined", lambda self, outputs: torch.cat(outputs, dim=1))
+
+
+def cache_forgotten_between_calls(patch: pytest.MonkeyPatch) -> None:
+    last = cached.CachedKeys.last
+
+    def wrong(self):
+        found = last(self)
+        return found | {"position": torch.full_like(found["position"], -1)}
+
+    patch.setattr(cached.CachedKeys, "last", wrong)
+
+
+def the_worst_kept(patch: pytest.MonkeyPatch) -> None:
+    best = exact_cache.best
+
+    def wrong(k, v, position, candidates, size, worth):
+        return best(k, v, position, candidates, size, lambda *x: -worth(*x))
+
+    patch.setattr(exact_cache, "best", wrong)
+
+
+def softmax_heads_lose_a_key(patch: pytest.MonkeyPatch) -> None:
+    step = headwise.SoftmaxMixer.step
+
+    def wrong(self, inputs, state, layout=None):
+        y, after = step(self, inputs, state, layout)
+        slots = {name: torch.cat([x[:, :, :-1], x[:, :, -1:] * 0], dim=2) for name, x in after.slots.items()}
+        return y, type(after)(slots, after.seen)
+
+    patch.setattr(headwise.SoftmaxMixer, "step", wrong)
+
+
+CACHE = MixerConfig(
+    span=TerracedSpan(window_size=2, blocks=2),
+    feature_map=None,
+    combine=WindowOnly(),
+    cache=ExactCache(size=4),
+)
+DOCUMENTS = [[list(range(9)), list(range(10, 34))], [list(range(1, 34))]]
+
+
+@pytest.mark.parametrize(
+    "mutant, check",
+    [
+        (heads_in_another_order, check_oracle),
+        (the_worst_kept, check_oracle),
+        (cache_forgotten_between_calls, check_calls),
+        (softmax_heads_lose_a_key, check_calls),
+    ],
+)
+def test_broken_layers_are_caught(
+    mutant: Callable[[pytest.MonkeyPatch], None],
+    check: Callable[[Drawn, list[int]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = HeadwiseConfig.of([None, CACHE, None])
+    assert isinstance(config, HeadwiseConfig)
+    shape = LayerShape(num_heads=6, num_kv_heads=3, head_dim=4, hidden_size=5, max_positions=64)
+    case = make_drawn(config, shape, DOCUMENTS, 34, seed=1)
+    check(case, [20])
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(case, [20])
