@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from linearize.report.figures import Line
+from linearize.report.findings import sentences, spread
 from linearize.report.html import Block, Figure, Picker, Prompts, Text
 from linearize.report.load import RunFiles
-from linearize.report.sections import attention, costs, paths, positions, recall, recipe, tasks, training
+from linearize.report.numbers import THIN
+from linearize.report.sections import attention, costs, memory, paths, positions, recall, recipe, tasks, training
 from tests.report import sample
 
 Read = Callable[..., RunFiles]
@@ -51,6 +54,23 @@ def test_loss_by_position_has_the_distance_from_the_teacher(read: Read) -> None:
     lines = [Line("teacher", [1, 3], [2.0, 1.0]), Line("student", [1, 2, 3], [2.5, 9.0, 1.25], style=4)]
     assert positions.above_teacher(lines) == [Line("student", [1, 3], [0.5, 0.25], style=4)]
     assert "student, at positions 1\u20132: 2.500" in found.svg
+
+
+def test_memory_by_head(read: Read) -> None:
+    """Bytes that were given, and what the smallest candidate costs each head."""
+    chosen, losses = {"0": [0, 1], "3": [2, 0]}, {"0": [[0.1, 0.0, 0.0], [0.2, 0.1, 0.0]], "3": [[0.9, 0.5, 0.1]] * 2}
+    about = {"bytes": [512, 2048, 30720], "chosen": chosen, "losses": losses, "budget": 40_000}
+    run = replace(read(), allocation=about)
+    section = memory.memory([run])
+    assert rows(figure(section.blocks, "Memory by head")) == [
+        ["layer 0", f"512{THIN}B", f"2.05{THIN}kB"],
+        ["layer 3", f"30.7{THIN}kB", f"512{THIN}B"],
+    ]
+    assert rows(figure(section.blocks, "What each head needs memory for"))[1] == ["layer 3", "0.90", "0.90"]
+    assert texts(section.blocks) == [
+        f"Memory was spread by need: 1 of 4 KV heads holds 91{THIN}% of its 33,792 bytes (3.0; layer.head)."
+    ]
+    assert texts(section.blocks)[0] in sentences(run) and spread(read()) is None
 
 
 def test_the_worst_and_the_best_head_are_named(read: Read) -> None:

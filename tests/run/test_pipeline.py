@@ -577,3 +577,5 @@ def test_memory_where_it_is_needed(finished: Run, tmp_path: Path, monkeypatch: p
     for what in ("fidelity", "path_usage"):
         assert "heads of several kinds" in result["not_measured"][what]
     assert json.loads((spent.folder / "plan.json").read_text())["state_bytes"] <= about["budget"]
+    assert "Memory by head" in (spent.folder / "report.html").read_text(encoding="utf-8")
+    assert "Memory was spread by need" in (spent.folder / "model" / "README.md").read_text(encoding="utf-8")

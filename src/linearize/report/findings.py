@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import exp, isfinite, sqrt
 from statistics import median
 from typing import Any, Literal
@@ -92,6 +93,7 @@ def findings(run: RunFiles) -> list[Finding]:
         agreement(run),
         generations(run),
         path_usage(run),
+        spread(run),
         *_benchmarks(run),
         *faster(speeds(run), run.section("crossover")),
         outliers(run),
@@ -371,6 +373,20 @@ def memory(entries: Entries) -> Finding | None:
     words += f"; at {count(long)} that is {compared} the teacher's {count(theirs)} bytes"
     words += f", which grow by {count(growth(teacher))} per token; {less}."
     return Finding("win" if ratio > 1 else "loss", words, ("Its memory is ", lead[0], f"{lead[1]}; {less}."))
+
+
+def spread(run: RunFiles) -> Finding | None:
+    """Where the memory of a run went whose heads shared a budget."""
+    held = {f"{layer}.{head}": x for layer, row in run.held_by_head.items() for head, x in enumerate(row)}
+    if not held:
+        return None
+    most, total = sorted(held, key=lambda name: -held[name]), sum(held.values())
+    sums = list(accumulate(held[name] for name in most))
+    half = next(place for place, x in enumerate(sums, start=1) if 2 * x >= total)
+    named = ", ".join(most[: min(half, 4)]) + (", ..." if half > 4 else "")
+    verb, part = "holds" if half == 1 else "hold", share(sums[half - 1] / total)
+    words = f"{half} of {len(held)} KV heads {verb} {part} of its {count(total)} bytes ({named}; layer.head)"
+    return Finding("fact", f"Memory was spread by need: {words}.")
 
 
 def faster(entries: Entries, crossover: Mapping[str, Any] | None) -> Iterator[Finding]:

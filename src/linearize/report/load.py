@@ -50,6 +50,7 @@ class RunFiles:
     plan: dict[str, Any] | None
     run: dict[str, Any]
     stages: dict[str, Stage]
+    allocation: dict[str, Any] | None = None
     beside_others: bool = False
 
     @property
@@ -84,6 +85,14 @@ class RunFiles:
     def is_language_model(self) -> bool:
         """Whether losses of text were measured."""
         return bool(self.evaluation.get("measured"))
+
+    @property
+    def held_by_head(self) -> dict[int, list[int]]:
+        """Bytes that the KV heads of each layer were given of a budget; empty where there was none."""
+        if self.allocation is None:
+            return {}
+        sizes = self.allocation["bytes"]
+        return {int(layer): [sizes[place] for place in heads] for layer, heads in self.allocation["chosen"].items()}
 
     def section(self, name: str) -> Any:
         """A section of the evaluation, or None where it was not measured."""
@@ -154,10 +163,14 @@ def load_run(folder: Path, evaluation: dict[str, Any] | None = None) -> RunFiles
         raise UserError(f"{path}: expected the measurements of `linearize run`, found other JSON; run it again")
     evaluation = _upgraded(evaluation)
     recipe = folder / "recipe.yaml"
-    plan, run = (read_json(folder / name) if (folder / name).is_file() else None for name in ("plan.json", "run.json"))
+    plan, run, allocation = (
+        read_json(folder / name) if (folder / name).is_file() else None
+        for name in ("plan.json", "run.json", "allocation.json")
+    )
     stages = {name: stage for name in STAGES if (stage := _stage(folder, name)) is not None}
     name = folder.resolve().name
-    return RunFiles(folder, name, evaluation, _read_yaml(recipe) if recipe.is_file() else None, plan, run or {}, stages)
+    read = _read_yaml(recipe) if recipe.is_file() else None
+    return RunFiles(folder, name, evaluation, read, plan, run or {}, stages, allocation)
 
 
 def load_runs(folders: Sequence[Path]) -> list[RunFiles]:

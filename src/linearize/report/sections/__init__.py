@@ -10,6 +10,7 @@ from linearize.report.load import RunFiles
 from linearize.report.sections import (
     attention,
     costs,
+    memory,
     paths,
     positions,
     quality,
@@ -43,6 +44,10 @@ def with_heads(run: RunFiles) -> bool:
     return run.is_language_model or run.section("fidelity") is not None
 
 
+def with_a_budget(run: RunFiles) -> bool:
+    return run.allocation is not None
+
+
 # Each with the runs that it concerns. Where it concerns one, it says too what was not measured of it.
 _SECTIONS: tuple[tuple[Callable[[Sequence[RunFiles]], Section], Callable[[RunFiles], bool]], ...] = (
     (recipe.recipe, every_run),
@@ -55,6 +60,7 @@ _SECTIONS: tuple[tuple[Callable[[Sequence[RunFiles]], Section], Callable[[RunFil
     (attention.fidelity, looked_into),
     (attention.maps, with_heads),
     (paths.paths, language_models),
+    (memory.memory, with_a_budget),
     (tasks.tasks, language_models),
     (costs.speed, language_models),
     (tasks.generations, language_models),
