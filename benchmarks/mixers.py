@@ -106,7 +106,8 @@ def measure(
     softmax, results = seconds.pop(SOFTMAX), []
     for name, ours in seconds.items():
         faster = Spread.of([theirs / mine for theirs, mine in zip(softmax, ours, strict=True)])
-        features = mixers[name].feature_map.feature_dim
+        phi = mixers[name].feature_map
+        features = 0 if phi is None else phi.feature_dim
         times = Spread.of(ours), Spread.of(softmax), faster
         results.append(Result(name, features, length, backward, *times, peaks[name], peaks[SOFTMAX]))
     return results
