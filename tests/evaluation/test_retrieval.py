@@ -11,20 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from linearize.evaluation import retrieval
+from linearize.evaluation.copying import Copying, CopyRows, copy_losses, copy_rows, ordinary_tokens
 from linearize.evaluation.perplexity import TokenLosses
 from linearize.evaluation.retrieval import (
     TASKS,
     Answers,
-    Copying,
-    CopyRows,
     RetrievalTest,
     Setting,
     Trials,
     answer,
-    copy_losses,
-    copy_rows,
     distances,
-    ordinary_tokens,
     retrieval_result,
     retrieval_tests,
 )

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from linearize.evaluation.copying import Copying, copy_losses
 from linearize.evaluation.intervals import Totals
 from linearize.evaluation.perplexity import TokenLosses
-from linearize.evaluation.retrieval import Copying, copy_losses
 from linearize.evaluation.shares import KeptGain, kept_copying, kept_far_context
 from tests.evaluation.fakes import Fake
 from tests.evaluation.test_retrieval import repeats

@@ -1,9 +1,8 @@
-"""Can a model still fetch what it has read, from within the window and from beyond it?
+"""Can a model still fetch what it has read, from within the window and from beyond it? Tests with right answers.
 
-Two measures. Copying: how much better random tokens are predicted when they come a second time, further back than the
-window reaches (`copy_rows`, `copy_losses`, `Copying`). And tests with right answers, of which each is a grid of cells:
-the rows are distances, the columns depend on the task. `retrieval_tests` makes the token rows of every cell once;
-`answer` lets one model at a time answer them; `retrieval_result` compares the models.
+Each is a grid of cells: the rows are distances, the columns depend on the task. `retrieval_tests` makes the token rows
+of every cell once; `answer` lets one model at a time answer them; `retrieval_result` compares the models. What copying
+random tokens shows is in `copying`.
 
 Distance, for every task: the answer stands in the text twice, where it is given and where it is asked for, and the
 distance is the number of tokens from the one to the other. So the query that has to name it stands `distance` - 1 after
@@ -13,14 +12,14 @@ a window passes things on a little further).
 No text is generated for the tests. An answer counts as right where each of its tokens is the most likely one, given the
 right ones before: exactly the answers that greedy decoding gives.
 
-Axes: N trials of a cell, B of them per forward pass, L tokens of the longest, K random tokens that come twice, S and T
-tokens of filler, V ordinary tokens.
+Axes: N trials of a cell, B of them per forward pass, L tokens of the longest, S and T tokens of filler, V ordinary
+tokens.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product, takewhile
@@ -32,11 +31,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import progress
-from linearize.data.packing import PackedRows
-from linearize.data.rows import IGNORED, inference
+from linearize.data.rows import inference
 from linearize.data.splits import ENOUGH
+from linearize.evaluation.copying import ordinary_tokens
 from linearize.evaluation.intervals import Interval, Totals, resample
-from linearize.evaluation.perplexity import token_losses
 
 # A teacher that beats the floor by so little can fetch next to nothing, and a share of that says nothing.
 NEGLIGIBLE = 0.05
@@ -139,69 +137,6 @@ class Retrieval:
     student_share: Interval | None
     floor: float | None
     recovery: Interval | None
-
-
-# --- copying ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CopyRows(PackedRows):
-    """Rows of `length` random tokens, random filler, and, `distance` after their start, the same tokens again.
-
-    Only the copies have labels, without each copy's first token, which nothing announces.
-    """
-
-    length: int
-    distance: int
-
-
-@dataclass(frozen=True)
-class Copying:
-    """One model's loss on either copy, nats per token, and gain = first - second."""
-
-    first: Interval
-    second: Interval
-    gain: Interval
-
-    @classmethod
-    def of(cls, losses: Sequence[Totals], *, samples: int = 1000, seed: int = 0) -> Copying:
-        mean, draws = resample(losses, samples=samples, seed=seed)
-        first, second = Interval.of(mean[0], draws[:, 0]), Interval.of(mean[1], draws[:, 1])
-        return cls(first, second, gain=Interval.of(mean[0] - mean[1], draws[:, 0] - draws[:, 1]))
-
-
-def copy_rows(
-    vocabulary: Int[Tensor, " V"], *, window_size: int, max_positions: int, rows: int, seed: int
-) -> CopyRows | None:
-    """Independent rows, tokens drawn evenly from `vocabulary`, at a distance of two windows.
-
-    None where not even two tokens fit the model's positions that far back.
-    """
-    distance = 2 * window_size
-    length = min(window_size, max_positions - distance)
-    if length < 2:
-        return None
-    generator = torch.Generator().manual_seed(seed)
-    drawn = vocabulary.cpu()[torch.randint(len(vocabulary), (rows, distance), generator=generator)]
-    input_ids = torch.cat([drawn, drawn[:, :length]], dim=1)
-    labels = input_ids.clone()
-    labels[:, length : distance + 1] = IGNORED
-    labels[:, 0] = IGNORED
-    position_ids = torch.arange(distance + length).expand(rows, -1).contiguous()
-    return CopyRows(input_ids, position_ids, labels, length, distance)
-
-
-def copy_losses(model: nn.Module, rows: CopyRows, *, batch_size: int) -> list[Totals]:
-    """Mean loss of each row over the first copy, then over the second, without the first token of either."""
-    loss = token_losses(model, rows, batch_size=batch_size, title="copying").loss.double()
-    copies = loss[:, 1 : rows.length], loss[:, rows.distance + 1 :]
-    return [Totals(copy.mean(dim=1), torch.ones(len(copy), dtype=copy.dtype)) for copy in copies]
-
-
-def ordinary_tokens(vocab_size: int, special: Collection[int]) -> Int[Tensor, " V"]:
-    """The token ids below `vocab_size` that are not special ones."""
-    excluded = set(special)
-    return torch.tensor([token for token in range(vocab_size) if token not in excluded])
 
 
 # --- making the rows --------------------------------------------------------------------------------------------------

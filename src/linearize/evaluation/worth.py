@@ -28,23 +28,14 @@ from linearize.evaluation.agreement import (
 from linearize.evaluation.candidates import BATCH_SIZE, LABELS, Candidate
 from linearize.evaluation.chosen_rows import spread_rows
 from linearize.evaluation.config import EvaluationConfig
+from linearize.evaluation.copying import Copying, copy_losses, copy_rows, ordinary_tokens
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.harness import Benchmarks, run_benchmarks
 from linearize.evaluation.intervals import Interval, Totals
 from linearize.evaluation.metrics import Answered
 from linearize.evaluation.path_usage import PathUsage, measure_path_usage
 from linearize.evaluation.perplexity import Quality, TokenLosses, paired_difference, token_losses
-from linearize.evaluation.retrieval import (
-    Answers,
-    Copying,
-    Retrieval,
-    answer,
-    copy_losses,
-    copy_rows,
-    ordinary_tokens,
-    retrieval_result,
-    retrieval_tests,
-)
+from linearize.evaluation.retrieval import Answers, Retrieval, answer, retrieval_result, retrieval_tests
 from linearize.evaluation.scores import TaskScores, score_task
 from linearize.evaluation.shares import KeptGain, kept_copying, kept_far_context
 from linearize.evaluation.speed import Crossover, Speed, generation_speed

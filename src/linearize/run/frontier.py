@@ -15,19 +15,10 @@ from linearize.data.selection import reach_by
 from linearize.data.splits import ENOUGH
 from linearize.evaluation.candidates import BATCH_SIZE
 from linearize.evaluation.controls import SINKS
+from linearize.evaluation.copying import CopyRows, copy_losses, copy_rows, ordinary_tokens
 from linearize.evaluation.intervals import Totals
 from linearize.evaluation.perplexity import TokenLosses, paired_difference, token_losses
-from linearize.evaluation.retrieval import (
-    Answers,
-    CopyRows,
-    RetrievalTest,
-    answer,
-    copy_losses,
-    copy_rows,
-    ordinary_tokens,
-    retrieval_result,
-    retrieval_tests,
-)
+from linearize.evaluation.retrieval import Answers, RetrievalTest, answer, retrieval_result, retrieval_tests
 from linearize.evaluation.shares import kept_copying, kept_far_context
 from linearize.hf.checkpoint import read_config
 from linearize.hf.convert import convert_layers

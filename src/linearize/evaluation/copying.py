@@ -1,0 +1,78 @@
+"""Copying: how much better random tokens are predicted when they come again, further back than the window reaches.
+
+Axes: N rows, L tokens of a row, V ordinary tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from linearize.data.packing import PackedRows
+from linearize.data.rows import IGNORED
+from linearize.evaluation.intervals import Interval, Totals, resample
+from linearize.evaluation.perplexity import token_losses
+
+
+@dataclass(frozen=True)
+class CopyRows(PackedRows):
+    """Rows of `length` random tokens, random filler, and, `distance` after their start, the same tokens again.
+
+    Only the copies have labels, without each copy's first token, which nothing announces.
+    """
+
+    length: int
+    distance: int
+
+
+@dataclass(frozen=True)
+class Copying:
+    """One model's loss on either copy, nats per token, and gain = first - second."""
+
+    first: Interval
+    second: Interval
+    gain: Interval
+
+    @classmethod
+    def of(cls, losses: Sequence[Totals], *, samples: int = 1000, seed: int = 0) -> Copying:
+        mean, draws = resample(losses, samples=samples, seed=seed)
+        first, second = Interval.of(mean[0], draws[:, 0]), Interval.of(mean[1], draws[:, 1])
+        return cls(first, second, gain=Interval.of(mean[0] - mean[1], draws[:, 0] - draws[:, 1]))
+
+
+def copy_rows(
+    vocabulary: Int[Tensor, " V"], *, window_size: int, max_positions: int, rows: int, seed: int
+) -> CopyRows | None:
+    """Independent rows, tokens drawn evenly from `vocabulary`, at a distance of two windows.
+
+    None where not even two tokens fit the model's positions that far back.
+    """
+    distance = 2 * window_size
+    length = min(window_size, max_positions - distance)
+    if length < 2:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    drawn = vocabulary.cpu()[torch.randint(len(vocabulary), (rows, distance), generator=generator)]
+    input_ids = torch.cat([drawn, drawn[:, :length]], dim=1)
+    labels = input_ids.clone()
+    labels[:, length : distance + 1] = IGNORED
+    labels[:, 0] = IGNORED
+    position_ids = torch.arange(distance + length).expand(rows, -1).contiguous()
+    return CopyRows(input_ids, position_ids, labels, length, distance)
+
+
+def copy_losses(model: nn.Module, rows: CopyRows, *, batch_size: int) -> list[Totals]:
+    """Mean loss of each row over the first copy, then over the second, without the first token of either."""
+    loss = token_losses(model, rows, batch_size=batch_size, title="copying").loss.double()
+    copies = loss[:, 1 : rows.length], loss[:, rows.distance + 1 :]
+    return [Totals(copy.mean(dim=1), torch.ones(len(copy), dtype=copy.dtype)) for copy in copies]
+
+
+def ordinary_tokens(vocab_size: int, special: Collection[int]) -> Int[Tensor, " V"]:
+    """The token ids below `vocab_size` that are not special ones."""
+    excluded = set(special)
+    return torch.tensor([token for token in range(vocab_size) if token not in excluded])
