@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from linearize.evaluation import retrieval
+from linearize.evaluation import copying, retrieval
 from linearize.evaluation.copying import Copying, CopyRows, copy_losses, copy_rows, ordinary_tokens
 from linearize.evaluation.perplexity import TokenLosses
 from linearize.evaluation.retrieval import (
@@ -174,7 +174,7 @@ def test_every_token_of_a_copy_but_its_first_counts(monkeypatch) -> None:
             2.0 ** torch.arange(34).expand(20, -1), made.labels != -100, made.position_ids, made.documents
         )
 
-    monkeypatch.setattr(retrieval, "token_losses", losses)
+    monkeypatch.setattr(copying, "token_losses", losses)
     first, second = copy_losses(Fake(), made, batch_size=20)
     assert first.sum.tolist() == pytest.approx([sum(2.0**t for t in range(1, 10)) / 9] * 20)
     assert second.sum.tolist() == pytest.approx([sum(2.0**t for t in range(25, 34)) / 9] * 20)
