@@ -28,6 +28,8 @@ from linearize.evaluation.worth import Worth
 from linearize.hf.classes import read_plan
 from linearize.mixers.config import HeadwiseConfig, MixerConfig
 from linearize.recipe import Recipe
+from linearize.report.findings import sentences
+from linearize.report.load import load_run
 from linearize.run import folder as runs
 from linearize.run.evaluate import candidates, evaluate
 from linearize.run.folder import Run
@@ -573,7 +575,10 @@ def test_memory_where_it_is_needed(finished: Run, tmp_path: Path, monkeypatch: p
     assert len(set(window)) == 1
     assert isinstance(window[0], MixerConfig) and window[0].span.context == round(sum(sizes) / pair / 4)
     assert result["window_size"] == window[0].span.context
-    assert "window_lora" in {measured["name"] for measured in result["measured"]}
+    names = {measured["name"] for measured in result["measured"]}
+    assert "window_lora" in names and "ablated" not in names, "there is no linear part to switch off"
+    of_equal_bytes = f"one window of {result['window_size']} for all heads, of as many bytes"
+    assert any(of_equal_bytes in words for words in sentences(load_run(spent.folder)))
     for what in ("fidelity", "path_usage"):
         assert "heads of several kinds" in result["not_measured"][what]
     assert json.loads((spent.folder / "plan.json").read_text())["state_bytes"] <= about["budget"]

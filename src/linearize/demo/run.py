@@ -1,4 +1,4 @@
-"""What `linearize demo` runs: the bundled teacher, LoLCATs on a small budget, and every control."""
+"""What `linearize demo` runs: the bundled teacher, memory by need, a little training, and every control."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ from linearize.run.folder import Run
 from linearize.run.pipeline import run
 
 PROMPT = "def read_config(path):\n"
-# Small enough for two CPU cores and some minutes, the two trained controls included, which see as many tokens as both
-# stages. The window factor moves by at most the learning rate per step, so a run this short must start it nearer to its
-# end.
+# A ninth of the teacher's cache, constant. Small enough for two CPU cores and some minutes, the two trained controls
+# included, which see as many tokens; windows are measured in seconds, exact caches would take a minute.
 BUDGET = {
-    "mixer.combine.window_factor_init": 0.5,
-    "data.sequence_length": 512,
-    "data.validation_rows": 48,
-    "transfer.batch_size": 4,
-    "transfer.max_tokens": 100_000,
-    "transfer.eval_every": 40,
-    "finetune.max_tokens": 60_000,
-    "finetune.eval_every": 10,
+    "memory.fraction": 0.11,
+    "memory.caches": [],
+    "memory.tokens": 8192,
+    "data.validation_rows": 24,
+    "finetune.max_tokens": 100_000,
+    "finetune.eval_every": 24,
+    "evaluation.copy_rows": 16,
 }
 
 
@@ -38,7 +36,7 @@ def run_demo(output_dir: Path, dtype: torch.dtype, device: torch.device) -> Rend
     """The table, and a sample of the student's."""
     torch.manual_seed(0)
     teacher = str(teacher_path())
-    recipe = Recipe.load("lolcats", BUDGET)
+    recipe = Recipe.load("memory", BUDGET)
     tokenizer = load_tokenizer(teacher)
     dataset = dataset_from_documents(*standard_library_texts(), tokenizer, recipe.data, recipe.seed)
     run(Run(recipe, teacher, output_dir, dtype, device), dataset=dataset)

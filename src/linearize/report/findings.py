@@ -134,6 +134,8 @@ def difference(run: RunFiles, other: str) -> Finding | None:
     beyond = interval(compared["beyond"])
     far = f" Beyond the window: {with_interval(beyond, sign=True)}." if beyond else ""
     short, more = _OTHERS.get(other, other), _EXPLAINED.get(other, "")
+    if other == "window_lora" and run.allocation is not None:
+        short, more = f"one window of {count(run.window)} for all heads, of as many bytes", " (finetuned alike)"
     if found.low <= 0 <= found.high:
         numbers = f"{signed(found.mean)} nats per token"
         bounds = f"95{THIN}% interval {signed(found.low)} to {signed(found.high)}"

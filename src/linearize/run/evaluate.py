@@ -28,7 +28,7 @@ from linearize.hf.checkpoint import CAUSAL, load_model, read_config
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan
+from linearize.mixers.config import LayerPlan, each_mixer
 from linearize.recipe import Recipe
 from linearize.report.card import evaluation_page, model_card
 from linearize.report.load import load_run
@@ -95,7 +95,9 @@ def candidates(
     trained = set() if run is None else {name for name, folder in run.controls.items() if _finished(folder)}
     if run is not None and _finished(run.folder / "transfer"):
         trained.add("transferred")
-    at_hand = {"student", "ablated"}
+    at_hand = {"student"}
+    if any(mixer.feature_map is not None for mixer in each_mixer(layers)):
+        at_hand.add("ablated")
     if teacher is not None:
         at_hand |= {"teacher", "swapped", "window", "window_sinks"} | trained
     if not recipe.data.task.language:
