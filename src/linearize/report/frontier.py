@@ -88,7 +88,10 @@ def figure(about: dict[str, Any]) -> str:
         axes: Sequence[Axes] = drawn.subplots(1, len(PANELS))
         for axis, key in zip(axes, PANELS, strict=True):
             paint(axis, key)
-        drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+        drawn_lines = {
+            label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+        drawn.legend(drawn_lines.values(), drawn_lines, loc="outside lower center", ncols=5, frameon=False)
         written = StringIO()
         drawn.savefig(written, format="svg", facecolor="white", metadata={"Date": None})
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
@@ -133,6 +136,5 @@ def _held(candidate: dict[str, Any] | None) -> str:
     """A head's memory in few letters: `128`, a window; `32+64`, an exact cache beside one; `all`."""
     if candidate is None:
         return "all"
-    if candidate.get("cache") is None:
-        return str(candidate["span"]["window_size"])
-    return f"{2 * candidate['span']['window_size']}+{candidate['cache']['size']}"
+    span, cache = candidate["span"], candidate["cache"]
+    return str(span["window_size"]) if cache is None else f"{span['blocks'] * span['window_size']}+{cache['size']}"

@@ -137,7 +137,7 @@ def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: s
         "length": of_cache_at,
         "reference": reference,
         "tokens": None if recipe.finetune is None else run.training_tokens(f"window-{reference}"),
-        "candidates": [c and c.model_dump(mode="json", exclude_defaults=True) for c in candidates],
+        "candidates": [c and c.model_dump(mode="json") for c in candidates],
         "candidate_bytes": sizes,
         "needs": needs,
         "chosen": chosen,
