@@ -9,8 +9,10 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 from rich.table import Table
+
+from linearize.report.numbers import scaled
 
 COLUMNS = ("of the cache", "what is held", "bytes", "far gain", "far gain, all trained", "copying", "needle")
 PANELS = {"far": "far gain", "copying": "copying", "needle": "needle"}
@@ -65,6 +67,9 @@ def page(about: dict[str, Any]) -> str:
 def figure(about: dict[str, Any]) -> str:
     """SVG: far gain, copying and needle over bytes."""
 
+    spread = [point for point in about["points"] if point["name"] == "by need"]
+    ticks = {point["bytes"]: f"{scaled(point['bytes'], 'B')}\n{point['fraction']:.0%}" for point in spread}
+
     def paint(axis: Axes, key: str) -> None:
         axis.set_title(PANELS[key], loc="left", fontsize=10)
         for (name, trained), (label, colour, dash) in LINES.items():
@@ -72,8 +77,11 @@ def figure(about: dict[str, Any]) -> str:
             if points:
                 axis.plot(*zip(*points, strict=True), dash, marker="o", markersize=4, color=colour, label=label)
         axis.set_xscale("log")
-        axis.set_xlabel("bytes of a sequence's state")
-        axis.set_ylim(-0.25, 1.1)
+        axis.set_xlabel("state, and its share of the teacher's cache")
+        axis.xaxis.set_major_locator(FixedLocator(list(ticks)))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda held, _: ticks[held]))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.set_ylim(bottom=-0.25)
         axis.yaxis.set_major_formatter(PercentFormatter(1.0))
 
     style: dict[Any, Any] = {
