@@ -113,15 +113,16 @@ class Case:
         return replace(self, **{name: x.where(~padding, x * factor) for name, x in self.tensors.items()})
 
     def tied(self, keys: int) -> Case:
-        """Groups of `keys` keys score exactly alike: they differ in a component only that no query looks at.
+        """Groups of `keys` keys score exactly alike: they differ in components only that no query looks at.
 
-        Numbers are integers and the scaling is a power of 2: scores are exact, in whatever order they are summed.
+        Queries look at one component alone, where keys have powers of 2: a score is one product, exact by whichever
+        factor the scaling is multiplied first, and the same on every processor.
         """
         first = torch.arange(self.length) // keys * keys
-        q, k = (1000 * self.q).round(), (1000 * self.k).round()
-        q[..., -1] = 0
-        k[..., :-1] = k[:, :, first, :-1]
-        return replace(self, q=q, k=k, scaling=2.0**-21)
+        q, k = torch.zeros_like(self.q), self.k.clone()
+        q[..., 0] = self.q[..., 0]
+        k[..., 0] = (k[..., 0].sign() * 2.0 ** k[..., 0].abs().round())[:, :, first]
+        return replace(self, q=q, k=k)
 
 
 def documents_of(style: str, length: int, rng: random.Random) -> list[list[int]]:

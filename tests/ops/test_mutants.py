@@ -153,15 +153,15 @@ def maximum_detached(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
 def maximum_counted_for_each(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     """Each of two equal scores has the whole gradient of log_scale."""
     largest = window._largest
-    patch.setattr(window, "_largest", lambda x, top: (largest(x, top)[0], torch.ones_like(top)))
+    patch.setattr(window, "_largest", lambda x: (largest(x)[0], torch.ones_like(x[..., :1])))
 
 
 def maximum_counted_for_the_first(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     """The first of two equal scores has it alone."""
 
-    def wrong(x: torch.Tensor, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def wrong(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         is_top = x == 0
-        return (is_top & (is_top.cumsum(-1) == 1)).to(x.dtype), torch.ones_like(top)
+        return (is_top & (is_top.cumsum(-1) == 1)).to(x.dtype), torch.ones_like(x[..., :1])
 
     patch.setattr(window, "_largest", wrong)
 
@@ -170,8 +170,8 @@ def maximum_counted_for_none(patch: pytest.MonkeyPatch, ops: ModuleType) -> None
     """Only a maximum without an equal has a gradient."""
     largest = window._largest
 
-    def wrong(x: torch.Tensor, top: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        is_top, equals = largest(x, top)
+    def wrong(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        is_top, equals = largest(x)
         return is_top * (equals == 1), equals
 
     patch.setattr(window, "_largest", wrong)

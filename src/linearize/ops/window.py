@@ -19,7 +19,6 @@ from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.recomputed_scan import Body, Given, Grads, Tensors, scan
 
 WINDOW_CHUNK = 32  # shorter than those of the linear part: fewer of the near keys' scores are masked
-ROUNDING = 16  # units in the last place of a score
 LOG2_E = math.log2(math.e)
 
 
@@ -105,7 +104,7 @@ class _WindowSoftmax(Body):
 
     def backward(self, given: Given, grad_after: Tensors, grad_outputs: Tensors, grads: Grads) -> Tensors:
         grid, block, x = self.grid, given.block, _WindowBlock(self, given)
-        is_top, equals = _largest(x.below_top, x.log_scale)
+        is_top, equals = _largest(x.below_top)
         weights = x.below_top.exp2_()
         g_num, g_rest = (grid.queries(g, block) for g in grad_outputs)
         g_den, g_log_scale = g_rest.split(1, dim=-1)
@@ -126,16 +125,12 @@ class _WindowSoftmax(Body):
         return ()
 
 
-def _largest(
-    below_top: Float[Tensor, "*rows W"], log_scale: Float[Tensor, "*rows 1"]
-) -> tuple[Float[Tensor, "*rows W"], Float[Tensor, "*rows 1"]]:
+def _largest(below_top: Float[Tensor, "*rows W"]) -> tuple[Float[Tensor, "*rows W"], Float[Tensor, "*rows 1"]]:
     """1 where a score is the largest, and how many are.
 
-    The largest one is log_scale, and is taken off all others. Equals share its gradient, as in amax; equal are those
-    that rounding can make different, for some processors add the products of equal keys in different orders.
+    The largest one is log_scale, and is taken off all others. Equals share its gradient, as in amax.
     """
-    rounding = ROUNDING * torch.finfo(below_top.dtype).eps * log_scale.abs().clamp_min(1)
-    is_top = (below_top >= -rounding).to(below_top.dtype)
+    is_top = (below_top == 0).to(below_top.dtype)
     return is_top, is_top.sum(-1, keepdim=True).clamp_min(1)
 
 
