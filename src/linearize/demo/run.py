@@ -26,8 +26,8 @@ BUDGET = {
     "memory.caches": [],
     "memory.tokens": 8192,
     "data.validation_rows": 24,
-    "finetune.max_tokens": 100_000,
-    "finetune.eval_every": 24,
+    "finetune.max_tokens": 80_000,
+    "finetune.eval_every": 20,
     "evaluation.copy_rows": 16,
 }
 
