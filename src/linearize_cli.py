@@ -14,9 +14,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from linearize.run.folder import Run
 
 app = typer.Typer(
     help="Turn a softmax Transformer into one with linear-time prefill and constant-memory generation, "
@@ -113,21 +116,13 @@ def run(
 ) -> None:
     """Linearize a model: convert, train, measure beside every control, and write an ordinary Hugging Face folder."""
     from linearize.base import UserError
-    from linearize.recipe import Recipe, parse_overrides
     from linearize.report import terminal
     from linearize.report.load import load_run
     from linearize.run import pipeline
-    from linearize.run.folder import Run
 
     if until not in pipeline.STAGES:
         raise UserError(f"--until: expected one of {', '.join(pipeline.STAGES)}; found {until!r}")
-    overrides = parse_overrides(set_ or [])
-    if dataset is not None:
-        overrides["data.dataset"] = dataset
-    if seed is not None:
-        overrides["seed"] = seed
-    where = _device(device)
-    job = Run(Recipe.load(recipe, overrides), model, output_dir, _dtype(dtype, where), where)
+    job = _job(model, output_dir, recipe, dataset, set_, dtype, device, seed)
     worth = pipeline.run(job, until=until, block=block, command=_command(), trust_tasks=trust_tasks)
     if worth is not None:
         _show(worth.to_json() if as_json else terminal.measured(load_run(output_dir)), as_json)
@@ -211,17 +206,12 @@ def frontier(
 
     Each is measured as it comes; then windows and memory by need are trained alike (--set finetune=null: not).
     """
-    from linearize.recipe import Recipe, parse_overrides
     from linearize.report import frontier as words
     from linearize.run import frontier as measuring
-    from linearize.run.folder import Run, write_json, write_text
+    from linearize.run.folder import write_json, write_text
 
-    overrides = parse_overrides(set_ or [])
-    overrides |= {} if dataset is None else {"data.dataset": dataset}
-    overrides |= {} if seed is None else {"seed": seed}
-    where = _device(device)
-    run = Run(Recipe.load(recipe, overrides), model, output_dir, _dtype(dtype, where), where)
-    found = measuring.frontier(run, fractions or [0.2, 0.11, 0.06, 0.03], reference=window, command=_command())
+    job = _job(model, output_dir, recipe, dataset, set_, dtype, device, seed)
+    found = measuring.frontier(job, fractions or [0.2, 0.11, 0.06, 0.03], reference=window, command=_command())
     write_json(output_dir / "frontier.json", found)
     write_text(output_dir / "frontier.md", words.page(found))
     write_text(output_dir / "frontier.svg", words.figure(found))
@@ -311,6 +301,26 @@ def demo(
     where = _device(device)
     _show(run_demo(output_dir, _dtype("auto", where), where), as_json=False)
     _note(f"run folder: {output_dir}; the model: {output_dir / 'model'}")
+
+
+def _job(
+    model: str,
+    output_dir: Path,
+    recipe: str,
+    dataset: str | None,
+    set_: list[str] | None,
+    dtype: str,
+    device: str,
+    seed: int | None,
+) -> Run:
+    """What a command line asks for: the recipe, what it changes there, and where to compute."""
+    from linearize.recipe import Recipe, parse_overrides
+    from linearize.run.folder import Run
+
+    named = {"data.dataset": dataset, "seed": seed}
+    overrides = parse_overrides(set_ or []) | {field: value for field, value in named.items() if value is not None}
+    where = _device(device)
+    return Run(Recipe.load(recipe, overrides), model, output_dir, _dtype(dtype, where), where)
 
 
 def _command() -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from linearize.mixers.bidirectional import BidirectionalMixer
@@ -24,6 +27,19 @@ from tests.oracles.heads import Inputs
 from tests.oracles.mixer import bidirectional_layer, mixer_layer
 
 FP64, FP32 = 1e-10, 1e-4
+Case = TypeVar("Case")
+
+
+def check_draws(check: Callable[[Case], None], cases: SearchStrategy[Case], examples: int) -> None:
+    """Check so many draws, alike on every run."""
+    health = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=health)
+    @given(cases)
+    def on_each(case: Case) -> None:
+        check(case)
+
+    on_each()
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from linearize.mixers.mixer_state import HeadwiseState
 from linearize.mixers.shape import LayerShape
 from linearize.ops import exact_cache, full
 from linearize.ops.layout import SlidingSpan, TerracedSpan
-from tests.mixers.forms import FP64, assert_near, in_calls, small_chunks
+from tests.mixers.forms import FP64, assert_near, check_draws, in_calls, small_chunks
 from tests.mixers.space import Drawn, configs, make_drawn
 from tests.mixers.weights import weights_of
 from tests.ops.cases import STYLES, documents_of
@@ -175,26 +174,19 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def check_draws(name: str, examples: int, max_length: int) -> None:
-    health = [HealthCheck.too_slow, HealthCheck.data_too_large]
-
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=health)
-    @given(partitions(max_length))
-    def on_each(drawn: Partition) -> None:
-        CHECKS[name][0](*drawn.make())
-
-    on_each()
+def check_name(name: str, examples: int, max_length: int) -> None:
+    check_draws(lambda drawn: CHECKS[name][0](*drawn.make()), partitions(max_length), examples)
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_few(name: str) -> None:
-    check_draws(name, *CHECKS[name][1])
+    check_name(name, *CHECKS[name][1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_many(name: str) -> None:
-    check_draws(name, *CHECKS[name][2])
+    check_name(name, *CHECKS[name][2])
 
 
 # --- test of the test -------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
 from linearize.evaluation.speed import peak_bytes
 from linearize.mixers import linear
@@ -37,6 +36,7 @@ from tests.mixers.forms import (
     check_bidirectional,
     check_calls,
     check_chunked,
+    check_draws,
     check_meta,
     check_oracle,
     check_segments,
@@ -86,27 +86,19 @@ CHECKS: dict[str, tuple[Check, tuple[int, int], tuple[int, int]]] = {
 DRAWN = {"sums of exponentials": sums_of_exponentials()}  # by name of a check; any mixer where there is none
 
 
-def check_draws(name: str, examples: int, max_length: int) -> None:
-    """Check so many draws, alike on every run."""
-    health = [HealthCheck.too_slow, HealthCheck.data_too_large]
-
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=health)
-    @given(draws(max_length, DRAWN.get(name)))
-    def on_each(draw: Draw) -> None:
-        CHECKS[name][0](draw)
-
-    on_each()
+def check_name(name: str, examples: int, max_length: int) -> None:
+    check_draws(CHECKS[name][0], draws(max_length, DRAWN.get(name)), examples)
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_few(name: str) -> None:
-    check_draws(name, *CHECKS[name][1])
+    check_name(name, *CHECKS[name][1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_many(name: str) -> None:
-    check_draws(name, *CHECKS[name][2])
+    check_name(name, *CHECKS[name][2])
 
 
 ABSOLUTE: list[dict[str, Any]] = [

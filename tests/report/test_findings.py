@@ -16,13 +16,13 @@ from linearize.report.findings import (
     findings,
     generations,
     memory,
-    not_measured,
     outliers,
     path_usage,
     recall,
     verdict,
 )
 from linearize.report.load import RunFiles, load_run
+from linearize.report.missing import missing_sections
 from linearize.report.numbers import THIN
 from tests.report import sample
 from tests.report.sample import interval
@@ -228,7 +228,7 @@ def test_generations_are_told_by_their_common_beginning(read: Read) -> None:
 
 
 def test_what_was_not_measured_is_one_sentence_with_its_reasons(read: Read) -> None:
-    assert not_measured(read()) == []
+    assert missing_sections(read()) == []
     few = read(tasks=None, retrieval=[], missing=["teacher, finetuned"], not_measured={"tasks": "none asked for."})
     words = "Not measured: teacher, finetuned; recall over distances; public benchmarks (none asked for)."
-    assert not_measured(few) == [words]
+    assert missing_sections(few) == [words]

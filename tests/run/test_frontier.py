@@ -82,7 +82,7 @@ def test_losses_are_those_of_the_models(made: tuple[Run, dict[str, Any]]) -> Non
 def test_the_same_again_trains_nothing(made: tuple[Run, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     run, found = made
     monkeypatch.setattr(_StageRun, "update", lambda self: pytest.fail("an optimizer step was taken"))
-    monkeypatch.setattr("linearize.run.frontier.measured_losses", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr("linearize.run.allocation.measured_losses", lambda *_, **__: pytest.fail("measured again"))
     again = frontier(run, [0.75, 0.25], reference=REFERENCE, command="linearize frontier")
     assert json.loads(json.dumps(again)) == json.loads(json.dumps(found))
 
@@ -107,6 +107,13 @@ def test_what_is_written(made: tuple[Run, dict[str, Any]], read: Callable[[dict[
         assert "| 25% | by need, trained | " in text and f"over a window of {REFERENCE}" in text
         assert text.count("\n| 75% |") == sum(point["fraction"] == 0.75 for point in stored["points"])
         assert "- 25%: " in text
+
+
+def test_the_committed_page_and_figure_are_those_of_the_committed_numbers() -> None:
+    folder = Path(__file__).parents[2] / "experiments" / "memory"
+    found = json.loads((folder / "frontier.json").read_text(encoding="utf-8"))
+    assert words.page(found) == (folder / "frontier.md").read_text(encoding="utf-8")
+    assert words.figure(found) == (folder / "frontier.svg").read_text(encoding="utf-8")
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

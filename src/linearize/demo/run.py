@@ -20,7 +20,7 @@ from linearize.run.pipeline import run
 
 PROMPT = "def read_config(path):\n"
 # A ninth of the teacher's cache, constant. Small enough for two CPU cores and some minutes, the two trained controls
-# included, which see as many tokens; windows are measured in seconds, exact caches would take a minute.
+# included, which see as many tokens. Windows alone: exact caches take longer to measure.
 BUDGET = {
     "memory.fraction": 0.11,
     "memory.caches": [],
@@ -28,7 +28,6 @@ BUDGET = {
     "data.validation_rows": 24,
     "finetune.max_tokens": 80_000,
     "finetune.eval_every": 20,
-    "evaluation.copy_rows": 16,
 }
 
 

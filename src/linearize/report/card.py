@@ -6,9 +6,10 @@ import json
 
 import yaml
 
-from linearize.report.findings import findings, not_measured, sentences
+from linearize.report.findings import findings, sentences
 from linearize.report.load import RunFiles
 from linearize.report.markdown import bullets, code, escaped, fenced, table
+from linearize.report.missing import missing_sections
 from linearize.report.numbers import count
 from linearize.report.tables import of_run
 
@@ -48,7 +49,7 @@ model = {model}.from_pretrained({json.dumps(name, ensure_ascii=False)})
     for kind, heading in _SIDES.items():
         if words := [finding.words for finding in found if finding.kind == kind]:
             parts.append(f"### {heading}\n\n{bullets(words)}")
-    parts.append(f"## Limits\n\n{bullets([*_scope(run), *not_measured(run), *_limits(run)])}")
+    parts.append(f"## Limits\n\n{bullets([*_scope(run), *missing_sections(run), *_limits(run)])}")
     if run.recipe:
         parts.append(f"## Recipe\n\n{fenced('yaml', yaml.safe_dump(run.recipe, sort_keys=False, width=110))}")
     return "\n".join(parts)

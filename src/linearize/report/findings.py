@@ -18,6 +18,7 @@ from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import title
 from linearize.evaluation.speed import growth, memory_break_even
 from linearize.report.load import RunFiles, interval
+from linearize.report.missing import missing_sections
 from linearize.report.numbers import (
     THIN,
     count,
@@ -47,16 +48,6 @@ _AGAINST = {
 }
 _LEADING = ("window_lora", "teacher")
 _EXPLAINED = {"window_lora": " (finetuned alike, no linear part)"}
-_SECTIONS = {
-    "agreement": "agreement with the teacher",
-    "positions": "loss by position",
-    "generations": "generations",
-    "retrieval": "recall over distances",
-    "fidelity": "fidelity of heads",
-    "path_usage": "path usage",
-    "tasks": "public benchmarks",
-    "speed": "speed and memory",
-}
 
 
 @dataclass(frozen=True)
@@ -103,19 +94,7 @@ def findings(run: RunFiles) -> list[Finding]:
 
 def sentences(run: RunFiles) -> list[str]:
     """All findings, and what was not measured."""
-    return [*(finding.words for finding in findings(run)), *not_measured(run)]
-
-
-def not_measured(run: RunFiles) -> list[str]:
-    """One sentence, with the reasons that the evaluation gives; none where everything was measured."""
-    reasons: dict[str, str] = run.section("not_measured") or {}
-    found = list(run.section("missing") or [])
-    sections: list[str] = [*(_SECTIONS if run.is_language_model else []), *reasons]
-    for key in dict.fromkeys(sections):
-        if run.section(key) is None:
-            why = f" ({reasons[key].rstrip('.')})" if key in reasons else ""
-            found.append(f"{_SECTIONS.get(key, key)}{why}")
-    return [f"Not measured: {'; '.join(found)}."] if found else []
+    return [*(finding.words for finding in findings(run)), *missing_sections(run)]
 
 
 def _known(found: Iterable[Finding | None]) -> Iterator[Finding]:

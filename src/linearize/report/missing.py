@@ -1,4 +1,4 @@
-"""What the page says of what was not measured, and how to come by it."""
+"""What is said of what was not measured, and how to come by it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,17 @@ _HOW = {
     "training": ("What the stages did is not in the files", "it stands in the run's own folder (result.json)"),
 }
 
+_SECTIONS = {
+    "agreement": "agreement with the teacher",
+    "positions": "loss by position",
+    "generations": "generations",
+    "retrieval": "recall over distances",
+    "fidelity": "fidelity of heads",
+    "path_usage": "path usage",
+    "tasks": "public benchmarks",
+    "speed": "speed and memory",
+}
+
 
 def not_measured(runs: Sequence[RunFiles], what: str, there: Callable[[RunFiles], object] | None = None) -> list[Text]:
     """A line for the runs that lack `what`, and one for each that says why itself; none if no run does.
@@ -44,6 +55,18 @@ def not_measured(runs: Sequence[RunFiles], what: str, there: Callable[[RunFiles]
     lines = [_line(missing, [run], runs, reason) for run in without if (reason := reasons[run.name])]
     silent = [run for run in without if not reasons[run.name]]
     return [*lines, _line(missing, silent, runs, how)] if silent else lines
+
+
+def missing_sections(run: RunFiles) -> list[str]:
+    """One sentence, with the reasons that the evaluation gives; none where everything was measured."""
+    reasons: dict[str, str] = run.section("not_measured") or {}
+    found = list(run.section("missing") or [])
+    sections: list[str] = [*(_SECTIONS if run.is_language_model else []), *reasons]
+    for key in dict.fromkeys(sections):
+        if run.section(key) is None:
+            why = f" ({reasons[key].rstrip('.')})" if key in reasons else ""
+            found.append(f"{_SECTIONS.get(key, key)}{why}")
+    return [f"Not measured: {'; '.join(found)}."] if found else []
 
 
 def missing_controls(runs: Sequence[RunFiles]) -> list[Text]:

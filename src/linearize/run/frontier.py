@@ -27,11 +27,12 @@ from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import LayerPlan, MixerConfig
 from linearize.mixers.exact_cache import SCORES
 from linearize.ops.layout import SlidingSpan
-from linearize.recipe import Recipe
+from linearize.recipe import resolve
+from linearize.run.allocation import ALLOCATION, allocation
 from linearize.run.folder import Run, check_output, claim, versions, write_json
-from linearize.training.allocation import allocate, allocated_plan, measured_losses
+from linearize.training.allocation import allocate, allocated_plan
 from linearize.training.finetune import finetune
-from linearize.training.memory import BLOCK, MemoryConfig, cached, candidate_bytes, window
+from linearize.training.memory import BLOCK, cached, candidate_bytes, window
 
 BY_NEED, WINDOW = "by need", "window"
 
@@ -69,7 +70,7 @@ def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: s
     by need trained by it, and so that there is something to compare with, the teacher and the reference window.
 
     Args:
-        run: whose recipe has `memory`, of which the size is replaced, and whose folder keeps what is trained.
+        run: whose recipe has `memory`, of which the size is replaced, and whose folder keeps what is found.
         reference: the window that gains are measured from; positions beyond two of it are far.
 
     Raises:
@@ -85,11 +86,10 @@ def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: s
     ruler = _ruler(dataset, processor, reference, min(shape.max_positions, recipe.data.sequence_length))
     teacher = run.load_teacher()
     claim(run, dataset)
-    candidates = memory.candidates()
-    needs = _needs(run, memory, teacher, dataset)
-    of_cache_at = memory.of_cache_at
-    sizes = candidate_bytes(candidates, shape, run.dtype, of_cache_at)
-    layers = sorted(needs)
+    measured = allocation(run, memory, shape, resolve(recipe, shape), teacher, dataset)
+    write_json(run.folder / ALLOCATION, measured)
+    candidates, sizes, needs = memory.candidates(), measured["bytes"], measured["losses"]
+    of_cache_at, layers = memory.of_cache_at, sorted(needs)
     untrained = {"teacher": ruler.see(teacher, "teacher")}
     plan = _alike(window(reference), layers, shape)
     untrained["window"] = ruler.see(convert_layers(teacher, plan), f"window of {reference}")
@@ -98,23 +98,32 @@ def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: s
         alike["teacher_lora"] = ruler.see(_trained(run, "teacher", None, teacher, dataset), "teacher, trained").losses
         trained = _trained(run, f"window-{reference}", plan, teacher, dataset)
         alike["window_lora"] = ruler.see(trained, f"window of {reference}, trained").losses
-    points: list[dict[str, Any]] = []
 
-    def point(fraction: float, name: str, model: PreTrainedModel, held: int, trained: bool) -> None:
+    def point(fraction: float, name: str, plan: LayerPlan, held: int, trained: bool) -> dict[str, Any]:
+        label = f"{fraction:g}-{name.replace(' ', '-')}"
+        path = run.folder / f"points-{reference}" / f"{label}{'-trained' if trained else ''}.json"
+        if path.is_file():
+            return read_json(path)
+        model = _trained(run, label, plan, teacher, dataset) if trained else convert_layers(teacher, plan)
         seen = ruler.see(model, f"{fraction:.0%}: {name}")
         far = {"teacher": untrained["teacher"].losses, "window": untrained["window"].losses, "student": seen.losses}
         answers = {name: x.answers for name, x in untrained.items()} | {"student": seen.answers}
-        its: dict[str, Any] = {"fraction": fraction, "name": name, "bytes": held, "trained": trained}
-        its["minus_teacher"] = paired_difference(seen.losses, untrained["teacher"].losses)
-        its["far"] = kept_far_context(far, 2 * reference)
-        its["far_alike"] = kept_far_context(alike | {"student": seen.losses}, 2 * reference) if trained else None
-        its["copying"] = kept_copying(untrained["teacher"].copies, seen.copies)
-        its["needle"] = retrieval_result(ruler.needles, answers)
-        points.append({key: asdict(x) if hasattr(x, "__dataclass_fields__") else x for key, x in its.items()})
+        found = {
+            "minus_teacher": paired_difference(seen.losses, untrained["teacher"].losses),
+            "far": kept_far_context(far, 2 * reference),
+            "far_alike": kept_far_context(alike | {"student": seen.losses}, 2 * reference) if trained else None,
+            "copying": kept_copying(untrained["teacher"].copies, seen.copies),
+            "needle": retrieval_result(ruler.needles, answers),
+        }
+        about = {"fraction": fraction, "name": name, "bytes": held, "trained": trained}
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, about | {key: x and asdict(x) for key, x in found.items()})
+        return read_json(path)
 
+    points: list[dict[str, Any]] = []
     chosen: dict[float, Any] = {}
     for fraction in fractions:
-        budget = _share(recipe, fraction).budget(shape, run.dtype)
+        budget = memory.model_copy(update={"bytes": None, "fraction": fraction}).budget(shape, run.dtype)
         heads = shape.num_kv_heads * len(layers)
         plans = {}
         for name, mixer in _uniform(round(fraction * of_cache_at)).items():
@@ -124,20 +133,16 @@ def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: s
         chosen[fraction] = spread
         held = sum(sizes[place] for places in spread.values() for place in places)
         plans[BY_NEED] = allocated_plan(spread, candidates, shape.num_layers), held
-        for name, (plan, held) in plans.items():
-            point(fraction, name, convert_layers(teacher, plan), held, trained=False)
+        points += [point(fraction, name, *its, trained=False) for name, its in plans.items()]
         if recipe.finetune is not None:
-            for name in (WINDOW, BY_NEED):
-                plan, held = plans[name]
-                folder = f"{fraction:g}-{name.replace(' ', '-')}"
-                point(fraction, name, _trained(run, folder, plan, teacher, dataset), held, trained=True)
+            points += [point(fraction, name, *plans[name], trained=True) for name in (WINDOW, BY_NEED)]
     return {
         "command": command,
         "versions": versions(),
         "length": of_cache_at,
         "reference": reference,
         "tokens": None if recipe.finetune is None else run.training_tokens(f"window-{reference}"),
-        "candidates": [c and c.model_dump(mode="json") for c in candidates],
+        "candidates": measured["candidates"],
         "candidate_bytes": sizes,
         "needs": needs,
         "chosen": chosen,
@@ -154,22 +159,6 @@ def _ruler(dataset: Dataset, tokenizer: Any, reference: int, length: int) -> Rul
         raise UserError(f"--window: expected less than a third of the {length} tokens of a row, found {reference}")
     tests = retrieval_tests(tokenizer, **given, haystack=rows.input_ids)
     return Ruler(rows, copies, next(test for test in tests if test.task.name == "needle"))
-
-
-def _needs(run: Run, memory: MemoryConfig, teacher: PreTrainedModel, dataset: Dataset) -> dict[int, list[list[float]]]:
-    """What each candidate costs each head of each layer, in nats per token; measured once."""
-    path, rows = run.folder / "needs.json", dataset.train
-    assert isinstance(rows, PackedRows)
-    if not path.is_file():
-        found = measured_losses(teacher, rows, memory.candidates(), tokens=memory.tokens, seed=run.recipe.seed)
-        write_json(path, found)
-    return {int(layer): heads for layer, heads in read_json(path).items()}
-
-
-def _share(recipe: Recipe, fraction: float) -> MemoryConfig:
-    found = recipe.override({"memory.bytes": None, "memory.fraction": fraction}).memory
-    assert found is not None
-    return found
 
 
 def _uniform(pairs: int) -> dict[str, MixerConfig]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import PreTrainedModel
 
 from linearize import plan as planning
-from linearize.base import UserError, read_json
+from linearize.base import UserError
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset, PackedRows
 from linearize.data.selection import reach_by
@@ -20,14 +18,14 @@ from linearize.hf.partial_model import StoredWeights
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe, resolve
+from linearize.run.allocation import ALLOCATION, allocation
 from linearize.run.evaluate import control, measure_run, write_results
 from linearize.run.folder import Run, about_run, check_output, claim, write_json
-from linearize.training.allocation import allocate, allocated_plan, measured_losses
+from linearize.training.allocation import allocated_plan
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
 from linearize.training.config import FinetuneConfig
 from linearize.training.finetune import finetune
-from linearize.training.memory import MemoryConfig, candidate_bytes
 
 STAGES = ("transfer", "adapt", "finetune", "evaluate")
 
@@ -103,34 +101,6 @@ def write_plan(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Datase
     """plan.json: what the run means and costs."""
     plan = planning.make_plan(run.recipe, shape, layers, dtype=run.dtype, training_tokens=dataset.train.num_tokens)
     write_json(run.folder / "plan.json", plan.to_json())
-
-
-def allocation(
-    run: Run,
-    memory: MemoryConfig,
-    shape: TeacherShape,
-    layers: LayerPlan,
-    teacher: PreTrainedModel,
-    dataset: Dataset,
-) -> dict[str, Any]:
-    """What each KV head gets of the recipe's budget of memory, by what it is measured to need; measured once.
-
-    As it stands in allocation.json: the `budget`; of each of the `candidates` its `bytes` in one head; `losses`, nats
-    per token, of every layer's heads with each candidate; and which one is `chosen`.
-    """
-    rows = dataset.train
-    if not isinstance(rows, PackedRows):
-        raise UserError(f"memory: expected a language model, found {run.recipe.data.task.type}; set memory=null")
-    candidates, path = memory.candidates(), run.folder / ALLOCATION
-    if path.is_file():
-        found = read_json(path)
-        return found | {"chosen": {int(layer): heads for layer, heads in found["chosen"].items()}}
-    losses = measured_losses(teacher, rows, candidates, tokens=memory.tokens, seed=run.recipe.seed)
-    losses = {layer: heads for layer, heads in losses.items() if layers[layer] is not None}
-    sizes, budget = candidate_bytes(candidates, shape, run.dtype, memory.of_cache_at), memory.budget(shape, run.dtype)
-    names = [None if choice is None else choice.model_dump(mode="json", exclude_defaults=True) for choice in candidates]
-    chosen = allocate(losses, sizes, budget)
-    return {"budget": budget, "candidates": names, "bytes": sizes, "losses": losses, "chosen": chosen}
 
 
 def check_block(recipe: Recipe, shape: TeacherShape, block: int | None) -> None:
@@ -226,5 +196,4 @@ def train_controls(run: Run, teacher: PreTrainedModel, layers: LayerPlan, datase
         finetune(model, dataset.train, dataset.validation, config, teacher=teacher, **options)
 
 
-ALLOCATION = "allocation.json"
 TITLES = {"adapt": "adapting new weights", "finetune": "fine-tuning"}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from linearize.base import DivergedError, UserError
 from linearize.data.rows import Rows
+from linearize.training.batches import Batches
 from linearize.training.config import TrainConfig
 from linearize.training.resumption import MetricsLog, StageFolder, restore_rng_state, rng_state, run_identity
 from linearize.training.schedules import build_schedule
@@ -110,7 +109,7 @@ def train(
         return TrainResult(**finished[1])
 
     torch.manual_seed(seed)
-    run = _StageRun(objective, _Batches(train_rows, config, seed), validation_rows, config, seed)
+    run = _StageRun(objective, Batches(train_rows, config, seed), validation_rows, config, seed)
     checkpoint = stage.latest()
     if checkpoint is not None:
         try:
@@ -166,34 +165,6 @@ def load_trained(units: Sequence[Unit], output_dir: Path) -> None:
     if missing := parameters.keys() - tensors.keys():
         raise UserError(f"{path}: expected the parameters of this model, found none for {min(missing)}")
     _copy_into(parameters, tensors)
-
-
-class _Batches:
-    """Which rows each step sees, in micro batches: a function of the seed and the step alone."""
-
-    def __init__(self, rows: Rows, config: TrainConfig, seed: int) -> None:
-        if not len(rows):
-            raise ValueError("there are no rows to train on")
-        self._rows, self._seed = rows, seed
-        self._batch_size = min(config.batch_size, len(rows))
-        self._micro_batch_size = config.micro_batch_size or config.batch_size
-        self._steps_per_epoch = len(rows) // self._batch_size
-        self.tokens_per_step = self._batch_size * rows.num_tokens // len(rows)
-        self.num_steps = config.epochs * self._steps_per_epoch
-        if config.max_tokens is not None:
-            self.num_steps = max(1, min(self.num_steps, config.max_tokens // self.tokens_per_step))
-
-    def at(self, step: int) -> list[Rows]:
-        epoch, index = divmod(step, self._steps_per_epoch)
-        order = _permutation(len(self._rows), self._seed, epoch)
-        chosen = order[index * self._batch_size : (index + 1) * self._batch_size]
-        starts = range(0, self._batch_size, self._micro_batch_size)
-        return [self._rows.rows(chosen[start : start + self._micro_batch_size]) for start in starts]
-
-
-@lru_cache(maxsize=1)
-def _permutation(length: int, seed: int, epoch: int) -> list[int]:
-    return random.Random(f"{seed}, epoch {epoch}").sample(range(length), length)
 
 
 class _UnitRun:
@@ -278,7 +249,7 @@ class _StageRun:
     """A stage under way: its units, and how far it is."""
 
     def __init__(
-        self, objective: Objective, batches: _Batches, validation_rows: Rows, config: TrainConfig, seed: int
+        self, objective: Objective, batches: Batches, validation_rows: Rows, config: TrainConfig, seed: int
     ) -> None:
         self._objective, self._validation_rows, self.batches, self._seed = objective, validation_rows, batches, seed
         self.units = [_UnitRun(unit, config, batches.num_steps) for unit in objective.units]
