@@ -34,7 +34,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from linearize.base import DivergedError, UserError
 from linearize.data.load import load_dataset, load_processor
-from linearize.data.packing import Dataset, PackedRows
+from linearize.data.packing import Dataset
+from linearize.data.rows import PackedRows
 from linearize.data.selection import reach_by
 from linearize.evaluation.answers import answering
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity

@@ -39,8 +39,8 @@ from transformers import (
 
 from linearize.base import UserError, progress
 from linearize.data.config import DataConfig
-from linearize.data.packing import PackedRows, dataset_from_documents
-from linearize.data.rows import on_device
+from linearize.data.packing import dataset_from_documents
+from linearize.data.rows import PackedRows, on_device
 from linearize.demo.corpus import (
     HELD_OUT_MODULES,
     module_sources,

@@ -26,7 +26,8 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from linearize import Recipe, convert
 from linearize.data.load import load_dataset
-from linearize.data.packing import Dataset, PackedRows
+from linearize.data.packing import Dataset
+from linearize.data.rows import PackedRows
 from linearize.data.selection import reach_by
 from linearize.evaluation import scores, worth
 from linearize.hf.attention import linearized_layers

@@ -26,7 +26,8 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from linearize.base import UserError
 from linearize.data.load import load_dataset, load_processor
-from linearize.data.packing import Dataset, PackedRows
+from linearize.data.packing import Dataset
+from linearize.data.rows import PackedRows
 from linearize.data.tasks import ImageClassification
 from linearize.evaluation.answers import answering
 from linearize.evaluation.perplexity import token_losses

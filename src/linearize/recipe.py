@@ -177,6 +177,8 @@ class Recipe(Config):
                 raise ValueError(f"texts to embed have no labels: set {name}.loss={{labels: 0, output_mse: 1}}")
         if self.data.top_esl is not None and not self.data.task.language:
             raise ValueError("data.top_esl chooses texts for language models: set data.top_esl=null")
+        if self.data.repeats and not self.data.task.language:
+            raise ValueError("data.repeats writes into texts for language models: set data.repeats=0")
         if self.memory is not None and self.heads:
             raise ValueError("memory says what every head gets: set heads=[]")
         if self.memory is not None and self.transfer is not None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from linearize.base import UserError
 from linearize.data.config import DataConfig
-from linearize.data.packing import Dataset, PackedRows, build_dataset, dataset_from_documents, pack
-from linearize.data.rows import Rows
+from linearize.data.packing import Dataset, build_dataset, dataset_from_documents, pack
+from linearize.data.rows import PackedRows, Rows
 from linearize.data.templates import TokenDocument
 from tests.byte_tokenizer import CHATML, byte_tokenizer
 
@@ -318,6 +318,19 @@ def test_top_esl_that_cannot_be(numbers: DataConfig, tokenizer):
         build_dataset(top(3), tokenizer, seed=0)
     with fails("data.top_esl: expected a teacher"):
         dataset_from_documents(words(40), map(str, range(100, 130)), tokenizer, config(None, top_esl=3), 0)
+
+
+def test_repeats_are_for_training_alone(tmp_path: Path, tokenizer):
+    texts = ["".join(random.Random(index).choices("abcdefgh ", k=400)) for index in range(80)]
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    plain = config(path, sequence_length=256, validation_fraction=0.4)
+    as_it_is, repeated = (
+        build_dataset(plain.model_copy(update={"repeats": share}), tokenizer, seed=0) for share in (0.0, 0.5)
+    )
+    changed = (as_it_is.train.input_ids != repeated.train.input_ids).any(1)
+    assert int(changed.sum()) == round(0.5 * len(as_it_is.train))
+    for part in ("validation", "test"):
+        assert torch.equal(getattr(as_it_is, part).input_ids, getattr(repeated, part).input_ids)
 
 
 # --- split, seed, fingerprint -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from linearize.base import UserError
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.data.selection import effective_sequence_lengths
 from linearize.run import evaluate as measuring
 from linearize.run import pipeline

@@ -14,7 +14,7 @@ from linearize.base import UserError
 from linearize.data.config import DataConfig
 from linearize.data.examples import ClassifiedTexts
 from linearize.data.labels import Classes
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.data.synthetic import CLS, TOKENS, build_generated, expressions, recall_rows
 from linearize.data.tasks import AssociativeRecall, ListOps
 from linearize.hf.teacher import TeacherShape

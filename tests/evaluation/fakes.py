@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.evaluation.candidates import Candidate
 
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 import linearize
 from linearize.base import UserError
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.evaluation import agreement
 from linearize.evaluation.agreement import (
     Agreement,

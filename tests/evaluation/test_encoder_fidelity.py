@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.evaluation import fidelity, weights
 from linearize.evaluation.chosen_rows import drawn_rows
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity

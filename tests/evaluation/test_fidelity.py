@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.evaluation import fidelity, weights
 from linearize.evaluation.chosen_rows import drawn_rows
 from linearize.evaluation.fidelity import (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from linearize.evaluation import copying, retrieval
-from linearize.evaluation.copying import Copying, CopyRows, copy_losses, copy_rows, ordinary_tokens
+from linearize.evaluation.copying import Copying, CopyRows, copy_losses, copy_rows
 from linearize.evaluation.perplexity import TokenLosses
 from linearize.evaluation.retrieval import (
     TASKS,
@@ -150,10 +150,6 @@ def test_copies_are_as_long_as_the_window_where_the_positions_have_room() -> Non
     assert repeats(max_positions=1000).input_ids.shape == (20, 36)
     assert repeats(max_positions=26).length == 2
     assert copy_rows(torch.arange(3, 50), window_size=12, max_positions=25, rows=2, seed=0) is None
-
-
-def test_ordinary_tokens_leave_the_special_ones_out() -> None:
-    assert ordinary_tokens(6, [0, 4]).tolist() == [1, 2, 3, 5]
 
 
 def test_copying_model_has_no_loss_on_the_second_copy() -> None:

@@ -13,7 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 import linearize
 from linearize.base import UserError
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.evaluation import attention_maps, weights
 from linearize.evaluation.attention_maps import Maps
 from linearize.evaluation.chosen_rows import drawn_rows

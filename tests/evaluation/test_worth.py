@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.base import UserError
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.data.tasks import AssociativeRecall
 from linearize.evaluation import worth
 from linearize.evaluation.candidates import LABELS

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from tests.hf.encoders import VISION, images, padded
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import linearize
 from linearize.base import UserError
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.controls import window_only_plan
 from linearize.evaluation.perplexity import token_losses

@@ -9,7 +9,7 @@ import torch
 
 import linearize
 from linearize.base import UserError
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import HeadwiseConfig

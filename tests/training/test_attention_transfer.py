@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import linearize
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.evaluation.speed import peak_bytes
 from linearize.hf.attention import linearized_layers
 from linearize.mixers.inputs import AttnInputs

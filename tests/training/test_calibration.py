@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import Layout

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
 from linearize.mixers import attention_weights
 from linearize.mixers.inputs import AttnInputs

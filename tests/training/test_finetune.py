@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.base import UserError
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.training.config import FinetuneConfig, LossConfig
 from linearize.training.finetune import OutputObjective, finetune, load_finetuned
 from linearize.training.loop import Step, TrainResult

@@ -22,7 +22,7 @@ from torch import nn
 
 import linearize
 from linearize.base import DivergedError, UserError
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.training import resumption as checkpoint_module
 from linearize.training.config import Constant, Cosine, Linear, Plateau, TrainConfig
 from linearize.training.loop import Step, TrainResult, Unit, train

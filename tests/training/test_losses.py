@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.training import losses
 from linearize.training.config import LossConfig
 from linearize.training.losses import output_losses

@@ -44,6 +44,13 @@ class DataConfig(Config):
         default=None,
         description="train on this many packed rows, those of the largest effective sequence length (LoLCATs eq. 9)",
     )
+    repeats: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of the training rows into which spans of text and of random tokens are written twice, far "
+        "apart, for a language model to learn recall from",
+    )
     validation_fraction: float = Field(
         default=0.05,
         gt=0,

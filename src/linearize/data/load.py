@@ -12,7 +12,8 @@ from linearize.data.config import DataConfig
 from linearize.data.examples import build_examples
 from linearize.data.images import build_images
 from linearize.data.labels import Classes
-from linearize.data.packing import Dataset, PackedRows, Score, build_dataset
+from linearize.data.packing import Dataset, Score, build_dataset
+from linearize.data.rows import PackedRows
 from linearize.data.synthetic import PAD, build_generated
 from linearize.data.tasks import (
     AnyTask,

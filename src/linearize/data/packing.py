@@ -6,13 +6,12 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -20,74 +19,14 @@ from transformers import PreTrainedTokenizerBase
 
 from linearize.base import UserError
 from linearize.data.config import DataConfig
-from linearize.data.rows import IGNORED, Indices, Rows
+from linearize.data.repeats import ordinary_tokens, with_repeats
+from linearize.data.rows import IGNORED, PackedRows, Rows
 from linearize.data.sources import Row, on_disk, read_rows
-from linearize.data.splits import ENOUGH, copies, require_enough, shuffled, split, spread, validation_and_test, without
+from linearize.data.splits import ENOUGH, copies, require_enough, shuffled, split, validation_and_test, without
 from linearize.data.templates import TokenDocument, encoder_for
 
 _BATCH = 64  # documents per tokenizer call: enough for its threads, little enough for its memory
 _QUIET_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class PackedRows:
-    """N rows of L tokens: whole documents and parts of documents, one after the other, without padding.
-
-    `position_ids` restart at 0 at every document start and at every row start. `labels` hold the token at the same
-    place (the model shifts them); they are -100 where there is no loss, and wherever `position_ids` is 0, so that no
-    prediction crosses from one document into the next. `first_document` is the number of the document that each row
-    begins in; None where every row begins with a document of its own.
-    """
-
-    input_ids: Int64[Tensor, "N L"]
-    position_ids: Int64[Tensor, "N L"]
-    labels: Int64[Tensor, "N L"]
-    first_document: Int64[Tensor, " N"] | None = field(default=None, kw_only=True)
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.input_ids.numel()
-
-    def target_counts(self) -> Int64[Tensor, " N"]:
-        return self._predicted.sum(1)
-
-    @property
-    def _predicted(self) -> Bool[Tensor, "N _"]:
-        return self.labels[:, 1:] != IGNORED
-
-    def rows(self, indices: Indices) -> PackedRows:
-        first = None if self.first_document is None else self.first_document[indices]
-        kept = self.input_ids[indices], self.position_ids[indices], self.labels[indices]
-        return PackedRows(*kept, first_document=first)
-
-    @property
-    def documents(self) -> Int64[Tensor, "N L"]:
-        """The number of each token's document."""
-        begins = self.position_ids == 0
-        if self.first_document is None:
-            return begins.flatten().cumsum(0).view_as(begins) - 1
-        return self.first_document[:, None] + begins.cumsum(1) - begins[:, :1].long()
-
-    def spread(self, count: int) -> PackedRows:
-        """At most `count` rows, from all documents alike: of each as many as of any other, or all that begin in it."""
-        return self.rows(spread(self.documents[:, 0].tolist(), count, "spread"))
-
-    def inputs(self) -> dict[str, Any]:
-        """Without a mask, the positions tell documents apart; with a cache, they would not."""
-        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
-
-    def tensors(self) -> Iterator[Tensor]:
-        yield from (self.input_ids, self.position_ids, self.labels)
-
-    def compared(self, outputs: Any) -> Float[Tensor, "P V"]:
-        """The logits at t - 1 of every token t that has a label."""
-        return outputs.logits[:, :-1][self._predicted.to(outputs.logits.device)]
-
-    def targets(self) -> Int64[Tensor, " P"]:
-        return self.labels[:, 1:][self._predicted]
 
 
 @dataclass(frozen=True)
@@ -148,7 +87,7 @@ def build_dataset(
         source = _held_out_source(config, config.validation_dataset)
         held_out = _read(source, tokenizer, "data.validation_dataset", least=2 * ENOUGH)
         train = without(documents, held_out, _digest)
-    return _dataset(train, held_out, config, seed, score)
+    return _dataset(train, held_out, config, tokenizer, seed, score)
 
 
 def dataset_from_documents(
@@ -173,7 +112,7 @@ def dataset_from_documents(
 
     held_out = tokenised(held_out_texts, None)
     train = without(tokenised(islice(train_texts, config.max_documents), config.max_tokens), held_out, _digest)
-    return _dataset(train, held_out, config, seed, None)
+    return _dataset(train, held_out, config, tokenizer, seed, None)
 
 
 def pack(documents: Iterable[TokenDocument], sequence_length: int) -> PackedRows:
@@ -200,13 +139,19 @@ def pack(documents: Iterable[TokenDocument], sequence_length: int) -> PackedRows
 
 
 def _dataset(
-    train: list[TokenDocument], held_out: list[TokenDocument], config: DataConfig, seed: int, score: Score | None
+    train: list[TokenDocument],
+    held_out: list[TokenDocument],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    score: Score | None,
 ) -> Dataset:
     wanted = config.validation_rows * config.sequence_length
     validation, test = validation_and_test(held_out, _digest, size=len, wanted=wanted, seed=seed)
     require_enough(len(test), "documents")
     train_rows = _rows(shuffled(train, f"train {seed}"), config, "training", "use more data")
-    train_rows = _chosen(train_rows, config, score)
+    vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
+    train_rows = with_repeats(_chosen(train_rows, config, score), config.repeats, vocabulary, seed=seed)
     validation_rows = _rows(validation, config, "held-out", "use more data, or hold out more of it")
     # The shortest first: one that fills no row of its own then shares a row with its like, not with a long one's.
     test_rows = pack(sorted(test, key=len), config.sequence_length).spread(config.validation_rows)

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.base import progress
-from linearize.data.packing import PackedRows, Score
-from linearize.data.rows import inference, on_device
+from linearize.data.packing import Score
+from linearize.data.rows import PackedRows, inference, on_device
 from linearize.hf.attention import observed, softmax_output
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape

@@ -22,8 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, progress
-from linearize.data.packing import PackedRows
-from linearize.data.rows import IGNORED, inference
+from linearize.data.rows import IGNORED, PackedRows, inference
 from linearize.data.splits import ENOUGH, spread
 from linearize.evaluation.intervals import Interval, Totals, resample
 from linearize.evaluation.perplexity import TokenLosses, require_same_tokens

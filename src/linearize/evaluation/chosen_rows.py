@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from linearize.data.packing import PackedRows
-from linearize.data.rows import Rows
+from linearize.data.rows import PackedRows, Rows
 from linearize.data.splits import ENOUGH
 
 

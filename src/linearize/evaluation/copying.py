@@ -5,15 +5,14 @@ Axes: N rows, L tokens of a row, V ordinary tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from linearize.data.packing import PackedRows
-from linearize.data.rows import IGNORED
+from linearize.data.rows import IGNORED, PackedRows
 from linearize.evaluation.intervals import Interval, Totals, resample
 from linearize.evaluation.perplexity import token_losses
 
@@ -70,9 +69,3 @@ def copy_losses(model: nn.Module, rows: CopyRows, *, batch_size: int) -> list[To
     loss = token_losses(model, rows, batch_size=batch_size, title="copying").loss.double()
     copies = loss[:, 1 : rows.length], loss[:, rows.distance + 1 :]
     return [Totals(copy.mean(dim=1), torch.ones(len(copy), dtype=copy.dtype)) for copy in copies]
-
-
-def ordinary_tokens(vocab_size: int, special: Collection[int]) -> Int[Tensor, " V"]:
-    """The token ids below `vocab_size` that are not special ones."""
-    excluded = set(special)
-    return torch.tensor([token for token in range(vocab_size) if token not in excluded])

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
-from linearize.data.packing import PackedRows
+from linearize.data.rows import PackedRows
 from linearize.evaluation.chosen_rows import drawn_rows
 from linearize.evaluation.controls import without_linear_part
 from linearize.evaluation.intervals import Interval

@@ -15,8 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linearize.base import progress
-from linearize.data.packing import PackedRows
-from linearize.data.rows import IGNORED, inference
+from linearize.data.rows import IGNORED, PackedRows, inference
 from linearize.data.splits import ENOUGH
 from linearize.evaluation.intervals import Interval, Totals, resample
 

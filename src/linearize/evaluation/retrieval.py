@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import progress
+from linearize.data.repeats import ordinary_tokens
 from linearize.data.rows import inference
 from linearize.data.splits import ENOUGH
-from linearize.evaluation.copying import ordinary_tokens
 from linearize.evaluation.intervals import Interval, Totals, resample
 
 # A teacher that beats the floor by so little can fetch next to nothing, and a share of that says nothing.

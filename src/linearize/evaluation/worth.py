@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError
-from linearize.data.packing import PackedRows
-from linearize.data.rows import Rows
+from linearize.data.repeats import ordinary_tokens
+from linearize.data.rows import PackedRows, Rows
 from linearize.data.splits import ENOUGH
 from linearize.data.tasks import AnyTask
 from linearize.evaluation.agreement import (
@@ -28,7 +28,7 @@ from linearize.evaluation.agreement import (
 from linearize.evaluation.candidates import BATCH_SIZE, LABELS, Candidate
 from linearize.evaluation.chosen_rows import spread_rows
 from linearize.evaluation.config import EvaluationConfig
-from linearize.evaluation.copying import Copying, copy_losses, copy_rows, ordinary_tokens
+from linearize.evaluation.copying import Copying, copy_losses, copy_rows
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.harness import Benchmarks, run_benchmarks
 from linearize.evaluation.intervals import Interval, Totals

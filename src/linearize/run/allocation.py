@@ -7,7 +7,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, read_json
-from linearize.data.packing import Dataset, PackedRows
+from linearize.data.packing import Dataset
+from linearize.data.rows import PackedRows
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.run.folder import Run

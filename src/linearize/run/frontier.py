@@ -10,12 +10,14 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError, read_json
 from linearize.data.load import load_dataset, load_processor
-from linearize.data.packing import Dataset, PackedRows
+from linearize.data.packing import Dataset
+from linearize.data.repeats import ordinary_tokens
+from linearize.data.rows import PackedRows
 from linearize.data.selection import reach_by
 from linearize.data.splits import ENOUGH
 from linearize.evaluation.candidates import BATCH_SIZE
 from linearize.evaluation.controls import SINKS
-from linearize.evaluation.copying import CopyRows, copy_losses, copy_rows, ordinary_tokens
+from linearize.evaluation.copying import CopyRows, copy_losses, copy_rows
 from linearize.evaluation.intervals import Totals
 from linearize.evaluation.perplexity import TokenLosses, paired_difference, token_losses
 from linearize.evaluation.retrieval import Answers, RetrievalTest, answer, retrieval_result, retrieval_tests

@@ -7,7 +7,8 @@ from transformers import PreTrainedModel
 from linearize import plan as planning
 from linearize.base import UserError
 from linearize.data.load import load_dataset, load_processor
-from linearize.data.packing import Dataset, PackedRows
+from linearize.data.packing import Dataset
+from linearize.data.rows import PackedRows
 from linearize.data.selection import reach_by
 from linearize.evaluation.harness import check_tasks
 from linearize.evaluation.worth import Worth

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from linearize.base import UserError, atomic_file
-from linearize.data.packing import PackedRows
-from linearize.data.rows import Indices
+from linearize.data.rows import Indices, PackedRows
 
 FILE_BYTES = 2**28  # about; small enough to be lost when a process is killed, large enough for a disk
 _TENSOR = "residual_stream"

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, progress
-from linearize.data.packing import PackedRows
-from linearize.data.rows import on_device
+from linearize.data.rows import PackedRows, on_device
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape

@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
-from linearize.data.packing import PackedRows
-from linearize.data.rows import Rows, on_device
+from linearize.data.rows import PackedRows, Rows, on_device
 from linearize.hf.attention import (
     linearized_layers,
     observed,

@@ -23,8 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, full_disk_is_user_error
-from linearize.data.packing import PackedRows
-from linearize.data.rows import on_device
+from linearize.data.rows import PackedRows, on_device
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.checkpoint import read_config
 from linearize.hf.convert import convert_layers

@@ -1,0 +1,73 @@
+"""Text to learn recall from: rows in which spans of tokens come twice, far apart, among ordinary text.
+
+What a model must fetch from far back is rare in text, and the first thing that less memory loses. Here the second of
+two equal spans can be foretold from the first alone, be it words or random tokens.
+
+Axes: N rows, L tokens per row, P pairs of spans in a row, S tokens in a slot, V ordinary tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from jaxtyping import Int, Int64
+from torch import Tensor
+
+from linearize.data.rows import IGNORED, PackedRows
+
+SLOT = 64  # tokens: a row is divided into slots, and two of them, anywhere, take the two copies of a span
+SHORTEST = 8  # tokens of a span; the longest fills three quarters of its slot
+
+
+def ordinary_tokens(vocab_size: int, special: Collection[int]) -> Int[Tensor, " V"]:
+    """The token ids below `vocab_size` that are not special ones."""
+    excluded = set(special)
+    return torch.tensor([token for token in range(vocab_size) if token not in excluded])
+
+
+def with_repeats(rows: PackedRows, share: float, vocabulary: Int[Tensor, " V"], *, seed: int) -> PackedRows:
+    """These rows, `share` of them with pairs of equal spans written over their text, as many as have room.
+
+    Of each row's pairs, every second one is of random tokens and the others of text from another of these rows. Such a
+    row is one document. No loss is on first copies, nor on the first token of second ones, which nothing announces.
+    """
+    slots = rows.input_ids.shape[1] // SLOT
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(len(rows), generator=generator)[: round(share * len(rows))].sort().values
+    pairs = slots // 2
+    if not len(chosen) or not pairs:
+        return rows
+
+    def drawn(high: int, *shape: int) -> Int64[Tensor, ...]:
+        return torch.randint(high, (len(chosen), *shape), generator=generator)
+
+    longest = SLOT * 3 // 4
+    inside = torch.arange(longest)
+    lengths = SHORTEST + drawn(longest + 1 - SHORTEST, pairs, 1)
+    # The slots of each pair in the order of the text, and in each slot a place for the span.
+    order = torch.rand(len(chosen), slots, generator=generator).argsort(1)[:, : 2 * pairs]
+    starts = SLOT * order.view(len(chosen), pairs, 2).sort(-1).values + drawn(SLOT - longest, pairs, 2)
+    owners, begins = drawn(len(rows), pairs, 1), drawn(rows.input_ids.shape[1] - longest, pairs, 1)
+    spans = rows.input_ids[owners, begins + inside]
+    spans[:, ::2] = vocabulary[drawn(len(vocabulary), *spans[:, ::2].shape[1:])]
+
+    input_ids, labels = rows.input_ids[chosen], rows.labels[chosen]
+    learned = spans.clone()
+    learned[:, :, 0] = IGNORED
+    written = (inside < lengths).expand_as(spans)
+    row = torch.arange(len(chosen))[:, None, None].expand_as(spans)[written]
+    for copy, its in enumerate((torch.full_like(spans, IGNORED), learned)):
+        place = (starts[:, :, copy, None] + inside)[written]
+        input_ids[row, place], labels[row, place] = spans[written], its[written]
+
+    def replaced(whole: Tensor, its: Tensor) -> Tensor:
+        return whole.index_copy(0, chosen, its)
+
+    positions = torch.arange(rows.input_ids.shape[1]).expand_as(input_ids)
+    return PackedRows(
+        replaced(rows.input_ids, input_ids),
+        replaced(rows.position_ids, positions),
+        replaced(rows.labels, labels),
+        first_document=rows.first_document,
+    )
