@@ -189,7 +189,7 @@ def evaluate(
 def frontier(
     model: Model,
     output_dir: OutputDir,
-    recipe: RecipeName = "memory",
+    recipe: RecipeName = RECOMMENDED,
     dataset: Text = None,
     fractions: Annotated[
         list[float] | None,

@@ -110,8 +110,11 @@ def test_a_plan_as_json_is_one_object(command: Command) -> None:
 def test_the_recipe_when_none_is_named(command: Command, tmp_path: Path) -> None:
     plan = command("plan", "--model", tiny.teacher_folder(), "--json")
     assert (plan.status, json.loads(plan.out)["recipe"]) == (0, "recommended")
-    arguments = [*tiny.run_arguments(tmp_path / "run")[2:], "--set", "transfer.calibration_tokens=256"]
-    done = command("run", *arguments, "--until", "transfer")
+    fields = {name: value for name, value in tiny.RECIPE.items() if not name.startswith(("transfer", "mixer"))}
+    fields |= {"memory.tokens": 256, "memory.of_cache_at": 64}
+    options = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
+    where = ("--model", tiny.teacher_folder(), "--dataset", tiny.text_file(), "--output-dir", tmp_path / "run")
+    done = command("run", *map(str, where), *options, "--until", "finetune")
     assert done.status == 0
     assert Recipe.load(str(tmp_path / "run" / "recipe.yaml")).name == "recommended"
 

@@ -54,9 +54,10 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "retnet": (16, 4, 0),
     "taylor": (153, 2, 0),
     "exp": (16, 2, 0),
-    "recommended": (32, 4, 2 * 4 * 16 * 16 + 4),
-    "recommended-hybrid": (32, 4, 2 * 4 * 16 * 16 + 4),
-    "memory": (0, 0, 0),
+    "absolute-scale": (32, 4, 2 * 4 * 16 * 16 + 4),
+    "absolute-scale-hybrid": (32, 4, 2 * 4 * 16 * 16 + 4),
+    "recommended": (0, 0, 0),
+    "recommended-hybrid": (0, 0, 0),
 }
 
 

@@ -99,7 +99,8 @@ def small(name: str) -> Recipe:
     if not isinstance(recipe.mixer.span, NoSpan):
         values["mixer.span.window_size"] = 8
     if recipe.memory is not None:
-        values["memory"] = {"fraction": 0.4, "of_cache_at": LENGTH, "windows": [4, 8, 16], "caches": [8], "tokens": 512}
+        values["memory"] = recipe.memory.model_dump() | {"fraction": 0.4, "of_cache_at": LENGTH, "tokens": 512}
+        values["memory"] |= {"windows": [4, 8, 16], "caches": [8]}
     for stage in STAGES:
         config = getattr(recipe, stage)
         if config is None:
@@ -154,7 +155,7 @@ def fresh_process() -> Iterator[Fresh]:
 
 
 # Always: what stands for the others, which have no part or stage that none of these has. Those with `make test-slow`.
-ALWAYS = {"recommended", "lolcats", "lolcats-405b", "lolcats-no-transfer", "lolcat-w", "supra", "regla-hybrid", "rfa"}
+ALWAYS = {"recommended", "absolute-scale", "lolcats", "lolcats-405b", "lolcats-no-transfer", "lolcat-w", "supra", "regla-hybrid", "rfa"}
 ALWAYS |= {"gated-deltanet", "performer", "t2r", "hedgehog-bert", "hedgehog-vit", "hedgehog-llama", RECALL}
 
 
@@ -244,6 +245,8 @@ def check_results(made: Run, worth: Worth | None) -> None:
     recipe, missing = made.recipe, set()
     if recipe.transfer is None:
         missing |= {"transferred"}
+    if recipe.mixer.feature_map is None:
+        missing |= {"ablated"}
     if not made.controls:
         missing |= {"teacher_lora", "window_lora"}
     if worth.measured:

@@ -111,7 +111,7 @@ TASK = {"data.task": {"type": "text_classification"}}
 EMBEDDING = {"data.task": {"type": "text_embedding"}, "data.text_column": "sentence"}
 # A recipe, a model, its data, further fields, and what is said.
 REFUSED: dict[str, tuple[str, Callable[[], str], Callable[[], str], dict[str, Any], str]] = {
-    "a window": ("recommended", *ENCODER, {}, r"mixer\.span: expected `none`.*; use the recipe hedgehog-bert or"),
+    "a window": ("absolute-scale", *ENCODER, {}, r"mixer\.span: expected `none`.*; use the recipe hedgehog-bert or"),
     "a window, with a task": (
         "lolcats",
         *ENCODER,
@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[str, Callable[[], str], Callable[[], str], dict[str, An
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused_is_one_line(case: str, tmp_path: Path) -> None:
     name, model, dataset, fields, message = REFUSED[case]
-    fitting = {"data.sequence_length": 48} if name in ("recommended", "hedgehog", "lolcats") else {}
+    fitting = {"data.sequence_length": 48} if name in ("absolute-scale", "hedgehog", "lolcats") else {}
     with pytest.raises(UserError, match=f"^{message}") as refused:
         run(Run(Recipe.load(name, fitting | {"data.dataset": dataset()} | fields), model(), tmp_path / "run", **CPU))  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)

@@ -39,7 +39,7 @@ SMALL = {
 def job(folder: Path, **changes: Any) -> Run:
     fields = {name: value for name, value in tiny.RECIPE.items() if name.startswith("data.")}
     fields |= SMALL | {"data.dataset": str(tiny.text_file())} | changes
-    return Run(Recipe.load("memory", fields), tiny.teacher_folder(), folder, torch.float32, torch.device("cpu"))
+    return Run(Recipe.load("recommended", fields), tiny.teacher_folder(), folder, torch.float32, torch.device("cpu"))
 
 
 def points(found: dict[str, Any]) -> dict[tuple[float, str, bool], dict[str, Any]]:
@@ -117,7 +117,7 @@ def test_the_committed_page_and_figure_are_those_of_the_committed_numbers() -> N
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the recipe memory"):
+    with pytest.raises(UserError, match="the recipe recommended"):
         frontier(job(tmp_path / "a", memory=None), [0.25], reference=REFERENCE, command="")
     with pytest.raises(UserError, match=r"--window: .* found 60"):
         frontier(job(tmp_path / "b"), [0.25], reference=60, command="")

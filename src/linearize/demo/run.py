@@ -22,7 +22,6 @@ PROMPT = "def read_config(path):\n"
 # A ninth of the teacher's cache, constant. Small enough for two CPU cores and some minutes, the two trained controls
 # included, which see as many tokens. Windows alone: exact caches take longer to measure.
 BUDGET = {
-    "memory.fraction": 0.11,
     "memory.caches": [],
     "memory.tokens": 8192,
     "data.validation_rows": 24,
@@ -35,7 +34,7 @@ def run_demo(output_dir: Path, dtype: torch.dtype, device: torch.device) -> Rend
     """The table, and a sample of the student's."""
     torch.manual_seed(0)
     teacher = str(teacher_path())
-    recipe = Recipe.load("memory", BUDGET)
+    recipe = Recipe.load("recommended", BUDGET)
     tokenizer = load_tokenizer(teacher)
     dataset = dataset_from_documents(*standard_library_texts(), tokenizer, recipe.data, recipe.seed)
     run(Run(recipe, teacher, output_dir, dtype, device), dataset=dataset)

@@ -39,9 +39,7 @@ def allocation(
     if not isinstance(rows, PackedRows):
         raise UserError(f"memory: expected a language model, found {run.recipe.data.task.type}; set memory=null")
     if path.is_file():
-        found = read_json(path)
-        by_layer = {key: {int(layer): heads for layer, heads in found[key].items()} for key in ("losses", "chosen")}
-        return found | by_layer
+        return stored_allocation(run)
     losses = measured_losses(teacher, rows, candidates, tokens=memory.tokens, seed=run.recipe.seed)
     losses = {layer: heads for layer, heads in losses.items() if layers[layer] is not None}
     sizes, budget = candidate_bytes(candidates, shape, run.dtype, memory.of_cache_at), memory.budget(shape, run.dtype)
@@ -52,3 +50,10 @@ def allocation(
         "losses": losses,
         "chosen": allocate(losses, sizes, budget),
     }
+
+
+def stored_allocation(run: Run) -> dict[str, Any]:
+    """The allocation in the run's folder."""
+    found = read_json(run.folder / ALLOCATION)
+    by_layer = {key: {int(layer): heads for layer, heads in found[key].items()} for key in ("losses", "chosen")}
+    return found | by_layer

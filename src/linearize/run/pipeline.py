@@ -19,7 +19,7 @@ from linearize.hf.partial_model import StoredWeights
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe, resolve
-from linearize.run.allocation import ALLOCATION, allocation
+from linearize.run.allocation import ALLOCATION, allocation, stored_allocation
 from linearize.run.evaluate import control, measure_run, write_results
 from linearize.run.folder import Run, about_run, check_output, claim, write_json
 from linearize.training.allocation import allocated_plan
@@ -166,7 +166,9 @@ def transfer(run: Run, student: PreTrainedModel, dataset: Dataset) -> None:
 
 
 def final_layers(run: Run, shape: TeacherShape) -> LayerPlan:
-    """The layer plan, where layers that stay softmax are chosen by their transfer errors with these known."""
+    """The layer plan with what the run has measured: the layers' transfer errors, or what its heads need."""
+    if run.recipe.memory is not None:
+        return allocated_plan(stored_allocation(run)["chosen"], run.recipe.memory.candidates(), shape.num_layers)
     if run.recipe.transfer is None:
         return resolve(run.recipe, shape)
     return resolve(run.recipe, shape, transfer_errors(run.folder / "transfer", shape.num_layers))
