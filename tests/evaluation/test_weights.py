@@ -19,6 +19,11 @@ from linearize.evaluation.attention_maps import Maps
 from linearize.evaluation.chosen_rows import drawn_rows
 from linearize.evaluation.weights import Visit, WeightBlock, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, softmax_attention
+from linearize.hf.convert import convert_layers
+from linearize.mixers.combine import WindowOnly
+from linearize.mixers.config import HeadwiseConfig, MixerConfig
+from linearize.mixers.exact_cache import ExactCache, Score
+from linearize.ops.layout import TerracedSpan
 from linearize.recipe import Recipe
 from tests import tiny
 from tests.hf.models import randomize_mixers
@@ -93,12 +98,12 @@ def visits(student: PreTrainedModel, rows: PackedRows = ROWS, batch_size: int = 
 def whole(blocks: Iterator[WeightBlock], rows: int, heads: int, length: int = LENGTH) -> dict[str, Tensor]:
     """The blocks' matrices put together: [B,H,T,T], or [B,T,T]."""
     found = {name: torch.zeros(rows, heads, length, length).double() for name in ("teacher", "student", "scores")}
-    found |= {name: torch.zeros(rows, length, length, dtype=torch.bool) for name in ("seen", "linear")}
+    found |= {"seen": torch.zeros(rows, length, length, dtype=torch.bool)}
+    found |= {"linear": torch.zeros(rows, heads, length, length, dtype=torch.bool)}
     for block in blocks:
-        for name in ("teacher", "student", "scores"):
+        for name in ("teacher", "student", "scores", "linear"):
             found[name][block.row, :, block.queries, block.keys] = getattr(block, name)
-        for name in ("seen", "linear"):
-            found[name][block.row, block.queries, block.keys] = getattr(block, name)
+        found["seen"][block.row, block.queries, block.keys] = block.seen
     return found
 
 
@@ -130,7 +135,7 @@ def test_probed_weights_are_those_of_the_definition(name: str) -> None:
             outputs = [y - window for y in outputs]
         after, before = (y.norm(dim=-1, keepdim=True) for y in outputs)
         stretch = torch.where(before > 0, after / before.clamp_min(1e-300), 0)
-        expected = torch.where(found["linear"][:, None], expected * stretch, expected)
+        expected = torch.where(found["linear"], expected * stretch, expected)
         assert (stretch[stretch > 0] - 1).abs().max() > 0.5  # or nothing would be tested
     assert_close(found["student"], expected)
 
@@ -146,7 +151,8 @@ def test_the_linear_part_is_where_the_span_says(name: str) -> None:
             for n, slot in enumerate(slots):
                 expected["seen"][row, slot, slots[: n + 1]] = True
                 expected["linear"][row, slot, [slots[j] for j in span_keys(spec, n)[1]]] = True
-    assert torch.equal(found["seen"], expected["seen"]) and torch.equal(found["linear"], expected["linear"])
+    assert torch.equal(found["seen"], expected["seen"])
+    assert torch.equal(found["linear"], expected["linear"][:, None].expand(-1, 4, -1, -1))
     assert not found["student"].masked_select(~expected["seen"][:, None]).any()
 
 
@@ -169,7 +175,7 @@ def test_the_split_is_that_of_the_mixers_own_parts(name: str) -> None:
     }
     v = visit.inputs.v.repeat_interleave(2, dim=1)
     with torch.no_grad():
-        assert_close((found["student"] * found["linear"][:, None]) @ v, shares[mixer.config.combine.type]())
+        assert_close((found["student"] * found["linear"]) @ v, shares[mixer.config.combine.type]())
         assert_close(found["student"] @ v, mixer(visit.inputs, visit.layout))
 
 
@@ -185,6 +191,42 @@ def test_every_value_takes_part_where_a_decay_weighs_them_differently() -> None:
     y = after.normalizer(before, visit.inputs, 0.0)
     stretch = y.norm(dim=-1) / before.num.norm(dim=-1)
     assert_close(found[..., 11], linear.num[..., 11 % 8] * stretch)
+
+
+def headwise_student(*kinds: MixerConfig | None) -> PreTrainedModel:
+    """A layer whose four KV heads have these mixers."""
+    teacher = tiny.llama(layers=1, num_key_value_heads=4).double()
+    student = convert_layers(teacher, (HeadwiseConfig.of(kinds),)).eval().requires_grad_(False)
+    randomize_mixers(student)
+    return student
+
+
+def test_weights_of_heads_with_mixers_of_their_own() -> None:
+    """Of an exact cache too: what it dropped has no weight, and the rest are a softmax over what is held."""
+    linear = Recipe.load("lolcats", {"mixer.span.window_size": 5}).mixer
+    (visit,) = visits(headwise_student(linear, small_cache("redundancy_and_age"), None, linear))
+    found = whole(weight_blocks(visit), len(ROWS), 4)
+    with torch.no_grad():
+        assert_close(found["student"] @ visit.inputs.v, visit.module.mixer(visit.inputs, visit.layout))
+    assert_close(found["student"][:, 2], found["teacher"][:, 2])
+    assert found["linear"].any(0).any(-1).any(-1).tolist() == [True, False, False, True]
+    held = found["student"][:, 1] > 0
+    assert int((found["seen"] & ~held).sum()) > 0, "some were dropped"
+    among = found["scores"][:, 1].masked_fill(~held, -torch.inf).softmax(-1)
+    assert_close(found["student"][:, 1], among.masked_fill(~held, 0))
+    assert int(held.sum(-1).max()) <= 3 + 2 * 2
+
+
+def test_a_cache_that_chooses_by_values_cannot_be_probed_by_values() -> None:
+    student = headwise_student(small_cache("value_norm"), None, None, None)
+    with pytest.raises(UserError, match="an exact cache in layer 0 that chooses by values"):
+        visits(student)
+
+
+def small_cache(score: Score) -> MixerConfig:
+    """Three pairs beside two blocks of two."""
+    span, cache = TerracedSpan(window_size=2, blocks=2), ExactCache(size=3, score=score)
+    return MixerConfig(span=span, feature_map=None, combine=WindowOnly(), cache=cache)
 
 
 # --- the teacher's ----------------------------------------------------------------------------------------------------

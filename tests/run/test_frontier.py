@@ -117,7 +117,7 @@ def test_the_committed_page_and_figure_are_those_of_the_committed_numbers() -> N
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the recipe recommended"):
+    with pytest.raises(UserError, match="take `recommended`"):
         frontier(job(tmp_path / "a", memory=None), [0.25], reference=REFERENCE, command="")
     with pytest.raises(UserError, match=r"--window: .* found 60"):
         frontier(job(tmp_path / "b"), [0.25], reference=60, command="")

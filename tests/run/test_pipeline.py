@@ -564,7 +564,7 @@ def test_memory_where_it_is_needed(finished: Run, tmp_path: Path, monkeypatch: p
     pair = 2 * 8 * 4  # key and value of 8 numbers, fp32
     assert about["budget"] == int(0.4 * 64 * 4 * pair) >= sum(sizes) > 0.7 * about["budget"]
     monkeypatch.setattr(
-        "linearize.run.pipeline.measured_losses", lambda *args, **options: pytest.fail("measured again")
+        "linearize.run.allocation.measured_losses", lambda *args, **options: pytest.fail("measured again")
     )
     worth = run(spent)
     assert worth is not None
@@ -579,8 +579,9 @@ def test_memory_where_it_is_needed(finished: Run, tmp_path: Path, monkeypatch: p
     assert "window_lora" in names and "ablated" not in names, "there is no linear part to switch off"
     of_equal_bytes = f"one window of {result['window_size']} for all heads, of as many bytes"
     assert any(of_equal_bytes in words for words in sentences(load_run(spent.folder)))
-    for what in ("fidelity", "path_usage"):
-        assert "heads of several kinds" in result["not_measured"][what]
+    errors = [error for layer in result["fidelity"]["layers"] for error in layer["output_relative"]]
+    assert len(errors) == 8 and any(errors), "each query head is looked at, whatever its KV head has"
+    assert not any(share for layer in result["path_usage"]["layers"] for share in layer["linear_share"])
     assert json.loads((spent.folder / "plan.json").read_text())["state_bytes"] <= about["budget"]
     assert "Memory by head" in (spent.folder / "report.html").read_text(encoding="utf-8")
     assert "Memory was spread by need" in (spent.folder / "model" / "README.md").read_text(encoding="utf-8")

@@ -45,7 +45,8 @@ class Maps:
     def __init__(self, rows: ChosenRows, student: PreTrainedModel, length: int) -> None:
         """`length`: slots of a row of the rows."""
         self.row, self.start, self.ids = _longest_document(rows, length)
-        reach = max((layer.mixer.span.max_lag for layer in linearized_layers(student).values()), default=0)
+        parts = (part for layer in linearized_layers(student).values() for _, part in layer.mixer.parts())
+        reach = max((part.config.span.max_lag for part in parts if part.config is not None), default=0)
         self.ids = self.ids[: max(CELLS, MAP_WINDOWS * reach)]
         self.size = -(-len(self.ids) // CELLS)  # tokens of a cell
         self.sums: dict[int, Float[Tensor, "2 H cells cells"]] = {}

@@ -28,7 +28,6 @@ from linearize.evaluation.metrics import rank_correlation
 from linearize.evaluation.weights import Visit, WeightBlock, never_negative, visit_layers, weight_blocks
 from linearize.mixers.combine import MixCombine, SharedDenominatorCombine
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer import Mixer
 
 LEAST_WEIGHT = (
     1e-12  # in logarithms: a key that the student cannot see at all costs 27.6 nats times the teacher's weight
@@ -153,8 +152,8 @@ def measure_fidelity(
 class _LayerSums:
     """What one layer's measures are made of, summed over batches and blocks."""
 
-    def __init__(self, mixer: Mixer) -> None:
-        self.mixer, self.distribution = mixer, never_negative(mixer.config)
+    def __init__(self, mixer: Any) -> None:
+        self.mixer, self.distribution = mixer, all(never_negative(part.config) for _, part in mixer.parts())
         self.sums: dict[str, Any] = defaultdict(float)
         self.counts: dict[str, int] = defaultdict(int)
         self.gates: Tensor | None = None
@@ -269,26 +268,30 @@ def _counts(x: Tensor) -> Int[Tensor, " bins"]:
     return torch.histc(x.float(), BINS, 0, 1).long().cpu()
 
 
-def gate_counts(mixer: Mixer, inputs: AttnInputs) -> Int[Tensor, "Hs bins"] | None:
+def gate_counts(mixer: Any, inputs: AttnInputs) -> Int[Tensor, "Hs bins"] | None:
     """How often the factors of the state, on either axis, lie in each bin; None where nothing decays."""
-    if mixer.gate is None:
-        return None
-    gates = mixer.gate(inputs.accumulated())
-    steps = [x.expand(len(inputs.v), -1, -1, -1) for x in (gates.log_decay_k, gates.log_decay_v) if x is not None]
-    heads = range(mixer.state_heads)
-    return torch.stack([torch.stack([_counts(x[:, h].exp()) for x in steps]).sum(0) for h in heads])
+    counts = []
+    for kv_heads, part in mixer.parts():
+        if part.gate is None:
+            continue
+        own = inputs.heads(kv_heads).accumulated()
+        gates = part.gate(own)
+        steps = [x.expand(len(own.v), -1, -1, -1) for x in (gates.log_decay_k, gates.log_decay_v) if x is not None]
+        counts += [torch.stack([_counts(x[:, h].exp()) for x in steps]).sum(0) for h in range(part.state_heads)]
+    return torch.stack(counts) if counts else None
 
 
-def mix_histogram(mixer: Mixer) -> Histogram | None:
+def mix_histogram(mixer: Any) -> Histogram | None:
     """What weighs the window in each query head, where it is learned and there is a window."""
-    combine = mixer.combine
-    if isinstance(combine, SharedDenominatorCombine) and mixer.span.max_lag:
-        weight = combine.window_factor
-    elif isinstance(combine, MixCombine):
-        weight = combine.window_weight
-    else:
+    weights = []
+    for _, part in mixer.parts():
+        if isinstance(part.combine, SharedDenominatorCombine) and part.span.max_lag:
+            weights.append(part.combine.window_factor)
+        elif isinstance(part.combine, MixCombine):
+            weights.append(part.combine.window_weight)
+    if not weights:
         return None
-    return Histogram(_edges(), _counts(weight.detach().float().sigmoid()).tolist())
+    return Histogram(_edges(), _counts(torch.cat([x.detach().float().flatten() for x in weights]).sigmoid()).tolist())
 
 
 # --- heads that stand out ---------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
@@ -25,7 +26,7 @@ from linearize.evaluation.perplexity import paired_difference, token_losses
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, replaced_mixers
 from linearize.mixers.combine import Add, AddCombine, MixCombine
-from linearize.mixers.linear import LinearMixer
+from linearize.mixers.headwise import HeadwiseMixer
 from linearize.ops.layout import NoSpan
 
 
@@ -96,7 +97,7 @@ def measure_path_usage(
     with without_linear_part(student):
         ablated = token_losses(student, rows, batch_size=batch_size, title="without linear part")
     without_linear, windowless = paired_difference(ablated, own, **options), None
-    if any(_has_both(layer.mixer) for layer in linearized_layers(student).values()):
+    if any(_has_both(part) for layer in linearized_layers(student).values() for _, part in layer.mixer.parts()):
         with without_window(student):
             ablated = token_losses(student, rows, batch_size=batch_size, title="without window")
         windowless = paired_difference(ablated, own, **options)
@@ -141,7 +142,7 @@ class _Masses:
 # --- without the window -----------------------------------------------------------------------------------------------
 
 
-def _has_both(mixer: LinearMixer) -> bool:
+def _has_both(mixer: Any) -> bool:
     return mixer.feature_map is not None and mixer.span.max_lag > 0
 
 
@@ -153,7 +154,11 @@ def without_window(student: PreTrainedModel) -> Iterator[PreTrainedModel]:
     the normalised linear part is left. Layers with one part only stay as they are.
     """
 
-    def ablated(mixer: LinearMixer) -> LinearMixer:
+    def ablated(mixer: Any) -> Any:
+        if isinstance(mixer, HeadwiseMixer):
+            mixer = copy.deepcopy(mixer)
+            mixer.groups = nn.ModuleList(ablated(part) for _, part in mixer.parts())
+            return mixer
         if not _has_both(mixer):
             return mixer
         mixer = copy.deepcopy(mixer)

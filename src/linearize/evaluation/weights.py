@@ -7,7 +7,8 @@ these are the fine-tuned projections', not the original teacher's; before it (or
 are the teacher's own, bit for bit. "Teacher" means that softmax, "student" the mixer.
 
 A causal mixer's weights are read off the mixer without knowing its parts: its output is linear in the values, so values
-that are 1 for one key and 0 for the others give the weight of that key. One call does that for D keys in each of P rows
+that are 1 for one key and 0 for the others give the weight of that key. Heads that have a part of a mixer of their own
+are read part by part. One call does that for D keys in each of P rows
 of a batch, and the mixer's own carried state takes these rows from one block of queries to the next. Nothing larger
 than H x C x K exists, for C = 64 queries and the K slots back to the start of the first query's document. An encoder's
 are the products of its features, for K all slots of the row. Padding is left out of a row before anything is counted.
@@ -34,9 +35,7 @@ from linearize.hf.attention import linearized_layers, observed, sliding_window, 
 from linearize.mixers.attention_weights import Features, LinearPart
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.rfa import RfaMap
-from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer import Mixer
 from linearize.mixers.normalizers import NoNorm, NoNormalizer, SumNorm
 from linearize.mixers.update import DeltaUpdate
@@ -91,7 +90,7 @@ class WeightBlock:
     teacher: Float[Tensor, "H C K"]
     student: Float[Tensor, "H C K"]
     seen: Bool[Tensor, "C K"]
-    linear: Bool[Tensor, "C K"]
+    linear: Bool[Tensor, "H C K"]
     distance: Int[Tensor, "C K"]
 
     def divided(self) -> Float[Tensor, "H C K"]:
@@ -103,9 +102,9 @@ class WeightBlock:
         return torch.where(total > CANCELLED * mass, self.student / total, 0)
 
 
-def never_negative(config: MixerConfig) -> bool:
+def never_negative(config: MixerConfig | None) -> bool:
     """Whether no weight of such a mixer can be negative, so that a row over its sum is a distribution."""
-    if config.feature_map is None:
+    if config is None or config.feature_map is None:
         return True
     signed = config.feature_map.signed or isinstance(config.feature_map, RfaMap)
     return not signed and not isinstance(config.update, DeltaUpdate)
@@ -114,10 +113,9 @@ def never_negative(config: MixerConfig) -> bool:
 def without_weights(student: PreTrainedModel) -> str | None:
     """What in which layer keeps its attention from being looked at as one matrix of weights; None: nothing does."""
     for layer in linearized_layers(student).values():
-        if isinstance(layer.mixer, HeadwiseMixer):
-            return f"heads of several kinds in layer {layer.layer_idx}"
-        if layer.mixer.config.cache is not None:
-            return f"an exact cache in layer {layer.layer_idx}"
+        caches = (part.config and part.config.cache for _, part in layer.mixer.parts())
+        if any(cache is not None and cache.reads_values for cache in caches):
+            return f"an exact cache in layer {layer.layer_idx} that chooses by values"
     return None
 
 
@@ -153,25 +151,44 @@ def weight_blocks(visit: Visit) -> Iterator[WeightBlock]:
         inputs, layout = _alone(visit.inputs.accumulated(), visit.layout, row)
         length, device = inputs.q.shape[2], inputs.q.device
         position, document = layout.query_position[0].cpu(), layout.query_document[0].cpu()
-        stretch = _stretch(mixer, inputs, layout)
-        read = _probed(mixer, inputs, position, document) if mixer.causal else _multiplied(mixer, inputs, layout)
-        for keys, queries, student in read:
+        parts = list(mixer.parts())
+        # By KV head: whose heads a part has, one after the other.
+        order = torch.tensor([head for heads, _ in parts for head in heads], device=device).argsort()
+        read = (_read(part, inputs.heads(heads), layout, position, document) for heads, part in parts)
+        for found in zip(*read, strict=True):
+            queries, keys = found[0][:2]
+            student, linear = (
+                torch.cat([x[place] for x in found]).unflatten(0, (len(order), -1))[order].flatten(0, 1)
+                for place in (2, 3)
+            )
             distance = torch.arange(queries.start, queries.stop)[:, None] - torch.arange(keys.start, keys.stop)
             seen = document[queries, None] == document[keys]
             seen, distance = (seen & (distance >= 0), distance) if mixer.causal else (seen, distance.abs())
-            linear = torch.zeros_like(seen) if mixer.feature_map is None else seen
-            if mixer.causal:
-                key_at, lowest = position[keys], mixer.span.lo(position[queries, None])
-                linear = linear & (key_at < lowest) & (key_at >= mixer.span.sinks)
-            seen, linear, distance = seen.to(device), linear.to(device), distance.to(device)
-            if stretch is not None:
-                student = student * torch.where(linear, stretch[0, :, queries, None], 1)
+            seen, distance = seen.to(device), distance.to(device)
+            linear = linear & seen
             visible = seen if reach is None else seen & (distance < reach)
             scores, teacher = _softmax_weights(inputs, queries, keys, visible)
             following = (length - 1) // QUERIES - queries.start // QUERIES
             yield WeightBlock(
                 visit.first_row + row, queries, keys, following, scores, teacher, student, seen, linear, distance
             )
+
+
+def _read(
+    mixer: Any, inputs: AttnInputs, layout: Layout, position: Int[Tensor, " T"], document: Int[Tensor, " T"]
+) -> Iterator[tuple[slice, slice, Float[Tensor, "h C K"], Bool[Tensor, "h C K"]]]:
+    """(queries, keys, weights, whether they are the linear part's) of each block of one row, of one part's heads."""
+    stretch = _stretch(mixer, inputs, layout)
+    read = _probed(mixer, inputs, position, document) if mixer.causal else _multiplied(mixer, inputs, layout)
+    for keys, queries, weights in read:
+        linear = torch.full(weights.shape[1:], mixer.feature_map is not None)
+        if mixer.causal and mixer.feature_map is not None:
+            key_at, lowest = position[keys], mixer.span.lo(position[queries, None])
+            linear = (key_at < lowest) & (key_at >= mixer.span.sinks)
+        linear = linear.to(weights.device).expand_as(weights)
+        if stretch is not None:
+            weights = weights * torch.where(linear, stretch[0, :, queries, None], 1)
+        yield queries, keys, weights, linear
 
 
 def _alone(inputs: AttnInputs, layout: Layout | None, row: int) -> tuple[AttnInputs, Layout]:
@@ -210,12 +227,12 @@ def _softmax_weights(
     return scores, scores.masked_fill(~visible, -torch.inf).softmax(-1)
 
 
-def _stretch(mixer: Mixer, inputs: AttnInputs, layout: Layout) -> Float[Tensor, "B H T"] | None:
+def _stretch(mixer: Any, inputs: AttnInputs, layout: Layout) -> Float[Tensor, "B H T"] | None:
     """How much longer the normaliser makes the linear part's output of each token; None where it is linear in v."""
-    if isinstance(mixer.normalizer, SumNorm | NoNorm):
+    if mixer.feature_map is None or isinstance(mixer.normalizer, SumNorm | NoNorm):
         return None
     linear = mixer.partials(inputs, layout)[1]
-    assert linear is not None and mixer.feature_map is not None
+    assert linear is not None
     before = linear.num.double().norm(dim=-1)
     after = mixer.normalizer(linear, inputs, mixer.feature_map.min_denominator(before.dtype)).double().norm(dim=-1)
     return (after / before.clamp_min(torch.finfo(before.dtype).tiny)).to(inputs.v.dtype)
@@ -236,14 +253,14 @@ def _multiplied(
 
 
 def _probed(
-    mixer: LinearMixer, inputs: AttnInputs, position: Int[Tensor, " T"], document: Int[Tensor, " T"]
+    mixer: Any, inputs: AttnInputs, position: Int[Tensor, " T"], document: Int[Tensor, " T"]
 ) -> Iterator[tuple[slice, slice, Float[Tensor, "H C K"]]]:
     """(keys, queries, weights) of each block of one row of a causal mixer.
 
     Probe i has the values of keys i D .. i D + D - 1. Those whose keys no query sees any more are dropped, and one more
     row of the batch, without any values yet, stands for all to come.
     """
-    if not isinstance(mixer.normalizer, SumNorm | NoNorm):
+    if mixer.feature_map is not None and not isinstance(mixer.normalizer, SumNorm | NoNorm):
         mixer = copy.deepcopy(mixer)
         mixer.normalizer = NoNorm(NoNormalizer(), mixer.shape)
     length, width, device = len(position), inputs.v.shape[-1], inputs.v.device

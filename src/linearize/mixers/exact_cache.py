@@ -29,6 +29,11 @@ class ExactCache(Config):
     score: Score = Field(default="redundancy_and_age", description="which pairs are worth keeping")
 
     @property
+    def reads_values(self) -> bool:
+        """Whether the choice depends on the values."""
+        return self.score == "value_norm"
+
+    @property
     def worth(self) -> Worth:
         """What `score` gives keys, values and positions of candidates, oldest first: the least goes."""
         return SCORES[self.score]

@@ -18,7 +18,7 @@ class SoftmaxMixer(nn.Module):
 
     causal = True
     wants_hidden = wants_unrotated = False
-    config = None
+    config = feature_map = gate = combine = None
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()

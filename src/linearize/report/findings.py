@@ -257,7 +257,7 @@ def path_usage(run: RunFiles) -> Finding | None:
     shares = [x for layer in section["layers"] for x in layer["linear_share"] if x is not None]
     alone = section["without_window"] is None  # no layer has a window and a linear part
     if alone and not any(shares):
-        return Finding("fact", "The student has no linear part: each query attends within its window only.")
+        return Finding("fact", "The student has no linear part: each query attends to the keys that are still held.")
     through = f"{share(sum(shares) / len(shares))} of its attention goes through it"
     change = f"the loss is {number(abs(found.mean))} nats per token {'higher' if found.mean > 0 else 'lower'}"
     change += f" (95{THIN}% interval {signed(found.low)} to {signed(found.high)})"

@@ -80,7 +80,7 @@ def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: s
     """
     recipe, memory = run.recipe, run.recipe.memory
     if memory is None or not recipe.data.task.language:
-        raise UserError("recipe: expected one of a language model with `memory`, found none; try the recipe recommended")
+        raise UserError("recipe: expected one of a language model with `memory`, found none; take `recommended`")
     check_output(run)
     config = read_config(run.model)
     shape, processor = TeacherShape.from_config(config), load_processor(recipe.data.task, run.model)
