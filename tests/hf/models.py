@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 import linearize
 from linearize.hf.attention import linearized_layers
+from linearize.hf.teacher import TeacherShape
 from tests.hf.decoders import DECODERS, EXACT
 
 VOCABULARY = 60
@@ -167,6 +168,16 @@ HEAD_CASES = [
     Case("llama-cache", overrides={"mixer": _CACHE | dict(span=SPANS["terraced"])}),
     Case("mistral-cache", "mistral", overrides={"mixer": _CACHE | dict(cache=dict(size=7, score="random"))}),
 ]
+
+
+def headwise(architecture: str) -> Case:
+    """In the first layer a head with an exact cache, and one that keeps all keys where there is another one."""
+    last = TeacherShape.from_config(teacher_of(Case("", architecture)).config.to_dict()).num_kv_heads - 1
+    kinds = {"0.0": _CACHE} | ({f"0.{last}": None} if last else {})
+    heads = [dict(kv_heads=[name], mixer=mixer) for name, mixer in kinds.items()]
+    return Case(f"{architecture}-some-heads", architecture, overrides={"heads": heads})
+
+
 CASE = {case.name: case for case in CASES + MIXER_CASES + SLIDING_TEACHERS + HEAD_CASES}
 
 

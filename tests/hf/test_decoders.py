@@ -25,7 +25,7 @@ from tests.hf import checks
 from tests.hf import generation_checks as generation
 from tests.hf.decoders import ARCHITECTURES, DECODERS, EXACT
 from tests.hf.models import ARCHITECTURES as FIRST
-from tests.hf.models import Case, make_teacher, random_tokens, student_of, teacher_of
+from tests.hf.models import Case, headwise, make_teacher, random_tokens, student_of, teacher_of
 from tests.hf.test_inputs import positions, record
 
 every = pytest.mark.parametrize("name", [*FIRST, *DECODERS])
@@ -140,6 +140,17 @@ def test_rotated_features_are_cached(name: str) -> None:
 @plain
 def test_padded_prompts_generate_what_each_does_alone(name: str) -> None:
     generation.generated_alone(Case("", name, mixer="mix"))
+
+
+@plain
+def test_heads_of_several_kinds(name: str) -> None:
+    """An exact cache, softmax over all keys and a linear part in one layer; alone, padded and continued."""
+    case = headwise(name)
+    mixers = [layer.mixer for layer in linearized_layers(student_of(case)).values()]
+    several = [mixer for mixer in mixers if len(list(mixer.parts())) > 1]
+    assert several or case.architecture == "gemma"  # which has one KV head
+    generation.left_padded_cache(case)
+    generation.generated_alone(case)
 
 
 # --- what a mixer is handed -------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from tests.hf.models import (
     CASES,
     SLIDING_TEACHERS,
     Case,
+    headwise,
     make_student,
     make_teacher,
     random_tokens,
@@ -101,6 +102,13 @@ STATES = [generation.saved, generation.forked, generation.static_cache, generati
 def test_every_architecture(case: Case, check: checks.Check) -> None:
     """Each with a softmax layer among the others."""
     check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [generation.greedy_by_hand, generation.taken_back, *STATES])
+@pytest.mark.parametrize("name", [*FIRST, *ARCHITECTURES])
+def test_every_architecture_with_heads_of_several_kinds(name: str, check: checks.Check) -> None:
+    check(headwise(name))
 
 
 def test_taken_back_further(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,20 @@ def test_block_by_block_is_all_at_once(name: str, mixer: str, size: int, tmp_pat
     assert {path.name for path in made.folder.iterdir()} == stages | files
 
 
+def test_heads_with_mixers_of_their_own(tmp_path: Path) -> None:
+    """Block by block they learn what they learn all at once; heads without parameters stand among them."""
+    short = {"span": {"type": "sliding", "window_size": 3}, "feature_map": None, "combine": {"type": "window_only"}}
+    heads = [{"kv_heads": ["0.1", "2.0"], "mixer": None}, {"kv_heads": ["1.0"], "mixer": short}]
+    recipe = tiny.recipe(**(DEMANDING | KAIMING | {"heads": heads}), seed=2)
+    model = saved(TEACHERS["llama"](), tmp_path / "model")
+    learned = joint(model, recipe, tmp_path / "joint")
+    assert any(".groups." in name for name in learned)
+    made = transfer_by_block(model, recipe, 2, tmp_path / "by block")
+    made.train(range(len(made.blocks)))
+    made.merge()
+    assert_same(made.folder, tmp_path / "joint")
+
+
 def test_the_comparison_is_demanding(tmp_path: Path) -> None:
     """Layers reduce their learning rates and stop at different steps, and are clipped."""
     model = saved(TEACHERS["llama"](), tmp_path / "model")

@@ -14,8 +14,8 @@ from linearize.data.packing import Dataset
 from linearize.data.repeats import ordinary_tokens
 from linearize.data.rows import PackedRows
 from linearize.data.selection import reach_by
-from linearize.data.splits import ENOUGH
 from linearize.evaluation.candidates import BATCH_SIZE
+from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.controls import SINKS
 from linearize.evaluation.copying import CopyRows, copy_losses, copy_rows
 from linearize.evaluation.intervals import Totals
@@ -72,7 +72,8 @@ def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: s
     by need trained by it, and so that there is something to compare with, the teacher and the reference window.
 
     Args:
-        run: whose recipe has `memory`, of which the size is replaced, and whose folder keeps what is found.
+        run: whose recipe has `memory`, of which the size is replaced; its folder keeps what is found, and its
+            `evaluation` says on how many copies and needles.
         reference: the window that gains are measured from; positions beyond two of it are far.
 
     Raises:
@@ -85,7 +86,8 @@ def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: s
     config = read_config(run.model)
     shape, processor = TeacherShape.from_config(config), load_processor(recipe.data.task, run.model)
     dataset = load_dataset(recipe.data, processor, config, reach_by(run.load_teacher), seed=recipe.seed)
-    ruler = _ruler(dataset, processor, reference, min(shape.max_positions, recipe.data.sequence_length))
+    longest = min(shape.max_positions, recipe.data.sequence_length)
+    ruler = _ruler(dataset, processor, recipe.evaluation, reference, longest)
     teacher = run.load_teacher()
     claim(run, dataset)
     measured = allocation(run, memory, shape, resolve(recipe, shape), teacher, dataset)
@@ -152,14 +154,16 @@ def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: s
     }
 
 
-def _ruler(dataset: Dataset, tokenizer: Any, reference: int, length: int) -> Ruler:
+def _ruler(dataset: Dataset, tokenizer: Any, config: EvaluationConfig, reference: int, length: int) -> Ruler:
     rows = dataset.test
     assert isinstance(rows, PackedRows)
     given = {"window_size": reference, "max_positions": length}
-    copies = copy_rows(ordinary_tokens(len(tokenizer), tokenizer.all_special_ids), **given, rows=ENOUGH, seed=0)
+    copies = copy_rows(
+        ordinary_tokens(len(tokenizer), tokenizer.all_special_ids), **given, rows=config.copy_rows, seed=0
+    )
     if copies is None:
         raise UserError(f"--window: expected less than a third of the {length} tokens of a row, found {reference}")
-    tests = retrieval_tests(tokenizer, **given, haystack=rows.input_ids)
+    tests = retrieval_tests(tokenizer, **given, haystack=rows.input_ids, trials=config.recall_trials)
     return Ruler(rows, copies, next(test for test in tests if test.task.name == "needle"))
 
 
