@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,12 +11,17 @@ import torch
 import linearize
 from linearize.base import UserError
 from linearize.data.rows import PackedRows
+from linearize.evaluation.speed import peak_bytes
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import HeadwiseConfig
 from linearize.recipe import resolve
+from linearize.training import allocation
 from linearize.training.allocation import allocate, allocated_plan, measured_losses
 from linearize.training.memory import MemoryConfig, candidate_bytes, window
+from tests import tiny
+from tests.hf.decoders import ARCHITECTURES
+from tests.hf.models import ARCHITECTURES as FIRST
 from tests.hf.models import make_teacher, random_tokens
 
 CONVEX = [8.0, 3.0, 1.0, 0.0]
@@ -86,6 +92,31 @@ def test_losses_are_those_of_single_heads_ablated() -> None:
     ranks = torch.tensor([estimates, expected]).argsort(1).argsort(1).double()
     assert torch.corrcoef(ranks)[0, 1] > 0.8
     assert 0.2 < sum(estimates) / sum(expected) < 5
+
+
+@pytest.mark.parametrize("name", [*FIRST, *ARCHITECTURES])
+def test_layers_that_are_computed_again_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher, data, candidates = make_teacher(name), rows(2, 20), [window(4), window(8)]
+
+    def measured() -> dict[int, list[list[float]]]:
+        return measured_losses(teacher, data, candidates, tokens=40, seed=0)
+
+    found = measured()
+    monkeypatch.setattr(allocation, "recomputed_layers", lambda _: nullcontext())
+    for layer, heads in measured().items():
+        assert found[layer] == [pytest.approx(its, rel=1e-9) for its in heads]
+        assert min(min(its) for its in heads) > 0
+
+
+def test_memory_is_that_of_one_layer() -> None:
+    """Six more layers take their inputs and nothing else; kept whole they take many times that."""
+    data, candidates = rows(1, 512), [window(4)]
+    peaks = {}
+    for layers in (2, 8):
+        teacher = tiny.llama(layers=layers, max_position_embeddings=512)
+        peaks[layers] = peak_bytes(lambda it=teacher: measured_losses(it, data, candidates, tokens=512, seed=0))
+    inputs = 512 * 32 * 4
+    assert peaks[8] - peaks[2] < 2 * 6 * inputs
 
 
 def test_the_teacher_is_left_alone_and_a_seed_says_all() -> None:

@@ -5,17 +5,19 @@ Axes: L layers, G KV heads of a layer, C candidates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, progress
 from linearize.data.rows import PackedRows, on_device
+from linearize.hf.architectures import architecture_of
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
@@ -34,8 +36,9 @@ def measured_losses(
     Nats per token of KL(teacher, student), to second order in the change of the head's output: where the teacher is the
     best there is, the first order vanishes. 1/2 E (g . dy)^2, where g is the gradient of a sampled next token's loss at
     the head's output y (the Fisher information of the teacher's own distribution), and dy what the candidate changes.
-    Changes at different positions are taken for independent. One pass forward and back, layer by layer: memory is that
-    of the model's forward and backward, and no T x T matrix exists.
+    Changes at different positions are taken for independent. One pass forward and back, in which each layer is computed
+    again on the way back: memory is that of inference, the inputs of all layers, and one layer's forward and backward;
+    no T x T matrix exists.
 
     Args:
         rows: of which the first `tokens` are read.
@@ -47,9 +50,8 @@ def measured_losses(
     watched = convert_layers(teacher, plan)
     watched.requires_grad_(False)
     first = watched.get_input_embeddings()
-    group = shape.num_heads // shape.num_kv_heads
-    one = replace(shape.layer, num_heads=group, num_kv_heads=1)
-    mixers = [None if choice is None else LinearMixer(choice, one).to(teacher.device) for choice in candidates]
+    # For all heads of a layer at once: each reads its own alone.
+    mixers = [None if choice is None else LinearMixer(choice, shape.layer).to(teacher.device) for choice in candidates]
     sums = {
         layer.layer_idx: torch.zeros(shape.num_kv_heads, len(candidates), dtype=torch.float64)
         for layer in linearized_layers(watched).values()
@@ -64,13 +66,11 @@ def measured_losses(
 
     @torch.no_grad()
     def add(index: int, inputs: AttnInputs, layout: Layout | None, y: Tensor, gradient: Tensor) -> None:
-        for head in range(shape.num_kv_heads):
-            its = slice(group * head, group * (head + 1))
-            own = inputs.heads((head,))
-            for place, mixer in enumerate(mixers):
-                if mixer is not None:
-                    change = (mixer(own, layout) - y[:, its]).float() * gradient[:, its].float()
-                    sums[index][head, place] += 0.5 * change.sum((1, 3)).double().square().sum().cpu()
+        for place, mixer in enumerate(mixers):
+            if mixer is not None:
+                change = (mixer(inputs, layout) - y).float() * gradient.float()
+                by_head = change.unflatten(1, (shape.num_kv_heads, -1)).sum((2, 4)).double()
+                sums[index][:, place] += 0.5 * by_head.square().sum((0, 2)).cpu()
 
     def embedded(module: Any, args: Any, output: Tensor) -> Tensor:
         return output.detach().requires_grad_()
@@ -78,7 +78,7 @@ def measured_losses(
     generator, read = torch.Generator().manual_seed(seed), 0
     handle = first.register_forward_hook(embedded)
     try:
-        with observed(watched, observe), torch.enable_grad():
+        with observed(watched, observe), recomputed_layers(watched), torch.enable_grad():
             count = min(len(rows), -(-tokens * len(rows) // rows.num_tokens))
             for row in progress(range(count), "what each head needs"):
                 inputs = on_device(rows.rows(slice(row, row + 1)).inputs(), watched.device)
@@ -89,6 +89,31 @@ def measured_losses(
     finally:
         handle.remove()
     return {index: (x / read).tolist() for index, x in sums.items()}
+
+
+@contextmanager
+def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Within, each layer of a decoder keeps its inputs alone, and is computed again for its gradients.
+
+    The first computation is without gradients, so what is done with those is done once.
+    """
+    known = architecture_of(model)
+    assert known is not None and known.parts is not None
+    layers: Any = model.base_model.get_submodule(known.parts.layers)
+
+    def again(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def called(hidden: Tensor, *rest: Any, **options: Any) -> Any:
+            return checkpoint(lambda x: forward(x, *rest, **options), hidden, use_reentrant=True)
+
+        return called
+
+    for layer in layers:
+        layer.forward = again(layer.forward)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 def allocate(losses: dict[int, list[list[float]]], sizes: Sequence[int], budget: int) -> dict[int, list[int]]:
