@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linearize.ops import chunk_recurrence, chunked, grid
 from linearize.ops.decay_products import decay_factor
-from linearize.ops.layout import Layout
+from linearize.ops.layout import Layout, SlidingSpan
 from tests.ops.cases import HEADS, RULES, SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
 from tests.ops.parity import (
     FP32_DECAYED,
@@ -194,3 +194,29 @@ def test_factors_are_neither_denormal_nor_make_denormal_products() -> None:
         assert ((factor == 0) | (factor.square() >= torch.finfo(dtype).tiny)).all()
         assert factor[-1] == 1
         assert (factor[1:] >= factor[:-1]).all()
+
+
+@pytest.mark.parametrize("length", [20, 300])
+@pytest.mark.parametrize("width", [1, 2], ids=["a decay per head", "a decay per feature"])
+def test_the_gradient_of_what_is_0_may_be_too_large_for_the_dtype(length: int, width: int) -> None:
+    """Exponentials that are 0 in float32, read by queries that weigh them a lot: decays do not learn of them."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.rand(1, 1, length, 2, generator=draw) for _ in range(3))
+    g = 1e9 * torch.rand(1, 1, length, 2, generator=draw)
+    log_decay = -torch.rand(1, 1, length, width, generator=draw)
+
+    def gradient(features: int, dtype: torch.dtype) -> Tensor:
+        its_q, its_k = torch.zeros(2, 1, 1, length, features)
+        its_q[..., :2], its_k[..., :2] = q, k
+        its_q[..., 2:] = 1e31
+        decay = log_decay if width == 1 else torch.nn.functional.pad(log_decay, (0, features - 2), value=-0.5)
+        leaves = [x.to(dtype).requires_grad_() for x in (its_q, its_k, v, decay)]
+        part = chunked.linear_scan(
+            *leaves[:3],
+            log_decay_k=leaves[3],
+            span=SlidingSpan(window_size=5),
+            layout=Layout.full(length, torch.device("cpu")),
+        )
+        return torch.autograd.grad(part.num, leaves, g.to(dtype))[3][..., :width]
+
+    assert_near(gradient(3, torch.float32).double(), gradient(2, torch.float64), 1e-5, "gradient of the decay")

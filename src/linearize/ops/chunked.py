@@ -211,7 +211,9 @@ class _LinearScan(Body):
                 # The sum G_n appears as e^{G_n} phi_q(n) and e^{-G_n} phi_k(n) only.
                 reads = (x.q * g_q).sum(-1).unflatten(3, (grid.group, -1)).sum(3)
                 grad[block.rows][:, :, block.start : block.stop, 0] += reads.flatten(2)
-                grid.add_keys(grad, block, -(x.keys * g_keys).sum(-1, keepdim=True).double())
+                # A feature that is 0 in this dtype may have a gradient that no number of it can hold.
+                written = torch.where(x.keys == 0, 0, x.keys * g_keys)
+                grid.add_keys(grad, block, -written.sum(-1, keepdim=True).double())
         return grad_before
 
 
