@@ -358,8 +358,10 @@ def table(grid: Grid, results: list[dict[str, Any]]) -> str:
     header = ["", *(["seed"] if seeds else []), *(COLUMNS[name][0] for name in grid.columns)]
     header += [f"paper: {name}" for name in grid.paper_columns]
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    elsewhere = on_other_rows(grid, results)
     for result in results:
         label = f"**{result['label']}**" if result["label"] == grid.reference else result["label"]
+        label += " †" if result in elsewhere else ""
         cells = [label, *([str(result["seed"])] if seeds else [])]
         cells += _measured(grid, result)
         paper = [*result["paper"], *[None] * (len(grid.paper_columns) - len(result["paper"]))]
@@ -369,6 +371,18 @@ def table(grid: Grid, results: list[dict[str, Any]]) -> str:
             + " |"
         )
     return "\n".join(lines)
+
+
+def on_other_rows(grid: Grid, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results on other rows than the reference of their seed, or the first: those of before the data were split anew.
+
+    Cells that train on data of their own are left out: what they were measured on is not told apart from that.
+    """
+    own: dict[int, str] = {}
+    alike = [r for r in results if "data" in r and not any(field.startswith("data.") for field in r["set"])]
+    for result in sorted(alike, key=lambda result: result["label"] != grid.reference):
+        own.setdefault(result["seed"], result["data"])
+    return [result for result in alike if result["data"] != own[result["seed"]]]
 
 
 def _measured(grid: Grid, result: dict[str, Any]) -> list[str]:
@@ -465,6 +479,8 @@ def described(grid: Grid, results: list[dict[str, Any]]) -> str:
         brackets = "In brackets: 95 % bootstrap intervals, paired over the examples."
     if grid.reference is not None:
         text += "The reference is in bold. "
+    if on_other_rows(grid, results):
+        text += "†: measured on another split of the same data, to be compared with each other only. "
     return "\n\n".join([text + brackets, *(MORE[name](results) for name in grid.more)])
 
 

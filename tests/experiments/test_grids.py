@@ -189,6 +189,13 @@ def test_cells_that_are_named_leave_the_others_as_they_were(grid: Path, monkeypa
     ]  # fmt: skip
     other = result("first", 2.1)
     assert run.merged(loaded, "small", [other], kept) == [other, result("rank 2", 2.5), without]
+    here, there = ({"data": name} for name in ("one split", "another split"))
+    own_text = rank["set"] | {"data.top_esl": 20}
+    rows = [first | here, rank | there, rank | there | {"set": own_text}, without | here]
+    assert run.on_other_rows(loaded, rows) == rows[1:2]
+    text = run.table(loaded, rows) + run.described(loaded, rows)
+    assert text.count("†") == 2 and "| rank 2 † |" in text
+    assert "†" not in run.table(loaded, kept) + run.described(loaded, kept)
     changed = [first, rank | {"set": {}}, without]
     assert run.merged(loaded, "small", [first], changed) == [first, without]
 
