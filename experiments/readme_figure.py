@@ -28,6 +28,7 @@ TEACHER, RECOMMENDED, LOLCATS, HEDGEHOG, GLA = COLOURS
 RUNS = (
     ("recommended", "Python code", "recommended/pycode-5m", RECOMMENDED),
     ("LoLCATs", "Python code", "lolcats/pycode-5m", LOLCATS),
+    ("absolute-scale", "Python code", "absolute_scale/pycode-5m", HEDGEHOG),
     ("LoLCATs", "stories", "lolcats/stories260K", LOLCATS),
 )
 LAYERS = (("hedgehog", HEDGEHOG, "v"), ("lolcats", LOLCATS, "s"), ("gla", GLA, "^"))
@@ -35,24 +36,25 @@ Named = tuple[str, str, RunFiles]  # the recipe, its colour, the run's files
 
 
 def kept(axis: Axes, runs: Sequence[Named]) -> None:
-    """A row per run: the student, and what its window alone comes to, trained alike and untrained."""
+    """A row per run: the student, and what its control with a window alone comes to, trained alike and untrained."""
     for row, (_, colour, run) in enumerate(runs):
         losses = {line["name"]: line["quality"]["beyond"]["mean"] for line in run.evaluation["measured"]}
         above = {name: loss - losses["teacher"] for name, loss in losses.items()}
         ahead = run.comparison("window_lora")
         assert ahead is not None
-        # Paired on the same tokens: where the bar begins behind the student, the linear part is worth something.
+        # Paired on the same tokens: where the bar begins behind the student, it is worth more than the window.
         bar = [above["student"] - ahead["beyond"][bound] for bound in ("low", "high")]
         axis.plot(bar, [row, row], color=TEACHER, linewidth=3, alpha=0.35)
         axis.plot(above["student"], row, "o", color=colour, markersize=7)
         axis.plot(above["window_lora"], row, "|", color=TEACHER, markersize=11, markeredgewidth=1.5)
         axis.plot(above["window"], row, "x", color=TEACHER, markersize=7, markeredgewidth=1.5)
-    marks = {"o": "student", "|": "its window alone, trained alike (95 %)", "x": "its window alone, untrained"}
+    marks = {"o": "student", "|": "its window control, trained alike (95 %)", "x": "the same, untrained"}
     for marker, label in marks.items():
         axis.plot([], [], marker, color=TEACHER, label=label, markeredgewidth=1.5)
     names = [f"{recipe}\n{text}" for recipe, text, *_ in RUNS]
-    axis.set(xlim=(0, None), ylim=(len(runs) - 0.6, -1.5), yticks=range(len(runs)), yticklabels=names)
-    axis.set_xlabel("nats per token, beyond the window;\n0 is the teacher, further left is better")
+    axis.axvline(0, ymax=0.75, color=TEACHER, linewidth=1)  # below the legend
+    axis.set(ylim=(len(runs) - 0.6, -1.5), yticks=range(len(runs)), yticklabels=names)
+    axis.set_xlabel("nats per token, beyond the window;\n0 is the teacher as it came, further left is better")
     axis.legend(loc="upper left", fontsize=8, borderaxespad=0.2)
 
 

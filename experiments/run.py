@@ -458,7 +458,8 @@ def draw(grid: Grid, record: dict[str, Any], path: Path) -> None:
 
 def described(grid: Grid, results: list[dict[str, Any]]) -> str:
     """What a reader of the table must know."""
-    measured = {result["seed"]: result for result in results if "diverged" not in result}
+    elsewhere = on_other_rows(grid, results)
+    measured = {r["seed"]: r for r in results if "diverged" not in r and r not in elsewhere}
     if not measured:
         return ""
     first = next(iter(measured.values()))
@@ -479,7 +480,7 @@ def described(grid: Grid, results: list[dict[str, Any]]) -> str:
         brackets = "In brackets: 95 % bootstrap intervals, paired over the examples."
     if grid.reference is not None:
         text += "The reference is in bold. "
-    if on_other_rows(grid, results):
+    if elsewhere:
         text += "†: measured on another split of the same data, to be compared with each other only. "
     return "\n\n".join([text + brackets, *(MORE[name](results) for name in grid.more)])
 

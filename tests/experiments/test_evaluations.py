@@ -33,7 +33,7 @@ def test_evaluation_pages_are_what_the_command_writes(folder: str) -> None:
     [
         ("lolcats/pycode-5m", (2.496487 - 2.487033) / (2.496487 - 2.294982), "teacher and window finetuned alike"),
         ("lolcats/stories260K", (1.704139 - 1.702638) / (1.704139 - 1.645732), "teacher and window finetuned alike"),
-        ("recommended/pycode-5m", (2.468074 - 2.457303) / (2.468074 - 2.297933), "the teacher as it came"),
+        ("absolute_scale/pycode-5m", (2.468074 - 2.457303) / (2.468074 - 2.297933), "the teacher as it came"),
     ],
 )
 def test_shares_of_former_files_are_against_models_finetuned_alike(folder: str, share: float, against: str) -> None:

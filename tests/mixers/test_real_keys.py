@@ -13,11 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from linearize import convert
 from linearize.demo.corpus import teacher_path
 from linearize.hf.attention import observed, softmax_output
+from linearize.mixers.combine import Add
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.hedgehog import HedgehogMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
+from linearize.mixers.mixer import without_lost
 from linearize.mixers.shape import LayerShape
+from linearize.ops.layout import NoSpan
+from linearize.ops.partial import Partial
 from linearize.recipe import Recipe
 from tests.mixers.weights import weights_of
 from tests.oracles.heads import Inputs, make_head
@@ -129,3 +133,16 @@ def test_far_keys_of_any_weight() -> None:
         torch.testing.assert_close(y, torch.full((2,), float(expected)), rtol=1e-5, atol=1e-14)
         (gradient,) = torch.autograd.grad(y.sum(), [mixer.combine.get_parameter("offset")])
         assert gradient.isfinite().all()
+
+
+def test_sums_that_float32_does_not_hold_are_taken_for_none() -> None:
+    """As found in training, in absolute scale: 3e-14 over 1e-28. A sum as small that is a mean of values stays."""
+    shape = LayerShape(num_heads=1, num_kv_heads=1, head_dim=2, hidden_size=2, max_positions=8)
+    config = MixerConfig(feature_map=HedgehogMap(activation="exp"), combine=Add(), span=NoSpan())
+    mixer = LinearMixer(config.resolved(shape), shape)
+    num = torch.tensor([3.2e-14, 3.2e-27, 3e10]).view(1, 1, 3, 1).expand(-1, -1, -1, 2).clone()
+    den = torch.tensor([1.6e-28, 1.6e-28, 1.0]).view(1, 1, 3)
+    sums = Partial(num, den, torch.zeros_like(den))
+    found = without_lost(sums, mixer.lost(sums))
+    assert found.num[0, 0, :, 0].tolist() == [0.0, num[0, 0, 1, 0].item(), num[0, 0, 2, 0].item()]
+    assert found.den[0, 0].tolist() == [0.0, *den[0, 0, 1:].tolist()]

@@ -15,7 +15,7 @@ from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.base import exponentials
 from linearize.mixers.gates import DECAYS
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer import LinearFeatures, Mixer
+from linearize.mixers.mixer import LinearFeatures, Mixer, without_lost
 from linearize.mixers.mixer_state import MixerState, Tokens, keep_slots, push_slot
 from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.rope import apply_rope
@@ -240,11 +240,12 @@ class LinearMixer(Mixer):
             how: dict[str, Any] = self._how(tokens) | {"span": self.span, "layout": layout, "state": before}
             phi_q, log_scale = self.query_features(inputs, layout.query_position)
             linear = linear_scan(phi_q, phi_k, written, **how)
+            lost = self.lost(linear)
             if self.too_small(linear.den, layout.query_position):
                 phi_q, log_scale = self.query_features(inputs, layout.query_position, linear.den.detach())
                 linear = linear_scan(phi_q, phi_k, written, **how)
             own = {name: x[:, :, x.shape[2] - layout.length :] for name, x in tokens.items()}
-            linear = self.in_scale(linear, log_scale, own)
+            linear = self.in_scale(without_lost(linear, lost), log_scale, own)
         return window, linear
 
     def combined(
@@ -305,7 +306,7 @@ class LinearMixer(Mixer):
             options: dict[str, Any] = {"beta": one.get("beta"), "span": span, "position": position}
             options |= {"state": state.linear} | self._how(one) | _skipped(tokens, below if span.max_lag else None)
             linear, after = linear_step(phi_q, phi_k, one["values"], **options)
-            linear = self.in_scale(linear, log_scale, new)
+            linear = self.in_scale(without_lost(linear, self.lost(linear)), log_scale, new)
         slots = push_slot(tokens, span, position - span.context)
         y = self.combined(inputs, window, linear, self.has_linear(position[:, None]))
         return y, MixerState(slots, position + 1, after, maximum, exact)

@@ -46,11 +46,12 @@ def _about(run: RunFiles) -> str:
         parts.append("teacher: " + ", ".join(filter(None, teacher)))
     if plan:
         layers = len(plan["converted_layers"]) + len(plan["kept_layers"])
-        parts.append(f"{len(plan['converted_layers'])} of {layers} layers linear")
+        parts.append(f"{len(plan['converted_layers'])} of {layers} layers converted")
     if run.task is not None:
         parts.append(f"task: {what(run.task)}")
     if run.window is not None:
-        parts.append(f"window of {count(run.window)} tokens")
+        words = "window of" if run.allocation is None else "as many bytes as a window of"
+        parts.append(f"{words} {count(run.window)} tokens")
     return " \N{MIDDLE DOT} ".join(parts)
 
 
