@@ -18,7 +18,7 @@ from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.hedgehog import HedgehogMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.mixer import without_lost
+from linearize.mixers.mixer import learnable, without_lost
 from linearize.mixers.shape import LayerShape
 from linearize.ops.layout import NoSpan
 from linearize.ops.partial import Partial
@@ -146,3 +146,13 @@ def test_sums_that_float32_does_not_hold_are_taken_for_none() -> None:
     found = without_lost(sums, mixer.lost(sums))
     assert found.num[0, 0, :, 0].tolist() == [0.0, num[0, 0, 1, 0].item(), num[0, 0, 2, 0].item()]
     assert found.den[0, 0].tolist() == [0.0, *den[0, 0, 1:].tolist()]
+
+
+def test_sums_that_stay_small_have_no_gradient() -> None:
+    """In a scale in which they should be 1: their keys' features would have gradients that float32 does not hold."""
+    num = torch.tensor([2.0, 2e-9]).view(1, 1, 2, 1).requires_grad_()
+    den = torch.tensor([[[1.0, 1e-9]]]).requires_grad_()
+    sums = learnable(Partial(num, den, torch.zeros(1, 1, 2)))
+    assert torch.equal(sums.num, num) and torch.equal(sums.den, den)
+    gradients = torch.autograd.grad((sums.num[..., 0] / sums.den).sum(), [num, den])
+    assert [x.flatten().tolist() for x in gradients] == [[1.0, 0.0], [-2.0, 0.0]]

@@ -15,7 +15,7 @@ from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.base import exponentials
 from linearize.mixers.gates import DECAYS
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer import LinearFeatures, Mixer, without_lost
+from linearize.mixers.mixer import LinearFeatures, Mixer, learnable, without_lost
 from linearize.mixers.mixer_state import MixerState, Tokens, keep_slots, push_slot
 from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.rope import apply_rope
@@ -243,7 +243,7 @@ class LinearMixer(Mixer):
             lost = self.lost(linear)
             if self.too_small(linear.den, layout.query_position):
                 phi_q, log_scale = self.query_features(inputs, layout.query_position, linear.den.detach())
-                linear = linear_scan(phi_q, phi_k, written, **how)
+                linear = learnable(linear_scan(phi_q, phi_k, written, **how))
             own = {name: x[:, :, x.shape[2] - layout.length :] for name, x in tokens.items()}
             linear = self.in_scale(without_lost(linear, lost), log_scale, own)
         return window, linear

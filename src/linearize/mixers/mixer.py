@@ -24,6 +24,7 @@ from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout, Span
 from linearize.ops.partial import Partial, accumulation_dtype
 
+LEAST_LEARNED = 1e-3
 LARGEST_VALUE = 256.0  # which no mean of values exceeds; attention's are some tens at most
 
 
@@ -37,6 +38,16 @@ def without_lost(linear: Partial, lost: Bool[Tensor, "B H T"] | None) -> Partial
     else:
         num, den = num.masked_fill_(lost[..., None], 0), den.masked_fill_(lost, 0)
     return replace(linear, num=num, den=den)
+
+
+def learnable(linear: Partial) -> Partial:
+    """The sums, with no gradient where they are small in a scale in which they should be 1.
+
+    Keys whose features are next to the least number of the dtype have gradients next to its greatest, or beyond it.
+    """
+    none = linear.den.detach() < LEAST_LEARNED
+    num = torch.where(none[..., None], linear.num.detach(), linear.num)
+    return replace(linear, num=num, den=torch.where(none, linear.den.detach(), linear.den))
 
 
 class LinearFeatures(NamedTuple):
