@@ -16,12 +16,11 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from mixers import make_inputs
-from records import write_results
+from records import timing_arguments, write_results
 
 from linearize.evaluation.speed import Spread, seconds_in_turns
 from linearize.mixers.config import HeadwiseConfig, MixerConfig
@@ -61,10 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a prefill (default: 4096)")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1024, 4096, 8192], help="tokens before a step")
-    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="counted rounds (default: 15)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of torch (default: 2)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+    timing_arguments(parser, repeats=15)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)

@@ -13,18 +13,17 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from records import write_results
+from records import timing_arguments, write_results
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from linearize.data.rows import PackedRows
 from linearize.evaluation.speed import Spread, peak_bytes, seconds_in_turns
 from linearize.hf.checkpoint import load_model
 from linearize.training.allocation import measured_losses
-from linearize.training.memory import MemoryConfig
+from linearize.training.memory import Choice, MemoryConfig
 
 
 def random_rows(vocabulary: int, rows: int, length: int) -> PackedRows:
@@ -33,8 +32,8 @@ def random_rows(vocabulary: int, rows: int, length: int) -> PackedRows:
     return PackedRows(ids, torch.arange(length).expand(rows, -1).contiguous(), ids)
 
 
-def calls(model: Any, rows: PackedRows, config: MemoryConfig) -> dict[str, Any]:
-    """A forward pass, one forward and back to the first layer's inputs, and both ways of measuring."""
+def calls(model: Any, rows: PackedRows, candidates: dict[str, tuple[Choice, ...]]) -> dict[str, Any]:
+    """A forward pass, one forward and back to the first layer's inputs, and measuring each of the `candidates`."""
     ids = rows.input_ids.to(model.device)
 
     def forward() -> None:
@@ -47,16 +46,11 @@ def calls(model: Any, rows: PackedRows, config: MemoryConfig) -> dict[str, Any]:
             inputs = model.get_input_embeddings()(row).detach().requires_grad_()
             model(inputs_embeds=inputs, use_cache=False).logits.float().logsumexp(-1).sum().backward()
 
-    def measure(windows_only: bool) -> None:
-        chosen = config.model_copy(update={"caches": ()}) if windows_only else config
-        measured_losses(model, rows, chosen.candidates(), tokens=rows.num_tokens, seed=0)
+    def measuring(chosen: tuple[Choice, ...]) -> Any:
+        return lambda: measured_losses(model, rows, chosen, tokens=rows.num_tokens, seed=0)
 
-    return {
-        "forward": forward,
-        "forward and back": back,
-        "windows": lambda: measure(True),
-        "windows and exact caches": lambda: measure(False),
-    }
+    measured = {name: measuring(chosen) for name, chosen in candidates.items()}
+    return {"forward": forward, "forward and back": back} | measured
 
 
 def main() -> None:
@@ -65,10 +59,7 @@ def main() -> None:
     parser.add_argument("--new", action="store_true", help="of its config alone: random weights, in bfloat16")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a row, and memory.of_cache_at")
     parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="counted rounds (default: 3)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="threads of torch (default: 2)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+    timing_arguments(parser, repeats=3)
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
     device, load = torch.device(a.device), [os.getloadavg()[0]]
@@ -79,11 +70,12 @@ def main() -> None:
         model = load_model(a.model, dtype=torch.float32, device=device)
     model.requires_grad_(False)
     config = MemoryConfig(fraction=0.1, of_cache_at=a.length)
-    named = calls(model, random_rows(model.config.vocab_size, a.rows, a.length), config)
+    windows = config.model_copy(update={"caches": ()}).candidates()
+    candidates = {"windows": windows, "windows and exact caches": config.candidates()}
+    named = calls(model, random_rows(model.config.vocab_size, a.rows, a.length), candidates)
     seconds, found = seconds_in_turns(named, a.repeats), []
     print("| what | candidates | times a forward pass | MiB |\n| --- | --- | --- | --- |")  # noqa: T201
-    numbers = {"windows": len(config.model_copy(update={"caches": ()}).candidates())}
-    numbers["windows and exact caches"] = len(config.candidates())
+    numbers = {name: len(chosen) for name, chosen in candidates.items()}
     for name, call in named.items():
         ratio = Spread.of([x / y for x, y in zip(seconds[name], seconds["forward"], strict=True)])
         peak = peak_bytes(call, device)

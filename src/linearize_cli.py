@@ -304,14 +304,7 @@ def demo(
 
 
 def _job(
-    model: str,
-    output_dir: Path,
-    recipe: str,
-    dataset: str | None,
-    set_: list[str] | None,
-    dtype: str,
-    device: str,
-    seed: int | None,
+    model: str, output: Path, recipe: str, dataset: str | None, set_: Set, dtype: str, device: str, seed: int | None
 ) -> Run:
     """What a command line asks for: the recipe, what it changes there, and where to compute."""
     from linearize.recipe import Recipe, parse_overrides
@@ -320,7 +313,7 @@ def _job(
     named = {"data.dataset": dataset, "seed": seed}
     overrides = parse_overrides(set_ or []) | {field: value for field, value in named.items() if value is not None}
     where = _device(device)
-    return Run(Recipe.load(recipe, overrides), model, output_dir, _dtype(dtype, where), where)
+    return Run(Recipe.load(recipe, overrides), model, output, _dtype(dtype, where), where)
 
 
 def _command() -> str:
