@@ -87,6 +87,12 @@ def hedgehog(**fields: Any) -> dict[str, Any]:
             4,
             4 * (2 * 54) + 8 * 2 + 6 * (2 * 32 + 4 * 2 + 8 * 2),
         ),
+        # In bfloat16, S alone.
+        (
+            dict(span=SPANS["sliding"], feature_map=dict(type="performer", feature_dim=6), state_dtype="bfloat16"),
+            4,
+            2 * (2 * 48) + 4 * (2 * 6) + 8 * 2 + 6 * (2 * 32 + 4 * 2 + 8 * 2),
+        ),
         # Maps that see unrotated keys keep them too, and features that are rotated need cosines and sines.
         (
             dict(span=SPANS["sinks"], feature_map=dict(type="elu1", rotation="after"), normalizer=dict(type="none"))
@@ -95,7 +101,7 @@ def hedgehog(**fields: Any) -> dict[str, Any]:
             4 * (2 * 72) + 7 * (2 * (32 + 16 + 16)),
         ),
     ],
-    ids=["slots", "terraced", "maximum", "unrotated"],
+    ids=["slots", "terraced", "maximum", "bfloat16", "unrotated"],
 )
 def test_by_hand(parts: dict[str, Any], parameters: int, state: int) -> None:
     found = cost(**parts)

@@ -46,6 +46,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(span=NoSpan(), combine=Mix()), dict(span=TerracedSpan())),
     (WINDOW_ONLY | dict(cache=ExactCache(size=4)), dict(span=TerracedSpan())),
     (dict(span=TerracedSpan(), cache=ExactCache(size=4)), WINDOW_ONLY),
+    (WINDOW_ONLY | dict(state_dtype="bfloat16"), dict(state_dtype=None)),
     (dict(normalizer=GroupNormalizer()), dict(combine=Add())),
     (dict(feature_map=maps.RfaMap()), dict(combine=Mix())),
     (dict(combine=AbsoluteScale()), dict(feature_map=maps.HedgehogMap(activation="exp"))),
@@ -154,7 +155,7 @@ def product() -> tuple[list[MixerConfig], Counter[str]]:
 def test_every_combination_is_accepted_or_refused_with_a_reason(product: tuple[list[MixerConfig], Counter]) -> None:
     accepted, refused = product
     assert len(accepted) + refused.total() == 3 * 18 * 8 * 3 * 4 * 5 == 25_920
-    of_products = {reason for reason in REASONS if not reason.startswith("cache:")}
+    of_products = {reason for reason in REASONS if not reason.startswith(("cache:", "state_dtype"))}
     assert set(refused) == of_products, "each of the reasons, and no other"
     # By hand. Of spans and combinations there are 3 with `add`, 2 with `mix`, 3 with `shared_denominator`.
     # The delta rule: 3 normalizers, 5 decays; 17 maps with l2, and 13 with `sum`, without the 4 of mixed signs.

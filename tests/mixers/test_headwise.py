@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -64,6 +67,53 @@ def test_a_state_grows_by_its_softmax_heads_alone() -> None:
     mixer, x = HeadwiseMixer(config, SHAPE).double(), inputs(40)
     short, long = (mixer.step(x.tokens(0, n), None)[1].nbytes for n in (20, 40))
     assert long - short == 2 * 2 * 2 * 6 * 8 * 20  # rows, heads, keys and values, fp64
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"span": {"type": "sliding", "window_size": 4}},
+        {"span": {"type": "terraced", "window_size": 4}, "feature_map": {"type": "performer"}},
+        {
+            "span": {"type": "none"},
+            "decay": {"type": "scalar"},
+            "normalizer": {"type": "rms_norm"},
+            "combine": {"type": "add"},
+        },
+        {
+            "span": {"type": "none"},
+            "update": {"type": "delta"},
+            "normalizer": {"type": "rms_norm"},
+            "combine": {"type": "add"},
+        },
+    ],
+    ids=["lolcats", "performer", "decay", "delta"],
+)
+def test_a_head_keeps_its_state_in_a_dtype_of_its_own(parts: dict[str, Any]) -> None:
+    """S alone, between calls alone: the other heads are what they were, and rounding is all that differs."""
+    x = inputs(40)
+    x = replace(x, hidden=torch.randn(2, 40, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    outputs, linear = [], []
+    for dtype in None, "bfloat16":
+        kind = MixerConfig.model_validate(parts | {"state_dtype": dtype})
+        config = HeadwiseConfig.of([SHORT, kind, None, SHORT])
+        assert isinstance(config, HeadwiseConfig)
+        torch.manual_seed(0)
+        mixer, state, pieces = HeadwiseMixer(config, SHAPE).double(), None, []
+        for start, stop in ((0, 20), (20, 33), *((n, n + 1) for n in range(33, 40))):
+            y, state = mixer.step(x.tokens(start, stop), state)
+            pieces.append(y)
+        assert state is not None
+        assert state.parts[1].nbytes == mixer.groups[1].state_like(x.tokens(0, 1).heads((1,))).nbytes
+        outputs.append(torch.cat(pieces, dim=2).unflatten(1, (4, 2)))
+        linear.append(state.parts[1].linear)
+    (exact, rounded), (full, half) = outputs, linear
+    assert half.S.dtype == torch.bfloat16 and half.z.dtype == full.S.dtype == torch.float64
+    assert torch.equal(rounded[:, [0, 2, 3]], exact[:, [0, 2, 3]]) and torch.equal(
+        rounded[:, 1, :, :20], exact[:, 1, :, :20]
+    )
+    change = (rounded - exact)[:, 1, :, 20:].norm() / exact[:, 1, :, 20:].norm()
+    assert 0 < change < 0.02
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

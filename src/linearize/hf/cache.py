@@ -10,11 +10,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from linearize.base import UserError
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer_state import State
+from linearize.mixers.mixer_state import STATE_DTYPES, State
 from linearize.mixers.recording import Recording
 from linearize.ops.layout import Layout
-
-STATE_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class LinearizedCacheLayer(CacheLayerMixin):

@@ -86,6 +86,9 @@ class MixerConfig(Config):
     combine: Annotated[Config, OneOf(COMBINES)] = Field(
         default=SharedDenominator(), description="how window and linear part become one output"
     )
+    state_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="of S between calls; null: float32, in which it is computed"
+    )
 
     @model_validator(mode="after")
     def _meaningful(self) -> MixerConfig:
@@ -269,6 +272,10 @@ _REFUSED: tuple[tuple[Callable[[MixerConfig], bool], str], ...] = (
         lambda m: m.cache is not None and m.feature_map is not None,
         "cache: what it drops is dropped, a linear part would not hold it: set feature_map to null and combine to "
         "`window_only`",
+    ),
+    (
+        lambda m: m.state_dtype is not None and m.feature_map is None,
+        "state_dtype is that of the linear part's state, and there is none: set it to null",
     ),
     (
         lambda m: isinstance(m.combine, SharedDenominator | AbsoluteScale) and not m.sums,

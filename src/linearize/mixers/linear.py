@@ -16,7 +16,7 @@ from linearize.mixers.feature_maps.base import exponentials
 from linearize.mixers.gates import DECAYS
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, Mixer, learnable, without_lost
-from linearize.mixers.mixer_state import MixerState, Tokens, keep_slots, push_slot
+from linearize.mixers.mixer_state import STATE_DTYPES, MixerState, Tokens, keep_slots, push_slot
 from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.rope import apply_rope
 from linearize.mixers.running_maximum import running_maximum
@@ -74,8 +74,16 @@ class LinearMixer(Mixer):
     ) -> tuple[Float[Tensor, "B H T D"], MixerState]:
         """Outputs and the next state. Any number of tokens; a single one costs the same at every position.
 
-        `layout` None: every row's tokens are valid and go on in its document.
+        `layout` None: every row's tokens are valid and go on in its document. Between calls S is in the config's
+        `state_dtype`; where that is less than it is computed in, the calls' lengths make a difference of its rounding.
         """
+        kept = STATE_DTYPES[self.config.state_dtype]
+        if kept is None:
+            return self._step(inputs, state, layout)
+        y, after = self._step(inputs, None if state is None else state.matrices_in(None), layout)
+        return y, after.matrices_in(kept)
+
+    def _step(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None) -> tuple[Tensor, MixerState]:
         length, segment = inputs.q.shape[2], self._segment(inputs)
         with torch.autocast(inputs.autocast_device, enabled=False):
             if layout is not None or segment >= length:
@@ -331,7 +339,9 @@ class LinearMixer(Mixer):
         slots = {name: x.new_zeros(batch, x.shape[1], size, x.shape[3]) for name, x in new.items()}
         size = None if self.config.cache is None else self.config.cache.size
         exact = None if size is None else empty_cache(inputs.k, inputs.v, size)
-        return MixerState(slots, seen, linear, maximum, exact)
+        state = MixerState(slots, seen, linear, maximum, exact)
+        kept = STATE_DTYPES[self.config.state_dtype]
+        return state if kept is None else state.matrices_in(kept)
 
 
 def _skipped(tokens: Tokens, below: Bool[Tensor, "B S"] | None) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from linearize.ops.linear_state import LinearState
 AnyState = TypeVar("AnyState", bound="State")
 Tokens = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
 MATRICES = ("linear.S", "linear.next_S")
+STATE_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GROWING = ("all_keys", "all_values")  # slots of every token seen
 
 
