@@ -9,6 +9,13 @@ A few minutes show that it learns:
 
     python scripts/train_demo_teacher.py --output-dir teacher --tokens 100000 --context 256
 
+A teacher with a longer reach goes on from one that is there: with a larger base of the rotary embedding, on longer rows
+of files that lie next to each other, some of them with spans that come back far away (experiments/long_reach):
+
+    python scripts/train_demo_teacher.py --output-dir long --continue-from src/linearize/demo/teacher --context 8192 \
+        --rope-theta 500000 --join 100000 --repeats 0.25 --batch-size 1 --tokens 2000000 --muon-lr 0.005 \
+        --adamw-lr 0.001 --packages torch transformers numpy scipy networkx
+
 Whatever the sources, the modules that the bundled teacher never saw are left out, and the loss at the end is measured
 on those of the standard library, so that two teachers of one tokenizer can be compared.
 """
@@ -30,7 +37,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
@@ -101,6 +110,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output-dir", type=Path, required=True, help="a folder that does not exist yet")
+    parser.add_argument(
+        "--continue-from",
+        type=Path,
+        metavar="DIR",
+        help="a Llama to go on from, with its tokenizer and shape; --context and --rope-theta are the new ones",
+    )
     data = parser.add_argument_group("data")
     data.add_argument(
         "--sources",
@@ -119,6 +134,20 @@ def parser() -> argparse.ArgumentParser:
     )
     data.add_argument("--vocab-size", type=positive, default=4096, help="of the byte-level BPE tokenizer (%(default)s)")
     data.add_argument("--context", type=positive, default=1024, help="tokens per row (%(default)s)")
+    data.add_argument(
+        "--join",
+        type=positive,
+        default=1,
+        metavar="CHARACTERS",
+        help="files next to each other make texts of at least so many characters, for what is far apart (each its own)",
+    )
+    data.add_argument(
+        "--repeats",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of the rows, in which spans of text and of random tokens come twice, far apart (%(default)s)",
+    )
     shape = parser.add_argument_group("shape")
     shape.add_argument("--layers", type=positive, default=6, help="number of layers (%(default)s)")
     shape.add_argument("--hidden-size", type=positive, default=256, help="width of the residual stream (%(default)s)")
@@ -162,13 +191,20 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--output-dir: expected a folder that does not exist yet, found {args.output_dir}")
     if args.heads % args.kv_heads:
         raise UserError(f"--kv-heads: expected a divisor of --heads ({args.heads}), found {args.kv_heads}")
+    if not 0 <= args.repeats <= 1:
+        raise UserError(f"--repeats: expected a share between 0 and 1, found {args.repeats}")
+    continued = None if args.continue_from is None else teacher_to_continue(args)
     texts = training_texts([*args.sources, *map(package_folder, args.packages)])
     _, held_out = standard_library_texts()
     console.print(f"{len(texts)} files to train on, {sum(map(len, texts)) / 1e6:.1f} MB; {len(held_out)} held out")
-    tokenizer = train_tokenizer(texts, args.vocab_size, args.context)
-    data = DataConfig(sequence_length=args.context, validation_rows=args.held_out_rows)
-    dataset = dataset_from_documents(texts, held_out, tokenizer, data, args.seed)
-    model = build_model(args, len(tokenizer)).to(args.device)
+    if continued is None:
+        tokenizer = train_tokenizer(texts, args.vocab_size, args.context)
+        model = build_model(args, len(tokenizer))
+    else:
+        tokenizer, model = continued
+    model.to(args.device)
+    data = DataConfig(sequence_length=args.context, validation_rows=args.held_out_rows, repeats=args.repeats)
+    dataset = dataset_from_documents(joined(texts, args.join), held_out, tokenizer, data, args.seed)
     size = sum(parameter.numel() for parameter in model.parameters())
     console.print(f"{size / 1e6:.2f}M parameters; one epoch is {dataset.train.num_tokens / 1e6:.2f}M tokens")
     train(model, dataset.train, args)
@@ -225,6 +261,35 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, context: int) -> PreT
         pad_token=END_OF_TEXT,
         model_max_length=context,
     )
+
+
+def joined(texts: Sequence[str], characters: int) -> list[str]:
+    """Texts next to each other as one, each of at least so many characters; a last one that stays shorter is kept."""
+    found, parts, length = [], [], 0
+    for text in texts:
+        parts.append(text)
+        length += len(text)
+        if length >= characters:
+            found.append("\n".join(parts))
+            parts, length = [], 0
+    return [*found, "\n".join(parts)] if parts else found
+
+
+def teacher_to_continue(args: argparse.Namespace) -> tuple[PreTrainedTokenizerBase, LlamaForCausalLM]:
+    """A model with `--context` and `--rope-theta`, and its tokenizer.
+
+    Raises:
+        UserError: the folder holds no Llama.
+    """
+    if not (args.continue_from / "config.json").is_file():
+        raise UserError(f"--continue-from: expected a model's folder, found {str(args.continue_from)!r}")
+    config = AutoConfig.from_pretrained(args.continue_from)
+    if config.model_type != "llama":
+        raise UserError(f"--continue-from: expected a model of type 'llama', found {config.model_type!r}")
+    config.max_position_embeddings = args.context
+    config.rope_parameters = {"rope_type": "default", "rope_theta": args.rope_theta}
+    tokenizer = AutoTokenizer.from_pretrained(args.continue_from, model_max_length=args.context)
+    return tokenizer, AutoModelForCausalLM.from_pretrained(args.continue_from, config=config, dtype=torch.float32)
 
 
 def build_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearize.demo.corpus import HELD_OUT_MODULES, teacher_path
@@ -61,6 +62,37 @@ def test_it_learns_and_writes_a_folder_that_transformers_reads(script, sources, 
     assert [path.name for path in output.parent.iterdir()] == ["teacher"]  # no scratch folder is left
 
 
+def test_it_goes_on_from_a_model_with_a_longer_reach(script, sources, held_out, tmp_path, capsys):
+    torch.manual_seed(0)
+    args = script.parser().parse_args(["--output-dir", "unused", *TINY, "--intermediate-size", "48"])
+    tokenizer = script.train_tokenizer(script.training_texts([sources]), args.vocab_size, args.context)
+    before = script.build_model(args, len(tokenizer))
+    before.save_pretrained(tmp_path / "short")
+    tokenizer.save_pretrained(tmp_path / "short")
+    longer = shlex.split("--context 256 --rope-theta 50000 --join 9000 --repeats 0.5 --tokens 512 --batch-size 1")
+    given = [
+        "--output-dir",
+        str(tmp_path / "long"),
+        "--sources",
+        str(sources),
+        "--continue-from",
+        str(tmp_path / "short"),
+    ]
+    assert script.main([*given, *longer, "--held-out-rows", "20", "--muon-lr", "1e-9", "--adamw-lr", "1e-9"]) == 0
+    assert "step 2/2" in capsys.readouterr().err
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "long", dtype=torch.float32)
+    assert after.config.max_position_embeddings == 256 and after.config.rope_parameters["rope_theta"] == 50000
+    for name, weight in before.state_dict().items():  # the shape is its own, and the weights, in bfloat16
+        torch.testing.assert_close(after.state_dict()[name], weight, rtol=1e-2, atol=1e-6)
+    stored = AutoTokenizer.from_pretrained(tmp_path / "long")
+    assert stored.model_max_length == 256 and stored("def call")["input_ids"] == tokenizer("def call")["input_ids"]
+
+
+def test_files_next_to_each_other_are_joined(script):
+    assert script.joined(["ab", "c", "def", "g"], 3) == ["ab\nc", "def", "g"]
+    assert script.joined(["ab", "c"], 1) == ["ab", "c"] and script.joined([], 1) == []
+
+
 def test_a_failure_while_writing_leaves_nothing_behind(script, tmp_path):
     with pytest.raises(OSError, match="no space"), script.atomic_folder(tmp_path / "teacher") as folder:
         (folder / "config.json").write_text("{}", encoding="utf-8")
@@ -104,6 +136,8 @@ def test_the_defaults_are_the_bundled_teacher(script):
         (["--sources", "nowhere"], "--sources: expected a folder, found 'nowhere'"),
         (["--packages", "no_such_package"], "--packages: expected the import name"),
         (["--packages", "this"], "--packages: expected the import name"),
+        (["--continue-from", "nowhere"], "--continue-from: expected a model's folder, found 'nowhere'"),
+        (["--repeats", "2"], "--repeats: expected a share between 0 and 1, found 2.0"),
         (["--heads", "3"], "--kv-heads: expected a divisor of --heads (3), found 2"),
     ],
 )
