@@ -1,4 +1,4 @@
-"""Train a small Llama on Python sources from scratch, tokenizer included: how the demo's teacher can be made again.
+"""Train a small Llama or GPT-2 on Python sources, tokenizer included: how the demo's teacher can be made again.
 
 The defaults are the shape and the budget of the bundled teacher, which took 75 minutes on two cores over the standard
 library and some permissively licensed packages:
@@ -34,14 +34,18 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
@@ -149,6 +153,12 @@ def parser() -> argparse.ArgumentParser:
         help="of the rows, in which spans of text and of random tokens come twice, far apart (%(default)s)",
     )
     shape = parser.add_argument_group("shape")
+    shape.add_argument(
+        "--model-type",
+        choices=("llama", "gpt2"),
+        default="llama",
+        help="gpt2: --kv-heads, --head-dim, --intermediate-size and --rope-theta are not read (%(default)s)",
+    )
     shape.add_argument("--layers", type=positive, default=6, help="number of layers (%(default)s)")
     shape.add_argument("--hidden-size", type=positive, default=256, help="width of the residual stream (%(default)s)")
     shape.add_argument("--heads", type=positive, default=4, help="query heads (%(default)s)")
@@ -275,7 +285,7 @@ def joined(texts: Sequence[str], characters: int) -> list[str]:
     return [*found, "\n".join(parts)] if parts else found
 
 
-def teacher_to_continue(args: argparse.Namespace) -> tuple[PreTrainedTokenizerBase, LlamaForCausalLM]:
+def teacher_to_continue(args: argparse.Namespace) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """A model with `--context` and `--rope-theta`, and its tokenizer.
 
     Raises:
@@ -292,28 +302,40 @@ def teacher_to_continue(args: argparse.Namespace) -> tuple[PreTrainedTokenizerBa
     return tokenizer, AutoModelForCausalLM.from_pretrained(args.continue_from, config=config, dtype=torch.float32)
 
 
-def build_model(args: argparse.Namespace, vocab_size: int) -> LlamaForCausalLM:
+def build_model(args: argparse.Namespace, vocab_size: int) -> PreTrainedModel:
+    """New weights: of a Llama, or of a GPT-2, which has as many KV heads as query heads and learned positions."""
     torch.manual_seed(args.seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": True}
+    if args.model_type == "gpt2":
+        config = GPT2Config(
             vocab_size=vocab_size,
-            hidden_size=args.hidden_size,
-            intermediate_size=args.intermediate_size,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.heads,
-            num_key_value_heads=args.kv_heads,
-            head_dim=args.head_dim,
-            max_position_embeddings=args.context,
-            rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=0,
+            n_embd=args.hidden_size,
+            n_inner=4 * args.hidden_size,
+            n_layer=args.layers,
+            n_head=args.heads,
+            n_positions=args.context,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            resid_pdrop=0.0,
+            **ends,
         )
+        return GPT2LMHeadModel(config)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.intermediate_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        max_position_embeddings=args.context,
+        rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
+        **ends,
     )
+    return LlamaForCausalLM(config)
 
 
-def train(model: LlamaForCausalLM, rows: PackedRows, args: argparse.Namespace) -> None:
+def train(model: PreTrainedModel, rows: PackedRows, args: argparse.Namespace) -> None:
     """Muon on the matrices, AdamW on the rest; the learning rates fall linearly to 0 over the second half."""
     steps = max(1, args.tokens // (args.batch_size * args.context))
     optimizers = build_optimizers(model, args.muon_lr, args.adamw_lr)
@@ -338,8 +360,9 @@ def train(model: LlamaForCausalLM, rows: PackedRows, args: argparse.Namespace) -
                 console.print(f"step {step}/{steps}: loss {loss.item():.3f}")
 
 
-def build_optimizers(model: LlamaForCausalLM, muon_lr: float, adamw_lr: float) -> list[Optimizer]:
-    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+def build_optimizers(model: PreTrainedModel, muon_lr: float, adamw_lr: float) -> list[Optimizer]:
+    embeddings = {id(x) for part in model.modules() if isinstance(part, nn.Embedding) for x in part.parameters()}
+    matrices = [x for x in model.parameters() if x.ndim == 2 and id(x) not in embeddings]
     in_muon = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in in_muon]
     return [
@@ -360,7 +383,7 @@ def shuffled_batches(rows: PackedRows, batch_size: int, seed: int) -> Iterator[P
 
 
 @torch.no_grad()
-def held_out_loss(model: LlamaForCausalLM, rows: PackedRows) -> float:
+def held_out_loss(model: PreTrainedModel, rows: PackedRows) -> float:
     """Mean loss in nats per predicted token."""
     model.eval()
     total, count = 0.0, 0

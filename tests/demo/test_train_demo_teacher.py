@@ -62,6 +62,16 @@ def test_it_learns_and_writes_a_folder_that_transformers_reads(script, sources, 
     assert [path.name for path in output.parent.iterdir()] == ["teacher"]  # no scratch folder is left
 
 
+@pytest.mark.parametrize("model_type, per_layer, others", [("llama", 7, 1 + 2 * 2 + 1), ("gpt2", 4, 2 + 2 * 8 + 2)])
+def test_matrices_have_an_optimizer_of_their_own(script, model_type, per_layer, others):
+    args = script.parser().parse_args(["--output-dir", "unused", *TINY, "--model-type", model_type])
+    model = script.build_model(args, 400)
+    assert (model.config.model_type, model.config.max_position_embeddings) == (model_type, 64)
+    muon, adamw = script.build_optimizers(model, 0.02, 0.003)
+    assert [len(muon.param_groups[0]["params"]), len(adamw.param_groups[0]["params"])] == [2 * per_layer, others]
+    assert all(x.ndim == 2 and 400 not in x.shape for x in muon.param_groups[0]["params"])
+
+
 def test_it_goes_on_from_a_model_with_a_longer_reach(script, sources, held_out, tmp_path, capsys):
     torch.manual_seed(0)
     args = script.parser().parse_args(["--output-dir", "unused", *TINY, "--intermediate-size", "48"])
