@@ -23,7 +23,6 @@ on those of the standard library, so that two teachers of one tokenizer can be c
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -56,7 +55,9 @@ from linearize.data.packing import dataset_from_documents
 from linearize.data.rows import PackedRows, on_device
 from linearize.demo.corpus import (
     HELD_OUT_MODULES,
+    joined,
     module_sources,
+    package_folder,
     standard_library_folder,
     standard_library_texts,
 )
@@ -243,14 +244,6 @@ def training_texts(folders: Sequence[Path]) -> list[str]:
     return texts
 
 
-def package_folder(name: str) -> Path:
-    """Where an installed package lies; it is not imported."""
-    spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"--packages: expected the import name of an installed package, found {name!r}; install it")
-    return Path(spec.submodule_search_locations[0])
-
-
 def train_tokenizer(texts: Sequence[str], vocab_size: int, context: int) -> PreTrainedTokenizerBase:
     """Byte-level BPE; `END_OF_TEXT`, id 0, begins, ends and pads."""
     tokenizer = Tokenizer(models.BPE())
@@ -271,18 +264,6 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, context: int) -> PreT
         pad_token=END_OF_TEXT,
         model_max_length=context,
     )
-
-
-def joined(texts: Sequence[str], characters: int) -> list[str]:
-    """Texts next to each other as one, each of at least so many characters; a last one that stays shorter is kept."""
-    found, parts, length = [], [], 0
-    for text in texts:
-        parts.append(text)
-        length += len(text)
-        if length >= characters:
-            found.append("\n".join(parts))
-            parts, length = [], 0
-    return [*found, "\n".join(parts)] if parts else found
 
 
 def teacher_to_continue(args: argparse.Namespace) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:

@@ -144,8 +144,8 @@ def test_the_defaults_are_the_bundled_teacher(script):
     "arguments, message",
     [
         (["--sources", "nowhere"], "--sources: expected a folder, found 'nowhere'"),
-        (["--packages", "no_such_package"], "--packages: expected the import name"),
-        (["--packages", "this"], "--packages: expected the import name"),
+        (["--packages", "no_such_package"], "packages: expected the import name"),
+        (["--packages", "this"], "packages: expected the import name"),
         (["--continue-from", "nowhere"], "--continue-from: expected a model's folder, found 'nowhere'"),
         (["--repeats", "2"], "--repeats: expected a share between 0 and 1, found 2.0"),
         (["--heads", "3"], "--kv-heads: expected a divisor of --heads (3), found 2"),
