@@ -27,7 +27,8 @@ from tests import tiny
 REFERENCE, LENGTH, PAIR = 8, 64, 2 * 8 * 4  # bytes of a key and a value of 8 numbers, fp32
 HEADS = 4
 SMALL = {
-    "memory": {"fraction": 0.5, "of_cache_at": LENGTH, "windows": [4, 8, 16, 24, 40], "caches": [8, 16], "tokens": 256},
+    "memory": {"fraction": 0.5, "of_cache_at": LENGTH, "windows": [4, 8, 16, 24, 40], "caches": [8, 16], "tokens": 256}
+    | {"mixers": [{"feature_map": {"type": "exp"}, "span": {"type": "none"}}]},
     "data.validation_fraction": 0.5,
     "data.validation_rows": 40,
     "finetune.batch_size": 4,

@@ -25,6 +25,11 @@ from tests.hf.models import ARCHITECTURES as FIRST
 from tests.hf.models import make_teacher, random_tokens
 
 CONVEX = [8.0, 3.0, 1.0, 0.0]
+WINDOW = {"type": "sliding", "window_size": 4}
+LINEAR = [
+    {"span": WINDOW, "feature_map": {"type": "exp"}, "combine": {"type": "absolute_scale"}},
+    {"span": WINDOW, "decay": {"type": "scalar"}, "normalizer": {"type": "rms_norm"}, "combine": {"type": "add"}},
+]
 
 
 def rows(count: int, length: int) -> PackedRows:
@@ -135,19 +140,21 @@ def test_bytes_are_those_of_the_states() -> None:
     teacher = make_teacher("llama")
     shape, memory = (
         TeacherShape.from_config(teacher.config.to_dict()),
-        MemoryConfig(bytes=10_000, of_cache_at=64, grows=True),
+        MemoryConfig(bytes=10_000, of_cache_at=64, grows=True, mixers=LINEAR),
     )
     candidates = memory.candidates()
     sizes = candidate_bytes(candidates, shape, torch.float64, 64)
     assert candidates[-1] is None and sizes[-1] == 64 * 2 * 8 * 8
     losses = {layer: [[1.0 / size for size in sizes]] * 2 for layer in range(3)}
-    chosen = allocate(losses, sizes, 40_000)
+    losses[1] = [[float(place != len(sizes) - 3 + head) for place in range(len(sizes))] for head in range(2)]
+    chosen = allocate(losses, sizes, 30_000)
+    assert chosen[1] == [len(sizes) - 3, len(sizes) - 2]
     student = convert_layers(teacher, allocated_plan(chosen, candidates, 3))
     with torch.no_grad():
         cache = student(random_tokens(1, 64), use_cache=True).past_key_values
     held = sum(layer.nbytes for layer in cache.layers)
     counts = 8 * sum(1 for layer in cache.layers for name in layer.kept.named_tensors() if name.endswith("seen"))
-    assert held - counts == sum(sizes[place] for heads in chosen.values() for place in heads) <= 40_000
+    assert held - counts == sum(sizes[place] for heads in chosen.values() for place in heads) <= 30_000
 
 
 def test_a_fraction_is_of_the_teachers_cache() -> None:
@@ -163,6 +170,7 @@ def test_a_fraction_is_of_the_teachers_cache() -> None:
         ({"memory": {}}, "either `bytes` or `fraction`"),
         ({"memory": {"bytes": 5, "fraction": 0.5}}, "either `bytes` or `fraction`"),
         ({"memory": {"bytes": 5}}, "set transfer=null"),
+        ({"memory": {"bytes": 5, "mixers": [{"feature_map": {"type": "relu", "rotation": "after"}}]}}, "rotation"),
         ({"memory": {"bytes": 5}, "transfer": None, "heads": [{"kv_heads": ["0.0"]}]}, r"set heads=\[\]"),
     ],
 )

@@ -141,8 +141,10 @@ def _heads(about: dict[str, Any], chosen: dict[str, list[int]]) -> str:
 
 
 def _held(candidate: dict[str, Any] | None) -> str:
-    """A head's memory in few letters: `128`, a window; `32+64`, an exact cache beside one; `all`."""
+    """A head's memory in few letters: `128`, a window; `32+64`, an exact cache beside one; `16+exp`, a map; `all`."""
     if candidate is None:
         return "all"
-    span, cache = candidate["span"], candidate["cache"]
-    return str(span["window_size"]) if cache is None else f"{span['blocks'] * span['window_size']}+{cache['size']}"
+    span, cache, feature_map = candidate["span"], candidate["cache"], candidate["feature_map"]
+    near = span.get("window_size", 0) * span.get("blocks", 1)
+    beside = [str(cache["size"])] if cache else [feature_map["type"]] if feature_map else []
+    return "+".join([str(near), *beside])

@@ -25,7 +25,7 @@ class MemoryConfig(Config):
     """Bytes of state that the KV heads of all layers share, each getting what it needs most.
 
     Either `bytes`, or the `fraction` of the teacher's cache at `of_cache_at` tokens. Heads choose among windows, an
-    exact cache beside a window of 32, and, where the state may grow, softmax over all keys.
+    exact cache beside a window of 32, any other mixers, and, where the state may grow, softmax over all keys.
     """
 
     bytes: PositiveInt | None = Field(default=None, description="of one sequence's state, all layers together")
@@ -45,12 +45,17 @@ class MemoryConfig(Config):
         description="pairs of an exact cache beside a window of 32; likewise",
     )
     score: Score = Field(default="redundancy_and_age", description="which keys the exact caches keep")
+    mixers: tuple[MixerConfig, ...] = Field(
+        default=(), description="further ones to choose from, measured as they come: linear states, other windows"
+    )
     tokens: PositiveInt = Field(default=16384, description="training tokens that the heads are measured on")
 
     @model_validator(mode="after")
     def _one_of_both(self) -> MemoryConfig:
         if (self.bytes is None) == (self.fraction is None):
             raise ValueError("memory: expected either `bytes` or `fraction`")
+        if any(mixer.reads_unrotated for mixer in self.mixers):
+            raise ValueError("memory.mixers: keys before RoPE are not measured; choose a map with rotation `before`")
         return self
 
     def budget(self, teacher: TeacherShape, dtype: torch.dtype) -> int:
@@ -65,7 +70,7 @@ class MemoryConfig(Config):
         """What a head can have."""
         windows = (window(size) for size in self.windows if size < self.of_cache_at)
         caches = (cached(size, self.score) for size in self.caches if size + 2 * BLOCK < self.of_cache_at)
-        return (*windows, *caches, *((None,) if self.grows else ()))
+        return (*windows, *caches, *self.mixers, *((None,) if self.grows else ()))
 
 
 def window(size: int) -> MixerConfig:
@@ -89,12 +94,13 @@ def candidate_bytes(candidates: Sequence[Choice], teacher: TeacherShape, dtype: 
     group = teacher.num_heads // teacher.num_kv_heads
     one = replace(teacher.layer, num_heads=group, num_kv_heads=1)
     q, kv = (torch.empty(1, heads, 1, teacher.head_dim, dtype=dtype, device="meta") for heads in (group, 1))
+    hidden = torch.empty(1, 1, teacher.hidden_size, dtype=dtype, device="meta")
     sizes = []
     for choice in candidates:
         if choice is None:
             sizes.append(length * pair_bytes(teacher, dtype))
             continue
         with torch.device("meta"):
-            state = LinearMixer(choice, one).state_like(AttnInputs(q, kv, kv, 1.0))
+            state = LinearMixer(choice, one).state_like(AttnInputs(q, kv, kv, 1.0, hidden=hidden))
         sizes.append(state.nbytes - state.seen.nbytes)
     return sizes
