@@ -183,7 +183,7 @@ def test_flops_by_hand() -> None:
     lora = 8 * (16 + 12 + 12 + 16)
     assert plan.finetune is not None and plan.finetune.trainable_parameters == lora
     assert plan.finetune.flops == 4 * weights + 6 * lora + 3 * mixer
-    assert plan.control_flops == 2 * 2 * plan.finetune.flops, "two controls, on the tokens of both stages"
+    assert plan.control_flops == 3 * 2 * plan.finetune.flops, "three controls, on the tokens of both stages"
 
 
 def test_every_recipe_can_be_planned() -> None:
@@ -202,10 +202,10 @@ def test_controls() -> None:
     plan = planned(GPT2, training_tokens=10)
     assert plan.finetune is not None and plan.finetune.flops
     assert plan.transfer is not None and plan.transfer.tokens == plan.finetune.tokens == 20
-    assert plan.control_flops == 2 * 2 * plan.finetune.flops
+    assert plan.control_flops == 3 * 2 * plan.finetune.flops
     # The teacher's outputs are all there is to learn, and the teacher has them.
     plan = planned(GPT2, "finetune.loss.labels=0", "finetune.loss.kl=1", training_tokens=10)
-    assert plan.finetune is not None and plan.control_flops == 2 * plan.finetune.flops
+    assert plan.finetune is not None and plan.control_flops == 2 * 2 * plan.finetune.flops
 
 
 def test_memory_and_disk() -> None:

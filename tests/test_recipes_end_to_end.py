@@ -247,9 +247,9 @@ def check_results(made: Run, worth: Worth | None) -> None:
     if recipe.transfer is None:
         missing |= {"transferred"}
     if recipe.mixer.feature_map is None:
-        missing |= {"ablated"}
+        missing |= {"ablated", "equal_lora"}
     if not made.controls:
-        missing |= {"teacher_lora", "window_lora"}
+        missing |= {"teacher_lora", "window_lora", "equal_lora"}
     if worth.measured:
         assert {measured.name for measured in worth.measured} == LABELS.keys() - missing
         assert (worth.fidelity is not None) == recipe.evaluation.examine

@@ -61,9 +61,7 @@ def measured(a: argparse.Namespace) -> dict[str, Any]:
     paths = dict(name.split("=", 1) if "=" in name else (name, name) for name in a.model)
     models = {name: load(path, a.length) for name, path in paths.items()}
     tokenizer = AutoTokenizer.from_pretrained(next(iter(paths.values())))
-    config = DataConfig(
-        dataset=a.dataset, validation_fraction=0.95, sequence_length=a.length, validation_rows=a.rows
-    )
+    config = DataConfig(dataset=a.dataset, validation_fraction=0.95, sequence_length=a.length, validation_rows=a.rows)
     rows = build_dataset(config, tokenizer, seed=a.seed).test
     assert isinstance(rows, PackedRows)
     losses = {}

@@ -115,7 +115,7 @@ def counts(teacher: PreTrainedModel, recipe: Recipe, learned: Tensor, scored: Te
     linearize.finetune(student, rows, rows, recipe.finetune, output_dir=folder / "finetune")
     found["finetuned"] = rightly_sorted(student, scored)
     if not isinstance(recipe.mixer.span, NoSpan):
-        window = convert_layers(teacher, window_only_plan(read_plan(student.config), 0))
+        window = convert_layers(teacher, window_only_plan(read_plan(student.config), teacher, 0))
         found["window"] = rightly_sorted(window, scored)
         options: dict[str, Any] = {"output_dir": folder / "window", "title": "control: window"}
         linearize.finetune(window, rows, rows, recipe.finetune, **options)

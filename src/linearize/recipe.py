@@ -200,9 +200,10 @@ class Recipe(Config):
 
     @property
     def controls(self) -> tuple[str, ...]:
-        """What the evaluation trains beside the student: the teacher (`teacher_lora`) and its window (`window_lora`).
+        """What the evaluation trains beside the student, on as many tokens as all of its stages together.
 
-        As `finetune` says, be that LoRA or not, on as many tokens as all stages of the student together.
+        The teacher (`teacher_lora`), its window alone (`window_lora`), and where there is a linear part, one window of
+        as many bytes as the student's state (`equal_lora`): as `finetune` says, be that LoRA or not.
 
         None where fine-tuning trains nothing that a model without a linear part has. No teacher where its own outputs
         are all there is to learn: it has them already.
@@ -212,7 +213,10 @@ class Recipe(Config):
             return ()
         if tuned is None or not (tuned.lora or tuned.all_weights) or not self.evaluation.trained_controls:
             return ()
-        return ("teacher_lora", "window_lora") if tuned.loss.labels else ("window_lora",)
+        mixers = (self.mixer, *(heads.mixer for heads in self.heads))
+        linear = any(mixer is not None and mixer.feature_map is not None for mixer in mixers)
+        windows = ("window_lora", "equal_lora") if linear and not self.heads else ("window_lora",)
+        return ("teacher_lora", *windows) if tuned.loss.labels else windows
 
     @classmethod
     def load(cls, name_or_path: str, overrides: dict[str, Any] | None = None) -> Recipe:

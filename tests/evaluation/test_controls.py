@@ -15,13 +15,16 @@ from linearize.evaluation import controls
 from linearize.evaluation.controls import (
     SINKS,
     control_span,
+    equal_bytes_plan,
     window_only,
     window_only_plan,
     window_reach,
     without_linear_part,
 )
 from linearize.hf.attention import linearized_layers, observed, softmax_attention, softmax_output
+from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
+from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import MixerConfig
 from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
@@ -108,7 +111,7 @@ def test_a_trained_control_is_the_same_model() -> None:
     teacher = tiny.llama().double()
     student = tiny.moved_student(teacher)
     plan = tuple(layer.mixer.config for layer in linearized_layers(student).values())
-    control = convert_layers(teacher, window_only_plan(plan, 64))
+    control = convert_layers(teacher, window_only_plan(plan, teacher, 64))
     assert not any(".mixer." in name for name, _ in control.named_parameters())
     with without_linear_part(student):
         assert_close(logits(control), logits(student))
@@ -185,7 +188,24 @@ def test_controls_have_the_mixers_own_span() -> None:
 
 def test_layers_that_stay_softmax_stay_so_in_the_control() -> None:
     mixer = MixerConfig(span=SlidingSpan(window_size=16))
-    assert window_only_plan((None, mixer), 64) == (None, window_only(mixer))
+    assert window_only_plan((None, mixer), tiny.llama(), 64) == (None, window_only(mixer))
+
+
+@pytest.mark.parametrize("state_dtype", [None, "bfloat16"])
+def test_a_window_of_equal_bytes_is_of_equal_bytes(state_dtype: str | None) -> None:
+    """As their caches hold them; to half a pair of key and value per head."""
+    teacher = tiny.llama(max_position_embeddings=512)
+    student = tiny.moved_student(teacher, mixer__span__window_size=5, mixer__state_dtype=state_dtype)
+    control = convert_layers(teacher, equal_bytes_plan(read_plan(student.config), teacher, 64))
+    ids = torch.randint(90, (1, 300))
+    held = []
+    for model in student, control:
+        with torch.no_grad():
+            cache = model(ids, use_cache=True).past_key_values
+        held.append(sum(layer.nbytes - layer.kept.seen.nbytes for layer in cache.layers))
+    shape = TeacherShape.from_config(teacher.config.to_dict())
+    pairs = 2 * shape.num_kv_heads * shape.head_dim * 4 * shape.num_layers
+    assert abs(held[0] - held[1]) <= pairs / 2 and held[0] > 6 * pairs
 
 
 @pytest.mark.parametrize(
@@ -199,4 +219,5 @@ def test_layers_that_stay_softmax_stay_so_in_the_control() -> None:
     ids=str,
 )
 def test_beyond_the_window_means_beyond_the_widest(spans: list[Any], reach: int) -> None:
-    assert window_reach(tuple(None if span is None else MixerConfig(span=span) for span in spans), 64) == reach
+    plan = tuple(None if span is None else MixerConfig(span=span) for span in spans)
+    assert window_reach(plan, tiny.llama(), 64) == reach

@@ -215,7 +215,7 @@ def test_the_closer_look_at_a_student_that_is_its_teacher(teacher: PreTrainedMod
 @pytest.mark.usefixtures("no_speed")
 def test_a_window_has_no_linear_mass_and_only_some_rows_are_read(teacher: PreTrainedModel) -> None:
     converted = linearize.convert(teacher, tiny.recipe(mixer__span__window_size=8))
-    student = convert_layers(teacher, window_only_plan(read_plan(converted.config), 64))
+    student = convert_layers(teacher, window_only_plan(read_plan(converted.config), teacher, 64))
     found = examined({"teacher": teacher, "student": student}, examined_tokens=128)
     assert all(share == 0 for layer in found.path_usage.layers for share in layer.linear_share)
     assert found.path_usage.without_linear.mean == 0

@@ -37,6 +37,7 @@ from linearize.run.pipeline import blocks_to_do, run
 from linearize.training import loop
 from tests import tiny
 
+CONTROLS = ("teacher_lora", "window_lora", "equal_lora")
 FINISHED = {"metrics.jsonl", "result.json", "trained.safetensors"}
 
 
@@ -100,8 +101,8 @@ def test_everything_is_written(finished: Run) -> None:
     stages = {"transfer", "finetune"}
     reports = {"recipe.yaml", "run.json", "plan.json", "evaluation.json", "evaluation.md", "report.html"}
     assert names(finished.folder) == stages | reports | {"controls", "model"}
-    assert names(finished.folder / "controls") == {"teacher_lora", "window_lora"}
-    for stage in ("transfer", "finetune", "controls/teacher_lora", "controls/window_lora"):
+    assert names(finished.folder / "controls") == set(CONTROLS)
+    for stage in ("transfer", "finetune", *(f"controls/{name}" for name in CONTROLS)):
         assert names(finished.folder / stage) == FINISHED
     assert Recipe.load(str(finished.folder / "recipe.yaml")) == finished.recipe
     assert Run.read(finished.folder, finished.dtype, finished.device) == finished
@@ -126,7 +127,7 @@ def test_every_candidate_is_measured_and_is_its_own_model(finished: Run) -> None
     assert found["missing"] == []
     assert all(measured["copying"] is not None for measured in found["measured"])
     losses = {measured["name"]: measured["quality"]["loss"]["mean"] for measured in found["measured"]}
-    assert len(set(losses.values())) == 9
+    assert len(set(losses.values())) == 10
 
     def held_out(stage: str, which: str) -> float:
         return json.loads((finished.folder / stage / "result.json").read_text())[f"{which}_loss"]["model"]
@@ -147,6 +148,7 @@ def test_every_candidate_is_measured_and_is_its_own_model(finished: Run) -> None
     assert losses["teacher_lora"] == pytest.approx(held_out("controls/teacher_lora", "best"), abs=1e-5)
     assert losses["window"] == pytest.approx(held_out("controls/window_lora", "initial"), abs=1e-5)
     assert losses["window_lora"] == pytest.approx(held_out("controls/window_lora", "best"), abs=1e-5)
+    assert losses["equal_lora"] == pytest.approx(held_out("controls/equal_lora", "best"), abs=1e-5)
     assert losses["transferred"] == pytest.approx(held_out("finetune", "initial"), abs=1e-5)
     assert losses["student"] == pytest.approx(held_out("finetune", "best"), abs=1e-5)
 
@@ -225,7 +227,9 @@ def test_apart_from_its_run(finished: Run, tmp_path: Path) -> None:
     beside = numbers(evaluated(older, **told, teacher=finished.model))
     itself = numbers(evaluated(moved))
     for found in (beside, itself):
-        assert found["missing"] == [LABELS[name] for name in ("teacher_lora", "transferred", "window_lora")]
+        assert found["missing"] == [
+            LABELS[name] for name in ("teacher_lora", "transferred", "window_lora", "equal_lora")
+        ]
         assert len(found["measured"]) == 6
     for found in (alone, beside, itself):
         for measured in found["measured"]:
@@ -244,15 +248,15 @@ def test_stage_by_stage(finished: Run, tmp_path: Path) -> None:
     assert numbers(run(parts)) == evaluation(finished.folder)
     assert contents(parts.folder / "transfer") == transferred
     assert names(parts.folder) == names(finished.folder)
-    for stage in ("transfer", "finetune", "controls/teacher_lora", "controls/window_lora"):
+    for stage in ("transfer", "finetune", *(f"controls/{name}" for name in CONTROLS)):
         assert tiny.untimed_metrics(parts.folder / stage) == tiny.untimed_metrics(finished.folder / stage)
 
 
 @pytest.mark.parametrize(
     "changes, missing",
     [
-        ({"transfer": None, "evaluation.trained_controls": False}, {"teacher_lora", "transferred", "window_lora"}),
-        ({"finetune": None}, {"teacher_lora", "window_lora"}),
+        ({"transfer": None, "evaluation.trained_controls": False}, {"transferred", *CONTROLS}),
+        ({"finetune": None}, {*CONTROLS}),
     ],
     ids=["no transfer", "no fine-tuning"],
 )
@@ -571,7 +575,7 @@ def test_memory_where_it_is_needed(finished: Run, tmp_path: Path, monkeypatch: p
     result = worth.to_json()
     plan = read_plan(AutoModelForCausalLM.from_pretrained(spent.folder / "model").config)
     assert any(isinstance(layer, HeadwiseConfig) for layer in plan)
-    window = window_only_plan(plan, 64)
+    window = window_only_plan(plan, spent.load_teacher(), 64)
     assert len(set(window)) == 1
     assert isinstance(window[0], MixerConfig) and window[0].span.context == round(sum(sizes) / pair / 4)
     assert result["window_size"] == window[0].span.context

@@ -8,8 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from linearize.costs import mixer_cost
 from linearize.evaluation.candidates import DEFAULT_WINDOW
 from linearize.hf.attention import replaced_mixers
+from linearize.hf.meta import MetaModel
+from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig, each_mixer
 from linearize.mixers.headwise import HeadwiseMixer
@@ -25,9 +28,9 @@ def control_span(span: NoSpan | SlidingSpan | TerracedSpan, sinks: int | None = 
     return windowed if sinks is None else windowed.model_copy(update={"sinks": sinks})
 
 
-def window_reach(plan: LayerPlan, length: int) -> int:
+def window_reach(plan: LayerPlan, model: PreTrainedModel, length: int) -> int:
     """Keys that a query of the window-only control sees; what lies further back is "beyond the window"."""
-    spans = [control_span(mixer.span) for mixer in each_mixer(window_only_plan(plan, length))]
+    spans = [control_span(mixer.span) for mixer in each_mixer(window_only_plan(plan, model, length))]
     return max(span.window_size * (span.blocks if isinstance(span, TerracedSpan) else 1) for span in spans)
 
 
@@ -36,28 +39,32 @@ def window_only(mixer: MixerConfig, sinks: int | None = None) -> MixerConfig:
     return MixerConfig(span=control_span(mixer.span, sinks), feature_map=None, combine=WindowOnly(), cache=mixer.cache)
 
 
-def window_only_plan(plan: LayerPlan, length: int) -> LayerPlan:
-    """The layer plan of the window-only control.
+def window_only_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> LayerPlan:
+    """The layer plan of the window-only control: each layer's own window.
 
-    Where memory is spread over heads or kept in exact caches, it is one window for all heads of all converted layers,
-    of as many pairs of key and value as the plan holds after `length` tokens.
+    Where memory is spread over heads or kept in exact caches, it is the `equal_bytes_plan`.
     """
     spread = any(isinstance(layer, HeadwiseConfig) for layer in plan)
     if not spread and all(mixer.cache is None for mixer in each_mixer(plan)):
         return tuple(None if mixer is None else window_only(mixer) for mixer in plan)  # type: ignore[arg-type]
-    pairs = [_pairs(layer, length) for layer in plan if layer is not None]
-    uniform = MixerConfig(
-        span=SlidingSpan(window_size=max(1, round(sum(pairs) / len(pairs)))), feature_map=None, combine=WindowOnly()
-    )
+    return equal_bytes_plan(plan, model, length)
+
+
+def equal_bytes_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> LayerPlan:
+    """One window for all heads of all converted layers, in as many bytes as the plan's states take.
+
+    Args:
+        model: of the plan's sizes, be it teacher or student; bytes are counted in its dtype.
+        length: tokens after which heads that keep all of their keys are counted.
+
+    """
+    shape = TeacherShape.from_config(model.config.to_dict())
+    layers = zip(plan, MetaModel.of(shape).rotary_dims, strict=True)
+    costs = [mixer_cost(layer, shape, model.dtype, dims) for layer, dims in layers if layer is not None]
+    held = sum(cost.state_bytes + length * cost.grows for cost in costs)
+    pairs = held / (2 * shape.head_dim * shape.num_kv_heads * model.dtype.itemsize) / len(costs)
+    uniform = MixerConfig(span=SlidingSpan(window_size=max(1, round(pairs))), feature_map=None, combine=WindowOnly())
     return tuple(None if layer is None else uniform for layer in plan)
-
-
-def _pairs(layer: MixerConfig | HeadwiseConfig, length: int) -> float:
-    """Pairs of key and value that a KV head of the layer holds after `length` tokens, in the mean."""
-    if isinstance(layer, HeadwiseConfig):
-        heads = [(len(g.kv_heads), length if g.mixer is None else _pairs(g.mixer, length)) for g in layer.groups]
-        return sum(count * pairs for count, pairs in heads) / sum(count for count, _ in heads)
-    return float(layer.span.sinks + layer.span.context + (0 if layer.cache is None else layer.cache.size))
 
 
 @contextmanager

@@ -16,7 +16,13 @@ from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.intervals import Interval, Totals, resample
 from linearize.evaluation.metrics import Answered, bootstrapped
 
-OTHERS = ("teacher", "teacher_lora", "window_lora", "ablated")  # what the student is compared with, where at hand
+OTHERS = (
+    "teacher",
+    "teacher_lora",
+    "window_lora",
+    "equal_lora",
+    "ablated",
+)  # what the student is compared with, where at hand
 LEAST_SCORE = 1e-3  # of the teacher: what is below is no score of which the student could have a share
 
 Draws = dict[str, dict[str, Float[Tensor, " S"]]]

@@ -39,6 +39,7 @@ _OTHERS = {
     "teacher": "its teacher",
     "teacher_lora": "its teacher finetuned alike",
     "window_lora": "the window-only control",
+    "equal_lora": "one window of as many bytes for all heads",
     "ablated": "itself with the linear part switched off",
 }
 _AGAINST = {
@@ -46,8 +47,8 @@ _AGAINST = {
     ("window_lora", "teacher"): "the window finetuned alike, the teacher as it came",
     ("window", "teacher"): "against untrained models: what finetuning alone gives counts as kept",
 }
-_LEADING = ("window_lora", "teacher")
-_EXPLAINED = {"window_lora": " (finetuned alike, no linear part)"}
+_LEADING = ("window_lora", "equal_lora", "teacher")
+_EXPLAINED = {"window_lora": " (finetuned alike, no linear part)", "equal_lora": " (finetuned alike)"}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from linearize.evaluation.candidates import LABELS, REFERENCES
 from linearize.evaluation.intervals import Interval
 from linearize.report.numbers import Number
 
-STAGES = ("transfer", "adapt", "finetune", "controls/window_lora", "controls/teacher_lora")
+STAGES = ("transfer", "adapt", "finetune", "controls/window_lora", "controls/equal_lora", "controls/teacher_lora")
 _POINTS = 300  # of a training curve; longer ones are averaged over neighbours, which the page says
 
 

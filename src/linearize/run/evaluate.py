@@ -21,7 +21,13 @@ from linearize.data.tasks import TextEmbedding
 from linearize.evaluation import speed
 from linearize.evaluation.answers import answering
 from linearize.evaluation.candidates import Candidate
-from linearize.evaluation.controls import SINKS, window_only_plan, window_reach, without_linear_part
+from linearize.evaluation.controls import (
+    SINKS,
+    equal_bytes_plan,
+    window_only_plan,
+    window_reach,
+    without_linear_part,
+)
 from linearize.evaluation.harness import check_tasks
 from linearize.evaluation.scores import score_task
 from linearize.evaluation.worth import Worth, measure, measure_task
@@ -58,7 +64,7 @@ def candidates(
 
     def windowed() -> PreTrainedModel:
         assert teacher is not None
-        return convert_layers(teacher, window_only_plan(layers, recipe.data.sequence_length))
+        return convert_layers(teacher, window_only_plan(layers, teacher, recipe.data.sequence_length))
 
     def transferred() -> PreTrainedModel:
         assert run is not None and run.recipe.transfer is not None
@@ -92,6 +98,11 @@ def candidates(
             "softmax in the window, finetuned alike",
             ("controls/window_lora",),
         ),
+        "equal_lora": (
+            lambda: nullcontext(tuned("equal_lora")),
+            "one window for all heads in as many bytes as the student's state, finetuned alike",
+            ("controls/equal_lora",),
+        ),
     }
     trained = set() if run is None else {name for name, folder in run.controls.items() if _finished(folder)}
     if run is not None and _finished(run.folder / "transfer"):
@@ -99,6 +110,8 @@ def candidates(
     at_hand = {"student"}
     if any(mixer.feature_map is not None for mixer in each_mixer(layers)):
         at_hand.add("ablated")
+    else:  # there is nothing to switch off, and the window-only control has as many bytes
+        del every["ablated"], every["equal_lora"]
     if teacher is not None:
         at_hand |= {"teacher", "swapped", "window", "window_sinks"} | trained
     if not recipe.data.task.language:
@@ -118,10 +131,11 @@ def candidates(
 
 
 def control(run: Run, teacher: PreTrainedModel, layers: LayerPlan, name: str) -> PreTrainedModel:
-    """What a trained control is before its training: the teacher's window alone, or a teacher of its own to train."""
-    if name != "window_lora":
+    """What a trained control is before its training: a teacher of its own to train, or one with windows alone."""
+    plans = {"window_lora": window_only_plan, "equal_lora": equal_bytes_plan}
+    if name not in plans:
         return run.load_teacher()
-    return convert_layers(teacher, window_only_plan(layers, run.recipe.data.sequence_length))
+    return convert_layers(teacher, plans[name](layers, teacher, run.recipe.data.sequence_length))
 
 
 def _finished(stage: Path) -> bool:
@@ -166,7 +180,7 @@ def _measured(
         found,
         rows,
         processor,
-        window_size=window_reach(layers, recipe.data.sequence_length),
+        window_size=window_reach(layers, student, recipe.data.sequence_length),
         max_positions=TeacherShape.from_config(student.config.to_dict()).max_positions,
         missing=missing,
         **about,

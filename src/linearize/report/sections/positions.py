@@ -18,10 +18,10 @@ STYLES = {
     "window_lora": 1,
     "teacher_lora": 2,
     "ablated": 3,
-    "window_sinks": 4,
+    "equal_lora": 4,
     "window": 5,
 }
-_CURVES = ("teacher", "student", "window_lora", "ablated")  # the table has all
+_CURVES = ("teacher", "student", "window_lora", "equal_lora", "ablated")  # the table has all
 
 
 def positions(runs: Sequence[RunFiles]) -> Section:

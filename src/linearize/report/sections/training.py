@@ -15,12 +15,13 @@ TITLES = {
     "adapt": "adapting new weights",
     "finetune": "finetuning",
     "controls/window_lora": "control: window only, finetuned",
+    "controls/equal_lora": "control: window of equal bytes, finetuned",
     "controls/teacher_lora": "control: teacher, finetuned",
 }
 _PANELS = {
     "Attention transfer": ("transfer",),
     "Adapting new weights": ("adapt",),
-    "Finetuning": ("finetune", "controls/window_lora", "controls/teacher_lora"),
+    "Finetuning": ("finetune", "controls/window_lora", "controls/equal_lora", "controls/teacher_lora"),
 }
 
 
