@@ -147,7 +147,8 @@ def test_the_choice_is_not_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
     "fields, reason",
     [
         (dict(span=dict(type="sliding", window_size=8)), "choose span `terraced`"),
-        (dict(feature_map=dict(type="hedgehog"), combine=dict(type="add")), "set feature_map to null"),
+        (dict(feature_map=dict(type="hedgehog", per="model"), combine=dict(type="add")), "and no `cosformer`"),
+        (dict(feature_map=dict(type="cosformer"), combine=dict(type="add")), "and no `cosformer`"),
     ],
 )
 def test_what_a_cache_needs(fields: dict[str, object], reason: str) -> None:

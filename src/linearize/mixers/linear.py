@@ -193,7 +193,7 @@ class LinearMixer(Mixer):
             cos, sin = (x if len(x[0]) == 1 else repeat_kv(x, phi_k.shape[1]) for x in (slots["cos"], slots["sin"]))
             phi_k = rotated(phi_k, cos, sin)
         phi_k = repeat_kv(phi_k, self.state_heads)
-        return phi_k * slots["input_scale"] if "input_scale" in slots else phi_k
+        return phi_k * repeat_kv(slots["input_scale"], self.state_heads) if "input_scale" in slots else phi_k
 
     def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
         _, tokens, keys, _, _ = self.tokens(inputs, layout, layout, None)
