@@ -131,7 +131,7 @@ def configs(draw: st.DrawFn) -> MixerConfig:
 
 
 CACHES = st.builds(
-    ExactCache, size=st.sampled_from([1, 3, 8]), score=st.sampled_from(["redundancy", "redundancy_and_age"])
+    ExactCache, size=st.sampled_from([1, 2, 5]), score=st.sampled_from(["redundancy", "redundancy_and_age"])
 )
 BESIDE_A_CACHE = st.builds(
     TerracedSpan, window_size=st.sampled_from([1, 2, 5]), blocks=st.integers(1, 2), sinks=st.sampled_from([0, 0, 1, 3])
@@ -147,6 +147,7 @@ def beside_a_cache(draw: st.DrawFn) -> MixerConfig:
     if getattr(config.feature_map, "per", None) == "model":
         config = replace_part(config, per="kv_head")
     fields = {name: getattr(config, name) for name in MixerConfig.model_fields}
+    fields["decay"] = draw(st.sampled_from([None, config.decay]))
     return MixerConfig(**fields | {"span": draw(BESIDE_A_CACHE), "cache": draw(CACHES)})
 
 

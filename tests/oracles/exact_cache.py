@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,3 +101,24 @@ def attention(
         outputs.append(sum(weight * v[j] for weight, j in zip(weights, seen, strict=True)) / weights.sum())
     assert all(bool(y.isfinite().all()) for y in outputs)
     return torch.stack(outputs), held
+
+
+Combined = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Logits of exact keys [N] and their values [N,D], weights of the dropped [M] and their values [M,D] as an output [D]."""
+
+
+def attention_with_dropped(
+    q: Tensor, k: Tensor, v: Tensor, *, weight: Callable[[int, int], Tensor], combined: Combined, **how: Any
+) -> tuple[Tensor, Memory]:
+    """Outputs [T, D] where a query n reads each key j that was dropped by `weight(n, j)`; `how` as in `attention`."""
+    scaling, width, blocks, sinks = how.pop("scaling"), how["width"], how["blocks"], how["sinks"]
+    memory, outputs = remember(len(q), **how), []
+    for n in range(len(q)):
+        low = width * max(0, n // width - blocks + 1)
+        seen = sorted({*range(low, n + 1), *memory.held[n], *range(min(sinks, n + 1))})
+        assert sorted([*seen, *memory.dropped[n]]) == list(range(n + 1)), "every key is exact or dropped, and once"
+        logits = torch.stack([q[n] @ k[j] * scaling for j in seen])
+        dropped = memory.dropped[n]
+        weights = torch.stack([weight(n, j) for j in dropped]) if dropped else logits.new_zeros(0)
+        outputs.append(combined(logits, v[seen], weights, v[dropped]))
+    return torch.stack(outputs), memory

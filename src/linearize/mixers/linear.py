@@ -26,12 +26,13 @@ from linearize.ops.dispatch import delta_values, linear_scan, window_softmax
 from linearize.ops.exact_cache import cached_softmax, merged
 from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout, NoSpan, TerracedSpan, context_positions
-from linearize.ops.linear_state import LinearState, linear_state
+from linearize.ops.linear_state import LinearState, linear_state, with_keys
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.recurrent import linear_read, linear_step, window_step
 from linearize.ops.reference import delta_values as delta_values_of_few
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
+EVERY_KEY = NoSpan()  # once: compilers do not make them
 
 
 class Prepared(NamedTuple):
@@ -346,11 +347,11 @@ class LinearMixer(Mixer):
         tokens, position = dropped.tokens, dropped.position
         layout = Layout(position, torch.zeros_like(position), 0)
         phi_k, values = self._key_features(tokens, self._map_keys(tokens, position), layout), tokens["values"]
-        how: dict[str, Any] = {"span": NoSpan(), "layout": layout}
+        how: dict[str, Any] = {"span": EVERY_KEY, "layout": layout}
         if self.delta is not None:
             decay = tokens.get("log_decay_k")
             values = delta_values_of_few(phi_k, values, tokens["beta"], log_decay_k=decay, **how, state=state)
-        return linear_state(phi_k, values, **self._how(tokens), **how, state=state)
+        return with_keys(phi_k, values, position >= 0, **self._how(tokens), **how, state=state)
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape: what stands before the first token."""
