@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from linearize.mixers.config import MixerConfig
@@ -30,6 +30,16 @@ class CachedKeys(NamedTuple):
     def last(self) -> Tokens:
         """What it holds after the last token."""
         return taken(self.pool, self.held[:, :, -1])
+
+    def seen_by(self, queries: Int[Tensor, " N"]) -> Bool[Tensor, "B G N K"]:
+        """Which slots each of the queries, by their slots, reads from the cache, but for what it carried."""
+        batch, heads, _, size = self.held.shape
+        width, slots = self.blocks.slots.shape[2], self.pool["position"].shape[2] - size
+        mine = self.blocks.slots.expand(batch, -1, -1).flatten(1)[:, None] == queries[:, None]
+        block = mine.to(torch.uint8).argmax(-1) // width
+        held = self.held.gather(2, block[:, None, :, None].expand(-1, heads, -1, size)) - size
+        seen = torch.zeros(*held.shape[:3], slots + 1, dtype=torch.bool, device=held.device)
+        return seen.scatter(3, torch.where(held >= 0, held, slots), True)[..., :slots]
 
     def as_written(self, tokens: Tokens) -> Tokens:
         """`tokens` as they are written to the linear state: each with what is written in its place."""
