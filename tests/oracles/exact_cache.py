@@ -104,7 +104,7 @@ def attention(
 
 
 Combined = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Logits of exact keys [N] and their values [N,D], weights of the dropped [M] and their values [M,D] as an output [D]."""
+"""Logits of exact keys [N], their values [N,D], weights of the dropped [M] and their values [M,D] as an output [D]."""
 
 
 def attention_with_dropped(

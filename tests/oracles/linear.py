@@ -27,8 +27,8 @@ class Head:
 
     Decays are logarithms: log_decay_k [T,F], log_decay_v [T,D]. input_scale, beta [T]. With `exponential`, keys are
     logarithms, and `log_queries` [T,F] are those of phi_q before it was divided by anything. `turns` [T,F,F] are
-    matrices (RoPE) which key features are multiplied by, after the exponential. `largest` [T] is that of the keys, where
-    other keys than a position's own are written for it.
+    matrices (RoPE) which key features are multiplied by, after the exponential. `largest` [T] is that of the positions'
+    own keys, where others are written for them.
     """
 
     phi_q: Tensor

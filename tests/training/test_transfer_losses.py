@@ -335,7 +335,11 @@ def test_a_student_in_bfloat16() -> None:
             "found feature_map `rfa`, whose weights can be negative",
         ),
         ({"span": TERRACED, "cache": {"size": 3}}, CE, "expected output_mse alone beside an exact cache.* as model"),
-        ({"span": TERRACED, "cache": {"size": 3}}, Losses(1.0, 0.0, 1.0), "set weight_cross_entropy and linear_part to"),
+        (
+            {"span": TERRACED, "cache": {"size": 3}},
+            Losses(1.0, 0.0, 1.0),
+            "set weight_cross_entropy and linear_part to",
+        ),
         ({"span": NONE}, Losses(1.0, 0.0, 1.0), r"transfer\.linear_part: expected .* found span `none`"),
     ],
 )

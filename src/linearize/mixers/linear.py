@@ -142,9 +142,7 @@ class LinearMixer(Mixer):
             slots["beta"] = self.delta(inputs)
         return {name: x.expand(len(inputs.k), -1, -1, -1) for name, x in slots.items()}
 
-    def tokens(
-        self, inputs: AttnInputs, own: Layout, layout: Layout, state: MixerState | None
-    ) -> Prepared:
+    def tokens(self, inputs: AttnInputs, own: Layout, layout: Layout, state: MixerState | None) -> Prepared:
         """`own` is the layout of the inputs alone, `layout` that with the context of `state`."""
         slots, maximum = self._new_tokens(inputs), None
         mapped = None if self.feature_map is None else self._map_keys(slots, layout.query_position)

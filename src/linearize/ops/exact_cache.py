@@ -1,8 +1,8 @@
 """A bounded cache of exact keys below a terraced window: which keys stay, and softmax over those that do.
 
 Rows are cut into the blocks of the span. When a block of queries begins, the block of keys that leaves the window and
-the cache are candidates, and the best C of them stay: one choice per block, the same in every form. What does not stay is
-written to the linear state, where there is one, in the place of the block that leaves (`written`). Axes, beside those
+the cache are candidates, and the best C of them stay: one choice per block, the same in every form. Where there is a
+linear state, what does not stay is written to it in the places of the block that leaves (`written`). Axes, beside those
 of the package: J blocks of a row, w keys of a block, C size of the cache, M candidates, P pool of keys: C carried ones,
 then the K slots.
 """
@@ -79,9 +79,7 @@ def cut(layout: Layout, span: TerracedSpan) -> Blocks:
     return Blocks(slots, leaves, fresh)
 
 
-def leaving(
-    blocks: Blocks, span: TerracedSpan, position: Int[Tensor, "B G P"], size: int
-) -> Int[Tensor, "B G J w"]:
+def leaving(blocks: Blocks, span: TerracedSpan, position: Int[Tensor, "B G P"], size: int) -> Int[Tensor, "B G J w"]:
     """The keys that leave the window when each block begins, but for sinks: places in the pool, -1 is none."""
     back = torch.nn.functional.pad(blocks.slots, (0, 0, span.blocks, 0), value=-1)[:, : blocks.slots.shape[1]]
     places = torch.where((back >= 0) & blocks.leaves[..., None], back + size, -1)

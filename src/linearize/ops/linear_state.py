@@ -98,7 +98,9 @@ def with_keys(
             values = values * after.exp().to(dtype)
             S = None if S is None else S * total.exp().to(dtype)
         added_S, added_z = keys.mT @ values, keys.sum(2)
-    return LinearState(added_S, added_z) if S is None or z is None else LinearState(S + added_S, z.squeeze(-1) + added_z)
+    return (
+        LinearState(added_S, added_z) if S is None or z is None else LinearState(S + added_S, z.squeeze(-1) + added_z)
+    )
 
 
 def _sums_of_features(
