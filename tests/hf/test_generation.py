@@ -250,7 +250,7 @@ def test_a_static_cache_keeps_its_place() -> None:
 
 @pytest.mark.slow
 def test_compiled_steps() -> None:
-    names = ["llama-mixed", "llama-none", "gpt2-mixed", *KINDS]
+    names = ["llama-mixed", "llama-none", "gpt2-mixed", "llama-cache-linear", *KINDS]
     assert graphs_of("eager", *names) == len(names)
     # transformers counts the tokens of a sliding softmax layer by an int.
     assert graphs_of("eager", "qwen3-sliding-kept") == 2
