@@ -250,8 +250,8 @@ def test_what_is_dropped_is_in_the_linear_state(name: str, sizes: dict[str, int]
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * max(1.0, float(other.abs().max())))
 
 
-def test_a_kept_needle_is_exact_and_a_dropped_one_is_not_lost() -> None:
-    """What the two are for: of keys that no cache has room for, the linear part still knows something."""
+def test_a_key_that_no_cache_has_room_for_is_read_to_the_end() -> None:
+    """What the linear part is for: in every head it still knows something of it."""
     x, its = inputs(60, batch=1), hybrid("absolute_scale", size=2)
     v = torch.zeros_like(x.v)
     v[:, :, 5] = 1.0  # what is read of this key, and of no other

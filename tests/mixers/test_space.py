@@ -86,7 +86,7 @@ CHECKS: dict[str, tuple[Check, tuple[int, int], tuple[int, int]]] = {
     "token by token": (lambda draw: check_calls(draw.make(), range(1, draw.length)), (15, 20), (200, 40)),
     # Rare among all cases, and without a scale: the least denominator must be none of theirs.
     "sums of exponentials": (check_sums, (30, 24), (300, 36)),
-    "beside a cache": (check_cached, (40, 30), (400, 40)),
+    "beside a cache": (check_cached, (30, 24), (400, 40)),
     "beside a cache, token by token": (
         lambda draw: check_calls(draw.make(), range(1, draw.length)),
         (15, 30),
