@@ -161,15 +161,17 @@ def test_losses_of_the_ablated_student_are_paired_with_its_own() -> None:
         assert abs(difference.mean) > 0.01
 
 
-@pytest.mark.parametrize("name", ["lolcats", "lolcats-terraced", "lolcat-w", "added"])
+@pytest.mark.parametrize("name", ["lolcats", "lolcats-terraced", "lolcat-w", "added", "cached"])
 def test_without_window_is_the_linear_part_on_every_key(name: str) -> None:
     """As if converted without a span, with the same weights; afterwards nothing has changed."""
     added = {"combine": {"type": "add"}, "normalizer": {"type": "group_norm"}}
-    student = make_student("lolcats", **added) if name == "added" else make_student(name)
+    cached = {"span": {"type": "terraced", "window_size": 4}, "window": None, "cache": {"size": 3}}
+    other_fields = {"added": added, "cached": cached}
+    student = make_student("lolcats", **other_fields[name]) if name in other_fields else make_student(name)
     layers, before = linearized_layers(student), logits(student)
     config = layers["model.layers.0.self_attn"].mixer.config
-    combine = config.combine if name.startswith("lolcats") else Add()
-    linear = config.model_copy(update={"span": NoSpan(), "combine": combine})
+    combine = config.combine if name.startswith("lolcats") or name == "cached" else Add()
+    linear = config.model_copy(update={"span": NoSpan(), "cache": None, "combine": combine})
     other = convert_layers(tiny.llama().double(), (linear, linear))
     for layer, copied in zip(layers.values(), linearized_layers(other).values(), strict=True):
         copied.mixer.load_state_dict(layer.mixer.state_dict(), strict=not isinstance(combine, Add))

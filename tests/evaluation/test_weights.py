@@ -28,6 +28,7 @@ from linearize.recipe import Recipe
 from tests import tiny
 from tests.hf.models import randomize_mixers
 from tests.mixers.weights import weights_of
+from tests.oracles import exact_cache
 from tests.oracles.attention import Documents
 from tests.oracles.attention_weights import mixer_weights, softmax_weights, unnormalized, window_alone
 from tests.oracles.heads import Inputs
@@ -40,6 +41,7 @@ ROWS = tiny.packed([[LENGTH], [6, 1, 8]])
 
 SLIDING = {"type": "sliding", "window_size": 5}
 GROUP_NORM, ADD = {"type": "group_norm"}, {"type": "add"}
+SMALL_CACHE = {"mixer.span": {"type": "terraced", "window_size": 2}, "mixer.cache": {"size": 3}}
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "lolcats": ("lolcats", {"mixer.span.window_size": 5}),
     "sinks": ("lolcats", {"mixer.span.window_size": 5, "mixer.span.sinks": 2}),
@@ -51,6 +53,8 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "supra with a window": ("supra", {"mixer.span": SLIDING}),
     "gla": ("gla", {}),
     "deltanet": ("deltanet", {}),
+    "cached": ("lolcats", SMALL_CACHE | {"mixer.feature_map.per": "kv_head"}),
+    "cached, normed": ("lolcats", SMALL_CACHE | {"mixer.normalizer": GROUP_NORM, "mixer.combine": ADD}),
     "gated-deltanet": ("gated-deltanet", {}),
 }
 
@@ -177,6 +181,26 @@ def test_the_split_is_that_of_the_mixers_own_parts(name: str) -> None:
     with torch.no_grad():
         assert_close((found["student"] * found["linear"]) @ v, shares[mixer.config.combine.type]())
         assert_close(found["student"] @ v, mixer(visit.inputs, visit.layout))
+
+
+def test_what_a_cache_holds_is_not_the_linear_parts() -> None:
+    """Each key below the window is one or the other's, by head; those of the cache are as large as the window's."""
+    (visit,) = visits(recipe_student("cached", small_teacher()))
+    found, mixer = whole(weight_blocks(visit), len(ROWS), 4), visit.module.mixer
+    x, shape = visit.inputs, (len(ROWS), 4, LENGTH, LENGTH)
+    expected = torch.zeros(shape, dtype=torch.bool)
+    for row, row_documents in enumerate(documents_of(ROWS)):
+        for head in range(4):
+            for slots in row_documents:
+                worth = exact_cache.redundancy_and_age(x.k[row, head // 2, slots].float())
+                memory = exact_cache.remember(len(slots), width=2, blocks=2, sinks=0, size=3, worth=worth)
+                for slot, dropped in zip(slots, memory.dropped, strict=True):
+                    expected[row, head, slot, [slots[j] for j in dropped]] = True
+    assert expected.any() and torch.equal(found["linear"], expected)
+    with torch.no_grad():
+        window, linear = mixer.partials(x, visit.layout)
+        share = linear.num / (window.den * mixer.combine.window_factor.sigmoid()[:, None] + linear.den)[..., None]
+    assert_close((found["student"] * found["linear"]) @ x.v.repeat_interleave(2, dim=1), share)
 
 
 def test_every_value_takes_part_where_a_decay_weighs_them_differently() -> None:

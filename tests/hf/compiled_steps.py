@@ -14,7 +14,7 @@ from transformers import CompileConfig
 
 from tests.hf.checks import assert_close, left_padding
 from tests.hf.generation_checks import generate
-from tests.hf.models import CASES, MIXER_CASES, SLIDING_TEACHERS, random_tokens, student_of
+from tests.hf.models import CASE, random_tokens, student_of
 
 graphs = []
 
@@ -28,7 +28,7 @@ def counted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 for name in sys.argv[2:]:
-    case = next(case for case in CASES + MIXER_CASES + SLIDING_TEACHERS if case.name == name)
+    case = CASE[name]
     if case.architecture != "gpt2" and not case.teacher:
         case = replace(case, teacher=dict(num_hidden_layers=2))
     model, ids, mask = student_of(case), random_tokens(2, 14), left_padding([5, 0], 14)

@@ -35,7 +35,7 @@ from tests.hf.models import (
     teacher_of,
 )
 
-HEADS = [CASE[name] for name in ("llama-heads", "gpt2-heads", "llama-cache")]
+HEADS = [CASE[name] for name in ("llama-heads", "gpt2-heads", "llama-cache", "llama-cache-linear")]
 PLAIN, MIXED = CASE["llama-sliding"], CASE["llama-mixed"]
 # With every kind of state: decays, the delta rule, slots of the window, sinks, running maxima, sums over all keys.
 KINDS = ["gla-llama", "regla-gpt2", "performer-qwen3", "gated-delta-llama", "mix-gpt2", "fast-decay-mistral"]
@@ -58,7 +58,7 @@ SOME = [CASE[name] for name in ("llama-none", "llama-terraced", "llama-mixed", "
         *pairs(HEADS, [generation.chunked_prefill, generation.next_turn, generation.static_cache]),
         # The other ways of assisting compare states, slots of terraces that no later query reads included.
         *pairs(HEADS[:1], [generation.beams, generation.saved, generation.forked, *CANDIDATES[2:]]),
-        *pairs([CASE["gpt2-heads"], CASE["llama-cache"]], [generation.taken_back, generation.saved]),
+        *pairs(HEADS[1:], [generation.taken_back, generation.saved]),
         # Softmax layers that slide count padding as distance, and not all caches of softmax layers can be emptied.
         *pairs(CASES, [generation.greedy_by_hand, generation.interior_padding]),
         *pairs([case for case in CASES if not case.keep_softmax], [generation.emptied]),
@@ -250,7 +250,7 @@ def test_a_static_cache_keeps_its_place() -> None:
 
 @pytest.mark.slow
 def test_compiled_steps() -> None:
-    names = ["llama-mixed", "llama-none", "gpt2-mixed", *KINDS]
+    names = ["llama-mixed", "llama-none", "gpt2-mixed", "llama-cache-linear", *KINDS]
     assert graphs_of("eager", *names) == len(names)
     # transformers counts the tokens of a sliding softmax layer by an int.
     assert graphs_of("eager", "qwen3-sliding-kept") == 2

@@ -15,6 +15,7 @@ from torch import Tensor
 from linearize.mixers import feature_maps as maps
 from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator
 from linearize.mixers.config import HeadwiseConfig, MixerConfig
+from linearize.mixers.exact_cache import ExactCache
 from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
@@ -127,6 +128,27 @@ def configs(draw: st.DrawFn) -> MixerConfig:
                 }.get(name, st.just(chosen[name]))
             )
     return MixerConfig(**chosen)
+
+
+CACHES = st.builds(
+    ExactCache, size=st.sampled_from([1, 2, 5]), score=st.sampled_from(["redundancy", "redundancy_and_age"])
+)
+BESIDE_A_CACHE = st.builds(
+    TerracedSpan, window_size=st.sampled_from([1, 2, 5]), blocks=st.integers(1, 2), sinks=st.sampled_from([0, 0, 1, 3])
+)
+
+
+@st.composite
+def beside_a_cache(draw: st.DrawFn) -> MixerConfig:
+    """A linear part of any kind that is not refused, beside window and exact cache."""
+    config = draw(st.one_of(configs(), sums_of_exponentials()))
+    if not config.feature_map.of_one_key:
+        config = draw(sums_of_exponentials())
+    if getattr(config.feature_map, "per", None) == "model":
+        config = replace_part(config, per="kv_head")
+    fields = {name: getattr(config, name) for name in MixerConfig.model_fields}
+    fields["decay"] = draw(st.sampled_from([None, config.decay]))
+    return MixerConfig(**fields | {"span": draw(BESIDE_A_CACHE), "cache": draw(CACHES)})
 
 
 @st.composite

@@ -45,7 +45,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (WINDOW_ONLY | dict(normalizer=GroupNormalizer()), dict(normalizer=SumNormalizer())),
     (dict(span=NoSpan(), combine=Mix()), dict(span=TerracedSpan())),
     (WINDOW_ONLY | dict(cache=ExactCache(size=4)), dict(span=TerracedSpan())),
-    (dict(span=TerracedSpan(), cache=ExactCache(size=4)), WINDOW_ONLY),
+    (
+        dict(span=TerracedSpan(), cache=ExactCache(size=4), feature_map=maps.CosformerMap()),
+        dict(feature_map=maps.HedgehogMap()),
+    ),
     (WINDOW_ONLY | dict(state_dtype="bfloat16"), dict(state_dtype=None)),
     (dict(normalizer=GroupNormalizer()), dict(combine=Add())),
     (dict(feature_map=maps.RfaMap()), dict(combine=Mix())),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from linearize.mixers import exact_cache as scores
-from linearize.mixers.combine import WindowOnly
+from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator, WindowOnly
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.exact_cache import SCORES, ExactCache
+from linearize.mixers.feature_maps.hedgehog import HedgehogMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
@@ -143,11 +147,138 @@ def test_the_choice_is_not_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (its(x) - by_oracle(x, its)).abs().max() > 1e-3
 
 
+# --- beside a linear part ---------------------------------------------------------------------------------------------
+
+FACTOR, OFFSET = 0.3, 0.4
+
+
+def _shared(logits: Tensor, near: Tensor, weights: Tensor, far: Tensor) -> Tensor:
+    exact = FACTOR * (logits - logits.max()).exp()
+    return (exact @ near + weights @ far) / (exact.sum() + weights.sum())
+
+
+def _absolute(logits: Tensor, near: Tensor, weights: Tensor, far: Tensor) -> Tensor:
+    exact, weights = logits.exp(), weights * math.exp(OFFSET)
+    return (exact @ near + weights @ far) / (exact.sum() + weights.sum())
+
+
+def _mixed(logits: Tensor, near: Tensor, weights: Tensor, far: Tensor) -> Tensor:
+    exact = logits.softmax(0) @ near
+    return exact if not len(far) else FACTOR * exact + (1 - FACTOR) * (weights @ far / weights.sum())
+
+
+def _added(logits: Tensor, near: Tensor, weights: Tensor, far: Tensor) -> Tensor:
+    exact = logits.softmax(0) @ near
+    return exact if not len(far) else exact + weights @ far / weights.sum()
+
+
+def hedgehog(x: Tensor, weight: Tensor) -> Tensor:
+    z = x @ weight
+    return torch.cat([z.softmax(0), (-z).softmax(0)])
+
+
+def hedgehog_exp(x: Tensor, weight: Tensor) -> Tensor:
+    z = x @ weight
+    return torch.cat([z, -z]).exp()
+
+
+COMBINATIONS: dict[str, tuple[Any, str, float | None, oracle.Combined]] = {
+    "shared_denominator": (SharedDenominator(), "softmax_halves", FACTOR, _shared),
+    "absolute_scale": (AbsoluteScale(), "exp", OFFSET, _absolute),
+    "mix": (Mix(), "softmax_halves", FACTOR, _mixed),
+    "mix of exponentials": (Mix(), "exp", FACTOR, _mixed),
+    "add": (Add(), "exp", None, _added),
+}
+
+
+def hybrid(name: str, blocks: int = 2, sinks: int = 0, size: int = 5) -> LinearMixer:
+    """With parameters that are no powers of anything."""
+    combine, activation, number, _ = COMBINATIONS[name]
+    config = MixerConfig(
+        span=TerracedSpan(window_size=4, blocks=blocks, sinks=sinks),
+        feature_map=HedgehogMap(activation=activation, per="kv_head", feature_dim=6),
+        combine=combine,
+        cache=ExactCache(size=size),
+    )
+    its = LinearMixer(config, SHAPE).double()
+    generator = torch.Generator().manual_seed(4)
+    for x in its.feature_map.parameters():
+        x.data.copy_(torch.randn(x.shape, generator=generator, dtype=torch.float64))
+    for x in its.combine.parameters():
+        x.data.fill_(number if name == "absolute_scale" else math.log(number / (1 - number)))
+    return its
+
+
+def hybrid_by_oracle(name: str, x: AttnInputs, its: LinearMixer, weights: list[Tensor]) -> Tensor:
+    span, cache, (_, activation, _, combined) = its.config.span, its.config.cache, COMBINATIONS[name]
+    feature = {"exp": hedgehog_exp, "softmax_halves": hedgehog}[activation]
+    y = []
+    for row in range(len(x.q)):
+        for head in range(4):
+            q, k, v = x.q[row, head], x.k[row, head // 2], x.v[row, head // 2]
+            phi_q = [feature(one, weights[0][head]) for one in q]
+            phi_k = [feature(one, weights[1][head // 2]) for one in k]
+            sizes = {"width": span.window_size, "blocks": span.blocks, "sinks": span.sinks, "size": cache.size}
+            found, memory = oracle.attention_with_dropped(
+                q,
+                k,
+                v,
+                weight=lambda n, j, phi_q=phi_q, phi_k=phi_k: phi_q[n] @ phi_k[j],
+                combined=combined,
+                **sizes,
+                worth=oracle.redundancy_and_age(k.detach().float()),
+                scaling=x.scaling,
+            )
+            assert memory.dropped[-1] and any(place != key for key, place in memory.place.items())
+            y.append(found)
+    return torch.stack(y).unflatten(0, (len(x.q), 4))
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize("sizes", [dict(), dict(blocks=1, sinks=2, size=3)], ids=str)
+def test_what_is_dropped_is_in_the_linear_state(name: str, sizes: dict[str, int]) -> None:
+    """Every key is read once, exactly or through its features: values and gradients of a loop over single keys."""
+    x, its = inputs(33, batch=1), hybrid(name, **sizes)
+    given = [y.clone().requires_grad_() for y in (x.q, x.k, x.v)]
+    found = its(AttnInputs(*given, 0.5))
+    parameters = [its.feature_map.query_weight, its.feature_map.key_weight]
+    expected = hybrid_by_oracle(name, AttnInputs(*given, 0.5), its, parameters)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    weight = torch.randn(x.q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients = [torch.autograd.grad((y * weight).sum(), given + parameters) for y in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10 * max(1.0, float(other.abs().max())))
+
+
+def test_a_key_that_no_cache_has_room_for_is_read_to_the_end() -> None:
+    """What the linear part is for: in every head it still knows something of it."""
+    x, its = inputs(60, batch=1), hybrid("absolute_scale", size=2)
+    v = torch.zeros_like(x.v)
+    v[:, :, 5] = 1.0  # what is read of this key, and of no other
+    read = its(AttnInputs(x.q, x.k, v, 0.5))[..., -1, :]
+    _, state = its.step(AttnInputs(x.q, x.k, v, 0.5), None)
+    assert state.exact is not None and not bool((state.exact["position"] == 5).any())
+    assert bool((read > 0).all())
+
+
+def test_a_cache_with_room_for_all_is_softmax() -> None:
+    """Then no query has linear keys, and none is read through the linear part."""
+    x = inputs(41)
+    for name in COMBINATIONS:
+        its = hybrid(name, size=40)
+        assert not its.has_linear(torch.arange(41)[None]).any()
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            x.q, x.k, x.v, scale=0.5, is_causal=True, enable_gqa=True
+        )
+        torch.testing.assert_close(its(x), expected, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize(
     "fields, reason",
     [
         (dict(span=dict(type="sliding", window_size=8)), "choose span `terraced`"),
-        (dict(feature_map=dict(type="hedgehog"), combine=dict(type="add")), "set feature_map to null"),
+        (dict(feature_map=dict(type="hedgehog", per="model"), combine=dict(type="add")), "and no `cosformer`"),
+        (dict(feature_map=dict(type="cosformer"), combine=dict(type="add")), "and no `cosformer`"),
     ],
 )
 def test_what_a_cache_needs(fields: dict[str, object], reason: str) -> None:

@@ -16,17 +16,15 @@ from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import HeadwiseConfig, MixerConfig
 from linearize.mixers.exact_cache import ExactCache
 from linearize.mixers.headwise import HeadwiseMixer
-from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import HeadwiseState
 from linearize.mixers.shape import LayerShape
 from linearize.ops import exact_cache, full
 from linearize.ops.layout import SlidingSpan, TerracedSpan
 from tests.mixers.forms import FP64, assert_near, check_draws, in_calls, small_chunks
-from tests.mixers.space import Drawn, configs, make_drawn
+from tests.mixers.space import Drawn, beside_a_cache, configs, make_drawn
 from tests.mixers.weights import weights_of
 from tests.ops.cases import STYLES, documents_of
-from tests.oracles import exact_cache as cache_oracle
 from tests.oracles.attention import softmax_attention
 from tests.oracles.heads import Inputs
 from tests.oracles.mixer import mixer_layer
@@ -41,7 +39,7 @@ CACHES = st.builds(
     st.builds(TerracedSpan, window_size=st.sampled_from([1, 2, 5]), blocks=st.integers(1, 2), sinks=SINKS),
     st.builds(ExactCache, size=st.sampled_from([1, 4, 9]), score=st.sampled_from(["redundancy", "redundancy_and_age"])),
 )
-KINDS = st.one_of(st.none(), WINDOWS, CACHES, CACHES, configs().map(lambda config: per_head(config)))
+KINDS = st.one_of(st.none(), WINDOWS, CACHES, beside_a_cache(), configs().map(lambda config: per_head(config)))
 OTHER = MixerConfig(span=SlidingSpan(window_size=2), feature_map=None, combine=WindowOnly())
 
 
@@ -100,35 +98,9 @@ def by_oracle(case: Drawn) -> Tensor:
         places = [group * head + one for head in heads for one in range(group)]
         if not isinstance(part, LinearMixer):
             y[:, places] = softmax_attention(x.q, x.k, x.v, case.documents, scaling=x.scaling, softcap=x.softcap)
-        elif part.config.cache is None:
+        else:
             inputs = Inputs(x.q, x.k, x.v, x.scaling, x.softcap, x.hidden, x.unrotated, x.rope)
             y[:, places] = mixer_layer(part.config, weights_of(part), inputs, case.documents)
-        else:
-            y[:, places] = cached_heads(part.config, x, case.documents)
-    return y
-
-
-def cached_heads(config: MixerConfig, x: AttnInputs, documents: list[list[list[int]]]) -> Tensor:
-    """Window and exact cache, document by document."""
-    span, cache, y = config.span, config.cache, torch.zeros_like(x.q)
-    assert isinstance(span, TerracedSpan) and cache is not None
-    for row, of_row in enumerate(documents):
-        for slots in filter(None, of_row):
-            for head in range(x.q.shape[1]):
-                kv = head // (x.q.shape[1] // x.k.shape[1])
-                q, k, v = x.q[row, head, slots], x.k[row, kv, slots], x.v[row, kv, slots]
-                y[row, head, slots], _ = cache_oracle.attention(
-                    q,
-                    k,
-                    v,
-                    width=span.window_size,
-                    blocks=span.blocks,
-                    sinks=span.sinks,
-                    size=cache.size,
-                    worth=getattr(cache_oracle, cache.score)(k.float()),
-                    scaling=x.scaling,
-                    softcap=x.softcap,
-                )
     return y
 
 

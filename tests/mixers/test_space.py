@@ -44,7 +44,7 @@ from tests.mixers.forms import (
     outputs_and_gradients,
     small_chunks,
 )
-from tests.mixers.space import Draw, Drawn, draws, make_drawn, sums_of_exponentials
+from tests.mixers.space import Draw, Drawn, beside_a_cache, draws, make_drawn, sums_of_exponentials
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +64,13 @@ def check_sums(draw: Draw) -> None:
     check_calls(case, draw.cuts())
 
 
+def check_cached(draw: Draw) -> None:
+    case = draw.make()
+    check_oracle(case)
+    check_chunked(case)
+    check_calls(case, draw.cuts())
+
+
 Check = Callable[[Draw], None]
 CHECKS: dict[str, tuple[Check, tuple[int, int], tuple[int, int]]] = {
     # By number and greatest length: draws for every run, and for `make test-slow`.
@@ -79,11 +86,28 @@ CHECKS: dict[str, tuple[Check, tuple[int, int], tuple[int, int]]] = {
     "token by token": (lambda draw: check_calls(draw.make(), range(1, draw.length)), (15, 20), (200, 40)),
     # Rare among all cases, and without a scale: the least denominator must be none of theirs.
     "sums of exponentials": (check_sums, (30, 24), (300, 36)),
+    "beside a cache": (check_cached, (30, 24), (400, 40)),
+    "beside a cache, token by token": (
+        lambda draw: check_calls(draw.make(), range(1, draw.length)),
+        (15, 30),
+        (200, 60),
+    ),
+    "beside a cache, segments": (
+        lambda draw: check_segments(replace(draw, styles=["full", "full"]).make()),
+        *((15, 60), (100, 100)),
+    ),
+    "beside a cache, meta device": (lambda draw: check_meta(draw.make()), (20, 1), (100, 1)),
     "segments": (lambda draw: check_segments(replace(draw, styles=["full", "full"]).make()), (30, 60), (100, 100)),
 }
 
 
-DRAWN = {"sums of exponentials": sums_of_exponentials()}  # by name of a check; any mixer where there is none
+DRAWN = {  # by name of a check; any mixer where there is none
+    "sums of exponentials": sums_of_exponentials(),
+    "beside a cache": beside_a_cache(),
+    "beside a cache, token by token": beside_a_cache(),
+    "beside a cache, segments": beside_a_cache(),
+    "beside a cache, meta device": beside_a_cache(),
+}
 
 
 def check_name(name: str, examples: int, max_length: int) -> None:

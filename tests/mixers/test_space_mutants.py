@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
-from linearize.mixers import linear
+from linearize.mixers import cached, linear
 from linearize.mixers.combine import Add
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.exact_cache import ExactCache
 from linearize.mixers.feature_maps.hedgehog import HedgehogMap
 from linearize.mixers.feature_maps.pointwise import ExpMap
 from linearize.mixers.gates import ScalarDecay
@@ -27,6 +29,7 @@ WINDOW = SlidingSpan(window_size=5, sinks=2)
 TERRACES = TerracedSpan(window_size=4, sinks=1)
 NORM = {"normalizer": RmsNormalizer(), "combine": Add()}
 GATED = {"decay": ScalarDecay(bias_init=1.0), **NORM}
+CACHE = {"cache": ExactCache(size=5)}
 DELTA = {"update": DeltaUpdate(), **NORM}
 
 Check = Callable[[Drawn], None]
@@ -114,6 +117,26 @@ def input_scale_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(linear.LinearMixer, "_new_tokens", wrong)
 
 
+def thrown_out_and_lost(patch: pytest.MonkeyPatch) -> None:
+    """Only what leaves the window is written to the state, and not what the cache throws out for it."""
+    found = cached.written
+
+    def wrong(before, after, leaves):
+        places = found(before, after, leaves)
+        return torch.where(places == leaves, places, -1)
+
+    patch.setattr(cached, "written", wrong)
+
+
+def kept_and_written(patch: pytest.MonkeyPatch) -> None:
+    """What the cache takes is in the state as well."""
+    patch.setattr(cached, "written", lambda before, after, leaves: leaves)
+
+
+def dropped_by_steps_and_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(linear.LinearMixer, "_folded", lambda self, state, dropped: state)
+
+
 EXP = {"feature_map": ExpMap()}
 GUARDS = [
     (window_off_by_one, oracle, {"span": WINDOW}),
@@ -132,6 +155,12 @@ GUARDS = [
     (window_decays_lost, token_by_token, {"span": TERRACES} | EXP),
     (terrace_lost, after_a_prompt, {"span": TERRACES}),
     (erasures_forgotten, oracle, {"span": WINDOW} | DELTA),
+    (thrown_out_and_lost, oracle, {"span": TERRACES} | CACHE),
+    (thrown_out_and_lost, oracle, {"span": TERRACES} | CACHE | GATED),
+    (kept_and_written, oracle, {"span": TERRACES} | CACHE | EXP),
+    (dropped_by_steps_and_lost, token_by_token, {"span": TERRACES} | CACHE),
+    (dropped_by_steps_and_lost, after_a_prompt, {"span": TERRACES} | CACHE | DELTA),
+    (carry_lost, token_by_token, {"span": TERRACES} | CACHE | EXP),
     (input_scale_forgotten, oracle, {"span": NoSpan()} | GATED),
 ]
 

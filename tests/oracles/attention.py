@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -51,17 +51,21 @@ def window_partial(
     *,
     scaling: float,
     softcap: float | None = None,
+    held: Mapping[tuple[int, int, int], Iterable[int]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The softmax terms of LoLCATs eq. 7: sum e^{s-c} v [B,H,T,D], sum e^{s-c} and c = max s [B,H,T]; 0 where empty."""
+    """The softmax terms of LoLCATs eq. 7: sum e^{s-c} v [B,H,T,D], sum e^{s-c} and c = max s [B,H,T]; 0 where empty.
+
+    `held`: keys beside those of the span, by row, KV head and slot.
+    """
     num = torch.zeros_like(q, dtype=torch.float64)
     den, c = torch.zeros(q.shape[:3], dtype=torch.float64), torch.zeros(q.shape[:3], dtype=torch.float64)
     group = q.shape[1] // k.shape[1]
     for b, slot, n, slots in _queries(documents):
-        softmax_keys, _ = span_keys(span, n)
-        if not softmax_keys:
-            continue
         for h in range(q.shape[1]):
             g = h // group
+            softmax_keys = span_keys(span, n)[0].union((held or {}).get((b, g, slot), ()))
+            if not softmax_keys:
+                continue
             scores = {j: score(q[b, h, slot], k[b, g, slots[j]], scaling, softcap) for j in softmax_keys}
             c[b, h, slot] = max(scores.values())
             for j in softmax_keys:

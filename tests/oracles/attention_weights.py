@@ -48,5 +48,5 @@ def window_alone(config: Any) -> Any:
 
 
 def _changed(config: Any, **parts: Any) -> Any:
-    names = ("span", "feature_map", "decay", "update", "scale", "normalizer", "combine")
+    names = ("span", "feature_map", "decay", "update", "scale", "normalizer", "cache", "combine")
     return SimpleNamespace(**{name: getattr(config, name) for name in names} | parts)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,47 @@ def redundancy_and_age(k: Tensor) -> Worth:
     return worth
 
 
+@dataclass(frozen=True)
+class Memory:
+    """What becomes of one head's keys, all that a query sees being its window, the sinks, `held` and `dropped`.
+
+    Attributes:
+        held: for each query, what the cache holds.
+        dropped: for each query, what the cache has dropped.
+        place: of a key that was dropped, the position that it is written to the linear state for: its own, if it is
+            dropped when it leaves the window; if it is thrown out later, that of the key which the cache took instead.
+    """
+
+    held: list[list[int]]
+    dropped: list[list[int]]
+    place: dict[int, int]
+
+
+def remember(length: int, *, width: int, blocks: int, sinks: int, size: int, worth: Worth) -> Memory:
+    """The choice, block by block."""
+    cache: list[int] = []
+    memory = Memory([], [], {})
+    for n in range(length):
+        if n % width == 0 and n >= blocks * width:
+            left = n - blocks * width
+            leave = [j for j in range(left, left + width) if j >= sinks]
+            candidates = cache + leave
+            scores = {j: worth(candidates, j) for j in candidates}
+            ranked = sorted(candidates, key=lambda j: (-scores[j], candidates.index(j)))
+            kept = sorted(ranked[:size])
+            thrown = [j for j in cache if j not in kept]
+            for j in leave:
+                if j not in kept:
+                    memory.place[j] = j
+                elif thrown:
+                    memory.place[thrown.pop(0)] = j
+            assert not thrown
+            cache = kept
+        memory.held.append(list(cache))
+        memory.dropped.append(sorted(memory.place))
+    return memory
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -48,20 +91,34 @@ def attention(
     softcap: float | None = None,
 ) -> tuple[Tensor, list[list[int]]]:
     """Outputs [T, D] of one head of one document, and what the cache holds for each query."""
-    cache: list[int] = []
-    outputs, held = [], []
+    held = remember(len(q), width=width, blocks=blocks, sinks=sinks, size=size, worth=worth).held
+    outputs = []
     for n in range(len(q)):
-        if n % width == 0 and n >= blocks * width:
-            left = n - blocks * width
-            candidates = cache + [j for j in range(left, left + width) if j >= sinks]
-            scores = {j: worth(candidates, j) for j in candidates}
-            ranked = sorted(candidates, key=lambda j: (-scores[j], candidates.index(j)))
-            cache = sorted(ranked[:size])
         low = width * max(0, n // width - blocks + 1)
-        seen = sorted({*range(low, n + 1), *cache, *range(min(sinks, n + 1))})
+        seen = sorted({*range(low, n + 1), *held[n], *range(min(sinks, n + 1))})
         logits = torch.stack([q[n] @ k[j] * scaling for j in seen])
         weights = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).exp()
         outputs.append(sum(weight * v[j] for weight, j in zip(weights, seen, strict=True)) / weights.sum())
-        held.append(list(cache))
     assert all(bool(y.isfinite().all()) for y in outputs)
     return torch.stack(outputs), held
+
+
+Combined = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Logits of exact keys [N], their values [N,D], weights of the dropped [M] and their values [M,D] as an output [D]."""
+
+
+def attention_with_dropped(
+    q: Tensor, k: Tensor, v: Tensor, *, weight: Callable[[int, int], Tensor], combined: Combined, **how: Any
+) -> tuple[Tensor, Memory]:
+    """Outputs [T, D] where a query n reads each key j that was dropped by `weight(n, j)`; `how` as in `attention`."""
+    scaling, width, blocks, sinks = how.pop("scaling"), how["width"], how["blocks"], how["sinks"]
+    memory, outputs = remember(len(q), **how), []
+    for n in range(len(q)):
+        low = width * max(0, n // width - blocks + 1)
+        seen = sorted({*range(low, n + 1), *memory.held[n], *range(min(sinks, n + 1))})
+        assert sorted([*seen, *memory.dropped[n]]) == list(range(n + 1)), "every key is exact or dropped, and once"
+        logits = torch.stack([q[n] @ k[j] * scaling for j in seen])
+        dropped = memory.dropped[n]
+        weights = torch.stack([weight(n, j) for j in dropped]) if dropped else logits.new_zeros(0)
+        outputs.append(combined(logits, v[seen], weights, v[dropped]))
+    return torch.stack(outputs), memory

@@ -27,7 +27,8 @@ class Head:
 
     Decays are logarithms: log_decay_k [T,F], log_decay_v [T,D]. input_scale, beta [T]. With `exponential`, keys are
     logarithms, and `log_queries` [T,F] are those of phi_q before it was divided by anything. `turns` [T,F,F] are
-    matrices (RoPE) which key features are multiplied by, after the exponential.
+    matrices (RoPE) which key features are multiplied by, after the exponential. `largest` [T] is that of the positions'
+    own keys, where others are written for them.
     """
 
     phi_q: Tensor
@@ -40,6 +41,7 @@ class Head:
     exponential: bool = False
     log_queries: Tensor | None = None
     turns: Tensor | None = None
+    largest: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.beta is None or not self.exponential, "the delta rule's keys are normalised one by one"
@@ -47,6 +49,10 @@ class Head:
     @property
     def length(self) -> int:
         return len(self.keys)
+
+    def maximum(self, n: int) -> float:
+        """m_n."""
+        return float((self.keys.amax(-1) if self.largest is None else self.largest)[: n + 1].max())
 
     def key(self, j: int, maximum: float) -> Tensor:
         """i_j phi_k(j) [F], exponentials over e^maximum."""
@@ -114,7 +120,7 @@ def linear_quadratic(head: Head, span: SpanSpec) -> tuple[Tensor, Tensor]:
     den = torch.zeros(head.length, dtype=torch.float64)
     written = _written(head, span)
     for n in range(head.length):
-        maximum = float(head.keys[: n + 1].max())
+        maximum = head.maximum(n)
         for j in span_keys(span, n)[1]:
             a, b = _decays_between(head, j, n)
             weight = head.phi_q[n].double() @ (a * head.key(j, maximum))
@@ -170,7 +176,7 @@ class _Recurrence:
     def decay(self) -> None:
         """Move to the next position by its decays alone. A greater maximum is one more decay, e^(m_(t-1) - m_t)."""
         self.at += 1
-        before, self.maximum = self.maximum, max(self.maximum, float(self.head.keys[self.at].max()))
+        before, self.maximum = self.maximum, self.head.maximum(self.at)
         if self.at < self.span.sinks:
             return
         a, b = (logs.exp() for logs in self.head.log_decays(self.at))

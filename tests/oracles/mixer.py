@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.oracles import exact_cache
 from tests.oracles.attention import Documents, window_partial
 from tests.oracles.gates import sigmoid
 from tests.oracles.heads import Inputs, Weights, make_head, present
@@ -29,22 +31,33 @@ def mixer_layer(
     """y [B,H,T,D] of the causal mixer `config`, zero at padding; its linear part by definition or token by token."""
     span = span_of(config)
     y = torch.zeros(inputs.q.shape, dtype=torch.float64)
+    memories = {} if config.cache is None else _memories(config, inputs, documents)
+    held = {
+        (row, g, documents[row][index][n]): keys
+        for (row, g, index), memory in memories.items()
+        for n, keys in enumerate(memory.held)
+    }
     window_num, window_den, largest_score = window_partial(
-        inputs.q, inputs.k, inputs.v, documents, span, scaling=inputs.scaling, softcap=inputs.softcap
+        inputs.q, inputs.k, inputs.v, documents, span, scaling=inputs.scaling, softcap=inputs.softcap, held=held
     )
     for row, row_documents in enumerate(documents):
-        for slots in row_documents:
+        for index, slots in enumerate(row_documents):
             for h in range(y.shape[1]):
                 head = num = den = None
+                far = [sorted(span_keys(span, n)[1]) for n in range(len(slots))]
+                memory = memories.get((row, h // (y.shape[1] // inputs.k.shape[1]), index))
+                if memory is not None:
+                    far = [[j for j in places if j in memory.place.values()] for places in far]
                 if config.feature_map is not None:
                     head = make_head(config, weights, inputs, row, h, slots)
+                    head = head if memory is None else as_written(head, memory)
                     num, den = linear_recurrent(head, span)[:2] if recurrent else linear_quadratic(head, span)
                 for n, slot in enumerate(slots):
                     window = window_num[row, h, slot], float(window_den[row, h, slot])
                     if head is not None and head.exponential and config.normalizer.type == "sum":
                         linear = recurred(head, num[n], float(den[n]), n) if recurrent else None
                         top = float(largest_score[row, h, slot])
-                        y[row, h, slot] = _weighted(config, weights, h, head, span, n, window, top, linear)
+                        y[row, h, slot] = _weighted(config, weights, h, head, far[n], n, window, top, linear)
                         continue
                     y[row, h, slot] = _combined(
                         config,
@@ -52,10 +65,38 @@ def mixer_layer(
                         h,
                         window=window,
                         linear=None if num is None else (num[n], float(den[n])),
-                        anything_linear=bool(span_keys(span, n)[1]),
+                        anything_linear=bool(far[n]),
                         hidden=None if inputs.hidden is None else inputs.hidden[row, slot],
                     )
     return y
+
+
+def _memories(config: Any, inputs: Inputs, documents: Documents) -> dict[tuple[int, int, int], exact_cache.Memory]:
+    """What becomes of the keys of each row, KV head and document of the row."""
+    span, cache, found = config.span, config.cache, {}
+    for row, of_row in enumerate(documents):
+        for g in range(inputs.k.shape[1]):
+            for index, slots in enumerate(of_row):
+                worth = getattr(exact_cache, cache.score)(inputs.k[row, g, slots].float())
+                sizes = {"width": span.window_size, "blocks": span.blocks, "sinks": span.sinks, "size": cache.size}
+                found[row, g, index] = exact_cache.remember(len(slots), **sizes, worth=worth)
+    return found
+
+
+def as_written(head: Head, memory: exact_cache.Memory) -> Head:
+    """The head with what is written for each position in its place, which keeps its decays, and largest logarithms."""
+    source = {place: key for key, place in memory.place.items()}
+    index = [source.get(n, n) for n in range(head.length)]
+    scale = torch.ones(head.length) if head.input_scale is None else head.input_scale[index]
+    return replace(
+        head,
+        keys=head.keys[index],
+        v=head.v[index],
+        input_scale=scale * torch.tensor([float(n in source) for n in range(head.length)]),
+        beta=None if head.beta is None else head.beta[index],
+        turns=None if head.turns is None else head.turns[index],
+        largest=head.keys.amax(-1),
+    )
 
 
 def bidirectional_layer(config: Any, weights: Weights, inputs: Inputs, documents: Documents) -> Tensor:
@@ -98,7 +139,7 @@ def recurred(head: Head, num: Tensor, den: float, n: int) -> Part:
 def _reference(head: Head, n: int) -> float:
     """What phi_q and phi_k of query n are divided by, as a logarithm (ReGLA eqs. 11-12); without phi_q's factor."""
     log_factor = float(head.log_queries[n].max()) - math.log(float(head.phi_q[n].max()))
-    return log_factor + float(head.keys[: n + 1].max())
+    return log_factor + head.maximum(n)
 
 
 def _together(near: Part, far: Part) -> Tensor:
@@ -112,7 +153,7 @@ def _weighted(
     weights: Weights,
     h: int,
     head: Head,
-    span: SpanSpec,
+    far: list[int],
     n: int,
     window: tuple[Tensor, float],
     largest_score: float,
@@ -121,7 +162,6 @@ def _weighted(
     """y [D] of query n; `linear` is computed from the weights of its keys if not given."""
     combine, (window_num, window_den) = config.combine, window
     near = math.log(window_den) if window_den else -math.inf, window_num / (window_den or 1)
-    far = sorted(span_keys(span, n)[1])
     linear = _mean(log_weights(head, n, far), head.v[far]) if linear is None else linear
     if combine.type == "add":
         return near[1] + linear[1]

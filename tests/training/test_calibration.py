@@ -13,12 +13,14 @@ from transformers import PreTrainedModel
 import linearize
 from linearize.data.rows import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
+from linearize.mixers.config import MixerConfig
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import Layout
 from linearize.training import attention_transfer
 from linearize.training.calibration import calibrate
 from linearize.training.config import TransferConfig
 from tests import tiny
+from tests.oracles import exact_cache
 
 WINDOW = 6
 ROWS = tiny.packed([[40, 24], [64], [10, 54]])
@@ -47,7 +49,10 @@ def shares(model: PreTrainedModel, rows: PackedRows = ROWS) -> dict[int, tuple[T
         k = inputs.k.repeat_interleave(inputs.q.shape[1] // inputs.k.shape[1], 1)
         weights = (inputs.q @ k.mT * inputs.scaling).masked_fill(~seen, -torch.inf).softmax(-1)
         counts = position >= window
-        teacher = (weights * (lag >= window)).sum(-1)[0, :, counts]
+        far = lag >= window
+        if layer.mixer.config.cache is not None:
+            far, counts = dropped(layer.mixer.config, inputs, layout)
+        teacher = (weights * far).sum(-1)[0, :, counts]
         near, far = layer.mixer.partials(inputs, layout)
         excess = far.log_scale + layer.mixer.combine.offset[:, None] - near.log_scale
         mass = excess.exp() * far.den
@@ -59,6 +64,21 @@ def shares(model: PreTrainedModel, rows: PackedRows = ROWS) -> dict[int, tuple[T
             one = rows.rows(slice(row, row + 1))
             model.base_model(input_ids=one.input_ids, position_ids=one.position_ids, use_cache=False)
     return {layer: (torch.cat([a for a, _ in x], 1), torch.cat([b for _, b in x], 1)) for layer, x in found.items()}
+
+
+def dropped(config: MixerConfig, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Which keys of one row are beside each query's window and cache, [H, T, T], and which queries have any."""
+    length, heads = inputs.q.shape[2], inputs.q.shape[1]
+    far = torch.zeros(heads, length, length, dtype=torch.bool)
+    for document in layout.key_document[0].unique():
+        slots = (layout.key_document[0] == document).nonzero().squeeze(1)
+        for head in range(heads):
+            worth = exact_cache.redundancy_and_age(inputs.k[0, head * inputs.k.shape[1] // heads, slots].float())
+            sizes = {"width": config.span.window_size, "blocks": config.span.blocks, "sinks": 0}
+            memory = exact_cache.remember(len(slots), **sizes, size=config.cache.size, worth=worth)
+            for slot, keys in zip(slots, memory.dropped, strict=True):
+                far[head, slot, slots[keys]] = True
+    return far, far[0].any(-1)
 
 
 def loss(model: PreTrainedModel) -> float:
@@ -75,6 +95,15 @@ def test_the_mean_share_is_that_of_softmax(feature_map: dict[str, Any]) -> None:
     for teacher, mixer in shares(model).values():
         torch.testing.assert_close(mixer.mean(1), teacher.mean(1), atol=1e-8, rtol=0)
     assert loss(model) < before
+
+
+def test_beside_a_cache_it_is_that_of_what_is_dropped() -> None:
+    recipe = tiny.recipe(mixer__span={"type": "terraced", "window_size": 3}, mixer__cache={"size": 4})
+    parts = {"mixer.feature_map": EXP | {"per": "kv_head"}, "mixer.combine": {"type": "absolute_scale"}}
+    model = linearize.convert(tiny.llama().double(), recipe.override(parts))
+    calibrate(model, ROWS, tokens=3 * 64)
+    for teacher, mixer in shares(model).values():
+        torch.testing.assert_close(mixer.mean(1), teacher.mean(1), atol=1e-8, rtol=0)
 
 
 def test_small_shares_of_a_long_text_are_met_too() -> None:

@@ -334,6 +334,12 @@ def test_a_student_in_bfloat16() -> None:
             CE,
             "found feature_map `rfa`, whose weights can be negative",
         ),
+        ({"span": TERRACED, "cache": {"size": 3}}, CE, "expected output_mse alone beside an exact cache.* as model"),
+        (
+            {"span": TERRACED, "cache": {"size": 3}},
+            Losses(1.0, 0.0, 1.0),
+            "set weight_cross_entropy and linear_part to",
+        ),
         ({"span": NONE}, Losses(1.0, 0.0, 1.0), r"transfer\.linear_part: expected .* found span `none`"),
     ],
 )
@@ -352,6 +358,16 @@ def test_outputs_of_the_linear_part_need_no_weights(normalizer: str) -> None:
     without = TransferObjective(student, alone.config).backward([ROWS], STEP)
     losses = TransferObjective(student, together.config).backward([ROWS], STEP)
     assert all(losses[name] > without[name] + 1e-3 for name in losses)
+
+
+def test_outputs_teach_a_linear_part_beside_a_cache(tmp_path: Path) -> None:
+    rows, held_out = tiny.packed([[64], [20, 44]] * 8, seed=1), tiny.packed([[64], [30, 34]], seed=2)
+    recipe = tiny.recipe(mixer__span=TERRACED, mixer__cache={"size": 3}, mixer__feature_map=MAPS["hedgehog exp"])
+    student = linearize.convert(tiny.llama(), recipe.override({"mixer.combine": ABSOLUTE}))
+    fields = {"lr": 0.1, "max_tokens": 6 * 4 * 64, "batch_size": 4, "eval_every": 3, "epochs": 9}
+    config = TransferConfig(**fields | {"lr": 0.02}, calibration_tokens=256)
+    result = attention_transfer(student, rows, held_out, config, output_dir=tmp_path)
+    assert all(result.best_loss[name] < 0.98 * result.initial_loss[name] for name in result.best_loss)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

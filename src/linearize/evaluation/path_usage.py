@@ -148,7 +148,7 @@ def _has_both(mixer: Any) -> bool:
 
 @contextmanager
 def without_window(student: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Within, the linear part of layers that have both parts reads every key, those of the window too.
+    """Within, the linear part of layers that have both parts reads every key, those of window and cache too.
 
     All weights stay as they are. A shared denominator then sums linear weights alone; of a mix or a sum of both parts
     the normalised linear part is left. Layers with one part only stay as they are.
@@ -162,7 +162,7 @@ def without_window(student: PreTrainedModel) -> Iterator[PreTrainedModel]:
         if not _has_both(mixer):
             return mixer
         mixer = copy.deepcopy(mixer)
-        mixer.config = mixer.config.model_copy(update={"span": NoSpan()})
+        mixer.config = mixer.config.model_copy(update={"span": NoSpan(), "cache": None})
         if isinstance(mixer.combine, MixCombine):
             mixer.config = mixer.config.model_copy(update={"combine": Add()})
             mixer.combine = AddCombine(Add(), mixer.shape)

@@ -33,6 +33,7 @@ from linearize.data.rows import inference, on_device
 from linearize.evaluation.chosen_rows import ChosenRows
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
 from linearize.mixers.attention_weights import Features, LinearPart
+from linearize.mixers.cached import cached_keys
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.rfa import RfaMap
 from linearize.mixers.inputs import AttnInputs
@@ -178,7 +179,9 @@ def _read(
     mixer: Any, inputs: AttnInputs, layout: Layout, position: Int[Tensor, " T"], document: Int[Tensor, " T"]
 ) -> Iterator[tuple[slice, slice, Float[Tensor, "h C K"], Bool[Tensor, "h C K"]]]:
     """(queries, keys, weights, whether they are the linear part's) of each block of one row, of one part's heads."""
-    stretch = _stretch(mixer, inputs, layout)
+    stretch, cached = _stretch(mixer, inputs, layout), None
+    if mixer.feature_map is not None:
+        cached = cached_keys(mixer.config, {"keys": inputs.k, "values": inputs.v}, layout, None)
     read = _probed(mixer, inputs, position, document) if mixer.causal else _multiplied(mixer, inputs, layout)
     for keys, queries, weights in read:
         linear = torch.full(weights.shape[1:], mixer.feature_map is not None)
@@ -186,6 +189,9 @@ def _read(
             key_at, lowest = position[keys], mixer.span.lo(position[queries, None])
             linear = (key_at < lowest) & (key_at >= mixer.span.sinks)
         linear = linear.to(weights.device).expand_as(weights)
+        if cached is not None:
+            exact = cached.seen_by(torch.arange(queries.start, queries.stop, device=weights.device))[0, :, :, keys]
+            linear = linear & ~exact.repeat_interleave(len(weights) // len(exact), dim=0)
         if stretch is not None:
             weights = weights * torch.where(linear, stretch[0, :, queries, None], 1)
         yield queries, keys, weights, linear

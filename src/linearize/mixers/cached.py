@@ -1,73 +1,128 @@
-"""The exact cache within a mixer: what it holds for each block of queries, and for one more token."""
+"""The exact cache within a mixer: what it holds for each block of queries and for one more token, and what it drops."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.mixer_state import MixerState, Tokens
-from linearize.ops.exact_cache import Blocks, best, choose, cut, taken
+from linearize.ops.exact_cache import Blocks, best, choose, cut, leaving, taken, written
 from linearize.ops.layout import Layout, TerracedSpan, context_positions
+
+STEPS = ("log_decay_k", "log_decay_v", "offset")  # what is a place's own, whichever key is written there
 
 
 class CachedKeys(NamedTuple):
-    """What the cache holds for each block of queries, as places in a pool of slots (`keys`, `values`, `position`)."""
+    """What the cache holds for each block of queries, as places in a pool of slots: all that is a token's own, and its
+    `position`; and which keys leave the window, and what the cache held, when each block begins.
+    """
 
     pool: Tokens
     blocks: Blocks
+    leaves: Int[Tensor, "B G J w"]
+    before: Int[Tensor, "B G J C"]
     held: Int[Tensor, "B G J C"]
 
     def last(self) -> Tokens:
         """What it holds after the last token."""
         return taken(self.pool, self.held[:, :, -1])
 
+    def seen_by(self, queries: Int[Tensor, " N"]) -> Bool[Tensor, "B G N K"]:
+        """Which slots each of the queries, by their slots, reads from the cache, but for what it carried."""
+        batch, heads, _, size = self.held.shape
+        width, slots = self.blocks.slots.shape[2], self.pool["position"].shape[2] - size
+        mine = self.blocks.slots.expand(batch, -1, -1).flatten(1)[:, None] == queries[:, None]
+        block = mine.to(torch.uint8).argmax(-1) // width
+        held = self.held.gather(2, block[:, None, :, None].expand(-1, heads, -1, size)) - size
+        seen = torch.zeros(*held.shape[:3], slots + 1, dtype=torch.bool, device=held.device)
+        return seen.scatter(3, torch.where(held >= 0, held, slots), True)[..., :slots]
+
+    def as_written(self, tokens: Tokens) -> Tokens:
+        """`tokens` as they are written to the linear state: each with what is written in its place."""
+        size, slots = self.held.shape[-1], tokens["keys"].shape[2]
+        own = torch.arange(size, size + slots, device=self.held.device)
+        places = own.expand(*self.held.shape[:2], -1)
+        # One more place, for what is none.
+        at = torch.where(self.leaves >= 0, self.leaves - size, slots).flatten(2)
+        new = written(self.before, self.held, self.leaves).flatten(2)
+        places = torch.nn.functional.pad(places, (0, 1)).scatter(2, at, new)[:, :, :slots]
+        return _as_written(self.pool, places, own) | {name: tokens[name] for name in STEPS if name in tokens}
+
 
 def cached_keys(config: MixerConfig, tokens: Tokens, layout: Layout, state: MixerState | None) -> CachedKeys | None:
     """Of all tokens behind their context; None where there is no cache."""
-    cache, span, k, v = config.cache, config.span, tokens["keys"], tokens["values"]
+    cache, span = config.cache, config.span
     if cache is None:
         return None
     assert isinstance(span, TerracedSpan)
-    position = layout.key_position[:, None].expand(len(k), k.shape[1], -1)
-    held = empty_cache(k, v, cache.size) if state is None else state.exact
+    held = empty_cache(tokens, cache.size) if state is None else state.exact
     assert held is not None
-    pool = _pooled(held, k, v, position)
-    blocks = cut(layout, span)
-    places = choose(pool["keys"], pool["values"], pool["position"], blocks, span, cache.size, cache.worth)
-    return CachedKeys(pool, blocks, places)
+    pool = _pooled(held, tokens, layout.key_position)
+    position, blocks = pool["position"], cut(layout, span)
+    leaves = leaving(blocks, span, position, cache.size)
+    before, after = choose(pool["keys"], pool["values"], position, leaves, blocks.fresh, cache.size, cache.worth)
+    return CachedKeys(pool, blocks, leaves, before, after)
 
 
-def cache_of_next(config: MixerConfig, state: MixerState) -> Tokens | None:
-    """The cache for one more token: chosen again in rows where a block begins with it; None where there is none."""
+class Dropped(NamedTuple):
+    """The cache for one more token, and `tokens` as they are written to the linear state before it, at `position`; -1
+    where a row writes nothing.
+    """
+
+    exact: Tokens
+    tokens: Tokens
+    position: Int[Tensor, "B w"]
+
+
+def cache_of_next(config: MixerConfig, state: MixerState) -> Dropped | None:
+    """What one more token does: chosen again in rows where a block begins with it; None where none does."""
     cache, span, exact = config.cache, config.span, state.exact
     if cache is None or exact is None:
         return None
     assert isinstance(span, TerracedSpan)
     begins = state.seen % span.window_size == 0
     if not torch.compiler.is_compiling() and not begins.is_meta and not begins.any():
-        return exact
-    leaving = slice(span.sinks, span.sinks + span.window_size)
-    position = context_positions(state.seen, span)[:, leaving]
+        return None
+    slots = slice(span.sinks, span.sinks + span.window_size)
+    position = context_positions(state.seen, span)[:, slots]
     position = torch.where((position >= span.sinks) & begins[:, None], position, -1)
-    k, v = (state.slots[name][:, :, leaving] for name in ("keys", "values"))
-    pool = _pooled(exact, k, v, position[:, None].expand(-1, k.shape[1], -1))
+    tokens = {name: x[:, :, slots] for name, x in state.slots.items()}
+    pool = _pooled(exact, tokens, position)
     places = torch.arange(cache.size + span.window_size, device=position.device)
-    places = torch.where(pool["position"] >= 0, places, -1)
-    held = best(pool["keys"], pool["values"], pool["position"], places, cache.size, cache.worth)
-    return taken(pool, held)
+    there = torch.where(pool["position"] >= 0, places, -1)
+    held = best(pool["keys"], pool["values"], pool["position"], there, cache.size, cache.worth)
+    new = written(there[:, :, : cache.size], held, there[:, :, cache.size :])
+    tokens = _as_written(pool, new, places[cache.size :]) | {name: tokens[name] for name in STEPS if name in tokens}
+    return Dropped(taken(pool, held), tokens, position)
 
 
-def empty_cache(k: Float[Tensor, "B G T D"], v: Float[Tensor, "B G T D"], size: int) -> Tokens:
-    """A cache of `size` slots, for keys and values like these, that holds nothing."""
-    slots = {name: x.new_zeros(*x.shape[:2], size, x.shape[3]) for name, x in (("keys", k), ("values", v))}
+def empty_cache(tokens: Tokens, size: int) -> Tokens:
+    """A cache of `size` slots, for tokens like these, that holds nothing."""
+    k = tokens["keys"]
+    slots = {name: x.new_zeros(len(k), max(x.shape[1], k.shape[1]), size, x.shape[3]) for name, x in _own(tokens)}
     return slots | {"position": k.new_full((*k.shape[:2], size), -1, dtype=torch.int64)}
 
 
-def _pooled(held: Tokens, k: Tensor, v: Tensor, position: Int[Tensor, "B G N"]) -> Tokens:
+def _own(tokens: Tokens) -> list[tuple[str, Tensor]]:
+    return [(name, x) for name, x in tokens.items() if name not in STEPS]
+
+
+def _pooled(held: Tokens, tokens: Tokens, position: Int[Tensor, "#B N"]) -> Tokens:
     """The cache's slots, then these."""
-    new = {"keys": k, "values": v, "position": position}
+    batch, heads = held["position"].shape[:2]
+    new = {name: x.expand(batch, held[name].shape[1] if x.shape[1] == 1 else -1, -1, -1) for name, x in _own(tokens)}
+    new["position"] = position[:, None].expand(batch, heads, -1)
     return {name: torch.cat([held[name].to(x.dtype), x], dim=2) for name, x in new.items()}
+
+
+def _as_written(pool: Tokens, places: Int[Tensor, "B G N"], own: Int[Tensor, " N"]) -> Tokens:
+    """What is written in these places; where it is nothing, the place's own with `input_scale` 0."""
+    tokens = taken(pool, torch.where(places >= 0, places, own))
+    there = (places >= 0)[..., None].to(tokens["values"].dtype)
+    scale = tokens.get("input_scale", there)
+    tokens["input_scale"] = scale * there.repeat_interleave(scale.shape[1] // there.shape[1], dim=1)
+    return tokens

@@ -118,6 +118,7 @@ class MixerConfig(Config):
     def in_closed_form(self) -> bool:
         """Whether a causal mixer reads single keys by the map's kernel; else its features are changed on the way."""
         as_they_are = self.decay is None and not isinstance(self.update, DeltaUpdate) and self.scale == "none"
+        as_they_are = as_they_are and self.cache is None  # which leaves places in the state empty
         return self.feature_map is not None and self.feature_map.closed_form and as_they_are
 
     @property
@@ -269,9 +270,9 @@ _REFUSED: tuple[tuple[Callable[[MixerConfig], bool], str], ...] = (
         "cache: keys are chosen when a block of them leaves the window: choose span `terraced`",
     ),
     (
-        lambda m: m.cache is not None and m.feature_map is not None,
-        "cache: what it drops is dropped, a linear part would not hold it: set feature_map to null and combine to "
-        "`window_only`",
+        lambda m: m.cache is not None and m.feature_map is not None and not m.feature_map.of_one_key,
+        "cache: each head keeps keys of its own and maps them only when it drops them, and this feature map reads the "
+        "keys of all heads, or positions: choose feature_map.per `kv_head` or `query_head`, and no `cosformer`",
     ),
     (
         lambda m: m.state_dtype is not None and m.feature_map is None,

@@ -23,6 +23,8 @@ class ExactCache(Config):
     Scores: `redundancy`, of keys most alike (cosine, with RoPE) the older goes; `redundancy_and_age`, a key twice as
     old goes before one that is 0.4 more alike; `value_norm` and `key_norm`, the smallest goes; `recent`, the oldest
     goes, which is a longer window; `random`. After LoLA (arXiv 2505.23666), whose cache is filled by another score.
+
+    What is dropped is written to the linear state, where there is a linear part; else it is lost.
     """
 
     size: PositiveInt = Field(description="pairs per KV head")

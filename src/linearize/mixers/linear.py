@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize.mixers.cached import CachedKeys, cache_of_next, cached_keys, empty_cache
+from linearize.mixers.cached import CachedKeys, Dropped, cache_of_next, cached_keys, empty_cache
 from linearize.mixers.combine import COMBINES
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.base import exponentials
@@ -18,19 +18,38 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, Mixer, learnable, without_lost
 from linearize.mixers.mixer_state import STATE_DTYPES, MixerState, Tokens, keep_slots, push_slot
 from linearize.mixers.normalizers import NORMALIZERS
-from linearize.mixers.rope import apply_rope
+from linearize.mixers.rope import rotated
 from linearize.mixers.running_maximum import running_maximum
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaRule, DeltaUpdate
 from linearize.ops.dispatch import delta_values, linear_scan, window_softmax
 from linearize.ops.exact_cache import cached_softmax, merged
 from linearize.ops.heads import repeat_kv
-from linearize.ops.layout import Layout, TerracedSpan, context_positions
-from linearize.ops.linear_state import LinearState, linear_state
+from linearize.ops.layout import Layout, NoSpan, TerracedSpan, context_positions
+from linearize.ops.linear_state import LinearState, linear_state, with_keys
 from linearize.ops.partial import Partial, accumulation_dtype
-from linearize.ops.recurrent import linear_step, window_step
+from linearize.ops.recurrent import linear_read, linear_step, window_step
+from linearize.ops.reference import delta_values as delta_values_of_few
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
+EVERY_KEY = NoSpan()  # once: compilers do not make them
+
+
+class Prepared(NamedTuple):
+    """All tokens behind their context, as window and linear part read them.
+
+    Attributes:
+        tokens: as they are. written: as the linear state gets them; another set only beside an exact cache.
+        phi_k: features of what is written.
+        maximum: the running one, after them.
+        cached: what the exact cache holds.
+    """
+
+    tokens: Tokens
+    written: Tokens
+    phi_k: Float[Tensor, "B Hs K F"] | None
+    maximum: Float[Tensor, "B Hk"] | None
+    cached: CachedKeys | None
 
 
 class LinearMixer(Mixer):
@@ -131,13 +150,8 @@ class LinearMixer(Mixer):
             slots["beta"] = self.delta(inputs)
         return {name: x.expand(len(inputs.k), -1, -1, -1) for name, x in slots.items()}
 
-    def tokens(
-        self, inputs: AttnInputs, own: Layout, layout: Layout, state: MixerState | None
-    ) -> tuple[Tokens, Tensor | None, Tensor | None]:
-        """All tokens behind their context, their key features, and the running maximum after them.
-
-        `own` is the layout of the inputs alone, `layout` that with the context of `state`.
-        """
+    def tokens(self, inputs: AttnInputs, own: Layout, layout: Layout, state: MixerState | None) -> Prepared:
+        """`own` is the layout of the inputs alone, `layout` that with the context of `state`."""
         slots, maximum = self._new_tokens(inputs), None
         mapped = None if self.feature_map is None else self._map_keys(slots, layout.query_position)
         if self.config.keeps_maximum:
@@ -151,7 +165,13 @@ class LinearMixer(Mixer):
             if mapped is not None:
                 context = layout.key_position[:, : layout.key_position.shape[1] - own.length]
                 mapped = torch.cat([self._map_keys(state.slots, context), mapped], dim=2)
-        return slots, None if mapped is None else self._key_features(slots, mapped, layout), maximum
+        cached, written = cached_keys(self.config, slots, layout, state), slots
+        if mapped is None:
+            return Prepared(slots, slots, None, None, cached)
+        if cached is not None:
+            written = cached.as_written(slots)
+            mapped = self._map_keys(written, layout.key_position)
+        return Prepared(slots, written, self._key_features(written, mapped, layout), maximum, cached)
 
     def _with_step(self, slots: Tokens, log_decay: Float[Tensor, "B Hk T"]) -> Float[Tensor, "B Hs T X"]:
         """The gate's log decay and that of the running maximum in one."""
@@ -177,12 +197,13 @@ class LinearMixer(Mixer):
         if self.delta is not None:
             phi_k = self.delta.normalize(phi_k)
         if "cos" in slots:
-            phi_k = apply_rope(phi_k, (slots["cos"][:, 0], slots["sin"][:, 0]))
+            cos, sin = (x if len(x[0]) == 1 else repeat_kv(x, phi_k.shape[1]) for x in (slots["cos"], slots["sin"]))
+            phi_k = rotated(phi_k, cos, sin)
         phi_k = repeat_kv(phi_k, self.state_heads)
-        return phi_k * slots["input_scale"] if "input_scale" in slots else phi_k
+        return phi_k * repeat_kv(slots["input_scale"], self.state_heads) if "input_scale" in slots else phi_k
 
     def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
-        tokens, keys, _ = self.tokens(inputs, layout, layout, None)
+        _, tokens, keys, _, _ = self.tokens(inputs, layout, layout, None)
         assert keys is not None
         phi_k, how, nothing = keys, self._how(tokens), tokens["values"][..., :0]
 
@@ -219,30 +240,25 @@ class LinearMixer(Mixer):
     def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
         with torch.autocast(inputs.autocast_device, enabled=False):
             inputs = inputs.accumulated()
-            tokens, phi_k, _ = self.tokens(inputs, layout, layout, None)
-            chosen = cached_keys(self.config, tokens, layout, None)
-            return self._partials(
-                inputs, tokens, phi_k, self.written(tokens, phi_k, layout, None), layout, None, chosen
-            )
+            found = self.tokens(inputs, layout, layout, None)
+            return self._partials(inputs, found, self.written(found.written, found.phi_k, layout, None), layout, None)
 
     def _partials(
         self,
         inputs: AttnInputs,
-        tokens: Tokens,
-        phi_k: Tensor | None,
+        found: Prepared,
         written: Tensor,
         layout: Layout,
         state: MixerState | None,
-        chosen: CachedKeys | None,
     ) -> tuple[Partial | None, Partial | None]:
         window = linear = None
+        tokens, phi_k, cached = found.tokens, found.phi_k, found.cached
         if self.span.max_lag:
             softmax: dict[str, Any] = {"scaling": inputs.scaling, "softcap": inputs.softcap, "layout": layout}
             window = window_softmax(inputs.q, tokens["keys"], tokens["values"], span=self.span, **softmax)
-            if chosen is not None:
-                pool = chosen.pool
-                cached = cached_softmax(inputs.q, pool["keys"], pool["values"], chosen.blocks, chosen.held, **softmax)
-                window = merged(window, cached)
+            if cached is not None:
+                k, v = cached.pool["keys"], cached.pool["values"]
+                window = merged(window, cached_softmax(inputs.q, k, v, cached.blocks, cached.held, **softmax))
         if phi_k is not None:
             before = None if state is None else state.linear
             how: dict[str, Any] = self._how(tokens) | {"span": self.span, "layout": layout, "state": before}
@@ -266,18 +282,23 @@ class LinearMixer(Mixer):
         batch, length = len(inputs.q), inputs.q.shape[2]
         own = Layout.full(length, inputs.q.device) if own is None else own
         layout = own if state is None else own.with_context(state.seen, self.span)
-        tokens, phi_k, maximum = self.tokens(inputs, own, layout, state)
-        before = None if state is None else state.linear
-        written = self.written(tokens, phi_k, layout, before)
+        found = self.tokens(inputs, own, layout, state)
+        phi_k, cached, before = found.phi_k, found.cached, None if state is None else state.linear
+        written = self.written(found.written, phi_k, layout, before)
         linear = None
         if phi_k is not None:
-            linear = linear_state(phi_k, written, **self._how(tokens), span=self.span, layout=layout, state=before)
-        chosen = cached_keys(self.config, tokens, layout, state)
-        read = self._partials(inputs, tokens, phi_k, written, layout, state, chosen)
-        y = self.combined(inputs, *read, self.has_linear(layout.query_position))
-        slots = keep_slots(tokens, layout, self.span, batch)
-        exact = None if chosen is None else chosen.last()
-        return y, MixerState(slots, layout.count.expand(batch).clone(), linear, maximum, exact)
+            how = self._how(found.tokens)
+            linear = linear_state(phi_k, written, **how, span=self.span, layout=layout, state=before)
+            if cached is not None:  # what the next block's state is made of is chosen only when it begins
+                linear = LinearState(linear.S, linear.z)
+        y = self.combined(
+            inputs,
+            *self._partials(inputs, found, written, layout, state),
+            self.has_linear(layout.query_position),
+        )
+        slots = keep_slots(found.tokens, layout, self.span, batch)
+        exact = None if cached is None else cached.last()
+        return y, MixerState(slots, layout.count.expand(batch).clone(), linear, found.maximum, exact)
 
     def _how(self, tokens: Tokens) -> dict[str, Any]:
         """Decays of the tokens and the kernel, as the ops take them."""
@@ -296,28 +317,47 @@ class LinearMixer(Mixer):
         tokens = {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in new.items()}
         places = torch.cat([context_positions(position, span), position[:, None]], dim=1)
         below = places < span.lo(position)[:, None]
-        window = exact = None
+        window, exact, before, dropped = None, state.exact, state.linear, cache_of_next(self.config, state)
+        if dropped is not None:
+            exact, before = dropped.exact, self._folded(state.linear, dropped)
         if span.max_lag:
             seen = (places >= 0) & (~below | (places < span.sinks))
             softmax = {"scaling": inputs.scaling, "softcap": inputs.softcap}
             window = window_step(inputs.q, tokens["keys"], tokens["values"], seen=seen[:, None], **softmax)
-            if (exact := cache_of_next(self.config, state)) is not None:
+            if exact is not None:
                 held = window_step(inputs.q, exact["keys"], exact["values"], seen=exact["position"] >= 0, **softmax)
                 window = merged(window, held)
-        linear, after = None, state.linear
+        linear = after = None
         if self.feature_map is not None:
-            assert state.linear is not None
-            entering = places.shape[1] - 1 - span.fold_lag
-            one = {name: x[:, :, entering : entering + 1] for name, x in tokens.items()}
+            assert before is not None
             phi_q, log_scale = self.query_features(inputs, position[:, None])
-            phi_k = self._key_features(one, self._map_keys(one, position[:, None] - span.fold_lag), None)
-            options: dict[str, Any] = {"beta": one.get("beta"), "span": span, "position": position}
-            options |= {"state": state.linear} | self._how(one) | _skipped(tokens, below if span.max_lag else None)
-            linear, after = linear_step(phi_q, phi_k, one["values"], **options)
+            skipped = _skipped(tokens, below if span.max_lag else None)
+            if self.config.cache is None:
+                entering = places.shape[1] - 1 - span.fold_lag
+                one = {name: x[:, :, entering : entering + 1] for name, x in tokens.items()}
+                phi_k = self._key_features(one, self._map_keys(one, position[:, None] - span.fold_lag), None)
+                options: dict[str, Any] = {"beta": one.get("beta"), "span": span, "position": position}
+                options |= {"state": before} | self._how(one) | skipped
+                linear, after = linear_step(phi_q, phi_k, one["values"], **options)
+            else:
+                linear, after = linear_read(phi_q, before, **skipped), before
             linear = self.in_scale(without_lost(linear, self.lost(linear)), log_scale, new)
         slots = push_slot(tokens, span, position - span.context)
         y = self.combined(inputs, window, linear, self.has_linear(position[:, None]))
         return y, MixerState(slots, position + 1, after, maximum, exact)
+
+    def _folded(self, state: LinearState | None, dropped: Dropped) -> LinearState | None:
+        """The state with what the exact cache drops when a block begins."""
+        if state is None:
+            return None
+        tokens, position = dropped.tokens, dropped.position
+        layout = Layout(position, torch.zeros_like(position), 0)
+        phi_k, values = self._key_features(tokens, self._map_keys(tokens, position), layout), tokens["values"]
+        how: dict[str, Any] = {"span": EVERY_KEY, "layout": layout}
+        if self.delta is not None:
+            decay = tokens.get("log_decay_k")
+            values = delta_values_of_few(phi_k, values, tokens["beta"], log_decay_k=decay, **how, state=state)
+        return with_keys(phi_k, values, position >= 0, **self._how(tokens), **how, state=state)
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape: what stands before the first token."""
@@ -333,12 +373,13 @@ class LinearMixer(Mixer):
             new["log_decay_k"] = self._with_step(new, logs[..., 0])
         if self.feature_map is not None:
             S = torch.zeros(batch, self.state_heads, self.feature_map.feature_dim, head_dim, dtype=dtype, device=device)
-            following = (S, S[..., 0]) if isinstance(self.span, TerracedSpan) else (None, None)
+            early = isinstance(self.span, TerracedSpan) and self.config.cache is None
+            following = (S, S[..., 0]) if early else (None, None)
             linear = LinearState(S, S[..., 0], *following)
         size = self.span.sinks + self.span.context
         slots = {name: x.new_zeros(batch, x.shape[1], size, x.shape[3]) for name, x in new.items()}
         size = None if self.config.cache is None else self.config.cache.size
-        exact = None if size is None else empty_cache(inputs.k, inputs.v, size)
+        exact = None if size is None else empty_cache(new, size)
         state = MixerState(slots, seen, linear, maximum, exact)
         kept = STATE_DTYPES[self.config.state_dtype]
         return state if kept is None else state.matrices_in(kept)

@@ -141,7 +141,8 @@ class Mixer(nn.Module, ABC):
 
     def has_linear(self, position: Int[Tensor, "#B T"]) -> Bool[Tensor, "#B T"]:
         """Which queries, -1 being padding, read keys through the linear part."""
-        return (self.span.lo(position) > self.span.sinks) & (position >= 0)
+        exact = 0 if self.config.cache is None else self.config.cache.size
+        return (self.span.lo(position) > self.span.sinks + exact) & (position >= 0)
 
     def query_features(
         self, inputs: AttnInputs, position: Int[Tensor, "#B T"], den: Float[Tensor, "B H T"] | None = None

@@ -15,7 +15,14 @@ Rope = tuple[Tensor, Tensor]
 
 def apply_rope(x: Float[Tensor, "B h T D"], rope: Rope) -> Float[Tensor, "B h T D"]:
     """`x` rotated by cosines and sines [B or 1, T, R]; dimensions from R on stay as they are."""
-    cos, sin = (y.to(x.dtype)[:, None] for y in rope)
+    return rotated(x, rope[0][:, None], rope[1][:, None])
+
+
+def rotated(
+    x: Float[Tensor, "B h T D"], cos: Float[Tensor, "#B #h T R"], sin: Float[Tensor, "#B #h T R"]
+) -> Float[Tensor, "B h T D"]:
+    """`x` rotated, each head by its own cosines and sines or all by the same."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     half = cos.shape[-1] // 2
     first, second = turned[..., :half], turned[..., half:]

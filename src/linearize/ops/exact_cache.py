@@ -1,7 +1,8 @@
 """A bounded cache of exact keys below a terraced window: which keys stay, and softmax over those that do.
 
 Rows are cut into the blocks of the span. When a block of queries begins, the block of keys that leaves the window and
-the cache are candidates, and the best C of them stay: one choice per block, the same in every form. Axes, beside those
+the cache are candidates, and the best C of them stay: one choice per block, the same in every form. Where there is a
+linear state, what does not stay is written to it in the places of the block that leaves (`written`). Axes, beside those
 of the package: J blocks of a row, w keys of a block, C size of the cache, M candidates, P pool of keys: C carried ones,
 then the K slots.
 """
@@ -78,31 +79,60 @@ def cut(layout: Layout, span: TerracedSpan) -> Blocks:
     return Blocks(slots, leaves, fresh)
 
 
+def leaving(blocks: Blocks, span: TerracedSpan, position: Int[Tensor, "B G P"], size: int) -> Int[Tensor, "B G J w"]:
+    """The keys that leave the window when each block begins, but for sinks: places in the pool, -1 is none."""
+    back = torch.nn.functional.pad(blocks.slots, (0, 0, span.blocks, 0), value=-1)[:, : blocks.slots.shape[1]]
+    places = torch.where((back >= 0) & blocks.leaves[..., None], back + size, -1)
+    places = places[:, None].expand(*position.shape[:2], -1, -1)
+    at = _taken(position, places.flatten(2)).view_as(places)
+    return torch.where(at >= span.sinks, places, -1)
+
+
 @torch.no_grad()
 def choose(
     k: Float[Tensor, "B G P D"],
     v: Float[Tensor, "B G P D"],
     position: Int[Tensor, "B G P"],
-    blocks: Blocks,
-    span: TerracedSpan,
+    leaves: Int[Tensor, "B G J w"],
+    fresh: Bool[Tensor, "#B J"],
     size: int,
     worth: Worth,
-) -> Int[Tensor, "B G J C"]:
-    """What the cache holds while each block's queries read it: places in the pool, oldest first; -1 is nothing."""
-    batch, heads = k.shape[:2]
-    held = torch.arange(size, device=k.device).expand(batch, heads, -1)
+) -> tuple[Int[Tensor, "B G J C"], Int[Tensor, "B G J C"]]:
+    """What the cache holds when each block begins, and while its queries read it: places in the pool, oldest first; -1
+    is nothing.
+    """
+    held = torch.arange(size, device=k.device).expand(*position.shape[:2], -1)
     held = torch.where(position[:, :, :size] >= 0, held, -1)
-    caches = []
-    for index in range(blocks.slots.shape[1]):
-        held = torch.where(blocks.fresh[:, index, None, None], -1, held)
-        if index >= span.blocks:
-            slots = blocks.slots[:, index - span.blocks, None]
-            new = torch.where((slots >= 0) & blocks.leaves[:, index, None, None], slots + size, -1)
-            new = new.expand(batch, heads, -1)
-            new = torch.where(_taken(position, new) >= span.sinks, new, -1)
-            held = best(k, v, position, torch.cat([held, new], dim=2), size, worth)
-        caches.append(held)
-    return torch.stack(caches, dim=2)
+    before, after = [], []
+    for index in range(leaves.shape[2]):
+        held = torch.where(fresh[:, index, None, None], -1, held)
+        before.append(held)
+        held = best(k, v, position, torch.cat([held, leaves[:, :, index]], dim=2), size, worth)
+        after.append(held)
+    return torch.stack(before, dim=2), torch.stack(after, dim=2)
+
+
+@torch.no_grad()
+def written(
+    before: Int[Tensor, "*rows C"], after: Int[Tensor, "*rows C"], leaves: Int[Tensor, "*rows w"]
+) -> Int[Tensor, "*rows w"]:
+    """Which keys are written to the linear state in the places of a block that leaves the window; -1 is none.
+
+    Its own, but for those that the cache takes: in their places, in order, the keys that it throws out, which are no
+    more and are older. So what a place is written with is never newer than itself, and every rule of the state, the
+    running maximum's and decays' too, holds as for the keys themselves.
+    """
+    ordered = after.sort(-1).values
+
+    def stays(places: Tensor) -> Tensor:
+        at = torch.searchsorted(ordered, places.contiguous()).clamp_max(ordered.shape[-1] - 1)
+        return (ordered.gather(-1, at) == places) & (places >= 0)
+
+    out, taken = (before >= 0) & ~stays(before), stays(leaves)
+    order = out.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    thrown = torch.where(out, before, -1).gather(-1, order)
+    nth = (taken.cumsum(-1) - 1).clamp_min(0)
+    return torch.where(taken, thrown.gather(-1, nth), leaves)
 
 
 def best(
@@ -122,9 +152,14 @@ def best(
 
 
 def taken(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Tensor]:
-    """These slots of a pool of `keys`, `values` and their `position`; 0 and -1 where a place is none."""
-    there = places >= 0
-    found = {name: _rows(pool[name], places) * there[..., None] for name in ("keys", "values")}
+    """These slots of a pool of `keys`, `values`, their `position` and more; 0 and -1 where a place is none."""
+    there = (places >= 0)[..., None]
+
+    def take(x: Tensor) -> Tensor:
+        x = _rows(x, places)
+        return x * there.repeat_interleave(x.shape[1] // there.shape[1], dim=1)
+
+    found = {name: take(x) for name, x in pool.items() if name != "position"}
     return found | {"position": _taken(pool["position"], places)}
 
 
@@ -134,8 +169,11 @@ def _taken(position: Int[Tensor, "b g P"], places: Int[Tensor, "B G M"]) -> Int[
     return torch.where(places >= 0, found, -1)
 
 
-def _rows(x: Float[Tensor, "B G P D"], places: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M D"]:
-    return x.gather(2, places.clamp_min(0)[..., None].expand(-1, -1, -1, x.shape[3]))
+def _rows(x: Float[Tensor, "B h P X"], places: Int[Tensor, "B G M"]) -> Float[Tensor, "B H M X"]:
+    """Places of each KV head; of what all heads share, or of each of a KV head's own heads."""
+    heads = max(x.shape[1], places.shape[1])
+    places = places.clamp_min(0).repeat_interleave(heads // places.shape[1], dim=1)
+    return x.expand(-1, heads, -1, -1).gather(2, places[..., None].expand(-1, -1, -1, x.shape[3]))
 
 
 def cached_softmax(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -52,35 +53,54 @@ def linear_state(
     `state` counts only where a row is still in the carried document. For the delta rule, v are its `delta_values`.
     With a `kernel`, phi_k is what it makes features of.
     """
-    dtype = accumulation_dtype(v.dtype)
-    phi_k, v = phi_k.to(dtype), repeat_kv(v, phi_k.shape[1]).to(dtype)
     last = layout.count[:, None] - 1
     mine = layout.key_document == layout.last_document
-    goes_on = (layout.last_document == 0)[:, :, None, None].to(dtype)
-
-    def up_to(bound: Bool[Tensor, "#B K"]) -> tuple[Tensor, Tensor]:
-        counts = (bound & (layout.key_position >= span.sinks))[:, None, :, None]
-        S, z = None if state is None else state.S * goes_on, None if state is None else state.z[..., None] * goes_on
-        if kernel is not None:
-            added_S, added_z = _sums_of_features(kernel, phi_k, counts, v)
-        else:
-            keys, values = phi_k * counts, v
-            if log_decay_k is not None:
-                after, total = remaining(log_decay_k, span, layout, bound)
-                keys = keys * after.exp().to(dtype)
-                if S is not None and z is not None:
-                    S, z = S * total.mT.exp().to(dtype), z * total.mT.exp().to(dtype)
-            if log_decay_v is not None:
-                after, total = remaining(log_decay_v, span, layout, bound)
-                values = values * after.exp().to(dtype)
-                S = None if S is None else S * total.exp().to(dtype)
-            added_S, added_z = keys.mT @ values, keys.sum(2)
-        return (added_S, added_z) if S is None or z is None else (S + added_S, z.squeeze(-1) + added_z)
-
-    readable = up_to(mine & (layout.key_position < span.lo(last)))
+    if state is not None:
+        goes_on = (layout.last_document == 0)[:, :, None].to(state.z.dtype)
+        state = LinearState(state.S * goes_on[..., None], state.z * goes_on)
+    given: dict[str, Any] = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v, "kernel": kernel, "state": state}
+    given |= {"span": span, "layout": layout}
+    readable = with_keys(phi_k, v, mine & (layout.key_position < span.lo(last)), **given)
     if not isinstance(span, TerracedSpan):
-        return LinearState(*readable)
-    return LinearState(*readable, *up_to(mine & (layout.key_position <= last - span.fold_lag)))
+        return readable
+    following = with_keys(phi_k, v, mine & (layout.key_position <= last - span.fold_lag), **given)
+    return LinearState(readable.S, readable.z, following.S, following.z)
+
+
+def with_keys(
+    phi_k: Float[Tensor, "B Hk K F"],
+    v: Float[Tensor, "B G K D"],
+    which: Bool[Tensor, "#B K"],
+    *,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
+    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
+    kernel: Kernel | None = None,
+    span: Span,
+    layout: Layout,
+    state: LinearState | None = None,
+) -> LinearState:
+    """S and z with these of the keys, but for sinks, and the decays of their steps alone."""
+    dtype = accumulation_dtype(v.dtype)
+    phi_k, v = phi_k.to(dtype), repeat_kv(v, phi_k.shape[1]).to(dtype)
+    counts = (which & (layout.key_position >= span.sinks))[:, None, :, None]
+    S, z = (None, None) if state is None else (state.S, state.z[..., None])
+    if kernel is not None:
+        added_S, added_z = _sums_of_features(kernel, phi_k, counts, v)
+    else:
+        keys, values = phi_k * counts, v
+        if log_decay_k is not None:
+            after, total = remaining(log_decay_k, span, layout, which)
+            keys = keys * after.exp().to(dtype)
+            if S is not None and z is not None:
+                S, z = S * total.mT.exp().to(dtype), z * total.mT.exp().to(dtype)
+        if log_decay_v is not None:
+            after, total = remaining(log_decay_v, span, layout, which)
+            values = values * after.exp().to(dtype)
+            S = None if S is None else S * total.exp().to(dtype)
+        added_S, added_z = keys.mT @ values, keys.sum(2)
+    return (
+        LinearState(added_S, added_z) if S is None or z is None else LinearState(S + added_S, z.squeeze(-1) + added_z)
+    )
 
 
 def _sums_of_features(

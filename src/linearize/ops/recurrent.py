@@ -55,13 +55,24 @@ def linear_step(
         v = beta.to(dtype) * (v - phi_k @ S)
     S, z = S + phi_k.mT @ v, z + phi_k.squeeze(2)
     state = LinearState(*readable, S, z) if isinstance(span, TerracedSpan) else LinearState(S, z)
-    q = phi_q.unflatten(1, (heads, -1)).squeeze(-2)
+    return linear_read(phi_q, state, skipped_k, skipped_v), state
+
+
+def linear_read(
+    phi_q: Float[Tensor, "B H 1 F"],
+    state: LinearState,
+    skipped_k: Float[Tensor, "#B Hk 1 X"] | None = None,
+    skipped_v: Float[Tensor, "#B Hk 1 D"] | None = None,
+) -> Partial:
+    """What a query reads of the state; `skipped` are the log decays since, summed."""
+    dtype = state.z.dtype
+    q = phi_q.to(dtype).unflatten(1, (state.z.shape[1], -1)).squeeze(-2)
     if skipped_k is not None:
         q = q * skipped_k.exp().to(dtype)
     num, den = q @ state.S, (q @ state.z[..., None]).flatten(1, 2)
     if skipped_v is not None:
         num = num * skipped_v.exp().to(dtype)
-    return Partial(num.flatten(1, 2)[:, :, None], den, torch.zeros_like(den)), state
+    return Partial(num.flatten(1, 2)[:, :, None], den, torch.zeros_like(den))
 
 
 def window_step(

@@ -42,12 +42,14 @@ class FeatureMapConfig(Config):
     `signed`: the kernel phi_q.phi_k can be negative, so no sum normalises it. `mixed_signs`: unrotated features can be
     negative. `exponential`: features are exponentials, divided by a query's largest or the keys' running maximum.
     `closed_form`: the kernel is a function of one dot product, so features are made where states are and not kept.
+    `of_one_key`: a key's features are a function of it alone, not of its position or of other heads' keys.
     """
 
     exponential: ClassVar[bool] = False
     signed: ClassVar[bool] = False
     mixed_signs: ClassVar[bool] = False
     closed_form: ClassVar[bool] = False
+    of_one_key: ClassVar[bool] = True
 
     rotation: Literal["before", "none"] = Field(
         default="before",

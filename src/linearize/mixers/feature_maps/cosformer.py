@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +16,8 @@ from linearize.mixers.shape import LayerShape
 
 class CosformerMap(FeatureMapConfig):
     """phi(x_i) = [relu(x) cos(pi i / 2M), relu(x) sin(pi i / 2M)], i the position, F = 2D (Qin et al. 2022)."""
+
+    of_one_key: ClassVar[bool] = False
 
     type: Literal["cosformer"] = "cosformer"
     rotation: Literal["none"] = Field(default="none", description="positions enter through cos and sin instead of RoPE")

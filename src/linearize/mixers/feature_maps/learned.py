@@ -37,6 +37,10 @@ class LearnedMap(FeatureMapConfig):
         "heads (LoLCATs' code); linear: as torch's Linear, uniform within D^-1/2; zero: zeros",
     )
 
+    @property
+    def of_one_key(self) -> bool:  # type: ignore[override]
+        return self.per != "model"
+
     def outputs(self, shape: LayerShape) -> int:
         """E: outputs of the projection per head."""
         return self.features(shape)
