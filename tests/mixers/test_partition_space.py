@@ -26,6 +26,7 @@ from tests.mixers.forms import FP64, assert_near, check_draws, in_calls, small_c
 from tests.mixers.space import Drawn, configs, make_drawn
 from tests.mixers.weights import weights_of
 from tests.ops.cases import STYLES, documents_of
+from tests.oracles import attention_received as received_oracle
 from tests.oracles import exact_cache as cache_oracle
 from tests.oracles.attention import softmax_attention
 from tests.oracles.heads import Inputs
@@ -36,10 +37,11 @@ WINDOWS = st.builds(
     lambda span: MixerConfig(span=span, feature_map=None, combine=WindowOnly()),
     st.builds(SlidingSpan, window_size=st.sampled_from([1, 3, 8, 20]), sinks=SINKS),
 )
+DRAWN_SCORES = ["redundancy", "redundancy_and_age", "attention_received", "attention_recent"]
 CACHES = st.builds(
     lambda span, cache: MixerConfig(span=span, feature_map=None, combine=WindowOnly(), cache=cache),
     st.builds(TerracedSpan, window_size=st.sampled_from([1, 2, 5]), blocks=st.integers(1, 2), sinks=SINKS),
-    st.builds(ExactCache, size=st.sampled_from([1, 4, 9]), score=st.sampled_from(["redundancy", "redundancy_and_age"])),
+    st.builds(ExactCache, size=st.sampled_from([1, 4, 9]), score=st.sampled_from(DRAWN_SCORES)),
 )
 KINDS = st.one_of(st.none(), WINDOWS, CACHES, CACHES, configs().map(lambda config: per_head(config)))
 OTHER = MixerConfig(span=SlidingSpan(window_size=2), feature_map=None, combine=WindowOnly())
@@ -112,22 +114,23 @@ def cached_heads(config: MixerConfig, x: AttnInputs, documents: list[list[list[i
     """Window and exact cache, document by document."""
     span, cache, y = config.span, config.cache, torch.zeros_like(x.q)
     assert isinstance(span, TerracedSpan) and cache is not None
+    group, how = x.q.shape[1] // x.k.shape[1], {"sinks": span.sinks, "size": cache.size, "softcap": x.softcap}
+    how |= {"width": span.window_size, "blocks": span.blocks, "scaling": x.scaling}
     for row, of_row in enumerate(documents):
         for slots in filter(None, of_row):
-            for head in range(x.q.shape[1]):
-                kv = head // (x.q.shape[1] // x.k.shape[1])
+            for kv in range(x.k.shape[1] if cache.keeps is not None else 0):
+                own, k, v = slice(group * kv, group * (kv + 1)), x.k[row, kv, slots], x.v[row, kv, slots]
+                q = x.q[row, own][:, slots]
+                y[row, own, slots], _ = received_oracle.attention(q, k, v, keeps=cache.keeps, **how)
+            for head in range(x.q.shape[1] if cache.keeps is None else 0):
+                kv = head // group
                 q, k, v = x.q[row, head, slots], x.k[row, kv, slots], x.v[row, kv, slots]
                 y[row, head, slots], _ = cache_oracle.attention(
                     q,
                     k,
                     v,
-                    width=span.window_size,
-                    blocks=span.blocks,
-                    sinks=span.sinks,
-                    size=cache.size,
                     worth=getattr(cache_oracle, cache.score)(k.float()),
-                    scaling=x.scaling,
-                    softcap=x.softcap,
+                    **how,
                 )
     return y
 

@@ -9,7 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize.mixers.cached import CachedKeys, cache_of_next, cached_keys, empty_cache
+from linearize.mixers.cached import (
+    CachedKeys,
+    block_begins,
+    cache_of_next,
+    cached_keys,
+    empty_cache,
+    new_sums,
+    with_received,
+)
 from linearize.mixers.combine import COMBINES
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.base import exponentials
@@ -39,8 +47,8 @@ class LinearMixer(Mixer):
     With a window of at least T tokens the output equals softmax attention exactly.
 
     A token is a set of slots by name: `keys` and `values`; where its parts ask for them, `map_keys` (keys before RoPE),
-    `cos` and `sin`, `log_decay_k` and `log_decay_v` of its step, `input_scale`, `beta` (delta rule), and `offset` (the
-    running maximum of an exponential key map).
+    `cos` and `sin`, `log_decay_k` and `log_decay_v` of its step, `input_scale`, `beta` (delta rule), `offset` (the
+    running maximum of an exponential key map), and `received` (attention, of a cache that keeps what got the most).
     """
 
     causal = True
@@ -55,6 +63,7 @@ class LinearMixer(Mixer):
                 self.delta = DeltaRule(config.update, shape, self.state_heads)
             if config.in_closed_form:
                 self.kernel = self.feature_map.kernel
+        self.worth = None if config.cache is None else config.cache.worth(shape)
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
 
@@ -106,7 +115,7 @@ class LinearMixer(Mixer):
 
     def _new_tokens(self, inputs: AttnInputs) -> Tokens:
         """What the inputs say of their tokens."""
-        slots = {"keys": inputs.k, "values": inputs.v}
+        slots = {"keys": inputs.k, "values": inputs.v} | new_sums(self.config.cache, inputs.v)
         if self.config.feature_map is None:
             return slots
         if self.wants_unrotated and inputs.unrotated is not None:
@@ -212,7 +221,7 @@ class LinearMixer(Mixer):
         with torch.autocast(inputs.autocast_device, enabled=False):
             inputs = inputs.accumulated()
             tokens, phi_k, _ = self.tokens(inputs, layout, layout, None)
-            chosen = cached_keys(self.config, tokens, layout, None)
+            chosen = cached_keys(self.config, self.worth, inputs, tokens, layout, None)
             return self._partials(
                 inputs, tokens, phi_k, self.written(tokens, phi_k, layout, None), layout, None, chosen
             )
@@ -264,9 +273,10 @@ class LinearMixer(Mixer):
         linear = None
         if phi_k is not None:
             linear = linear_state(phi_k, written, **self._how(tokens), span=self.span, layout=layout, state=before)
-        chosen = cached_keys(self.config, tokens, layout, state)
+        chosen = cached_keys(self.config, self.worth, inputs, tokens, layout, state)
         read = self._partials(inputs, tokens, phi_k, written, layout, state, chosen)
         y = self.combined(inputs, *read, self.has_linear(layout.query_position))
+        tokens |= {} if chosen is None else chosen.sums()
         slots = keep_slots(tokens, layout, self.span, batch)
         exact = None if chosen is None else chosen.last()
         return y, MixerState(slots, layout.count.expand(batch).clone(), linear, maximum, exact)
@@ -293,9 +303,11 @@ class LinearMixer(Mixer):
             seen = (places >= 0) & (~below | (places < span.sinks))
             softmax = {"scaling": inputs.scaling, "softcap": inputs.softcap}
             window = window_step(inputs.q, tokens["keys"], tokens["values"], seen=seen[:, None], **softmax)
-            if (exact := cache_of_next(self.config, state)) is not None:
+            if (exact := cache_of_next(self.config, self.worth, state)) is not None:
                 held = window_step(inputs.q, exact["keys"], exact["values"], seen=exact["position"] >= 0, **softmax)
                 window = merged(window, held)
+                begins = block_begins(self.config, state)
+                exact, tokens = with_received(self.config, inputs, exact, tokens, seen[:, None], begins)
         linear, after = None, state.linear
         if self.feature_map is not None:
             assert state.linear is not None
@@ -329,8 +341,8 @@ class LinearMixer(Mixer):
             linear = LinearState(S, S[..., 0], *following)
         size = self.span.sinks + self.span.context
         slots = {name: x.new_zeros(batch, x.shape[1], size, x.shape[3]) for name, x in new.items()}
-        size = None if self.config.cache is None else self.config.cache.size
-        exact = None if size is None else empty_cache(inputs.k, inputs.v, size)
+        cache = self.config.cache
+        exact = None if cache is None else empty_cache(cache, inputs.k, inputs.v)
         return MixerState(slots, seen, linear, maximum, exact)
 
 
