@@ -6,7 +6,7 @@ query heads, G KV heads, T slots of a row, D head dimension, F features of a pai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from linearize.data.rows import Rows, on_device
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.mixers.exact_cache import ExpectedAttention, Learned
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.linear import LinearMixer
 from linearize.ops.dispatch import window_softmax
 from linearize.ops.layout import Layout, SlidingSpan, TerracedSpan
 
@@ -26,7 +25,7 @@ TOKENS = 16384  # that scores are fitted on, where nobody says otherwise
 RIDGE = 1e-3  # of features of variance 1
 KEYS_AT_ONCE = 64  # whose attention from all queries exists
 
-Fitted = dict[int, list[tuple[Sequence[int], LinearMixer]]]  # by layer: mixers, and the KV heads of the layer they have
+Fitted = Mapping[int, Sequence[tuple[Sequence[int], Any]]]  # by layer: mixers, and the KV heads of the layer they have
 
 
 def fit_scores(student: PreTrainedModel, rows: Any, tokens: int = TOKENS) -> None:
