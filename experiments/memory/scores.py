@@ -79,7 +79,7 @@ class Ruler:
         vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
         copies = copy_rows(vocabulary, window_size=COPIED_FROM // 2, max_positions=length, rows=args.copies, seed=seed)
         assert copies is not None
-        given = {"window_size": OTHERS, "max_positions": length, "haystack": test.input_ids}
+        given = {"window_size": OTHERS, "max_positions": min(length, args.needle_length), "haystack": test.input_ids}
         tests = retrieval_tests(tokenizer, trials=args.needles, seed=seed, **given)
         return cls(test.rows(chosen.sort().values), copies, next(test for test in tests if test.task.name == "needle"))
 
@@ -110,10 +110,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for path in (args.dataset / "train.jsonl", args.dataset / "held_out.jsonl"):
         if not path.is_file():
             raise UserError(f"--dataset: expected a folder with {path.name}, as scripts/write_stdlib_corpus.py writes")
-    recipe = Recipe.load("recommended", texts)
     config = read_config(args.model)
-    shape, tokenizer = TeacherShape.from_config(config), load_processor(recipe.data.task, args.model)
-    length = min(shape.max_positions, recipe.data.sequence_length)
+    shape = TeacherShape.from_config(config)
+    length = min(shape.max_positions, args.length)
+    recipe = Recipe.load("recommended", texts | {"data.sequence_length": length})
+    tokenizer = load_processor(recipe.data.task, args.model)
     dataset = load_dataset(recipe.data, tokenizer, config, seed=0)
     assert isinstance(dataset.train, PackedRows)
     teacher = load_model(args.model, dtype=torch.float32, device=torch.device(args.device))
@@ -193,9 +194,9 @@ def page(found: dict[str, Any]) -> str:
         f"the most with a window of {OTHERS}; a window of {OTHERS} in all others; nothing trained. Pairs: how many the "
         "cache keeps, or the window has, in the same bytes of one of these heads. Far gain: the share, beyond position "
         f"{2 * OTHERS}, of what the teacher gains over windows of {OTHERS} in all heads. Copying: of the teacher's "
-        f"gain on random tokens copied from {COPIED_FROM} back. Needle: of the teacher's right answers to needles beyond "
-        f"{OTHERS} tokens. Mean of {found['seeds']} seeds, which choose {found['rows']} held-out rows, the copies, the "
-        "needles and what `random` keeps; in brackets the least and the greatest.",
+        f"gain on random tokens copied from {COPIED_FROM} back. Needle: of the teacher's right answers to needles "
+        f"beyond {OTHERS} tokens. Mean of {found['seeds']} seeds, which choose {found['rows']} held-out rows, the "
+        "copies, the needles and what `random` keeps; in brackets the least and the greatest.",
     ]
     for pairs in dict.fromkeys(point["pairs"] for point in found["points"]):
         points = [point for point in found["points"] if point["pairs"] == pairs]
@@ -229,8 +230,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--dataset", required=True, type=Path, help="a folder with train.jsonl and held_out.jsonl")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"), help="the JSON to write")
     parser.add_argument("--seeds", type=int, default=3, help="how often everything is measured")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a row, as far as the teacher has positions")
     parser.add_argument("--held-out", type=int, default=400, help="rows to choose from")
-    parser.add_argument("--rows", type=int, default=16, help="of them, how many each seed chooses")
+    parser.add_argument("--rows", type=int, default=10, help="of them, how many each seed chooses")
     parser.add_argument("--copies", type=int, default=16, help="rows of random tokens")
     parser.add_argument("--needles", type=int, default=4, help="trials of each distance and depth")
     parser.add_argument(
