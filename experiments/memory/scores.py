@@ -117,6 +117,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = load_processor(recipe.data.task, args.model)
     dataset = load_dataset(recipe.data, tokenizer, config, seed=0)
     assert isinstance(dataset.train, PackedRows)
+    rulers = [Ruler.of(dataset, tokenizer, args, length, seed) for seed in range(args.seeds)]
     teacher = load_model(args.model, dtype=torch.float32, device=torch.device(args.device))
 
     needs = measured_losses(teacher, dataset.train, [window(OTHERS)], tokens=args.tokens, seed=0)
@@ -131,7 +132,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         fit_scores(model, dataset.train, args.tokens)
         return model
 
-    rulers = [Ruler.of(dataset, tokenizer, args, length, seed) for seed in range(args.seeds)]
     alone = student(window(OTHERS))
     base = [
         {name: ruler.see(model, f"seed {seed}: {name}") for name, model in (("teacher", teacher), ("window", alone))}
@@ -238,6 +238,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokens", type=int, default=16384, help="of training text, to measure needs and fit scores on"
     )
+    parser.add_argument("--needle-length", type=int, default=512, help="tokens of the text that hides a needle")
     parser.add_argument("--device", default="cpu", help="cpu, cuda")
     return parser
 

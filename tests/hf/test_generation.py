@@ -35,7 +35,7 @@ from tests.hf.models import (
     teacher_of,
 )
 
-HEADS = [CASE[name] for name in ("llama-heads", "gpt2-heads", "llama-cache")]
+HEADS = [CASE[name] for name in ("llama-heads", "gpt2-heads", "llama-cache", "llama-received")]
 PLAIN, MIXED = CASE["llama-sliding"], CASE["llama-mixed"]
 # With every kind of state: decays, the delta rule, slots of the window, sinks, running maxima, sums over all keys.
 KINDS = ["gla-llama", "regla-gpt2", "performer-qwen3", "gated-delta-llama", "mix-gpt2", "fast-decay-mistral"]
@@ -58,7 +58,9 @@ SOME = [CASE[name] for name in ("llama-none", "llama-terraced", "llama-mixed", "
         *pairs(HEADS, [generation.chunked_prefill, generation.next_turn, generation.static_cache]),
         # The other ways of assisting compare states, slots of terraces that no later query reads included.
         *pairs(HEADS[:1], [generation.beams, generation.saved, generation.forked, *CANDIDATES[2:]]),
-        *pairs([CASE["gpt2-heads"], CASE["llama-cache"]], [generation.taken_back, generation.saved]),
+        *pairs(
+            [CASE["gpt2-heads"], CASE["llama-cache"], CASE["llama-received"]], [generation.taken_back, generation.saved]
+        ),
         # Softmax layers that slide count padding as distance, and not all caches of softmax layers can be emptied.
         *pairs(CASES, [generation.greedy_by_hand, generation.interior_padding]),
         *pairs([case for case in CASES if not case.keep_softmax], [generation.emptied]),
