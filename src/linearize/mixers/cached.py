@@ -66,7 +66,7 @@ def cached_keys(
         how |= {"scaling": inputs.scaling, "softcap": inputs.softcap}
         readers = Attention(inputs.q, pool["keys"], sums, blocks, **how)
     places = choose(pool["keys"], pool["values"], pool["position"], blocks, span, cache.size, worth, readers)
-    return CachedKeys(pool, blocks, places, readers and readers.sums)
+    return CachedKeys(pool, blocks, places, None if readers is None else readers.sums)
 
 
 def block_begins(config: MixerConfig, state: MixerState) -> Bool[Tensor, " B"]:
@@ -113,10 +113,8 @@ def with_received(
         return exact, tokens
     size = config.cache.size
     keys = torch.cat([exact["keys"].to(tokens["keys"].dtype), tokens["keys"]], dim=2)
-    everything = torch.cat([exact["position"] >= 0, seen.expand(-1, keys.shape[1], -1)], dim=2)[:, :, None]
-    more = received(
-        inputs.q, keys.to(exact[RECEIVED].dtype), everything, scaling=inputs.scaling, softcap=inputs.softcap
-    )
+    reads = torch.cat([exact["position"] >= 0, seen.expand(-1, keys.shape[1], -1)], dim=2)[:, :, None]
+    more = received(inputs.q, keys.to(exact[RECEIVED].dtype), reads, scaling=inputs.scaling, softcap=inputs.softcap)
     kept = torch.where(begins, config.cache.keeps, 1.0).to(more.dtype)[:, None, None]
     sums = torch.cat([exact[RECEIVED], tokens[RECEIVED][..., 0]], dim=2) * kept + more
     return exact | {RECEIVED: sums[:, :, :size]}, tokens | {RECEIVED: sums[:, :, size:, None]}
