@@ -17,12 +17,14 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
 from linearize.ops.layout import Layout
+from linearize.run.pipeline import run
 from linearize.training import allocation
 from linearize.training.allocation import measured_losses
 from linearize.training.cache_scores import FITS, RIDGE, copy_scores, fit_mixers, fit_scores
 from linearize.training.memory import cached, window
 from tests import tiny
 from tests.hf.models import make_teacher
+from tests.run.test_frontier import job
 from tests.training.test_allocation import rows
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=24, max_positions=512)
@@ -162,3 +164,14 @@ def test_scores_are_saved_and_loaded_and_copied(score: str, tmp_path: Path) -> N
             found = scores_of(other)
             assert found.keys() == expected.keys() and all(torch.equal(found[name], x) for name, x in expected.items())
             torch.testing.assert_close(other(ids).logits, y, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_student_of_a_run_has_them_when_it_is_loaded(tmp_path: Path) -> None:
+    small = {"memory.score": "learned", "memory.windows": [4], "memory.caches": [24], "memory.fraction": 0.9}
+    made = job(tmp_path / "out", **small)
+    with tiny.quick_measures():
+        run(made)
+    saved = load_model(str(made.folder / "model"), dtype=torch.float32, device=torch.device("cpu"))
+    found = scores_of(saved)
+    assert found and all(bool((x[:, :-1] != 0).all()) for x in found.values())
