@@ -22,7 +22,7 @@ from linearize.hf.attention import linearized_layers, softmax_attention
 from linearize.hf.convert import convert_layers
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import HeadwiseConfig, MixerConfig
-from linearize.mixers.exact_cache import ExactCache, Score
+from linearize.mixers.exact_cache import CALIBRATED, ExactCache, Score
 from linearize.ops.layout import TerracedSpan
 from linearize.recipe import Recipe
 from tests import tiny
@@ -225,10 +225,11 @@ def headwise_student(*kinds: MixerConfig | None) -> PreTrainedModel:
     return student
 
 
-def test_weights_of_heads_with_mixers_of_their_own() -> None:
+@pytest.mark.parametrize("score", ["redundancy_and_age", "attention_received", "attention_recent"])
+def test_weights_of_heads_with_mixers_of_their_own(score: Score) -> None:
     """Of an exact cache too: what it dropped has no weight, and the rest are a softmax over what is held."""
     linear = Recipe.load("lolcats", {"mixer.span.window_size": 5}).mixer
-    (visit,) = visits(headwise_student(linear, small_cache("redundancy_and_age"), None, linear))
+    (visit,) = visits(headwise_student(linear, small_cache(score), None, linear))
     found = whole(weight_blocks(visit), len(ROWS), 4)
     with torch.no_grad():
         assert_close(found["student"] @ visit.inputs.v, visit.module.mixer(visit.inputs, visit.layout))
@@ -241,8 +242,9 @@ def test_weights_of_heads_with_mixers_of_their_own() -> None:
     assert int(held.sum(-1).max()) <= 3 + 2 * 2
 
 
-def test_a_cache_that_chooses_by_values_cannot_be_probed_by_values() -> None:
-    student = headwise_student(small_cache("value_norm"), None, None, None)
+@pytest.mark.parametrize("score", ["value_norm", *CALIBRATED])
+def test_a_cache_that_chooses_by_values_cannot_be_probed_by_values(score: Score) -> None:
+    student = headwise_student(small_cache(score), None, None, None)
     with pytest.raises(UserError, match="an exact cache in layer 0 that chooses by values"):
         visits(student)
 

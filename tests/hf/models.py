@@ -161,7 +161,8 @@ HEADS = [
     dict(kv_heads=["2.0"], mixer=_CACHE),
 ]
 _REST = dict(feature_map=dict(type="hedgehog", activation="exp"), combine=dict(type="absolute_scale"))
-SCATTERED = [dict(kv_heads=["0.0", "0.2", "2.3"], mixer=None), dict(kv_heads=["1.1", "1.3"], mixer=_CACHE)]
+_RECENT = _CACHE | dict(cache=dict(size=5, score="attention_recent"))
+SCATTERED = [dict(kv_heads=["0.0", "0.2", "2.3"], mixer=None), dict(kv_heads=["1.1", "1.3"], mixer=_RECENT)]
 HEAD_CASES = [
     Case("llama-heads", overrides={"heads": HEADS}),
     Case("qwen3-heads", "qwen3", span="terraced", overrides={"heads": HEADS}, keep_softmax=()),
@@ -169,6 +170,7 @@ HEAD_CASES = [
     Case("llama-cache", overrides={"mixer": _CACHE | dict(span=SPANS["terraced"])}),
     Case("llama-cache-linear", overrides={"mixer": _CACHE | _REST}),
     Case("mistral-cache", "mistral", overrides={"mixer": _CACHE | dict(cache=dict(size=7, score="random"))}),
+    Case("llama-received", overrides={"mixer": _CACHE | dict(cache=dict(size=5, score="attention_received"))}),
 ]
 
 

@@ -35,7 +35,7 @@ from tests.hf.models import (
     teacher_of,
 )
 
-HEADS = [CASE[name] for name in ("llama-heads", "gpt2-heads", "llama-cache", "llama-cache-linear")]
+HEADS = [CASE[name] for name in ("llama-heads", "gpt2-heads", "llama-cache", "llama-cache-linear", "llama-received")]
 PLAIN, MIXED = CASE["llama-sliding"], CASE["llama-mixed"]
 # With every kind of state: decays, the delta rule, slots of the window, sinks, running maxima, sums over all keys.
 KINDS = ["gla-llama", "regla-gpt2", "performer-qwen3", "gated-delta-llama", "mix-gpt2", "fast-decay-mistral"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from linearize.mixers import exact_cache as scores
 from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator, WindowOnly
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.exact_cache import SCORES, ExactCache
+from linearize.mixers.exact_cache import CALIBRATED, SCORES, ExactCache
 from linearize.mixers.feature_maps.hedgehog import HedgehogMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
@@ -89,7 +89,7 @@ def test_values_and_gradients_are_the_loops(sizes: dict[str, int], score: str) -
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("score", sorted(SCORES))
+@pytest.mark.parametrize("score", sorted([*SCORES, *CALIBRATED]))
 def test_chunks_are_single_steps(score: str) -> None:
     x, its = inputs(50, seed=2), mixer(score=score, sinks=1)
     whole, state = its(x), None
@@ -142,8 +142,9 @@ def test_a_key_unlike_all_others_stays() -> None:
 
 def test_the_choice_is_not_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
     """A score that is turned round is seen."""
-    x, its = inputs(41), mixer()
+    x = inputs(41)
     monkeypatch.setitem(SCORES, "redundancy", lambda k, v, at: -scores.redundancy(k, v, at))
+    its = mixer()
     assert (its(x) - by_oracle(x, its)).abs().max() > 1e-3
 
 

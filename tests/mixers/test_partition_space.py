@@ -25,6 +25,7 @@ from tests.mixers.forms import FP64, assert_near, check_draws, in_calls, small_c
 from tests.mixers.space import Drawn, beside_a_cache, configs, make_drawn
 from tests.mixers.weights import weights_of
 from tests.ops.cases import STYLES, documents_of
+from tests.oracles import attention_received as received_oracle
 from tests.oracles.attention import softmax_attention
 from tests.oracles.heads import Inputs
 from tests.oracles.mixer import mixer_layer
@@ -34,10 +35,11 @@ WINDOWS = st.builds(
     lambda span: MixerConfig(span=span, feature_map=None, combine=WindowOnly()),
     st.builds(SlidingSpan, window_size=st.sampled_from([1, 3, 8, 20]), sinks=SINKS),
 )
+DRAWN_SCORES = ["redundancy", "redundancy_and_age", "attention_received", "attention_recent"]
 CACHES = st.builds(
     lambda span, cache: MixerConfig(span=span, feature_map=None, combine=WindowOnly(), cache=cache),
     st.builds(TerracedSpan, window_size=st.sampled_from([1, 2, 5]), blocks=st.integers(1, 2), sinks=SINKS),
-    st.builds(ExactCache, size=st.sampled_from([1, 4, 9]), score=st.sampled_from(["redundancy", "redundancy_and_age"])),
+    st.builds(ExactCache, size=st.sampled_from([1, 4, 9]), score=st.sampled_from(DRAWN_SCORES)),
 )
 KINDS = st.one_of(st.none(), WINDOWS, CACHES, beside_a_cache(), configs().map(lambda config: per_head(config)))
 OTHER = MixerConfig(span=SlidingSpan(window_size=2), feature_map=None, combine=WindowOnly())
@@ -98,9 +100,25 @@ def by_oracle(case: Drawn) -> Tensor:
         places = [group * head + one for head in heads for one in range(group)]
         if not isinstance(part, LinearMixer):
             y[:, places] = softmax_attention(x.q, x.k, x.v, case.documents, scaling=x.scaling, softcap=x.softcap)
+        elif part.config.cache is not None and part.config.cache.keeps is not None:
+            y[:, places] = by_attention_received(part.config, x, case.documents)
         else:
             inputs = Inputs(x.q, x.k, x.v, x.scaling, x.softcap, x.hidden, x.unrotated, x.rope)
             y[:, places] = mixer_layer(part.config, weights_of(part), inputs, case.documents)
+    return y
+
+
+def by_attention_received(config: MixerConfig, x: AttnInputs, documents: list[list[list[int]]]) -> Tensor:
+    """Window and exact cache, document by document."""
+    span, cache, y = config.span, config.cache, torch.zeros_like(x.q)
+    assert isinstance(span, TerracedSpan) and cache is not None and cache.keeps is not None
+    group, how = x.q.shape[1] // x.k.shape[1], {"sinks": span.sinks, "size": cache.size, "softcap": x.softcap}
+    how |= {"width": span.window_size, "blocks": span.blocks, "scaling": x.scaling, "keeps": cache.keeps}
+    for row, of_row in enumerate(documents):
+        for slots in filter(None, of_row):
+            for kv in range(x.k.shape[1]):
+                own, k, v = slice(group * kv, group * (kv + 1)), x.k[row, kv, slots], x.v[row, kv, slots]
+                y[row, own, slots], _ = received_oracle.attention(x.q[row, own][:, slots], k, v, **how)
     return y
 
 

@@ -33,7 +33,7 @@ from linearize.data.rows import inference, on_device
 from linearize.evaluation.chosen_rows import ChosenRows
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
 from linearize.mixers.attention_weights import Features, LinearPart
-from linearize.mixers.cached import cached_keys
+from linearize.mixers.cached import cached_keys, new_sums
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.rfa import RfaMap
 from linearize.mixers.inputs import AttnInputs
@@ -181,7 +181,8 @@ def _read(
     """(queries, keys, weights, whether they are the linear part's) of each block of one row, of one part's heads."""
     stretch, cached = _stretch(mixer, inputs, layout), None
     if mixer.feature_map is not None:
-        cached = cached_keys(mixer.config, {"keys": inputs.k, "values": inputs.v}, layout, None)
+        tokens = {"keys": inputs.k, "values": inputs.v} | new_sums(mixer.config.cache, inputs.v)
+        cached = cached_keys(mixer.config, mixer.worth, inputs, tokens, layout, None)
     read = _probed(mixer, inputs, position, document) if mixer.causal else _multiplied(mixer, inputs, layout)
     for keys, queries, weights in read:
         linear = torch.full(weights.shape[1:], mixer.feature_map is not None)

@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.exact_cache import ExactCache
+from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import MixerState, Tokens
-from linearize.ops.exact_cache import Blocks, best, choose, cut, leaving, taken, written
+from linearize.ops.attention_received import Attention, received
+from linearize.ops.exact_cache import Blocks, Worth, best, choose, cut, leaving, taken, written
 from linearize.ops.layout import Layout, TerracedSpan, context_positions
+from linearize.ops.partial import accumulation_dtype
 
+RECEIVED = "received"  # attention, of slots of window and cache: sums over the queries so far
 STEPS = ("log_decay_k", "log_decay_v", "offset")  # what is a place's own, whichever key is written there
 
 
@@ -30,6 +35,10 @@ class CachedKeys(NamedTuple):
     def last(self) -> Tokens:
         """What it holds after the last token."""
         return taken(self.pool, self.held[:, :, -1])
+
+    def sums(self) -> Tokens:
+        """What the tokens have received after the last of them, where that is asked for."""
+        return {RECEIVED: self.pool[RECEIVED][:, :, self.held.shape[3] :]} if RECEIVED in self.pool else {}
 
     def seen_by(self, queries: Int[Tensor, " N"]) -> Bool[Tensor, "B G N K"]:
         """Which slots each of the queries, by their slots, reads from the cache, but for what it carried."""
@@ -53,7 +62,14 @@ class CachedKeys(NamedTuple):
         return _as_written(self.pool, places, own) | {name: tokens[name] for name in STEPS if name in tokens}
 
 
-def cached_keys(config: MixerConfig, tokens: Tokens, layout: Layout, state: MixerState | None) -> CachedKeys | None:
+def cached_keys(
+    config: MixerConfig,
+    worth: Worth | None,
+    inputs: AttnInputs,
+    tokens: Tokens,
+    layout: Layout,
+    state: MixerState | None,
+) -> CachedKeys | None:
     """Of all tokens behind their context; None where there is no cache."""
     cache, span = config.cache, config.span
     if cache is None:
@@ -63,8 +79,16 @@ def cached_keys(config: MixerConfig, tokens: Tokens, layout: Layout, state: Mixe
     assert held is not None
     pool = _pooled(held, tokens, layout.key_position)
     position, blocks = pool["position"], cut(layout, span)
+    readers = None
+    if cache.keeps is not None:
+        how = {"layout": layout, "span": span, "size": cache.size, "keeps": cache.keeps}
+        how |= {"scaling": inputs.scaling, "softcap": inputs.softcap}
+        readers = Attention(inputs.q, pool["keys"], pool[RECEIVED][..., 0], blocks, **how)
     leaves = leaving(blocks, span, position, cache.size)
-    before, after = choose(pool["keys"], pool["values"], position, leaves, blocks.fresh, cache.size, cache.worth)
+    given = pool["keys"], pool["values"], position, leaves, blocks.fresh, cache.size
+    before, after = choose(*given, worth, readers)
+    if readers is not None:
+        pool[RECEIVED] = readers.sums[..., None]
     return CachedKeys(pool, blocks, leaves, before, after)
 
 
@@ -78,13 +102,19 @@ class Dropped(NamedTuple):
     position: Int[Tensor, "B w"]
 
 
-def cache_of_next(config: MixerConfig, state: MixerState) -> Dropped | None:
+def block_begins(config: MixerConfig, state: MixerState) -> Bool[Tensor, " B"]:
+    """Whether a block begins with the next token."""
+    assert isinstance(config.span, TerracedSpan)
+    return state.seen % config.span.window_size == 0
+
+
+def cache_of_next(config: MixerConfig, worth: Worth | None, state: MixerState) -> Dropped | None:
     """What one more token does: chosen again in rows where a block begins with it; None where none does."""
     cache, span, exact = config.cache, config.span, state.exact
     if cache is None or exact is None:
         return None
     assert isinstance(span, TerracedSpan)
-    begins = state.seen % span.window_size == 0
+    begins = block_begins(config, state)
     if not torch.compiler.is_compiling() and not begins.is_meta and not begins.any():
         return None
     slots = slice(span.sinks, span.sinks + span.window_size)
@@ -94,10 +124,41 @@ def cache_of_next(config: MixerConfig, state: MixerState) -> Dropped | None:
     pool = _pooled(exact, tokens, position)
     places = torch.arange(cache.size + span.window_size, device=position.device)
     there = torch.where(pool["position"] >= 0, places, -1)
-    held = best(pool["keys"], pool["values"], pool["position"], there, cache.size, cache.worth)
+    rank = worth if cache.keeps is None else lambda k, v, position: pool[RECEIVED][..., 0]
+    assert rank is not None
+    held = best(pool["keys"], pool["values"], pool["position"], there, cache.size, rank)
     new = written(there[:, :, : cache.size], held, there[:, :, cache.size :])
     tokens = _as_written(pool, new, places[cache.size :]) | {name: tokens[name] for name in STEPS if name in tokens}
     return Dropped(taken(pool, held), tokens, position)
+
+
+@torch.no_grad()
+def with_received(
+    config: MixerConfig, inputs: AttnInputs, exact: Tokens, tokens: Tokens, seen: Bool[Tensor, "B 1 S"], begins: Tensor
+) -> tuple[Tokens, Tokens]:
+    """The cache and the tokens after one more query has read what it sees of them; as they are where nobody asks.
+
+    Args:
+        begins: [B], whether a block begins with the query.
+
+    """
+    if config.cache is None or config.cache.keeps is None:
+        return exact, tokens
+    size = config.cache.size
+    keys = torch.cat([exact["keys"].to(tokens["keys"].dtype), tokens["keys"]], dim=2)
+    reads = torch.cat([exact["position"] >= 0, seen.expand(-1, keys.shape[1], -1)], dim=2)[:, :, None]
+    sums = torch.cat([exact[RECEIVED], tokens[RECEIVED]], dim=2)
+    more = received(inputs.q, keys.to(sums.dtype), reads, scaling=inputs.scaling, softcap=inputs.softcap)
+    kept = torch.where(begins, config.cache.keeps, 1.0).to(more.dtype)[:, None, None, None]
+    sums = sums * kept + more[..., None]
+    return exact | {RECEIVED: sums[:, :, :size]}, tokens | {RECEIVED: sums[:, :, size:]}
+
+
+def new_sums(cache: ExactCache | None, v: Float[Tensor, "B G T D"]) -> Tokens:
+    """What tokens have received before any query has read them, where the cache asks for it."""
+    if cache is None or cache.keeps is None:
+        return {}
+    return {RECEIVED: v.new_zeros(*v.shape[:3], 1, dtype=accumulation_dtype(v.dtype))}
 
 
 def empty_cache(tokens: Tokens, size: int) -> Tokens:

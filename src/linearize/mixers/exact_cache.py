@@ -7,12 +7,25 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Int
 from pydantic import Field, PositiveInt
-from torch import Tensor
+from torch import Tensor, nn
 
 from linearize.base import Config
+from linearize.mixers.shape import LayerShape
 from linearize.ops.exact_cache import Worth
+from linearize.ops.partial import accumulation_dtype
 
-Score = Literal["redundancy_and_age", "redundancy", "value_norm", "key_norm", "recent", "random"]
+Score = Literal[
+    "redundancy_and_age",
+    "redundancy",
+    "attention_received",
+    "attention_recent",
+    "expected_attention",
+    "learned",
+    "value_norm",
+    "key_norm",
+    "recent",
+    "random",
+]
 
 PER_DOUBLING = 0.4  # of a key's age, in cosine
 
@@ -21,8 +34,10 @@ class ExactCache(Config):
     """C exact key-value pairs per KV head beside the window; when a block leaves it, the best C of all stay.
 
     Scores: `redundancy`, of keys most alike (cosine, with RoPE) the older goes; `redundancy_and_age`, a key twice as
-    old goes before one that is 0.4 more alike; `value_norm` and `key_norm`, the smallest goes; `recent`, the oldest
-    goes, which is a longer window; `random`. After LoLA (arXiv 2505.23666), whose cache is filled by another score.
+    old goes before one that is 0.4 more alike; `attention_received`, of all queries so far, and `attention_recent`, of
+    those of the last block: who got the least goes; `expected_attention` and `learned`, who will get the least by what
+    was measured on the teacher; `value_norm` and `key_norm`, the smallest goes; `recent`, the oldest goes, which is a
+    longer window; `random`. After LoLA (arXiv 2505.23666), whose cache is filled by another score.
 
     What is dropped is written to the linear state, where there is a linear part; else it is lost.
     """
@@ -33,12 +48,19 @@ class ExactCache(Config):
     @property
     def reads_values(self) -> bool:
         """Whether the choice depends on the values."""
-        return self.score == "value_norm"
+        return self.score == "value_norm" or self.score in CALIBRATED
 
     @property
-    def worth(self) -> Worth:
-        """What `score` gives keys, values and positions of candidates, oldest first: the least goes."""
-        return SCORES[self.score]
+    def keeps(self) -> float | None:
+        """What becomes of the attention that pairs received when a block begins, a factor; None: nobody asks for it."""
+        return ATTENTION.get(self.score)
+
+    def worth(self, shape: LayerShape) -> Worth | None:
+        """What `score` gives keys, values and positions of candidates, oldest first: the least goes.
+
+        A new module where it is calibrated on the teacher; None where it is the attention received.
+        """
+        return CALIBRATED[self.score](shape) if self.score in CALIBRATED else SCORES.get(self.score)
 
 
 def redundancy(
@@ -55,8 +77,7 @@ def redundancy_and_age(
     k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
 ) -> Float[Tensor, "B G M"]:
     """`redundancy`, less 0.4 for each time that the key's age doubles, from 1 for the newest candidate."""
-    age = position.amax(-1, keepdim=True) - position + 1
-    return redundancy(k, v, position) - PER_DOUBLING * age.float().log2()
+    return redundancy(k, v, position) - PER_DOUBLING * age(position).log2()
 
 
 def value_norm(k: Tensor, v: Tensor, position: Tensor) -> Float[Tensor, "B G M"]:
@@ -74,11 +95,109 @@ def recent(k: Tensor, v: Tensor, position: Tensor) -> Float[Tensor, "B G M"]:
     return position.float()
 
 
-def random(k: Tensor, v: Tensor, position: Tensor) -> Float[Tensor, "B G M"]:
+def random(k: Tensor, v: Tensor, position: Tensor, seed: int = 0) -> Float[Tensor, "B G M"]:
     """A number that looks random and depends on the position alone, so that every form draws the same."""
-    mixed = (position.long() * 2654435761 + 12345) % 4294967291
+    mixed = (position.long() * 2654435761 + 12345) % 4294967291 ^ (seed * 2246822519) % 4294967296
     return ((mixed * 48271) % 2147483647).float()
 
+
+def age(position: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M"]:
+    """How old each candidate is, 1 for the newest."""
+    return (position.amax(-1, keepdim=True) - position + 1).float()
+
+
+class ExpectedAttention(nn.Module):
+    """E exp(q.k) ||v|| over the teacher's queries q, scaled as in its softmax, taken for normal (arXiv 2510.00636).
+
+    E exp(q.k) = exp(mu.k + k^T Sigma k / 2). Of each query head's weights over the candidates, which sum to 1, those of
+    all query heads of a KV head are added.
+
+    Queries and keys are rotated ones, the queries those of all positions together: the score asks for no angles, and a
+    key is worth the same whoever reads it next. (The paper rotates mu and Sigma to the next 512 positions.) Of the
+    frequencies that turn often within the calibration's rows Sigma alone is left, of slow ones mu too.
+
+    Attributes:
+        mean, covariance: of the scaled queries of each query head, [H, D] and [H, D, D]; 0 and 1 / D unless calibrated.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        heads, width = shape.num_heads, shape.head_dim
+        self.groups = shape.num_kv_heads
+        self.register_buffer("mean", torch.empty(heads, width))
+        self.register_buffer("covariance", torch.empty(heads, width, width))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Queries of which nothing is known."""
+        width = self.mean.shape[1]
+        self.mean.zero_()
+        self.covariance.copy_(torch.eye(width, device=self.mean.device) / width)
+
+    def forward(
+        self, k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
+    ) -> Float[Tensor, "B G M"]:
+        """The logarithm of it."""
+        dtype = accumulation_dtype(v.dtype)
+        keys = k.to(dtype)[:, :, None]  # [B, G, 1, M, D]
+        mean, covariance = (x.to(dtype).unflatten(0, (self.groups, -1)) for x in (self.mean, self.covariance))
+        logs = (keys @ mean[..., None]).squeeze(-1) + 0.5 * ((keys @ covariance) * keys).sum(-1)
+        logs = logs.masked_fill((position < 0)[:, :, None], -torch.inf).log_softmax(-1)
+        length = v.to(dtype).norm(dim=-1).clamp_min(torch.finfo(dtype).tiny)
+        return logs.logsumexp(2) + length.log()
+
+
+class Learned(nn.Module):
+    """A linear function of key, value, both their lengths and the logarithm of the age.
+
+    Fitted to the logarithm of the largest attention that the teacher's queries beyond the window give the pair; as
+    KVzap (arXiv 2601.07891), which reads the hidden state.
+
+    Attributes:
+        weight: [G, 2 D + 3]; the newest stay unless it is fitted.
+    """
+
+    weight: Tensor
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(shape.num_kv_heads, 2 * shape.head_dim + 3))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Minus the logarithm of the age."""
+        self.weight.zero_()
+        self.weight[:, -1] = -1
+
+    def forward(
+        self, k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
+    ) -> Float[Tensor, "B G M"]:
+        found = self.features(k, v, age(position))
+        return (found @ self.weight.to(found.dtype)[..., None]).squeeze(-1)
+
+    @staticmethod
+    def features(
+        k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], age: Float[Tensor, "B G M"]
+    ) -> Float[Tensor, "B G M F"]:
+        """What the score is linear in."""
+        k, v = (x.to(accumulation_dtype(v.dtype)) for x in (k, v))
+        lengths = [x.norm(dim=-1, keepdim=True) for x in (k, v)]
+        return torch.cat([k, v, *lengths, age[..., None].log2().to(k.dtype)], dim=-1)
+
+
+# Of a score that is the attention a pair received: what is kept of it when a block begins. All: H2O (arXiv 2306.14048).
+# None: what the last block's queries gave is what counts, SnapKV's window of observation (2404.14469) at every block.
+ATTENTION: dict[Score, float] = {"attention_received": 1.0, "attention_recent": 0.0}
+
+CALIBRATED: dict[Score, type[ExpectedAttention | Learned]] = {
+    "expected_attention": ExpectedAttention,
+    "learned": Learned,
+}
 
 SCORES: dict[Score, Worth] = {
     "redundancy_and_age": redundancy_and_age,

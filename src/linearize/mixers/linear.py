@@ -9,7 +9,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize.mixers.cached import CachedKeys, Dropped, cache_of_next, cached_keys, empty_cache
+from linearize.mixers.cached import (
+    CachedKeys,
+    Dropped,
+    block_begins,
+    cache_of_next,
+    cached_keys,
+    empty_cache,
+    new_sums,
+    with_received,
+)
 from linearize.mixers.combine import COMBINES
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.base import exponentials
@@ -58,8 +67,8 @@ class LinearMixer(Mixer):
     With a window of at least T tokens the output equals softmax attention exactly.
 
     A token is a set of slots by name: `keys` and `values`; where its parts ask for them, `map_keys` (keys before RoPE),
-    `cos` and `sin`, `log_decay_k` and `log_decay_v` of its step, `input_scale`, `beta` (delta rule), and `offset` (the
-    running maximum of an exponential key map).
+    `cos` and `sin`, `log_decay_k` and `log_decay_v` of its step, `input_scale`, `beta` (delta rule), `offset` (the
+    running maximum of an exponential key map), and `received` (attention, of a cache that keeps what got the most).
     """
 
     causal = True
@@ -74,6 +83,7 @@ class LinearMixer(Mixer):
                 self.delta = DeltaRule(config.update, shape, self.state_heads)
             if config.in_closed_form:
                 self.kernel = self.feature_map.kernel
+        self.worth = None if config.cache is None else config.cache.worth(shape)
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
 
@@ -133,7 +143,7 @@ class LinearMixer(Mixer):
 
     def _new_tokens(self, inputs: AttnInputs) -> Tokens:
         """What the inputs say of their tokens."""
-        slots = {"keys": inputs.k, "values": inputs.v}
+        slots = {"keys": inputs.k, "values": inputs.v} | new_sums(self.config.cache, inputs.v)
         if self.config.feature_map is None:
             return slots
         if self.wants_unrotated and inputs.unrotated is not None:
@@ -165,7 +175,7 @@ class LinearMixer(Mixer):
             if mapped is not None:
                 context = layout.key_position[:, : layout.key_position.shape[1] - own.length]
                 mapped = torch.cat([self._map_keys(state.slots, context), mapped], dim=2)
-        cached, written = cached_keys(self.config, slots, layout, state), slots
+        cached, written = cached_keys(self.config, self.worth, inputs, slots, layout, state), slots
         if mapped is None:
             return Prepared(slots, slots, None, None, cached)
         if cached is not None:
@@ -296,7 +306,7 @@ class LinearMixer(Mixer):
             *self._partials(inputs, found, written, layout, state),
             self.has_linear(layout.query_position),
         )
-        slots = keep_slots(found.tokens, layout, self.span, batch)
+        slots = keep_slots(found.tokens | ({} if cached is None else cached.sums()), layout, self.span, batch)
         exact = None if cached is None else cached.last()
         return y, MixerState(slots, layout.count.expand(batch).clone(), linear, found.maximum, exact)
 
@@ -317,7 +327,7 @@ class LinearMixer(Mixer):
         tokens = {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in new.items()}
         places = torch.cat([context_positions(position, span), position[:, None]], dim=1)
         below = places < span.lo(position)[:, None]
-        window, exact, before, dropped = None, state.exact, state.linear, cache_of_next(self.config, state)
+        window, exact, before, dropped = None, state.exact, state.linear, cache_of_next(self.config, self.worth, state)
         if dropped is not None:
             exact, before = dropped.exact, self._folded(state.linear, dropped)
         if span.max_lag:
@@ -327,6 +337,8 @@ class LinearMixer(Mixer):
             if exact is not None:
                 held = window_step(inputs.q, exact["keys"], exact["values"], seen=exact["position"] >= 0, **softmax)
                 window = merged(window, held)
+                begins = block_begins(self.config, state)
+                exact, tokens = with_received(self.config, inputs, exact, tokens, seen[:, None], begins)
         linear = after = None
         if self.feature_map is not None:
             assert before is not None

@@ -97,7 +97,8 @@ class MixerState(State):
         seen: tokens of the document so far.
         linear: S and z of the keys below the window, where there is a linear part.
         maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
-        exact: slots of the exact cache, oldest first, and their `position` [B, G, C], -1 where there is none.
+        exact: slots of the exact cache, oldest first, and their `position` [B, G, C], -1 where there is none; where the
+            cache goes by it, what attention they have `received` [B, G, C], as among the slots [B, G, S, 1].
     """
 
     slots: Tokens

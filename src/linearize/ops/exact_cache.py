@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,17 +27,31 @@ Worth = Callable[[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"], Int[Tensor
 """How much each candidate is worth, from keys, values and positions, oldest first."""
 
 
+@runtime_checkable
+class Readers(Protocol):
+    """What keeps account of who reads which pairs, where the choice goes by that."""
+
+    def worth(self, candidates: Int[Tensor, "B G M"]) -> Worth:
+        """How much these places of the pool are worth by what has been read so far."""
+        ...
+
+    def read(self, index: int, held: Int[Tensor, "B G C"]) -> None:
+        """The queries of block `index` read: window, sinks and what the cache holds."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The blocks of each row, in order: [B, J], B being 1 where all rows are alike.
 
     Attributes:
         slots: [B, J, w], the slot of each of a block's keys, -1 where there is none.
+        begins: whether the block's first query is one of this call.
         leaves: whether the block `span.blocks` before leaves the window now.
         fresh: whether a document begins with the block, whose cache is empty.
     """
 
     slots: Int[Tensor, "B J w"]
+    begins: Bool[Tensor, "B J"]
     leaves: Bool[Tensor, "B J"]
     fresh: Bool[Tensor, "B J"]
 
@@ -72,11 +87,11 @@ def cut(layout: Layout, span: TerracedSpan) -> Blocks:
     back = span.blocks
     source_of = torch.nn.functional.pad(of, (back, 0), value=-1)[:, :count]
     leaves = exists & (source_of == of) & (its >= back)
+    starts = exists
     if layout.seen is not None:
         started = (of == 0) & (its * width < layout.seen[:, None])
-        leaves = leaves & ~started
-        fresh = fresh & ~started
-    return Blocks(slots, leaves, fresh)
+        leaves, fresh, starts = (x & ~started for x in (leaves, fresh, starts))
+    return Blocks(slots, starts, leaves, fresh)
 
 
 def leaving(blocks: Blocks, span: TerracedSpan, position: Int[Tensor, "B G P"], size: int) -> Int[Tensor, "B G J w"]:
@@ -96,10 +111,11 @@ def choose(
     leaves: Int[Tensor, "B G J w"],
     fresh: Bool[Tensor, "#B J"],
     size: int,
-    worth: Worth,
+    worth: Worth | None,
+    readers: Readers | None = None,
 ) -> tuple[Int[Tensor, "B G J C"], Int[Tensor, "B G J C"]]:
     """What the cache holds when each block begins, and while its queries read it: places in the pool, oldest first; -1
-    is nothing.
+    is nothing. By `worth`, or by what `readers` read.
     """
     held = torch.arange(size, device=k.device).expand(*position.shape[:2], -1)
     held = torch.where(position[:, :, :size] >= 0, held, -1)
@@ -107,7 +123,12 @@ def choose(
     for index in range(leaves.shape[2]):
         held = torch.where(fresh[:, index, None, None], -1, held)
         before.append(held)
-        held = best(k, v, position, torch.cat([held, leaves[:, :, index]], dim=2), size, worth)
+        both = torch.cat([held, leaves[:, :, index]], dim=2)
+        rank = worth if readers is None else readers.worth(both)
+        assert rank is not None
+        held = best(k, v, position, both, size, rank)
+        if readers is not None:
+            readers.read(index, held)
         after.append(held)
     return torch.stack(before, dim=2), torch.stack(after, dim=2)
 

@@ -42,6 +42,7 @@ from linearize.report.load import load_run
 from linearize.report.page import write_report
 from linearize.run.folder import Run, student_folder, versions, write_json, write_text
 from linearize.training.attention_transfer import load_transferred
+from linearize.training.cache_scores import copy_scores
 from linearize.training.finetune import load_finetuned
 
 GENERATES = "only language models generate"
@@ -60,7 +61,9 @@ def candidates(
 
     def untrained() -> PreTrainedModel:
         assert teacher is not None
-        return convert_layers(teacher, layers, seed=0 if run is None else run.recipe.seed)
+        model = convert_layers(teacher, layers, seed=0 if run is None else run.recipe.seed)
+        copy_scores(student, model)  # they are measured on the teacher, not trained
+        return model
 
     def windowed() -> PreTrainedModel:
         assert teacher is not None

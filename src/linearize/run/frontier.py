@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from transformers import PreTrainedModel
 
@@ -27,12 +27,13 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import LayerPlan, MixerConfig
-from linearize.mixers.exact_cache import SCORES
+from linearize.mixers.exact_cache import Score
 from linearize.ops.layout import SlidingSpan
 from linearize.recipe import resolve
 from linearize.run.allocation import ALLOCATION, allocation
 from linearize.run.folder import Run, check_output, claim, versions, write_json
 from linearize.training.allocation import allocate, allocated_plan
+from linearize.training.cache_scores import fit_scores
 from linearize.training.finetune import finetune
 from linearize.training.memory import BLOCK, cached, candidate_bytes, window
 
@@ -67,9 +68,9 @@ def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: s
     """Measure every way of holding less memory at each fraction of the teacher's cache; the same call resumes.
 
     At each fraction: one window for all heads; the same with 4 sinks (StreamingLLM); a window of 32 and an exact cache
-    in every head, by each score (H2O and SnapKV choose by attention received; these scores need no queries); and the
-    recipe's budget spread by measured need. Where the recipe has a finetune stage, then also: the window and the budget
-    by need trained by it, and so that there is something to compare with, the teacher and the reference window.
+    in every head, by each score; and the recipe's budget spread by measured need. Where the recipe has a finetune
+    stage, then also: the window and the budget by need trained by it, and so that there is something to compare with,
+    the teacher and the reference window.
 
     Args:
         run: whose recipe has `memory`, of which the size is replaced; its folder keeps what is found, and its
@@ -108,7 +109,7 @@ def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: s
         path = run.folder / f"points-{reference}" / f"{label}{'-trained' if trained else ''}.json"
         if path.is_file():
             return read_json(path)
-        model = _trained(run, label, plan, teacher, dataset) if trained else convert_layers(teacher, plan)
+        model = _trained(run, label, plan, teacher, dataset) if trained else _student(run, plan, teacher, dataset)
         seen = ruler.see(model, f"{fraction:.0%}: {name}")
         far = {"teacher": untrained["teacher"].losses, "window": untrained["window"].losses, "student": seen.losses}
         answers = {name: x.answers for name, x in untrained.items()} | {"student": seen.answers}
@@ -176,7 +177,7 @@ def _uniform(pairs: int) -> dict[str, MixerConfig]:
         f"window + {SINKS} sinks": MixerConfig(span=sunk, feature_map=None, combine=WindowOnly()),
     }
     if rest > 0:
-        found |= {f"exact cache, {score}": cached(rest, score) for score in SCORES}
+        found |= {f"exact cache, {score}": cached(rest, score) for score in get_args(Score)}
     return found
 
 
@@ -184,12 +185,20 @@ def _alike(mixer: MixerConfig, layers: Sequence[int], shape: TeacherShape) -> La
     return tuple(mixer if index in layers else None for index in range(shape.num_layers))
 
 
+def _student(run: Run, plan: LayerPlan, teacher: PreTrainedModel, dataset: Dataset) -> PreTrainedModel:
+    """The teacher with mixers, of which nothing is trained."""
+    assert run.recipe.memory is not None
+    model = convert_layers(teacher, plan)
+    fit_scores(model, dataset.train, run.recipe.memory.tokens)
+    return model
+
+
 def _trained(
     run: Run, name: str, plan: LayerPlan | None, teacher: PreTrainedModel, dataset: Dataset
 ) -> PreTrainedModel:
     """The teacher, or a student of it by `plan`, finetuned; loaded where that is finished, resumed where it began."""
     assert run.recipe.finetune is not None
-    model = run.load_teacher() if plan is None else convert_layers(teacher, plan)
+    model = run.load_teacher() if plan is None else _student(run, plan, teacher, dataset)
     options = {"output_dir": run.folder / name, "teacher": teacher, "seed": run.recipe.seed, "title": name}
     finetune(model, dataset.train, dataset.validation, run.recipe.finetune, **options)
     return model

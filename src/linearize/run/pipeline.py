@@ -25,6 +25,7 @@ from linearize.run.folder import Run, about_run, check_output, claim, write_json
 from linearize.training.allocation import allocated_plan
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
+from linearize.training.cache_scores import TOKENS, fit_scores
 from linearize.training.config import FinetuneConfig
 from linearize.training.finetune import finetune
 
@@ -71,6 +72,8 @@ def run(
         measured = allocation(run, memory, shape, layers, teacher, dataset)
         layers = allocated_plan(measured["chosen"], memory.candidates(), shape.num_layers)
     student = convert_layers(teacher, layers, seed=run.recipe.seed)
+    scored_on = TOKENS if memory is None else memory.tokens
+    fit_scores(student, dataset.train, scored_on)
     claim(run, dataset)
     if measured is not None:
         write_json(run.folder / ALLOCATION, measured)
@@ -82,6 +85,7 @@ def run(
         if layers != read_plan(student.config):
             write_plan(run, shape, layers, dataset)
             student = convert_layers(teacher, layers, seed=run.recipe.seed)
+            fit_scores(student, dataset.train, scored_on)
             load_transferred(student, run.recipe.transfer, run.folder / "transfer")
     for name in ("adapt", "finetune"):
         if STAGES.index(name) <= STAGES.index(until):

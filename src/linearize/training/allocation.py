@@ -25,6 +25,7 @@ from linearize.mixers.config import HeadwiseConfig, LayerPlan
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops.layout import Layout
+from linearize.training.cache_scores import fit_mixers
 from linearize.training.memory import BLOCK, Choice, window
 
 
@@ -32,6 +33,8 @@ def measured_losses(
     teacher: PreTrainedModel, rows: PackedRows, candidates: Sequence[Choice], *, tokens: int, seed: int
 ) -> dict[int, list[list[float]]]:
     """How much each candidate, in one KV head alone, raises the loss: of each layer that can be converted, [G][C].
+
+    Exact caches whose scores are measured on the teacher are fitted to it first, on the same rows (`fit_mixers`).
 
     Nats per token of KL(teacher, student), to second order in the change of the head's output: where the teacher is the
     best there is, the first order vanishes. 1/2 E (g . dy)^2, where g is the gradient of a sampled next token's loss at
@@ -51,11 +54,14 @@ def measured_losses(
     watched.requires_grad_(False)
     first = watched.get_input_embeddings()
     # For all heads of a layer at once: each reads its own alone.
-    mixers = [None if choice is None else LinearMixer(choice, shape.layer).to(teacher.device) for choice in candidates]
-    sums = {
-        layer.layer_idx: torch.zeros(shape.num_kv_heads, len(candidates), dtype=torch.float64)
+    mixers = {
+        layer.layer_idx: [choice and LinearMixer(choice, shape.layer).to(teacher.device) for choice in candidates]
         for layer in linearized_layers(watched).values()
     }
+    every = range(shape.num_kv_heads)
+    of_all = {index: [(every, x) for x in of_layer if x is not None] for index, of_layer in mixers.items()}
+    fit_mixers(watched, of_all, rows, tokens)
+    sums = {index: torch.zeros(shape.num_kv_heads, len(candidates), dtype=torch.float64) for index in mixers}
 
     def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
         y = softmax_output(layer, inputs, layout)
@@ -66,7 +72,7 @@ def measured_losses(
 
     @torch.no_grad()
     def add(index: int, inputs: AttnInputs, layout: Layout | None, y: Tensor, gradient: Tensor) -> None:
-        for place, mixer in enumerate(mixers):
+        for place, mixer in enumerate(mixers[index]):
             if mixer is not None:
                 change = (mixer(inputs, layout) - y).float() * gradient.float()
                 by_head = change.unflatten(1, (shape.num_kv_heads, -1)).sum((2, 4)).double()
