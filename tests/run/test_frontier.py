@@ -110,8 +110,13 @@ def test_what_is_written(made: tuple[Run, dict[str, Any]], read: Callable[[dict[
         assert "- 25%: " in text
 
 
-def test_the_committed_page_and_figure_are_those_of_the_committed_numbers() -> None:
-    folder = Path(__file__).parents[2] / "experiments" / "memory"
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+COMMITTED = sorted(str(path.parent.relative_to(EXPERIMENTS)) for path in EXPERIMENTS.rglob("frontier.json"))
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_the_committed_page_and_figure_are_those_of_the_committed_numbers(name: str) -> None:
+    folder = EXPERIMENTS / name
     found = json.loads((folder / "frontier.json").read_text(encoding="utf-8"))
     assert words.page(found) == (folder / "frontier.md").read_text(encoding="utf-8")
     assert words.figure(found) == (folder / "frontier.svg").read_text(encoding="utf-8")
