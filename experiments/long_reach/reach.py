@@ -137,7 +137,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192, help="tokens of a row (%(default)s)")
     parser.add_argument("--window", type=int, default=1024, help="tokens in sight, for comparison (%(default)s)")
     parser.add_argument("--rows", type=int, default=24, help="of text (%(default)s)")
-    parser.add_argument("--trials", type=int, default=16, help="rows of copies, and needles of a cell; at least 16 (%(default)s)")
+    parser.add_argument(
+        "--trials", type=int, default=16, help="copies, and needles of a cell; 16 or more (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of rows, copies and needles (%(default)s)")
     parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"), help="where the results go")
     a = parser.parse_args()
