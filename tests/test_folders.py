@@ -51,7 +51,7 @@ def test_a_run_s_folder_stands_for_its_model(command: Command, finished: Run) ->
     assert (of_the_run.status, of_the_model.status) == (0, 0)
     first, second = (tiny.untimed(json.loads(done.out)) for done in (of_the_run, of_the_model))
     assert first == second
-    assert len(first["measured"]) == 9  # every control
+    assert len(first["measured"]) == 10  # every control
 
     timed = command("bench", finished.folder, "--lengths", 4, "--new-tokens", 2, "--repeats", 1, "--json")
     assert {line["model"] for line in json.loads(timed.out)["speed"]} == {"teacher", "student"}

@@ -35,7 +35,8 @@ from tests.hf.models import (
     teacher_of,
 )
 
-HEADS = [CASE[name] for name in ("llama-heads", "gpt2-heads", "llama-cache", "llama-cache-linear", "llama-received")]
+HEADS = [CASE[name] for name in ("llama-heads", "gpt2-heads", "llama-cache-linear")]
+ALIKE = [CASE[name] for name in ("llama-cache", "llama-received", "qwen3-heads", "mistral-cache")]
 PLAIN, MIXED = CASE["llama-sliding"], CASE["llama-mixed"]
 # With every kind of state: decays, the delta rule, slots of the window, sinks, running maxima, sums over all keys.
 KINDS = ["gla-llama", "regla-gpt2", "performer-qwen3", "gated-delta-llama", "mix-gpt2", "fast-decay-mistral"]
@@ -79,7 +80,7 @@ def test_generation(case: Case, check: checks.Check) -> None:
     [
         *pairs([CASE["qwen3-sinks"], CASE["gpt2-mixed"]], [generation.sampling_by_hand, *EARLY]),
         *pairs([MIXED], [generation.returned_sequences]),
-        *pairs([CASE["qwen3-heads"], CASE["mistral-cache"]], BY_HAND + OF_CACHES + [generation.static_cache]),
+        *pairs(ALIKE, BY_HAND + OF_CACHES + [generation.static_cache, generation.saved, generation.taken_back]),
         *pairs([CASE["gated-delta-llama"], CASE["performer-qwen3"]], CANDIDATES),
         *pairs([CASE["qwen3-sinks"], *(CASE[name] for name in KINDS)], [generation.taken_back]),
     ],

@@ -86,17 +86,17 @@ CHECKS: dict[str, tuple[Check, tuple[int, int], tuple[int, int]]] = {
     "token by token": (lambda draw: check_calls(draw.make(), range(1, draw.length)), (15, 20), (200, 40)),
     # Rare among all cases, and without a scale: the least denominator must be none of theirs.
     "sums of exponentials": (check_sums, (30, 24), (300, 36)),
-    "beside a cache": (check_cached, (30, 24), (400, 40)),
+    "beside a cache": (check_cached, (12, 24), (400, 40)),
     "beside a cache, token by token": (
         lambda draw: check_calls(draw.make(), range(1, draw.length)),
-        (15, 30),
+        (6, 30),
         (200, 60),
     ),
     "beside a cache, segments": (
         lambda draw: check_segments(replace(draw, styles=["full", "full"]).make()),
-        *((15, 60), (100, 100)),
+        *((6, 60), (100, 100)),
     ),
-    "beside a cache, meta device": (lambda draw: check_meta(draw.make()), (20, 1), (100, 1)),
+    "beside a cache, meta device": (lambda draw: check_meta(draw.make()), (8, 1), (100, 1)),
     "segments": (lambda draw: check_segments(replace(draw, styles=["full", "full"]).make()), (30, 60), (100, 100)),
 }
 

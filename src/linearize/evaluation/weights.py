@@ -180,7 +180,7 @@ def _read(
 ) -> Iterator[tuple[slice, slice, Float[Tensor, "h C K"], Bool[Tensor, "h C K"]]]:
     """(queries, keys, weights, whether they are the linear part's) of each block of one row, of one part's heads."""
     stretch, cached = _stretch(mixer, inputs, layout), None
-    if mixer.feature_map is not None:
+    if mixer.feature_map is not None and mixer.config.cache is not None:
         tokens = {"keys": inputs.k, "values": inputs.v} | new_sums(mixer.config.cache, inputs.v)
         cached = cached_keys(mixer.config, mixer.worth, inputs, tokens, layout, None)
     read = _probed(mixer, inputs, position, document) if mixer.causal else _multiplied(mixer, inputs, layout)
