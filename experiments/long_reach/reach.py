@@ -22,7 +22,6 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from linearize.base import UserError
 from linearize.data.config import DataConfig
 from linearize.data.packing import build_dataset
 from linearize.data.repeats import ordinary_tokens
@@ -31,6 +30,7 @@ from linearize.evaluation.agreement import loss_by_position
 from linearize.evaluation.copying import Copying, copy_losses, copy_rows
 from linearize.evaluation.perplexity import token_losses
 from linearize.evaluation.retrieval import answer, retrieval_tests
+from linearize.hf.checkpoint import read_config
 from linearize.hf.convert import convert_layers
 from linearize.run.folder import versions
 from linearize.training.memory import window
@@ -43,13 +43,15 @@ NEAREST = 128  # tokens: half of the first window that copying and needles lie b
 
 
 def load(path: str, length: int) -> PreTrainedModel:
-    """The model, taken to have `length` positions."""
-    try:
-        config = AutoConfig.from_pretrained(path)
-        config.max_position_embeddings = length
-        return AutoModelForCausalLM.from_pretrained(path, config=config, dtype="float32").eval()
-    except OSError as error:
-        raise UserError(f"--model: expected a folder or hub id of a model, found {path!r}") from error
+    """The model, taken to have `length` positions.
+
+    Raises:
+        UserError: there is none.
+    """
+    read_config(path)  # says in one line what is wrong
+    config = AutoConfig.from_pretrained(path)
+    config.max_position_embeddings = length
+    return AutoModelForCausalLM.from_pretrained(path, config=config, dtype="float32").eval()
 
 
 def measured(a: argparse.Namespace) -> dict[str, Any]:
