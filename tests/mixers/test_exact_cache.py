@@ -119,6 +119,12 @@ def test_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(its(x), whole, rtol=0, atol=1e-12)
 
 
+def test_few_rows_of_the_table_of_pairs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, its = inputs(41), mixer()
+    monkeypatch.setattr(scores, "ROWS_AT_ONCE", 2)
+    torch.testing.assert_close(its(x), by_oracle(x, its), rtol=0, atol=1e-10)
+
+
 def test_a_state_is_of_one_size_and_the_cache_of_the_asked_one() -> None:
     x, its = inputs(60), mixer(size=5)
     sizes = {its.step(x.tokens(0, n), None)[1].nbytes for n in (1, 9, 30, 60)}

@@ -28,6 +28,7 @@ Score = Literal[
 ]
 
 PER_DOUBLING = 0.4  # of a key's age, in cosine
+ROWS_AT_ONCE = 128  # of the table of all pairs of candidates
 
 
 class ExactCache(Config):
@@ -66,11 +67,20 @@ class ExactCache(Config):
 def redundancy(
     k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
 ) -> Float[Tensor, "B G M"]:
-    """Minus the cosine of each key with the newer one most like it."""
+    """Minus the cosine of each key with the newer one most like it; of the newest, 1.
+
+    A few rows of the table of all pairs at a time, and of them newer keys alone.
+    """
     unit = torch.nn.functional.normalize(k.float(), dim=-1)
-    alike = unit @ unit.mT
-    newer = torch.ones(alike.shape[-2:], dtype=torch.bool, device=k.device).triu(1) & (position >= 0)[:, :, None]
-    return -alike.masked_fill(~newer, -1).amax(-1)
+    nobody = torch.where(position >= 0, 0.0, -2.0)[:, :, None]
+    found = []
+    for start in range(0, k.shape[2], ROWS_AT_ONCE):
+        alike = unit[:, :, start : start + ROWS_AT_ONCE] @ unit[:, :, start:].mT + nobody[..., start:]
+        rows = alike.shape[2]
+        older = torch.ones(rows, rows, dtype=torch.bool, device=k.device).tril()
+        alike[..., :rows].masked_fill_(older, -1)
+        found.append(alike.amax(-1).clamp_min(-1))
+    return -torch.cat(found, dim=-1)
 
 
 def redundancy_and_age(
