@@ -14,7 +14,7 @@ import linearize
 from linearize.hf import attention
 from linearize.hf.attention import linearized_layers, observed, replaced_mixers, softmax_output
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer_state import MixerState
+from linearize.mixers.mixer_state import Clock, MixerState
 from linearize.ops.layout import Layout
 from tests.hf import checks
 from tests.hf.models import ARCHITECTURES, Case, make_student, make_teacher, random_tokens, student_of, teacher_of
@@ -36,7 +36,7 @@ class Recorder(nn.Module):
         return inputs.q + inputs.v.repeat_interleave(inputs.q.shape[1] // inputs.v.shape[1], dim=1)
 
     def step(self, inputs: AttnInputs, state: Any, layout: Layout | None = None) -> tuple[Tensor, Any]:
-        return self(inputs, layout), MixerState({}, torch.zeros(len(inputs.q), dtype=torch.int64))
+        return self(inputs, layout), MixerState({}, Clock(torch.zeros(len(inputs.q), dtype=torch.int64)))
 
 
 @torch.no_grad()

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from linearize.hf import attention, cache, conversation, convert, layouts
 from linearize.hf.cache import LinearizedCacheLayer
+from linearize.mixers import linear
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.mixer_state import MixerState
+from linearize.mixers.mixer_state import Clock, MixerState
 from linearize.mixers.recording import Recording
 from linearize.ops.layout import SlidingSpan, TerracedSpan
 from tests.hf import checks
@@ -49,7 +50,7 @@ def window_lost(state: MixerState) -> MixerState:
 
 
 def position_lost(state: MixerState) -> MixerState:
-    return replace(state, seen=torch.zeros_like(state.seen))
+    return replace(state, clock=Clock(torch.zeros_like(state.seen)))
 
 
 def sinks_lost(state: MixerState) -> MixerState:
@@ -90,7 +91,7 @@ def hidden_states_late(patch: pytest.MonkeyPatch) -> None:
 
 def one_step_window_late(patch: pytest.MonkeyPatch) -> None:
     """The window is off by one, but only where a token comes alone."""
-    one_token = LinearMixer._one_token
+    one_token = linear.one_token
 
     def wrong(mixer: LinearMixer, *args: Any) -> Any:
         base = type(mixer.span)
@@ -102,7 +103,7 @@ def one_step_window_late(patch: pytest.MonkeyPatch) -> None:
         finally:
             mixer.config = config
 
-    patch.setattr(LinearMixer, "_one_token", wrong)
+    patch.setattr(linear, "one_token", wrong)
 
 
 def window_late(patch: pytest.MonkeyPatch) -> None:

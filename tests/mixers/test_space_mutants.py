@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linearize.mixers import cached, linear
+from linearize.mixers import cached, linear, one_token
 from linearize.mixers.combine import Add
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.exact_cache import ExactCache
@@ -89,7 +89,7 @@ def sinks_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 def window_decays_lost(patch: pytest.MonkeyPatch) -> None:
     """One token at a time, what is read through the window has not decayed there."""
-    patch.setattr(linear, "_skipped", lambda tokens, below: {})
+    patch.setattr(one_token, "skipped_steps", lambda tokens, below: {})
 
 
 def terrace_lost(patch: pytest.MonkeyPatch) -> None:
@@ -109,12 +109,12 @@ def erasures_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def input_scale_forgotten(patch: pytest.MonkeyPatch) -> None:
-    tokens = linear.LinearMixer._new_tokens
+    tokens = linear.LinearMixer.new_tokens
 
     def wrong(self, inputs):
         return {name: x for name, x in tokens(self, inputs).items() if name != "input_scale"}
 
-    patch.setattr(linear.LinearMixer, "_new_tokens", wrong)
+    patch.setattr(linear.LinearMixer, "new_tokens", wrong)
 
 
 def thrown_out_and_lost(patch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def kept_and_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def dropped_by_steps_and_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(linear.LinearMixer, "_folded", lambda self, state, dropped: state)
+    patch.setattr(one_token, "folded", lambda mixer, state, dropped: state)
 
 
 EXP = {"feature_map": ExpMap()}

@@ -17,7 +17,7 @@ from linearize.ops import chunked, reference
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial
-from linearize.ops.recurrent import linear_step, window_step
+from linearize.ops.recurrent import NextToken, linear_step, window_step
 from tests.ops.cases import DECAYS, INPUTS, Case, own_layout
 from tests.oracles.attention import linear_attention_quadratic, window_partial
 from tests.oracles.recurrent import linear_attention_recurrent
@@ -244,13 +244,17 @@ def check_steps(case: Case, start: int) -> None:
             case.v[:, :, entering],
             **one,
             **skipped,
-            span=span,
-            position=position,
+            at=NextToken(span, position),
             state=state,
         )
         seen = (keys <= n) & ((keys >= span.lo(position)[:, None]) | (keys < span.sinks))
         window = window_step(
-            case.q[:, :, n : n + 1], case.k, case.v, seen=seen[:, None], scaling=case.scaling, softcap=case.softcap
+            case.q[:, :, n : n + 1],
+            case.k,
+            case.v,
+            hidden=~seen[:, None, None],
+            scaling=case.scaling,
+            softcap=case.softcap,
         )
         at_n = [Partial(x.num[:, :, [n]], x.den[:, :, [n]], x.log_scale[:, :, [n]]) for x in expected]
         assert_partials_near((linear, window), at_n, FP64)

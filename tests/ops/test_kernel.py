@@ -17,7 +17,7 @@ from linearize.ops import chunked, grid, reference
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import LinearState, linear_state
-from linearize.ops.recurrent import linear_step
+from linearize.ops.recurrent import NextToken, linear_step
 from tests.ops.cases import SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
 from tests.ops.parity import FP32, FP64, assert_near, assert_states_near, part_of
 from tests.oracles.spans import SpanSpec
@@ -108,7 +108,7 @@ def test_states_and_steps_are_those_of_features(span: SpanSpec) -> None:
     position = torch.tensor([40, 40])
     phi_q, phi_k = one
     v = case.v[:, :, -1:]
-    options = {"span": case.package_span, "position": position}
+    options = {"at": NextToken(case.package_span, position)}
     found = linear_step(phi_q, phi_k, v, **options, state=before, kernel=TAYLOR)
     with_features = linear_step(TAYLOR.features(phi_q), TAYLOR.features(phi_k), v, **options, state=expected)
     assert_near(found[0].num, with_features[0].num, FP64, "num")

@@ -10,9 +10,28 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 
 from linearize.base import UserError
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer_state import STATE_DTYPES, State
+from linearize.mixers.mixer_state import STATE_DTYPES, Clock, State
 from linearize.mixers.recording import Recording
 from linearize.ops.layout import Layout
+
+
+class Clocks:
+    """The clock of those layers of one cache that have seen as many slots: they work out once what they all need."""
+
+    def __init__(self) -> None:
+        self._length, self._clock = 0, None
+
+    def shared(self, state: State, length: int) -> State:
+        """The state on the clock of the layers before, where that is for as many slots; else they get its own."""
+        clock: Clock | None = self._clock
+        if clock is None or self._length != length or clock.seen.device != state.clock.seen.device:
+            self._length, self._clock = length, state.clock
+            return state
+        return state.on_clock(clock)
+
+    def forget(self) -> None:
+        """What was seen is no longer a matter of the slots alone."""
+        self._clock = None
 
 
 class LinearizedCacheLayer(CacheLayerMixin):
@@ -32,6 +51,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
         """`dtype` is that of S between steps; None: the one it is computed in, fp32 or, of an fp64 model, fp64."""
         super().__init__()
         self.dtype = dtype
+        self.clocks = Clocks()  # of its own, unless it stands in a cache
         self.kept: State | None = None  # in `dtype`
         self.length: int | Tensor = 0  # slots seen, padding included: what transformers counts positions by
         self.recording: Recording | None = None
@@ -59,7 +79,9 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     def advance(self, state: State, tokens: int) -> None:
         """Take the state after `tokens` more slots."""
-        self.state, self.length, self.is_initialized = state, self.length + tokens, True
+        assert isinstance(self.length, int)
+        self.length, self.is_initialized = self.length + tokens, True
+        self.state = self.clocks.shared(state, self.length)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the mixer makes the first state."""
@@ -105,6 +127,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     def _forget(self) -> None:
         """No token from before this point can be taken back any more."""
+        self.clocks.forget()
         if self.recording is not None:
             self.recording = Recording()
 
@@ -163,7 +186,9 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
     def advance(self, state: State, tokens: int) -> None:
         state = state.with_room(self.slots)
         if self.kept is None:
-            self.kept = stored = self._stored(state.map(Tensor.clone))
+            stored = self._stored(state.map(Tensor.clone))
+            # It is written to in place, so that what was worked out from it would go stale.
+            self.kept = stored = stored.on_clock(Clock(stored.clock.seen, shared=False))
             self.length, self.is_initialized = torch.tensor(tokens, device=stored.tensors()[0].device), True
             if not torch.compiler.is_compiling():
                 for x in (*stored.tensors(), self.length):
@@ -208,6 +233,7 @@ def cache_layer(cache: Cache, index: int, state_dtype: str | None = None) -> Lin
     dtype = STATE_DTYPES[state_dtype]
     static = type(cache) is StaticCache
     made = StaticLinearizedCacheLayer(dtype, layer.max_cache_len) if static else LinearizedCacheLayer(dtype)
+    made.clocks = next((x.clocks for x in cache.layers if isinstance(x, LinearizedCacheLayer)), made.clocks)
     cache.layers[index] = made
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -134,13 +135,17 @@ def cache_of_next(config: MixerConfig, worth: Worth | None, state: MixerState) -
 
 @torch.no_grad()
 def with_received(
-    config: MixerConfig, inputs: AttnInputs, exact: Tokens, tokens: Tokens, seen: Bool[Tensor, "B 1 S"], begins: Tensor
+    config: MixerConfig,
+    inputs: AttnInputs,
+    exact: Tokens,
+    tokens: Tokens,
+    seen: Bool[Tensor, "B 1 S"],
+    begins: Callable[[], Tensor],
 ) -> tuple[Tokens, Tokens]:
     """The cache and the tokens after one more query has read what it sees of them; as they are where nobody asks.
 
     Args:
-        begins: [B], whether a block begins with the query.
-
+        begins: says, [B], whether a block begins with the query.
     """
     if config.cache is None or config.cache.keeps is None:
         return exact, tokens
@@ -149,7 +154,7 @@ def with_received(
     reads = torch.cat([exact["position"] >= 0, seen.expand(-1, keys.shape[1], -1)], dim=2)[:, :, None]
     sums = torch.cat([exact[RECEIVED], tokens[RECEIVED]], dim=2)
     more = received(inputs.q, keys.to(sums.dtype), reads, scaling=inputs.scaling, softcap=inputs.softcap)
-    kept = torch.where(begins, config.cache.keeps, 1.0).to(more.dtype)[:, None, None, None]
+    kept = torch.where(begins(), config.cache.keeps, 1.0).to(more.dtype)[:, None, None, None]
     sums = sums * kept + more[..., None]
     return exact | {RECEIVED: sums[:, :, :size]}, tokens | {RECEIVED: sums[:, :, size:]}
 

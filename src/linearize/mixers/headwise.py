@@ -65,15 +65,16 @@ class HeadwiseMixer(nn.Module):
 
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs for whole documents, without a state. `layout` None: one full document per row."""
-        return self._joined([mixer(inputs.heads(heads), layout) for heads, mixer in self.parts()])
+        each = zip(self.parts(), inputs.divided(self.kv_heads), strict=True)
+        return self._joined([mixer(its, layout) for (_, mixer), its in each])
 
     def step(
         self, inputs: AttnInputs, state: HeadwiseState | None, layout: Layout | None = None
     ) -> tuple[Float[Tensor, "B H T D"], HeadwiseState]:
         """Outputs and the next state, as of each group's mixer."""
         found = [
-            mixer.step(inputs.heads(heads), None if state is None else state.parts[index], layout)
-            for index, (heads, mixer) in enumerate(self.parts())
+            mixer.step(its, None if state is None else state.parts[index], layout)
+            for index, ((_, mixer), its) in enumerate(zip(self.parts(), inputs.divided(self.kv_heads), strict=True))
         ]
         return self._joined([y for y, _ in found]), HeadwiseState(tuple(after for _, after in found))
 

@@ -67,6 +67,25 @@ class AttnInputs:
         unrotated = None if self.unrotated is None else (some(self.unrotated[0]), some(self.unrotated[1]))
         return replace(self, q=some(self.q), k=some(self.k), v=some(self.v), unrotated=unrotated)
 
+    def divided(self, partition: Sequence[Sequence[int]]) -> list[AttnInputs]:
+        """The inputs of each part of the KV heads."""
+        groups = self.k.shape[1]
+        if [head for heads in partition for head in heads] != list(range(groups)):
+            return [self.heads(heads) for heads in partition]
+
+        def parts(x: Tensor) -> Sequence[Tensor]:  # views, by one operation
+            return x.split([len(heads) * x.shape[1] // groups for heads in partition], dim=1)
+
+        def pairs() -> Sequence[tuple[Tensor, Tensor] | None]:
+            return (
+                [None] * len(partition)
+                if self.unrotated is None
+                else list(zip(*map(parts, self.unrotated), strict=True))
+            )
+
+        tensors = zip(parts(self.q), parts(self.k), parts(self.v), pairs(), strict=True)
+        return [replace(self, q=q, k=k, v=v, unrotated=unrotated) for q, k, v, unrotated in tensors]
+
 
 def some_heads(x: Float[Tensor, "B h T X"], kv_heads: Sequence[int], num_kv_heads: int) -> Float[Tensor, "B n T X"]:
     """Heads of `x` that belong to `kv_heads`, which are in order: slices, where they lie side by side a view."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -16,14 +17,56 @@ from linearize.ops.layout import Layout, Span, context_positions
 from linearize.ops.linear_state import LinearState
 
 AnyState = TypeVar("AnyState", bound="State")
+Found = TypeVar("Found")
 Tokens = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
 MATRICES = ("linear.S", "linear.next_S")
 STATE_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GROWING = ("all_keys", "all_values")  # slots of every token seen
 
 
+@dataclass(eq=False)
+class Clock:
+    """How many tokens of its document each row has seen, and what follows from that alone.
+
+    Layers that have seen the same tokens can share a clock, and work out once what they all need.
+
+    Attributes:
+        seen: not to be written to where the clock is `shared`.
+        known: what was worked out, by name.
+    """
+
+    seen: Int[Tensor, " B"]
+    shared: bool = True
+    known: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _next: Callable[[], Clock | None] = field(default=lambda: None, repr=False)  # who keeps a clock keeps no later ones
+
+    def once(self, name: Any, work: Callable[[Int[Tensor, " B"]], Found]) -> Found:
+        """What `work` makes of `seen`, worked out when it is asked for by this name, anything with a hash, first."""
+        if not self.shared or torch.compiler.is_compiling():
+            return work(self.seen)
+        if name not in self.known:
+            self.known[name] = work(self.seen)
+        return self.known[name]
+
+    def next(self) -> Clock:
+        """After one more token of every row."""
+        if not self.shared or torch.compiler.is_compiling():
+            return Clock(self.seen + 1, self.shared)
+        found = self._next()
+        if found is None:
+            found = Clock(self.seen + 1)
+            self._next = weakref.ref(found)
+        return found
+
+
 class State(ABC):
     """What one layer's mixer carries: tensors by name, batch-first."""
+
+    clock: Clock
+
+    @abstractmethod
+    def on_clock(self: AnyState, clock: Clock) -> AnyState:
+        """The state with a clock that says the same as its own."""
 
     @abstractmethod
     def named_tensors(self) -> dict[str, Tensor]:
@@ -54,7 +97,7 @@ class State(ABC):
         for name, x in named.items():
             if name.endswith(MATRICES):
                 named[name] = x.to(named[name.replace("S", "z")].dtype if dtype is None else dtype)
-        return self._renamed(named)
+        return self._renamed(named).on_clock(self.clock)
 
     def select(self: AnyState, index: Int[Tensor, " N"]) -> AnyState:
         """Rows `index` of the batch (beam search, dropping finished rows)."""
@@ -94,7 +137,7 @@ class MixerState(State):
     Attributes:
         slots: `keys` and `values` [B, G, S, D], and what gates and feature maps need of a token that enters the linear
             state later than it was written (see `LinearMixer`); or `all_keys` and `all_values`, which grow.
-        seen: tokens of the document so far.
+        clock: tokens of the document so far, `seen`.
         linear: S and z of the keys below the window, where there is a linear part.
         maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
         exact: slots of the exact cache, oldest first, and their `position` [B, G, C], -1 where there is none; where the
@@ -102,10 +145,18 @@ class MixerState(State):
     """
 
     slots: Tokens
-    seen: Int[Tensor, " B"]
+    clock: Clock
     linear: LinearState | None = None
     maximum: Float[Tensor, "B Hk"] | None = None
     exact: Tokens | None = None
+
+    @property
+    def seen(self) -> Int[Tensor, " B"]:
+        """Tokens of the document so far."""
+        return self.clock.seen
+
+    def on_clock(self, clock: Clock) -> MixerState:
+        return replace(self, clock=clock)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every tensor of the state by a name, that of its field: `slots.keys`, `seen`, `linear.S` and so on."""
@@ -120,7 +171,7 @@ class MixerState(State):
         """The state that has these tensors."""
         linear = _part(named, "linear.")
         summed, exact = LinearState(**linear) if linear else None, _part(named, "exact.") or None
-        return cls(_part(named, "slots."), named["seen"], summed, named.get("maximum"), exact)
+        return cls(_part(named, "slots."), Clock(named["seen"]), summed, named.get("maximum"), exact)
 
 
 @dataclass(frozen=True)
@@ -128,6 +179,13 @@ class HeadwiseState(State):
     """The states of the mixers that a layer's heads are divided among."""
 
     parts: tuple[MixerState, ...]
+
+    @property
+    def clock(self) -> Clock:  # type: ignore[override]
+        return self.parts[0].clock
+
+    def on_clock(self, clock: Clock) -> HeadwiseState:
+        return HeadwiseState(tuple(part.on_clock(clock) for part in self.parts))
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Those of each part, behind its number: `0.slots.keys`."""
@@ -152,14 +210,14 @@ def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int) -> Tokens:
     return {name: take(x) for name, x in slots.items()}
 
 
-def push_slot(slots: Tokens, span: Span, leaving: Int[Tensor, " B"]) -> Tokens:
-    """Slots that had one more token at the end, moved up; the token `leaving` the window fills its slot as a sink."""
+def push_slot(slots: Tokens, span: Span, position: Int[Tensor, " B"]) -> Tokens:
+    """Slots that had one more token, at `position`, at the end, moved up; who leaves them can fill a sink's slot."""
 
     def shift(x: Tensor) -> Tensor:
         kept = x[:, :, span.sinks + 1 :]
         if not span.sinks:
             return kept
-        is_slot = (torch.arange(span.sinks, device=x.device) == leaving[:, None])[:, None, :, None]
+        is_slot = (torch.arange(span.sinks, device=x.device) == position[:, None] - span.context)[:, None, :, None]
         left = x[:, :, span.sinks : span.sinks + 1]
         return torch.cat([torch.where(is_slot, left, x[:, :, : span.sinks]), kept], dim=2)
 

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer_state import GROWING, MixerState, Tokens
+from linearize.mixers.mixer_state import GROWING, Clock, MixerState, Tokens
 from linearize.mixers.shape import LayerShape
 from linearize.ops.full import full_softmax
 from linearize.ops.layout import Layout, SlidingSpan
@@ -44,14 +44,17 @@ class SoftmaxMixer(nn.Module):
             new = {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in new.items()}
         y = self._read(inputs, new["all_keys"], new["all_values"], at)
         if layout is None:  # they lie as they should: the last tokens last
-            seen = at.key_position.new_full((batch,), length)
-            return y, MixerState(new, seen if state is None else state.seen + seen)
-        return y, MixerState(_last_document(new, at), at.count.expand(batch).clone())
+            if state is None:
+                return y, MixerState(new, Clock(at.key_position.new_full((batch,), length)))
+            return y, MixerState(new, state.clock.next() if length == 1 else Clock(state.seen + length))
+        return y, MixerState(_last_document(new, at), Clock(at.count.expand(batch).clone()))
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape."""
         seen = inputs.k.new_zeros(len(inputs.k), dtype=torch.int64)
-        return MixerState({name: x[:, :, :0] for name, x in zip(GROWING, (inputs.k, inputs.v), strict=True)}, seen)
+        return MixerState(
+            {name: x[:, :, :0] for name, x in zip(GROWING, (inputs.k, inputs.v), strict=True)}, Clock(seen)
+        )
 
     def _read(self, inputs: AttnInputs, k: Tensor, v: Tensor, layout: Layout) -> Float[Tensor, "B H T D"]:
         return full_softmax(inputs.q, k, v, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout)

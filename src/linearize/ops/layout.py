@@ -62,7 +62,7 @@ class SlidingSpan(Config):
         return self.window_size
 
     def lo(self, position: Tensor) -> Tensor:
-        return (position - self.window_size + 1).clamp_min(0)
+        return (position - (self.window_size - 1)).clamp_min(0)
 
 
 class TerracedSpan(Config):

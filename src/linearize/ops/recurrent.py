@@ -1,17 +1,74 @@
-"""One token at a time in constant memory and time: fold the key that leaves the window, then read."""
+"""One token at a time in constant memory and time: fold the key that leaves the window, then read.
+
+A step is short: what it costs is the number of its operations. So heads are one batch axis here, and what follows from
+the number of tokens seen alone (`NextToken`) is worked out by the caller, once for all layers.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Span, TerracedSpan
+from linearize.ops.layout import Span, TerracedSpan, context_positions
 from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial, accumulation_dtype
-from linearize.ops.reference import exponentials, softmax_scores
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """What a span makes of the token at `position`, the number of those before; worked out when it is asked for."""
+
+    span: Span
+    position: Int[Tensor, " B"]
+
+    @cached_property
+    def hidden(self) -> Bool[Tensor, "B 1 1 S"]:
+        """Which slots its query does not read by softmax, of those of the state's context, then its own."""
+        found = self.below
+        if self.span.sinks:
+            found = (self._places < 0) | (found & (self._places >= self.span.sinks))
+        return found[:, None, None]
+
+    @property
+    def reads(self) -> Bool[Tensor, "B 1 1 S"]:
+        """Which it does."""
+        return ~self.hidden
+
+    @cached_property
+    def bias(self) -> Float[Tensor, "B 1 1 S"]:
+        """What softmax adds to their scores."""
+        return torch.zeros_like(self.hidden, dtype=torch.float32).masked_fill_(self.hidden, -torch.inf)
+
+    @cached_property
+    def below(self) -> Bool[Tensor, "B S"]:
+        """Slots below its window, empty ones among them."""
+        return self._places < self.span.lo(self.position)[:, None]
+
+    @cached_property
+    def enters(self) -> Float[Tensor, "B 1 1 1"]:
+        """1 where the key that leaves the window goes into the linear state, else 0."""
+        return (self.position - self.span.fold_lag >= self.span.sinks)[:, None, None, None].float()
+
+    @cached_property
+    def flushes(self) -> Bool[Tensor, "B 1 1"] | None:
+        """Whether a block begins with it, where there are blocks."""
+        if not isinstance(self.span, TerracedSpan):
+            return None
+        return (self.position % self.span.window_size == 0)[:, None, None]
+
+    @cached_property
+    def _places(self) -> Int[Tensor, "B S"]:
+        span, position = self.span, self.position[:, None]
+        if not span.sinks:
+            return position + torch.arange(-span.context, 1, device=position.device)
+        return torch.cat([context_positions(self.position, span), position], dim=1)
 
 
 def linear_step(
@@ -25,36 +82,39 @@ def linear_step(
     skipped_k: Float[Tensor, "#B Hk 1 X"] | None = None,
     skipped_v: Float[Tensor, "#B Hk 1 D"] | None = None,
     kernel: Kernel | None = None,
-    span: Span,
-    position: Int[Tensor, " B"],
+    at: NextToken,
     state: LinearState,
 ) -> tuple[Partial, LinearState]:
-    """Read the linear part for the query at `position`.
+    """Read the linear part for the query of the next token.
 
     `phi_k`, `v`, `beta` (of the delta rule) and the log decays are those of the token that enters the state, at
     position - span.fold_lag; `skipped` are the log decays of the steps lo(position) .. position, summed.
     With a `kernel`, phi_q and phi_k are what it makes features of.
     """
     dtype, heads = accumulation_dtype(v.dtype), phi_k.shape[1]
-    phi_q, phi_k, v = phi_q.to(dtype), phi_k.to(dtype), repeat_kv(v, heads).to(dtype)
+    phi_q, phi_k, v = phi_q.to(dtype), phi_k.to(dtype), v.to(dtype)
     if kernel is not None:
         phi_q, phi_k = kernel.features(phi_q), kernel.features(phi_k)
-    phi_k = phi_k * (position - span.fold_lag >= span.sinks)[:, None, None, None]
+    phi_k = phi_k * at.enters
     S, z = state.S, state.z
     readable = S, z
-    if isinstance(span, TerracedSpan):
+    if at.flushes is not None:
         assert state.next_S is not None and state.next_z is not None
-        flush = (position % span.window_size == 0)[:, None, None]
-        readable = torch.where(flush[..., None], state.next_S, S), torch.where(flush, state.next_z, z)
+        readable = torch.where(at.flushes[..., None], state.next_S, S), torch.where(at.flushes, state.next_z, z)
         S, z = state.next_S, state.next_z
     if log_decay_k is not None:
-        S, z = S * log_decay_k.mT.exp().to(dtype), z * log_decay_k.squeeze(2).exp().to(dtype)
+        step = log_decay_k.exp().to(dtype)
+        S, z = S * step.mT, z * step.squeeze(2)
     if log_decay_v is not None:
         S = S * log_decay_v.exp().to(dtype)
     if beta is not None:
-        v = beta.to(dtype) * (v - phi_k @ S)
-    S, z = S + phi_k.mT @ v, z + phi_k.squeeze(2)
-    state = LinearState(*readable, S, z) if isinstance(span, TerracedSpan) else LinearState(S, z)
+        v = beta.to(dtype) * (repeat_kv(v, heads) - phi_k @ S)
+    # Heads that share a value lie side by side, and so do their features: one matrix of them all.
+    shared = len(v) * v.shape[1]
+    one, value = phi_k.reshape(shared, -1, 1), v.reshape(shared, 1, -1)
+    S = torch.baddbmm(S.reshape(shared, -1, v.shape[3]), one, value).view(S.shape)
+    z = z + phi_k.squeeze(2)
+    state = LinearState(S, z) if at.flushes is None else LinearState(*readable, S, z)
     return linear_read(phi_q, state, skipped_k, skipped_v), state
 
 
@@ -65,14 +125,16 @@ def linear_read(
     skipped_v: Float[Tensor, "#B Hk 1 D"] | None = None,
 ) -> Partial:
     """What a query reads of the state; `skipped` are the log decays since, summed."""
-    dtype = state.z.dtype
-    q = phi_q.to(dtype).unflatten(1, (state.z.shape[1], -1)).squeeze(-2)
+    dtype, (batch, heads), features = state.z.dtype, phi_q.shape[:2], phi_q.shape[3]
+    q = phi_q.to(dtype).reshape(batch * state.z.shape[1], -1, features)
     if skipped_k is not None:
-        q = q * skipped_k.exp().to(dtype)
-    num, den = q @ state.S, (q @ state.z[..., None]).flatten(1, 2)
+        steps = skipped_k.exp().to(dtype).expand(batch, -1, -1, -1)
+        q = q * _heads_in_batch(steps)
+    num = torch.bmm(q, _heads_in_batch(state.S)).view(batch, heads, 1, -1)
+    den = torch.bmm(q, state.z.reshape(len(q), features, 1)).view(batch, heads, 1)
     if skipped_v is not None:
-        num = num * skipped_v.exp().to(dtype)
-    return Partial(num.flatten(1, 2)[:, :, None], den, torch.zeros_like(den))
+        num = num * repeat_kv(skipped_v.exp().to(dtype), heads)
+    return Partial(num, den, torch.zeros_like(den))
 
 
 def window_step(
@@ -80,13 +142,36 @@ def window_step(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S D"],
     *,
-    seen: Bool[Tensor, "#B #G S"],
+    hidden: Bool[Tensor, "#B #G 1 S"],
     scaling: float,
     softcap: float | None = None,
 ) -> Partial:
-    """Softmax over the slots that the query sees (always its own at least, unless the span is none)."""
-    dtype, heads = accumulation_dtype(v.dtype), k.shape[1]
-    q, k, v = q.to(dtype).unflatten(1, (heads, -1)).squeeze(-2), k.to(dtype), v.to(dtype)
-    weights, top = exponentials(softmax_scores(q, k, scaling, softcap), seen[:, :, None])
-    num = (weights @ v).flatten(1, 2)[:, :, None]
-    return Partial(num, weights.sum(-1).flatten(1, 2)[..., None], top.flatten(1, 2)[..., None])
+    """Softmax over the slots that are not `hidden`."""
+    dtype, (batch, groups), heads = accumulation_dtype(v.dtype), k.shape[:2], q.shape[1]
+    q = (q * scaling).to(dtype).reshape(batch * groups, heads // groups, -1)
+    scores = torch.bmm(q, _heads_in_batch(k.to(dtype)).mT)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.view(batch, groups, heads // groups, -1).masked_fill(hidden, -torch.inf)
+    top = scores.amax(-1, keepdim=True)
+    top = top.masked_fill(top == -torch.inf, 0)
+    weights = (scores - top).exp()
+    num = torch.bmm(weights.flatten(0, 1), _heads_in_batch(v.to(dtype)))
+    den = weights.sum(-1)
+    return Partial(num.view(batch, heads, 1, -1), den.view(batch, heads, 1), top.view(batch, heads, 1))
+
+
+def softmax_step(
+    q: Float[Tensor, "B H 1 D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S D"],
+    *,
+    bias: Float[Tensor, "#B #G 1 S"],
+    scaling: float,
+) -> Float[Tensor, "B H 1 D"]:
+    """Attention over slots to whose scores `bias` is added, -inf where the query reads none: torch's own."""
+    grouped = q.reshape(len(k), k.shape[1], -1, q.shape[3])
+    return scaled_dot_product_attention(grouped, k, v, attn_mask=bias.to(q.dtype), scale=scaling).view(q.shape)
+
+
+def _heads_in_batch(x: Float[Tensor, "B h N X"]) -> Float[Tensor, "N2 N X"]:
+    return x.reshape(-1, *x.shape[2:])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from linearize.base import UserError
 from linearize.mixers.feature_maps.base import Even, FeatureMapConfig
-from linearize.mixers.feature_maps.learned import Learned, LearnedMap, as_it_is
+from linearize.mixers.feature_maps.learned import Learned, LearnedMap
 from linearize.mixers.shape import LayerShape
 
 MIN_FEATURE = 1e-12  # LoLCATs' clamp
@@ -59,14 +59,18 @@ class Hedgehog(Learned):
 
     config: HedgehogMap
 
-    # Both signs come from one product: two more columns cost less than to put two results together.
-    def _columns(self, weight: Float[Tensor, "M I O"], heads: int) -> Float[Tensor, "M I N"]:
-        return _both_signs(weight, heads)
+    def _project(
+        self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
+    ) -> Float[Tensor, "B h2 T 2 N"]:
+        if x.shape[2] == 1:
+            y = super()._project(x, weight, bias)
+            return torch.stack([y, -y], dim=-2)
+        # Of many tokens both signs come from one product: twice the columns cost less than to join two results.
+        heads = x.shape[1] if self.config.per == "model" else 1
+        bias = None if bias is None else _both_signs(bias, heads)
+        return super()._project(x, _both_signs(weight, heads), bias).unflatten(-1, (2, -1))
 
-    def _bias_columns(self, bias: Float[Tensor, "M O"], heads: int) -> Float[Tensor, "M N"]:
-        return _both_signs(bias, heads)
-
-    def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
+    def _activate(self, y: Float[Tensor, "B h T 2 N"]) -> Float[Tensor, "B h T F"]:
         return ACTIVATIONS[self.config.activation](y)
 
 
@@ -82,12 +86,20 @@ def _softmax(y: Float[Tensor, "*shape N"]) -> Float[Tensor, "*shape N"]:
     return torch.softmax(y, -1, out=y).clamp_min_(MIN_FEATURE)
 
 
-def _softmax_halves(y: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape F"]:
-    return _softmax(y.unflatten(-1, (2, -1))).flatten(-2)
+def _softmax_halves(y: Float[Tensor, "*shape 2 N"]) -> Float[Tensor, "*shape F"]:
+    return _softmax(y).flatten(-2)
+
+
+def _softmax_whole(y: Float[Tensor, "*shape 2 N"]) -> Float[Tensor, "*shape F"]:
+    return _softmax(y.flatten(-2))
+
+
+def _logarithms(y: Float[Tensor, "*shape 2 N"]) -> Float[Tensor, "*shape F"]:
+    return y.flatten(-2)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax_halves": _softmax_halves,
-    "softmax": _softmax,
-    "exp": as_it_is,
+    "softmax": _softmax_whole,
+    "exp": _logarithms,
 }

@@ -124,25 +124,17 @@ class Learned(FeatureMap):
     def _project(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
     ) -> Float[Tensor, "B h2 T N"]:
-        over_model = self.config.per == "model"
-        heads = x.shape[1] if over_model else 1
-        weight = self._columns(weight.to(x.dtype), heads)
-        bias = None if bias is None else self._bias_columns(bias.to(x.dtype), heads)
-        if over_model:
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        if self.config.per == "model":
+            heads = x.shape[1]
             y = x.transpose(1, 2).flatten(2) @ weight[0]
             y = y if bias is None else y.add_(bias[0])
             return y.unflatten(-1, (heads, -1)).transpose(1, 2)
         # Query heads of a group share its keys, and where the map is tied, its weights.
         heads = max(x.shape[1], len(weight))
-        y = repeat_kv(x, heads) @ _repeat(weight, heads)
+        x, weight = repeat_kv(x, heads), _repeat(weight, heads)
+        y = torch.bmm(x[0], weight)[None] if len(x) == 1 else x @ weight  # of one row in half as many operations
         return y if bias is None else y.add_(_repeat(bias, heads)[:, None])
-
-    def _columns(self, weight: Float[Tensor, "M I O"], heads: int) -> Float[Tensor, "M I N"]:
-        """What inputs are multiplied by; the columns of `heads` heads lie side by side."""
-        return weight
-
-    def _bias_columns(self, bias: Float[Tensor, "M O"], heads: int) -> Float[Tensor, "M N"]:
-        return bias
 
     @abstractmethod
     def _activate(self, y: Float[Tensor, "B h T N"]) -> Float[Tensor, "B h T F"]:

@@ -31,9 +31,12 @@ class LolcatMap(LearnedMap):
 class Lolcat(Learned):
     config: LolcatMap
 
-    # One product with W + 1 instead of a product and a sum: as exact, since the sum would be rounded too.
-    def _columns(self, weight: Float[Tensor, "M I O"], heads: int) -> Float[Tensor, "M I N"]:
-        return weight + torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+    def _project(
+        self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
+    ) -> Float[Tensor, "B h2 T N"]:
+        # One product with W + 1 instead of a product and a sum: as exact, since the sum would be rounded too.
+        one = torch.eye(weight.shape[1], dtype=x.dtype, device=x.device)
+        return super()._project(x, weight.to(x.dtype) + one, bias)
 
     def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
         return ACTIVATIONS[self.config.activation](y)

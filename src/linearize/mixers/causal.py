@@ -1,0 +1,118 @@
+"""What a causal mixer makes of tokens, many or one: slots, features, gates, and the scale they are in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from linearize.mixers.cached import new_sums
+from linearize.mixers.combine import COMBINES
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.feature_maps.base import exponentials
+from linearize.mixers.gates import DECAYS
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.mixer import Mixer
+from linearize.mixers.mixer_state import Tokens
+from linearize.mixers.normalizers import NORMALIZERS
+from linearize.mixers.rope import rotated
+from linearize.mixers.shape import LayerShape
+from linearize.mixers.update import DeltaRule, DeltaUpdate
+from linearize.ops.heads import repeat_kv
+from linearize.ops.layout import Layout
+from linearize.ops.partial import Partial, accumulation_dtype
+
+
+class CausalMixer(Mixer):
+    """The parts of a mixer that looks back only, and what they say of tokens.
+
+    A token is a set of slots by name: `keys` and `values`; where its parts ask for them, `map_keys` (keys before RoPE),
+    `cos` and `sin`, `log_decay_k` and `log_decay_v` of its step, `input_scale`, `beta` (delta rule), `offset` (the
+    running maximum of an exponential key map), and `received` (attention, of a cache that keeps what got the most).
+    """
+
+    causal = True
+
+    def __init__(self, config: MixerConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        if self.feature_map is not None:
+            if config.decay is not None:
+                features = self.feature_map.feature_dim
+                self.gate = DECAYS[type(config.decay)](config.decay, shape, self.state_heads, features)
+            if isinstance(config.update, DeltaUpdate):
+                self.delta = DeltaRule(config.update, shape, self.state_heads)
+            if config.in_closed_form:
+                self.kernel = self.feature_map.kernel
+        self.worth = None if config.cache is None else config.cache.worth(shape)
+        self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
+        self.combine = COMBINES[type(config.combine)](config.combine, shape)
+
+    def new_tokens(self, inputs: AttnInputs) -> Tokens:
+        """What the inputs say of their tokens."""
+        slots = {"keys": inputs.k, "values": inputs.v} | new_sums(self.config.cache, inputs.v)
+        if self.config.feature_map is None:
+            return slots
+        if self.wants_unrotated and inputs.unrotated is not None:
+            slots["map_keys"] = inputs.unrotated[1]
+            if self.config.feature_map.rotation == "after":
+                assert inputs.rope is not None
+                slots |= {"cos": inputs.rope[0][:, None], "sin": inputs.rope[1][:, None]}
+        if self.gate is not None:
+            gates = self.gate(inputs)
+            found = {"log_decay_k": gates.log_decay_k, "log_decay_v": gates.log_decay_v}
+            found["input_scale"] = gates.input_scale
+            slots |= {name: x for name, x in found.items() if x is not None}
+        if self.delta is not None:
+            slots["beta"] = self.delta(inputs)
+        batch = len(inputs.k)
+        return {name: x if len(x) == batch else x.expand(batch, -1, -1, -1) for name, x in slots.items()}
+
+    def with_step(self, slots: Tokens, log_decay: Float[Tensor, "B Hk T"]) -> Float[Tensor, "B Hs T X"]:
+        """The gate's log decay and that of the running maximum in one."""
+        step = repeat_kv(log_decay[..., None], self.state_heads).to(accumulation_dtype(slots["values"].dtype))
+        return step + slots["log_decay_k"] if "log_decay_k" in slots else step
+
+    def map_keys(self, slots: Tokens, position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
+        """The key map's features, or for an exponential map their logarithms; or what `kernel` makes them of."""
+        assert self.feature_map is not None
+        keys = slots.get("map_keys", slots["keys"])
+        return self.feature_map.k(keys, position) if self.kernel is None else self.feature_map.kernel_input(keys)
+
+    def key_features(self, slots: Tokens, phi_k: Tensor, layout: Layout | None) -> Float[Tensor, "B Hs K F"]:
+        """phi_k as it is written to the state, from what the map gave."""
+        assert self.feature_map is not None
+        dtype = accumulation_dtype(slots["values"].dtype)
+        if self.feature_map.exponential:
+            phi_k = phi_k - (slots["offset"] if self.config.keeps_maximum else phi_k.amax(-1, keepdim=True))
+            if layout is not None and not layout.uniform:
+                # Padding takes no part in the maximum and could be anything.
+                phi_k = phi_k.masked_fill((layout.key_position < 0)[:, None, :, None], -torch.inf)
+            phi_k = exponentials(phi_k.to(dtype))
+        if self.delta is not None:
+            phi_k = self.delta.normalize(phi_k)
+        if "cos" in slots:
+            cos, sin = (x if len(x[0]) == 1 else repeat_kv(x, phi_k.shape[1]) for x in (slots["cos"], slots["sin"]))
+            phi_k = rotated(phi_k, cos, sin)
+        phi_k = repeat_kv(phi_k, self.state_heads)
+        return phi_k * repeat_kv(slots["input_scale"], self.state_heads) if "input_scale" in slots else phi_k
+
+    def in_scale(self, linear: Partial, log_scale: Tensor | None, own: Tokens) -> Partial:
+        """The linear part with the logarithm it is relative to: the query's, and the keys' running maximum."""
+        if not self.config.absolute:
+            return linear
+        assert log_scale is not None
+        offset = repeat_kv(own["offset"], self.shape.num_heads)[..., 0]
+        return replace(linear, log_scale=(log_scale + offset).to(linear.den.dtype))
+
+    def combined(
+        self, inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: Bool[Tensor, "#B T"]
+    ) -> Float[Tensor, "B H T D"]:
+        """The output, in the inputs' dtype, from the parts, which may be overwritten where no gradient is wanted."""
+        return self.combine(window, linear, lambda sums: self.normalized(sums, inputs), has_linear).to(inputs.v.dtype)
+
+    def how(self, tokens: Tokens) -> dict[str, Any]:
+        """Decays of the tokens and the kernel, as the ops take them."""
+        return {name: tokens.get(name) for name in ("log_decay_k", "log_decay_v")} | {"kernel": self.kernel}

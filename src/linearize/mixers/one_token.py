@@ -1,0 +1,114 @@
+"""One more token, with a state: a short sequence of operations, the same at every position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from linearize.mixers.cached import Dropped, block_begins, cache_of_next, with_received
+from linearize.mixers.causal import CausalMixer
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.mixer import without_lost
+from linearize.mixers.mixer_state import MixerState, Tokens, push_slot
+from linearize.mixers.running_maximum import running_maximum
+from linearize.ops.exact_cache import merged
+from linearize.ops.layout import Layout, NoSpan
+from linearize.ops.linear_state import LinearState, with_keys
+from linearize.ops.recurrent import NextToken, linear_read, linear_step, softmax_step, window_step
+from linearize.ops.reference import delta_values
+
+EVERY_KEY = NoSpan()  # once: compilers do not make them
+
+
+def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tuple[Tensor, MixerState]:
+    """Output and next state, as `LinearMixer.step` gives them for one token of every row."""
+    span, clock = mixer.span, state.clock
+    at = clock.once(span, lambda seen: NextToken(span, seen))
+    new, maximum = mixer.new_tokens(inputs), None
+    if mixer.config.keeps_maximum:
+        assert state.maximum is not None
+        top = mixer.map_keys(new, at.position[:, None]).amax(-1)
+        offset, log_decay, maximum = running_maximum(top, Layout.full(1, top.device), state.maximum)
+        new["offset"], new["log_decay_k"] = offset[..., None], mixer.with_step(new, log_decay)
+    tokens = {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in new.items()}
+    exact, before, dropped = state.exact, state.linear, cache_of_next(mixer.config, mixer.worth, state)
+    if dropped is not None:
+        exact, before = dropped.exact, folded(mixer, state.linear, dropped)
+    if mixer.feature_map is None and inputs.softcap is None:
+        y = _softmax(inputs, tokens, exact, at)
+        exact, tokens = _received(mixer, inputs, exact, tokens, at, state)
+        return y, MixerState(push_slot(tokens, span, at.position), clock.next(), None, None, exact)
+    window = None
+    if span.max_lag:
+        softmax = {"scaling": inputs.scaling, "softcap": inputs.softcap}
+        window = window_step(inputs.q, tokens["keys"], tokens["values"], hidden=at.hidden, **softmax)
+        if exact is not None:
+            nobody = (exact["position"] < 0)[:, :, None]
+            window = merged(window, window_step(inputs.q, exact["keys"], exact["values"], hidden=nobody, **softmax))
+            exact, tokens = _received(mixer, inputs, exact, tokens, at, state)
+    linear = after = None
+    if mixer.feature_map is not None:
+        assert before is not None
+        phi_q, log_scale = mixer.query_features(inputs, at.position[:, None])
+        skipped = skipped_steps(tokens, at.below if span.max_lag else None)
+        if mixer.config.cache is None:
+            entering = tokens["keys"].shape[2] - 1 - span.fold_lag
+            one = {name: x[:, :, entering : entering + 1] for name, x in tokens.items()}
+            phi_k = mixer.key_features(one, mixer.map_keys(one, at.position[:, None] - span.fold_lag), None)
+            options: dict[str, Any] = {"beta": one.get("beta"), "at": at, "state": before} | skipped | mixer.how(one)
+            linear, after = linear_step(phi_q, phi_k, one["values"], **options)
+        else:
+            linear, after = linear_read(phi_q, before, **skipped), before
+        linear = mixer.in_scale(without_lost(linear, mixer.lost(linear)), log_scale, new)
+    far = clock.once((span, mixer.config.cache), lambda seen: mixer.has_linear(seen[:, None]))
+    y = mixer.combined(inputs, window, linear, far)
+    return y, MixerState(push_slot(tokens, span, at.position), clock.next(), after, maximum, exact)
+
+
+def _softmax(inputs: AttnInputs, tokens: Tokens, exact: Tokens | None, at: NextToken) -> Tensor:
+    """Where nothing is linear: one softmax over window and cache."""
+    k, v, bias = tokens["keys"], tokens["values"], at.bias
+    if exact is not None:
+        k, v = (torch.cat([exact[name].to(x.dtype), x], dim=2) for name, x in (("keys", k), ("values", v)))
+        empty = (exact["position"] < 0)[:, :, None]
+        held = torch.zeros_like(empty, dtype=bias.dtype).masked_fill_(empty, -torch.inf)
+        bias = torch.cat([held, bias.expand(-1, held.shape[1], -1, -1)], dim=3)
+    return softmax_step(inputs.q, k, v, bias=bias, scaling=inputs.scaling)
+
+
+def _received(
+    mixer: CausalMixer, inputs: AttnInputs, exact: Tokens | None, tokens: Tokens, at: NextToken, state: MixerState
+) -> tuple[Tokens | None, Tokens]:
+    """Cache and tokens with what they have received of the query, where the cache goes by that."""
+    if exact is None:
+        return exact, tokens
+    return with_received(mixer.config, inputs, exact, tokens, at.reads[:, 0], lambda: block_begins(mixer.config, state))
+
+
+def folded(mixer: CausalMixer, state: LinearState | None, dropped: Dropped) -> LinearState | None:
+    """The state with what the exact cache drops when a block begins."""
+    if state is None:
+        return None
+    tokens, position = dropped.tokens, dropped.position
+    layout = Layout(position, torch.zeros_like(position), 0)
+    phi_k, values = mixer.key_features(tokens, mixer.map_keys(tokens, position), layout), tokens["values"]
+    how: dict[str, Any] = {"span": EVERY_KEY, "layout": layout}
+    if mixer.delta is not None:
+        decay = tokens.get("log_decay_k")
+        values = delta_values(phi_k, values, tokens["beta"], log_decay_k=decay, **how, state=state)
+    return with_keys(phi_k, values, position >= 0, **mixer.how(tokens), **how, state=state)
+
+
+def skipped_steps(tokens: Tokens, below: Bool[Tensor, "B S"] | None) -> dict[str, Tensor]:
+    """Log decays of the steps within the window, which no key below it has been through; None: there is no window."""
+    if below is None:
+        return {}
+    steps = {"skipped_k": tokens.get("log_decay_k"), "skipped_v": tokens.get("log_decay_v")}
+    return {
+        name: x.masked_fill(below[:, None, :, None], 0).sum(2, keepdim=True)
+        for name, x in steps.items()
+        if x is not None
+    }
