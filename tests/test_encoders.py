@@ -82,8 +82,8 @@ def test_flops_by_hand() -> None:
     layer = 4 * 32 * 32 + 8 * 32 + 2 * 32 * 48 + 48 + 32
     outside = 2 * 16 + 16 * 32 + 32 + 32 * 32 + 32
     softmax = 4 * 32 * 16  # every key, not half of them
-    # Query and key are mapped, by both signs of 8 x 8 numbers; folded and read are S and, for the sum, z.
-    mixer = 2 * (2 * 4 * 8 * 16) + 2 * (2 * 4 * 16 * 8) + 2 * 4 * 16
+    # Query and key are mapped, by 8 x 8 numbers, the other sign being free; folded and read are S and, for the sum, z.
+    mixer = 2 * (2 * 4 * 8 * 8) + 2 * (2 * 4 * 16 * 8) + 2 * 4 * 16
     assert plan.transfer is not None
     assert plan.transfer.flops == 2 * (outside + 3 * layer) + 3 * softmax + 3 * 3 * mixer
 

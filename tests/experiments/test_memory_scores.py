@@ -12,6 +12,7 @@ from typing import get_args
 import pytest
 
 from linearize.mixers.exact_cache import Score
+from linearize.recipe import Recipe
 from tests import tiny
 
 MEMORY = Path(__file__).parents[2] / "experiments" / "memory"
@@ -65,3 +66,10 @@ def test_a_folder_without_texts_is_refused(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         scores.main(["--model", str(tiny.teacher_folder()), "--dataset", str(tmp_path)])
     assert "--dataset: expected a folder with train.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((MEMORY / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_committed_recipes_load(path: Path) -> None:
+    recipe = Recipe.load(str(path))
+    assert recipe.name == path.stem and recipe.memory is not None
+    assert all(mixer.feature_map is not None for mixer in recipe.memory.mixers)
