@@ -6,8 +6,7 @@ the number of tokens seen alone (`NextToken`) is worked out by the caller, once 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,16 +20,24 @@ from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial, accumulation_dtype
 
 
-@dataclass(frozen=True)
 class NextToken:
-    """What a span makes of the token at `position`, the number of those before; worked out when it is asked for."""
+    """What a span makes of the token at `position`, the number of those before; worked out when it is asked for.
 
-    span: Span
-    position: Int[Tensor, " B"]
+    Attributes:
+        span, position: as they were given.
+    """
 
-    @cached_property
+    # No functools.cached_property: its lock is nothing that a compiler knows.
+    def __init__(self, span: Span, position: Int[Tensor, " B"]) -> None:
+        self.span, self.position = span, position
+        self._known: dict[str, Tensor] = {}
+
+    @property
     def hidden(self) -> Bool[Tensor, "B 1 1 S"]:
         """Which slots its query does not read by softmax, of those of the state's context, then its own."""
+        return self._once("hidden", self._hidden)
+
+    def _hidden(self) -> Tensor:
         found = self.below
         if self.span.sinks:
             found = (self._places < 0) | (found & (self._places >= self.span.sinks))
@@ -41,34 +48,47 @@ class NextToken:
         """Which it does."""
         return ~self.hidden
 
-    @cached_property
+    @property
     def bias(self) -> Float[Tensor, "B 1 1 S"]:
         """What softmax adds to their scores."""
+        return self._once("bias", self._bias)
+
+    def _bias(self) -> Tensor:
         return torch.zeros_like(self.hidden, dtype=torch.float32).masked_fill_(self.hidden, -torch.inf)
 
-    @cached_property
+    @property
     def below(self) -> Bool[Tensor, "B S"]:
         """Slots below its window, empty ones among them."""
-        return self._places < self.span.lo(self.position)[:, None]
+        return self._once("below", lambda: self._places < self.span.lo(self.position)[:, None])
 
-    @cached_property
+    @property
     def enters(self) -> Float[Tensor, "B 1 1 1"]:
         """1 where the key that leaves the window goes into the linear state, else 0."""
+        return self._once("enters", self._enters)
+
+    def _enters(self) -> Tensor:
         return (self.position - self.span.fold_lag >= self.span.sinks)[:, None, None, None].float()
 
-    @cached_property
+    @property
     def flushes(self) -> Bool[Tensor, "B 1 1"] | None:
         """Whether a block begins with it, where there are blocks."""
-        if not isinstance(self.span, TerracedSpan):
-            return None
-        return (self.position % self.span.window_size == 0)[:, None, None]
+        width = self.span.window_size if isinstance(self.span, TerracedSpan) else None
+        return None if width is None else self._once("flushes", lambda: (self.position % width == 0)[:, None, None])
 
-    @cached_property
+    @property
     def _places(self) -> Int[Tensor, "B S"]:
+        return self._once("places", self._positions)
+
+    def _positions(self) -> Tensor:
         span, position = self.span, self.position[:, None]
         if not span.sinks:
             return position + torch.arange(-span.context, 1, device=position.device)
         return torch.cat([context_positions(self.position, span), position], dim=1)
+
+    def _once(self, name: str, work: Callable[[], Tensor]) -> Tensor:
+        if name not in self._known:
+            self._known[name] = work()
+        return self._known[name]
 
 
 def linear_step(
