@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from linearize.evaluation.speed import _tensors, cache_bytes
+from linearize.evaluation.speed import cache_bytes
 from linearize.hf.cache import LinearizedCacheLayer
 from tests.hf.models import CASES, MIXER_CASES, Case, make_student, make_teacher, random_tokens
 
@@ -45,8 +45,7 @@ def test_a_linearized_model_s_state_is_constant(case: Case) -> None:
     assert short == long
     total, layers = long
     # The layers share what says how many tokens were seen. A step leaves its own slot's storage behind it, at most.
-    clock = cache.layers[0].state.clock
-    own = sum(layers) - clock.seen.nbytes * (len(cache.layers) - 1) + sum(x.nbytes for x in _tensors(clock.known))
+    own = sum(layers) - cache.layers[0].state.seen.nbytes * (len(cache.layers) - 1)
     slots = [x for layer in cache.layers for x in layer.state.slots.values()]
     assert own <= total <= own + sum(x.shape[1] * x.shape[3] * x.element_size() for x in slots)
     assert all(

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 from tests.hf.decoders import DECODERS
-from tests.hf.models import Case, random_tokens, student_of, teacher_of
+from tests.hf.models import HEADS, Case, random_tokens, student_of, teacher_of
 
 WINDOW = {"mixer.span": dict(type="sliding", window_size=6)}
 
@@ -56,8 +56,7 @@ def test_layers_share_a_clock_and_forget_it_with_what_was_seen() -> None:
     ids = random_tokens(2, 10)
     student(ids[:, 1:], past_key_values=cache)
     student(ids[:, :1], past_key_values=cache)
-    clocks = {id(layer.state.clock) for layer in cache.layers}
-    assert len(clocks) == 1
+    assert len({id(layer.state.clock) for layer in cache.layers}) == 1
     cache.reset()
     # As many slots, and fewer tokens in one row.
     mask = torch.ones(2, 11, dtype=torch.int64)
@@ -66,3 +65,12 @@ def test_layers_share_a_clock_and_forget_it_with_what_was_seen() -> None:
         student(ids, attention_mask=mask[:, :10], past_key_values=past)
     found, expected = (student(ids[:, :1], attention_mask=mask, past_key_values=x).logits for x in (cache, other))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_groups_of_heads_share_a_clock() -> None:
+    student = student_of(Case("llama-heads", overrides={"heads": HEADS}))
+    cache = DynamicCache(config=student.config)
+    student(random_tokens(1, 9), past_key_values=cache)
+    clocks = [part.clock for layer in cache.layers for part in getattr(layer.state, "parts", [layer.state])]
+    assert len(clocks) > len(cache.layers) and len(set(map(id, clocks))) == 1

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -305,7 +305,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value):
-        yield from _tensors(vars(value))  # what was worked out from its fields, and kept, too
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors(item)

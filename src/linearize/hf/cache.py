@@ -25,9 +25,8 @@ class Clocks:
         """The state on the clock of the layers before, where that is for as many slots; else they get its own."""
         clock: Clock | None = self._clock
         if clock is None or self._length != length or clock.seen.device != state.clock.seen.device:
-            self._length, self._clock = length, state.clock
-            return state
-        return state.on_clock(clock)
+            self._length, self._clock = length, (clock := state.clock)
+        return state.on_clock(clock)  # all groups of a layer's heads on one
 
     def forget(self) -> None:
         """What was seen is no longer a matter of the slots alone."""

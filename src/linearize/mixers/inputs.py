@@ -76,15 +76,10 @@ class AttnInputs:
         def parts(x: Tensor) -> Sequence[Tensor]:  # views, by one operation
             return x.split([len(heads) * x.shape[1] // groups for heads in partition], dim=1)
 
-        def pairs() -> Sequence[tuple[Tensor, Tensor] | None]:
-            return (
-                [None] * len(partition)
-                if self.unrotated is None
-                else list(zip(*map(parts, self.unrotated), strict=True))
-            )
-
-        tensors = zip(parts(self.q), parts(self.k), parts(self.v), pairs(), strict=True)
-        return [replace(self, q=q, k=k, v=v, unrotated=unrotated) for q, k, v, unrotated in tensors]
+        alone = [None] * len(partition)
+        unrotated = alone if self.unrotated is None else zip(*map(parts, self.unrotated), strict=True)
+        tensors = zip(*map(parts, (self.q, self.k, self.v)), unrotated, strict=True)
+        return [replace(self, q=q, k=k, v=v, unrotated=pair) for q, k, v, pair in tensors]
 
 
 def some_heads(x: Float[Tensor, "B h T X"], kv_heads: Sequence[int], num_kv_heads: int) -> Float[Tensor, "B n T X"]:

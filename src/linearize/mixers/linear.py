@@ -8,11 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linearize.mixers.cached import (
-    CachedKeys,
-    cached_keys,
-    empty_cache,
-)
+from linearize.mixers.cached import CachedKeys, cached_keys, empty_cache
 from linearize.mixers.causal import CausalMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, learnable, without_lost
@@ -102,8 +98,6 @@ class LinearMixer(CausalMixer):
         features = 0 if self.kernel is not None else self.feature_map.feature_dim  # of all tokens at once
         width = len(inputs.q) * self.shape.num_heads * max(self.shape.head_dim, features)
         return max(numbers // width // 64 * 64, 1024, 4 * self.span.context)
-
-    # --- features and gates of tokens ---------------------------------------------------------------------------------
 
     def tokens(self, inputs: AttnInputs, own: Layout, layout: Layout, state: MixerState | None) -> Prepared:
         """`own` is the layout of the inputs alone, `layout` that with the context of `state`."""

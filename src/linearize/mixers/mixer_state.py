@@ -136,7 +136,7 @@ class MixerState(State):
 
     Attributes:
         slots: `keys` and `values` [B, G, S, D], and what gates and feature maps need of a token that enters the linear
-            state later than it was written (see `LinearMixer`); or `all_keys` and `all_values`, which grow.
+            state later than it was written (see `CausalMixer`); or `all_keys` and `all_values`, which grow.
         clock: tokens of the document so far, `seen`.
         linear: S and z of the keys below the window, where there is a linear part.
         maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
