@@ -226,5 +226,5 @@ class LinearPart:
         if mixer.span.max_lag:
             weights, top = exponentials(scores, block.near)
             window = Partial(weights, weights.sum(-1), top)
-        arguments = window, linear, lambda sums: mixer.normalized(sums, self.inputs), block.has_linear
+        arguments = window, linear, lambda sums: mixer.normalized(sums, self.inputs), lambda: block.has_linear
         return torch.func.functional_call(mixer.combine, parameters, arguments)

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from linearize.mixers.cached import new_sums
-from linearize.mixers.combine import COMBINES
+from linearize.mixers.combine import COMBINES, HasLinear
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.base import exponentials
 from linearize.mixers.gates import DECAYS
@@ -23,7 +23,7 @@ from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaRule, DeltaUpdate
 from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout
-from linearize.ops.partial import Partial, accumulation_dtype
+from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
 
 
 class CausalMixer(Mixer):
@@ -108,10 +108,11 @@ class CausalMixer(Mixer):
         return replace(linear, log_scale=(log_scale + offset).to(linear.den.dtype))
 
     def combined(
-        self, inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: Bool[Tensor, "#B T"]
+        self, inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
         """The output, in the inputs' dtype, from the parts, which may be overwritten where no gradient is wanted."""
-        return self.combine(window, linear, lambda sums: self.normalized(sums, inputs), has_linear).to(inputs.v.dtype)
+        y = self.combine(window, linear, lambda sums: self.normalized(sums, inputs), has_linear)
+        return in_dtype(y, inputs.v.dtype)
 
     def how(self, tokens: Tokens) -> dict[str, Any]:
         """Decays of the tokens and the kernel, as the ops take them."""

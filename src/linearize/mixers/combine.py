@@ -16,9 +16,10 @@ from linearize.base import Config
 from linearize.mixers.feature_maps.base import MIN_DENOMINATOR
 from linearize.mixers.normalizers import NoParameters, divided
 from linearize.mixers.shape import LayerShape
-from linearize.ops.partial import Partial
+from linearize.ops.partial import Partial, in_dtype
 
 Normalize = Callable[[Partial], Tensor]
+HasLinear = Callable[[], Bool[Tensor, "#B T"]]  # which queries read keys through the linear part; few ask
 
 
 class SharedDenominator(Config):
@@ -42,15 +43,15 @@ class SharedDenominatorCombine(nn.Module):
         self.window_factor.fill_(_logit(self.config.window_factor_init))
 
     def forward(
-        self, window: Partial | None, linear: Partial, normalize: Normalize, has_linear: Bool[Tensor, "#B T"]
+        self, window: Partial | None, linear: Partial, normalize: Normalize, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
         """Padding queries, which see no key, give zero; here as in every combination."""
         if window is None:
             return normalize(linear)
         num, den = linear.num, linear.den
-        g = self.window_factor.to(num.dtype).sigmoid()[:, None]
-        den = torch.addcmul(den, g, window.den)
-        num = num.addcmul(g[..., None], window.num) if num.requires_grad else num.addcmul_(g[..., None], window.num)
+        g = in_dtype(self.window_factor, num.dtype).sigmoid()
+        den, g = torch.addcmul(den, g.view(-1, 1), window.den), g.view(-1, 1, 1)
+        num = num.addcmul(g, window.num) if num.requires_grad else num.addcmul_(g, window.num)
         return normalize(replace(linear, num=num, den=den))
 
 
@@ -80,7 +81,7 @@ class AbsoluteScaleCombine(nn.Module):
         self.offset.fill_(self.config.offset_init)
 
     def forward(
-        self, window: Partial | None, linear: Partial, normalize: Normalize, has_linear: Bool[Tensor, "#B T"]
+        self, window: Partial | None, linear: Partial, normalize: Normalize, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
         """Without a window, its share is 0: the linear part alone."""
         if window is None:
@@ -126,10 +127,10 @@ class MixCombine(nn.Module):
         self.window_weight.fill_(_logit(self.config.window_weight_init))
 
     def forward(
-        self, window: Partial, linear: Partial, normalize: Normalize, has_linear: Bool[Tensor, "#B T"]
+        self, window: Partial, linear: Partial, normalize: Normalize, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
         s = self.window_weight.to(linear.num.dtype).sigmoid()[:, None]
-        s = torch.where(has_linear[:, None], s, 1)[..., None]
+        s = torch.where(has_linear()[:, None], s, 1)[..., None]
         return torch.lerp(normalize(linear), _softmax(window), s)
 
 
@@ -141,7 +142,7 @@ class Add(Config):
 
 class AddCombine(NoParameters):
     def forward(
-        self, window: Partial | None, linear: Partial, normalize: Normalize, has_linear: Bool[Tensor, "#B T"]
+        self, window: Partial | None, linear: Partial, normalize: Normalize, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
         return normalize(linear) if window is None else _softmax(window) + normalize(linear)
 
@@ -154,7 +155,7 @@ class WindowOnly(Config):
 
 class WindowOnlyCombine(NoParameters):
     def forward(
-        self, window: Partial, linear: None, normalize: Normalize, has_linear: Bool[Tensor, "#B T"]
+        self, window: Partial, linear: None, normalize: Normalize, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
         return _softmax(window)
 

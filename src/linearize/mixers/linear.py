@@ -55,7 +55,7 @@ class LinearMixer(CausalMixer):
         with torch.autocast(inputs.autocast_device, enabled=False):
             dtype, inputs = inputs.v.dtype, inputs.accumulated()
             window, linear = self.partials(inputs, layout)
-            y = self.combined(inputs, window, linear, self.has_linear(layout.query_position))
+            y = self.combined(inputs, window, linear, lambda: self.has_linear(layout.query_position))
         return y.to(dtype)
 
     def step(
@@ -200,7 +200,7 @@ class LinearMixer(CausalMixer):
         y = self.combined(
             inputs,
             *self._partials(inputs, found, written, layout, state),
-            self.has_linear(layout.query_position),
+            lambda: self.has_linear(layout.query_position),
         )
         slots = keep_slots(found.tokens | ({} if cached is None else cached.sums()), layout, self.span, batch)
         exact = None if cached is None else cached.last()

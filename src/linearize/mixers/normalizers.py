@@ -55,8 +55,9 @@ class SumNormalizer(NormalizerConfig):
 
 class SumNorm(NoParameters):
     def forward(self, linear: Partial, inputs: AttnInputs, min_denominator: float) -> Float[Tensor, "B H T D"]:
-        # Where there is no key, 0 / 1: the gradient of a quotient by the least denominator would be too large.
-        den = torch.where(linear.den == 0, 1, linear.den.clamp_min(min_denominator))
+        den = linear.den.clamp_min(min_denominator)
+        if den.requires_grad:  # where there is no key, 0 / 1: that of a quotient by the least denominator is too large
+            den = torch.where(linear.den == 0, 1, den)
         return divided(linear.num, den)
 
 

@@ -14,10 +14,10 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import without_lost
 from linearize.mixers.mixer_state import MixerState, Tokens, push_slot
 from linearize.mixers.running_maximum import running_maximum
-from linearize.ops.exact_cache import merged
 from linearize.ops.layout import Layout, NoSpan
 from linearize.ops.linear_state import LinearState, with_keys
-from linearize.ops.recurrent import NextToken, linear_read, linear_step, softmax_step, window_step
+from linearize.ops.partial import accumulation_dtype, in_dtype
+from linearize.ops.recurrent import NextToken, linear_read, linear_step, no_scores, softmax_step, window_step
 from linearize.ops.reference import delta_values
 
 EVERY_KEY = NoSpan()  # once: compilers do not make them
@@ -30,53 +30,50 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
     new, maximum = mixer.new_tokens(inputs), None
     if mixer.config.keeps_maximum:
         assert state.maximum is not None
-        top = mixer.map_keys(new, at.position[:, None]).amax(-1)
+        top = mixer.map_keys(new, at.column).amax(-1)
         offset, log_decay, maximum = running_maximum(top, Layout.full(1, top.device), state.maximum)
         new["offset"], new["log_decay_k"] = offset[..., None], mixer.with_step(new, log_decay)
-    tokens = {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in new.items()}
+    tokens = {name: torch.cat([in_dtype(state.slots[name], x.dtype), x], dim=2) for name, x in new.items()}
     exact, before, dropped = state.exact, state.linear, cache_of_next(mixer.config, mixer.worth, state)
     if dropped is not None:
         exact, before = dropped.exact, folded(mixer, state.linear, dropped)
     if mixer.feature_map is None and inputs.softcap is None:
-        y = _softmax(inputs, tokens, exact, at)
+        k, v, bias = _read(tokens, exact, at, inputs.q.dtype)
+        y = softmax_step(inputs.q, k, v, bias=bias, scaling=inputs.scaling)
         exact, tokens = _received(mixer, inputs, exact, tokens, at, state)
         return y, MixerState(push_slot(tokens, span, at.position), clock.next(), None, None, exact)
     window = None
     if span.max_lag:
-        softmax = {"scaling": inputs.scaling, "softcap": inputs.softcap}
-        window = window_step(inputs.q, tokens["keys"], tokens["values"], hidden=at.hidden, **softmax)
-        if exact is not None:
-            nobody = (exact["position"] < 0)[:, :, None]
-            window = merged(window, window_step(inputs.q, exact["keys"], exact["values"], hidden=nobody, **softmax))
-            exact, tokens = _received(mixer, inputs, exact, tokens, at, state)
+        k, v, bias = _read(tokens, exact, at, accumulation_dtype(inputs.v.dtype))
+        window = window_step(inputs.q, k, v, bias=bias, scaling=inputs.scaling, softcap=inputs.softcap)
+        exact, tokens = _received(mixer, inputs, exact, tokens, at, state)
     linear = after = None
     if mixer.feature_map is not None:
         assert before is not None
-        phi_q, log_scale = mixer.query_features(inputs, at.position[:, None])
+        phi_q, log_scale = mixer.query_features(inputs, at.column)
         skipped = skipped_steps(tokens, at.below if span.max_lag else None)
         if mixer.config.cache is None:
             entering = tokens["keys"].shape[2] - 1 - span.fold_lag
             one = {name: x[:, :, entering : entering + 1] for name, x in tokens.items()}
-            phi_k = mixer.key_features(one, mixer.map_keys(one, at.position[:, None] - span.fold_lag), None)
+            phi_k = mixer.key_features(one, mixer.map_keys(one, at.entering), None)
             options: dict[str, Any] = {"beta": one.get("beta"), "at": at, "state": before} | skipped | mixer.how(one)
             linear, after = linear_step(phi_q, phi_k, one["values"], **options)
         else:
-            linear, after = linear_read(phi_q, before, **skipped), before
+            linear, after = linear_read(phi_q, before, **skipped, at=at), before
         linear = mixer.in_scale(without_lost(linear, mixer.lost(linear)), log_scale, new)
-    far = clock.once((span, mixer.config.cache), lambda seen: mixer.has_linear(seen[:, None]))
-    y = mixer.combined(inputs, window, linear, far)
+    name = span, mixer.config.cache
+    y = mixer.combined(inputs, window, linear, lambda: clock.once(name, lambda _: mixer.has_linear(at.column)))
     return y, MixerState(push_slot(tokens, span, at.position), clock.next(), after, maximum, exact)
 
 
-def _softmax(inputs: AttnInputs, tokens: Tokens, exact: Tokens | None, at: NextToken) -> Tensor:
-    """Where nothing is linear: one softmax over window and cache."""
-    k, v, bias = tokens["keys"], tokens["values"], at.bias
-    if exact is not None:
-        k, v = (torch.cat([exact[name].to(x.dtype), x], dim=2) for name, x in (("keys", k), ("values", v)))
-        empty = (exact["position"] < 0)[:, :, None]
-        held = torch.zeros_like(empty, dtype=bias.dtype).masked_fill_(empty, -torch.inf)
-        bias = torch.cat([held, bias.expand(-1, held.shape[1], -1, -1)], dim=3)
-    return softmax_step(inputs.q, k, v, bias=bias, scaling=inputs.scaling)
+def _read(tokens: Tokens, exact: Tokens | None, at: NextToken, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """What one softmax reads, window and cache: keys, values, and what is added to their scores, in `dtype`."""
+    k, v = tokens["keys"], tokens["values"]
+    bias = at.bias(k.shape[1], dtype)
+    if exact is None:
+        return k, v, bias
+    k, v = (torch.cat([in_dtype(exact[name], x.dtype), x], dim=2) for name, x in (("keys", k), ("values", v)))
+    return k, v, torch.cat([no_scores(exact["position"] < 0, k.shape[1], dtype), bias], dim=2)
 
 
 def _received(
@@ -85,7 +82,8 @@ def _received(
     """Cache and tokens with what they have received of the query, where the cache goes by that."""
     if exact is None:
         return exact, tokens
-    return with_received(mixer.config, inputs, exact, tokens, at.reads[:, 0], lambda: block_begins(mixer.config, state))
+    reads = at.reads[:, None]
+    return with_received(mixer.config, inputs, exact, tokens, reads, lambda: block_begins(mixer.config, state))
 
 
 def folded(mixer: CausalMixer, state: LinearState | None, dropped: Dropped) -> LinearState | None:

@@ -22,6 +22,11 @@ class Partial:
     log_scale: Float[Tensor, "B H T"]
 
 
+def in_dtype(x: Float[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape"]:
+    """x in `dtype`; where it is that already, without a call, which is what a step of one token is made of."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Features, states and denominators are fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -17,7 +17,7 @@ from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Span, TerracedSpan, context_positions
 from linearize.ops.linear_state import LinearState
-from linearize.ops.partial import Partial, accumulation_dtype
+from linearize.ops.partial import Partial, in_dtype
 
 
 class NextToken:
@@ -33,28 +33,23 @@ class NextToken:
         self._known: dict[str, Tensor] = {}
 
     @property
-    def hidden(self) -> Bool[Tensor, "B 1 1 S"]:
-        """Which slots its query does not read by softmax, of those of the state's context, then its own."""
+    def hidden(self) -> Bool[Tensor, "B S"]:
+        """Which slots its query does not read by softmax: of the state's context; the last, its own, it does."""
         return self._once("hidden", self._hidden)
 
     def _hidden(self) -> Tensor:
-        found = self.below
-        if self.span.sinks:
-            found = (self._places < 0) | (found & (self._places >= self.span.sinks))
-        return found[:, None, None]
+        if not self.span.sinks:
+            return self.below
+        return (self._places < 0) | (self.below & (self._places >= self.span.sinks))
 
     @property
-    def reads(self) -> Bool[Tensor, "B 1 1 S"]:
+    def reads(self) -> Bool[Tensor, "B S"]:
         """Which it does."""
         return ~self.hidden
 
-    @property
-    def bias(self) -> Float[Tensor, "B 1 1 S"]:
-        """What softmax adds to their scores."""
-        return self._once("bias", self._bias)
-
-    def _bias(self) -> Tensor:
-        return torch.zeros_like(self.hidden, dtype=torch.float32).masked_fill_(self.hidden, -torch.inf)
+    def bias(self, heads: int, dtype: torch.dtype) -> Float[Tensor, "N 1 S"]:
+        """What softmax adds to the scores of each of so many heads, row by row."""
+        return self._once(f"bias {heads} {dtype}", lambda: no_scores(self.hidden[:, None], heads, dtype))
 
     @property
     def below(self) -> Bool[Tensor, "B S"]:
@@ -62,12 +57,19 @@ class NextToken:
         return self._once("below", lambda: self._places < self.span.lo(self.position)[:, None])
 
     @property
-    def enters(self) -> Float[Tensor, "B 1 1 1"]:
-        """1 where the key that leaves the window goes into the linear state, else 0."""
-        return self._once("enters", self._enters)
+    def column(self) -> Int[Tensor, "B 1"]:
+        """Its position, for its row's only query."""
+        return self._once("column", lambda: self.position[:, None])
 
-    def _enters(self) -> Tensor:
-        return (self.position - self.span.fold_lag >= self.span.sinks)[:, None, None, None].float()
+    @property
+    def entering(self) -> Int[Tensor, "B 1"]:
+        """Where the key stands that leaves the window."""
+        return self._once("entering", lambda: self.column - self.span.fold_lag)
+
+    @property
+    def enters(self) -> Float[Tensor, "B 1 1 1"]:
+        """1 where it goes into the linear state, else 0."""
+        return self._once("enters", lambda: (self.entering >= self.span.sinks).float().view(-1, 1, 1, 1))
 
     @property
     def flushes(self) -> Bool[Tensor, "B 1 1"] | None:
@@ -75,12 +77,16 @@ class NextToken:
         width = self.span.window_size if isinstance(self.span, TerracedSpan) else None
         return None if width is None else self._once("flushes", lambda: (self.position % width == 0)[:, None, None])
 
+    def zeros(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """Zeros like x, not to be written to."""
+        return self._once(f"zeros {tuple(x.shape)} {x.dtype}", lambda: torch.zeros_like(x))
+
     @property
     def _places(self) -> Int[Tensor, "B S"]:
         return self._once("places", self._positions)
 
     def _positions(self) -> Tensor:
-        span, position = self.span, self.position[:, None]
+        span, position = self.span, self.column
         if not span.sinks:
             return position + torch.arange(-span.context, 1, device=position.device)
         return torch.cat([context_positions(self.position, span), position], dim=1)
@@ -111,8 +117,8 @@ def linear_step(
     position - span.fold_lag; `skipped` are the log decays of the steps lo(position) .. position, summed.
     With a `kernel`, phi_q and phi_k are what it makes features of.
     """
-    dtype, heads = accumulation_dtype(v.dtype), phi_k.shape[1]
-    phi_q, phi_k, v = phi_q.to(dtype), phi_k.to(dtype), v.to(dtype)
+    dtype, heads = state.z.dtype, phi_k.shape[1]
+    v = in_dtype(v, dtype)
     if kernel is not None:
         phi_q, phi_k = kernel.features(phi_q), kernel.features(phi_k)
     phi_k = phi_k * at.enters
@@ -131,11 +137,11 @@ def linear_step(
         v = beta.to(dtype) * (repeat_kv(v, heads) - phi_k @ S)
     # Heads that share a value lie side by side, and so do their features: one matrix of them all.
     shared = len(v) * v.shape[1]
-    one, value = phi_k.reshape(shared, -1, 1), v.reshape(shared, 1, -1)
-    S = torch.baddbmm(S.reshape(shared, -1, v.shape[3]), one, value).view(S.shape)
-    z = z + phi_k.squeeze(2)
+    one, value = phi_k.view(shared, -1, 1), v.view(shared, 1, -1)
+    S = torch.baddbmm(S.view(shared, -1, v.shape[3]), one, value).view(S.shape)
+    z = z + phi_k.view(z.shape)
     state = LinearState(S, z) if at.flushes is None else LinearState(*readable, S, z)
-    return linear_read(phi_q, state, skipped_k, skipped_v), state
+    return linear_read(phi_q, state, skipped_k, skipped_v, at=at), state
 
 
 def linear_read(
@@ -143,18 +149,20 @@ def linear_read(
     state: LinearState,
     skipped_k: Float[Tensor, "#B Hk 1 X"] | None = None,
     skipped_v: Float[Tensor, "#B Hk 1 D"] | None = None,
+    *,
+    at: NextToken,
 ) -> Partial:
     """What a query reads of the state; `skipped` are the log decays since, summed."""
     dtype, (batch, heads), features = state.z.dtype, phi_q.shape[:2], phi_q.shape[3]
-    q = phi_q.to(dtype).reshape(batch * state.z.shape[1], -1, features)
+    q = phi_q.view(batch * state.z.shape[1], -1, features)
     if skipped_k is not None:
         steps = skipped_k.exp().to(dtype).expand(batch, -1, -1, -1)
-        q = q * _heads_in_batch(steps)
-    num = torch.bmm(q, _heads_in_batch(state.S)).view(batch, heads, 1, -1)
-    den = torch.bmm(q, state.z.reshape(len(q), features, 1)).view(batch, heads, 1)
+        q = q * steps.reshape(-1, *steps.shape[2:])
+    num = torch.bmm(q, state.S.view(len(q), features, -1)).view(batch, heads, 1, -1)
+    den = torch.bmm(q, state.z.view(len(q), features, 1)).view(batch, heads, 1)
     if skipped_v is not None:
         num = num * repeat_kv(skipped_v.exp().to(dtype), heads)
-    return Partial(num, den, torch.zeros_like(den))
+    return Partial(num, den, at.zeros(den))
 
 
 def window_step(
@@ -162,21 +170,21 @@ def window_step(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S D"],
     *,
-    hidden: Bool[Tensor, "#B #G 1 S"],
+    bias: Float[Tensor, "N 1 S"],
     scaling: float,
     softcap: float | None = None,
 ) -> Partial:
-    """Softmax over the slots that are not `hidden`."""
-    dtype, (batch, groups), heads = accumulation_dtype(v.dtype), k.shape[:2], q.shape[1]
-    q = (q * scaling).to(dtype).reshape(batch * groups, heads // groups, -1)
-    scores = torch.bmm(q, _heads_in_batch(k.to(dtype)).mT)
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores.view(batch, groups, heads // groups, -1).masked_fill(hidden, -torch.inf)
+    """Softmax over slots to whose scores `bias` is added, -inf where the query does not read; it reads one at least."""
+    (batch, heads, _, head_dim), alike = q.shape, len(bias)
+    q, k, v = (in_dtype(x, bias.dtype) for x in (q, k, v))
+    q, k, v = q.reshape(alike, -1, head_dim), k.view(alike, -1, head_dim).transpose(1, 2), v.view(alike, -1, v.shape[3])
+    if softcap is None:
+        scores = torch.baddbmm(bias, q, k, alpha=scaling)
+    else:
+        scores = softcap * torch.tanh(torch.bmm(q, k) * (scaling / softcap)) + bias
     top = scores.amax(-1, keepdim=True)
-    top = top.masked_fill(top == -torch.inf, 0)
     weights = (scores - top).exp()
-    num = torch.bmm(weights.flatten(0, 1), _heads_in_batch(v.to(dtype)))
-    den = weights.sum(-1)
+    num, den = torch.bmm(weights, v), weights.sum(-1)
     return Partial(num.view(batch, heads, 1, -1), den.view(batch, heads, 1), top.view(batch, heads, 1))
 
 
@@ -185,13 +193,15 @@ def softmax_step(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S D"],
     *,
-    bias: Float[Tensor, "#B #G 1 S"],
+    bias: Float[Tensor, "N 1 S"],
     scaling: float,
 ) -> Float[Tensor, "B H 1 D"]:
-    """Attention over slots to whose scores `bias` is added, -inf where the query reads none: torch's own."""
-    grouped = q.reshape(len(k), k.shape[1], -1, q.shape[3])
-    return scaled_dot_product_attention(grouped, k, v, attn_mask=bias.to(q.dtype), scale=scaling).view(q.shape)
+    """The output of `window_step` by torch's own attention."""
+    grouped, bias = q.reshape(*k.shape[:2], -1, q.shape[3]), bias.view(*k.shape[:2], 1, -1)
+    return scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scaling).view(q.shape)
 
 
-def _heads_in_batch(x: Float[Tensor, "B h N X"]) -> Float[Tensor, "N2 N X"]:
-    return x.reshape(-1, *x.shape[2:])
+def no_scores(hidden: Bool[Tensor, "B g S"], heads: int, dtype: torch.dtype) -> Float[Tensor, "N 1 S"]:
+    """-inf for what is hidden from a head, else 0; g is the number of heads, or 1 where it is the same for all."""
+    hidden = hidden.expand(-1, heads, -1).flatten(0, 1)[:, None]
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)

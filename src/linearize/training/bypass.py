@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from linearize.hf.attention import linearized_layers
+from linearize.mixers.combine import HasLinear
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops.partial import Partial
@@ -44,7 +45,7 @@ def _hiding(mixer: LinearMixer, rate: float, generator: torch.Generator) -> Call
     whole = mixer.combined
 
     def combined(
-        inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: Bool[Tensor, "#B T"]
+        inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
         if window is None or linear is None:
             return whole(inputs, window, linear, has_linear)
@@ -52,7 +53,7 @@ def _hiding(mixer: LinearMixer, rate: float, generator: torch.Generator) -> Call
         alone = mixer.normalized(replace(linear, num=linear.num.clone()), inputs)
         y = whole(inputs, window, linear, has_linear)
         # Drawn on the CPU, the same on every device.
-        hidden = (torch.rand(len(y), generator=generator) < rate).to(y.device)[:, None] & has_linear
+        hidden = (torch.rand(len(y), generator=generator) < rate).to(y.device)[:, None] & has_linear()
         return torch.where(hidden[:, None, :, None], alone.to(y.dtype), y)
 
     return combined

@@ -178,8 +178,11 @@ class Symmetric(FeatureMap):
 
 def accumulated(x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
     """x in the dtype of features."""
+    dtype = accumulation_dtype(x.dtype)
+    if x.dtype == dtype and (x.shape[2] == 1 or x.is_contiguous()):
+        return x
     # One pass for the cast and for the order that matrix products want.
-    return x.to(accumulation_dtype(x.dtype), memory_format=torch.contiguous_format)
+    return x.to(dtype, memory_format=torch.contiguous_format)
 
 
 def exponentials(logs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

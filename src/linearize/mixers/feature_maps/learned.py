@@ -14,6 +14,7 @@ from linearize.base import UserError
 from linearize.mixers.feature_maps.base import FeatureMap, FeatureMapConfig
 from linearize.mixers.shape import LayerShape
 from linearize.ops.heads import repeat_kv
+from linearize.ops.partial import in_dtype
 
 
 class LearnedMap(FeatureMapConfig):
@@ -124,7 +125,7 @@ class Learned(FeatureMap):
     def _project(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
     ) -> Float[Tensor, "B h2 T N"]:
-        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        weight, bias = in_dtype(weight, x.dtype), None if bias is None else in_dtype(bias, x.dtype)
         if self.config.per == "model":
             heads = x.shape[1]
             y = x.transpose(1, 2).flatten(2) @ weight[0]
@@ -133,7 +134,8 @@ class Learned(FeatureMap):
         # Query heads of a group share its keys, and where the map is tied, its weights.
         heads = max(x.shape[1], len(weight))
         x, weight = repeat_kv(x, heads), _repeat(weight, heads)
-        y = torch.bmm(x[0], weight)[None] if len(x) == 1 else x @ weight  # of one row in half as many operations
+        # Of one row in half as many operations.
+        y = torch.bmm(x.view(x.shape[1:]), weight)[None] if len(x) == 1 else x @ weight
         return y if bias is None else y.add_(_repeat(bias, heads)[:, None])
 
     @abstractmethod
