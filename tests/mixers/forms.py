@@ -18,8 +18,8 @@ from linearize.mixers.combine import Add
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import MixerState
 from linearize.mixers.update import AdditiveUpdate
-from linearize.ops import chunked, dispatch, grid, window
-from linearize.ops.layout import NoSpan, context_positions
+from linearize.ops import chunked, dense, dispatch, grid, window
+from linearize.ops.layout import Layout, NoSpan, context_positions
 from tests.mixers.space import Drawn, pieces, with_tensors
 from tests.mixers.weights import weights_of
 from tests.ops.cases import own_layout
@@ -105,12 +105,13 @@ def outputs_and_gradients(case: Drawn, implementation: str) -> tuple[Tensor, dic
 
 
 def check_chunked(case: Drawn, tolerance: float = FP64) -> None:
-    """The chunked form equals the definition: outputs and gradients of all inputs and parameters."""
-    found, found_gradients = outputs_and_gradients(case, "chunked")
+    """The other forms equal the definition: outputs and gradients of all inputs and parameters."""
     expected, expected_gradients = outputs_and_gradients(case, "reference")
-    assert_near(found, expected, tolerance, "output")
-    for name, gradient in expected_gradients.items():
-        assert_near(found_gradients[name], gradient, tolerance, f"gradient of {name}")
+    for form in ("chunked", "dense"):
+        found, found_gradients = outputs_and_gradients(case, form)
+        assert_near(found, expected, tolerance, f"{form}: output")
+        for name, gradient in expected_gradients.items():
+            assert_near(found_gradients[name], gradient, tolerance, f"{form}: gradient of {name}")
 
 
 def in_calls(case: Drawn, cuts: Sequence[int]) -> tuple[Tensor, MixerState]:
@@ -147,6 +148,21 @@ def check_calls(case: Drawn, cuts: Sequence[int]) -> None:
         assert_near(one.masked_fill(one == unset, 0), other.masked_fill(other == unset, 0), FP64, f"state {index}")
 
 
+def check_short_prompts(case: Drawn, cuts: Sequence[int]) -> None:
+    """What short rows go through where no gradients are wanted; prompts of whole documents, of every length."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(dense, "MOST_KEYS", 256)
+        check_calls(case, cuts)
+        whole = case.mixer(case.inputs)
+        for length in range(1, case.length + 1):
+            y, state = case.mixer.step(case.part(0, length), None)
+            assert_near(y, whole[:, :, :length], FP64, f"output of {length}")
+            layout = replace(Layout.full(length), uniform=False, _known={})
+            expected = case.mixer.step(case.part(0, length), None, layout)[1]
+            for index, (one, other) in enumerate(zip(state.tensors(), expected.tensors(), strict=True)):
+                assert_near(one, other, FP64, f"state {index} after {length}")
+
+
 def check_segments(case: Drawn) -> None:
     """Without gradients, rows of whole documents are worked on in segments: the same outputs and final state."""
     expected, expected_state = case.mixer.step(case.inputs, None, case.layout)
@@ -160,7 +176,8 @@ def check_segments(case: Drawn) -> None:
 
 
 def small_chunks(patch: pytest.MonkeyPatch) -> None:
-    """Short sequences cross chunk and block boundaries too."""
+    """Short sequences cross chunk and block boundaries too, and none is too short for chunks."""
+    patch.setattr(dense, "MOST_KEYS", 0)
     patch.setattr(chunked, "CHUNK", 16)
     patch.setattr(window, "WINDOW_CHUNK", 16)
     patch.setattr(grid, "MAX_CHUNKS_PER_BLOCK", 2)

@@ -15,7 +15,7 @@ from linearize.mixers.feature_maps.hedgehog import HedgehogMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.shape import LayerShape
 from linearize.ops.layout import NoSpan, SlidingSpan, Span, TerracedSpan
-from tests.mixers.forms import FP64, assert_near, check_calls, in_calls
+from tests.mixers.forms import FP64, assert_near, check_calls, check_short_prompts, in_calls
 from tests.mixers.space import Drawn, make_drawn
 from tests.ops.cases import SIDE_BY_SIDE, documents_of
 from tests.oracles.attention import lolcats_layer, window_partial
@@ -63,6 +63,13 @@ def test_lolcats_eq_7(span: Span, per: str) -> None:
 def test_without_a_layout_every_row_is_one_document() -> None:
     case = make_case(SPANS[2], ("full", "full"), 40)
     assert_near(case.mixer(case.inputs), case.mixer(case.inputs, case.layout), FP64, "output")
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("span", WITH_WINDOW, ids=str)
+def test_short_prompts(span: Span, linear: bool) -> None:
+    """What no key has left the window of yet, to the first that has."""
+    check_short_prompts(make_case(span, ("full", "full"), 20, linear=linear), [5])
 
 
 @pytest.mark.parametrize("span", WITH_WINDOW, ids=str)

@@ -40,6 +40,7 @@ from tests.mixers.forms import (
     check_meta,
     check_oracle,
     check_segments,
+    check_short_prompts,
     in_calls,
     outputs_and_gradients,
     small_chunks,
@@ -83,6 +84,14 @@ CHECKS: dict[str, tuple[Check, tuple[int, int], tuple[int, int]]] = {
         *((30, 60), (300, 150)),
     ),
     "calls": (lambda draw: check_calls(draw.make(), draw.cuts()), (40, 40), (500, 100)),
+    "short prompts": (
+        lambda draw: check_short_prompts(replace(draw, styles=["full", "full"]).make(), draw.cuts()),
+        *((20, 24), (300, 40)),
+    ),
+    "beside a cache, short prompts": (
+        lambda draw: check_short_prompts(replace(draw, styles=["full", "full"]).make(), draw.cuts()),
+        *((8, 24), (100, 40)),
+    ),
     "token by token": (lambda draw: check_calls(draw.make(), range(1, draw.length)), (15, 20), (200, 40)),
     # Rare among all cases, and without a scale: the least denominator must be none of theirs.
     "sums of exponentials": (check_sums, (30, 24), (300, 36)),
@@ -106,6 +115,7 @@ DRAWN = {  # by name of a check; any mixer where there is none
     "beside a cache": beside_a_cache(),
     "beside a cache, token by token": beside_a_cache(),
     "beside a cache, segments": beside_a_cache(),
+    "beside a cache, short prompts": beside_a_cache(),
     "beside a cache, meta device": beside_a_cache(),
 }
 

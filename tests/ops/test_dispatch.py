@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from linearize.base import UserError
-from linearize.ops import chunked, dispatch, reference
+from linearize.ops import chunked, dense, dispatch, reference
 from linearize.ops.layout import Layout, NoSpan, SlidingSpan
 from linearize.ops.partial import Partial
 from tests.ops.cases import make_case
@@ -27,19 +29,40 @@ def forgotten_choices() -> Iterator[None]:
     dispatch.choose.cache_clear()
 
 
-def test_chunked_by_default_and_any_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_for_short_rows_chunked_by_default_and_any_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(SpanSpec("sliding", 7), ("packed",), 20)
     expected = both_parts(reference, case)
     assert dispatch.choose(CPU, None).ops is chunked
-    for name in ("chunked", "reference"):
+    for name in ("dense", "chunked", "reference"):
         monkeypatch.setenv(dispatch.ENVIRONMENT, name)
         assert dispatch.choose(CPU, name).name == name
         assert_partials_near(both_parts(dispatch, case), expected, FP64)
 
 
+@pytest.mark.parametrize("length", [dense.MOST_KEYS, dense.MOST_KEYS + 1])
+def test_up_to_so_many_keys_the_dense_one_serves(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    for ops in (dense, chunked):
+        for name in ("linear_scan", "window_softmax"):
+            work = partial(_noted, called, ops, getattr(ops, name))
+            monkeypatch.setattr(ops, name, work)
+    case = make_case(SpanSpec("sliding", 7), ("full",), length)
+    both_parts(dispatch, case)
+    assert called == [dense if length <= dense.MOST_KEYS else chunked] * 2
+    called.clear()
+    monkeypatch.setattr(dense, "MOST_SCORES", case.q.shape[:3].numel() * length - 1)
+    both_parts(dispatch, case)
+    assert called == [chunked] * 2
+
+
+def _noted(called: list[ModuleType], ops: ModuleType, work: Callable[..., Partial], *args: Any, **options: Any) -> Any:
+    called.append(ops)
+    return work(*args, **options)
+
+
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.ENVIRONMENT, "fused")
-    with pytest.raises(UserError, match=r"chunked, reference.*'fused'"):
+    with pytest.raises(UserError, match=r"chunked, dense, reference.*'fused'"):
         both_parts(dispatch, make_case(SpanSpec("none"), ("full",), 3))
 
 

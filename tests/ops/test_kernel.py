@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from linearize.mixers.feature_maps.taylor import TaylorKernel
-from linearize.ops import chunked, grid, reference
+from linearize.ops import chunked, dense, grid, reference
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import LinearState, linear_state
@@ -78,7 +78,7 @@ def carried_state(case: Case) -> LinearState:
     return LinearState(S, S.abs().sum(-1))
 
 
-@pytest.mark.parametrize("ops", [reference, chunked], ids=["reference", "chunked"])
+@pytest.mark.parametrize("ops", [reference, chunked, dense], ids=["reference", "chunked", "dense"])
 @pytest.mark.parametrize("span", SPANS + SINK_SPANS, ids=str)
 def test_outputs_and_gradients_are_those_of_features(span: SpanSpec, ops: ModuleType) -> None:
     for length in (1, 16, 17, 75):
@@ -89,7 +89,7 @@ def test_outputs_and_gradients_are_those_of_features(span: SpanSpec, ops: Module
         check(ops, make_case(span, ("full", "full"), length, seed=length), layout=Layout.full(length))
 
 
-@pytest.mark.parametrize("ops", [reference, chunked], ids=["reference", "chunked"])
+@pytest.mark.parametrize("ops", [reference, chunked, dense], ids=["reference", "chunked", "dense"])
 @pytest.mark.parametrize("span", SPANS + SINK_SPANS, ids=str)
 def test_context_and_a_carried_state(span: SpanSpec, ops: ModuleType) -> None:
     for start in (1, 20, 49):

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from linearize.ops import chunked, grid, reference, window
+from linearize.ops import chunked, dense, grid, reference, window
 from linearize.ops.grid import Grid
 from linearize.ops.layout import Layout, SlidingSpan, TerracedSpan
 from tests.ops import parity
@@ -215,7 +215,7 @@ class Guard:
 
     mutant: Callable[[pytest.MonkeyPatch, ModuleType], None]
     check: Check
-    ops: tuple[ModuleType, ...] = (reference, chunked)
+    ops: tuple[ModuleType, ...] = (reference, chunked, dense)
 
 
 GUARDS = [

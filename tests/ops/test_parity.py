@@ -10,7 +10,7 @@ from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from linearize.ops import chunked, grid, reference
+from linearize.ops import chunked, dense, grid, reference
 from linearize.ops.layout import Layout
 from tests.ops.cases import HEADS, RULES, SIDE_BY_SIDE, SINK_SPANS, SPANS, STYLES, WITH_GAPS, Case, make_case
 from tests.ops.parity import (
@@ -29,7 +29,7 @@ from tests.ops.parity import (
 )
 from tests.oracles.spans import SpanSpec
 
-each_implementation = pytest.mark.parametrize("ops", [reference, chunked], ids=["reference", "chunked"])
+each_implementation = pytest.mark.parametrize("ops", [reference, chunked, dense], ids=["reference", "chunked", "dense"])
 
 
 def among_the_slow(value: int) -> ParameterSet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from linearize.mixers.one_token import one_token
 from linearize.mixers.running_maximum import running_maximum
 from linearize.ops.dispatch import delta_values, linear_scan, window_softmax
 from linearize.ops.exact_cache import cached_softmax, merged
+from linearize.ops.full import full_softmax
 from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial, accumulation_dtype
@@ -187,6 +189,8 @@ class LinearMixer(CausalMixer):
     def _prefill(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> tuple[Tensor, MixerState]:
         batch, length = len(inputs.q), inputs.q.shape[2]
         own = Layout.full(length, inputs.q.device) if own is None else own
+        if state is None and self._windows_hold_all(inputs, own):
+            return self._first_window(inputs, own)
         layout = own if state is None else own.with_context(state.seen, self.span)
         found = self.tokens(inputs, own, layout, state)
         phi_k, cached, before = found.phi_k, found.cached, None if state is None else state.linear
@@ -205,6 +209,18 @@ class LinearMixer(CausalMixer):
         slots = keep_slots(found.tokens | ({} if cached is None else cached.sums()), layout, self.span, batch)
         exact = None if cached is None else cached.last()
         return y, MixerState(slots, Clock(layout.count.expand(batch).clone()), linear, found.maximum, exact)
+
+    def _windows_hold_all(self, inputs: AttnInputs, layout: Layout) -> bool:
+        """Whether no key of these rows is anywhere but in the window, nor any parameter wanted for its gradient."""
+        apart = self.config.keeps_maximum or (self.config.cache is not None and self.config.cache.keeps is not None)
+        return layout.uniform and layout.length <= self.span.fold_lag and not apart and not torch.is_grad_enabled()
+
+    def _first_window(self, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, MixerState]:
+        """Where the window holds all keys: softmax, and a state that nothing has entered yet."""
+        y = full_softmax(inputs.q, inputs.k, inputs.v, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout)
+        batch, nothing = len(inputs.q), self.state_like(inputs.tokens(0, 1))
+        slots = keep_slots(self.new_tokens(inputs), layout, self.span, batch)
+        return y, replace(nothing, slots=slots, clock=Clock(layout.count.expand(batch).clone()))
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape: what stands before the first token."""

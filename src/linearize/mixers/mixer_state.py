@@ -198,6 +198,8 @@ def _part(named: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int) -> Tokens:
     """What later queries can still see: each row's sinks and last tokens, zero where there are none."""
+    if layout.uniform:
+        return {name: _last(x.expand(batch, -1, -1, -1), span) for name, x in slots.items()}
     wanted = context_positions(layout.count.expand(batch), span)
     same = (layout.key_document == layout.last_document)[:, None, :] & (layout.key_position >= 0)[:, None, :]
     match = same & (layout.key_position[:, None, :] == wanted[:, :, None])
@@ -208,6 +210,17 @@ def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int) -> Tokens:
         return x.expand(batch, -1, -1, -1).gather(2, chosen) * found[:, None, :, None]
 
     return {name: take(x) for name, x in slots.items()}
+
+
+def _last(x: Float[Tensor, "B h T X"], span: Span) -> Float[Tensor, "B h S X"]:
+    """What `keep_slots` takes of whole rows; a copy, which does not hold on to them."""
+    length = x.shape[2]
+    moved = max(0, min(span.sinks, length - span.context))
+    kept = x.new_zeros(*x.shape[:2], span.sinks + span.context, x.shape[3])
+    kept[:, :, :moved] = x[:, :, :moved]
+    recent = min(span.context, length)
+    kept[:, :, kept.shape[2] - recent :] = x[:, :, length - recent :]
+    return kept
 
 
 def push_slot(slots: Tokens, span: Span, position: Int[Tensor, " B"]) -> Tokens:

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linearize.base import UserError
-from linearize.ops import chunked, reference
+from linearize.ops import chunked, dense, reference
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout, Span
 from linearize.ops.linear_state import LinearState
@@ -39,8 +39,9 @@ class Impl:
     supports: Callable[[torch.device], str | None] = lambda device: None
 
 
-# In order of preference; the last one serves every call.
-IMPLS = (Impl("chunked", chunked), Impl("reference", reference))
+# In order of preference; the first serves short rows, the last one every call.
+SHORT = Impl("dense", dense)
+IMPLS = (Impl("chunked", chunked), SHORT, Impl("reference", reference))
 
 
 @functools.cache
@@ -66,7 +67,10 @@ def _ops(keys: Tensor, layout: Layout, queries: Tensor | None = None) -> ModuleT
     found = layout.key_position.shape[1], layout.length
     expected = keys.shape[2], layout.length if queries is None else queries.shape[2]
     assert found == expected, f"layout: expected (keys, queries) {expected}, found {found}"
-    return choose(keys.device, os.environ.get(ENVIRONMENT)).ops
+    forced = os.environ.get(ENVIRONMENT)
+    if forced is None and queries is not None and dense.pays(queries.shape, keys.shape[2]):
+        return SHORT.ops
+    return choose(keys.device, forced).ops
 
 
 def _uncompiled(function: Operation) -> Operation:

@@ -15,9 +15,10 @@ A layout says which slot holds which token of which document: padding, packing a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from linearize.base import Config
 
+Found = TypeVar("Found")
 SINKS = "keys at the start of a document that always stay softmax keys"
 
 
@@ -115,12 +117,23 @@ class Layout:
     uniform: bool = False
     sink_slots: int = 0
     seen: Int[Tensor, " B"] | None = None
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def full(cls, length: int, device: torch.device | str | None = None) -> Layout:
-        """One full document per row, from its start; the batch axis is 1 and broadcasts."""
-        position = torch.arange(length, device=device)[None]
-        return cls(position, torch.zeros_like(position), length, uniform=True)
+        """One full document per row, from its start; the batch axis is 1 and broadcasts.
+
+        The last ones are kept: layers of one model share what they work out of them.
+        """
+        device = torch.device("cpu" if device is None else device)
+        return _full(length, device) if torch.compiler.is_compiling() else _kept_full(length, device)
+
+    def once(self, name: Any, work: Callable[[], Found]) -> Found:
+        """What `work` gives, a function of the layout and of `name`, anything with a hash; worked out once."""
+        if name not in self._known:
+            with torch.inference_mode(False), torch.no_grad():  # others may want gradients of what they do with it
+                self._known[name] = work()
+        return self._known[name]
 
     @classmethod
     def from_positions(cls, position: Int[Tensor, "B T"]) -> Layout:
@@ -153,9 +166,8 @@ class Layout:
     def to(self, device: torch.device | str | int) -> Layout:
         """Moved to another device; accelerate calls it for layers that are on another than the layer before."""
         seen = None if self.seen is None else self.seen.to(device)
-        return replace(
-            self, key_position=self.key_position.to(device), key_document=self.key_document.to(device), seen=seen
-        )
+        position, document = self.key_position.to(device), self.key_document.to(device)
+        return replace(self, key_position=position, key_document=document, seen=seen, _known={})
 
     @property
     def query_position(self) -> Int[Tensor, "B T"]:
@@ -165,15 +177,16 @@ class Layout:
     def query_document(self) -> Int[Tensor, "B T"]:
         return self.key_document[:, self.key_document.shape[1] - self.length :]
 
-    @cached_property
+    @property
     def compaction(self) -> Int[Tensor, "B K"] | None:
         """Slot order that moves keys before padding, or None where each document's keys already lie side by side.
 
         Chunked evaluation needs slot distance = position distance within a document; padding between two tokens of one
         document (a left-padded second turn, say) breaks that.
         """
-        if self.uniform:
-            return None
+        return None if self.uniform else self.once("compaction", self._compaction)
+
+    def _compaction(self) -> Tensor | None:
         position, valid = self.key_position[:, self.sink_slots :], self.key_position >= 0
         gap = (position[:, 1:] > 0) & (position[:, :-1] != position[:, 1:] - 1)
         # The first key of a row may stand at any position: what precedes it is in the carried state.
@@ -182,18 +195,35 @@ class Layout:
             return None
         return torch.argsort((~valid).to(torch.int8), dim=1, stable=True)
 
-    @cached_property
+    @property
     def count(self) -> Int[Tensor, " B"]:
         """Tokens of each row's last document so far, that is the position a next token would have."""
+        return self.once("count", self._count)
+
+    def _count(self) -> Tensor:
         last = self.key_document == self.last_document
         count = torch.where(last, self.key_position, -1).amax(1) + 1
         # A row without tokens in this call stays where it was, whether or not context slots show it.
         return count if self.seen is None else count.where(self.last_document[:, 0] > 0, count.maximum(self.seen))
 
-    @cached_property
+    @property
     def last_document(self) -> Int[Tensor, "B 1"]:
         """Document of each row's last token (0, the carried one, for a row without tokens)."""
+        return self.once("last_document", self._last_document)
+
+    def _last_document(self) -> Tensor:
         return torch.where(self.key_position >= 0, self.key_document, 0).amax(1, keepdim=True)
+
+
+def _full(length: int, device: torch.device) -> Layout:
+    position = torch.arange(length, device=device)[None]
+    return Layout(position, torch.zeros_like(position), length, uniform=True)
+
+
+@lru_cache(maxsize=4)
+def _kept_full(length: int, device: torch.device) -> Layout:
+    with torch.inference_mode(False):  # others may want gradients of what they do with it
+        return _full(length, device)
 
 
 def context_positions(seen: Int[Tensor, " B"], span: Span) -> Int[Tensor, "B S"]:

@@ -1,0 +1,114 @@
+"""Rows of few keys: all of a row's scores at once, masked. Less work than chunks of them, up to a length.
+
+The scores are of a bounded number, so memory is still that of the inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from linearize.ops import chunked
+from linearize.ops.delta import delta_values
+from linearize.ops.heads import repeat_kv
+from linearize.ops.kernel import Kernel
+from linearize.ops.layout import Layout, Span
+from linearize.ops.linear_state import LinearState, cumulative
+from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
+from linearize.ops.reference import visible_keys
+from linearize.ops.window import LOG2_E
+
+__all__ = ["delta_values", "linear_scan", "pays", "window_softmax"]
+
+MOST_KEYS = 256
+MOST_SCORES = 2**22  # of all rows and heads
+
+
+def pays(queries: torch.Size, keys: int) -> bool:
+    """Whether rows of so many keys, for queries of shape [B, H, T, X], are short enough."""
+    return keys <= MOST_KEYS and queries[:3].numel() * keys <= MOST_SCORES
+
+
+def linear_scan(
+    phi_q: Float[Tensor, "B H T F"],
+    phi_k: Float[Tensor, "B Hk K F"],
+    v: Float[Tensor, "B G K D"],
+    *,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
+    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
+    kernel: Kernel | None = None,
+    span: Span,
+    layout: Layout,
+    state: LinearState | None = None,
+) -> Partial:
+    """The linear part (`reference.linear_scan`); decays of more than one number per head, by chunks."""
+    if log_decay_v is not None or (log_decay_k is not None and log_decay_k.shape[-1] > 1):
+        decays: dict[str, Any] = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v}
+        return chunked.linear_scan(phi_q, phi_k, v, **decays, span=span, layout=layout, state=state)
+    dtype, (batch, heads, length, _), key_heads = accumulation_dtype(v.dtype), phi_q.shape, phi_k.shape[1]
+    phi_q, phi_k, v = (in_dtype(x, dtype) for x in (phi_q, phi_k, v))
+    first, keys = 0, v.shape[2]
+    if layout.uniform and state is None:  # nothing is below the first windows, nor in the last one
+        first, keys = min(span.max_lag, length), max(0, keys - span.fold_lag)
+    visible = layout.once(("linear", span, dtype), lambda: visible_keys(span, layout)[1][:, None].to(dtype))
+    visible = visible[:, :, first:, :keys]
+    weights = _grouped(phi_q[:, :, first:], key_heads) @ phi_k[:, :, :keys].mT
+    weights = (weights if kernel is None else kernel.scores(weights)).view(batch, heads, length - first, keys)
+    sums = None
+    if log_decay_k is not None:
+        sums = repeat_kv(cumulative(log_decay_k, span, layout), heads)
+        decay = sums[:, :, sums.shape[2] - length + first :] - sums[:, :, :keys].mT
+        visible = decay.masked_fill(visible == 0, -torch.inf).exp().to(dtype)
+    weights = weights * visible if weights.requires_grad or visible.requires_grad else weights.mul_(visible)
+    num, den = _grouped(weights, v.shape[1]) @ v[:, :, :keys], weights.sum(-1)
+    num, den = pad(num.view(batch, heads, length - first, v.shape[3]), (0, 0, first, 0)), pad(den, (first, 0))
+    if state is not None:
+        carried = ((layout.query_document == 0) & (layout.query_position >= 0))[:, None, :, None]
+        read = (phi_q if kernel is None else kernel.features(phi_q)) * carried
+        if sums is not None:
+            read = read * sums[:, :, -length:].exp().to(dtype)
+        read = _grouped(read, state.z.shape[1])
+        num = num + (read @ state.S.to(dtype)).view(num.shape)
+        den = den + (read @ state.z[..., None].to(dtype)).view(den.shape)
+    return Partial(num, den, torch.zeros_like(den))
+
+
+def window_softmax(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G K D"],
+    v: Float[Tensor, "B G K D"],
+    *,
+    span: Span,
+    scaling: float,
+    softcap: float | None = None,
+    layout: Layout,
+) -> Partial:
+    """The softmax part (`reference.window_softmax`)."""
+    dtype, (batch, heads, length, _), groups = accumulation_dtype(v.dtype), q.shape, k.shape[1]
+    q, k, v = (in_dtype(x, dtype) for x in (q, k, v))
+
+    def hidden() -> Tensor:
+        seen = visible_keys(span, layout)[0][:, None]
+        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+
+    # In powers of 2, which a CPU has in a quarter of the time; of exp(-inf) it takes more than of any other.
+    factor = scaling * LOG2_E if softcap is None else scaling / softcap
+    scores = (_grouped(q * factor, groups) @ k.mT).view(batch, heads, length, k.shape[2])
+    scores = scores if softcap is None else softcap * LOG2_E * torch.tanh(scores)
+    alone, bias = scores.requires_grad, layout.once(("softmax", span, dtype), hidden)
+    scores = scores + bias if alone else scores.add_(bias)
+    top = scores.amax(-1, keepdim=True)
+    if not (layout.uniform and span.max_lag):  # a query sees its own key, unless it is padding, or there is no window
+        top = top.masked_fill(top == -torch.inf, 0)
+    weights = (scores - top).exp2() if alone else scores.sub_(top).exp2_()
+    num = (_grouped(weights, groups) @ v).view(batch, heads, length, v.shape[3])
+    return Partial(num, weights.sum(-1), top.squeeze(-1) / LOG2_E)
+
+
+def _grouped(x: Float[Tensor, "B H T X"], heads: int) -> Float[Tensor, "B h N X"]:
+    """The rows of heads that share one of `heads` others, one behind the other."""
+    return x.reshape(len(x), heads, x.shape[1] // heads * x.shape[2], x.shape[3])
