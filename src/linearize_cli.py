@@ -43,6 +43,14 @@ TrustTasks = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto: bfloat16 on a GPU, float32 on a CPU")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="compile the step from token to token (torch.compile, static cache), which pays from some thousand tokens "
+        "on; needs a C++ compiler, and goes on without it where there is none",
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="seed of everything random; the recipe's own by default")]
 Text = Annotated[
     str | None,
@@ -151,6 +159,7 @@ def evaluate(
     set_: Set = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    compiled: Compile = False,
     as_json: Json = False,
 ) -> None:
     """Measure a linearized model beside its teacher and controls: held-out text, generations, recall, heads, speed."""
@@ -176,6 +185,7 @@ def evaluate(
         device=where,
         command=_command(),
         trust_tasks=trust_tasks,
+        compiled=compiled,
         note=_note,
     )
     found = load_run(Path(model).resolve().parent, worth.to_json())
@@ -243,6 +253,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="counted rounds")] = 5,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    compiled: Compile = False,
     as_json: Json = False,
 ) -> None:
     """Time prefill and generation of a linearized model and its teacher, taking turns, and weigh their caches."""
@@ -259,6 +270,8 @@ def bench(
         repeats=repeats,
         dtype=_dtype(dtype, where),
         device=where,
+        compiled=compiled,
+        note=_note,
     )
     _show(found.to_json() if as_json else terminal.timed(found.to_json()), as_json)
 
@@ -271,6 +284,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.0,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    compiled: Compile = False,
     seed: Seed = None,
 ) -> None:
     """Continue a prompt, printing tokens as they come."""
@@ -285,6 +299,8 @@ def generate(
         dtype=_dtype(dtype, where),
         device=where,
         seed=seed or 0,
+        compiled=compiled,
+        note=_note,
     )
 
 

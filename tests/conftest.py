@@ -11,6 +11,7 @@ from hypothesis import settings
 
 import linearize_cli
 from tests.commands import Command, Done
+from tests.fake_compiler import Compiler
 
 # Tiny tensors gain nothing from threads, and the tests run in several processes.
 torch.set_num_threads(1)
@@ -37,3 +38,11 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return Done(exit_.value.code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """In the place of torch.compile, which takes long and does not know the tests' shape checks."""
+    made = Compiler()
+    monkeypatch.setattr(torch, "compile", made)
+    return made

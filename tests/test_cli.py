@@ -29,6 +29,7 @@ from linearize.run import pipeline
 from linearize.training import resumption as checkpoint
 from tests import tiny
 from tests.commands import Command, assert_refused, contents
+from tests.fake_compiler import Compiler
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = os.environ | {
@@ -253,6 +254,45 @@ def test_generate_continues_a_prompt(command: Command) -> None:
     assert len(first.out.strip()) > len("abc")
     warm = [command(*arguments, "--temperature", 5, "--seed", seed).out for seed in (1, 1, 2)]
     assert warm[0] == warm[1] != warm[2]
+
+
+def test_steps_are_compiled_on_request(command: Command, compiler: Compiler) -> None:
+    """Of both models, where two are measured; held-out rows are not."""
+    model = tiny.finished_run().folder / "model"
+    asked = ("generate", model, "--prompt", "abc", "--max-new-tokens", 8)
+    eager = command(*asked)
+    assert not compiler.options
+    compiled = command(*asked, "--compile")
+    assert (compiled.status, compiled.out) == (0, eager.out)
+    assert len(compiler.steps) == 1 + 7  # the first sees whether anything can be compiled
+    for asked, numbers in ((("bench", model, "--lengths", 4, "--new-tokens", 2), 2), (("eval", model), 4)):
+        compiler.steps.clear()
+        done = command(*asked, "--compile", "--json")
+        assert done.status == 0
+        found = json.loads(done.out)["speed"]
+        assert len(found) == numbers and all(line["compiling"] > 0 for line in found)
+        assert {step["input_ids"].shape[1] for step in compiler.steps[1:]} == {1}
+    shown = command("bench", model, "--lengths", 4, "--new-tokens", 2, "--compile").out
+    assert "compiled in, s" in shown and "compilation is not counted" in shown
+
+
+def test_without_a_compiler_commands_go_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("InvalidCxxCompiler: none\n\nmore of it")
+
+    model = tiny.finished_run().folder / "model"
+    asked = ("generate", model, "--prompt", "abc", "--max-new-tokens", 8)
+    eager = command(*asked)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+    done = command(*asked, "--compile")
+    assert (done.status, done.out) == (0, eager.out)
+    assert done.err.removeprefix(eager.err).count("\n") == 1
+    assert done.err.startswith("--compile: expected a C++ compiler (g++")
+    assert done.err.endswith("found: InvalidCxxCompiler: none; install what is missing; going on without compiling\n")
+    for asked in (("bench", model, "--lengths", 4, "--new-tokens", 2, "--repeats", 1), ("eval", model)):
+        done = command(*asked, "--compile", "--json")
+        assert done.status == 0 and "going on without compiling" in done.err
+        assert all(line["compiling"] is None for line in json.loads(done.out)["speed"])
 
 
 # --- bugs and interrupts ----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from linearize.base import UserError
 from linearize.data.packing import build_dataset
 from linearize.hf.attention import softmax_attention
+from linearize.hf.compiled import compile_steps
 from linearize.hf.conversation import fork_state, load_state, save_state
 from linearize.hf.convert import convert_layers, to_softmax
 from linearize.hf.teacher import TeacherShape
@@ -21,6 +22,7 @@ __all__ = [
     "UserError",
     "attention_transfer",
     "build_dataset",
+    "compile_steps",
     "convert",
     "finetune",
     "fork_state",

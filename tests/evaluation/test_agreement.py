@@ -31,6 +31,7 @@ from linearize.evaluation.speed import peak_bytes
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 from tests.evaluation.fakes import Fake, packed
+from tests.fake_compiler import Compiler
 
 pytestmark = pytest.mark.usefixtures("few")
 
@@ -337,6 +338,16 @@ def test_the_models_own_settings_do_not_apply_and_stay() -> None:
     assert found.agreement == exactly(1.0)
     assert found.samples[0].teacher == written(*range(14, 20), *range(10, 20), *range(10, 20))
     assert teacher.generation_config is own and own.no_repeat_ngram_size == 1 and teacher.training
+
+
+def test_compiled_steps_stay_compiled(compiler: Compiler) -> None:
+    rows, asked = tiny.packed([[30]] * 9), {"prompts": 9, "prompt_length": 20, "new_tokens": 8}
+    pair = pair_in(torch.float64)
+    eager = generated(**pair, rows=rows, **asked)
+    linearize.compile_steps(*pair.values())
+    compiler.steps.clear()
+    assert generated(**pair, rows=rows, **asked) == eager
+    assert [len(step["input_ids"]) for step in compiler.steps] == [8] * 7 + [1] * 7 + [8] * 7 + [1] * 7
 
 
 def test_real_models_against_a_loop_without_a_cache(pair) -> None:

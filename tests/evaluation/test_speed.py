@@ -28,6 +28,7 @@ from linearize.evaluation.speed import (
 )
 from linearize.recipe import Recipe
 from tests import tiny
+from tests.fake_compiler import Compiler
 
 
 def test_cache_bytes_of_a_growing_cache_is_the_formula(llama) -> None:
@@ -93,6 +94,31 @@ def test_models_take_turns_and_the_first_run_does_not_count(llama, monkeypatch) 
     assert (teacher.model, student.model) == ("t", "s")
     assert teacher.prefill == Spread(4.5, 4.0, 5.0) and student.prefill == Spread(4.5, 3.0, 6.0)
     assert teacher.decode == Spread(2.25, 2.0, 2.5)
+
+
+def test_compiled_steps_are_compiled_before_they_are_timed(compiler: Compiler, monkeypatch) -> None:
+    """With a scripted clock: two steps take n s, then two more n; the first two, for CUDA graphs, do not count.
+
+    Every length begins anew, or its graph would be another's.
+    """
+    teacher = tiny.llama()
+    models = {"teacher": teacher, "student": linearize.convert(teacher, Recipe.load("elu"))}
+    linearize.compile_steps(*models.values())
+    resets: list[int] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(len(compiler.steps)))
+    compiler.steps.clear()
+    runs = iter(step for n in range(1, 9) for step in (0.0, n, 2.0 * n, 3.0 * n))
+    monkeypatch.setattr(speed, "_now", lambda: next(runs))
+    found = generation_speed(models, [5, 7], new_tokens=4, repeats=2)
+    # Of each length and model an uncounted run and two counted ones, four steps each; prompts are not compiled.
+    assert [step["input_ids"].shape for step in compiler.steps] == [(1, 1)] * (2 * 2 * 3 * 4)
+    assert resets == [0, len(compiler.steps) // 2]
+    assert [(s.prefill.median, s.decode.median) for s in found] == [(2.5, 1.25)] * 2 + [(6.5, 3.25)] * 2
+    assert all(s.compiling is not None and s.compiling > 0 for s in found)
+    # The teacher's cache has room for prompt and new tokens, and holds one number: how many it has.
+    assert [s.cache_bytes for s in found if s.model == "teacher"] == [
+        2 * (2 * 2 * 8 * 4 * (length + 4) + 8) for length in (5, 7)
+    ]
 
 
 def test_every_batch_size_meets_every_length(llama, monkeypatch) -> None:

@@ -318,7 +318,8 @@ def _greedy(model: PreTrainedModel, new_tokens: int, ends: list[int]) -> Iterato
     own = model.generation_config
     # After its end a text is padded up to the others of its batch; any token would do.
     special = {"eos_token_id": ends, "pad_token_id": ends[0]} if ends else {}
-    model.generation_config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, **special)
+    how = {} if own is None else {name: getattr(own, name) for name in ("cache_implementation", "compile_config")}
+    model.generation_config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, **special, **how)
     try:
         yield
     finally:

@@ -19,13 +19,17 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from linearize.base import UserError, progress
 from linearize.data.rows import inference
+from linearize.hf.compiled import decoding, is_compiled
 from linearize.hf.teacher import break_even_tokens
 
 Name = TypeVar("Name", bound=Hashable)
+
+# Compiled steps that are not counted: by then CUDA graphs know where the tensors of a new cache lie.
+_RECORDING = 2
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class Speed:
     batch_size: int = 1
     new_tokens: int = 1
     prefill_bytes: int | None = None  # most held at once during the prefill, the cache included
+    compiling: float | None = None  # seconds of the first, uncounted step; None: steps are not compiled
 
 
 def generation_speed(
@@ -109,7 +114,8 @@ def generation_speed(
     """Time prefill and greedy decoding of random prompts; one uncounted run first, then `repeats` counted ones.
 
     The models take turns, in alternating order, so that a machine that slows down slows all of them. The uncounted run
-    gives the bytes.
+    gives the bytes. The steps of models that `compile_steps` was given are compiled in it, for each batch size and
+    length anew.
 
     Returns:
         By batch size, then by length, then by model, as given.
@@ -125,6 +131,8 @@ def generation_speed(
     speeds = []
     for batch_size, length in progress([*product(batch_sizes, prompt_lengths)], "speed"):
         prompts = torch.randint(vocab_size, (batch_size, length), generator=generator)
+        if any(map(is_compiled, models.values())):
+            torch.compiler.reset()  # or graphs would be of any length, and soon there would be too many
         held = {name: _bytes(models[name], prompts, new_tokens) for name in turns[0]}
         seconds = defaultdict(list)
         for repeat in range(1, repeats + 1):
@@ -132,9 +140,9 @@ def generation_speed(
                 seconds[name].append(_seconds(models[name], prompts, new_tokens))
         for name in turns[0]:
             prefill, decode = zip(*seconds[name], strict=True)
-            spreads = Spread.of(prefill), Spread.of([x / new_tokens for x in decode])
-            cached, peak = held[name]
-            speeds.append(Speed(name, length, *spreads, cached, batch_size, new_tokens, peak))
+            spreads = Spread.of(prefill), Spread.of(decode)
+            cached, peak, compiling = held[name]
+            speeds.append(Speed(name, length, *spreads, cached, batch_size, new_tokens, peak, compiling))
     return speeds
 
 
@@ -257,41 +265,56 @@ def memory_break_even(student: Mapping[int, int], teacher: Mapping[int, int]) ->
 
 
 @contextmanager
-def _generation(model: PreTrainedModel) -> Iterator[tuple[Callable[[Int[Tensor, "B T"]], Int[Tensor, "B 1"]], Any]]:
+def _generation(
+    model: PreTrainedModel, slots: int
+) -> Iterator[tuple[Callable[[Int[Tensor, "B T"]], Int[Tensor, "B 1"]], Any]]:
     """Greedy decoding with a cache: a function from new tokens to the next one, and the cache that it fills."""
     with inference(model):
-        cache = DynamicCache(config=model.config)
+        step, cache = decoding(model, slots)
+        forward: Callable[..., Any] = model  # of the prompt; steps come after it
 
         def next_token(tokens: Int[Tensor, "B T"]) -> Int[Tensor, "B 1"]:
+            nonlocal forward
             # As in generate(): no logits of the prompt but the last, which would dominate at long lengths.
-            output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            output = forward(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            forward = step
             return output.logits[:, -1:].argmax(dim=-1)
 
         yield next_token, cache
 
 
 def _seconds(model: PreTrainedModel, prompts: Int[Tensor, "B T"], new_tokens: int) -> tuple[float, float]:
-    """Seconds of prefill, and of decoding `new_tokens` tokens."""
+    """Seconds of prefill, and of a step on the way to `new_tokens` tokens."""
     prompts = prompts.to(model.device)
-    with _generation(model) as (next_token, _):
+    uncounted = min(_RECORDING, new_tokens - 1) if is_compiled(model) else 0
+    with _generation(model, prompts.shape[1] + new_tokens) as (next_token, _):
         start = _now()
         token = next_token(prompts)
-        prefilled = _now()
-        for _ in range(new_tokens):
+        prefilled = begun = _now()
+        for index in range(new_tokens):
+            if index and index == uncounted:
+                begun = _now()
             token = next_token(token)
-        return prefilled - start, _now() - prefilled
+        return prefilled - start, (_now() - begun) / (new_tokens - uncounted)
 
 
-def _bytes(model: PreTrainedModel, prompts: Int[Tensor, "B T"], new_tokens: int) -> tuple[int, int]:
-    """Bytes of the cache after prompts and `new_tokens` tokens, and the most held at once during the prefill."""
+def _bytes(model: PreTrainedModel, prompts: Int[Tensor, "B T"], new_tokens: int) -> tuple[int, int, float | None]:
+    """Bytes of the cache after prompts and `new_tokens` tokens, and the most held at once during the prefill.
+
+    Also the seconds of the first step, if it is compiled.
+    """
     prompts = prompts.to(model.device)
-    with _generation(model) as (next_token, cache):
+    with _generation(model, prompts.shape[1] + new_tokens) as (next_token, cache):
         first: list[Tensor] = []
+        replaced = list(cache.layers)  # by linearized ones: the profiler complains of what was there before it and goes
         peak = peak_bytes(lambda: first.append(next_token(prompts)), model.device)
-        token = first[0]
-        for _ in range(new_tokens):
+        del replaced
+        start = time.perf_counter()
+        token = next_token(first[0])
+        compiling = time.perf_counter() - start if is_compiled(model) else None
+        for _ in range(new_tokens - 1):
             token = next_token(token)
-        return cache_bytes(cache), peak
+        return cache_bytes(cache), peak, compiling
 
 
 def _now() -> float:

@@ -104,12 +104,16 @@ def speed(entries: Sequence[tuple[str | None, Sequence[dict[str, Any]]]]) -> Tab
         "tokens/s",
         "cache",
         "peak",
+        "compiled in, s",
     ]
     caption = "Medians of all repeats, with least and greatest; bytes of the whole batch, peak in prefill"
-    if not any(entry.get("prefill_bytes") for _, found in entries for entry in found):
-        columns.pop()
-        groups = [Group([row[:-1] for row in group.rows], group.title) for group in groups]
-    return Table(caption, columns, groups)
+    # Not every measurement has the last ones.
+    rows = [row for group in groups for row in group.rows]
+    shown = [i for i in range(len(columns)) if any(row[i] != DASH for row in rows)]
+    if shown[-1] == len(columns) - 1:
+        caption += "; a step's compilation is not counted"
+    groups = [Group([[row[i] for i in shown] for row in group.rows], group.title) for group in groups]
+    return Table(caption, [columns[i] for i in shown], groups)
 
 
 def _speed(entry: dict[str, Any]) -> list[str]:
@@ -126,6 +130,7 @@ def _speed(entry: dict[str, Any]) -> list[str]:
         count(batch / entry["decode"]["median"]),
         f"{count(entry['cache_bytes'])} ({scaled(entry['cache_bytes'], 'B')})",
         scaled(entry.get("prefill_bytes"), "B"),
+        scaled(entry.get("compiling")),
     ]
 
 

@@ -33,6 +33,7 @@ from linearize.evaluation.scores import score_task
 from linearize.evaluation.worth import Worth, measure, measure_task
 from linearize.hf.checkpoint import CAUSAL, load_model, read_config
 from linearize.hf.classes import read_plan
+from linearize.hf.compiled import compile_steps
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan, each_mixer
@@ -205,6 +206,7 @@ def evaluate(
     device: torch.device,
     command: str | None = None,
     trust_tasks: bool = False,
+    compiled: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> Worth:
     """Measure a linearized model beside its teacher and, where its run folder is at hand, the trained controls.
@@ -216,6 +218,7 @@ def evaluate(
         overrides: dotted recipe fields under `data` and `evaluation`.
         command: what the user typed, to stand beside the results.
         trust_tasks: whether the recipe's tasks may be YAML; those among the `overrides` are the user's own word.
+        compiled: whether steps of generation are compiled, the teacher's and the student's; forwards of rows are not.
         note: is told what is measured otherwise than asked for, once everything is loaded.
 
     Raises:
@@ -256,6 +259,8 @@ def evaluate(
     teacher_model = None if run is None else run.load_teacher()
     for line in notes:
         note(line)
+    if compiled:
+        compile_if_possible(*[x for x in (teacher_model, student) if x is not None], note=note)
     worth = _measured(teacher_model, student, data, processor, recipe, run)
     return replace(worth, provenance=provenance(recipe, data, device, time.perf_counter() - started, command))
 
@@ -270,8 +275,14 @@ def bench(
     repeats: int,
     dtype: torch.dtype,
     device: torch.device,
+    compiled: bool = False,
+    note: Callable[[str], None] = lambda _: None,
 ) -> speed.Bench:
     """Time a linearized model, in its run folder or its own, beside its teacher, by default the run's own.
+
+    Args:
+        compiled: whether the steps of both are compiled.
+        note: is told where they cannot be.
 
     Raises:
         UserError: not a linearized model, no teacher to be found, or sizes that make no sense.
@@ -282,9 +293,19 @@ def bench(
         teacher = run.model
     if teacher is None:
         raise UserError(f"--teacher: expected the softmax model that {model} is to be compared with, found nothing")
-    models = (load_model(name, dtype=dtype, device=device) for name in (teacher, model))
+    models = [load_model(name, dtype=dtype, device=device) for name in (teacher, model)]
+    if compiled:
+        compile_if_possible(*models, note=note)
     sizes = {"batch_sizes": batch_sizes, "prompt_lengths": prompt_lengths, "new_tokens": new_tokens}
     return speed.bench(*models, **sizes, repeats=repeats, seed=0)
+
+
+def compile_if_possible(*models: PreTrainedModel, note: Callable[[str], None]) -> None:
+    """Compile the models' steps of generation; where that cannot be, say so and leave them as they are."""
+    try:
+        compile_steps(*models)
+    except UserError as error:
+        note(f"--{error}; going on without compiling")
 
 
 def check_teacher(model: str, student: TeacherShape) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import transformers
 
 from linearize.base import UserError
 from linearize.hf.checkpoint import CAUSAL, check_tokens, load_model, load_tokenizer, read_config
-from linearize.run.evaluate import GENERATES, require_head
+from linearize.run.evaluate import GENERATES, compile_if_possible, require_head
 from linearize.run.folder import student_folder
 
 
@@ -22,11 +23,15 @@ def generate(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
+    compiled: bool = False,
+    note: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Print a continuation of `prompt` as it comes; `temperature` 0 takes the likeliest token.
 
     Args:
         model: a model's folder or hub id, or the folder of the run that made it.
+        compiled: whether the step from token to token is compiled.
+        note: is told where it cannot be.
     """
     model = student_folder(model)
     require_head(model, read_config(model), CAUSAL, GENERATES)
@@ -36,6 +41,8 @@ def generate(
     if not inputs["input_ids"].shape[1]:
         raise UserError("--prompt: expected some text, found none")
     check_tokens(inputs["input_ids"], loaded.config.vocab_size)
+    if compiled:
+        compile_if_possible(loaded, note=note)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     streamer = transformers.TextStreamer(tokenizer, skip_special_tokens=True)
