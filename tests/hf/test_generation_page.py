@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import DynamicCache, TextStreamer
 
 import linearize
 from tests.byte_tokenizer import byte_tokenizer
+from tests.fake_compiler import Compiler
 from tests.hf.models import make_teacher
 
 PAGE = (Path(__file__).parents[2] / "docs" / "generation.md").read_text(encoding="utf-8")
@@ -40,7 +43,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_calls_are_found() -> None:
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
     assert len(CALLS) == 12
 
 
@@ -59,3 +62,11 @@ def test_states(page: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["three"].layers[0].kept.seen.shape[0] == 3
     assert (page["folder"] / "story.safetensors").is_file()
     assert names["state"].get_seq_length() == names["mask"].shape[1] + 3  # the last new token is not fed
+
+
+def test_compiled_steps(page: dict[str, Any], compiler: Compiler) -> None:
+    model = copy.deepcopy(page["model"])
+    names = page | {"model": model}
+    exec(BLOCKS[2], names)
+    assert len(compiler.steps) == 1 + 4 - 1  # to see whether it can; and four new tokens, the first from the prompt
+    assert torch.equal(names["out"], page["model"].generate(**page["prompt"]))
