@@ -2,9 +2,9 @@
 
     python benchmarks/compiled.py --model M --recipe lolcats
 
-Greedy decoding of random prompts, a batch of one: every model in every round, medians over rounds with the least and the
-greatest. A compiled model's first two steps are not counted. What its first step takes, compilation included, is paid
-back after as many tokens as the last column says.
+Greedy decoding of random prompts, a batch of one: every model in every round, medians over rounds with the least and
+the greatest. A compiled model's first two steps are not counted. What its first step takes, compilation included, is
+paid back after as many tokens as the last column says.
 """
 
 from __future__ import annotations
