@@ -304,6 +304,8 @@ def _bytes(model: PreTrainedModel, prompts: Int[Tensor, "B T"], new_tokens: int)
     Also the seconds of the first step, if it is compiled.
     """
     prompts = prompts.to(model.device)
+    with _generation(model, prompts.shape[1] + new_tokens) as (next_token, _):
+        next_token(prompts)  # what is kept from then on is not of this prefill
     with _generation(model, prompts.shape[1] + new_tokens) as (next_token, cache):
         first: list[Tensor] = []
         replaced = list(cache.layers)  # by linearized ones: the profiler complains of what was there before it and goes
