@@ -397,6 +397,22 @@ def test_what_counts_as_diverged(tmp_path: Path, first: list[float], second: lis
         run(Scripted(first, second), tmp_path)
 
 
+def test_what_cannot_improve_is_not_trained(tmp_path: Path) -> None:
+    """A teacher finetuned on its own outputs starts at a loss of 0, where a step can only lead away."""
+    trainee = Scripted(first=[0.0], second=[0.0])
+    result = run(trainee, tmp_path)
+    assert not trainee.seen and result.stopped_early
+    assert all(before.equal(after) for before, after in zip(trainee.at_evaluation[0], trainee.weights, strict=True))
+
+
+def test_what_cannot_improve_lets_the_others_train(tmp_path: Path) -> None:
+    trainee = Scripted(first=[0.0] * 5, second=[1.0, 0.9, 0.8, 0.7, 0.6])
+    run(trainee, tmp_path)
+    first, second = (torch.stack(list(of)) for of in zip(*trainee.at_evaluation, strict=True))
+    assert first.eq(first[0]).all()
+    assert not second[-1].equal(second[0])
+
+
 def test_a_held_out_loss_that_is_not_finite_before_training(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match="held-out loss of first is not finite at step 0: found inf; nothing is trained"

@@ -183,7 +183,9 @@ class _UnitRun:
 
     @property
     def stopped(self) -> bool:
-        """Whether it has not improved for so long that it trains no more."""
+        """Whether it trains no more: it has not improved for long, or, as a teacher on its own outputs, cannot."""
+        if self.best_loss <= 0:
+            return True
         return self._early_stopping is not None and self._stale_evaluations >= self._early_stopping
 
     @property
