@@ -7,6 +7,7 @@ wait for that.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
 import shlex
@@ -63,14 +64,21 @@ Text = Annotated[
 @app.command()
 def recipes(name: Annotated[str | None, typer.Argument(help="print this one as YAML, to edit")] = None) -> None:
     """List the recipes, or print one as YAML."""
-    with _importing():
-        from linearize.recipe import Recipe, recipe_names
+    import yaml
 
-    if name is not None:
+    package = importlib.util.find_spec("linearize")
+    assert package is not None and package.submodule_search_locations is not None
+    folder = Path(package.submodule_search_locations[0]) / "recipes"
+    shipped = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.yaml")}
+    if name is None:
+        for known in sorted(shipped):
+            typer.echo(f"{known:20} {yaml.safe_load(shipped[known])['description']}")
+    elif name in shipped:
+        typer.echo(shipped[name], nl=False)
+    else:
+        with _importing():
+            from linearize.recipe import Recipe
         typer.echo(Recipe.load(name).to_yaml(), nl=False)
-        return
-    for known in recipe_names():
-        typer.echo(f"{known:20} {Recipe.load(known).description}")
 
 
 @app.command()

@@ -70,6 +70,51 @@ def test_help_is_quick_and_loads_nothing() -> None:
     assert "the same command again resumes it" in " ".join(child.stdout.split()).replace("│ │ ", "")
 
 
+RECIPES = """
+import contextlib, io, resource, sys
+import linearize_cli
+
+printed = io.StringIO()
+with contextlib.redirect_stdout(printed):
+    for words in ([], ["lolcats"]):
+        sys.argv = ["linearize", "recipes", *words]
+        try:
+            linearize_cli.main()
+        except SystemExit as status:
+            assert not status.code
+assert "lolcats" in printed.getvalue()
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(used.ru_utime + used.ru_stime, "torch" in sys.modules, "linearize" in sys.modules)
+"""
+
+
+def test_recipes_are_quick_and_load_nothing() -> None:
+    child = subprocess.run([sys.executable, "-c", RECIPES], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    seconds, *loaded = child.stdout.split()
+    assert loaded == ["False", "False"]
+    assert float(seconds) < 1.0  # of processor time, for both
+
+
+PLAN = """
+import sys
+import linearize_cli
+
+sys.argv = ["linearize", "plan", "lolcats", "--model", sys.argv[1]]
+try:
+    linearize_cli.main()
+except SystemExit as status:
+    assert not status.code
+heavy = ("peft", "datasets", "matplotlib", "lm_eval", "sklearn", "pandas", "torchvision")
+print([name for name in heavy if name in sys.modules], file=sys.stderr)
+"""
+
+
+def test_a_plan_loads_no_more_than_the_models_code() -> None:
+    arguments = [sys.executable, "-c", PLAN, str(tiny.teacher_folder())]
+    child = subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert child.stderr.splitlines()[-1] == "[]"
+
+
 def test_no_command_is_help(command: Command) -> None:
     done = command()
     assert "Usage: " in done.out + done.err
@@ -90,7 +135,12 @@ def test_a_printed_recipe_is_the_recipe(command: Command, tmp_path: Path) -> Non
     path = tmp_path / "mine.yaml"
     path.write_text(done.out)
     assert Recipe.load(str(path)) == Recipe.load("lolcats")
-    assert command("recipes", path).out == done.out
+    path.write_text(command("recipes", path).out)  # a file of one's own: every field, defaults too
+    assert Recipe.load(str(path)) == Recipe.load("lolcats")
+
+
+def test_a_recipe_that_there_is_not(command: Command) -> None:
+    assert_refused(command("recipes", "lolcat"), "recipe: expected one of absolute-scale, ")
 
 
 def test_a_plan_as_json_is_one_object(command: Command) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -106,6 +105,8 @@ def _prepared(
 
 
 def _adapted(model: PreTrainedModel, config: LoRAConfig, seed: int) -> nn.Module:
+    from peft import LoraConfig, get_peft_model  # a twelfth of the time that importing linearize takes
+
     targets = projections(model, config.targets)
     # The adapters' random init must depend on the seed alone, not on what ran before this stage.
     torch.manual_seed(seed)
