@@ -401,6 +401,10 @@ def _note(text: str) -> None:
 
 def main() -> None:
     """Exit status 0: done. 2: the user can fix it, one line says how. 1: a bug, with its traceback."""
+    # torch's threads wait for one another in a loop, 100 times as long by default, and if another program has the core
+    # of the one they wait for, the loop is all that runs. Read when torch is loaded; benchmarks/neighbours.py.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     try:
         app()
     except ValueError as error:

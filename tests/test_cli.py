@@ -115,6 +115,29 @@ def test_a_plan_loads_no_more_than_the_models_code() -> None:
     assert child.stderr.splitlines()[-1] == "[]"
 
 
+TORCH_AFTER_HELP = """
+import sys
+import linearize_cli
+
+sys.argv = ["linearize", "--help"]
+try:
+    linearize_cli.main()
+except SystemExit:
+    import torch
+"""
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "spins"),
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
+)
+def test_how_long_threads_wait_in_a_loop(set_by_user: dict[str, str], spins: str) -> None:
+    environment = ENVIRONMENT | {"OMP_DISPLAY_ENV": "verbose"} | set_by_user
+    arguments = [sys.executable, "-c", TORCH_AFTER_HELP]
+    child = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+    assert f"GOMP_SPINCOUNT = '{spins}'" in child.stderr
+
+
 def test_no_command_is_help(command: Command) -> None:
     done = command()
     assert "Usage: " in done.out + done.err
