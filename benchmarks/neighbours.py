@@ -3,9 +3,10 @@
     python benchmarks/neighbours.py --model src/linearize/demo/teacher --recipe lolcats
 
 Every round trains by attention transfer on random tokens, once with each setting and each number of busy neighbours (a
-Python loop each), in a fresh process, since libgomp reads its setting when it is loaded. Seconds a step: medians over
-rounds, with the least and the greatest. With N neighbours and T threads on C cores, a run's fair share of the time is
-max(1, (N + T) / C) times that alone. `--model` can be any softmax model; the one above is bundled.
+Python loop each), in a fresh process, since libgomp reads its setting when it is loaded. The caller's own settings,
+OMP_NUM_THREADS among them, do not count. Milliseconds a step: medians over rounds, with the least and the greatest.
+With N neighbours and T threads on C cores, a run's fair share of the time is max(1, (N + T) / C) times that alone.
+`--model` can be any softmax model; the one above is bundled.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ def main() -> None:
     from rich.progress import track
     from rich.table import Table
 
+    for name in [name for name in os.environ if name.startswith(("GOMP_", "OMP_"))]:
+        del os.environ[name]
     load = os.getloadavg()
     cases = [(setting, count) for count in arguments.neighbours for setting in SETTINGS]
     found: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
@@ -96,7 +99,7 @@ def main() -> None:
         table.add_row(setting, *(f"{statistics.median(x):,.0f} ({min(x):,.0f}-{max(x):,.0f})" for x in times))
     Console().print(table)
     seconds = [{"setting": setting, "neighbours": count, "seconds": x} for (setting, count), x in found.items()]
-    write_results(arguments, load, steps=seconds, cores=os.cpu_count())
+    write_results(arguments, load, results=seconds, cores=os.cpu_count())
 
 
 if __name__ == "__main__":
