@@ -26,7 +26,7 @@ import torch
 from records import timing_arguments, write_results
 from rich.console import Console
 from rich.progress import Progress
-from teachers import SHAPES, make_student, make_teacher
+from teachers import make_student, make_teacher, model_arguments
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
@@ -116,17 +116,9 @@ def milliseconds(seconds: Spread) -> str:
     return f"{1e3 * seconds.median:,.1f} [{1e3 * seconds.low:,.1f}, {1e3 * seconds.high:,.1f}]"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which models, of what, and how many rounds."""
-    parser.add_argument("--model", required=True, help=f"a softmax model: a folder, a hub id, or {' or '.join(SHAPES)}")
-    recipes = ["lolcats", "recommended", "absolute-scale"]
-    parser.add_argument("--recipes", nargs="+", default=recipes, metavar="NAME", help="default: %(default)s")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_arguments(parser)
+    model_arguments(parser)
     lengths = [2**n for n in range(7, 16)]
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths, metavar="T", help="tokens of the context")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help="sequences (default: 1)")

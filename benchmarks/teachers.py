@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 from needs import random_rows
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -32,6 +34,14 @@ SHAPES = {
     "llama-135m": _llama(576, 30, 9, 3, 1536, 49152),  # SmolLM-135M
     "llama-1b": _llama(2048, 16, 32, 8, 8192, 128256),  # Llama-3.2-1B
 }
+
+
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which teacher, which students of it, and in which numbers."""
+    parser.add_argument("--model", required=True, help=f"a softmax model: a folder, a hub id, or {' or '.join(SHAPES)}")
+    recipes = ["lolcats", "recommended", "absolute-scale"]
+    parser.add_argument("--recipes", nargs="+", default=recipes, metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
 
 
 def make_teacher(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from tests import tiny
 
@@ -18,7 +19,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Runs a script of benchmarks/, which is no package; the JSON that it writes."""
+    """Runs a script of benchmarks/, which is on the path within the test; the JSON that it writes."""
     monkeypatch.syspath_prepend(BENCHMARKS)
 
     def call(script: str, *arguments: object) -> Any:
@@ -46,13 +47,48 @@ def test_whole_models(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> Non
     assert len(lines) == 2 + len(cases) and lines[2].startswith("| prefill | 1 | lolcats | 8 | ")
 
 
+def test_training(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    recipes, arguments = ["lolcats", "recommended"], ["--length", 48, "--batch", 2, "--repeats", 2]
+    found = benchmark("training", "--model", tiny.teacher_folder(), "--recipes", *recipes, *arguments)
+    stages = [(row["recipe"], row["stage"]) for row in found["results"]]
+    assert stages == [("lolcats", "transfer"), ("lolcats", "LoRA"), ("recommended", "all weights")]
+    for row in found["results"]:
+        assert row["times"]["median"] > 0 and row["teacher_peak_bytes"] > 0
+        least, greatest = (row["student"][a] / row["teacher"][b] for a, b in (("low", "high"), ("high", "low")))
+        assert least <= row["times"]["low"] <= row["times"]["high"] <= greatest
+    # A forward pass holds no graph, transfer that of a layer, fine-tuning of the teacher its own.
+    transfer, lora, _ = found["results"]
+    assert transfer["teacher_peak_bytes"] < transfer["student_peak_bytes"]
+    assert transfer["teacher_peak_bytes"] < lora["teacher_peak_bytes"]
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(stages)
+
+
+@pytest.mark.parametrize("what", ["prefill", "decode"])
+def test_profiles(benchmark: Any, what: str) -> None:
+    arguments = ["--length", 16, "--repeats", 1, "--recipes", "lolcats", "--pass", what]
+    found = benchmark("profiles", "--model", tiny.teacher_folder(), *arguments)
+    assert [row["model"] for row in found["results"]] == ["teacher", "lolcats"]
+    for row in found["results"]:
+        assert row["operations"] == pytest.approx(row["products"] + sum(row["others"].values()))
+        assert 0 < row["products"] < row["operations"] and 0 < row["limit"] < row["seconds"]["high"]
+
+
+@pytest.mark.usefixtures("benchmark")
+def test_what_is_multiplied() -> None:
+    flops = runpy.run_path(str(BENCHMARKS / "profiles.py"))["flops"]
+    q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 24, 16)
+    attention = 2 * 2 * 2 * 4 * 8 * 24 * 16
+    assert flops(lambda: scaled_dot_product_attention(q, k, k, enable_gqa=True)) == attention
+    assert flops(lambda: torch.randn(3, 4) @ torch.randn(4, 5)) == 2 * 3 * 4 * 5
+
+
 def test_too_few_learned_positions(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         benchmark("models", "--model", tiny.gpt2_folder(), "--recipes", "lolcats", "--lengths", 256)
     assert "to fit its 256 learned positions, found 262" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("benchmark")  # finds the modules beside it
+@pytest.mark.usefixtures("benchmark")
 def test_what_a_step_comes_after() -> None:
     models = runpy.run_path(str(BENCHMARKS / "models.py"))
     teacher = tiny.llama()
