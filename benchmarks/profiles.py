@@ -4,11 +4,11 @@
     python benchmarks/profiles.py --model llama-1b --dtype bfloat16 --device cuda --length 8192 --pass prefill
 
 The calls and `--model` are those of models.py. "ms" is the median over rounds, all models taking turns, without a
-profiler. One more call is profiled: the time in torch's operations, matrix products' part of it (attention of SDPA
-counts as one), and the largest of the others. The profiler makes small operations slower, so on a CPU the second number
-can exceed the first; what the first has beyond it is Python. "Limit, ms" is what all multiplications of these products
-would take at the speed of one large square product on the same device, measured beside them; of causal attention all
-pairs count, as torch has it.
+profiler. One more call is profiled: the time in torch's operations, the part of it in matrix products (attention of
+SDPA counts as one), and the largest of the others. The profiler makes small operations slower, so on a CPU the second
+number can exceed the first; what the first has beyond it is Python. "Limit, ms" is what these products would take at
+the speed of one large square product on the same device, measured beside them. A step reads every weight for little
+work, so that it stays far from that.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from linearize.base import UserError
 from linearize.evaluation.speed import Spread, require_positions, seconds_in_turns
 from linearize.recipe import Recipe
 
-# The second name of an attention is that of the operation within it that takes the time.
-_KINDS = "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"
-ATTENTION = [f"_scaled_dot_product_{kind}" for kind in _KINDS]
-_WITHIN = [f"_{kind}_forward" for kind in _KINDS]
-PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", *ATTENTION, *_WITHIN)}
+# Kinds of SDPA, and where behind q and k each is told whether it is causal.
+_CAUSAL_AT = {"flash_attention": 2, "flash_attention_for_cpu": 2, "efficient_attention": 4, "cudnn_attention": 4}
+# What takes the time is the operation itself, or one within it.
+ATTENTION = [name for kind in _CAUSAL_AT for name in (f"_scaled_dot_product_{kind}", f"_{kind}_forward")]
+PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", *ATTENTION)}
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,20 @@ class Row:
     others: dict[str, float]  # all other operations, the longest first
 
 
-def attention_flops(q: Any, k: Any, *rest: Any, **options: Any) -> int:
-    """Of both products, from the shapes [B, H, T, D] and [B, G, L, D]."""
-    return 4 * q.numel() * k[2]
+def attention_flops(causal_at: int) -> Callable[..., int]:
+    """A count of both products of an attention, from its arguments: q is [B, H, T, D], k [B, G, L, D]."""
+
+    def count(q: Any, k: Any, *rest: Any, **options: Any) -> int:
+        causal = rest[causal_at : causal_at + 1] == (True,)  # then T = L
+        return 4 * q.numel() * (k[2] + 1) // 2 if causal else 4 * q.numel() * k[2]
+
+    return count
 
 
 def flops(call: Callable[[], object]) -> int:
-    """Multiplications and additions of the matrix products of a call."""
-    counted = {getattr(torch.ops.aten, name): attention_flops for name in ATTENTION}
+    """Multiplications and additions of the matrix products of a call; torch itself counts all pairs of a causal one."""
+    aten = torch.ops.aten
+    counted = {getattr(aten, f"_scaled_dot_product_{kind}"): attention_flops(at) for kind, at in _CAUSAL_AT.items()}
     with FlopCounterMode(display=False, custom_mapping=counted) as counter:
         call()
     return counter.get_total_flops()

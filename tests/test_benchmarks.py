@@ -79,6 +79,8 @@ def test_what_is_multiplied() -> None:
     q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 24, 16)
     attention = 2 * 2 * 2 * 4 * 8 * 24 * 16
     assert flops(lambda: scaled_dot_product_attention(q, k, k, enable_gqa=True)) == attention
+    causal = 2 * 2 * 2 * 4 * (8 * 9 // 2) * 16
+    assert flops(lambda: scaled_dot_product_attention(q, q, q, is_causal=True)) == causal
     assert flops(lambda: torch.randn(3, 4) @ torch.randn(4, 5)) == 2 * 3 * 4 * 5
 
 
