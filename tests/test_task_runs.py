@@ -43,7 +43,7 @@ def test_a_run_of_each_kind(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     def update(self: Any) -> None:
         raise AssertionError("an optimizer step was taken")
 
-    monkeypatch.setattr(loop._StageRun, "update", update)
+    monkeypatch.setattr(loop.StageRun, "update", update)
     before = numbers(written(made.folder))
     if made.recipe.data.task.language:
         run(made, until="finetune")  # measuring a language model takes long, and is done again below

@@ -142,8 +142,8 @@ def test_a_grid(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in ("attention_transfer", "finetune"):
         monkeypatch.setattr(f"linearize.training.{module}.train", counted)
-    updates, update = [], loop._StageRun.update
-    monkeypatch.setattr(loop._StageRun, "update", lambda self: updates.append(1) or update(self))
+    updates, update = [], loop.StageRun.update
+    monkeypatch.setattr(loop.StageRun, "update", lambda self: updates.append(1) or update(self))
     results = go(grid, monkeypatch)["results"]
     assert [(r["label"], r["seed"]) for r in results] == [
         ("first", 0),

@@ -89,8 +89,8 @@ SENTENCES = [
 def test_a_finetuned_teacher(
     encoder: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    updates, update = [], loop._StageRun.update
-    monkeypatch.setattr(loop._StageRun, "update", lambda self: updates.append(1) or update(self))
+    updates, update = [], loop.StageRun.update
+    monkeypatch.setattr(loop.StageRun, "update", lambda self: updates.append(1) or update(self))
     arguments = ["--model", encoder, "--dataset", sentences, *SENTENCES, "--classes", "absent", "present"]
     arguments += ["--epochs", 6, "--lr", 3e-3, "--batch-size", 8, *CPU, "--output-dir", tmp_path / "t"]
     call(train_teacher, monkeypatch, *arguments)

@@ -19,7 +19,7 @@ from linearize.recipe import Recipe
 from linearize.report import frontier as words
 from linearize.run.folder import Run
 from linearize.run.frontier import frontier
-from linearize.training.loop import _StageRun
+from linearize.training.loop import StageRun
 from linearize.training.memory import window
 from tests import tiny
 
@@ -81,7 +81,7 @@ def test_losses_are_those_of_the_models(made: tuple[Run, dict[str, Any]]) -> Non
 
 def test_the_same_again_trains_nothing(made: tuple[Run, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     run, found = made
-    monkeypatch.setattr(_StageRun, "update", lambda self: pytest.fail("an optimizer step was taken"))
+    monkeypatch.setattr(StageRun, "update", lambda self: pytest.fail("an optimizer step was taken"))
     monkeypatch.setattr("linearize.run.allocation.measured_losses", lambda *_, **__: pytest.fail("measured again"))
     again = frontier(run, [0.75, 0.25], reference=REFERENCE, command="linearize frontier")
     assert json.loads(json.dumps(again)) == json.loads(json.dumps(found))

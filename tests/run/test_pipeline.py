@@ -61,7 +61,7 @@ def no_training(finished: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def update(self: Any) -> None:
         raise AssertionError("an optimizer step was taken")
 
-    monkeypatch.setattr(loop._StageRun, "update", update)
+    monkeypatch.setattr(loop.StageRun, "update", update)
 
 
 @pytest.fixture

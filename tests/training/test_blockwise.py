@@ -298,7 +298,7 @@ def test_a_killed_block_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     recipe = tiny.recipe(**(DEMANDING | dict(transfer__early_stopping=None, transfer__epochs=3)), **KAIMING)
     joint(model, recipe, tmp_path / "joint")
     made = transfer_by_block(model, recipe, 2, tmp_path / "by 2")
-    update, steps = loop._StageRun.update, []
+    update, steps = loop.StageRun.update, []
 
     def counted(self: Any) -> Any:
         steps.append(self.step)
@@ -306,7 +306,7 @@ def test_a_killed_block_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
             raise Interrupted
         return update(self)
 
-    monkeypatch.setattr(loop._StageRun, "update", counted)
+    monkeypatch.setattr(loop.StageRun, "update", counted)
     with pytest.raises(Interrupted):
         made.train([0, 1])
     made.train([0, 1])

@@ -124,7 +124,7 @@ def generation_speed(
         UserError: a model with learned positions has too few of them.
     """
     for name, model in models.items():
-        _require_positions(name, model.config, max(prompt_lengths) + new_tokens)
+        require_positions(name, model.config, max(prompt_lengths) + new_tokens)
     generator = torch.Generator().manual_seed(seed)
     vocab_size = min(model.config.vocab_size for model in models.values())
     turns = (list(models), list(models)[::-1])
@@ -340,8 +340,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _require_positions(name: str, config: Any, needed: int) -> None:
-    """Rotary positions go on for ever as far as time is concerned; a table of learned ones does not."""
+def require_positions(name: str, config: Any, needed: int) -> None:
+    """See that a model has `needed` positions; rotary ones go on for ever as far as time is concerned.
+
+    Raises:
+        UserError: they are learned, and too few.
+    """
     available = config.max_position_embeddings
     if getattr(config, "rope_parameters", None) is None and needed > available:
         raise UserError(

@@ -44,19 +44,19 @@ def finetune(
     Args:
         teacher: whose outputs `config.loss` compares with; None where it compares with none.
     """
-    with _prepared(model, config, seed) as (module, autocast):
+    with prepared(model, config, seed) as (module, autocast):
         objective = OutputObjective(module, config, teacher, autocast)
         return train(objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title=title)
 
 
 def load_finetuned(model: PreTrainedModel, config: FinetuneConfig, output_dir: Path) -> None:
     """Load what a finished stage trained into `model`, in place."""
-    with _prepared(model, config, seed=0) as (module, _):
+    with prepared(model, config, seed=0) as (module, _):
         load_trained([_unit(module)], output_dir)
 
 
 @contextmanager
-def _prepared(
+def prepared(
     model: PreTrainedModel, config: FinetuneConfig, seed: int
 ) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
     """Within, what the config names, and nothing else, can be trained: copies of weights, and adapters.

@@ -109,7 +109,7 @@ def train(
         return TrainResult(**finished[1])
 
     torch.manual_seed(seed)
-    run = _StageRun(objective, Batches(train_rows, config, seed), validation_rows, config, seed)
+    run = StageRun(objective, Batches(train_rows, config, seed), validation_rows, config, seed)
     checkpoint = stage.latest()
     if checkpoint is not None:
         try:
@@ -247,7 +247,7 @@ class _UnitRun:
         self.schedule.load_state_dict(state["schedule"])
 
 
-class _StageRun:
+class StageRun:
     """A stage under way: its units, and how far it is."""
 
     def __init__(

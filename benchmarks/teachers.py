@@ -1,0 +1,70 @@
+"""Models of the benchmarks of whole models: softmax teachers, stored or of a shape alone, and their students."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from needs import random_rows
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from linearize.hf.checkpoint import load_model
+from linearize.hf.convert import convert_layers
+from linearize.hf.teacher import TeacherShape
+from linearize.recipe import Recipe, resolve
+from linearize.training.allocation import allocate, allocated_plan, measured_losses
+from linearize.training.memory import candidate_bytes
+
+
+def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocabulary: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=64,
+        intermediate_size=intermediate,
+        vocab_size=vocabulary,
+        max_position_embeddings=65536,
+        tie_word_embeddings=True,
+    )
+
+
+SHAPES = {
+    "llama-135m": _llama(576, 30, 9, 3, 1536, 49152),  # SmolLM-135M
+    "llama-1b": _llama(2048, 16, 32, 8, 8192, 128256),  # Llama-3.2-1B
+}
+
+
+def model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which teacher, which students of it, and in which numbers."""
+    parser.add_argument("--model", required=True, help=f"a softmax model: a folder, a hub id, or {' or '.join(SHAPES)}")
+    recipes = ["lolcats", "recommended", "absolute-scale"]
+    parser.add_argument("--recipes", nargs="+", default=recipes, metavar="NAME", help="default: %(default)s")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
+
+
+def make_teacher(name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """One of `SHAPES` with random weights, or the model of a folder or hub id; frozen, its attention that of SDPA."""
+    if name in SHAPES:
+        with device:
+            teacher: PreTrainedModel = LlamaForCausalLM._from_config(
+                SHAPES[name], dtype=dtype, attn_implementation="sdpa"
+            )
+    else:
+        teacher = load_model(name, dtype=dtype, device=device)
+    return teacher.eval().requires_grad_(False)
+
+
+def make_student(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
+    """Untrained, over the teacher's storage. What heads need of a budget of memory is measured on random tokens."""
+    shape = TeacherShape.from_config(teacher.config.to_dict())
+    plan, memory = resolve(recipe, shape), recipe.memory
+    if memory is not None:
+        rows, candidates = random_rows(teacher.config.vocab_size, 1, memory.of_cache_at), memory.candidates()
+        losses = measured_losses(teacher, rows, candidates, tokens=rows.num_tokens, seed=recipe.seed)
+        losses = {layer: heads for layer, heads in losses.items() if plan[layer] is not None}
+        sizes = candidate_bytes(candidates, shape, teacher.dtype, memory.of_cache_at)
+        chosen = allocate(losses, sizes, memory.budget(shape, teacher.dtype))
+        plan = allocated_plan(chosen, candidates, shape.num_layers)
+    return convert_layers(teacher, plan, seed=recipe.seed).requires_grad_(False)
