@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
@@ -106,10 +106,16 @@ def rows_of(what: str, batch: int, length: int, seconds: Mapping[str, list[float
     return rows
 
 
-def markdown_row(row: Row) -> str:
-    x, student, teacher = row.times_faster, milliseconds(row.student), milliseconds(row.teacher)
-    faster = f"{x.median:.2f} [{x.low:.2f}, {x.high:.2f}]"
-    return f"| {row.what} | {row.batch} | {row.recipe} | {row.length:,} | {faster} | {student} | {teacher} |"
+def markdown_row(rows: Sequence[Row]) -> str:
+    """One student at every length, in the columns of `head`."""
+    cells = [f"{x.median:.2f} ({x.low:.2f}-{x.high:.2f})" for x in (row.times_faster for row in rows)]
+    return f"| {' | '.join((rows[0].what, str(rows[0].batch), rows[0].recipe, *cells))} |"
+
+
+def head(lengths: Sequence[int]) -> str:
+    """The first two lines of the table."""
+    columns = ["pass", "batch", "recipe", *(f"{length:,}" for length in lengths)]
+    return f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}"
 
 
 def milliseconds(seconds: Spread) -> str:
@@ -137,19 +143,22 @@ def main() -> None:
         models = {TEACHER: teacher} | {name: make_student(teacher, Recipe.load(name)) for name in arguments.recipes}
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
-    print("| pass | batch | recipe | tokens | times faster | student, ms | teacher, ms |")  # noqa: T201 (the result)
-    print(f"|{' --- |' * 7}")  # noqa: T201
-    cases = [*product(arguments.passes, arguments.batch, arguments.lengths)]
+    print(head(arguments.lengths))  # noqa: T201 (the result)
+    cases = [*product(arguments.passes, arguments.batch)]
     with torch.no_grad(), Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("models", total=len(cases) * len(models) * (arguments.repeats + 1))
-        for what, batch, length in cases:
-            calls = make_calls(what, models, batch, length)
-            seconds = seconds_in_turns(calls, arguments.repeats, lambda: progress.advance(task))
-            found = rows_of(what, batch, length, seconds)
-            print("\n".join(map(markdown_row, found)), flush=True)  # noqa: T201
-            rows += found
-            load.append(os.getloadavg()[0])
-            write_results(arguments, load, results=[asdict(row) for row in rows])
+        calls_made = len(cases) * len(arguments.lengths) * len(models) * (arguments.repeats + 1)
+        task = progress.add_task("models", total=calls_made)
+        for what, batch in cases:
+            found: dict[str, list[Row]] = {name: [] for name in arguments.recipes}
+            for length in arguments.lengths:
+                calls = make_calls(what, models, batch, length)
+                seconds = seconds_in_turns(calls, arguments.repeats, lambda: progress.advance(task))
+                for row in rows_of(what, batch, length, seconds):
+                    found[row.recipe].append(row)
+                    rows.append(row)
+                load.append(os.getloadavg()[0])
+                write_results(arguments, load, results=[asdict(row) for row in rows])
+            print("\n".join(map(markdown_row, found.values())), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
