@@ -12,8 +12,10 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,11 +137,13 @@ def run(
     from linearize.report import terminal
     from linearize.report.load import load_run
     from linearize.run import pipeline
+    from linearize.training.distributed import joined
 
     if until not in pipeline.STAGES:
         raise UserError(f"--until: expected one of {', '.join(pipeline.STAGES)}; found {until!r}")
     job = _job(model, output_dir, recipe, dataset, set_, dtype, device, seed)
-    worth = pipeline.run(job, until=until, block=block, command=_command(), trust_tasks=trust_tasks)
+    with joined(job.device):
+        worth = pipeline.run(job, until=until, block=block, command=_command(), trust_tasks=trust_tasks)
     if worth is not None:
         _show(worth.to_json() if as_json else terminal.measured(load_run(output_dir)), as_json)
     _note(f"run folder: {output_dir}" + ("" if worth is None else f"; the model: {output_dir / 'model'}"))
@@ -353,7 +357,8 @@ def _device(name: str) -> Any:
     # asks for the device first: torch's threads, started later, inherit this.
     torch.set_flush_denormal(True)
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # torchrun tells each process of a machine its number there.
+        return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -405,6 +410,10 @@ def main() -> None:
     # of the one they wait for, the loop is all that runs. Read when torch is loaded; benchmarks/neighbours.py.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    out, errors = sys.stdout, sys.stderr
+    main_process = os.environ.get("RANK", "0") == "0"  # of those that torchrun starts
+    if not main_process:  # the main one shows progress and results
+        sys.stdout = sys.stderr = StringIO()
     try:
         app()
     except ValueError as error:
@@ -413,12 +422,16 @@ def main() -> None:
 
         if not isinstance(error, UserError):
             raise
-        typer.echo(f"error: {error}", err=True)
+        if not main_process:
+            time.sleep(5)  # what all find wrong, the main one says, and torchrun ends the others
+        typer.echo(f"error: {error}", file=errors)
         sys.exit(2)
     except SystemExit as status:
         if status.code == 130:  # typer's own for Ctrl-C
             _note("interrupted; the same command again resumes")
         raise
+    finally:
+        sys.stdout, sys.stderr = out, errors
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from linearize.training.attention_transfer import attention_transfer, load_trans
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
 from linearize.training.cache_scores import TOKENS, fit_scores
 from linearize.training.config import FinetuneConfig
+from linearize.training.distributed import in_turn, world
 from linearize.training.finetune import finetune
 
 STAGES = ("transfer", "adapt", "finetune", "evaluate")
@@ -63,6 +64,11 @@ def run(
     if dataset is None:
         dataset = load_dataset(run.recipe.data, processor, config, reach_by(run.load_teacher), seed=run.recipe.seed)
     if run.recipe.transfer is not None and run.recipe.transfer.layers_per_block is not None:
+        if world().size > 1:
+            raise UserError(
+                f"transfer.layers_per_block: expected one process, found {world().size}; start one for each block, "
+                "with --block, or set transfer.layers_per_block=null"
+            )
         transfer_by_block(run, shape, layers, dataset, block)
         if block is not None or until == "transfer":
             return None
@@ -74,7 +80,8 @@ def run(
     student = convert_layers(teacher, layers, seed=run.recipe.seed)
     scored_on = TOKENS if memory is None else memory.tokens
     fit_scores(student, dataset.train, scored_on)
-    claim(run, dataset)
+    with in_turn():
+        claim(run, dataset)
     if measured is not None:
         write_json(run.folder / ALLOCATION, measured)
     write_plan(run, shape, layers, dataset)
@@ -93,6 +100,8 @@ def run(
     if until != "evaluate":
         return None
     train_controls(run, teacher, layers, dataset)
+    if not world().main:
+        return None
     saved = run.folder / "model"
     if not saved.exists():
         card = f"# {run.folder.name}\n\nNot measured yet.\n"

@@ -33,6 +33,7 @@ from linearize.ops.layout import Layout
 from linearize.training.bypass import dropped_windows
 from linearize.training.calibration import calibrate
 from linearize.training.config import TransferConfig
+from linearize.training.distributed import dealt, summed
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.resumption import RESULT
 from linearize.training.transfer_losses import Share, check_losses, transfer_loss
@@ -118,22 +119,24 @@ class TransferObjective:
     def _losses(self, batches: list[Rows], learn: bool) -> dict[str, float]:
         shares, sums = self._shares(batches), dict[str, Tensor]()
 
-        for index, batch in enumerate(batches):
+        for index, counts in dealt(batches):
 
-            def observe(layer: Any, inputs: AttnInputs, layout: Layout | None, index: int = index) -> Tensor:
+            def observe(
+                layer: Any, inputs: AttnInputs, layout: Layout | None, index: int = index, counts: int = counts
+            ) -> Tensor:
                 target, name = softmax_output(layer, inputs, layout), self._names[id(layer)]
                 if name in shares:
                     with torch.set_grad_enabled(learn):
                         loss = transfer_loss(layer, inputs, layout, target, self._config, shares[name][index])
-                        loss = loss / self._passes[name]
+                        loss = counts * loss / self._passes[name]
                         if loss.requires_grad:  # without a window, nothing depends on how it is weighted
                             loss.backward()
                     sums[name] = sums.get(name, 0) + loss.detach()
                 return target
 
             with torch.no_grad(), observed(self._student, observe):
-                self._student.base_model(**on_device(batch.inputs(), self._student.device))
-        return {name: float(value) for name, value in sums.items()}
+                self._student.base_model(**on_device(batches[index].inputs(), self._student.device))
+        return summed({name: float(value) for name, value in sums.items()})
 
     def _shares(self, batches: list[Rows]) -> dict[str, list[Share]]:
         """What every batch has of what there is in all of them, for each layer that learns."""

@@ -7,17 +7,20 @@ from functools import lru_cache
 
 from linearize.data.rows import Rows
 from linearize.training.config import TrainConfig
+from linearize.training.distributed import world
 
 
 class Batches:
-    """Which rows each step sees, in micro batches: a function of the seed and the step alone."""
+    """Which rows each step sees, in micro batches: rows and order are a function of the seed and the step alone."""
 
     def __init__(self, rows: Rows, config: TrainConfig, seed: int) -> None:
         if not len(rows):
             raise ValueError("there are no rows to train on")
         self._rows, self._seed = rows, seed
         self._batch_size = min(config.batch_size, len(rows))
-        self._micro_batch_size = config.micro_batch_size or config.batch_size
+        # Of several processes, each has its part of a step.
+        share = -(-self._batch_size // world().size)
+        self._micro_batch_size = min(config.micro_batch_size or config.batch_size, share)
         self._steps_per_epoch = len(rows) // self._batch_size
         self.tokens_per_step = self._batch_size * rows.num_tokens // len(rows)
         self.num_steps = config.epochs * self._steps_per_epoch

@@ -16,6 +16,7 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops.partial import Partial
 from linearize.training.config import TrainConfig
+from linearize.training.distributed import world
 from linearize.training.loop import Step
 
 
@@ -32,7 +33,9 @@ def dropped_windows(model: nn.Module, config: TrainConfig, step: Step) -> Iterat
     try:
         for index, mixer in mixers.items():
             assert config.window_dropout is not None
-            generator = torch.Generator().manual_seed(hash((step.seed, step.number, index)) % 2**63)
+            # Other rows in every process, so other draws.
+            seed = hash((step.seed, step.number, index)) + world().rank
+            generator = torch.Generator().manual_seed(seed % 2**63)
             mixer.combined = _hiding(mixer, config.window_dropout.rate(step.number, step.total), generator)
         yield
     finally:

@@ -19,6 +19,7 @@ from linearize.hf.classes import projections
 from linearize.hf.layouts import documents_apart
 from linearize.training.bypass import dropped_windows
 from linearize.training.config import FinetuneConfig, LoRAConfig
+from linearize.training.distributed import dealt, summed
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.losses import output_losses
 
@@ -161,20 +162,22 @@ class OutputObjective:
         """Gradients of the mean loss over the rows' labels."""
         self._model.train()
         with dropped_windows(self._model, self._config, step):
-            return {"model": self._loss(micro_batches, learn=True)}
+            return summed({"model": self._loss(micro_batches, learn=True)})
 
     def evaluate(self, rows: Rows) -> dict[str, float]:
         """The held-out loss."""
         self._model.eval()
         size = self._config.micro_batch_size or self._config.batch_size
-        return {"model": self._loss([rows.rows(slice(i, i + size)) for i in range(0, len(rows), size)], learn=False)}
+        batches = [rows.rows(slice(i, i + size)) for i in range(0, len(rows), size)]
+        return summed({"model": self._loss(batches, learn=False)})
 
     def _loss(self, batches: list[Rows], learn: bool) -> float:
         device = next(self._model.parameters()).device
         # At least 1: long prompts can fill all rows of a step, whose loss is then 0.
         labels = max(1, sum(int(batch.target_counts().sum()) for batch in batches))
         total = 0.0
-        for batch in batches:
+        for index, counts in dealt(batches):
+            batch = batches[index]
             inputs, targets = on_device(batch.inputs(), device), batch.targets()
             expected = None
             if self._config.loss.needs_teacher:
@@ -186,7 +189,7 @@ class OutputObjective:
                 outputs = batch.compared(self._model(**inputs))
             with torch.set_grad_enabled(learn):
                 targets = None if targets is None else targets.to(device)
-                loss = output_losses(outputs, expected, targets, self._config.loss) / labels
+                loss = output_losses(outputs, expected, targets, self._config.loss) * (counts / labels)
                 if learn:
                     loss.backward()
             total += loss.item()

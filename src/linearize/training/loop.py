@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,6 +21,7 @@ from linearize.base import DivergedError, UserError
 from linearize.data.rows import Rows
 from linearize.training.batches import Batches
 from linearize.training.config import TrainConfig
+from linearize.training.distributed import barrier, in_turn, sum_gradients, world
 from linearize.training.resumption import MetricsLog, StageFolder, restore_rng_state, rng_state, run_identity
 from linearize.training.schedules import build_schedule
 
@@ -51,7 +53,10 @@ class Objective(Protocol):
     def units(self) -> Sequence[Unit]: ...
 
     def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
-        """Add the gradients of the mean loss over one optimizer step's rows; the loss per unit."""
+        """Add the gradients of the mean loss over one optimizer step's rows; the loss per unit.
+
+        Of several processes, each adds the part of the rows that are `distributed.dealt` to it; the loss is of all.
+        """
         ...
 
     def evaluate(self, rows: Rows) -> dict[str, float]:
@@ -92,7 +97,8 @@ def train(
     `output_dir` receives ``metrics.jsonl`` (an object per step and per evaluation, told apart by ``event``; ``loss`` is
     the mean over its units, which for a step are those that still train), a checkpoint at each evaluation, and at the
     end ``trained.safetensors`` and ``result.json``. Called again, it goes on from the checkpoint (on a CPU: bit for bit
-    as if never stopped); a finished stage is loaded and returned at once.
+    as if never stopped); a finished stage is loaded and returned at once. Of several processes (`distributed`), all
+    call it alike, with the same weights; the main one writes.
 
     Raises:
         DivergedError: a loss or gradient that is not finite; or a mean held-out loss that was never below the first
@@ -102,33 +108,40 @@ def train(
     """
     parameters = _parameters(objective.units)
     rows = [tensor for r in (train_rows, validation_rows) for tensor in r.tensors()]
-    stage = StageFolder(output_dir, run_identity(parameters, rows, config.model_dump(mode="json"), seed))
-    finished = stage.finished()
+    identity = run_identity(parameters, rows, config.model_dump(mode="json"), seed)
+    with in_turn():
+        stage = StageFolder(output_dir, identity)
+        finished = stage.finished()
+        checkpoint = stage.latest() if finished is None else None
     if finished is not None:
         _copy_into(parameters, finished[0])
         return TrainResult(**finished[1])
 
-    torch.manual_seed(seed)
+    rank, main = world().rank, world().main
+    torch.manual_seed(seed + rank)
     run = StageRun(objective, Batches(train_rows, config, seed), validation_rows, config, seed)
-    checkpoint = stage.latest()
     if checkpoint is not None:
         try:
             run.load(*checkpoint)
+            if not main:  # whose generator was another
+                torch.manual_seed(hash((seed, run.step, rank)) % 2**63)
         except KeyError as missing:
             raise UserError(
                 f"{output_dir}: expected a checkpoint of this version of linearize, found one without {missing}; "
                 "delete the folder to train the stage again"
             ) from None
     metrics_bytes = checkpoint[1]["metrics_bytes"] if checkpoint is not None else 0
-    with MetricsLog(output_dir / "metrics.jsonl", metrics_bytes) as metrics, _progress() as progress:
+    log = MetricsLog(output_dir / "metrics.jsonl", metrics_bytes) if main else nullcontext()
+    with log as metrics, _progress() as progress:
         bar = progress.add_task(title, total=run.batches.num_steps, completed=run.step, status="")
 
         def evaluate() -> None:
             progress.update(bar, status="evaluating")
             record = run.evaluate()
-            metrics.write(record)
-            tensors, state = run.state()
-            stage.save(run.step, tensors, state | {"metrics_bytes": metrics.sync()})
+            if metrics is not None:
+                metrics.write(record)
+                tensors, state = run.state()
+                stage.save(run.step, tensors, state | {"metrics_bytes": metrics.sync()})
             held_out = f"held-out loss {record['loss']:.5g}"
             progress.update(bar, status=held_out)
             line = f"{title}: step {run.step} of {run.batches.num_steps}, {held_out}"
@@ -138,7 +151,8 @@ def train(
             evaluate()
         while not run.done:
             record = run.update()
-            metrics.write(record)
+            if metrics is not None:
+                metrics.write(record)
             status = f"loss {record['loss']:.5g}, {record['tokens_per_second']:,.0f} tokens/s"
             progress.update(bar, completed=run.step, status=status)
             if run.step % config.eval_every == 0 or run.step == run.batches.num_steps:
@@ -147,7 +161,9 @@ def train(
     run.check_divergence(title)
     best = {name: tensor for unit in run.units for name, tensor in unit.best.items()}
     result = run.result()
-    stage.finish(best, asdict(result))
+    if main:
+        stage.finish(best, asdict(result))
+    barrier()  # what comes next may read the files
     _copy_into(parameters, best)
     return result
 
@@ -284,6 +300,7 @@ class StageRun:
         started = time.perf_counter()
         step = Step(self.step, self.batches.num_steps, self._seed)
         losses = self._checked(self._objective.backward(self.batches.at(self.step), step), "loss", self.step + 1)
+        sum_gradients(parameter for unit in self.units for parameter in unit.parameters.values())
         units = {unit.name: {"loss": losses[unit.name], **unit.update(self.step)} for unit in self._training}
         for unit in self.units:
             unit.optimizer.zero_grad()

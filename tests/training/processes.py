@@ -1,0 +1,84 @@
+"""What test_distributed.py runs in several processes: every stage on tiny fp64 models, each in a folder of its own.
+
+torchrun --nproc-per-node 2 -m tests.training.processes FOLDER [--mutant NAME] ARCHITECTURE...
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import linearize
+from linearize.training import batches, loop
+from linearize.training.attention_transfer import attention_transfer
+from linearize.training.distributed import joined, world
+from linearize.training.finetune import finetune
+from tests import tiny
+from tests.hf.models import make_teacher
+
+STAGES = ("transfer", "lora", "all")
+# 4 steps of 6 rows, of different documents; a held-out set that no number of processes divides.
+TRAIN = tiny.packed([[24], [7, 17], [24]] * 8, seed=1, vocabulary=60)
+VALIDATION = tiny.packed([[24], [1, 23]] * 3 + [[24]], seed=2, vocabulary=60)
+_COMMON = {"batch_size": 6, "epochs": 1, "max_tokens": None, "eval_every": 2, "micro_batch_size": None}
+
+
+def stages(architecture: str, folder: Path) -> None:
+    """Attention transfer, LoRA together with the mixers, and all weights, one after the other."""
+    teacher = make_teacher(architecture)
+    recipe = tiny.recipe(mixer__span__window_size=4)
+    student = linearize.convert(teacher, recipe)
+    if MUTANT == "mixers":
+        with torch.no_grad():
+            next(p for name, p in student.named_parameters() if ".mixer." in name).mul_(1 + world().rank)
+    assert recipe.transfer is not None and recipe.finetune is not None
+    config = recipe.transfer.model_copy(update=_COMMON)
+    attention_transfer(student, TRAIN, VALIDATION, config, output_dir=folder / "transfer")
+    loss = recipe.finetune.loss.model_copy(update={"kl": 1.0})
+    given = _COMMON | {"loss": loss, "lr": 1e-3}
+    for stage, fields in {
+        "lora": {"mixers": True, "batch_size": 8, "micro_batch_size": 2},
+        "all": {"lora": None, "all_weights": True},
+    }.items():
+        tuned = recipe.finetune.model_copy(update=given | fields)
+        finetune(student, TRAIN, VALIDATION, tuned, teacher=teacher, output_dir=folder / stage)
+
+
+def _order_of_each() -> None:
+    same = batches._permutation
+    batches._permutation = lambda length, seed, epoch: same(length, seed + world().rank, epoch)  # type: ignore
+
+
+def _no_reduction() -> None:
+    loop.sum_gradients = lambda parameters: None  # type: ignore[assignment]
+
+
+MUTANT = ""
+MUTANTS: dict[str, Callable[[], None]] = {
+    "": lambda: None,
+    "order": _order_of_each,
+    "reduction": _no_reduction,
+    "mixers": lambda: None,  # in `stages`
+}
+
+
+def main() -> None:
+    global MUTANT
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--mutant", choices=MUTANTS, default="")
+    parser.add_argument("architectures", nargs="+")
+    arguments = parser.parse_args()
+    MUTANT = arguments.mutant
+    torch.set_num_threads(1)
+    with joined(torch.device("cpu")):
+        MUTANTS[MUTANT]()
+        for architecture in arguments.architectures:
+            stages(architecture, arguments.folder / architecture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Several processes train what one trains: real ones, started by torchrun, talking over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import tiny
+from tests.training.processes import STAGES
+
+ROOT = Path(__file__).parents[2]
+ARCHITECTURES = ["llama", "qwen3", "gpt2", "gemma3_text", "mixtral"]
+LOSS, GRADIENT = 1e-6, 1e-5
+
+
+def torchrun(processes: int, module: str, *arguments: object) -> list[str]:
+    """The command line."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [*launcher, "-m", module, *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+
+
+def finish(command: list[str], status: int = 0) -> str:
+    """What the command wrote on standard error."""
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stderr
+    return done.stderr
+
+
+def train(folder: Path, processes: int, architectures: Iterable[str], mutant: str = "") -> Path:
+    finish(torchrun(processes, "tests.training.processes", folder, "--mutant", mutant, *architectures))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process trains."""
+    return train(tmp_path_factory.mktemp("alone"), 1, ARCHITECTURES)
+
+
+def assert_alike(found: Path, expected: Path) -> None:
+    """The folders of a stage: losses, gradient norms, and what was trained."""
+    lines = [tiny.untimed_metrics(folder) for folder in (found, expected)]
+    assert len(lines[0]) == len(lines[1])
+    for one, other in zip(*lines, strict=True):
+        assert one["step"] == other["step"] and one["tokens"] == other["tokens"]
+        for name, unit in one["units"].items():
+            for key, value in unit.items():
+                tolerance = GRADIENT if key == "grad_norm" else LOSS
+                assert value == pytest.approx(other["units"][name][key], rel=tolerance), (found, name, key)
+    one, other = (load_file(folder / "trained.safetensors") for folder in (found, expected))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=GRADIENT, atol=1e-8)
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_stage_equals_that_of_one_process(processes: int, alone: Path, tmp_path: Path) -> None:
+    train(tmp_path, processes, ARCHITECTURES)
+    for architecture in ARCHITECTURES:
+        for stage in STAGES:
+            assert_alike(tmp_path / architecture / stage, alone / architecture / stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", ["order", "reduction", "mixers"])
+def test_what_goes_wrong_between_processes_is_seen(mutant: str, alone: Path, tmp_path: Path) -> None:
+    train(tmp_path, 2, ["llama"], mutant)
+    with pytest.raises(AssertionError):
+        assert_alike(tmp_path / "llama" / "transfer", alone / "llama" / "transfer")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def run_command(output: Path, processes: int | None, *more: str) -> list[str]:
+    """A tiny run, in so many processes, or in one of its own (None)."""
+    arguments = tiny.run_arguments(output)
+    if processes is None:
+        return [sys.executable, "-m", "linearize", *arguments, *more]
+    return torchrun(processes, "linearize", *arguments, *more)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    finish(run_command(folder, None))
+    return folder
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    """What all stages and controls trained, and what was measured of the result."""
+    for stage in ("transfer", "finetune", "controls/teacher_lora", "controls/window_lora"):
+        assert_near_losses(tiny.untimed_metrics(found / stage), tiny.untimed_metrics(expected / stage))
+    losses = [json.loads((folder / "evaluation.json").read_text()) for folder in (found, expected)]
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (found, expected))
+    assert one.keys() == other.keys() and losses[0].keys() == losses[1].keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=1e-4)
+
+
+def assert_near_losses(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """In fp32, through steps of AdamW."""
+    assert [(x["event"], x["step"]) for x in found] == [(x["event"], x["step"]) for x in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+def test_a_run_of_two_processes(one: Path, tmp_path: Path) -> None:
+    """The same folder as of one process: trained by all, measured and written by the main one; nothing said twice."""
+    said = finish(run_command(tmp_path / "two", 2))
+    assert_same_run(tmp_path / "two", one)
+    assert said.count("run folder:") == 1 and said.count("attention transfer: step 0 ") == 1
+
+
+@pytest.mark.slow
+def test_the_rest_of_a_run_on_another_number_of_processes(one: Path, tmp_path: Path) -> None:
+    finish(run_command(tmp_path / "run", 2, "--until", "transfer"))
+    finish(run_command(tmp_path / "run", None, "--until", "finetune"))
+    finish(run_command(tmp_path / "run", 4))
+    assert_same_run(tmp_path / "run", one)
+
+
+def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
+    said = finish(run_command(tmp_path, 2, "--set", "transfer.layers_per_block=1"), status=1)  # torchrun's own status
+    assert said.count("error: transfer.layers_per_block: expected one process, found 2") == 1
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_when_one_process_is_killed_the_others_end_and_the_run_goes_on(one: Path, tmp_path: Path) -> None:
+    """Without torchrun's agent, which would end the others itself."""
+    command = [sys.executable, "-m", "linearize", *tiny.run_arguments(tmp_path / "run")]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    first, second = (
+        subprocess.Popen(command, env=environment() | address | {"RANK": rank}, cwd=ROOT, stderr=subprocess.PIPE)
+        for rank in "01"
+    )
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "run" / "transfer").glob("checkpoint-*")):
+        assert time.monotonic() < deadline and first.poll() is None, "no checkpoint came"
+        time.sleep(0.01)
+    second.kill()
+    _, said = first.communicate(timeout=60)
+    second.communicate()
+    assert first.returncode == 2
+    assert "error: process 0 of 2: another process has ended" in said.decode() and "Traceback" not in said.decode()
+    finish(run_command(tmp_path / "run", 2))
+    assert_same_run(tmp_path / "run", one)
