@@ -122,8 +122,11 @@ def run(
     dataset: Text = None,
     until: Annotated[str, typer.Option(help="last stage to run: transfer, adapt, finetune or evaluate")] = "evaluate",
     block: Annotated[
-        int | None,
-        typer.Option(help="only train this block of layers, from 0; transfer.layers_per_block says how many it has"),
+        str | None,
+        typer.Option(
+            help="only train this block of layers, from 0, or any: one after another that no other job has taken; "
+            "transfer.layers_per_block says how many layers each has"
+        ),
     ] = None,
     trust_tasks: TrustTasks = False,
     set_: Set = None,
@@ -143,7 +146,7 @@ def run(
         raise UserError(f"--until: expected one of {', '.join(pipeline.STAGES)}; found {until!r}")
     job = _job(model, output_dir, recipe, dataset, set_, dtype, device, seed)
     with joined(job.device):
-        worth = pipeline.run(job, until=until, block=block, command=_command(), trust_tasks=trust_tasks)
+        worth = pipeline.run(job, until=until, block=_block(block), command=_command(), trust_tasks=trust_tasks)
     if worth is not None:
         _show(worth.to_json() if as_json else terminal.measured(load_run(output_dir)), as_json)
     _note(f"run folder: {output_dir}" + ("" if worth is None else f"; the model: {output_dir / 'model'}"))
@@ -342,6 +345,16 @@ def _job(
     overrides = parse_overrides(set_ or []) | {field: value for field, value in named.items() if value is not None}
     where = _device(device)
     return Run(Recipe.load(recipe, overrides), model, output, _dtype(dtype, where), where)
+
+
+def _block(given: str | None) -> Any:
+    from linearize.base import UserError
+
+    if given is None or given == "any":
+        return given
+    if not given.lstrip("-").isdecimal():
+        raise UserError(f"--block: expected the number of a block, or any; found {given!r}")
+    return int(given)
 
 
 def _command() -> str:

@@ -256,7 +256,7 @@ def test_a_run_of_one_block_says_what_is_left(command: Command, tmp_path: Path) 
     assert done.err.splitlines()[-2:] == [f"run folder: {tmp_path / 'run'}", "blocks still to do: 0"]
     done = command(*arguments, "--block", 0)
     assert done.err.splitlines()[-1] == "blocks still to do: none; the same command without --block goes on"
-    assert_refused(command(*arguments, "--block", 2), "--block: expected one of the blocks 0 to 1, found 2")
+    assert_refused(command(*arguments, "--block", 2), "--block: expected one of the blocks 0 to 1, or any; found 2")
 
 
 def test_eval_shows_a_table(command: Command) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from itertools import product
@@ -31,6 +32,7 @@ from linearize.recipe import Recipe, resolve
 from linearize.training import activations, blockwise, loop
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, merged_metrics
+from linearize.training.claims import claimed
 from linearize.training.config import Plateau
 from tests import tiny
 
@@ -495,3 +497,46 @@ def test_merged_metrics() -> None:
     assert [m["seconds"] for m in found] == [2.0, 4.0, 6.0, 7.0, 8.0]
     assert [list(m["units"]) for m in found] == [["a", "b", "c"]] * 3 + [["c"], ["a", "b", "c"]]
     assert [m.get("tokens_per_second") for m in found] == [None, pytest.approx(30.0), None, pytest.approx(60.0), None]
+
+
+# --- jobs that share a folder -----------------------------------------------------------------------------------------
+
+
+def test_jobs_take_blocks_that_no_other_has_taken(tmp_path: Path) -> None:
+    """One that another trains is left out, or refused where it is asked for; the claims are gone at the end."""
+    model, recipe = saved(TEACHERS["llama"](), tmp_path / "model"), tiny.recipe(**KAIMING)
+    joint(model, recipe, tmp_path / "joint")
+    made = transfer_by_block(model, recipe, 1, tmp_path / "by block")
+    (made.folder / "claims").mkdir(parents=True)
+    with claimed(made.folder / "claims" / "block-001"):
+        made.train_unclaimed()
+        assert made.unfinished() == [1]
+        with pytest.raises(UserError, match="block 1: expected one that nobody trains, found another job at it"):
+            made.train(range(4))
+    made.train_unclaimed()
+    made.merge()
+    assert_same(made.folder, tmp_path / "joint")
+
+
+@pytest.mark.slow
+def test_two_jobs_and_one_that_is_killed(tmp_path: Path) -> None:
+    """Both take what is free; when one dies, the other's command, given again, trains what is left; no block twice."""
+    folder, model = tmp_path / "run", saved(tiny.llama(layers=6), tmp_path / "model")
+    tiny.byte_tokenizer().save_pretrained(model)
+    arguments = tiny.run_arguments(folder, transfer__layers_per_block=1)
+    arguments[arguments.index("--model") + 1] = model
+    command = [sys.executable, "-m", "linearize", *arguments, "--block", "any"]
+    environment = os.environ | {"PYTHONPATH": str(Path(linearize.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    jobs = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("transfer/block-*/checkpoint-*")):
+        assert time.monotonic() < deadline and jobs[0].poll() is None
+        time.sleep(0.01)
+    jobs[0].kill()
+    said = [job.communicate(timeout=120)[1] for job in jobs]
+    assert jobs[1].returncode == 0, said[1]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "blocks still to do: none" in done.stderr
+    begun = re.findall(r"block (\d) of 6: step 0 ", "".join([*said, done.stderr]))
+    assert sorted(begun) == list("012345")

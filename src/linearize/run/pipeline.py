@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from transformers import PreTrainedModel
 
 from linearize import plan as planning
@@ -38,7 +40,7 @@ def run(
     *,
     dataset: Dataset | None = None,
     until: str = "evaluate",
-    block: int | None = None,
+    block: int | Literal["any"] | None = None,
     command: str | None = None,
     trust_tasks: bool = False,
 ) -> Worth | None:
@@ -47,7 +49,8 @@ def run(
     Args:
         dataset: rows to use instead of what the recipe names.
         until: the last stage to run, one of `STAGES`.
-        block: only train this block of layers, of a transfer block by block.
+        block: only train this block of layers, of a transfer block by block; "any": one after another that no other job
+            has taken.
         command: what the user typed, to stand beside the results.
         trust_tasks: benchmarks of the recipe may be task YAMLs, which can run any code.
 
@@ -117,7 +120,7 @@ def write_plan(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Datase
     write_json(run.folder / "plan.json", plan.to_json())
 
 
-def check_block(recipe: Recipe, shape: TeacherShape, block: int | None) -> None:
+def check_block(recipe: Recipe, shape: TeacherShape, block: int | Literal["any"] | None) -> None:
     """See that the recipe has such a block.
 
     Raises:
@@ -128,12 +131,14 @@ def check_block(recipe: Recipe, shape: TeacherShape, block: int | None) -> None:
     if recipe.transfer is None or recipe.transfer.layers_per_block is None:
         raise UserError("--block: expected a recipe with transfer.layers_per_block, found null; set it with --set")
     count = len(layer_blocks(shape.num_layers, recipe.transfer))
-    if not 0 <= block < count:
-        raise UserError(f"--block: expected one of the blocks 0 to {count - 1}, found {block}")
+    if block != "any" and not 0 <= block < count:
+        raise UserError(f"--block: expected one of the blocks 0 to {count - 1}, or any; found {block}")
 
 
-def transfer_by_block(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Dataset, block: int | None) -> None:
-    """Train all blocks of layers, or one, without ever loading the whole teacher."""
+def transfer_by_block(
+    run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Dataset, block: int | Literal["any"] | None
+) -> None:
+    """Train all blocks of layers, or one, or any that is free, without ever loading the whole teacher."""
     assert run.recipe.transfer is not None
     StoredWeights(run.model)  # refuses what cannot be read block by block before anything is written
     train_rows, validation_rows = dataset.train, dataset.validation
@@ -155,7 +160,10 @@ def transfer_by_block(run: Run, shape: TeacherShape, layers: LayerPlan, dataset:
         run.device,
         run.recipe.seed,
     )
-    job.train(range(len(job.blocks)) if block is None else [block])
+    if block == "any":
+        job.train_unclaimed()
+    else:
+        job.train(range(len(job.blocks)) if block is None else [block])
     if block is None:
         job.merge()
         write_plan(run, shape, final_layers(run, shape), dataset)

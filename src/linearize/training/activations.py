@@ -65,6 +65,8 @@ class Activations:
                 "free some space, or start again with a larger transfer.layers_per_block or less data"
             )
         for number in missing:
+            if self._file(number).is_file():  # another job has written it meanwhile
+                continue
             start = number * self.rows_per_file
             stream = compute(slice(start, min(start + self.rows_per_file, self.num_rows)))
             self._write(self._file(number), stream.cpu().contiguous())

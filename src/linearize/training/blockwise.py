@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,7 @@ from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.training.activations import FILE_BYTES, Activations, StoredRows
 from linearize.training.attention_transfer import attention_transfer
+from linearize.training.claims import claimed
 from linearize.training.config import TransferConfig
 from linearize.training.loop import TrainResult
 from linearize.training.resumption import RESULT, TRAINED, StageFolder, run_identity
@@ -68,8 +70,32 @@ class BlockwiseTransfer:
         """Train these blocks, each resumed where it was begun, and make what enters them where that is lacking.
 
         Raises:
-            UserError: anything that the user can fix: weights that cannot be read, a full disk, files of another run.
+            UserError: anything that the user can fix: weights that cannot be read, a full disk, files of another run,
+                a block that another job is training.
         """
+        self._claim(0).parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as claims:
+            for index in sorted(set(blocks) & set(self.unfinished())):
+                if not claims.enter_context(claimed(self._claim(index))):
+                    raise UserError(
+                        f"block {index}: expected one that nobody trains, found another job at it; wait for that, or "
+                        "choose another with --block"
+                    )
+            self._train(blocks)
+
+    def train_unclaimed(self) -> None:
+        """Train one block after another that no other job has taken, until there is none.
+
+        Raises:
+            UserError: as `train`.
+        """
+        self._claim(0).parent.mkdir(parents=True, exist_ok=True)
+        for index in self.unfinished():
+            with claimed(self._claim(index)) as mine:
+                if mine:
+                    self._train([index])
+
+    def _train(self, blocks: Collection[int]) -> None:
         wanted = set(blocks) & set(self.unfinished())
         for index in range(max(wanted, default=-1) + 1):
             hands_on = any(later > index for later in wanted) and not self._is_complete(index + 1)
@@ -86,7 +112,8 @@ class BlockwiseTransfer:
             if unfinished := self.unfinished():
                 raise UserError(f"{self._stage(unfinished[0])}: expected a finished block, found none; train it first")
             self._merge()
-        shutil.rmtree(self.folder / "activations", ignore_errors=True)
+        for done in ("activations", "claims"):
+            shutil.rmtree(self.folder / done, ignore_errors=True)
 
     # --- one block ----------------------------------------------------------------------------------------------------
 
@@ -123,6 +150,9 @@ class BlockwiseTransfer:
             self._leaving(index, side).write(stream, self._row_bytes)
 
     # --- where things are ---------------------------------------------------------------------------------------------
+
+    def _claim(self, index: int) -> Path:
+        return self.folder / "claims" / self._stage(index).name
 
     def _stage(self, index: int) -> Path:
         return _stage(self.folder, index)
