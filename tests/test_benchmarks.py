@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -103,3 +105,19 @@ def test_what_a_step_comes_after() -> None:
             models["decode_call"](model, cache, 3)()
             assert cache.get_seq_length() == 41
             assert cache.layers[1].keys.shape == (3, 2, 41, 8)
+
+
+@pytest.mark.slow
+def test_processes(tmp_path: Path) -> None:
+    """What each of two hands to the others in a step: its gradients, losses, and a mark for each parameter."""
+    results = tmp_path / "results.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["--model", tiny.teacher_folder(), "--recipes", "lolcats", "--length", "48", "--repeats", "2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(BENCHMARKS.parent / x) for x in ("src", "."))}
+    command = [*launcher, str(BENCHMARKS / "processes.py"), *arguments, "--json", str(results)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(results.read_text())["results"]
+    assert [row["stage"] for row in found] == ["transfer", "LoRA"]
+    for row in found:
+        assert row["processes"] == 2 and 4 * row["trained"] < row["exchanged"] < 4 * row["trained"] + 200
