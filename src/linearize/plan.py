@@ -144,7 +144,7 @@ def make_plan(
             return None
         trained = finetuned_parameters(config, model, new)
         flops = _finetune_flops(config, teacher, model, mixers, rows)
-        graph = _finetune_activations(teacher, model, mixers, dtype.itemsize)
+        graph = _finetune_activations(config, teacher, model, mixers, dtype.itemsize)
         return stage(config, trained, flops, graph, (model.total + new, trained))
 
     adapt, finetune = on_outputs(recipe.adapt), on_outputs(recipe.finetune)
@@ -254,7 +254,8 @@ def _finetune_flops(
     config: FinetuneConfig, teacher: TeacherShape, model: MetaModel, mixers: Mixers, sequence_length: int
 ) -> int:
     """Per token: 4 per weight (forward, and back to its input), 6 where it trains, each layer's attention 3x, its
-    mixer's own weights among it; and the teacher forward, where its outputs are learned.
+    mixer's own weights among it; and the teacher forward, where its outputs are learned. With activation checkpointing
+    each layer forward once more.
     """
     softmax, forward = _softmax_flops(teacher, sequence_length), _model_flops(teacher, model)
     attention = sum(
@@ -262,7 +263,8 @@ def _finetune_flops(
     )
     adapters = 0 if config.lora is None else lora_parameters(config.lora, model)
     outputs = forward + sum(teacher.passes) * softmax if config.loss.needs_teacher else 0
-    return (3 if config.all_weights else 2) * forward + 6 * adapters + 3 * attention + outputs
+    again = forward - 2 * model.outside + 2 * adapters + attention if config.activation_checkpointing else 0
+    return (3 if config.all_weights else 2) * forward + 6 * adapters + 3 * attention + outputs + again
 
 
 def _layer_activations(teacher: TeacherShape, model: MetaModel) -> list[int]:
@@ -279,12 +281,21 @@ def _transfer_activations(teacher: TeacherShape, model: MetaModel, mixers: Mixer
     return bytes_per_element * (max(_layer_activations(teacher, model)) + teacher.vocab_size) + largest
 
 
-def _finetune_activations(teacher: TeacherShape, model: MetaModel, mixers: Mixers, bytes_per_element: int) -> int:
-    """Per token: all layers and mixers kept for backward (no checkpointing); logits and their gradient in fp32."""
-    kept = 2 * FP32 * teacher.vocab_size
-    for numbers, mixer, times in zip(_layer_activations(teacher, model), mixers, teacher.passes, strict=True):
-        kept += times * (bytes_per_element * numbers + (0 if mixer is None else mixer.activation_bytes))
-    return kept
+def _finetune_activations(
+    config: FinetuneConfig, teacher: TeacherShape, model: MetaModel, mixers: Mixers, bytes_per_element: int
+) -> int:
+    """Per token: all layers and mixers kept for backward; logits and their gradient in fp32.
+
+    With activation checkpointing what enters each layer, and all of one.
+    """
+    layers = [
+        bytes_per_element * numbers + (0 if mixer is None else mixer.activation_bytes)
+        for numbers, mixer in zip(_layer_activations(teacher, model), mixers, strict=True)
+    ]
+    logits = 2 * FP32 * teacher.vocab_size
+    if config.activation_checkpointing:
+        return logits + sum(teacher.passes) * bytes_per_element * teacher.hidden_size + max(layers)
+    return logits + sum(map(operator.mul, teacher.passes, layers))
 
 
 # --- presentation -----------------------------------------------------------------------------------------------------

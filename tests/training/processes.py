@@ -14,6 +14,7 @@ import torch
 import linearize
 from linearize.training import batches, loop
 from linearize.training.attention_transfer import attention_transfer
+from linearize.training.config import WindowDropout
 from linearize.training.distributed import joined, world
 from linearize.training.finetune import finetune
 from tests import tiny
@@ -40,7 +41,7 @@ def stages(architecture: str, folder: Path) -> None:
     loss = recipe.finetune.loss.model_copy(update={"kl": 1.0})
     given = _COMMON | {"loss": loss, "lr": 1e-3}
     for stage, fields in {
-        "lora": {"mixers": True, "batch_size": 8, "micro_batch_size": 2},
+        "lora": {"mixers": True, "batch_size": 8, "micro_batch_size": 2, "window_dropout": WindowDropout()},
         "all": {"lora": None, "all_weights": True},
     }.items():
         tuned = recipe.finetune.model_copy(update=given | fields)

@@ -39,7 +39,7 @@ def outputs(model: PreTrainedModel, dropout: TransferConfig, step: Step) -> Tens
     handle = next(iter(linearized_layers(model).values())).register_forward_hook(
         lambda module, args, output: found.append(output[0])
     )
-    with dropped_windows(model, dropout, step):
+    with dropped_windows(model, dropout, step, 0):
         model(TOKENS)
     handle.remove()
     return found[0]
@@ -87,7 +87,7 @@ def test_layers_draw_for_themselves() -> None:
     sizes = [(64, heads, 30, shape.head_dim) for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
     inputs = AttnInputs(*(torch.randn(size, generator=torch.Generator().manual_seed(1)) for size in sizes), 0.5)
     before = [mixer(inputs) for mixer in mixers]
-    with dropped_windows(model, config(0.5), Step(0, 1, 0)):
+    with dropped_windows(model, config(0.5), Step(0, 1, 0), 0):
         hidden = [(mixer(inputs) != y).flatten(1).any(1) for mixer, y in zip(mixers, before, strict=True)]
     assert all(0 < rows.sum() < 64 for rows in hidden) and not torch.equal(*hidden)
 
@@ -96,14 +96,14 @@ def test_parameters_keep_their_names() -> None:
     """A stage may be written down while windows are hidden."""
     model = student()
     before = [(name, x.data_ptr()) for name, x in model.state_dict().items()]
-    with dropped_windows(model, config(1.0), Step(0, 1, 0)):
+    with dropped_windows(model, config(1.0), Step(0, 1, 0), 0):
         assert [(name, x.data_ptr()) for name, x in model.state_dict().items()] == before
 
 
 def test_it_ends_with_the_step() -> None:
     model = student()
     before = model(TOKENS).logits
-    with pytest.raises(ZeroDivisionError), dropped_windows(model, config(1.0), Step(0, 1, 0)):
+    with pytest.raises(ZeroDivisionError), dropped_windows(model, config(1.0), Step(0, 1, 0), 0):
         raise ZeroDivisionError
     assert torch.equal(model(TOKENS).logits, before)
     assert not any("combined" in vars(layer.mixer) for layer in linearized_layers(model).values())

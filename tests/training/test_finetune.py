@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 import linearize
 from linearize.base import UserError
 from linearize.data.rows import PackedRows
-from linearize.training.config import FinetuneConfig, LossConfig
-from linearize.training.finetune import OutputObjective, finetune, load_finetuned
+from linearize.evaluation.speed import peak_bytes
+from linearize.training.config import FinetuneConfig, LossConfig, WindowDropout
+from linearize.training.finetune import OutputObjective, finetune, load_finetuned, prepared
 from linearize.training.loop import Step, TrainResult
 from tests import tiny
 
@@ -304,3 +305,47 @@ def test_nothing_that_ran_before_matters(tmp_path: Path) -> None:
         torch.manual_seed(index + 17)
         tune(model, tmp_path / str(index))
     assert not changed(models[0], tiny.snapshot(models[1]))
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+def step_gradients(make: Make, prepare: Prepare, chosen: FinetuneConfig) -> dict[str, Tensor]:
+    """Of one step, in two micro batches."""
+    teacher = make().double()
+    model = prepare(teacher)
+    with prepared(model, chosen, seed=0) as (module, _):
+        objective = OutputObjective(module, chosen, teacher)
+        objective.backward([TRAIN.rows(slice(0, 2)), TRAIN.rows(slice(2, 4))], Step(1, 3, 0))
+        return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("trained", ["lora", "all weights"])
+@each_model
+def test_layers_that_are_computed_again_have_the_same_gradients(make: Make, prepare: Prepare, trained: str) -> None:
+    """Dropout of windows and of adapters included, which must not be drawn again."""
+    assert CONFIG is not None and CONFIG.lora is not None
+    lora = CONFIG.lora.model_copy(update={"dropout": 0.5})
+    parts = {"lora": {"lora": lora}, "all weights": {"lora": None, "all_weights": True}}[trained]
+    dropout = WindowDropout(start=0.5, end=0.5)
+    chosen = config(**parts, window_dropout=dropout, loss=LossConfig(kl=1.0))
+    torch.manual_seed(3)
+    kept = step_gradients(make, prepare, chosen)
+    torch.manual_seed(3)
+    again = step_gradients(make, prepare, chosen.model_copy(update={"activation_checkpointing": True}))
+    assert again.keys() == kept.keys() and any(gradient.any() for gradient in kept.values())
+    for name, gradient in kept.items():
+        torch.testing.assert_close(again[name], gradient, rtol=0, atol=TOLERANCE)
+
+
+def test_layers_that_are_computed_again_take_less_memory() -> None:
+    """Of 8 layers, what one has inside, and what enters the others."""
+    peaks = {}
+    for checkpointing in (False, True):
+        chosen = config(activation_checkpointing=checkpointing)
+        model = linearize.convert(tiny.llama(layers=8, hidden_size=64, intermediate_size=256), tiny.recipe())
+        with prepared(model, chosen, seed=0) as (module, _):
+            objective = OutputObjective(module, chosen)
+            peaks[checkpointing] = peak_bytes(lambda it=objective: it.backward([TRAIN], STEP), torch.device("cpu"))
+    assert peaks[True] < 0.5 * peaks[False]
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -107,17 +108,17 @@ class TransferObjective:
 
     def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
         """Gradients of the mean loss over the rows, layer by layer while the model runs forward."""
-        with dropped_windows(self._student, self._config, step):
-            return self._losses(micro_batches, learn=True)
+        return self._losses(micro_batches, step)
 
     def evaluate(self, rows: Rows) -> dict[str, float]:
         """The held-out loss of each layer."""
         size = self._config.micro_batch_size or self._config.batch_size
         batches = [rows.rows(slice(start, start + size)) for start in range(0, len(rows), size)]
-        return self._losses(batches, learn=False)
+        return self._losses(batches, None)
 
-    def _losses(self, batches: list[Rows], learn: bool) -> dict[str, float]:
-        shares, sums = self._shares(batches), dict[str, Tensor]()
+    def _losses(self, batches: list[Rows], step: Step | None) -> dict[str, float]:
+        """The loss of each layer; with a step, its gradients too."""
+        shares, sums, learn = self._shares(batches), dict[str, Tensor](), step is not None
 
         for index, counts in dealt(batches):
 
@@ -134,7 +135,8 @@ class TransferObjective:
                     sums[name] = sums.get(name, 0) + loss.detach()
                 return target
 
-            with torch.no_grad(), observed(self._student, observe):
+            hidden = nullcontext() if step is None else dropped_windows(self._student, self._config, step, index)
+            with torch.no_grad(), hidden, observed(self._student, observe):
                 self._student.base_model(**on_device(batches[index].inputs(), self._student.device))
         return summed({name: float(value) for name, value in sums.items()})
 

@@ -16,34 +16,31 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops.partial import Partial
 from linearize.training.config import TrainConfig
-from linearize.training.distributed import world
 from linearize.training.loop import Step
 
 
 @contextmanager
-def dropped_windows(model: nn.Module, config: TrainConfig, step: Step) -> Iterator[None]:
+def dropped_windows(model: nn.Module, config: TrainConfig, step: Step, micro_batch: int) -> Iterator[None]:
     """Within, every layer hides its window from the share of sequences that `config` schedules for this step.
 
-    What is hidden is a function of seed, step and layer, so that a resumed stage, or a layer trained without the
-    others, sees the same. The mixer's `combined` alone is wrapped: the names of parameters stay, and so do its
-    attention weights, which are made of `combine` without it.
+    What is hidden is a function of seed, step, micro batch and layer, so that a resumed stage, a layer trained without
+    the others, or one that is computed again on the way back, sees the same. The mixer's `combined` alone is wrapped:
+    the names of parameters stay, and so do its attention weights, which are made of `combine` without it.
     """
     layers = linearized_layers(model).values() if config.window_dropout is not None else ()
     mixers = {layer.layer_idx: layer.mixer for layer in layers if isinstance(layer.mixer, LinearMixer)}
     try:
         for index, mixer in mixers.items():
             assert config.window_dropout is not None
-            # Other rows in every process, so other draws.
-            seed = hash((step.seed, step.number, index)) + world().rank
-            generator = torch.Generator().manual_seed(seed % 2**63)
-            mixer.combined = _hiding(mixer, config.window_dropout.rate(step.number, step.total), generator)
+            seed = (hash((step.seed, step.number, index)) + micro_batch) % 2**63
+            mixer.combined = _hiding(mixer, config.window_dropout.rate(step.number, step.total), seed)
         yield
     finally:
         for mixer in mixers.values():
             vars(mixer).pop("combined", None)  # the method is seen again
 
 
-def _hiding(mixer: LinearMixer, rate: float, generator: torch.Generator) -> Callable[..., Tensor]:
+def _hiding(mixer: LinearMixer, rate: float, seed: int) -> Callable[..., Tensor]:
     """`mixer.combined`, but of the linear part alone in this share of sequences, where queries have keys in it."""
     whole = mixer.combined
 
@@ -56,6 +53,7 @@ def _hiding(mixer: LinearMixer, rate: float, generator: torch.Generator) -> Call
         alone = mixer.normalized(replace(linear, num=linear.num.clone()), inputs)
         y = whole(inputs, window, linear, has_linear)
         # Drawn on the CPU, the same on every device.
+        generator = torch.Generator().manual_seed(seed)
         hidden = (torch.rand(len(y), generator=generator) < rate).to(y.device)[:, None] & has_linear()
         return torch.where(hidden[:, None, :, None], alone.to(y.dtype), y)
 

@@ -180,6 +180,10 @@ class FinetuneConfig(TrainConfig):
     mixers: bool = Field(default=False, description="feature maps, gates and mix train too")
     all_weights: bool = Field(default=False, description="every weight of the model trains, mixers included")
     loss: LossConfig = LossConfig()
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="keep what enters each layer only, and compute it again on the way back: the same gradients",
+    )
 
     @model_validator(mode="after")
     def _trains_something(self) -> FinetuneConfig:

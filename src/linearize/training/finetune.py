@@ -87,6 +87,8 @@ def prepared(
             adapted = _adapted(model, config.lora, seed)
         for parameter in before:
             parameter.requires_grad_(True)
+        if config.activation_checkpointing:
+            _checkpointing(model, "enable", {"use_reentrant": False})
         yield model if adapted is None else adapted, half
     except BaseException:
         if adapted is not None:
@@ -102,7 +104,15 @@ def prepared(
         for parameter, data in before.items():
             parameter.data = parameter.data.to(data.dtype)
     finally:
+        if config.activation_checkpointing:
+            _checkpointing(model, "disable")
         model.requires_grad_(False)
+
+
+def _checkpointing(model: PreTrainedModel, what: str, *options: Any) -> None:
+    """transformers' own, by the name that its older versions have where the newer one is not there."""
+    name = f"activation_checkpointing_{what}"
+    getattr(model, name if hasattr(model, name) else f"gradient_checkpointing_{what}")(*options)
 
 
 def _adapted(model: PreTrainedModel, config: LoRAConfig, seed: int) -> nn.Module:
@@ -161,17 +171,17 @@ class OutputObjective:
     def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
         """Gradients of the mean loss over the rows' labels."""
         self._model.train()
-        with dropped_windows(self._model, self._config, step):
-            return summed({"model": self._loss(micro_batches, learn=True)})
+        return summed({"model": self._loss(micro_batches, step)})
 
     def evaluate(self, rows: Rows) -> dict[str, float]:
         """The held-out loss."""
         self._model.eval()
         size = self._config.micro_batch_size or self._config.batch_size
         batches = [rows.rows(slice(i, i + size)) for i in range(0, len(rows), size)]
-        return summed({"model": self._loss(batches, learn=False)})
+        return summed({"model": self._loss(batches, None)})
 
-    def _loss(self, batches: list[Rows], learn: bool) -> float:
+    def _loss(self, batches: list[Rows], step: Step | None) -> float:
+        """The loss; with a step, its gradients too."""
         device = next(self._model.parameters()).device
         # At least 1: long prompts can fill all rows of a step, whose loss is then 0.
         labels = max(1, sum(int(batch.target_counts().sum()) for batch in batches))
@@ -185,12 +195,13 @@ class OutputObjective:
                 with torch.no_grad(), documents_apart(self._teacher):
                     expected = batch.compared(self._teacher(**inputs))
             cast = torch.autocast(device.type, self._autocast) if self._autocast else nullcontext()
-            with torch.set_grad_enabled(learn), cast:
-                outputs = batch.compared(self._model(**inputs))
-            with torch.set_grad_enabled(learn):
+            hidden = nullcontext() if step is None else dropped_windows(self._model, self._config, step, index)
+            with torch.set_grad_enabled(step is not None), hidden:
+                with cast:
+                    outputs = batch.compared(self._model(**inputs))
                 targets = None if targets is None else targets.to(device)
                 loss = output_losses(outputs, expected, targets, self._config.loss) * (counts / labels)
-                if learn:
+                if step is not None:
                     loss.backward()
             total += loss.item()
         return total
