@@ -226,6 +226,20 @@ def test_memory_and_disk() -> None:
 LLAMA_31_405B = make_shape("llama", 126, 128, 8, 128, 16384, 53248, 128256, 131072, False)
 
 
+def test_activation_checkpointing_takes_less_memory_and_a_forward_pass_more() -> None:
+    """Llama 3 8B, LoRA, rows of 8,192 tokens one at a time: what enters layers, in place of all that is in them."""
+    sizes = ["data.sequence_length=8192", "finetune.micro_batch_size=1"]
+    kept, again = (
+        planned(LLAMA_3_8B, *sizes, f"finetune.activation_checkpointing={x}", training_tokens=8192).finetune
+        for x in ("false", "true")
+    )
+    assert kept is not None and again is not None and kept.flops is not None and again.flops is not None
+    assert kept.memory_bytes - again.memory_bytes > 2**30
+    assert again.memory_bytes < 40 * 2**30  # the card of LoLCATs sec. 4
+    through_layers = 2 * (8_030_261_248 - 2 * 128256 * 4096)
+    assert 1.0 < (again.flops - kept.flops) / again.tokens / through_layers < 1.2
+
+
 def test_block_by_block() -> None:
     """LoLCATs sec. 3.3.2: every layer's states of 50M tokens would take over 200 TB; nine layers fit one 80 GB GPU."""
     whole = planned(LLAMA_31_405B, "transfer.layers_per_block=null", name="lolcats-405b")
