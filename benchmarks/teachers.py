@@ -16,7 +16,9 @@ from linearize.training.allocation import allocate, allocated_plan, measured_los
 from linearize.training.memory import candidate_bytes
 
 
-def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocabulary: int) -> LlamaConfig:
+def llama_config(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocabulary: int
+) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -31,8 +33,8 @@ def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: in
 
 
 SHAPES = {
-    "llama-135m": _llama(576, 30, 9, 3, 1536, 49152),  # SmolLM-135M
-    "llama-1b": _llama(2048, 16, 32, 8, 8192, 128256),  # Llama-3.2-1B
+    "llama-135m": llama_config(576, 30, 9, 3, 1536, 49152),  # SmolLM-135M
+    "llama-1b": llama_config(2048, 16, 32, 8, 8192, 128256),  # Llama-3.2-1B
 }
 
 

@@ -276,15 +276,16 @@ def _layer_activations(teacher: TeacherShape, model: MetaModel) -> list[int]:
 
 
 def _transfer_activations(teacher: TeacherShape, model: MetaModel, mixers: Mixers, bytes_per_element: int) -> int:
-    """Per token: inference (one layer at a time), the logits, and the graph of the largest single mixer."""
+    """Per token: inference (one layer at a time, without the head), and the graph of the largest single mixer."""
     largest = max((mixer.activation_bytes for mixer in mixers if mixer is not None), default=0)
-    return bytes_per_element * (max(_layer_activations(teacher, model)) + teacher.vocab_size) + largest
+    return bytes_per_element * max(_layer_activations(teacher, model)) + largest
 
 
 def _finetune_activations(
     config: FinetuneConfig, teacher: TeacherShape, model: MetaModel, mixers: Mixers, bytes_per_element: int
 ) -> int:
-    """Per token: all layers and mixers kept for backward; logits and their gradient in fp32.
+    """Per token: all layers and mixers kept for backward; logits, those of them that are compared, and the gradients
+    of both; with a teacher, its logits too, and those that are compared. (In fp32 losses are computed by chunks.)
 
     With activation checkpointing what enters each layer, and all of one.
     """
@@ -292,7 +293,7 @@ def _finetune_activations(
         bytes_per_element * numbers + (0 if mixer is None else mixer.activation_bytes)
         for numbers, mixer in zip(_layer_activations(teacher, model), mixers, strict=True)
     ]
-    logits = 2 * FP32 * teacher.vocab_size
+    logits = (6 if config.loss.needs_teacher else 4) * bytes_per_element * teacher.vocab_size
     if config.activation_checkpointing:
         return logits + sum(teacher.passes) * bytes_per_element * teacher.hidden_size + max(layers)
     return logits + sum(map(operator.mul, teacher.passes, layers))
