@@ -24,11 +24,11 @@ from torch import Tensor
 from training import all_rows_a_step
 
 from linearize.base import UserError
+from linearize.distributed import barrier, joined, world
 from linearize.evaluation.speed import Spread
 from linearize.recipe import Recipe
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.batches import Batches
-from linearize.training.distributed import barrier, joined, world
 from linearize.training.finetune import OutputObjective, prepared
 from linearize.training.loop import StageRun
 

@@ -137,10 +137,10 @@ def run(
 ) -> None:
     """Linearize a model: convert, train, measure beside every control, and write an ordinary Hugging Face folder."""
     from linearize.base import UserError
+    from linearize.distributed import joined
     from linearize.report import terminal
     from linearize.report.load import load_run
     from linearize.run import pipeline
-    from linearize.training.distributed import joined
 
     if until not in pipeline.STAGES:
         raise UserError(f"--until: expected one of {', '.join(pipeline.STAGES)}; found {until!r}")

@@ -20,6 +20,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, model
 from linearize.base import Config, UserError
 from linearize.data.config import DataConfig
 from linearize.data.tasks import TextEmbedding
+from linearize.distributed import DistributedConfig
 from linearize.evaluation.config import EvaluationConfig
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import Add
@@ -166,6 +167,7 @@ class Recipe(Config):
     finetune: FinetuneConfig | None = FinetuneConfig()
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    distributed: DistributedConfig = DistributedConfig()
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")

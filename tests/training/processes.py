@@ -1,6 +1,6 @@
 """What test_distributed.py runs in several processes: every stage on tiny fp64 models, each in a folder of its own.
 
-torchrun --nproc-per-node 2 -m tests.training.processes FOLDER [--mutant NAME] ARCHITECTURE...
+torchrun --nproc-per-node 2 -m tests.training.processes FOLDER [--shard] [--mutant NAME] ARCHITECTURE...
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import linearize
+from linearize.distributed import in_turn, joined, world
+from linearize.hf.sharded_checkpoint import load_sharded
 from linearize.training import batches, loop
 from linearize.training.attention_transfer import attention_transfer
 from linearize.training.config import WindowDropout
-from linearize.training.distributed import joined, world
 from linearize.training.finetune import finetune
 from tests import tiny
 from tests.hf.models import make_teacher
@@ -29,7 +31,14 @@ _COMMON = {"batch_size": 6, "epochs": 1, "max_tokens": None, "eval_every": 2, "m
 
 def stages(architecture: str, folder: Path) -> None:
     """Attention transfer, LoRA together with the mixers, and all weights, one after the other."""
-    teacher = make_teacher(architecture)
+    teacher: Any = make_teacher(architecture)
+    if SHARD:
+        with in_turn():
+            if world().main:
+                teacher.save_pretrained(folder / "teacher")
+        experts = getattr(teacher.config, "_experts_implementation", None)  # not every one knows fp64
+        teacher = load_sharded(str(folder / "teacher"), dtype=torch.float64, device=torch.device("cpu"))
+        teacher.config._experts_implementation_internal = experts
     recipe = tiny.recipe(mixer__span__window_size=4)
     student = linearize.convert(teacher, recipe)
     if MUTANT == "mixers":
@@ -57,7 +66,7 @@ def _no_reduction() -> None:
     loop.sum_gradients = lambda parameters: None  # type: ignore[assignment]
 
 
-MUTANT = ""
+MUTANT, SHARD = "", False
 MUTANTS: dict[str, Callable[[], None]] = {
     "": lambda: None,
     "order": _order_of_each,
@@ -67,13 +76,14 @@ MUTANTS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    global MUTANT
+    global MUTANT, SHARD
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--shard", action="store_true", help="weights divided among the processes")
     parser.add_argument("--mutant", choices=MUTANTS, default="")
     parser.add_argument("architectures", nargs="+")
     arguments = parser.parse_args()
-    MUTANT = arguments.mutant
+    MUTANT, SHARD = arguments.mutant, arguments.shard
     torch.set_num_threads(1)
     with joined(torch.device("cpu")):
         MUTANTS[MUTANT]()

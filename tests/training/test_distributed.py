@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from linearize.training.resumption import read_tensors
 from tests import tiny
 from tests.training.processes import STAGES
 
@@ -41,8 +42,8 @@ def finish(command: list[str], status: int = 0) -> str:
     return done.stderr
 
 
-def train(folder: Path, processes: int, architectures: Iterable[str], mutant: str = "") -> Path:
-    finish(torchrun(processes, "tests.training.processes", folder, "--mutant", mutant, *architectures))
+def train(folder: Path, processes: int, architectures: Iterable[str], *options: str) -> Path:
+    finish(torchrun(processes, "tests.training.processes", folder, *options, *architectures))
     return folder
 
 
@@ -62,7 +63,7 @@ def assert_alike(found: Path, expected: Path) -> None:
             for key, value in unit.items():
                 tolerance = GRADIENT if key == "grad_norm" else LOSS
                 assert value == pytest.approx(other["units"][name][key], rel=tolerance), (found, name, key)
-    one, other = (load_file(folder / "trained.safetensors") for folder in (found, expected))
+    one, other = (read_tensors(folder / "trained.safetensors", {}) for folder in (found, expected))
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=GRADIENT, atol=1e-8)
@@ -74,6 +75,7 @@ def expected(alone: Path, architecture: str) -> Path:
     return alone / architecture
 
 
+@pytest.mark.parametrize("options", [pytest.param([], id="whole"), pytest.param(["--shard"], id="sharded")])
 @pytest.mark.parametrize(
     ("processes", "architectures"),
     [
@@ -83,9 +85,10 @@ def expected(alone: Path, architecture: str) -> Path:
     ],
 )
 def test_every_stage_equals_that_of_one_process(
-    processes: int, architectures: list[str], alone: Path, tmp_path: Path
+    processes: int, architectures: list[str], options: list[str], alone: Path, tmp_path: Path
 ) -> None:
-    train(tmp_path, processes, architectures)
+    """Each process with the whole model, or with its part of the weights."""
+    train(tmp_path, processes, architectures, *options)
     for architecture in architectures:
         for stage in STAGES:
             assert_alike(tmp_path / architecture / stage, expected(alone, architecture) / stage)
@@ -94,7 +97,7 @@ def test_every_stage_equals_that_of_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", ["order", "reduction", "mixers"])
 def test_what_goes_wrong_between_processes_is_seen(mutant: str, alone: Path, tmp_path: Path) -> None:
-    train(tmp_path, 2, ["llama"], mutant)
+    train(tmp_path, 2, ["llama"], "--mutant", mutant)
     with pytest.raises(AssertionError):
         assert_alike(tmp_path / "llama" / "transfer", expected(alone, "llama") / "transfer")
 

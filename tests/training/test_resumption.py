@@ -53,7 +53,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     with pytest.raises(UserError, match="the disk is full"):
         stage.finish(TENSORS, {"steps": 8})
     assert names(tmp_path) == before
-    loaded = StageFolder(tmp_path, IDENTITY).latest()
+    loaded = StageFolder(tmp_path, IDENTITY).latest({})
     assert loaded is not None
     assert loaded[1] == {"step": 4}
     assert torch.equal(loaded[0]["weight"], TENSORS["weight"])
@@ -71,7 +71,7 @@ def test_the_newest_complete_checkpoint_counts(tmp_path: Path) -> None:
     StageFolder(tmp_path, IDENTITY).save(999_999_999, TENSORS, {"step": 999_999_999})
     (tmp_path / "checkpoint-000000004").mkdir()  # not yet removed when the process died
     (tmp_path / "unfinished" / "checkpoint-1000000000").mkdir(parents=True)
-    loaded = StageFolder(tmp_path, IDENTITY).latest()
+    loaded = StageFolder(tmp_path, IDENTITY).latest({})
     assert loaded is not None
     assert loaded[1] == {"step": 999_999_999}
     assert not (tmp_path / "unfinished").exists()
@@ -80,7 +80,7 @@ def test_the_newest_complete_checkpoint_counts(tmp_path: Path) -> None:
 def test_loaded_tensors_do_not_depend_on_their_file(tmp_path: Path) -> None:
     stage = StageFolder(tmp_path, IDENTITY)
     stage.save(4, TENSORS, {})
-    loaded = stage.latest()
+    loaded = stage.latest({})
     assert loaded is not None
     with (tmp_path / "checkpoint-000000004" / "tensors.safetensors").open("rb+") as file:
         file.write(bytes(4100))
@@ -98,7 +98,7 @@ def test_unreadable_files_are_named(tmp_path: Path, file: str, content: bytes | 
     else:
         (tmp_path / file).write_bytes(content)
     with pytest.raises(UserError, match=rf"{file}: expected .*, found .*; delete .* to train again"):
-        StageFolder(tmp_path, IDENTITY).finished()
+        StageFolder(tmp_path, IDENTITY).finished({})
 
 
 def test_metrics_are_cut_back_and_go_on(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from linearize.data.packing import Score
 from linearize.data.rows import PackedRows, inference, on_device
 from linearize.hf.attention import observed, softmax_output
 from linearize.hf.convert import convert_layers
+from linearize.hf.sharding import run_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import MixerConfig
@@ -72,5 +73,5 @@ def _reach(watched: PreTrainedModel, inputs: dict[str, Any]) -> Float64[Tensor, 
         return softmax_output(layer, at, layout)
 
     with observed(watched, observe):
-        watched.base_model(**inputs)
+        run_layers(watched, inputs)
     return torch.stack(found).mean(dim=0).cpu().double()

@@ -32,6 +32,7 @@ from linearize.base import UserError, progress
 from linearize.data.rows import inference, on_device
 from linearize.evaluation.chosen_rows import ChosenRows
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
+from linearize.hf.sharding import run_layers
 from linearize.mixers.attention_weights import Features, LinearPart
 from linearize.mixers.cached import cached_keys, new_sums
 from linearize.mixers.config import MixerConfig
@@ -142,7 +143,7 @@ def visit_layers(
                 return target
 
             with observed(student, observe):
-                student.base_model(**on_device(chosen.part(slice(first, first + batch_size)), student.device))
+                run_layers(student, on_device(chosen.part(slice(first, first + batch_size)), student.device))
 
 
 def weight_blocks(visit: Visit) -> Iterator[WeightBlock]:

@@ -41,6 +41,7 @@ from linearize.evaluation.shares import KeptGain, kept_copying, kept_far_context
 from linearize.evaluation.speed import Crossover, Speed, generation_speed
 from linearize.evaluation.weights import without_weights
 from linearize.hf.attention import linearized_layers
+from linearize.hf.sharding import is_sharded
 
 NEW_TOKENS = 16  # generated where speed is measured
 RECALLING = ("teacher", "student", "window")  # the floor is the teacher within its window
@@ -189,6 +190,8 @@ def measure(
 
     opened = {candidate.name: candidate for candidate in candidates}
     speed = _speed(opened, max_positions, seed) if "teacher" in opened else []
+    if "teacher" in opened and not speed:
+        reasons["speed"] = "weights are divided among processes; `linearize bench` measures the model in one piece"
     return Worth(
         window_size=window_size,
         measured=list(map(measured, candidates)),
@@ -207,9 +210,11 @@ def measure(
 
 
 def _speed(opened: Mapping[str, Candidate], max_positions: int, seed: int) -> list[Speed]:
-    """Teacher and student at a quarter of the positions and at nearly all of them."""
+    """Teacher and student at a quarter of the positions and at nearly all of them; not where weights are divided."""
     lengths = (max_positions // 4, max_positions - NEW_TOKENS)
     with opened["teacher"].open() as teacher, opened["student"].open() as student:
+        if is_sharded(student):
+            return []
         models = {"teacher": teacher, "student": student}
         return generation_speed(models, lengths, new_tokens=NEW_TOKENS, repeats=3, seed=seed)
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_cla
         torch.default_generator.manual_seed(0)  # for a head that the checkpoint is not of: each time the same
         loaded, _ = load_whole(load, model, dtype=dtype, trust_remote_code=False, **hub_options(model))
         _check_dtypes(model, loaded)
-    return _as_trained(loaded.to(device).eval())
+    return as_trained(loaded.to(device).eval())
 
 
 def _check_dtypes(model: str, loaded: PreTrainedModel) -> None:
@@ -150,7 +150,7 @@ def new_model(
         torch.default_generator.manual_seed(seed)
         config = AutoConfig.from_pretrained(model, trust_remote_code=False, **hub_options(model))
         made: Any = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
-    return _as_trained(made.to(device, dtype).eval())
+    return as_trained(made.to(device, dtype).eval())
 
 
 def drops_soft_cap(config: PreTrainedConfig) -> bool:
@@ -159,7 +159,7 @@ def drops_soft_cap(config: PreTrainedConfig) -> bool:
     return capped and config._attn_implementation == "sdpa"
 
 
-def _as_trained(model: PreTrainedModel) -> PreTrainedModel:
+def as_trained(model: PreTrainedModel) -> PreTrainedModel:
     """A model whose attention is what it is meant to be: with its soft cap, and within each document of a row."""
     if drops_soft_cap(model.config):
         model.set_attn_implementation("eager")
@@ -220,10 +220,20 @@ def atomic_folder(folder: Path, num_bytes: int) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def save_student(student: PreTrainedModel, processor: Any, texts: Mapping[str, str], folder: Path) -> None:
-    """Weights, config, tokenizer or image processor (if any) and text files by their names, all or nothing."""
+def save_student(
+    student: PreTrainedModel,
+    processor: Any,
+    texts: Mapping[str, str],
+    folder: Path,
+    write: Callable[[Path], None] | None = None,
+) -> None:
+    """Weights, config, tokenizer or image processor (if any) and text files by their names, all or nothing.
+
+    Args:
+        write: weights and config, where `student.save_pretrained` does not.
+    """
     with atomic_folder(folder, student.get_memory_footprint()) as scratch, _bars_on_terminals_only():
-        student.save_pretrained(scratch)
+        (write or student.save_pretrained)(scratch)
         if processor is not None:
             processor.save_pretrained(scratch)
         for name, text in texts.items():

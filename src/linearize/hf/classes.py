@@ -212,8 +212,10 @@ def projections(model: PreTrainedModel, roles: Collection[str]) -> dict[str, nn.
     return found
 
 
-def install(model: PreTrainedModel) -> None:
+def install(model: PreTrainedModel, device: torch.device | None = None) -> None:
     """Build the mixers that `model.config` plans, beside the model's own projections, in place.
+
+    They are on the device of these, or on another that is given.
 
     What is random about a mixer is a function of torch's generator and of its layer's index, not of the other layers:
     a block of layers draws what the whole model does.
@@ -232,11 +234,12 @@ def install(model: PreTrainedModel) -> None:
         # fp64 models keep fp64 mixers; everything else keeps them in fp32, whatever the model's dtype.
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
         # Drawn on the CPU in fp32, so that a seed means the same random numbers on every device and in every dtype.
-        where = torch.device("meta" if weight.is_meta else "cpu")
+        at = weight.device if device is None else device
+        where = torch.device("meta" if at.type == "meta" else "cpu")
         with where, _default_dtype(torch.float32), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(Random(f"{seed}, layer {module.layer_idx}").getrandbits(63))
             mixer = build(mixer_config, shape)
-        attach(module, mixer.to(weight.device, dtype), ATTENTION_CLASSES[base_type], model.config)
+        attach(module, mixer.to(at, dtype), ATTENTION_CLASSES[base_type], model.config)
     hide_masks(model, len(plan))
     if architecture.parts is None:
         model.base_model.register_forward_pre_hook(encoder_layout_hook, with_kwargs=True)

@@ -15,6 +15,7 @@ from linearize.hf.checkpoint import drops_soft_cap
 from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, plan_to_config, registered
 from linearize.hf.layouts import forget_layouts
 from linearize.hf.quantized import beside_parameters, settle
+from linearize.hf.sharding import is_sharded, shard_alike, skeleton
 from linearize.mixers.config import LayerPlan
 
 
@@ -22,7 +23,8 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     """A student that shares the teacher's storage; the teacher itself is left as it is.
 
     Mixers are new and initialised as the plan says. An optimizer that trains the shared weights in place changes the
-    teacher, too; `linearize.finetune` copies what it changes.
+    teacher, too; `linearize.finetune` copies what it changes. The student of a teacher whose weights are divided among
+    processes, which all call this, is divided alike.
 
     What is random about a layer's mixer is a function of the seed and the layer's index: the files of a training stage
     hold learned numbers only, so the random projections beside them must come out the same when the stage is resumed or
@@ -31,7 +33,9 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     Raises:
         UserError: an architecture or head that is not supported.
     """
-    config = teacher.config
+    config, whole = teacher.config, teacher
+    if is_sharded(teacher):  # FSDP2's units cannot be copied
+        teacher = skeleton(whole).to(whole.dtype)
     if config.model_type not in ARCHITECTURES:
         raise UserError(f"model: expected a softmax model, found {config.model_type!r}, which is linearized already")
     classes = {cls for head in MODEL_CLASSES[f"linearized_{config.model_type}"].values() for cls in head}
@@ -49,7 +53,9 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     student = _remade(teacher, student_class, config_class(**_fields(config), linearize=plan_to_config(plan)), {})
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        install(student)
+        install(student, whole.device)
+    if is_sharded(whole):
+        shard_alike(student, whole)
     return student
 
 

@@ -45,7 +45,7 @@ def load_block(model: str, layers: range, *, dtype: torch.dtype, device: torch.d
     with readable(model, "readable weights"):
         tensors = checkpoint.read(block.state_dict(), block.base_model_prefix, device)
         block.load_state_dict({name: tensor.to(dtype) for name, tensor in tensors.items()}, assign=True)
-        _compute_buffers(block, device)
+        compute_buffers(block, device)
     return block.to(device).eval()
 
 
@@ -74,16 +74,16 @@ def _keep(model: Any, layers: range) -> None:
 
 
 @torch.no_grad()
-def _compute_buffers(block: Any, device: torch.device) -> None:
+def compute_buffers(model: Any, device: torch.device) -> None:
     """Those that no checkpoint holds and the model itself initialises, such as the factor of Gemma's embeddings."""
-    for module in block.modules():
+    for module in model.modules():
         missing = {name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
         if missing:
             for name in missing:
                 setattr(module, name, torch.empty_like(getattr(module, name), device=device))
             for parameter in module.parameters(recurse=False):
                 parameter._is_hf_initialized = True
-            block._init_weights(module)
+            model._init_weights(module)
 
 
 def _replace(base: nn.Module, paths: Iterable[str | None], make: Callable[[], nn.Module]) -> None:
@@ -101,6 +101,26 @@ class _NoEmbedding(nn.Module):
         return torch.zeros((), device=ids.device)
 
 
+def weight_files(model: str) -> dict[str, str]:
+    """The file of each tensor of a model, a folder or of the hub. The order of preference is that of transformers.
+
+    Raises:
+        UserError: there are no safetensors.
+    """
+    options = hub_options(model) | {"_raise_exceptions_for_missing_entries": False}
+    whole = cached_file(model, SAFE_WEIGHTS_NAME, **options)
+    if whole is not None:
+        with safe_open(whole, framework="pt") as file:
+            return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+    index = cached_file(model, SAFE_WEIGHTS_INDEX_NAME, **options)
+    if index is None:
+        raise UserError(
+            f"model {model}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, found neither; "
+            "its weights are read in parts: load the model and save_pretrained() it once"
+        )
+    return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+
+
 class StoredWeights:
     """The safetensors of a softmax model, in one file or in several, of a folder or of the hub.
 
@@ -112,7 +132,7 @@ class StoredWeights:
         self._model, self._options = model, hub_options(model)
         with readable(model, "readable weights"):
             self.config: Any = AutoConfig.from_pretrained(model, trust_remote_code=False, **self._options)
-            self._files = self._find()
+            self._files = weight_files(model)
         if self.config.model_type not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UserError(f"model: expected a softmax model ({known}), found {self.config.model_type!r}")
@@ -131,21 +151,6 @@ class StoredWeights:
                 f"model {model}: expected weights that are not quantised, found a quantization_config; block-wise "
                 "transfer reads them as they are: use another copy of the model, or set transfer.layers_per_block=null"
             )
-
-    def _find(self) -> dict[str, str]:
-        """The file of each tensor. The order of preference is that of transformers."""
-        options = self._options | {"_raise_exceptions_for_missing_entries": False}
-        whole = cached_file(self._model, SAFE_WEIGHTS_NAME, **options)
-        if whole is not None:
-            with safe_open(whole, framework="pt") as file:
-                return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
-        index = cached_file(self._model, SAFE_WEIGHTS_INDEX_NAME, **options)
-        if index is None:
-            raise UserError(
-                f"model {self._model}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, found neither; "
-                "block-wise transfer reads layer by layer: load the model and save_pretrained() it once"
-            )
-        return json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
 
     def read(self, names: Iterable[str], prefix: str, device: torch.device) -> dict[str, Tensor]:
         """These tensors, by name. Checkpoints of a base model call them without its prefix.

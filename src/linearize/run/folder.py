@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError, atomic_file, read_json
 from linearize.data.packing import Dataset
+from linearize.distributed import DistributedConfig
 from linearize.hf.checkpoint import load_model, new_model
+from linearize.hf.sharded_checkpoint import load_sharded
 from linearize.recipe import Recipe
 from linearize.training.resumption import RESULT
 
@@ -28,6 +30,7 @@ class Run:
     folder: Path
     dtype: torch.dtype
     device: torch.device
+    sharded: bool = False  # weights are divided among the processes
 
     @classmethod
     def read(cls, folder: Path, dtype: torch.dtype, device: torch.device) -> Run:
@@ -54,11 +57,19 @@ class Run:
         return None if found is None else cls.read(found, dtype, device)
 
     def load_teacher(self) -> PreTrainedModel:
-        """The softmax model with its task's head: as it is saved, or new where the recipe starts from scratch."""
+        """The softmax model with its task's head: as it is saved, or new where the recipe starts from scratch.
+
+        Of a run with divided weights each process gets its part; all call this.
+        """
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         options["auto_class"] = self.recipe.data.task.auto_class
         if self.recipe.weights == "random":
             return new_model(self.model, seed=self.recipe.seed, **options)
+        if self.sharded:
+            stages = self.recipe.adapt, self.recipe.finetune
+            masters = any(stage is not None and stage.all_weights for stage in stages)
+            stored = torch.promote_types(self.dtype, torch.float32) if masters else self.dtype
+            return load_sharded(self.model, stored=stored, **options)
         return load_model(self.model, **options)
 
     def training_tokens(self, *stages: str) -> int | None:
@@ -111,7 +122,7 @@ def check_output(run: Run) -> None:
     recipe_file, run_file = run.folder / "recipe.yaml", run.folder / "run.json"
     if recipe_file.is_file() and run_file.is_file():
         found = _about(run.folder)
-        if _written(recipe_file) != run.recipe.to_yaml():
+        if _written(recipe_file) != _results_by(run.recipe):
             raise UserError(
                 f"output folder {run.folder}: expected a run of this recipe, found one of another ({recipe_file}); "
                 "use another folder"
@@ -132,15 +143,20 @@ def _unclaimed(run: Run) -> bool:
         return not run.folder.exists()
     recipe = run.folder / "recipe.yaml"
     found = set(run.folder.iterdir()) - set(run.folder.glob(".*.incomplete"))
-    return not found or (found == {recipe} and recipe.read_text(encoding="utf-8") == run.recipe.to_yaml())
+    return not found or (found == {recipe} and _written(recipe) == _results_by(run.recipe))
 
 
 def _written(recipe_file: Path) -> str | None:
-    """A run's recipe as it is written today, perhaps without a field of an earlier version; None: there is none."""
+    """What a run's recipe, perhaps of an earlier version with fewer fields, says of results; None: there is none."""
     try:
-        return Recipe.load(str(recipe_file)).to_yaml()
+        return _results_by(Recipe.load(str(recipe_file)))
     except UserError:
         return None
+
+
+def _results_by(recipe: Recipe) -> str:
+    """The recipe as YAML, without how its processes share the work: a run may go on with other ones."""
+    return recipe.model_copy(update={"distributed": DistributedConfig()}).to_yaml()
 
 
 def claim(run: Run, dataset: Dataset) -> None:

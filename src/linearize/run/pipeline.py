@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -12,24 +13,26 @@ from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset
 from linearize.data.rows import PackedRows
 from linearize.data.selection import reach_by
+from linearize.distributed import barrier, in_turn, world
 from linearize.evaluation.harness import check_tasks
 from linearize.evaluation.worth import Worth
 from linearize.hf.checkpoint import read_config, save_student
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.hf.partial_model import StoredWeights
+from linearize.hf.sharded_checkpoint import save_sharded
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe, resolve
 from linearize.run.allocation import ALLOCATION, allocation, stored_allocation
 from linearize.run.evaluate import control, measure_run, write_results
 from linearize.run.folder import Run, about_run, check_output, claim, write_json
+from linearize.run.layout import laid_out
 from linearize.training.allocation import allocated_plan
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
 from linearize.training.cache_scores import TOKENS, fit_scores
 from linearize.training.config import FinetuneConfig
-from linearize.training.distributed import in_turn, world
 from linearize.training.finetune import finetune
 
 STAGES = ("transfer", "adapt", "finetune", "evaluate")
@@ -63,6 +66,7 @@ def run(
     layers = resolve(run.recipe, shape)
     check_block(run.recipe, shape, block)
     check_output(run)
+    run = laid_out(run, shape, layers)
     processor = load_processor(run.recipe.data.task, run.model)
     if dataset is None:
         dataset = load_dataset(run.recipe.data, processor, config, reach_by(run.load_teacher), seed=run.recipe.seed)
@@ -103,15 +107,30 @@ def run(
     if until != "evaluate":
         return None
     train_controls(run, teacher, layers, dataset)
+    if not world().main and not run.sharded:
+        return None
+    save(run, student, processor)
+    worth = measure_run(run, teacher, student, processor, dataset, command)
     if not world().main:
         return None
-    saved = run.folder / "model"
-    if not saved.exists():
-        card = f"# {run.folder.name}\n\nNot measured yet.\n"
-        save_student(student, processor, {"README.md": card} | about_run(run), saved)
-    worth = measure_run(run, teacher, student, processor, dataset, command)
     write_results(run.folder, worth)
     return worth
+
+
+def save(run: Run, student: PreTrainedModel, processor: Any) -> None:
+    """The student in a folder of its own, where there is none yet; of divided weights each process gives its part."""
+    folder = run.folder / "model"
+    write = partial(save_sharded, student) if run.sharded else None
+    if run.sharded:
+        barrier()  # none begins while another still looks
+    if folder.exists():
+        return
+    if write is not None and not world().main:
+        write(folder)
+        return
+    card = f"# {run.folder.name}\n\nNot measured yet.\n"
+    texts = {"README.md": card} | about_run(run)
+    save_student(student, processor, texts, folder, write)
 
 
 def write_plan(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Dataset) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError
 from linearize.data.rows import PackedRows, Rows, on_device
+from linearize.distributed import dealt, summed
 from linearize.hf.attention import (
     linearized_layers,
     observed,
@@ -27,6 +28,7 @@ from linearize.hf.attention import (
     softmax_output,
 )
 from linearize.hf.layouts import read_layout
+from linearize.hf.sharding import run_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.attention_weights import far_queries
 from linearize.mixers.inputs import AttnInputs
@@ -34,7 +36,6 @@ from linearize.ops.layout import Layout
 from linearize.training.bypass import dropped_windows
 from linearize.training.calibration import calibrate
 from linearize.training.config import TransferConfig
-from linearize.training.distributed import dealt, summed
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.resumption import RESULT
 from linearize.training.transfer_losses import Share, check_losses, transfer_loss
@@ -137,7 +138,7 @@ class TransferObjective:
 
             hidden = nullcontext() if step is None else dropped_windows(self._student, self._config, step, index)
             with torch.no_grad(), hidden, observed(self._student, observe):
-                self._student.base_model(**on_device(batches[index].inputs(), self._student.device))
+                run_layers(self._student, on_device(batches[index].inputs(), self._student.device))
         return summed({name: float(value) for name, value in sums.items()})
 
     def _shares(self, batches: list[Rows]) -> dict[str, list[Share]]:

@@ -6,8 +6,8 @@ import random
 from functools import lru_cache
 
 from linearize.data.rows import Rows
+from linearize.distributed import world
 from linearize.training.config import TrainConfig
-from linearize.training.distributed import world
 
 
 class Batches:

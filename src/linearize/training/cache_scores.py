@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from linearize.base import progress
 from linearize.data.rows import Rows, on_device
 from linearize.hf.attention import linearized_layers, observed, softmax_output
+from linearize.hf.sharding import run_layers
 from linearize.mixers.exact_cache import ExpectedAttention, Learned
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.dispatch import window_softmax
@@ -72,7 +73,7 @@ def fit_mixers(model: PreTrainedModel, mixers: Fitted, rows: Rows, tokens: int) 
 
     with observed(model, observe):
         for row in progress(range(min(len(rows), -(-tokens * len(rows) // rows.num_tokens))), "scores of exact caches"):
-            model.base_model(**on_device(rows.rows(slice(row, row + 1)).inputs(), model.device))
+            run_layers(model, on_device(rows.rows(slice(row, row + 1)).inputs(), model.device))
     for fit in (fit for of_layer in fits.values() for fit in of_layer.values()):
         for target in fit.targets:
             target.load_state_dict(fit.result())

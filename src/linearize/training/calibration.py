@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from linearize.data.rows import Rows, on_device
 from linearize.hf.attention import linearized_layers, observed, softmax_output
+from linearize.hf.sharding import run_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import AbsoluteScaleCombine
 from linearize.mixers.feature_maps.learned import Learned
@@ -58,7 +59,7 @@ def calibrate(student: PreTrainedModel, rows: Rows, tokens: int) -> None:
 
     with observed(student, observe):
         for row in range(min(len(rows), -(-tokens * len(rows) // rows.num_tokens))):
-            student.base_model(**on_device(rows.rows(slice(row, row + 1)).inputs(), student.device))
+            run_layers(student, on_device(rows.rows(slice(row, row + 1)).inputs(), student.device))
     for fit in fits.values():
         fit.finish()
 

@@ -10,16 +10,26 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
 from linearize.data.rows import Rows, on_device
+from linearize.distributed import dealt, summed
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import projections
 from linearize.hf.layouts import documents_apart
+from linearize.hf.sharding import (
+    adopt,
+    divided_weights,
+    is_sharded,
+    own_rows,
+    replace_weights,
+    round_weights,
+    see_what_trains,
+)
 from linearize.training.bypass import dropped_windows
 from linearize.training.config import FinetuneConfig, LoRAConfig
-from linearize.training.distributed import dealt, summed
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.losses import output_losses
 
@@ -74,19 +84,24 @@ def prepared(
     if config.mixers:
         chosen = [layer.mixer for layer in linearized_layers(model).values()]
     model.requires_grad_(False)
-    before, was_training = {p: p.data for module in chosen for p in module.parameters()}, model.training
-    if not before and config.lora is None:
+    changed = list(dict.fromkeys(p for module in chosen for p in module.parameters()))
+    if not changed and config.lora is None:
         raise UserError("finetune: expected weights to train, found mixers without parameters; set finetune.lora")
+    before = {p: p.data for p in changed if not isinstance(p, DTensor)}
+    divided, was_training = divided_weights(model), model.training
     half = model.dtype if config.all_weights and model.dtype in (torch.bfloat16, torch.float16) else None
     adapted: Any = None
     try:
         for parameter, data in before.items():
             dtype = torch.promote_types(data.dtype, torch.float32) if config.all_weights else data.dtype
             parameter.data = data.to(dtype, copy=True)
+        if config.all_weights:
+            replace_weights(model, lambda _, weight: weight.detach().clone())
         if config.lora is not None:
             adapted = _adapted(model, config.lora, seed)
-        for parameter in before:
-            parameter.requires_grad_(True)
+        for module in chosen:
+            module.requires_grad_(True)
+        see_what_trains(model)
         if config.activation_checkpointing:
             _checkpointing(model, "enable", {"use_reentrant": False})
         yield model if adapted is None else adapted, half
@@ -95,6 +110,7 @@ def prepared(
             adapted.unload()
         for parameter, data in before.items():
             parameter.data = data
+        replace_weights(model, lambda name, _: divided[name])
         model.train(was_training)
         raise
     else:
@@ -103,6 +119,7 @@ def prepared(
             _merge(adapted, model, config.lora)
         for parameter, data in before.items():
             parameter.data = parameter.data.to(data.dtype)
+        round_weights(model)
     finally:
         if config.activation_checkpointing:
             _checkpointing(model, "disable")
@@ -138,9 +155,17 @@ def _merge(adapted: Any, model: PreTrainedModel, config: LoRAConfig) -> None:
     module: Any
     for module in projections(model, config.targets).values():
         weight = module.base_layer.weight
-        if type(weight) is nn.Parameter:  # PEFT adds to these in place, and replaces quantized ones
+        if isinstance(weight, DTensor):  # which PEFT cannot add to
+            (adapter,) = module.active_adapters
+            sum_ = weight.detach() + own_rows(module.get_delta_weight(adapter).detach(), weight)
+            module.base_layer.weight = nn.Parameter(sum_.to(weight.dtype), requires_grad=False)
+        elif type(weight) is nn.Parameter:  # PEFT adds to these in place, and replaces quantized ones
             module.base_layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
-    adapted.merge_and_unload()
+    if is_sharded(model):
+        adapted.unload()
+        adopt(model)
+    else:
+        adapted.merge_and_unload()
 
 
 def _unit(model: nn.Module) -> Unit:

@@ -13,16 +13,22 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from linearize.base import DivergedError, UserError
 from linearize.data.rows import Rows
+from linearize.distributed import barrier, clip_gradients, in_turn, sum_gradients, world
 from linearize.training.batches import Batches
 from linearize.training.config import TrainConfig
-from linearize.training.distributed import barrier, in_turn, sum_gradients, world
-from linearize.training.resumption import MetricsLog, StageFolder, restore_rng_state, rng_state, run_identity
+from linearize.training.resumption import (
+    MetricsLog,
+    StageFolder,
+    read_tensors,
+    restore_rng_state,
+    rng_state,
+    run_identity,
+)
 from linearize.training.schedules import build_schedule
 
 DIVERGED = 2.75  # times the first held-out loss, at the end of a stage that was never below it
@@ -98,7 +104,7 @@ def train(
     the mean over its units, which for a step are those that still train), a checkpoint at each evaluation, and at the
     end ``trained.safetensors`` and ``result.json``. Called again, it goes on from the checkpoint (on a CPU: bit for bit
     as if never stopped); a finished stage is loaded and returned at once. Of several processes (`distributed`), all
-    call it alike, with the same weights; the main one writes.
+    call it alike, with the same weights; the main one writes, and each its rows of weights that are divided.
 
     Raises:
         DivergedError: a loss or gradient that is not finite; or a mean held-out loss that was never below the first
@@ -111,8 +117,8 @@ def train(
     identity = run_identity(parameters, rows, config.model_dump(mode="json"), seed)
     with in_turn():
         stage = StageFolder(output_dir, identity)
-        finished = stage.finished()
-        checkpoint = stage.latest() if finished is None else None
+        finished = stage.finished(parameters)
+        checkpoint = stage.latest(parameters) if finished is None else None
     if finished is not None:
         _copy_into(parameters, finished[0])
         return TrainResult(**finished[1])
@@ -138,10 +144,12 @@ def train(
         def evaluate() -> None:
             progress.update(bar, status="evaluating")
             record = run.evaluate()
+            metrics_bytes = 0
             if metrics is not None:
                 metrics.write(record)
-                tensors, state = run.state()
-                stage.save(run.step, tensors, state | {"metrics_bytes": metrics.sync()})
+                metrics_bytes = metrics.sync()
+            tensors, state = run.state()
+            stage.save(run.step, tensors, state | {"metrics_bytes": metrics_bytes})
             held_out = f"held-out loss {record['loss']:.5g}"
             progress.update(bar, status=held_out)
             line = f"{title}: step {run.step} of {run.batches.num_steps}, {held_out}"
@@ -161,8 +169,7 @@ def train(
     run.check_divergence(title)
     best = {name: tensor for unit in run.units for name, tensor in unit.best.items()}
     result = run.result()
-    if main:
-        stage.finish(best, asdict(result))
+    stage.finish(best, asdict(result))
     barrier()  # what comes next may read the files
     _copy_into(parameters, best)
     return result
@@ -177,7 +184,7 @@ def load_trained(units: Sequence[Unit], output_dir: Path) -> None:
     path, parameters = output_dir / "trained.safetensors", _parameters(units)
     if not path.is_file():
         raise UserError(f"{output_dir}: expected a finished stage, found no trained.safetensors; run it to the end")
-    tensors = load_file(path)
+    tensors = read_tensors(path, parameters)
     if missing := parameters.keys() - tensors.keys():
         raise UserError(f"{path}: expected the parameters of this model, found none for {min(missing)}")
     _copy_into(parameters, tensors)
@@ -210,10 +217,8 @@ class _UnitRun:
 
     def update(self, step: int) -> dict[str, float]:
         """One optimizer step on the gradients; the learning rate and the gradient norm."""
-        norm = nn.utils.get_total_norm([p.grad for p in self.parameters.values() if p.grad is not None])
-        grad_norm = self.finite(norm.item(), "gradient norm", step + 1)
-        if self._clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(self.parameters.values(), self._clip_norm, norm)
+        norm = clip_gradients(self.parameters.values(), self._clip_norm)
+        grad_norm = self.finite(norm, "gradient norm", step + 1)
         self.optimizer.step()
         record = {"lr": self.lr, "grad_norm": grad_norm}
         if not self._on_plateau:

@@ -2,6 +2,9 @@
 
 Everything is written inside one scratch folder and moved out of it by a rename once complete, and is moved back into it
 to be deleted. So whatever a killed process leaves half done lies in the scratch folder, which the next run clears.
+
+Of tensors that are divided among processes, each writes its rows (torch's distributed checkpoints, as safetensors), in
+a folder beside the file of the others and called like it. Any number of processes can read them, divided or not.
 """
 
 from __future__ import annotations
@@ -11,18 +14,22 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from linearize.base import UserError, full_disk_is_user_error, sync
+from linearize.distributed import barrier, read_rows, world
 
 SCRATCH = "unfinished"
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -32,6 +39,8 @@ TRAINED, RESULT = "trained.safetensors", "result.json"
 class StageFolder:
     """The folder of one stage. `identity` names the run: flat, JSON-able, and stored beside everything that is written.
 
+    Of several processes all call `save` and `finish`. On reading, what is divided among `parameters` is so here.
+
     Raises (on reading): UserError if what is there was written by a run of another identity, or cannot be read.
     """
 
@@ -39,44 +48,73 @@ class StageFolder:
         self.path = path
         self.identity = identity
         path.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(path / SCRATCH, ignore_errors=True)
+        if world().main:
+            shutil.rmtree(path / SCRATCH, ignore_errors=True)
 
-    def finished(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def finished(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The trained tensors and the result, or None if the stage has not finished."""
         if not (self.path / RESULT).exists():
             return None
         result = self._read_json(self.path / RESULT)
-        tensors = _read_tensors(self.path / TRAINED)
+        tensors = read_tensors(self.path / TRAINED, parameters)
         self._remove_checkpoints()  # left over if the process died just after it had written the result
         return tensors, result
 
     def finish(self, tensors: dict[str, Tensor], result: dict[str, Any]) -> None:
         """Write the result, then drop the resume checkpoint."""
+        if not world().main:
+            self._write_rows(TRAINED, tensors)
+            return
         with self._scratch(_num_bytes(tensors)) as scratch:
             _write_tensors(scratch / TRAINED, tensors)
             self._write_json(scratch / RESULT, result)
+            self._write_rows(TRAINED, tensors)
+            rows = _rows_of(self.path / TRAINED)
+            if rows.exists():  # of a process that died before it had written the result
+                rows.replace(scratch / "older")
+            if _rows_of(scratch / TRAINED).exists():
+                _rows_of(scratch / TRAINED).replace(rows)
             (scratch / TRAINED).replace(self.path / TRAINED)
             (scratch / RESULT).replace(self.path / RESULT)  # last: its presence means that the stage has finished
         self._remove_checkpoints()
 
-    def latest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def latest(self, parameters: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The newest checkpoint, or None."""
         checkpoints = self._checkpoints()
         if not checkpoints:
             return None
         state = self._read_json(checkpoints[-1] / STATE)
-        return _read_tensors(checkpoints[-1] / TENSORS), state
+        return read_tensors(checkpoints[-1] / TENSORS, parameters), state
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write the checkpoint of `step`, then drop the ones before it; a full disk leaves the one before in place."""
+        name = f"checkpoint-{step:09d}"
+        if not world().main:
+            self._write_rows(f"{name}/{TENSORS}", tensors)
+            return
         with self._scratch(_num_bytes(tensors)) as scratch:
-            folder = scratch / f"checkpoint-{step:09d}"
+            folder = scratch / name
             folder.mkdir()
             _write_tensors(folder / TENSORS, tensors)
             self._write_json(folder / STATE, state)
+            self._write_rows(f"{name}/{TENSORS}", tensors)
             folder.replace(self.path / folder.name)
             for older in self._checkpoints()[:-1]:
                 older.replace(scratch / older.name)
+
+    def _write_rows(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Every process's rows of what is divided, in the scratch folder, which the main process has made."""
+        divided = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        if not divided:
+            return
+        barrier()
+        folder = _rows_of(self.path / SCRATCH / name)
+        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        with full_disk_is_user_error(self.path, _num_bytes(tensors)):
+            try:
+                dcp.save(divided, storage_writer=writer)
+            except CheckpointException as error:
+                raise next(iter(error.failures.values()))[0] from None
 
     def _checkpoints(self) -> list[Path]:
         return sorted(self.path.glob("checkpoint-*"))
@@ -188,17 +226,60 @@ def _num_bytes(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
+def _rows_of(path: Path) -> Path:
+    """The folder for what is divided, beside the file of the other tensors."""
+    return path.with_suffix("")
+
+
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    save_file(whole, path)
     sync(path)
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in a file, and in the folder of rows beside it; of what is divided here, this process's rows.
+
+    Args:
+        parameters: what the last part of a tensor's name, behind slashes, is about.
+
+    Raises:
+        UserError: a file that is missing or cannot be read.
+    """
     try:
-        # Cloned, because safetensors maps the file, and a mapped checkpoint would keep its disk space when deleted.
-        return {name: tensor.clone() for name, tensor in load_file(path).items()}
+        with safe_open(path, framework="pt") as file:
+            # Cloned, because safetensors maps the file, and a mapped checkpoint would keep its disk space when deleted.
+            names = file.keys()
+            divided = {name for name in names if _like(name, parameters, file.get_slice(name).get_shape()) is not None}
+            tensors = {name: file.get_tensor(name).clone() for name in names if name not in divided}
+        if divided:
+            tensors |= _read_rows(path.parent, parameters, divided)
+        if _rows_of(path).is_dir():
+            tensors |= _read_rows(_rows_of(path), parameters)
     except (OSError, SafetensorError):
         raise UserError(
             f"{path}: expected the tensors of a training stage, found no such file or one that cannot be read; "
             "delete the stage's folder to train again"
         ) from None
+    return tensors
+
+
+def _read_rows(
+    folder: Path, parameters: Mapping[str, Tensor], names: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """This process's rows of the tensors in a folder, all or those of some names; others whole."""
+    metadata: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    tensors: dict[str, Tensor] = {}
+    for name in metadata.keys() if names is None else names:
+        size, dtype = metadata[name].size, metadata[name].properties.dtype
+        like = _like(name, parameters, list(size))
+        empty = torch.empty(size, dtype=dtype) if like is None else torch.empty_like(like, dtype=dtype, device="cpu")
+        tensors[name] = empty
+    read_rows(folder, tensors)
+    return tensors
+
+
+def _like(name: str, parameters: Mapping[str, Tensor], shape: list[int]) -> DTensor | None:
+    """The divided parameter that a tensor belongs to, if it is of its shape."""
+    parameter = parameters.get(name.rpartition("/")[2])
+    return parameter if isinstance(parameter, DTensor) and list(parameter.shape) == shape else None

@@ -1,22 +1,39 @@
 """Several processes, as torchrun starts them: whose rows are whose, and what is added up over all.
 
-Every process has the whole model and all rows, and computes the gradients of its own rows, divided by what all rows of
-the step have. So their sum is what one process would have computed, whatever the number of processes. Files are the
-main process's business, the one of rank 0; the others only read them.
+Every process has all rows, and computes the gradients of its own rows, divided by what all rows of the step have. So
+their sum is what one process would have computed, whatever the number of processes. Of what is divided among them
+(DTensors, see `hf.sharding`) FSDP2 has added up the gradients already, in the backward pass. Files are the main
+process's business, the one of rank 0; the others only read them, or write their rows of what is divided.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from linearize.base import UserError
+from linearize.base import Config, UserError
+
+
+class DistributedConfig(Config):
+    """What several processes have of a model. The results are the same, so a run may go on with another choice."""
+
+    shard: Literal["auto", "none", "full"] = Field(
+        default="auto",
+        description="divide weights among processes (FSDP2); auto: where a GPU is too small for the whole model",
+    )
+
 
 _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells its processes
 
@@ -51,6 +68,8 @@ def joined(device: torch.device) -> Iterator[World]:
     if any(name not in os.environ for name in _STARTED):
         yield World()
         return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # NCCL talks from the current one
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield world()
@@ -105,14 +124,23 @@ def summed(losses: dict[str, float]) -> dict[str, float]:
     return dict(zip(losses, values.tolist(), strict=True))
 
 
+def least(number: int) -> int:
+    """The least of the numbers that the processes have."""
+    if world().size == 1:
+        return number
+    value = torch.tensor(number)
+    dist.all_reduce(value, dist.ReduceOp.MIN)
+    return int(value)
+
+
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Replace every gradient by its sum over all processes, by one reduction for each dtype.
+    """Replace every gradient by its sum over all processes, by one reduction for each dtype; divided ones are sums.
 
     A parameter without a gradient counts as one with zeros where another process has found one.
     """
     if world().size == 1:
         return
-    parameters = list(parameters)
+    parameters = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
     found = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     gradients: dict[torch.dtype, list[Tensor]] = {}
@@ -126,3 +154,30 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
         dist.all_reduce(flat)
         for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(total.view_as(tensor))
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
+    """Scale gradients down together until their norm is at most `max_norm`; the norm that they had.
+
+    One norm for all, be they whole in every process or divided among them. A norm that is not finite scales nothing.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    rows = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+    norm = nn.utils.get_total_norm(whole)
+    if rows:
+        squares = nn.utils.get_total_norm(rows).double().square()
+        dist.all_reduce(squares)
+        norm = (norm.double().square() + squares).sqrt()
+    if max_norm is not None and norm.isfinite():
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in (*whole, *rows):
+            gradient.mul_(scale.to(gradient.device))
+    return norm.item()
+
+
+def read_rows(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors from the safetensors in a folder, by name; of divided ones, this process's rows alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # each process reads by itself
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)

@@ -1,0 +1,193 @@
+"""Reading and writing models whose weights are divided: no process ever holds the whole model.
+
+Each process reads its rows of every tensor (torch's distributed checkpoints over safetensors); written files are
+gathered one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.initialization import no_init_weights
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils.hub import cached_file
+
+from linearize.base import UserError, progress
+from linearize.distributed import in_turn, read_rows, world
+from linearize.hf.attention import linearized_layers
+from linearize.hf.checkpoint import CAUSAL, as_trained, hub_options, readable
+from linearize.hf.partial_model import compute_buffers, weight_files
+from linearize.hf.sharding import first_row, local, replace_weights, shard, skeleton, whole
+
+FILE_SIZE = "5GB"  # of written weights; the main process holds as much of them
+_READS = 16  # parts in which a model is read, for the progress bar: each looks at the headers of all files
+
+
+def load_sharded(
+    model: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    stored: torch.dtype | None = None,
+    auto_class: str = CAUSAL,
+) -> PreTrainedModel:
+    """A softmax decoder in eval mode whose weights are divided among all processes, which call this together.
+
+    Args:
+        model: a folder, or a hub id, which the main process fetches first.
+        dtype: in which layers compute.
+        stored: of the weights, where it is another: that of masters which train.
+
+    Raises:
+        UserError: an encoder, quantized weights, or weights that are missing, left over, or of another shape.
+    """
+    with readable(model, "readable weights"):
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False, **hub_options(model))
+        if getattr(config, "quantization_config", None) is not None:
+            raise UserError(
+                f"model {model}: distributed.shard: expected weights that are not quantized, found a "
+                "quantization_config; set distributed.shard=none"
+            )
+        with in_turn():
+            files = weight_files(model)
+            paths = [Path(str(cached_file(model, name, **hub_options(model)))) for name in {*files.values()}]
+        with torch.device("meta"), no_init_weights():
+            bare: Any = getattr(transformers, auto_class).from_config(config, dtype=dtype)
+        bare.tie_weights()
+        with suppress(OSError):  # most models' folders have one
+            bare.generation_config = GenerationConfig.from_pretrained(model, **hub_options(model))
+        bare = as_trained(bare.eval()).to(stored or dtype)
+        shard(bare, device)
+        replace_weights(bare, lambda _, weight: torch.empty_like(weight, device=device))
+        compute_buffers(bare, device)
+        _read(bare, model, paths[0].parent, set(files))
+    return bare.requires_grad_(False)
+
+
+def _read(model: Any, name: str, folder: Path, stored: set[str]) -> None:
+    """Fill the weights from the safetensors in `folder`, of which tensors of these names count.
+
+    Raises:
+        UserError: as `load_sharded`.
+    """
+    metadata: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    expected: dict[str, Tensor] = {}
+    for key, tensor in _weights(model).items():
+        expected |= as_stored(model, key, torch.empty(tensor.shape, device="meta"))
+    names = {key: _name_in(stored, key, model) for key in expected}
+    missing = {key for key, found in names.items() if found is None}
+    left = {key for key in stored - set(names.values()) if not _of_no_account(key, model)}
+    problems = [f"none for {min(missing)}"] if missing else []
+    problems += [f"{min(left)}, which it has not"] if left else []
+    for key, tensor in expected.items():
+        if key not in missing:
+            of = metadata[names[key]]  # type: ignore[index]
+            if of.size != tensor.shape:
+                problems.append(f"{key} of shape {list(of.size)} for {list(tensor.shape)}")
+            if not of.properties.dtype.is_floating_point:
+                problems.append(f"{key} as {of.properties.dtype}, without a quantization_config")
+    if problems:
+        raise UserError(
+            f"model {name}: expected all weights of a {type(model).__name__.removeprefix('FSDP')} and no others, "
+            f"found {problems[0]}; use a whole copy of the checkpoint, saved without adapters"
+        )
+    mine: dict[Any, Tensor] = {}
+    for key, tensor in _weights(model).items():
+        rows = tensor if len(as_stored(model, key, local(tensor))) == 1 else local(tensor)
+        mine |= {names[x]: part for x, part in as_stored(model, key, rows, first_row(tensor)).items()}
+    for some in progress([[*mine][i::_READS] for i in range(_READS)], f"loading a part of {name}"):
+        read_rows(folder, {key: mine[key] for key in some})
+
+
+def save_sharded(model: Any, folder: Path) -> None:
+    """Write what `save_pretrained` writes for the model in one piece; all processes call this, the main one writes.
+
+    Weights are of the dtype in which layers compute.
+    """
+    bare = skeleton(model)
+    if world().main:
+        bare.generation_config = model.generation_config
+        bare.save_pretrained(folder, state_dict={})
+        for path in folder.glob("*.safetensors"):
+            path.unlink()
+    weights, mixers = _weights(model), _mixers(model)
+    dtypes = {key: x.dtype if key in mixers else model.config.dtype for key, x in weights.items()}
+    shapes = {key: torch.empty(x.shape, dtype=dtypes[key], device="meta") for key, x in weights.items()}
+    split = split_torch_state_dict_into_shards(
+        shapes, max_shard_size=FILE_SIZE, filename_pattern="model{suffix}.safetensors"
+    )
+    index: dict[str, str] = {}
+    for file, keys in progress(split.filename_to_tensors.items(), "writing weights"):
+        tensors: dict[str, Tensor] = {}
+        for key in keys:
+            gathered = whole(weights[key].detach().to(dtypes[key]))
+            if world().main:
+                tensors |= as_stored(model, key, gathered.cpu())
+        if world().main:
+            save_file({key: x.contiguous() for key, x in tensors.items()}, folder / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(tensors, file)
+    if world().main and split.is_sharded:
+        text = json.dumps({"metadata": split.metadata, "weight_map": index}, indent=2, sort_keys=True) + "\n"
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+
+
+def as_stored(model: PreTrainedModel, name: str, tensor: Tensor, first: int = 0) -> dict[str, Tensor]:
+    """A tensor of the model as checkpoints have it: under its name there, and experts one by one.
+
+    Args:
+        tensor: of experts perhaps only some, from the one of number `first` on. What comes back lies in it.
+    """
+    transforms = get_checkpoint_conversion_mapping(model.config.model_type) or ()
+    parts = {name: tensor}
+    for transform in transforms:
+        if isinstance(transform, WeightConverter) and transform.target_patterns[0] in name:
+            (target,), sources = transform.target_patterns, transform.source_patterns
+            parts = {
+                name.replace(target, source.replace("*", str(first + number))): part
+                for number, expert in enumerate(tensor)
+                for source, part in zip(sources, expert.chunk(len(sources)), strict=True)
+            }
+    for transform in transforms:
+        if not isinstance(transform, WeightConverter):
+            (target,), (source,) = transform.target_patterns, transform.source_patterns
+            parts = {key.replace(target, source): part for key, part in parts.items()}
+    return parts
+
+
+def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """All that checkpoints hold of the model, tied weights once."""
+    buffers, held = dict(model.named_buffers()), model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: x for name, x in buffers.items() if name in held}
+
+
+def _mixers(model: PreTrainedModel) -> set[str]:
+    return {
+        f"{name}.mixer.{key}" for name, layer in linearized_layers(model).items() for key in layer.mixer.state_dict()
+    }
+
+
+def _name_in(stored: set[str], key: str, model: Any) -> str | None:
+    """By which name the files have a tensor: those of a base model call it without its prefix; tied ones by either."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    names = [key, *(alias for alias, of in tied.items() if of == key)]
+    names += [name.removeprefix(f"{model.base_model_prefix}.") for name in names]
+    return next((name for name in names if name in stored), None)
+
+
+def _of_no_account(key: str, model: Any) -> bool:
+    """Whether a tensor that the model has not may be in its files: tied weights, and what transformers ignores."""
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    return key in getattr(model, "all_tied_weights_keys", {}) or any(re.search(pattern, key) for pattern in ignored)

@@ -1,0 +1,174 @@
+"""Models whose weights are divided among processes by torch's FSDP2, each decoder layer a unit.
+
+Mixers are small: every process has them whole, outside of the units, because attention transfer computes their
+gradients inside the forward of a unit, where FSDP2 could not reduce them. Axes: none; a divided parameter is a DTensor
+of the whole parameter's shape, of which this process holds some rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from linearize.base import UserError
+from linearize.distributed import world
+from linearize.hf.architectures import architecture_of
+from linearize.hf.attention import linearized_layers
+from linearize.hf.layouts import keep_documents_apart
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the model's weights are divided among processes."""
+    return isinstance(model, FSDPModule)
+
+
+def shard(model: PreTrainedModel, device: torch.device) -> None:
+    """Divide the weights of a decoder among all processes, in place; those on the meta device stay there.
+
+    Gradients are added up over the processes, not averaged, as `distributed.sum_gradients` does for what each process
+    has whole. Weights of another dtype than the model's (`config.dtype`) are those that train: layers compute in the
+    model's, and gradients are reduced in theirs.
+
+    Raises:
+        UserError: an encoder.
+    """
+    architecture = architecture_of(model)
+    if architecture is None or architecture.parts is None:
+        raise UserError(
+            f"distributed.shard: expected a decoder, found {model.config.model_type!r}; set distributed.shard=none"
+        )
+    mixers = {p for layer in linearized_layers(model).values() for p in layer.mixer.parameters()}
+    stored, computed = model.dtype, model.config.dtype
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if stored != computed:
+        policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=stored, cast_forward_inputs=False)
+    mesh = init_device_mesh(device.type, (world().size,))
+    # The last unit, of all that is in no layer, holds tied embeddings once. It too is dropped after its forward: what
+    # is kept would be stale when its weights are set.
+    for unit in (*model.base_model.get_submodule(architecture.parts.layers).children(), model):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=mixers)
+        unit.set_gradient_divide_factor(1.0)
+
+
+def skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """The model that `model` was before it was divided, without weights (on the meta device), in eval mode."""
+    cls: Any = type(model).__bases__[1] if is_sharded(model) else type(model)
+    config: Any = copy.deepcopy(model.config)
+    chosen = {"dtype": config.dtype, "attn_implementation": config._attn_implementation}
+    with torch.device("meta"), no_init_weights():
+        bare = cls._from_config(config, **chosen)
+    bare.tie_weights()  # which is part of initialising them
+    keep_documents_apart(bare)
+    return bare.eval()
+
+
+def shard_alike(model: PreTrainedModel, divided: PreTrainedModel) -> None:
+    """Divide a model without weights as another one is; it gets the same weights, and shares their storage.
+
+    (Where rows cannot be divided evenly, FSDP2 pads, and what it pads are copies.)
+    """
+    weights: dict[str, Any] = dict(divided.named_parameters())
+    device = next(iter(weights.values())).device
+    shard(model, device)
+    replace_weights(model, lambda name, _: weights[name].detach())
+    buffers = dict(divided.named_buffers())
+    for name, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, key, buffers[f"{name}.{key}".lstrip(".")])
+
+
+Make = Callable[[str, Any], Tensor]  # of a weight's name, and the weight that was there
+
+
+@torch.no_grad()
+def replace_weights(model: nn.Module, make: Make) -> None:
+    """Put what `make` gives in place of every weight that is divided, before its data are there or after.
+
+    Tied ones stay tied.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for unit in units(model):
+        unit.reshard()
+    for name, module in list(model.named_modules()):
+        for key, weight in list(module.named_parameters(recurse=False)):
+            if isinstance(weight, DTensor):
+                if id(weight) not in made:
+                    made[id(weight)] = nn.Parameter(make(f"{name}.{key}".lstrip("."), weight), weight.requires_grad)
+                setattr(module, key, made[id(weight)])
+    adopt(model)
+
+
+def adopt(model: nn.Module) -> None:
+    """Let FSDP2 take up parameters that were set in place of others."""
+    for unit in units(model):
+        unit._apply(lambda tensor: tensor, recurse=False)
+
+
+def units(model: nn.Module) -> list[Any]:
+    """What FSDP2 gathers at a time: the layers, and the model itself for the rest."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def see_what_trains(model: nn.Module) -> None:
+    """Let FSDP2 see which of the weights train, before a stage: by that it decides about the dtype of gradients."""
+    for unit in units(model):
+        unit.unshard()
+        unit.reshard()
+
+
+def divided_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights that are divided, by name; none of a model that is not."""
+    return {name: weight.detach() for name, weight in model.named_parameters() if isinstance(weight, DTensor)}
+
+
+@torch.no_grad()
+def round_weights(model: Any) -> None:
+    """Round divided weights to the dtype in which layers compute, as those of a model in one piece at a stage's end."""
+    for weight in divided_weights(model).values():
+        if weight.dtype != model.config.dtype:
+            weight.copy_(weight.to(model.config.dtype))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rows of it that this process has, or all of a tensor that is not divided."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: Tensor) -> int:
+    """The number of the first row that this process has."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    return min(world().rank * -(-len(tensor) // world().size), len(tensor))
+
+
+def own_rows(tensor: Tensor, like: Any) -> Tensor:
+    """Of a tensor that every process has, a DTensor that is divided as `like` is; nothing is sent."""
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def run_layers(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    """A forward for the sake of what happens in the layers.
+
+    The base model's, without a head; a divided model must be called itself, and computes one logit of each row.
+    """
+    if not is_sharded(model):
+        model.base_model(**inputs)
+        return
+    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    model(**inputs, **few)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered if it is divided; all processes must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,48 @@
+"""Whether the weights of a run are divided among its processes, or every process has the whole model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from linearize.base import UserError
+from linearize.distributed import least, world
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import LayerPlan
+from linearize.plan import make_plan
+from linearize.run.folder import Run
+
+ROOM = 0.9  # of a GPU's memory is the run's; the rest is the driver's, and what the forecast leaves out
+
+
+def laid_out(run: Run, shape: TeacherShape, layers: LayerPlan) -> Run:
+    """The run as `distributed.shard` has it laid out over these processes, which all call this.
+
+    `auto` divides weights where a GPU, the smallest of all, has less memory than the plan's largest stage takes with
+    the whole model. On a CPU, whose memory the processes of a machine share anyway, it does not.
+
+    Raises:
+        UserError: `full`, for a model that cannot be divided.
+    """
+    wanted = run.recipe.distributed.shard
+    if world().size == 1 or wanted == "none" or (wanted == "auto" and fits(run, shape, layers)):
+        return run
+    reasons = {
+        f"a decoder, found {shape.model_type!r}": shape.bidirectional,
+        f"a language model, found the task {run.recipe.data.task.type}": not run.recipe.data.task.language,
+        "pretrained weights, found weights=random": run.recipe.weights == "random",
+    }
+    for reason, holds in reasons.items():
+        if holds and wanted == "full":
+            raise UserError(f"distributed.shard: expected {reason}; set distributed.shard=none")
+    return replace(run, sharded=not any(reasons.values()))
+
+
+def fits(run: Run, shape: TeacherShape, layers: LayerPlan) -> bool:
+    """Whether the device of every process has room for the whole model in every stage."""
+    if run.device.type != "cuda":
+        return True
+    plan = make_plan(run.recipe, shape, layers, dtype=run.dtype, training_tokens=None)
+    needed = max((stage.memory_bytes for stage in (plan.transfer, plan.adapt, plan.finetune) if stage), default=0)
+    return needed <= ROOM * least(torch.cuda.get_device_properties(run.device).total_memory)
