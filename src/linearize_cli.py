@@ -179,6 +179,7 @@ def evaluate(
 ) -> None:
     """Measure a linearized model beside its teacher and controls: held-out text, generations, recall, heads, speed."""
     from linearize.base import UserError
+    from linearize.distributed import joined
     from linearize.recipe import parse_overrides
     from linearize.report import terminal
     from linearize.report.card import evaluation_page
@@ -191,18 +192,21 @@ def evaluate(
     where, overrides = _device(device), parse_overrides(set_ or [])
     given = {"evaluation.tasks": tasks, "evaluation.shots": shots, "evaluation.task_limit": limit}
     overrides |= {field: value for field, value in given.items() if value is not None}
-    worth = measuring.evaluate(
-        model,
-        teacher=teacher,
-        dataset=dataset,
-        overrides=overrides,
-        dtype=_dtype(dtype, where),
-        device=where,
-        command=_command(),
-        trust_tasks=trust_tasks,
-        compiled=compiled,
-        note=_note,
-    )
+    with joined(where) as world:
+        worth = measuring.evaluate(
+            model,
+            teacher=teacher,
+            dataset=dataset,
+            overrides=overrides,
+            dtype=_dtype(dtype, where),
+            device=where,
+            command=_command(),
+            trust_tasks=trust_tasks,
+            compiled=compiled,
+            note=_note,
+        )
+    if not world.main:
+        return
     found = load_run(Path(model).resolve().parent, worth.to_json())
     if output is not None:
         runs.write_json(output, found.evaluation)

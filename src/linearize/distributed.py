@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -122,6 +122,22 @@ def summed(losses: dict[str, float]) -> dict[str, float]:
     values = torch.tensor([*losses.values()], dtype=torch.float64)
     dist.all_reduce(values)
     return dict(zip(losses, values.tolist(), strict=True))
+
+
+def put_together(part: Tensor) -> Tensor:
+    """What the processes have filled in of a tensor on the CPU, each its part, and zeros elsewhere: all of it."""
+    if world().size > 1:
+        dist.all_reduce(part)
+    return part
+
+
+def agreed(value: Any) -> Any:
+    """What the main process has, plain data, where another may have come to something else by rounding."""
+    if world().size == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def least(number: int) -> int:

@@ -1,24 +1,30 @@
 """What test_distributed.py runs in several processes: every stage on tiny fp64 models, each in a folder of its own.
 
-torchrun --nproc-per-node 2 -m tests.training.processes FOLDER [--shard] [--mutant NAME] ARCHITECTURE...
+torchrun --nproc-per-node 2 -m tests.training.processes FOLDER [--shard] [--stop STEP] [--mutant NAME] ARCHITECTURE...
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import linearize
-from linearize.distributed import in_turn, joined, world
+from linearize.distributed import barrier, in_turn, joined, world
+from linearize.hf import sharded_checkpoint
 from linearize.hf.sharded_checkpoint import load_sharded
+from linearize.hf.sharding import own_rows
 from linearize.training import batches, loop
 from linearize.training.attention_transfer import attention_transfer
 from linearize.training.config import WindowDropout
 from linearize.training.finetune import finetune
+from linearize.training.resumption import StageFolder
 from tests import tiny
 from tests.hf.models import make_teacher
 
@@ -32,7 +38,7 @@ _COMMON = {"batch_size": 6, "epochs": 1, "max_tokens": None, "eval_every": 2, "m
 def stages(architecture: str, folder: Path) -> None:
     """Attention transfer, LoRA together with the mixers, and all weights, one after the other."""
     teacher: Any = make_teacher(architecture)
-    if SHARD:
+    if SHARD and world().size > 1:
         with in_turn():
             if world().main:
                 teacher.save_pretrained(folder / "teacher")
@@ -66,11 +72,49 @@ def _no_reduction() -> None:
     loop.sum_gradients = lambda parameters: None  # type: ignore[assignment]
 
 
+def _average() -> None:
+    """FSDP2's own way with gradients of what is divided."""
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: None  # type: ignore[method-assign]
+
+
+def _swapped_rows() -> None:
+    """Each process reads the rows of the one before it."""
+    read = sharded_checkpoint.read_rows
+
+    def swapped(folder: Path, tensors: dict[str, Any]) -> None:
+        read(folder, tensors)
+        for tensor in tensors.values():
+            if isinstance(tensor, DTensor):
+                whole = tensor.full_tensor().roll(len(tensor) // 2, 0)
+                tensor.copy_(own_rows(whole, tensor))
+
+    sharded_checkpoint.read_rows = swapped
+
+
+class Stopped(Exception):
+    """A stage was left behind its checkpoint of some step."""
+
+
+def _stop_behind(step: int) -> None:
+    """Leave the last stage when its checkpoint of this step is written."""
+    save = StageFolder.save
+
+    def last(self: StageFolder, number: int, *state: Any) -> None:
+        save(self, number, *state)
+        if number == step and self.path.name == STAGES[-1]:
+            barrier()
+            raise Stopped
+
+    StageFolder.save = last  # type: ignore[method-assign]
+
+
 MUTANT, SHARD = "", False
 MUTANTS: dict[str, Callable[[], None]] = {
     "": lambda: None,
     "order": _order_of_each,
     "reduction": _no_reduction,
+    "average": _average,
+    "rows": _swapped_rows,
     "mixers": lambda: None,  # in `stages`
 }
 
@@ -80,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shard", action="store_true", help="weights divided among the processes")
+    parser.add_argument("--stop", type=int, help="behind the checkpoint of this step of the last stage")
     parser.add_argument("--mutant", choices=MUTANTS, default="")
     parser.add_argument("architectures", nargs="+")
     arguments = parser.parse_args()
@@ -87,8 +132,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with joined(torch.device("cpu")):
         MUTANTS[MUTANT]()
+        if arguments.stop is not None:
+            _stop_behind(arguments.stop)
         for architecture in arguments.architectures:
-            stages(architecture, arguments.folder / architecture)
+            with suppress(Stopped):
+                stages(architecture, arguments.folder / architecture)
 
 
 if __name__ == "__main__":

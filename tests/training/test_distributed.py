@@ -95,11 +95,37 @@ def test_every_stage_equals_that_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", ["order", "reduction", "mixers"])
-def test_what_goes_wrong_between_processes_is_seen(mutant: str, alone: Path, tmp_path: Path) -> None:
-    train(tmp_path, 2, ["llama"], "--mutant", mutant)
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        pytest.param("transfer", ["--mutant", "order"], id="order"),
+        pytest.param("transfer", ["--mutant", "reduction"], id="reduction"),
+        pytest.param("transfer", ["--mutant", "mixers"], id="mixers"),
+        pytest.param("transfer", ["--shard", "--mutant", "order"], id="sharded-order"),
+        pytest.param("transfer", ["--shard", "--mutant", "reduction"], id="sharded-reduction"),
+        pytest.param("transfer", ["--shard", "--mutant", "mixers"], id="sharded-mixers"),
+        pytest.param("transfer", ["--shard", "--mutant", "rows"], id="sharded-rows"),
+        pytest.param("all", ["--shard", "--mutant", "average"], id="sharded-average"),
+    ],
+)
+def test_what_goes_wrong_between_processes_is_seen(stage: str, options: list[str], alone: Path, tmp_path: Path) -> None:
+    train(tmp_path, 2, ["llama"], *options)
     with pytest.raises(AssertionError):
-        assert_alike(tmp_path / "llama" / "transfer", expected(alone, "llama") / "transfer")
+        assert_alike(tmp_path / "llama" / stage, expected(alone, "llama") / stage)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_a_stage_goes_on_with_another_number_of_parts(architecture: str, alone: Path, tmp_path: Path) -> None:
+    """All weights train: in two processes up to a checkpoint, in one up to the next, and in four to the end."""
+    train(tmp_path, 2, [architecture], "--shard", "--stop", "0")
+    (checkpoint,) = (tmp_path / architecture / "all").glob("checkpoint-*")
+    assert len(list((checkpoint / "tensors").iterdir())) == 2
+    train(tmp_path, 1, [architecture], "--shard", "--stop", "2")
+    (checkpoint,) = (tmp_path / architecture / "all").glob("checkpoint-*")
+    assert checkpoint.name.endswith("2") and not (checkpoint / "tensors").exists()
+    train(tmp_path, 4, [architecture], "--shard")
+    assert_alike(tmp_path / architecture / "all", expected(alone, architecture) / "all")
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -126,6 +152,8 @@ def assert_same_run(found: Path, expected: Path) -> None:
     for stage in ("transfer", "finetune", "controls/teacher_lora", "controls/window_lora"):
         assert_near_losses(tiny.untimed_metrics(found / stage), tiny.untimed_metrics(expected / stage))
     losses = [json.loads((folder / "evaluation.json").read_text()) for folder in (found, expected)]
+    for mine, other in zip(*(evaluation["measured"] for evaluation in losses), strict=True):
+        assert mine["quality"]["loss"]["mean"] == pytest.approx(other["quality"]["loss"]["mean"], rel=1e-4)
     one, other = (load_file(folder / "model" / "model.safetensors") for folder in (found, expected))
     assert one.keys() == other.keys() and losses[0].keys() == losses[1].keys()
     for name, tensor in one.items():
@@ -139,18 +167,25 @@ def assert_near_losses(found: list[dict[str, Any]], expected: list[dict[str, Any
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
 
 
-def test_a_run_of_two_processes(one: Path, tmp_path: Path) -> None:
-    """The same folder as of one process: trained by all, measured and written by the main one; nothing said twice."""
-    said = finish(run_command(tmp_path / "two", 2))
+FULL = ("--set", "distributed.shard=full")
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param((), id="whole"), pytest.param(FULL, id="sharded", marks=pytest.mark.slow)]
+)
+def test_a_run_of_two_processes(more: tuple[str, ...], one: Path, tmp_path: Path) -> None:
+    """The same folder as of one process: trained and measured by all, written by the main one; nothing said twice."""
+    said = finish(run_command(tmp_path / "two", 2, *more))
     assert_same_run(tmp_path / "two", one)
     assert said.count("run folder:") == 1 and said.count("attention transfer: step 0 ") == 1
 
 
 @pytest.mark.slow
-def test_the_rest_of_a_run_on_another_number_of_processes(one: Path, tmp_path: Path) -> None:
-    finish(run_command(tmp_path / "run", 2, "--until", "transfer"))
+@pytest.mark.parametrize("more", [pytest.param((), id="whole"), pytest.param(FULL, id="sharded")])
+def test_the_rest_of_a_run_on_another_number_of_processes(more: tuple[str, ...], one: Path, tmp_path: Path) -> None:
+    finish(run_command(tmp_path / "run", 2, "--until", "transfer", *more))
     finish(run_command(tmp_path / "run", None, "--until", "finetune"))
-    finish(run_command(tmp_path / "run", 4))
+    finish(run_command(tmp_path / "run", 4, *more))
     assert_same_run(tmp_path / "run", one)
 
 
@@ -161,9 +196,12 @@ def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_when_one_process_is_killed_the_others_end_and_the_run_goes_on(one: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [pytest.param((), id="whole"), pytest.param(FULL, id="sharded")])
+def test_when_one_process_is_killed_the_others_end_and_the_run_goes_on(
+    more: tuple[str, ...], one: Path, tmp_path: Path
+) -> None:
     """Without torchrun's agent, which would end the others itself."""
-    command = [sys.executable, "-m", "linearize", *tiny.run_arguments(tmp_path / "run")]
+    command = [sys.executable, "-m", "linearize", *tiny.run_arguments(tmp_path / "run"), *more]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
@@ -180,5 +218,5 @@ def test_when_one_process_is_killed_the_others_end_and_the_run_goes_on(one: Path
     second.communicate()
     assert first.returncode == 2
     assert "error: process 0 of 2: another process has ended" in said.decode() and "Traceback" not in said.decode()
-    finish(run_command(tmp_path / "run", 2))
+    finish(run_command(tmp_path / "run", 2, *more))
     assert_same_run(tmp_path / "run", one)

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from linearize.base import UserError, progress
 from linearize.data.rows import IGNORED, PackedRows, inference
 from linearize.data.splits import ENOUGH, spread
+from linearize.distributed import dealt, put_together
 from linearize.evaluation.intervals import Interval, Totals, resample
 from linearize.evaluation.perplexity import TokenLosses, require_same_tokens
 
@@ -66,7 +67,7 @@ def logit_agreement(
     """Compare the next-token distributions of two models, on the tokens that `token_losses` takes the loss of.
 
     Both read `batch_size` rows, then the next ones: the logits of one batch of each, in the models' own dtype, are all
-    that is held. Divergences are computed in fp32.
+    that is held. Divergences are computed in fp32. Several processes share the batches, and all get the result.
 
     Raises:
         UserError: the vocabularies differ in size, or too few documents hold predicted tokens.
@@ -74,13 +75,16 @@ def logit_agreement(
     """
     mask = (rows.labels != IGNORED).cpu()
     mask[:, 0] = False  # nothing stands before the first token
-    batches = []
+    compared = torch.zeros(3, *mask.shape)
     with inference(teacher), inference(student):
         splits = torch.arange(len(mask)).split(batch_size)
-        for index in progress(splits, "agreement"):
-            batches.append(_compare(_logits(teacher, rows, index), _logits(student, rows, index), mask[index]))
+        for number, counts in progress(dealt(splits), "agreement"):
+            index = splits[number]
+            logits = _logits(teacher, rows, index), _logits(student, rows, index)
+            if counts:
+                compared[:, index] = _compare(*logits, mask[index])
     about = mask, rows.position_ids.cpu(), rows.documents.cpu()
-    measured = [TokenLosses(x, *about) for x in torch.cat(batches, dim=1)]
+    measured = [TokenLosses(x, *about) for x in put_together(compared)]
     if bad := int((~torch.stack([x.loss for x in measured]).isfinite().all(dim=0)).sum()):
         raise FloatingPointError(f"agreement: the divergence of {bad} of {int(mask.sum())} tokens is not finite")
     top1, kl, reverse_kl = _intervals([x.totals() for x in measured], samples=samples, seed=seed)
@@ -299,15 +303,17 @@ def _continue(
     model: PreTrainedModel, prompts: Int[Tensor, "P T"], new_tokens: int, ends: list[int], title: str
 ) -> Int[Tensor, "P K"]:
     """The likeliest next tokens, one after another; `_ENDED` behind the first of `ends`. On the CPU."""
-    batches = []
+    tokens = torch.zeros(len(prompts), new_tokens, dtype=torch.int64)
+    splits = torch.arange(len(prompts)).split(_BATCH_SIZE)
     with inference(model) as device, _greedy(model, new_tokens, ends):
-        for batch in progress(prompts.split(_BATCH_SIZE), f"generating: {title}"):
-            ids = batch.to(device)
+        for number, counts in progress(dealt(splits), f"generating: {title}"):
+            ids = prompts[splits[number]].to(device)
             # The mask says that nothing is padding: a prompt may hold the token that texts are padded with.
             made: Any = model.generate(ids, attention_mask=torch.ones_like(ids))  # type: ignore[operator]
             made = made[:, prompts.shape[1] :].cpu()
-            batches.append(F.pad(made, (0, new_tokens - made.shape[1]), value=_ENDED))
-    tokens = torch.cat(batches)
+            if counts:
+                tokens[splits[number]] = F.pad(made, (0, new_tokens - made.shape[1]), value=_ENDED)
+    tokens = put_together(tokens)
     is_end = torch.isin(tokens, torch.tensor(ends, dtype=tokens.dtype)).long()
     return tokens.masked_fill(is_end.cumsum(dim=1) - is_end > 0, _ENDED)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from linearize.base import progress
 from linearize.data.rows import IGNORED, PackedRows, inference
 from linearize.data.splits import ENOUGH
+from linearize.distributed import dealt, put_together
 from linearize.evaluation.intervals import Interval, Totals, resample
 
 _CHUNK_ELEMENTS = 2**24  # largest fp32 copy of logits at a time: 64 MiB
@@ -90,18 +91,22 @@ class Quality:
 def token_losses(model: nn.Module, rows: PackedRows, *, batch_size: int, title: str = "loss") -> TokenLosses:
     """Cross-entropy of every predicted token, in fp32, `batch_size` rows per forward pass.
 
+    Several processes share the batches, and all get the result.
+
     Raises:
         FloatingPointError: a predicted token's loss is not a finite number.
     """
-    batches = []
+    loss = torch.zeros(rows.labels.shape)
     with inference(model) as device:
         splits = torch.arange(len(rows.input_ids)).split(batch_size)
-        for index in progress(splits, title):
+        for number, counts in progress(dealt(splits), title):
+            index = splits[number]
             input_ids, position_ids = rows.input_ids[index].to(device), rows.position_ids[index].to(device)
             # No attention mask: Hugging Face models then read the document boundaries off the positions.
             logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
-            batches.append(_cross_entropy(logits, rows.labels[index].to(device)).cpu())
-    loss = torch.cat(batches)
+            if counts:
+                loss[index] = _cross_entropy(logits, rows.labels[index].to(device)).cpu()
+    loss = put_together(loss)
     mask = (rows.labels != IGNORED).cpu()
     mask[:, 0] = False  # nothing stands before the first token
     if bad := int((~loss.isfinite()).sum()):

@@ -34,6 +34,7 @@ from linearize.base import progress
 from linearize.data.repeats import ordinary_tokens
 from linearize.data.rows import inference
 from linearize.data.splits import ENOUGH
+from linearize.distributed import dealt, put_together
 from linearize.evaluation.intervals import Interval, Totals, resample
 
 # A teacher that beats the floor by so little can fetch next to nothing, and a share of that says nothing.
@@ -279,17 +280,21 @@ TASKS = (
 
 
 def answer(model: nn.Module, test: RetrievalTest, *, batch_size: int, title: str = "retrieval") -> Answers:
-    """Run one model over all cells of a test, `batch_size` trials per forward pass.
+    """Run one model over all cells of a test, `batch_size` trials per forward pass; processes share the batches.
 
     Raises:
         FloatingPointError: the model gives logits that are not a number.
     """
-    shares = {}
+    shares = {cell: torch.zeros(len(trials.question), dtype=torch.float64) for cell, trials in test.cells.items()}
+    work = [(cell, some) for cell, share in shares.items() for some in torch.arange(len(share)).split(batch_size)]
     with inference(model) as device:
-        for cell, trials in progress(test.cells.items(), f"{title}: {test.task.name}", len(test.cells)):
-            batches = zip(trials.input_ids.split(batch_size), trials.question.split(batch_size), strict=True)
-            shares[cell] = torch.cat([_share_right(model, ids.to(device), question) for ids, question in batches])
-    return shares
+        for number, counts in progress(dealt(work), f"{title}: {test.task.name}"):
+            cell, some = work[number]
+            trials = test.cells[cell]
+            right = _share_right(model, trials.input_ids[some].to(device), trials.question[some])
+            if counts:
+                shares[cell][some] = right
+    return {cell: put_together(share) for cell, share in shares.items()}
 
 
 def _share_right(model: nn.Module, input_ids: Int[Tensor, "B L"], question: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:

@@ -17,6 +17,7 @@ from linearize.data.repeats import ordinary_tokens
 from linearize.data.rows import PackedRows, Rows
 from linearize.data.splits import ENOUGH
 from linearize.data.tasks import AnyTask
+from linearize.distributed import barrier, world
 from linearize.evaluation.agreement import (
     Agreement,
     Generations,
@@ -190,6 +191,7 @@ def measure(
 
     opened = {candidate.name: candidate for candidate in candidates}
     speed = _speed(opened, max_positions, seed) if "teacher" in opened else []
+    barrier()  # while the main process takes times, the others compute nothing
     if "teacher" in opened and not speed:
         reasons["speed"] = "weights are divided among processes; `linearize bench` measures the model in one piece"
     return Worth(
@@ -213,7 +215,7 @@ def _speed(opened: Mapping[str, Candidate], max_positions: int, seed: int) -> li
     """Teacher and student at a quarter of the positions and at nearly all of them; not where weights are divided."""
     lengths = (max_positions // 4, max_positions - NEW_TOKENS)
     with opened["teacher"].open() as teacher, opened["student"].open() as student:
-        if is_sharded(student):
+        if not world().main or is_sharded(student):
             return []
         models = {"teacher": teacher, "student": student}
         return generation_speed(models, lengths, new_tokens=NEW_TOKENS, repeats=3, seed=seed)
@@ -266,11 +268,11 @@ def _examined(
                 reasons["generations"] = str(error)
         else:
             reasons |= {"agreement": "no teacher at hand", "generations": "no teacher at hand"}
-        if config.tasks:
+        if not config.tasks:
+            reasons["tasks"] = "none asked for; name some by --tasks or evaluation.tasks"
+        elif world().main or is_sharded(student):  # lm-eval's questions are not shared
             asked: dict[str, Any] = {"shots": config.shots, "limit": config.task_limit, "seed": seed}
             found["tasks"] = run_benchmarks(models, tokenizer, config.tasks, batch_size=BENCHMARK_BATCH_SIZE, **asked)
-        else:
-            reasons["tasks"] = "none asked for; name some by --tasks or evaluation.tasks"
     return found | {"retrieval": _retrieval(opened, rows, tokenizer, sizes, config, seed)}
 
 

@@ -106,7 +106,8 @@ def _read(model: Any, name: str, folder: Path, stored: set[str]) -> None:
         )
     mine: dict[Any, Tensor] = {}
     for key, tensor in _weights(model).items():
-        rows = tensor if len(as_stored(model, key, local(tensor))) == 1 else local(tensor)
+        as_it_is = as_stored(model, key, torch.empty(tensor.shape, device="meta")).popitem()[1].shape == tensor.shape
+        rows = tensor if as_it_is else local(tensor)  # experts are slices of what this process has
         mine |= {names[x]: part for x, part in as_stored(model, key, rows, first_row(tensor)).items()}
     for some in progress([[*mine][i::_READS] for i in range(_READS)], f"loading a part of {name}"):
         read_rows(folder, {key: mine[key] for key in some})

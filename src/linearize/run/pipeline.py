@@ -13,7 +13,7 @@ from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset
 from linearize.data.rows import PackedRows
 from linearize.data.selection import reach_by
-from linearize.distributed import barrier, in_turn, world
+from linearize.distributed import agreed, barrier, in_turn, world
 from linearize.evaluation.harness import check_tasks
 from linearize.evaluation.worth import Worth
 from linearize.hf.checkpoint import read_config, save_student
@@ -82,14 +82,14 @@ def run(
     teacher = run.load_teacher()
     memory, measured = run.recipe.memory, None
     if memory is not None:
-        measured = allocation(run, memory, shape, layers, teacher, dataset)
+        measured = agreed(allocation(run, memory, shape, layers, teacher, dataset))
         layers = allocated_plan(measured["chosen"], memory.candidates(), shape.num_layers)
     student = convert_layers(teacher, layers, seed=run.recipe.seed)
     scored_on = TOKENS if memory is None else memory.tokens
     fit_scores(student, dataset.train, scored_on)
     with in_turn():
         claim(run, dataset)
-    if measured is not None:
+    if measured is not None and world().main:
         write_json(run.folder / ALLOCATION, measured)
     write_plan(run, shape, layers, dataset)
 
@@ -107,7 +107,7 @@ def run(
     if until != "evaluate":
         return None
     train_controls(run, teacher, layers, dataset)
-    if not world().main and not run.sharded:
+    if not world().main and not run.recipe.data.task.language:  # whose examples processes do not share
         return None
     save(run, student, processor)
     worth = measure_run(run, teacher, student, processor, dataset, command)
@@ -121,12 +121,14 @@ def save(run: Run, student: PreTrainedModel, processor: Any) -> None:
     """The student in a folder of its own, where there is none yet; of divided weights each process gives its part."""
     folder = run.folder / "model"
     write = partial(save_sharded, student) if run.sharded else None
-    if run.sharded:
-        barrier()  # none begins while another still looks
-    if folder.exists():
+    barrier()  # none begins while another still looks
+    there = folder.exists()
+    barrier()
+    if there:
         return
-    if write is not None and not world().main:
-        write(folder)
+    if not world().main:
+        if write is not None:
+            write(folder)
         return
     card = f"# {run.folder.name}\n\nNot measured yet.\n"
     texts = {"README.md": card} | about_run(run)
