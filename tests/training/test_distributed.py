@@ -37,7 +37,7 @@ def environment() -> dict[str, str]:
 
 def finish(command: list[str], status: int = 0) -> str:
     """What the command wrote on standard error."""
-    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == status, done.stderr
     return done.stderr
 
