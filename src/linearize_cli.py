@@ -89,12 +89,14 @@ def plan(
     recipe: RecipeName = RECOMMENDED,
     set_: Set = None,
     dtype: Dtype = "bfloat16",
+    cluster: Annotated[str | None, typer.Option(help="GPUs and the memory of each, as in 8x80GiB: what fits")] = None,
     as_json: Json = False,
 ) -> None:
     """Say what a run would do and cost, and from which length on memory is saved. Touches no weights."""
     with _importing():
         import torch
 
+        from linearize import cluster as clusters
         from linearize import plan as planning
         from linearize.hf.checkpoint import read_config
         from linearize.hf.teacher import TeacherShape
@@ -106,7 +108,16 @@ def plan(
     # Which layers transfer worst is not known before; how many stay softmax is, and costs the same for any.
     layers = resolve(chosen, shape, errors=[float(index) for index in range(shape.num_layers)])
     result = planning.make_plan(chosen, shape, layers, dtype=computed_in, training_tokens=None)
-    _show(result.to_json() if as_json else planning.render(result), as_json)
+    if cluster is None:
+        _show(result.to_json() if as_json else planning.render(result), as_json)
+    else:
+        gpus = clusters.Cluster.parse(cluster)
+        shares = clusters.shares(chosen, shape, layers, gpus, dtype=computed_in)
+        if as_json:
+            _show(result.to_json() | {"cluster": [share.to_json() for share in shares]}, as_json)
+        else:
+            _show(planning.render(result), as_json)
+            _show(clusters.render(shares, gpus), as_json)
     if isinstance(chosen.layers.keep_softmax, KeepByTransferError):
         _note("which layers stay softmax is decided by their transfer errors; those above stand in for them")
     if chosen.memory is not None:
