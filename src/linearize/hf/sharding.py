@@ -58,6 +58,7 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
     for unit in (*model.base_model.get_submodule(architecture.parts.layers).children(), model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=mixers)
         unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
 
 def skeleton(model: PreTrainedModel) -> PreTrainedModel:
