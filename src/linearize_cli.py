@@ -105,7 +105,9 @@ def plan(
     computed_in = _dtype(dtype, torch.device("cpu"))
     # Which layers transfer worst is not known before; how many stay softmax is, and costs the same for any.
     layers = resolve(chosen, shape, errors=[float(index) for index in range(shape.num_layers)])
-    result = planning.make_plan(chosen, shape, layers, dtype=computed_in, training_tokens=None)
+    result = planning.make_plan(
+        chosen, shape, layers, dtype=computed_in, device=torch.device("cuda"), training_tokens=None
+    )
     _show(result.to_json() if as_json else planning.render(result), as_json)
     if isinstance(chosen.layers.keep_softmax, KeepByTransferError):
         _note("which layers stay softmax is decided by their transfer errors; those above stand in for them")

@@ -4,7 +4,8 @@ An encoder has neither cache nor state: what conversion saves there is that its 
 proportion to length. Of its parameters the base model's are counted, without the head of a task.
 
 Letters: H query heads, D head dimension, h hidden size. Parameters, bytes of state and bytes per token are exact;
-FLOPs, training memory and disk are estimates, and the docstrings say how. What one mixer costs stands in `costs`.
+FLOPs and disk are estimates, and the docstrings say how. What one mixer costs stands in `costs`, the memory of a step
+in `forecast`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from rich.table import Table
 
 from linearize.costs import FP32, MixerCost, mixer_cost, softmax_flops
+from linearize.forecast import step_bytes
 from linearize.hf.classes import projections
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape, break_even_tokens
@@ -28,7 +30,9 @@ from linearize.training.config import FinetuneConfig, LoRAConfig, TrainConfig, T
 LENGTHS = (8192, 32768, 131072)  # tokens of a sequence whose bytes are shown
 # In memory: a trained parameter, its gradient and AdamW's two moments. On disk: its latest and best value, the moments.
 _TRAINED = 4 * FP32
+_MOMENTS = 3 * FP32  # without the gradient
 
+AnyStage = TransferConfig | FinetuneConfig
 Mixers = Sequence[MixerCost | None]  # of each layer; None: it stays softmax
 
 
@@ -37,14 +41,14 @@ class StageCost:
     """One training stage.
 
     `tokens`: trained on, over all epochs; None where the size of the data is not known. `flops`: floating-point
-    operations for these tokens, evaluations apart. `memory_bytes`: weights in the model's dtype, 16 bytes per trainable
-    parameter, and the activations of one micro batch.
+    operations for these tokens, evaluations apart. `memory_bytes`: weights in the model's dtype, fp32 copies and
+    AdamW's moments of what trains, and the most that one step takes besides; None where that is not asked for.
     """
 
     trainable_parameters: int
     tokens: int | None
     flops: int | None
-    memory_bytes: int
+    memory_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,14 @@ def make_plan(
     layers: LayerPlan,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | None = None,
     training_tokens: int | None,
 ) -> Plan:
     """The plan for a recipe that was resolved to `layers`.
 
     Args:
         dtype: the model's, which weights and K/V cache share.
+        device: whose memory to forecast, which takes seconds; None: it is left out.
         training_tokens: tokens of the packed training rows, once through; None where the data are not known.
 
     Raises:
@@ -122,21 +128,20 @@ def make_plan(
     # Every image is one row of the same length.
     rows = recipe.data.sequence_length if teacher.vocab_size else teacher.max_positions
 
-    def stage(config: TrainConfig, trainable: int, flops: int, activations: int, loaded: tuple[int, int]) -> StageCost:
+    def stage(config: AnyStage, trainable: int, flops: int, loaded: tuple[int, int]) -> StageCost:
         """`loaded`: weights and trained parameters that are in memory at the same time."""
         tokens = _tokens(config, training_tokens)
-        weights = loaded[0] * dtype.itemsize + loaded[1] * _TRAINED
-        pass_tokens = (config.micro_batch_size or config.batch_size) * rows
-        return StageCost(
-            trainable, tokens, None if tokens is None else tokens * flops, weights + pass_tokens * activations
-        )
+        resident = loaded[0] * dtype.itemsize + loaded[1] * _MOMENTS
+        memory = None
+        if device is not None:
+            step = step_bytes(model, layers, config, dtype=dtype, length=rows, device=device) if trainable else 0
+            memory = resident + step
+        return StageCost(trainable, tokens, None if tokens is None else tokens * flops, memory)
 
     transfer, between_blocks = None, 0
     if recipe.transfer is not None:
         flops = _transfer_flops(teacher, model, mixers, rows)
-        graph = _transfer_activations(teacher, model, mixers, dtype.itemsize)
-        loaded = _transferred_at_once(recipe.transfer, model, mixers)
-        transfer = stage(recipe.transfer, new, flops, graph, loaded)
+        transfer = stage(recipe.transfer, new, flops, _transferred_at_once(recipe.transfer, model, mixers))
         between_blocks = _between_blocks(recipe.transfer, teacher, training_tokens)
 
     def on_outputs(config: FinetuneConfig | None) -> StageCost | None:
@@ -144,8 +149,7 @@ def make_plan(
             return None
         trained = finetuned_parameters(config, model, new)
         flops = _finetune_flops(config, teacher, model, mixers, rows)
-        graph = _finetune_activations(config, teacher, model, mixers, dtype.itemsize)
-        return stage(config, trained, flops, graph, (model.total + new, trained))
+        return stage(config, trained, flops, (model.total + new, trained))
 
     adapt, finetune = on_outputs(recipe.adapt), on_outputs(recipe.finetune)
     controls: int | None = 0
@@ -267,38 +271,6 @@ def _finetune_flops(
     return (3 if config.all_weights else 2) * forward + 6 * adapters + 3 * attention + outputs + again
 
 
-def _layer_activations(teacher: TeacherShape, model: MetaModel) -> list[int]:
-    """Numbers per token inside each layer: residual and norms (4 h), and what its matrices read or write.
-
-    That is about their weights over h: 2 (H + G) D for q, k, v, o with G KV heads, 3 I for a gated MLP of width I.
-    """
-    return [4 * teacher.hidden_size + used // teacher.hidden_size for used in model.used]
-
-
-def _transfer_activations(teacher: TeacherShape, model: MetaModel, mixers: Mixers, bytes_per_element: int) -> int:
-    """Per token: inference (one layer at a time, without the head), and the graph of the largest single mixer."""
-    largest = max((mixer.activation_bytes for mixer in mixers if mixer is not None), default=0)
-    return bytes_per_element * max(_layer_activations(teacher, model)) + largest
-
-
-def _finetune_activations(
-    config: FinetuneConfig, teacher: TeacherShape, model: MetaModel, mixers: Mixers, bytes_per_element: int
-) -> int:
-    """Per token: all layers and mixers kept for backward; logits, those of them that are compared, and the gradients
-    of both; with a teacher, its logits too, and those that are compared. (In fp32 losses are computed by chunks.)
-
-    With activation checkpointing what enters each layer, and all of one.
-    """
-    layers = [
-        bytes_per_element * numbers + (0 if mixer is None else mixer.activation_bytes)
-        for numbers, mixer in zip(_layer_activations(teacher, model), mixers, strict=True)
-    ]
-    logits = (6 if config.loss.needs_teacher else 4) * bytes_per_element * teacher.vocab_size
-    if config.activation_checkpointing:
-        return logits + sum(teacher.passes) * bytes_per_element * teacher.hidden_size + max(layers)
-    return logits + sum(map(operator.mul, teacher.passes, layers))
-
-
 # --- presentation -----------------------------------------------------------------------------------------------------
 
 
@@ -348,7 +320,8 @@ def _describe(stage: StageCost) -> str:
     work = "amount of data not known"
     if stage.tokens is not None and stage.flops is not None:
         work = f"{_count(stage.tokens)} tokens, about {stage.flops:.2g} FLOPs"
-    return f"{_count(stage.trainable_parameters)} parameters, {work}, about {_size(stage.memory_bytes)} of memory"
+    memory = "" if stage.memory_bytes is None else f", about {_size(stage.memory_bytes)} of memory"
+    return f"{_count(stage.trainable_parameters)} parameters, {work}{memory}"
 
 
 def _count(number: int) -> str:
