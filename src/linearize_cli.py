@@ -54,6 +54,13 @@ Compile = Annotated[
         "on; needs a C++ compiler, and goes on without it where there is none",
     ),
 ]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="of the GPU, e.g. 24GiB: choose what fits it, and changes no result: micro_batch_size, "
+        "activation_checkpointing, layers_per_block, where the recipe does not set them"
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="seed of everything random; the recipe's own by default")]
 Text = Annotated[
     str | None,
@@ -89,6 +96,7 @@ def plan(
     recipe: RecipeName = RECOMMENDED,
     set_: Set = None,
     dtype: Dtype = "bfloat16",
+    gpu_memory: GpuMemory = None,
     as_json: Json = False,
 ) -> None:
     """Say what a run would do and cost, and from which length on memory is saved. Touches no weights."""
@@ -96,6 +104,7 @@ def plan(
         import torch
 
         from linearize import plan as planning
+        from linearize.fit import fit, parse_memory
         from linearize.hf.checkpoint import read_config
         from linearize.hf.teacher import TeacherShape
         from linearize.recipe import KeepByTransferError, Recipe, parse_overrides, resolve
@@ -105,10 +114,16 @@ def plan(
     computed_in = _dtype(dtype, torch.device("cpu"))
     # Which layers transfer worst is not known before; how many stay softmax is, and costs the same for any.
     layers = resolve(chosen, shape, errors=[float(index) for index in range(shape.num_layers)])
-    result = planning.make_plan(
-        chosen, shape, layers, dtype=computed_in, device=torch.device("cuda"), training_tokens=None
-    )
-    _show(result.to_json() if as_json else planning.render(result), as_json)
+    found = None
+    if gpu_memory is not None:
+        found = fit(chosen, shape, layers, dtype=computed_in, memory=parse_memory(gpu_memory))
+        chosen = found.recipe
+    where = torch.device("cuda")
+    result = planning.make_plan(chosen, shape, layers, dtype=computed_in, device=where, training_tokens=None)
+    chosen_for = {} if found is None else {"fit": found.to_json()}
+    _show(result.to_json() | chosen_for if as_json else planning.render(result), as_json)
+    for line in found.lines() if found is not None else ():
+        _note(line)
     if isinstance(chosen.layers.keep_softmax, KeepByTransferError):
         _note("which layers stay softmax is decided by their transfer errors; those above stand in for them")
     if chosen.memory is not None:
@@ -134,6 +149,7 @@ def run(
     set_: Set = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    gpu_memory: GpuMemory = None,
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
@@ -141,12 +157,13 @@ def run(
     from linearize.base import UserError
     from linearize.report import terminal
     from linearize.report.load import load_run
-    from linearize.run import pipeline
+    from linearize.run import pipeline, settings
     from linearize.training.distributed import joined
 
     if until not in pipeline.STAGES:
         raise UserError(f"--until: expected one of {', '.join(pipeline.STAGES)}; found {until!r}")
     job = _job(model, output_dir, recipe, dataset, set_, dtype, device, seed)
+    job = settings.settled(job, gpu_memory, note=_note)
     with joined(job.device):
         worth = pipeline.run(job, until=until, block=_block(block), command=_command(), trust_tasks=trust_tasks)
     if worth is not None:

@@ -1,7 +1,7 @@
 """The most memory that a step of a training stage takes, beside what is there before it.
 
 The stage's own code runs on pretended tensors (`footprint`), so that no formula has to follow it. Layers that are alike
-take alike: two of each kind are run, and the difference to one is what every further one adds.
+take alike: two of each kind are run, and the difference to one is what every further one adds. So it is with rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.meta import MetaModel
 from linearize.mixers.config import LayerPlan
 from linearize.ops.block_sizes import blocks_for
+from linearize.ops.dense import MOST_KEYS
 from linearize.ops.layout import forget_layouts
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.config import Constant, FinetuneConfig, TrainConfig, TransferConfig
@@ -68,7 +69,14 @@ def step_bytes(
         length: tokens of a row; those of a language model hold two documents each.
         device: where; blocks of scores are larger on a GPU.
     """
-    return _step_bytes(_Teacher(model.contents, model), layers, _what_counts(config), dtype, length, device)
+    rows = config.micro_batch_size or config.batch_size
+
+    def found(rows: int) -> int:
+        return _step_bytes(_Teacher(model.contents, model), layers, _what_counts(config, rows), dtype, length, device)
+
+    if rows <= 2 or length <= MOST_KEYS:  # how short rows are computed depends on their number
+        return found(rows)
+    return found(2) + (rows - 2) * (found(2) - found(1))
 
 
 @dataclass(frozen=True)
@@ -116,14 +124,14 @@ def _step_bytes(
     return max(forward, backward)
 
 
-def _what_counts(config: TransferConfig | FinetuneConfig) -> TransferConfig | FinetuneConfig:
-    """The same stage without what makes no difference to memory."""
-    micro = config.micro_batch_size or config.batch_size
+def _what_counts(config: TransferConfig | FinetuneConfig, rows: int) -> TransferConfig | FinetuneConfig:
+    """The same stage with micro batches of so many rows, without what makes no difference to memory."""
+    several = config.micro_batch_size is not None and config.batch_size > config.micro_batch_size
     nothing: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "epochs": 1, "max_tokens": None, "clip_norm": None}
     nothing |= {"schedule": Constant(), "eval_every": 1, "early_stopping": None, "window_dropout": None}
+    nothing |= {"optimizer": "adamw"}
     # Of several micro batches, all but the first find gradients that are there already.
-    several = {"batch_size": micro * (1 + (config.batch_size > micro)), "micro_batch_size": micro}
-    return config.model_copy(update=nothing | several)
+    return config.model_copy(update=nothing | {"batch_size": rows * (1 + several), "micro_batch_size": rows})
 
 
 class _Counted(Exception):

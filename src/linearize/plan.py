@@ -26,11 +26,11 @@ from linearize.hf.teacher import TeacherShape, break_even_tokens
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe
 from linearize.training.config import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
+from linearize.training.optimizers import MOMENT_BYTES
 
 LENGTHS = (8192, 32768, 131072)  # tokens of a sequence whose bytes are shown
 # In memory: a trained parameter, its gradient and AdamW's two moments. On disk: its latest and best value, the moments.
 _TRAINED = 4 * FP32
-_MOMENTS = 3 * FP32  # without the gradient
 
 AnyStage = TransferConfig | FinetuneConfig
 Mixers = Sequence[MixerCost | None]  # of each layer; None: it stays softmax
@@ -111,12 +111,7 @@ def make_plan(
         raise ValueError(f"layers: expected one entry per teacher layer ({teacher.num_layers}), found {len(layers)}")
     model = MetaModel.of(teacher)
 
-    turned = list(zip(layers, model.rotary_dims, strict=True))
-    different: dict[Any, MixerCost] = {}
-    for mixer, dims in turned:
-        if mixer is not None and (mixer, dims) not in different:
-            different[mixer, dims] = mixer_cost(mixer, teacher, dtype, dims)
-    mixers = [different.get(key) for key in turned]
+    mixers = mixer_costs(model, teacher, layers, dtype)
     converted = {index: mixer for index, mixer in enumerate(mixers) if mixer is not None}
     kept = {index for index, mixer in enumerate(mixers) if mixer is None}
     growing = set(range(teacher.num_layers)) - set(teacher.sliding_layers)
@@ -128,20 +123,16 @@ def make_plan(
     # Every image is one row of the same length.
     rows = recipe.data.sequence_length if teacher.vocab_size else teacher.max_positions
 
-    def stage(config: AnyStage, trainable: int, flops: int, loaded: tuple[int, int]) -> StageCost:
-        """`loaded`: weights and trained parameters that are in memory at the same time."""
-        tokens = _tokens(config, training_tokens)
-        resident = loaded[0] * dtype.itemsize + loaded[1] * _MOMENTS
-        memory = None
+    def stage(config: AnyStage, trainable: int, flops: int) -> StageCost:
+        tokens, memory = _tokens(config, training_tokens), None
         if device is not None:
-            step = step_bytes(model, layers, config, dtype=dtype, length=rows, device=device) if trainable else 0
-            memory = resident + step
+            memory = stage_memory(config, model, layers, mixers, dtype=dtype, length=rows, device=device)
         return StageCost(trainable, tokens, None if tokens is None else tokens * flops, memory)
 
     transfer, between_blocks = None, 0
     if recipe.transfer is not None:
         flops = _transfer_flops(teacher, model, mixers, rows)
-        transfer = stage(recipe.transfer, new, flops, _transferred_at_once(recipe.transfer, model, mixers))
+        transfer = stage(recipe.transfer, new, flops)
         between_blocks = _between_blocks(recipe.transfer, teacher, training_tokens)
 
     def on_outputs(config: FinetuneConfig | None) -> StageCost | None:
@@ -149,7 +140,7 @@ def make_plan(
             return None
         trained = finetuned_parameters(config, model, new)
         flops = _finetune_flops(config, teacher, model, mixers, rows)
-        return stage(config, trained, flops, (model.total + new, trained))
+        return stage(config, trained, flops)
 
     adapt, finetune = on_outputs(recipe.adapt), on_outputs(recipe.finetune)
     controls: int | None = 0
@@ -195,6 +186,39 @@ def lora_parameters(lora: LoRAConfig, teacher: MetaModel) -> int:
     """rank x (inputs + outputs) per adapted projection, in every layer; a fused projection is adapted as a whole."""
     adapted: dict[str, Any] = projections(teacher.model, lora.targets)
     return lora.rank * sum(sum(module.weight.shape) for module in adapted.values())
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def mixer_costs(model: MetaModel, teacher: TeacherShape, layers: LayerPlan, dtype: torch.dtype) -> Mixers:
+    """Of each layer; those that are alike are counted once."""
+    turned = list(zip(layers, model.rotary_dims, strict=True))
+    different: dict[Any, MixerCost] = {}
+    for mixer, dims in turned:
+        if mixer is not None and (mixer, dims) not in different:
+            different[mixer, dims] = mixer_cost(mixer, teacher, dtype, dims)
+    return [different.get(key) for key in turned]
+
+
+def stage_memory(
+    config: AnyStage,
+    model: MetaModel,
+    layers: LayerPlan,
+    mixers: Mixers,
+    *,
+    dtype: torch.dtype,
+    length: int,
+    device: torch.device,
+) -> int:
+    """The most bytes that a stage takes: weights, fp32 copies and moments of what trains, and a step (`forecast`)."""
+    new = sum(mixer.parameters for mixer in mixers if mixer is not None)
+    if isinstance(config, TransferConfig):
+        weights, trained = _transferred_at_once(config, model, mixers)
+    else:
+        weights, trained = model.total + new, finetuned_parameters(config, model, new)
+    step = step_bytes(model, layers, config, dtype=dtype, length=length, device=device) if trained else 0
+    return weights * dtype.itemsize + trained * FP32 + int(trained * MOMENT_BYTES[config.optimizer]) + step
 
 
 # --- block by block ---------------------------------------------------------------------------------------------------
@@ -289,22 +313,22 @@ def render(plan: Plan) -> Table:
         table.add_row("trained controls", f"about {plan.control_flops:.2g} FLOPs")
     for label, text in _encoder_rows(plan) if plan.bidirectional else _memory_rows(plan):
         table.add_row(label, text)
-    table.add_row("disk", f"about {_size(plan.disk_bytes)}")
+    table.add_row("disk", f"about {size(plan.disk_bytes)}")
     if plan.activation_bytes:
-        table.add_row("disk, between blocks", f"about {_size(plan.activation_bytes)}, until transfer is finished")
+        table.add_row("disk, between blocks", f"about {size(plan.activation_bytes)}, until transfer is finished")
     return table
 
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     """Of a decoder: what generating takes."""
     growth, start = plan.student_cache_bytes_per_token, plan.break_even_tokens
-    grows = f", and {_size(growth)} per token" if growth else " at any length"
-    yield "teacher's cache", f"{_size(plan.teacher_cache_bytes_per_token)} per token of each sequence"
-    yield "student's state", f"{_size(plan.state_bytes)} per sequence{grows}"
+    grows = f", and {size(growth)} per token" if growth else " at any length"
+    yield "teacher's cache", f"{size(plan.teacher_cache_bytes_per_token)} per token of each sequence"
+    yield "student's state", f"{size(plan.state_bytes)} per sequence{grows}"
     yield "memory is saved", "at no length" if start is None else f"from {start:,} tokens on"
     for length in LENGTHS:
         teacher, student = plan.teacher_cache_bytes_per_token * length, plan.state_bytes + growth * length
-        yield f"at {length // 1024}k tokens", f"teacher {_size(teacher)}, student {_size(student)} per sequence"
+        yield f"at {length // 1024}k tokens", f"teacher {size(teacher)}, student {size(student)} per sequence"
 
 
 def _encoder_rows(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -320,7 +344,7 @@ def _describe(stage: StageCost) -> str:
     work = "amount of data not known"
     if stage.tokens is not None and stage.flops is not None:
         work = f"{_count(stage.tokens)} tokens, about {stage.flops:.2g} FLOPs"
-    memory = "" if stage.memory_bytes is None else f", about {_size(stage.memory_bytes)} of memory"
+    memory = "" if stage.memory_bytes is None else f", about {size(stage.memory_bytes)} of memory"
     return f"{_count(stage.trainable_parameters)} parameters, {work}{memory}"
 
 
@@ -331,7 +355,8 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _size(number: int) -> str:
+def size(number: int) -> str:
+    """Bytes in a unit that a reader can hold."""
     for power, suffix in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if number >= 2**power:
             return f"{number / 2**power:.3g} {suffix}"
