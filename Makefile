@@ -58,7 +58,7 @@ test-transformers-%:
 test-quantized: setup ## teachers with weights of torchao and bitsandbytes, which are installed for it (the extra `quantized`)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/quantized \
 	    -c constraints.txt torchao bitsandbytes
-	PYTHONPATH=.venv/quantized $(BIN)/python -m pytest tests/hf/test_quantized.py
+	PYTHONPATH=.venv/quantized $(BIN)/python -m pytest tests/hf/test_quantized.py tests/training/test_optimizers.py
 
 test-browser: setup chromium ## the report page in Debian's chromium, which it installs, with playwright (the extra `browser`)
 	$(BIN)/python -m pytest -m browser tests/browser

@@ -14,7 +14,6 @@ import os
 from dataclasses import asdict, dataclass
 
 import torch
-from needs import random_rows
 from records import timing_arguments, write_results
 from teachers import llama_config
 from transformers import LlamaForCausalLM, PreTrainedModel
@@ -57,11 +56,18 @@ class Row:
     measured: int
 
 
+def packed_rows(vocabulary: int, rows: int, length: int) -> PackedRows:
+    """Two documents of random tokens in each row."""
+    ids = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(0))
+    position = torch.arange(length // 2).repeat(2)
+    return PackedRows(ids, position.expand(rows, -1).contiguous(), ids)
+
+
 def sizes(teacher: PreTrainedModel, rows: PackedRows, recipe: Recipe) -> dict[str, tuple[int, int]]:
     """Forecast and measured bytes of transfer and of fine-tuning."""
     shape = TeacherShape.from_config(teacher.config.to_dict())
     layers, cpu, step = resolve(recipe, shape), torch.device("cpu"), Step(0, 1, 0)
-    plan = make_plan(recipe, shape, layers, dtype=torch.float32, training_tokens=rows.num_tokens)
+    plan = make_plan(recipe, shape, layers, dtype=torch.float32, device=cpu, training_tokens=rows.num_tokens)
     assert plan.transfer is not None and plan.finetune is not None
     assert recipe.transfer is not None and recipe.finetune is not None
     weights = FP32 * (plan.teacher_parameters + plan.new_parameters)
@@ -96,7 +102,7 @@ def main() -> None:
     for layers, hidden, vocabulary, count, length in SHAPES:
         config = llama_config(hidden, layers, hidden // 64, hidden // 128, 11 * hidden // 4, vocabulary)
         teacher = LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval().requires_grad_(False)
-        rows = random_rows(vocabulary, count, length)
+        rows = packed_rows(vocabulary, count, length)
         every = {"data.sequence_length": length, "transfer.batch_size": count, "finetune.batch_size": count}
         for stage, fields in CASES.items():
             both = sizes(teacher, rows, Recipe.load("lolcats", every | fields))

@@ -54,6 +54,13 @@ Compile = Annotated[
         "on; needs a C++ compiler, and goes on without it where there is none",
     ),
 ]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="of the GPU, e.g. 24GiB: choose what fits it, and changes no result: micro_batch_size, "
+        "activation_checkpointing, layers_per_block, where the recipe does not set them"
+    ),
+]
 Seed = Annotated[int | None, typer.Option(help="seed of everything random; the recipe's own by default")]
 Text = Annotated[
     str | None,
@@ -90,6 +97,7 @@ def plan(
     set_: Set = None,
     dtype: Dtype = "bfloat16",
     cluster: Annotated[str | None, typer.Option(help="GPUs and the memory of each, as in 8x80GiB: what fits")] = None,
+    gpu_memory: GpuMemory = None,
     as_json: Json = False,
 ) -> None:
     """Say what a run would do and cost, and from which length on memory is saved. Touches no weights."""
@@ -98,26 +106,33 @@ def plan(
 
         from linearize import cluster as clusters
         from linearize import plan as planning
+        from linearize.fit import fit, parse_memory
         from linearize.hf.checkpoint import read_config
         from linearize.hf.teacher import TeacherShape
         from linearize.recipe import KeepByTransferError, Recipe, parse_overrides, resolve
 
     chosen = Recipe.load(recipe, parse_overrides(set_ or []))
     shape = TeacherShape.from_config(read_config(model))
+    gpus = None if cluster is None else clusters.Cluster.parse(cluster)
     computed_in = _dtype(dtype, torch.device("cpu"))
     # Which layers transfer worst is not known before; how many stay softmax is, and costs the same for any.
     layers = resolve(chosen, shape, errors=[float(index) for index in range(shape.num_layers)])
-    result = planning.make_plan(chosen, shape, layers, dtype=computed_in, training_tokens=None)
-    if cluster is None:
-        _show(result.to_json() if as_json else planning.render(result), as_json)
+    found = None
+    if gpu_memory is not None:
+        found = fit(chosen, shape, layers, dtype=computed_in, memory=parse_memory(gpu_memory))
+        chosen = found.recipe
+    where = torch.device("cuda")
+    result = planning.make_plan(chosen, shape, layers, dtype=computed_in, device=where, training_tokens=None)
+    shares = [] if gpus is None else clusters.shares(chosen, shape, layers, gpus, dtype=computed_in)
+    if as_json:
+        more = {"fit": found and found.to_json(), "cluster": [share.to_json() for share in shares]}
+        _show(result.to_json() | {name: value for name, value in more.items() if value}, as_json)
     else:
-        gpus = clusters.Cluster.parse(cluster)
-        shares = clusters.shares(chosen, shape, layers, gpus, dtype=computed_in)
-        if as_json:
-            _show(result.to_json() | {"cluster": [share.to_json() for share in shares]}, as_json)
-        else:
-            _show(planning.render(result), as_json)
+        _show(planning.render(result), as_json)
+        if gpus is not None:
             _show(clusters.render(shares, gpus), as_json)
+    for line in found.lines() if found is not None else ():
+        _note(line)
     if isinstance(chosen.layers.keep_softmax, KeepByTransferError):
         _note("which layers stay softmax is decided by their transfer errors; those above stand in for them")
     if chosen.memory is not None:
@@ -143,6 +158,7 @@ def run(
     set_: Set = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    gpu_memory: GpuMemory = None,
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
@@ -151,11 +167,12 @@ def run(
     from linearize.distributed import joined
     from linearize.report import terminal
     from linearize.report.load import load_run
-    from linearize.run import pipeline
+    from linearize.run import pipeline, settings
 
     if until not in pipeline.STAGES:
         raise UserError(f"--until: expected one of {', '.join(pipeline.STAGES)}; found {until!r}")
     job = _job(model, output_dir, recipe, dataset, set_, dtype, device, seed)
+    job = settings.settled(job, gpu_memory, note=_note)
     with joined(job.device):
         worth = pipeline.run(job, until=until, block=_block(block), command=_command(), trust_tasks=trust_tasks)
     if worth is not None:

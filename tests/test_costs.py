@@ -125,17 +125,6 @@ def test_flops_by_hand() -> None:
     assert window.flops == 2 * 2 * 4 * 8 * (6 + 1)
 
 
-def test_a_kernel_in_closed_form_keeps_inputs_and_not_features() -> None:
-    """Taylor's 45 features of 8 inputs; not where a gate or a scale changes features, or a mixer is not causal."""
-    encoder = TeacherShape(**{**vars(SMALL), "bidirectional": True})
-    taylor = ELU | dict(feature_map=dict(type="taylor2"))
-    as_wide_as_inputs = cost(**ELU).activation_bytes
-    all_features = as_wide_as_inputs + 4 * (4 + 2) * (45 - 8)
-    assert cost(**taylor).activation_bytes == as_wide_as_inputs
-    assert cost(**taylor | dict(scale="head_dim")).activation_bytes == all_features
-    assert cost(encoder, **taylor).activation_bytes == all_features
-
-
 def test_counting_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
     cost(feature_map=dict(type="performer"))

@@ -1,6 +1,6 @@
 """What one mixer costs: built and run on torch's meta device, and read off there.
 
-Parameters and bytes of state are exact; FLOPs and activations of a token are estimates.
+Parameters and bytes of state are exact; FLOPs of a token are estimates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 
 FP32 = 4
-_GATES = ("log_decay_k", "log_decay_v", "input_scale")
 
 
 @dataclass(frozen=True)
@@ -29,15 +28,12 @@ class MixerCost:
         parameters: trainable numbers.
         state_bytes: of a sequence's state, but for its count of tokens; 0 for an encoder, which has none.
         flops: of one token forward, in matrix products; of a decoder with all of its window, generated one by one.
-        activation_bytes: per token, kept for backward, in fp32: window scores, numerators and output, features and
-            gates. Where a kernel in closed form reads keys, their inputs are kept in place of features.
-        grows: bytes of state per token, of heads that keep softmax; FLOPs and activations are without them.
+        grows: bytes of state per token, of heads that keep softmax; FLOPs are without them.
     """
 
     parameters: int
     state_bytes: int
     flops: int
-    activation_bytes: int
     grows: int = 0
 
 
@@ -46,28 +42,22 @@ def mixer_cost(
     config: MixerConfig | HeadwiseConfig, teacher: TeacherShape, dtype: torch.dtype, rotary_dims: int
 ) -> MixerCost:
     """The cost in a layer of `teacher`, a model in `dtype`, that rotates `rotary_dims` dimensions of a head (RoPE)."""
-    heads, head_dim = teacher.num_heads, teacher.head_dim
     if isinstance(config, HeadwiseConfig):
         return _of_groups(config, teacher, dtype, rotary_dims)
     inputs, counter = _one_token(teacher, dtype, rotary_dims), FlopCounterMode(display=False)
     with torch.device("meta"):
         mixer = (BidirectionalMixer if teacher.bidirectional else LinearMixer)(config, teacher.layer)
-    state_bytes, slots, gates = 0, 0, 0
+    state_bytes = 0
     if isinstance(mixer, LinearMixer):
         state = mixer.state_like(inputs)
         with counter:
             mixer.step(inputs, state)
-        state_bytes, slots = state.nbytes - state.seen.nbytes, state.slots["keys"].shape[2]
-        gates = sum(x.shape[1] * x.shape[3] for name, x in state.slots.items() if name in _GATES)
+        state_bytes = state.nbytes - state.seen.nbytes
     else:
         with counter:
             mixer(inputs)
-    numbers = slots * heads + 3 * heads * head_dim + gates
-    if mixer.feature_map is not None:
-        width = head_dim if mixer.kernel is not None else mixer.feature_map.feature_dim
-        numbers += (heads + mixer.state_heads) * width
     parameters = sum(parameter.numel() for parameter in mixer.parameters())
-    return MixerCost(parameters, state_bytes, counter.get_total_flops(), FP32 * numbers)
+    return MixerCost(parameters, state_bytes, counter.get_total_flops())
 
 
 def _of_groups(config: HeadwiseConfig, teacher: TeacherShape, dtype: torch.dtype, rotary_dims: int) -> MixerCost:
@@ -85,7 +75,6 @@ def _of_groups(config: HeadwiseConfig, teacher: TeacherShape, dtype: torch.dtype
         parameters=sum(cost.parameters for cost in costs),
         state_bytes=sum(cost.state_bytes for cost in costs),
         flops=sum(cost.flops for cost in costs),
-        activation_bytes=sum(cost.activation_bytes for cost in costs),
         grows=2 * growing * teacher.head_dim * dtype.itemsize,
     )
 

@@ -4,7 +4,8 @@ An encoder has neither cache nor state: what conversion saves there is that its 
 proportion to length. Of its parameters the base model's are counted, without the head of a task.
 
 Letters: H query heads, D head dimension, h hidden size. Parameters, bytes of state and bytes per token are exact;
-FLOPs, training memory and disk are estimates, and the docstrings say how. What one mixer costs stands in `costs`.
+FLOPs and disk are estimates, and the docstrings say how. What one mixer costs stands in `costs`, the memory of a step
+in `forecast`.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ import torch
 from rich.table import Table
 
 from linearize.costs import FP32, MixerCost, mixer_cost, softmax_flops
+from linearize.forecast import step_bytes
 from linearize.hf.classes import projections
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape, break_even_tokens
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe
 from linearize.training.config import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
+from linearize.training.optimizers import MOMENT_BYTES
 
 LENGTHS = (8192, 32768, 131072)  # tokens of a sequence whose bytes are shown
 # In memory: a trained parameter, its gradient and AdamW's two moments. On disk: its latest and best value, the moments.
 _TRAINED = 4 * FP32
 
+AnyStage = TransferConfig | FinetuneConfig
 Mixers = Sequence[MixerCost | None]  # of each layer; None: it stays softmax
 
 
@@ -37,14 +41,14 @@ class StageCost:
     """One training stage.
 
     `tokens`: trained on, over all epochs; None where the size of the data is not known. `flops`: floating-point
-    operations for these tokens, evaluations apart. `memory_bytes`: weights in the model's dtype, 16 bytes per trainable
-    parameter, and the activations of one micro batch.
+    operations for these tokens, evaluations apart. `memory_bytes`: weights in the model's dtype, fp32 copies and
+    AdamW's moments of what trains, and the most that one step takes besides; None where that is not asked for.
     """
 
     trainable_parameters: int
     tokens: int | None
     flops: int | None
-    memory_bytes: int
+    memory_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -90,12 +94,14 @@ def make_plan(
     layers: LayerPlan,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | None = None,
     training_tokens: int | None,
 ) -> Plan:
     """The plan for a recipe that was resolved to `layers`.
 
     Args:
         dtype: the model's, which weights and K/V cache share.
+        device: whose memory to forecast, which takes seconds; None: it is left out.
         training_tokens: tokens of the packed training rows, once through; None where the data are not known.
 
     Raises:
@@ -105,12 +111,7 @@ def make_plan(
         raise ValueError(f"layers: expected one entry per teacher layer ({teacher.num_layers}), found {len(layers)}")
     model = MetaModel.of(teacher)
 
-    turned = list(zip(layers, model.rotary_dims, strict=True))
-    different: dict[Any, MixerCost] = {}
-    for mixer, dims in turned:
-        if mixer is not None and (mixer, dims) not in different:
-            different[mixer, dims] = mixer_cost(mixer, teacher, dtype, dims)
-    mixers = [different.get(key) for key in turned]
+    mixers = mixer_costs(model, teacher, layers, dtype)
     converted = {index: mixer for index, mixer in enumerate(mixers) if mixer is not None}
     kept = {index for index, mixer in enumerate(mixers) if mixer is None}
     growing = set(range(teacher.num_layers)) - set(teacher.sliding_layers)
@@ -122,21 +123,16 @@ def make_plan(
     # Every image is one row of the same length.
     rows = recipe.data.sequence_length if teacher.vocab_size else teacher.max_positions
 
-    def stage(config: TrainConfig, trainable: int, flops: int, activations: int, loaded: tuple[int, int]) -> StageCost:
-        """`loaded`: weights and trained parameters that are in memory at the same time."""
-        tokens = _tokens(config, training_tokens)
-        weights = loaded[0] * dtype.itemsize + loaded[1] * _TRAINED
-        pass_tokens = (config.micro_batch_size or config.batch_size) * rows
-        return StageCost(
-            trainable, tokens, None if tokens is None else tokens * flops, weights + pass_tokens * activations
-        )
+    def stage(config: AnyStage, trainable: int, flops: int) -> StageCost:
+        tokens, memory = _tokens(config, training_tokens), None
+        if device is not None:
+            memory = stage_memory(config, model, layers, mixers, dtype=dtype, length=rows, device=device)
+        return StageCost(trainable, tokens, None if tokens is None else tokens * flops, memory)
 
     transfer, between_blocks = None, 0
     if recipe.transfer is not None:
         flops = _transfer_flops(teacher, model, mixers, rows)
-        graph = _transfer_activations(teacher, model, mixers, dtype.itemsize)
-        loaded = _transferred_at_once(recipe.transfer, model, mixers)
-        transfer = stage(recipe.transfer, new, flops, graph, loaded)
+        transfer = stage(recipe.transfer, new, flops)
         between_blocks = _between_blocks(recipe.transfer, teacher, training_tokens)
 
     def on_outputs(config: FinetuneConfig | None) -> StageCost | None:
@@ -144,8 +140,7 @@ def make_plan(
             return None
         trained = finetuned_parameters(config, model, new)
         flops = _finetune_flops(config, teacher, model, mixers, rows)
-        graph = _finetune_activations(config, teacher, model, mixers, dtype.itemsize)
-        return stage(config, trained, flops, graph, (model.total + new, trained))
+        return stage(config, trained, flops)
 
     adapt, finetune = on_outputs(recipe.adapt), on_outputs(recipe.finetune)
     controls: int | None = 0
@@ -191,6 +186,39 @@ def lora_parameters(lora: LoRAConfig, teacher: MetaModel) -> int:
     """rank x (inputs + outputs) per adapted projection, in every layer; a fused projection is adapted as a whole."""
     adapted: dict[str, Any] = projections(teacher.model, lora.targets)
     return lora.rank * sum(sum(module.weight.shape) for module in adapted.values())
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def mixer_costs(model: MetaModel, teacher: TeacherShape, layers: LayerPlan, dtype: torch.dtype) -> Mixers:
+    """Of each layer; those that are alike are counted once."""
+    turned = list(zip(layers, model.rotary_dims, strict=True))
+    different: dict[Any, MixerCost] = {}
+    for mixer, dims in turned:
+        if mixer is not None and (mixer, dims) not in different:
+            different[mixer, dims] = mixer_cost(mixer, teacher, dtype, dims)
+    return [different.get(key) for key in turned]
+
+
+def stage_memory(
+    config: AnyStage,
+    model: MetaModel,
+    layers: LayerPlan,
+    mixers: Mixers,
+    *,
+    dtype: torch.dtype,
+    length: int,
+    device: torch.device,
+) -> int:
+    """The most bytes that a stage takes: weights, fp32 copies and moments of what trains, and a step (`forecast`)."""
+    new = sum(mixer.parameters for mixer in mixers if mixer is not None)
+    if isinstance(config, TransferConfig):
+        weights, trained = _transferred_at_once(config, model, mixers)
+    else:
+        weights, trained = model.total + new, finetuned_parameters(config, model, new)
+    step = step_bytes(model, layers, config, dtype=dtype, length=length, device=device) if trained else 0
+    return weights * dtype.itemsize + trained * FP32 + int(trained * MOMENT_BYTES[config.optimizer]) + step
 
 
 # --- block by block ---------------------------------------------------------------------------------------------------
@@ -267,38 +295,6 @@ def _finetune_flops(
     return (3 if config.all_weights else 2) * forward + 6 * adapters + 3 * attention + outputs + again
 
 
-def _layer_activations(teacher: TeacherShape, model: MetaModel) -> list[int]:
-    """Numbers per token inside each layer: residual and norms (4 h), and what its matrices read or write.
-
-    That is about their weights over h: 2 (H + G) D for q, k, v, o with G KV heads, 3 I for a gated MLP of width I.
-    """
-    return [4 * teacher.hidden_size + used // teacher.hidden_size for used in model.used]
-
-
-def _transfer_activations(teacher: TeacherShape, model: MetaModel, mixers: Mixers, bytes_per_element: int) -> int:
-    """Per token: inference (one layer at a time, without the head), and the graph of the largest single mixer."""
-    largest = max((mixer.activation_bytes for mixer in mixers if mixer is not None), default=0)
-    return bytes_per_element * max(_layer_activations(teacher, model)) + largest
-
-
-def _finetune_activations(
-    config: FinetuneConfig, teacher: TeacherShape, model: MetaModel, mixers: Mixers, bytes_per_element: int
-) -> int:
-    """Per token: all layers and mixers kept for backward; logits, those of them that are compared, and the gradients
-    of both; with a teacher, its logits too, and those that are compared. (In fp32 losses are computed by chunks.)
-
-    With activation checkpointing what enters each layer, and all of one.
-    """
-    layers = [
-        bytes_per_element * numbers + (0 if mixer is None else mixer.activation_bytes)
-        for numbers, mixer in zip(_layer_activations(teacher, model), mixers, strict=True)
-    ]
-    logits = (6 if config.loss.needs_teacher else 4) * bytes_per_element * teacher.vocab_size
-    if config.activation_checkpointing:
-        return logits + sum(teacher.passes) * bytes_per_element * teacher.hidden_size + max(layers)
-    return logits + sum(map(operator.mul, teacher.passes, layers))
-
-
 # --- presentation -----------------------------------------------------------------------------------------------------
 
 
@@ -317,22 +313,22 @@ def render(plan: Plan) -> Table:
         table.add_row("trained controls", f"about {plan.control_flops:.2g} FLOPs")
     for label, text in _encoder_rows(plan) if plan.bidirectional else _memory_rows(plan):
         table.add_row(label, text)
-    table.add_row("disk", f"about {_size(plan.disk_bytes)}")
+    table.add_row("disk", f"about {size(plan.disk_bytes)}")
     if plan.activation_bytes:
-        table.add_row("disk, between blocks", f"about {_size(plan.activation_bytes)}, until transfer is finished")
+        table.add_row("disk, between blocks", f"about {size(plan.activation_bytes)}, until transfer is finished")
     return table
 
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     """Of a decoder: what generating takes."""
     growth, start = plan.student_cache_bytes_per_token, plan.break_even_tokens
-    grows = f", and {_size(growth)} per token" if growth else " at any length"
-    yield "teacher's cache", f"{_size(plan.teacher_cache_bytes_per_token)} per token of each sequence"
-    yield "student's state", f"{_size(plan.state_bytes)} per sequence{grows}"
+    grows = f", and {size(growth)} per token" if growth else " at any length"
+    yield "teacher's cache", f"{size(plan.teacher_cache_bytes_per_token)} per token of each sequence"
+    yield "student's state", f"{size(plan.state_bytes)} per sequence{grows}"
     yield "memory is saved", "at no length" if start is None else f"from {start:,} tokens on"
     for length in LENGTHS:
         teacher, student = plan.teacher_cache_bytes_per_token * length, plan.state_bytes + growth * length
-        yield f"at {length // 1024}k tokens", f"teacher {_size(teacher)}, student {_size(student)} per sequence"
+        yield f"at {length // 1024}k tokens", f"teacher {size(teacher)}, student {size(student)} per sequence"
 
 
 def _encoder_rows(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -348,7 +344,8 @@ def _describe(stage: StageCost) -> str:
     work = "amount of data not known"
     if stage.tokens is not None and stage.flops is not None:
         work = f"{_count(stage.tokens)} tokens, about {stage.flops:.2g} FLOPs"
-    return f"{_count(stage.trainable_parameters)} parameters, {work}, about {_size(stage.memory_bytes)} of memory"
+    memory = "" if stage.memory_bytes is None else f", about {size(stage.memory_bytes)} of memory"
+    return f"{_count(stage.trainable_parameters)} parameters, {work}{memory}"
 
 
 def _count(number: int) -> str:
@@ -358,7 +355,8 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _size(number: int) -> str:
+def size(number: int) -> str:
+    """Bytes in a unit that a reader can hold."""
     for power, suffix in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if number >= 2**power:
             return f"{number / 2**power:.3g} {suffix}"

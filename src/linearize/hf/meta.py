@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from linearize.hf.architectures import ARCHITECTURES
+from linearize.hf.checkpoint import drops_soft_cap
 from linearize.hf.config_json import blaming_fields, read_contents
 from linearize.hf.teacher import TeacherShape
 
@@ -29,6 +33,7 @@ class MetaModel:
         used: of these the ones that a token meets: of a layer's experts only as many as it is sent to.
         outside: those outside the layers that every token is multiplied by; the head's also where they are embeddings.
         rotary_dims: how many dimensions of a head each layer rotates (RoPE), 0 where it does not; of an encoder none.
+        contents: of the config.json, as JSON.
     """
 
     model: PreTrainedModel
@@ -38,6 +43,27 @@ class MetaModel:
     used: tuple[int, ...]
     outside: int
     rotary_dims: tuple[int, ...]
+    contents: str
+
+    def reduced(self, layers: Sequence[int], dtype: torch.dtype) -> PreTrainedModel:
+        """The model in `dtype` with these of its layers alone, on the meta device, as it is loaded: frozen, in eval.
+
+        Of an encoder, all layers are kept.
+        """
+        parts, left_out = ARCHITECTURES[self.model.config.model_type].parts, dict[int, object]()
+        if parts is not None:
+            stack: Any = self.model.base_model.get_submodule(parts.layers)
+            left_out[id(stack)] = nn.ModuleList(copy.deepcopy(stack[index]) for index in layers)
+        model = copy.deepcopy(self.model, left_out).to(dtype)
+        if parts is not None:
+            model.config.num_hidden_layers = len(layers)
+            if getattr(model.config, "layer_types", None) is not None:  # read by the place in the stack
+                model.config.layer_types = [model.config.layer_types[index] for index in layers]
+        if model._supports_sdpa:  # what transformers then chooses, but not where that leaves a soft cap out
+            model.set_attn_implementation("sdpa")
+            if drops_soft_cap(model.config):
+                model.set_attn_implementation("eager")
+        return model.eval().requires_grad_(False)
 
     @classmethod
     def of(cls, teacher: TeacherShape) -> MetaModel:
@@ -80,6 +106,7 @@ class MetaModel:
             outside=total - sum(in_layers) - looked_up + tied,
             # SmolLM3's own attribute says which layers do not.
             rotary_dims=tuple(rotary if getattr(m, "use_rope", True) else 0 for m in attention.values()),
+            contents=json.dumps(contents, sort_keys=True),
         )
 
 

@@ -25,6 +25,11 @@ from linearize.hf.architectures import ARCHITECTURES, Parts
 from linearize.hf.checkpoint import hub_options, readable
 
 
+def stored_by_layer(model_type: str) -> bool:
+    """Whether `load_block` can read a model of this type: a decoder whose files hold its weights as the model does."""
+    return not ARCHITECTURES[model_type].bidirectional and not get_checkpoint_conversion_mapping(model_type)
+
+
 def load_block(model: str, layers: range, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """These layers of a causal language model, in eval mode, with no weight but their own.
 

@@ -22,6 +22,7 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer import Mixer
 from linearize.mixers.mixer_state import Tokens
+from linearize.ops.block_sizes import kind
 from linearize.ops.dispatch import linear_scan
 from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout, NoSpan
@@ -59,7 +60,7 @@ def query_blocks(mixer: Mixer, layout: Layout, batch: int, reach: int | None) ->
     Args:
         reach: how far a query of the teacher's softmax sees, its own key included; None: all of its document.
     """
-    numbers = BLOCK_WEIGHTS["cpu" if layout.key_position.device.type == "cpu" else "cuda"]
+    numbers = BLOCK_WEIGHTS[kind(layout.key_position.device)]
     size = max(MIN_QUERIES, numbers // (batch * mixer.shape.num_heads * layout.length))
     yield from (_blocks_below if mixer.causal else _blocks_of_documents)(mixer, layout, size, reach)
 

@@ -16,6 +16,7 @@ from linearize.mixers.mixer import LinearFeatures, learnable, without_lost
 from linearize.mixers.mixer_state import STATE_DTYPES, Clock, MixerState, Tokens, keep_slots
 from linearize.mixers.one_token import one_token
 from linearize.mixers.running_maximum import running_maximum
+from linearize.ops.block_sizes import kind
 from linearize.ops.dispatch import delta_values, linear_scan, window_softmax
 from linearize.ops.exact_cache import cached_softmax, merged
 from linearize.ops.full import full_softmax
@@ -96,7 +97,7 @@ class LinearMixer(CausalMixer):
         length = inputs.q.shape[2]
         if torch.is_grad_enabled() or self.feature_map is None:
             return length
-        numbers = SEGMENT_NUMBERS["cpu" if inputs.q.device.type == "cpu" else "cuda"]
+        numbers = SEGMENT_NUMBERS[kind(inputs.q.device)]
         features = 0 if self.kernel is not None else self.feature_map.feature_dim  # of all tokens at once
         width = len(inputs.q) * self.shape.num_heads * max(self.shape.head_dim, features)
         return max(numbers // width // 64 * 64, 1024, 4 * self.span.context)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from linearize.ops.block_sizes import kind
 from linearize.ops.grid import ChunkLayout, Grid, pick
 from linearize.ops.layout import Layout, Span, TerracedSpan
 from linearize.ops.recomputed_scan import Body, Given, Grads, Tensors
@@ -58,7 +59,7 @@ class ChunkRecurrence(Body):
     """The outputs that `segment` gives for each segment, and the S that the next one begins with."""
 
     def __init__(self, slots: ChunkLayout, span: Span, q: Tensor, S: Tensor, segment: Segment) -> None:
-        group, scores = q.shape[1] // S.shape[1], BLOCK_SCORES["cpu" if S.device.type == "cpu" else "cuda"]
+        group, scores = q.shape[1] // S.shape[1], BLOCK_SCORES[kind(S.device)]
         at_once = scores // (group * slots.chunk**2)
         max_chunks = max(MIN_CHUNKS_PER_BLOCK, at_once // (S.shape[0] * S.shape[1]))
         self.grid = Grid(slots, S.shape[:2], group, at_once, max_chunks, delay=span.fold_lag)

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from linearize.ops.block_sizes import kind
 from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.partial import Partial, accumulation_dtype
 
@@ -214,7 +215,7 @@ def cached_softmax(
     at = torch.where(blocks.slots >= before, blocks.slots - before, -1).expand(batch, -1, -1)
     count, width = at.shape[1:]
     per_block = batch * heads * width * held.shape[3]
-    step = max(1, SCORES_AT_ONCE["cpu" if q.device.type == "cpu" else "cuda"] // per_block)
+    step = max(1, SCORES_AT_ONCE[kind(q.device)] // per_block)
     found = []
     for start in range(0, count, step):
         some = slice(start, start + step)

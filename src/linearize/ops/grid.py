@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from linearize.ops.block_sizes import kind
 from linearize.ops.layout import Layout
 
 # Scores per block: large enough to fill the device, small enough on a CPU to stay in cache and off fresh pages.
@@ -227,7 +228,7 @@ def make_grid(slots: ChunkLayout, q: Tensor, k: Tensor, first: int, delay: int =
 
     `features`: of a query, made by the block itself.
     """
-    device, group = "cpu" if q.device.type == "cpu" else "cuda", q.shape[1] // k.shape[1]
+    device, group = kind(q.device), q.shape[1] // k.shape[1]
     at_once = BLOCK_SCORES[device] // (group * (first + 1) * slots.chunk**2)
     if features:
         at_once = min(at_once, BLOCK_FEATURES[device] // (group * slots.chunk * features))

@@ -226,6 +226,11 @@ def _kept_full(length: int, device: torch.device) -> Layout:
         return _full(length, device)
 
 
+def forget_layouts() -> None:
+    """Drop the full layouts that are kept, with what was worked out of them."""
+    _kept_full.cache_clear()
+
+
 def context_positions(seen: Int[Tensor, " B"], span: Span) -> Int[Tensor, "B S"]:
     """Positions of the keys that a state keeps after `seen` tokens: sinks first, then the last `span.context` tokens.
 

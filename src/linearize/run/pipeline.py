@@ -137,7 +137,8 @@ def save(run: Run, student: PreTrainedModel, processor: Any) -> None:
 
 def write_plan(run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Dataset) -> None:
     """plan.json: what the run means and costs."""
-    plan = planning.make_plan(run.recipe, shape, layers, dtype=run.dtype, training_tokens=dataset.train.num_tokens)
+    options = {"dtype": run.dtype, "device": run.device if run.device.type == "cuda" else None}
+    plan = planning.make_plan(run.recipe, shape, layers, training_tokens=dataset.train.num_tokens, **options)
     write_json(run.folder / "plan.json", plan.to_json())
 
 

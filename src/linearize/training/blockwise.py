@@ -194,7 +194,7 @@ class BlockwiseTransfer:
 
     def _identity(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         rows = [t for r in self._sides.values() for t in r.tensors()]
-        return run_identity(tensors, rows, self.config.model_dump(mode="json"), self.seed)
+        return run_identity(tensors, rows, self.config.identity(), self.seed)
 
     # --- all blocks ---------------------------------------------------------------------------------------------------
 

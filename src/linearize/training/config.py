@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -78,6 +78,11 @@ class TrainConfig(Config):
         default=None, description="stop after this many evaluations without improvement; null to never stop early"
     )
     window_dropout: WindowDropout | None = Field(default=None, description="against bypass of the linear part")
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = Field(
+        default="adamw",
+        description="8bit: moments in 8 bits, by bitsandbytes, which train almost alike in a quarter of their memory; "
+        "paged: they may leave a GPU that is full",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
@@ -88,6 +93,12 @@ class TrainConfig(Config):
                 f"batch_size ({self.batch_size}) must be a multiple of micro_batch_size ({self.micro_batch_size})"
             )
         return self
+
+    def identity(self) -> dict[str, Any]:
+        """What has to be equal for a stage to be gone on with; of fields that older stages lack, those that are set."""
+        fields = self.model_dump(mode="json")
+        later = {"optimizer": "adamw", "activation_checkpointing": False}
+        return {name: value for name, value in fields.items() if name not in later or value != later[name]}
 
 
 class TransferConfig(TrainConfig):

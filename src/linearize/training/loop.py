@@ -21,6 +21,7 @@ from linearize.data.rows import Rows
 from linearize.distributed import barrier, clip_gradients, in_turn, sum_gradients, world
 from linearize.training.batches import Batches
 from linearize.training.config import TrainConfig
+from linearize.training.optimizers import load_state, make_optimizer, state_of
 from linearize.training.resumption import (
     MetricsLog,
     StageFolder,
@@ -114,7 +115,7 @@ def train(
     """
     parameters = _parameters(objective.units)
     rows = [tensor for r in (train_rows, validation_rows) for tensor in r.tensors()]
-    identity = run_identity(parameters, rows, config.model_dump(mode="json"), seed)
+    identity = run_identity(parameters, rows, config.identity(), seed)
     with in_turn():
         stage = StageFolder(output_dir, identity)
         finished = stage.finished(parameters)
@@ -196,9 +197,7 @@ class _UnitRun:
     def __init__(self, unit: Unit, config: TrainConfig, num_steps: int) -> None:
         self.name, self.parameters, self._clip_norm = unit.name, unit.parameters, config.clip_norm
         self.peak, self._early_stopping, self._stale_evaluations = config.lr, config.early_stopping, 0
-        self.optimizer = torch.optim.AdamW(
-            list(unit.parameters.values()), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
+        self.optimizer = make_optimizer(config, unit.parameters.values())
         self.schedule = build_schedule(config.schedule, self.optimizer, num_steps)
         self._on_plateau = isinstance(self.schedule, ReduceLROnPlateau)
         self.initial_loss = self.best_loss = math.inf
@@ -246,7 +245,7 @@ class _UnitRun:
         tensors = {f"best/{name}": tensor for name, tensor in self.best.items()}
         for name, parameter in self.parameters.items():
             tensors[f"parameter/{name}"] = parameter.detach()
-            tensors |= {f"{key}/{name}": value for key, value in self.optimizer.state[parameter].items()}
+            tensors |= {f"{key}/{name}": value for key, value in state_of(self.optimizer, parameter).items()}
         losses = {"initial_loss": self.initial_loss, "best_loss": self.best_loss}
         # An infinity, which JSON cannot hold, is what it was when the schedule was made.
         schedule = {key: value for key, value in self.schedule.state_dict().items() if value != math.inf}
@@ -258,12 +257,13 @@ class _UnitRun:
         self._stale_evaluations = state["stale_evaluations"]
         self.best = {name: tensors[f"best/{name}"] for name in self.parameters}
         _copy_into(self.parameters, {name: tensors[f"parameter/{name}"] for name in self.parameters})
-        moments = {
-            index: {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-            for index, name in enumerate(self.parameters)
-            if f"step/{name}" in tensors  # torch keeps no state for a parameter that has had no gradient yet
-        }
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        states: dict[str, dict[str, Tensor]] = {name: {} for name in self.parameters}
+        for key, tensor in tensors.items():
+            kind, _, name = key.partition("/")
+            if name in states and kind not in ("best", "parameter"):
+                states[name][kind] = tensor
+        # torch keeps no state for a parameter that has had no gradient yet.
+        load_state(self.optimizer, {place: state for place, state in enumerate(states.values()) if state})
         self.optimizer.param_groups[0]["lr"] = state["lr"]
         self.schedule.load_state_dict(state["schedule"])
 

@@ -51,8 +51,10 @@ def _plan(plan: Mapping[str, Any]) -> dict[str, str]:
         if cost is not None:
             lines[name] = (
                 f"{scaled(cost['trainable_parameters'])} trained parameters, {scaled(cost['tokens'])} tokens, "
-                f"{scaled(cost['flops'], 'FLOP')}, about {scaled(cost['memory_bytes'], 'B')} of memory"
+                f"{scaled(cost['flops'], 'FLOP')}"
             )
+            if cost["memory_bytes"] is not None:
+                lines[name] += f", about {scaled(cost['memory_bytes'], 'B')} of memory"
     lines["trained controls"] = scaled(plan["control_flops"], "FLOP") if plan["control_flops"] else "none"
     return lines | _memory(plan)
 

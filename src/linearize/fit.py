@@ -1,0 +1,146 @@
+"""Which settings make a run fit a GPU's memory: those that cost least time first. None of them changes the result.
+
+What would change it, moments in 8 bits, is named where nothing else fits, and never chosen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from linearize.base import UserError
+from linearize.hf.meta import MetaModel
+from linearize.hf.partial_model import stored_by_layer
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
+from linearize.plan import AnyStage, mixer_costs, size, stage_memory
+from linearize.recipe import Recipe
+from linearize.training.config import FinetuneConfig, TransferConfig
+
+SHARE = 0.9  # of a GPU's memory; the rest is CUDA's own, and gaps between tensors
+STAGES = ("transfer", "adapt", "finetune")
+SETTINGS = ("micro_batch_size", "activation_checkpointing", "layers_per_block")
+_UNITS = {"GIB": 2**30, "GB": 10**9, "MIB": 2**20, "MB": 10**6}
+
+
+@dataclass(frozen=True)
+class StageFit:
+    """One stage.
+
+    Attributes:
+        settings: fields of the stage that differ from the recipe's; where nothing fits, those that take least.
+        memory_bytes: with them, by forecast.
+        eight_bits: with moments in 8 bits as well, where it does not fit without.
+    """
+
+    stage: str
+    settings: dict[str, Any]
+    memory_bytes: int
+    fits: bool
+    eight_bits: int | None = None
+
+    def describe(self, memory: int) -> str:
+        """In one line."""
+        chosen = " ".join(f"--set {self.stage}.{name}={str(value).lower()}" for name, value in self.settings.items())
+        takes = f"about {size(self.memory_bytes)} of {size(memory)}"
+        if self.fits:
+            return f"{self.stage}: {chosen or 'as it is'}: {takes}"
+        more = ""
+        if self.eight_bits is not None:
+            enough = "fits with" if self.eight_bits <= SHARE * memory else "with"
+            more = (
+                f"; {enough} --set {self.stage}.optimizer=adamw_8bit, which trains otherwise: {size(self.eight_bits)}"
+            )
+        return f"{self.stage}: nothing fits; nearest is {chosen or 'the recipe as it is'}: {takes}{more}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A recipe that fits, as far as there is one, and how each of its stages does."""
+
+    recipe: Recipe
+    memory: int
+    stages: tuple[StageFit, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"gpu_memory": self.memory, "stages": [asdict(stage) for stage in self.stages]}
+
+    def lines(self) -> list[str]:
+        return [stage.describe(self.memory) for stage in self.stages]
+
+
+def parse_memory(text: str) -> int:
+    """Bytes, of "24GiB", "80GB" and the like.
+
+    Raises:
+        UserError: it is not of this kind.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
+    if found is None or found[2].upper() not in _UNITS or not float(found[1]):
+        raise UserError(f"--gpu-memory: expected a size such as 24GiB or 80GB, found {text!r}")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def fit(
+    recipe: Recipe, teacher: TeacherShape, layers: LayerPlan, *, dtype: torch.dtype, memory: int, processes: int = 1
+) -> Fit:
+    """Choose settings for every stage of a recipe; fields that it sets itself stay as they are.
+
+    Args:
+        dtype: the model's. memory: bytes of the GPU. processes: of several, none transfers block by block.
+    """
+    model = MetaModel.of(teacher)
+    mixers = mixer_costs(model, teacher, layers, dtype)
+    length = recipe.data.sequence_length if teacher.vocab_size else teacher.max_positions
+    options: dict[str, Any] = {"dtype": dtype, "length": length, "device": torch.device("cuda")}
+    # What heads need, and scores that are fitted, are measured on the whole model.
+    whole = recipe.memory is not None or any(map(_has_cache, layers))
+    blocks = not whole and processes == 1 and stored_by_layer(teacher.model_type)
+    stages, changed = [], {}
+    for name in STAGES:
+        config: AnyStage | None = getattr(recipe, name)
+        if config is None:
+            continue
+        least: StageFit | None = None
+        for settings in _candidates(config, teacher.num_layers if blocks else 1):
+            tried = config.model_copy(update=settings)
+            found = stage_memory(tried, model, layers, mixers, **options)
+            if least is None or found < least.memory_bytes:
+                least = StageFit(name, settings, found, found <= SHARE * memory)
+            if least.fits:
+                break
+        assert least is not None
+        if not least.fits and config.optimizer == "adamw":
+            smaller = config.model_copy(update=least.settings | {"optimizer": "adamw_8bit"})
+            eight = stage_memory(smaller, model, layers, mixers, **options)
+            least = StageFit(name, least.settings, least.memory_bytes, False, eight)
+        stages.append(least)
+        changed[name] = config.model_copy(update=least.settings)
+    return Fit(recipe.model_copy(update=changed), memory, tuple(stages))
+
+
+def _has_cache(mixer: MixerConfig | HeadwiseConfig | None) -> bool:
+    return isinstance(mixer, HeadwiseConfig) or (mixer is not None and mixer.cache is not None)
+
+
+def _candidates(config: AnyStage, layers: int) -> Iterator[dict[str, Any]]:
+    """What may be changed of a stage, by the time that it costs: nothing; smaller micro batches; what else helps."""
+    free = {name for name in SETTINGS if name not in config.model_fields_set}
+    sizes = [None] if "micro_batch_size" not in free else [None, *_divisors(config.batch_size)]
+    smaller = [{} if size is None else {"micro_batch_size": size} for size in sizes]
+    yield from smaller
+    if isinstance(config, FinetuneConfig) and "activation_checkpointing" in free:
+        yield from ({**one, "activation_checkpointing": True} for one in smaller)
+    if isinstance(config, TransferConfig) and "layers_per_block" in free:
+        while layers > 1:
+            layers = -(-layers // 2)
+            yield {**smaller[-1], "layers_per_block": layers}
+
+
+def _divisors(batch_size: int) -> list[int]:
+    """Smaller sizes that it can be divided into, the largest first."""
+    return [size for size in range(batch_size // 2, 0, -1) if batch_size % size == 0]

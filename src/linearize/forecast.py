@@ -1,0 +1,247 @@
+"""The most memory that a step of a training stage takes, beside what is there before it.
+
+The stage's own code runs on pretended tensors (`footprint`), so that no formula has to follow it. Layers that are alike
+take alike: two of each kind are run, and the difference to one is what every further one adds. So it is with rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linearize.data.rows import Indices, PackedRows, Rows
+from linearize.footprint import Footprint
+from linearize.hf.architectures import ARCHITECTURES
+from linearize.hf.attention import linearized_layers
+from linearize.hf.convert import convert_layers
+from linearize.hf.meta import MetaModel
+from linearize.mixers.config import LayerPlan
+from linearize.ops.block_sizes import blocks_for
+from linearize.ops.dense import MOST_KEYS
+from linearize.ops.layout import forget_layouts
+from linearize.training.attention_transfer import TransferObjective
+from linearize.training.config import Constant, FinetuneConfig, TrainConfig, TransferConfig
+from linearize.training.finetune import OutputObjective, prepared
+from linearize.training.loop import Step
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Of one optimizer step, gradients included.
+
+    Attributes:
+        forward: the most until the gradients of the first layer are computed, 0 where no stage of it can be told apart.
+        backward: the most from then on.
+        left: what the gradients take at the end.
+    """
+
+    forward: int
+    backward: int
+    left: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward, self.backward)
+
+
+def step_bytes(
+    model: MetaModel,
+    layers: LayerPlan,
+    config: TransferConfig | FinetuneConfig,
+    *,
+    dtype: torch.dtype,
+    length: int,
+    device: torch.device,
+) -> int:
+    """The most bytes that a step of attention transfer or of a stage on outputs takes, gradients included.
+
+    Args:
+        layers: what each of the teacher's layers becomes; block by block, the first block's are run.
+        dtype: the model's.
+        length: tokens of a row; those of a language model hold two documents each.
+        device: where; blocks of scores are larger on a GPU.
+    """
+    rows = config.micro_batch_size or config.batch_size
+
+    def found(rows: int) -> int:
+        return _step_bytes(_Teacher(model.contents, model), layers, _what_counts(config, rows), dtype, length, device)
+
+    if rows <= 2 or length <= MOST_KEYS:  # how short rows are computed depends on their number
+        return found(rows)
+    return found(2) + (rows - 2) * (found(2) - found(1))
+
+
+@dataclass(frozen=True)
+class _Teacher:
+    """The same for a cache if its config.json is."""
+
+    contents: str
+    model: MetaModel = field(compare=False)
+
+
+@lru_cache(maxsize=256)
+def _step_bytes(
+    teacher: _Teacher,
+    layers: LayerPlan,
+    config: TransferConfig | FinetuneConfig,
+    dtype: torch.dtype,
+    length: int,
+    device: torch.device,
+) -> int:
+    model, bidirectional = teacher.model, ARCHITECTURES[teacher.model.model.config.model_type].bidirectional
+    size = config.layers_per_block if isinstance(config, TransferConfig) else None
+    types = getattr(model.model.config, "layer_types", None) or [None] * len(layers)
+    alike = list(zip(layers, model.layers, model.used, model.rotary_dims, types, strict=True))[:size]
+    counts = Counter(alike)
+
+    def run(most: Mapping[Any, int]) -> StepBytes:
+        """With so many layers of each kind."""
+        seen, kept = Counter[Any](), list[int]()
+        for index, kind in enumerate(alike):
+            seen[kind] += 1
+            if seen[kind] <= most[kind]:
+                kept.append(index)
+        return _run(model, layers, kept, config, dtype, length, device)
+
+    if bidirectional:  # layers may share weights, and are few
+        return run(counts).peak
+    two = {kind: min(2, count) for kind, count in counts.items()}
+    found = run(two)
+    forward, backward = found.forward, found.backward
+    for kind, count in counts.items():
+        if count > 2:
+            less = run(two | {kind: 1})
+            forward += (count - 2) * (found.forward - less.forward)
+            backward += (count - 2) * (found.left - less.left)
+    return max(forward, backward)
+
+
+def _what_counts(config: TransferConfig | FinetuneConfig, rows: int) -> TransferConfig | FinetuneConfig:
+    """The same stage with micro batches of so many rows, without what makes no difference to memory."""
+    several = config.micro_batch_size is not None and config.batch_size > config.micro_batch_size
+    nothing: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "epochs": 1, "max_tokens": None, "clip_norm": None}
+    nothing |= {"schedule": Constant(), "eval_every": 1, "early_stopping": None, "window_dropout": None}
+    nothing |= {"optimizer": "adamw"}
+    # Of several micro batches, all but the first find gradients that are there already.
+    return config.model_copy(update=nothing | {"batch_size": rows * (1 + several), "micro_batch_size": rows})
+
+
+class _Counted(Exception):
+    """Ends the preparation of a stage whose step has been counted, without merging adapters."""
+
+
+def _run(
+    model: MetaModel,
+    layers: LayerPlan,
+    kept: Sequence[int],
+    config: TransferConfig | FinetuneConfig,
+    dtype: torch.dtype,
+    length: int,
+    device: torch.device,
+) -> StepBytes:
+    """One step of a model of these layers."""
+    teacher = model.reduced(kept, dtype)
+    footprint, known = Footprint(getattr(teacher.config, "num_local_experts", 1)), dict[int, Tensor]()
+    rows = _rows(teacher, config.micro_batch_size or config.batch_size, length)
+    with torch.random.fork_rng(devices=[]), suppress(_Counted):
+        student = convert_layers(teacher, tuple(layers[index] for index in kept))
+        if isinstance(config, TransferConfig):
+            footprint.pretend(student.requires_grad_(False), known)
+            return _counted(footprint, TransferObjective(student, config), student, rows, config, device)
+        with prepared(student, config, seed=0) as (module, autocast):
+            for part in (module, teacher):
+                footprint.pretend(part, known)
+            objective = OutputObjective(module, config, teacher, autocast)
+            found = _counted(footprint, objective, student, rows, config, device)
+            raise _Counted
+    return found
+
+
+def _counted(
+    footprint: Footprint,
+    objective: TransferObjective | OutputObjective,
+    student: PreTrainedModel,
+    rows: Rows,
+    config: TrainConfig,
+    device: torch.device,
+) -> StepBytes:
+    parameters = [p for unit in objective.units for p in unit.parameters.values()]
+    forward = 0
+
+    def back(_: Tensor) -> None:  # the first layer's gradients are what is still to be computed
+        nonlocal forward
+        forward, footprint.peak = footprint.peak, footprint.held
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        stream = output[0] if isinstance(output, tuple) else output
+        if stream.requires_grad and stream.grad_fn is not None:
+            stream.register_hook(back)
+
+    forget_layouts()  # which keep what is worked out of them
+    first = next(iter(linearized_layers(student).values()))
+    hook = first.register_forward_hook(watch)
+    try:
+        with footprint, blocks_for(device):
+            if config.batch_size > len(rows):
+                for parameter in parameters:
+                    parameter.grad = torch.zeros_like(parameter)
+            objective.backward([rows], Step(0, 1, 0))
+            left = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+    finally:
+        hook.remove()
+        forget_layouts()
+    return StepBytes(forward, footprint.peak, left)
+
+
+def _rows(model: PreTrainedModel, count: int, length: int) -> Rows:
+    """Rows of any contents, two documents in each."""
+    config: Any = model.config
+    if not ARCHITECTURES[config.model_type].bidirectional:
+        position = torch.arange(length) - torch.where(torch.arange(length) < length // 2, 0, length // 2)
+        ids = torch.full((count, length), int(config.pad_token_id == 0))
+        return PackedRows(ids, position.expand(count, -1).contiguous(), ids)
+    if getattr(config, "vocab_size", None):
+        ids = torch.zeros(count, length, dtype=torch.int64)
+        return _Encoded({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    height, width = config.image_size if isinstance(config.image_size, list | tuple) else [config.image_size] * 2
+    return _Encoded({"pixel_values": torch.zeros(count, config.num_channels, height, width)})
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Rows of an encoder without a head, whose first hidden state is taken for the logits of a class each."""
+
+    arguments: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arguments.values())))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self)
+
+    def target_counts(self) -> Tensor:
+        return torch.ones(len(self), dtype=torch.int64)
+
+    def rows(self, indices: Indices) -> _Encoded:
+        return _Encoded({name: x[indices] for name, x in self.arguments.items()})
+
+    def inputs(self) -> dict[str, Any]:
+        return dict(self.arguments)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.arguments.values()
+
+    def compared(self, outputs: Any) -> Tensor:
+        return outputs.last_hidden_state[:, 0]
+
+    def targets(self) -> Tensor:
+        return torch.zeros(len(self), dtype=torch.int64)

@@ -1,0 +1,70 @@
+"""AdamW with moments in fp32, and, by bitsandbytes, in 8 bits; and their state as tensors, which a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from linearize.base import UserError
+from linearize.training.config import TrainConfig
+
+# Of one number that trains: both moments, and for 256 of those in 8 bits a scale each.
+MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "paged_adamw_8bit": 2 + 8 / 256}
+
+
+def make_optimizer(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """The optimizer that `config` names.
+
+    Raises:
+        UserError: it is of a library that is not installed, or paged, on a CPU.
+    """
+    parameters = list(parameters)
+    if config.optimizer.startswith("paged") and any(p.device.type == "cpu" for p in parameters):
+        raise UserError("optimizer: expected a GPU to page moments out of, found a CPU; set optimizer=adamw_8bit")
+    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    return _MAKERS[config.optimizer]()(parameters, **options)
+
+
+def _of_bitsandbytes(name: str) -> Callable[..., Optimizer]:
+    try:
+        import bitsandbytes  # seconds, and not everybody has it
+    except ImportError:
+        raise UserError(
+            "optimizer: expected bitsandbytes for moments in 8 bits, found none; "
+            "pip install 'linearize[quantized]', or set optimizer=adamw"
+        ) from None
+    return getattr(bitsandbytes.optim, name)
+
+
+_MAKERS: dict[str, Callable[[], Callable[..., Optimizer]]] = {
+    "adamw": lambda: AdamW,
+    "adamw_8bit": lambda: _of_bitsandbytes("AdamW8bit"),
+    "paged_adamw_8bit": lambda: _of_bitsandbytes("PagedAdamW8bit"),
+}
+
+
+def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """What an optimizer keeps of a parameter, numbers as tensors too; nothing before its first gradient."""
+    return {key: torch.as_tensor(value) for key, value in optimizer.state[parameter].items()}
+
+
+def load_state(optimizer: Optimizer, states: Mapping[int, dict[str, Tensor]]) -> None:
+    """Put back what `state_of` gave, by the place of each parameter."""
+    if isinstance(optimizer, AdamW):
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": dict(states)})
+        return
+    of_library: Any = optimizer
+    (group,) = optimizer.param_groups
+    for place, found in states.items():
+        parameter = group["params"][place]
+        of_library.init_state(group, parameter, 0, place)  # which may lay them where the GPU can page them out
+        state = optimizer.state[parameter]
+        for key, value in found.items():
+            if isinstance(state.get(key), Tensor):
+                state[key].copy_(value)
+            else:
+                state[key] = value if value.ndim else value.item()
