@@ -27,7 +27,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from linearize.base import UserError, full_disk_is_user_error
+from linearize.base import UserError, sync, writing
 from linearize.hf.layouts import keep_documents_apart
 from linearize.hf.whole_weights import load_whole
 
@@ -206,14 +206,16 @@ def atomic_folder(folder: Path, num_bytes: int) -> Iterator[Path]:
     """A temporary folder to write `num_bytes` bytes to: it becomes `folder` when the block ends well, else disappears.
 
     Raises:
-        UserError: the disk is full.
+        UserError: as `base.writing`.
     """
     scratch = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        with full_disk_is_user_error(folder, num_bytes):
+        with writing(folder, num_bytes):
             scratch.mkdir(parents=True)
             yield scratch
+            for path in scratch.iterdir():
+                sync(path)
             shutil.rmtree(folder, ignore_errors=True)
             scratch.replace(folder)
     finally:

@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -22,7 +21,16 @@ from linearize.data.rows import Rows
 from linearize.training.batches import Batches
 from linearize.training.config import TrainConfig
 from linearize.training.distributed import barrier, in_turn, sum_gradients, world
-from linearize.training.resumption import MetricsLog, StageFolder, restore_rng_state, rng_state, run_identity
+from linearize.training.resumption import (
+    RESULT,
+    TRAINED,
+    MetricsLog,
+    StageFolder,
+    read_stage,
+    restore_rng_state,
+    rng_state,
+    run_identity,
+)
 from linearize.training.schedules import build_schedule
 
 DIVERGED = 2.75  # times the first held-out loss, at the end of a stage that was never below it
@@ -130,8 +138,8 @@ def train(
                 f"{output_dir}: expected a checkpoint of this version of linearize, found one without {missing}; "
                 "delete the folder to train the stage again"
             ) from None
-    metrics_bytes = checkpoint[1]["metrics_bytes"] if checkpoint is not None else 0
-    log = MetricsLog(output_dir / "metrics.jsonl", metrics_bytes) if main else nullcontext()
+    vouched = (0, None) if checkpoint is None else (checkpoint[1]["metrics_bytes"], checkpoint[1].get("metrics_sha256"))
+    log = MetricsLog(output_dir / "metrics.jsonl", *vouched) if main else nullcontext()
     with log as metrics, _progress() as progress:
         bar = progress.add_task(title, total=run.batches.num_steps, completed=run.step, status="")
 
@@ -141,7 +149,9 @@ def train(
             if metrics is not None:
                 metrics.write(record)
                 tensors, state = run.state()
-                stage.save(run.step, tensors, state | {"metrics_bytes": metrics.sync()})
+                written = metrics.sync()
+                vouched = {"metrics_bytes": written["length"], "metrics_sha256": written["sha256"]}
+                stage.save(run.step, tensors, state | vouched)
             held_out = f"held-out loss {record['loss']:.5g}"
             progress.update(bar, status=held_out)
             line = f"{title}: step {run.step} of {run.batches.num_steps}, {held_out}"
@@ -174,10 +184,10 @@ def load_trained(units: Sequence[Unit], output_dir: Path) -> None:
     Raises:
         UserError: the stage is missing, unfinished, or of other parameters.
     """
-    path, parameters = output_dir / "trained.safetensors", _parameters(units)
+    path, parameters = output_dir / TRAINED, _parameters(units)
     if not path.is_file():
-        raise UserError(f"{output_dir}: expected a finished stage, found no trained.safetensors; run it to the end")
-    tensors = load_file(path)
+        raise UserError(f"{output_dir}: expected a finished stage, found no {TRAINED}; run it to the end")
+    tensors, _ = read_stage(path, output_dir / RESULT)
     if missing := parameters.keys() - tensors.keys():
         raise UserError(f"{path}: expected the parameters of this model, found none for {min(missing)}")
     _copy_into(parameters, tensors)

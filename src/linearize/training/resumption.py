@@ -6,7 +6,6 @@ to be deleted. So whatever a killed process leaves half done lies in the scratch
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -22,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from linearize.base import UserError, full_disk_is_user_error, sync
+from linearize.base import UserError, sync, writing
 
 SCRATCH = "unfinished"
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -32,29 +31,30 @@ TRAINED, RESULT = "trained.safetensors", "result.json"
 class StageFolder:
     """The folder of one stage. `identity` names the run: flat, JSON-able, and stored beside everything that is written.
 
-    Raises (on reading): UserError if what is there was written by a run of another identity, or cannot be read.
+    Raises:
+        UserError: on reading, what is there was written by a run of another identity, cannot be read, or has changed
+            since (by one bit: JSON and tensors have their sha256 beside them); on writing, as `writing`.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path = path
         self.identity = identity
-        path.mkdir(parents=True, exist_ok=True)
+        with writing(path, 0):
+            path.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(path / SCRATCH, ignore_errors=True)
 
     def finished(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The trained tensors and the result, or None if the stage has not finished."""
         if not (self.path / RESULT).exists():
             return None
-        result = self._read_json(self.path / RESULT)
-        tensors = _read_tensors(self.path / TRAINED)
+        tensors, result = self._read(self.path / TRAINED, self.path / RESULT)
         self._remove_checkpoints()  # left over if the process died just after it had written the result
         return tensors, result
 
     def finish(self, tensors: dict[str, Tensor], result: dict[str, Any]) -> None:
         """Write the result, then drop the resume checkpoint."""
         with self._scratch(_num_bytes(tensors)) as scratch:
-            _write_tensors(scratch / TRAINED, tensors)
-            self._write_json(scratch / RESULT, result)
+            self._write(scratch / TRAINED, tensors, scratch / RESULT, result)
             (scratch / TRAINED).replace(self.path / TRAINED)
             (scratch / RESULT).replace(self.path / RESULT)  # last: its presence means that the stage has finished
         self._remove_checkpoints()
@@ -64,16 +64,14 @@ class StageFolder:
         checkpoints = self._checkpoints()
         if not checkpoints:
             return None
-        state = self._read_json(checkpoints[-1] / STATE)
-        return _read_tensors(checkpoints[-1] / TENSORS), state
+        return self._read(checkpoints[-1] / TENSORS, checkpoints[-1] / STATE)
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write the checkpoint of `step`, then drop the ones before it; a full disk leaves the one before in place."""
         with self._scratch(_num_bytes(tensors)) as scratch:
             folder = scratch / f"checkpoint-{step:09d}"
             folder.mkdir()
-            _write_tensors(folder / TENSORS, tensors)
-            self._write_json(folder / STATE, state)
+            self._write(folder / TENSORS, tensors, folder / STATE, state)
             folder.replace(self.path / folder.name)
             for older in self._checkpoints()[:-1]:
                 older.replace(scratch / older.name)
@@ -93,32 +91,88 @@ class StageFolder:
     def _scratch(self, num_bytes: int) -> Iterator[Path]:
         scratch = self.path / SCRATCH
         try:
-            with full_disk_is_user_error(self.path, num_bytes):
+            with writing(self.path, num_bytes):
                 scratch.mkdir()
                 yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _write_json(self, path: Path, data: dict[str, Any]) -> None:
-        path.write_text(json.dumps({**data, "identity": self.identity}, allow_nan=False, indent=1), encoding="utf-8")
-        sync(path)
+    def _write(self, tensors_file: Path, tensors: dict[str, Tensor], json_file: Path, data: dict[str, Any]) -> None:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tensors_file)
+        sync(tensors_file)
+        data = {**data, "identity": self.identity, "tensors_sha256": _file_digest(tensors_file)}
+        data = json.loads(json.dumps(data, allow_nan=False))  # as it will be read
+        json_file.write_text(json.dumps({**data, "sha256": _digest(data)}, indent=1), encoding="utf-8")
+        sync(json_file)
 
-    def _read_json(self, path: Path) -> dict[str, Any]:
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            found = data.pop("identity")
-        except (OSError, ValueError, KeyError):
-            raise UserError(
-                f"{path}: expected the state of a training stage, found no such file or one that cannot be read; "
-                f"delete {self.path} to train again"
-            ) from None
+    def _read(self, tensors_file: Path, json_file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, data = read_stage(tensors_file, json_file)
+        found = data.pop("identity")
         for field in sorted(self.identity.keys() | found.keys()):
             if self.identity.get(field) != found.get(field):
                 raise UserError(
-                    f"{path}: belongs to another run: expected {field} = {self.identity.get(field)}, "
+                    f"{json_file}: belongs to another run: expected {field} = {self.identity.get(field)}, "
                     f"found {field} = {found.get(field)}; use another output folder"
                 )
-        return data
+        return tensors, data
+
+
+def read_stage(tensors_file: Path, json_file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What a stage has written, whosever it is: its tensors, and the data beside them with the stage's identity.
+
+    Raises:
+        UserError: a file is missing, cannot be read, or is not what was written.
+    """
+    folder = json_file.parent
+    data = read_stage_json(json_file)
+    expected = data.pop("tensors_sha256", None)  # checkpoints of before have none
+    try:
+        if expected is not None and _file_digest(tensors_file) != expected:
+            raise UserError(
+                f"{tensors_file}: expected the tensors that were written, found others (their sha256 differs): the "
+                f"file is damaged; delete {folder} to train again"
+            )
+        # Cloned, because safetensors maps the file, and a mapped checkpoint would keep its disk space when deleted.
+        return {name: tensor.clone() for name, tensor in load_file(tensors_file).items()}, data
+    except (OSError, SafetensorError):
+        raise UserError(
+            f"{tensors_file}: expected the tensors of a training stage, found no such file or one that cannot be read; "
+            f"delete {folder} to train again"
+        ) from None
+
+
+def read_stage_json(path: Path) -> dict[str, Any]:
+    """The data that a stage has written beside its tensors.
+
+    Raises:
+        UserError: the file is missing, cannot be read, or is not what was written.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        expected = data.pop("sha256", None)
+        readable = isinstance(data["identity"], dict)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        readable = False
+    if not readable or expected not in (None, _digest(data)):
+        what = "no such file or one that cannot be read" if not readable else "another (its sha256 differs)"
+        raise UserError(
+            f"{path}: expected the state of a training stage as it was written, found {what}; delete {path.parent} to "
+            "train again"
+        )
+    return data
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    """The sha256 of a file that may not fit in memory."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def run_identity(
@@ -149,18 +203,28 @@ def restore_rng_state(tensors: dict[str, Tensor], devices: Iterable[str]) -> Non
 
 
 class MetricsLog:
-    """Appends JSON lines to a file, after cutting it back to the `length` bytes that a checkpoint vouches for."""
+    """Appends JSON lines to a file, after cutting it back to the `length` bytes that a checkpoint vouches for.
 
-    def __init__(self, path: Path, length: int) -> None:
+    Raises:
+        UserError: there are fewer bytes, or others than those of `sha256` (if given); on writing, as `base.writing`.
+    """
+
+    def __init__(self, path: Path, length: int, sha256: str | None = None) -> None:
         self._path = path
-        size = path.stat().st_size if path.exists() else 0
-        if size < length:
+        with writing(path, 0):
+            self._file = path.open("ab+", buffering=0)
+        self._file.seek(0)
+        kept = self._file.read(length)
+        self._digest = hashlib.sha256(kept)
+        if len(kept) < length or sha256 not in (None, self._digest.hexdigest()):
+            found = len(kept) if len(kept) < length else "others"
+            self._file.close()
             raise UserError(
-                f"{path}: expected the {length} bytes written up to the checkpoint, found {size}; "
+                f"{path}: expected the {length} bytes written up to the checkpoint, found {found}; "
                 f"restore the file, or delete {path.parent} to train again"
             )
-        self._file = path.open("ab", buffering=0)
-        self._file.truncate(length)
+        with writing(path, 0):
+            self._file.truncate(length)
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -173,32 +237,17 @@ class MetricsLog:
     def write(self, record: dict[str, Any]) -> None:
         """Append one line; ValueError for a value that is not valid JSON, such as NaN."""
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        with full_disk_is_user_error(self._path.parent, len(line)):
-            if self._file.write(line) < len(line):  # how an unbuffered file says that the disk has just become full
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._digest.update(line)
+        with writing(self._path, len(line)):
+            while line:  # an unbuffered file may take a part; if that was for want of room, the next call says so
+                line = line[self._file.write(line) :]
 
-    def sync(self) -> int:
-        """Make sure that all lines are on the disk; their length in bytes."""
-        with full_disk_is_user_error(self._path.parent, 0):
+    def sync(self) -> dict[str, Any]:
+        """Make sure that all lines are on the disk; how to find them again: `length` and `sha256`."""
+        with writing(self._path, 0):
             os.fsync(self._file.fileno())
-        return os.fstat(self._file.fileno()).st_size
+        return {"length": os.fstat(self._file.fileno()).st_size, "sha256": self._digest.hexdigest()}
 
 
 def _num_bytes(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    sync(path)
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        # Cloned, because safetensors maps the file, and a mapped checkpoint would keep its disk space when deleted.
-        return {name: tensor.clone() for name, tensor in load_file(path).items()}
-    except (OSError, SafetensorError):
-        raise UserError(
-            f"{path}: expected the tensors of a training stage, found no such file or one that cannot be read; "
-            "delete the stage's folder to train again"
-        ) from None
