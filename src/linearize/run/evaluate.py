@@ -45,6 +45,7 @@ from linearize.run.folder import Run, student_folder, versions, write_json, writ
 from linearize.training.attention_transfer import load_transferred
 from linearize.training.cache_scores import copy_scores
 from linearize.training.finetune import load_finetuned
+from linearize.training.resumption import RESULT
 
 GENERATES = "only language models generate"
 
@@ -143,7 +144,7 @@ def control(run: Run, teacher: PreTrainedModel, layers: LayerPlan, name: str) ->
 
 
 def _finished(stage: Path) -> bool:
-    return (stage / "trained.safetensors").is_file()
+    return (stage / RESULT).is_file()
 
 
 def measure_run(
