@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import tiny
 from tests.faults import tiny_run, tiny_stage
 from tests.faults.layer import KINDS, STAY_FULL, Driver
 
@@ -75,6 +76,15 @@ def test_every_operation_of_a_stage(stage_driver: Driver, kind: str, unbroken_st
     tiny_run.assert_as_if_unbroken(folder, unbroken_stage)
 
 
+def test_no_pickle_is_written() -> None:
+    """All that a run leaves is text, or starts as safetensors do."""
+    for path in tiny.finished_run().folder.rglob("*"):
+        if path.suffix == ".safetensors":
+            assert path.read_bytes()[8:9] == b"{"
+        elif path.is_file():
+            path.read_text(encoding="utf-8")
+
+
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
@@ -87,14 +97,8 @@ def run_driver() -> Iterator[Driver]:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unbroken") / "run"
-    finish(tiny_run.arguments(folder))
+    tiny_run.finish(tiny_run.command(tiny_run.arguments(folder)))
     return folder
-
-
-def finish(words: list[str]) -> None:
-    child = tiny_run.process(words)
-    _, said = child.communicate(timeout=600)
-    assert child.returncode == 0, said
 
 
 @pytest.mark.faults
@@ -116,7 +120,7 @@ def test_every_operation_of_a_transfer_by_blocks(run_driver: Driver, kind: str, 
     """With activations between the blocks, claims, and what merges the blocks."""
     changes: dict[str, Any] = {"transfer__layers_per_block": 1}
     until = ("--until", "transfer")
-    finish([*tiny_run.arguments(tmp_path / "unbroken", **changes), *until])
+    tiny_run.finish(tiny_run.command([*tiny_run.arguments(tmp_path / "unbroken", **changes), *until]))
     folder = tmp_path / "run"
     words = [*tiny_run.arguments(folder, **changes), *until]
     hits = break_and_resume(run_driver, kind, folder, words)
@@ -132,7 +136,7 @@ def test_every_operation_of_a_measured_budget(run_driver: Driver, tmp_path: Path
     memory = "{fraction: 0.4, of_cache_at: 64, windows: [4, 8, 16, 24, 40, 56], caches: [], tokens: 512}"
     changes: dict[str, Any] = {"memory": memory, "transfer": "null", "finetune__max_tokens": 2 * 4 * 64}
     until = ("--until", "finetune")
-    finish([*changed(tmp_path / "unbroken", changes), *until])
+    tiny_run.finish(tiny_run.command([*changed(tmp_path / "unbroken", changes), *until]))
     folder = tmp_path / "run"
     hits = break_and_resume(run_driver, "EDQUOT", folder, [*changed(folder, changes), *until])
     assert "rename /allocation.json #0" in hits

@@ -32,16 +32,27 @@ def main() -> None:
         linearize_cli.main()
 
 
-def process(words: list[str]) -> subprocess.Popen[str]:
-    """`linearize` with these words as its user starts it, in a process of its own."""
+def command(words: list[str]) -> list[str]:
+    """As its user types it."""
+    return [sys.executable, "-m", "linearize", *words]
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "linearize", *words],
+        command,
         env=environment(),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def finish(command: list[str]) -> None:
+    """Run a command to its end, which must be a good one."""
+    process = start(command)
+    _, said = process.communicate(timeout=1200)
+    assert process.returncode == 0, said
 
 
 def assert_said_in_one_line(attempt: Attempt, folder: Path, reason: str) -> None:

@@ -151,3 +151,43 @@ def test_a_disk_that_fills_under_the_metrics(tmp_path: Path, monkeypatch: pytest
         metrics.write({"step": 12})
         with pytest.raises(UserError, match=f"^{path}: the disk is full: expected room for 13 bytes"):
             metrics.write({"step": 14})
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_flipped_bit_is_named(tmp_path: Path, finished: bool) -> None:
+    """Anywhere in what a stage has written: of numbers in JSON and of tensors' payload nothing else would tell."""
+    stage = StageFolder(tmp_path, IDENTITY)
+    stage.save(4, TENSORS, {"step": 4, "losses": {"a": 0.125}})
+    if finished:
+        stage.finish(TENSORS, {"steps": 8})
+    for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
+        whole = path.read_bytes()
+        for place in range(0, 8 * len(whole), 8 * len(whole) // 50 + 1):
+            flipped = bytearray(whole)
+            flipped[place // 8] ^= 1 << place % 8
+            path.write_bytes(flipped)
+            again = StageFolder(tmp_path, IDENTITY)
+            if path.suffix == ".json" and _means_the_same(whole, bytes(flipped)):
+                continue
+            with pytest.raises(UserError, match=rf"{path.name}: .*; (delete|use another)"):
+                again.finished() if finished else again.latest()
+        path.write_bytes(whole)
+    assert StageFolder(tmp_path, IDENTITY).finished() if finished else StageFolder(tmp_path, IDENTITY).latest()
+
+
+def _means_the_same(whole: bytes, flipped: bytes) -> bool:
+    """White space is not what a stage has said."""
+    try:
+        return json.loads(flipped) == json.loads(whole)
+    except ValueError:
+        return False
+
+
+def test_what_was_written_before_there_were_digests_is_read(tmp_path: Path) -> None:
+    stage = StageFolder(tmp_path, IDENTITY)
+    stage.finish(TENSORS, {"steps": 8})
+    found = json.loads((tmp_path / "result.json").read_text())
+    del found["sha256"], found["tensors_sha256"]
+    (tmp_path / "result.json").write_text(json.dumps(found))
+    loaded = stage.finished()
+    assert loaded is not None and loaded[1] == {"steps": 8}

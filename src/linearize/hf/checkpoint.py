@@ -107,13 +107,16 @@ CAUSAL = "AutoModelForCausalLM"
 def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_class: str = CAUSAL) -> PreTrainedModel:
     """A model with the head of an Auto class of transformers, softmax or linearized, in eval mode.
 
+    Weights are read from safetensors alone: the pickles of former days can name code.
+
     Raises:
         UserError: weights are missing, left over (see `load_whole`) or unreadable.
     """
     load = getattr(transformers, auto_class).from_pretrained
     with readable(model, "readable weights"), _bars_on_terminals_only(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # for a head that the checkpoint is not of: each time the same
-        loaded, _ = load_whole(load, model, dtype=dtype, trust_remote_code=False, **hub_options(model))
+        options = {"dtype": dtype, "trust_remote_code": False, "use_safetensors": True} | hub_options(model)
+        loaded, _ = load_whole(load, model, **options)
         _check_dtypes(model, loaded)
     return _as_trained(loaded.to(device).eval())
 

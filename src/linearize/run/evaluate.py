@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,9 +157,21 @@ def measure_run(
 ) -> Worth:
     """Measure the finished student of a run beside everything there is to compare it with."""
     started = time.perf_counter()
-    worth = _measured(teacher, student, dataset, processor, run.recipe, run)
+    with _finite():
+        worth = _measured(teacher, student, dataset, processor, run.recipe, run)
     seconds = time.perf_counter() - started
     return replace(worth, provenance=provenance(run.recipe, dataset, run.device, seconds, command))
+
+
+@contextmanager
+def _finite() -> Iterator[None]:
+    """Turn what a measure says of outputs that are no numbers into one line."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise UserError(
+            f"evaluation: expected finite outputs, found others: {error}; check the models' weights, or --dtype float32"
+        ) from None
 
 
 def _measured(
@@ -262,7 +274,8 @@ def evaluate(
         note(line)
     if compiled:
         compile_if_possible(*[x for x in (teacher_model, student) if x is not None], note=note)
-    worth = _measured(teacher_model, student, data, processor, recipe, run)
+    with _finite():
+        worth = _measured(teacher_model, student, data, processor, recipe, run)
     return replace(worth, provenance=provenance(recipe, data, device, time.perf_counter() - started, command))
 
 

@@ -244,8 +244,17 @@ class _UnitRun:
     def finite(self, value: float, what: str, step: int) -> float:
         if not math.isfinite(value):
             advice = f"lower lr (now {self.lr:g})" if step else "nothing is trained yet, so check the model"
-            raise DivergedError(f"{what} of {self.name} is not finite at step {step}: found {value}; {advice}")
+            where = f", and first in {bad}" if (bad := self._first_not_finite()) else ""
+            raise DivergedError(f"{what} of {self.name} is not finite at step {step}: found {value}{where}; {advice}")
         return value
+
+    def _first_not_finite(self) -> str | None:
+        """The first parameter, in the model's order, with a number that is not finite, in it or in its gradient."""
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            if not parameter.isfinite().all() or not (gradient is None or gradient.isfinite().all()):
+                return name
+        return None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"best/{name}": tensor for name, tensor in self.best.items()}
@@ -315,7 +324,7 @@ class StageRun:
         for unit in self.units:
             unit.optimizer.zero_grad()
         self.step += 1
-        speed = self.batches.tokens_per_step / (time.perf_counter() - started)
+        speed = self.batches.tokens_per_step / max(time.perf_counter() - started, 1e-9)  # a clock may stand still
         return self._record("step", units) | {"tokens_per_second": speed}
 
     def evaluate(self) -> dict[str, Any]:
