@@ -166,7 +166,7 @@ class Recipe(Config):
     finetune: FinetuneConfig | None = FinetuneConfig()
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**62)
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Recipe:

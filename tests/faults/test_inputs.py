@@ -60,7 +60,8 @@ def ends_well(words: list[str], folder: Path, written: tuple[str, ...] = ()) -> 
     assert status in (0, 2), said
     after = contents(folder)
     if status == 2:
-        assert "Usage: " in said or (said.startswith("error: ") and said.count("\n") == 1), said
+        usage = "Usage: " in said or "─ Error ─" in said  # typer's own words
+        assert usage or (said.startswith("error: ") and said.count("\n") == 1), said
         assert after == before
     changed = {path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     assert changed <= set(written)

@@ -85,9 +85,17 @@ def _hub_answers(model: str) -> bool:
     return True
 
 
+_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
+
+
 @contextmanager
-def readable(model: str, expected: str) -> Iterator[None]:
+def readable(
+    model: str, expected: str, raised: type[Exception] | tuple[type[Exception], ...] = _UNREADABLE
+) -> Iterator[None]:
     """Turn what reading the files of a model raises into one line.
+
+    Args:
+        raised: kinds of errors that say so; `Exception`, where nothing but others' code runs on others' files.
 
     Raises:
         UserError: they cannot be read.
@@ -96,8 +104,8 @@ def readable(model: str, expected: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
-        reason = str(error).strip().split("\n")[0]
+    except raised as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(f"model {model}: expected {expected}; {reason}") from None
 
 
@@ -176,8 +184,10 @@ def load_tokenizer(model: str) -> Tokenizer:
     Raises:
         UserError: there is none.
     """
-    with readable(model, "a tokenizer beside the weights"):
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False, **hub_options(model))
+    with readable(model, "a tokenizer beside the weights", Exception):
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **hub_options(model))
+        tokenizer("a")  # what its config says is only looked at now
+        return tokenizer
 
 
 def check_tokens(ids: Int64[Tensor, ...], vocab_size: int) -> None:
@@ -199,7 +209,7 @@ def load_image_processor(model: str) -> Any:
     Raises:
         UserError: there is none.
     """
-    with readable(model, "a preprocessor_config.json beside the weights"):
+    with readable(model, "a preprocessor_config.json beside the weights", Exception):
         # The one that needs no torchvision: the same numbers for everybody.
         return AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False, **hub_options(model))
 
