@@ -9,7 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu test-fla test-matrix test-quantized test-browser figures chromium lint quick-lint format clean
+.PHONY: help setup demo test test-slow test-faults test-gpu test-fla test-matrix test-quantized test-browser figures chromium lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ test: setup quick-lint ## quick lint, then all tests but the slow ones
 
 test-slow: setup ## the slow tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
+
+test-faults: setup ## kills, broken disks and input nobody meant: some minutes
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m faults tests/faults
 
 test-gpu: setup ## a smoke of some minutes on a CUDA device: tests, then the demo
 	$(BIN)/python -m pytest -m gpu tests/test_gpu.py

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from linearize.base import UserError
 from linearize.evaluation.harness import check_tasks, run_benchmarks
@@ -218,3 +220,54 @@ def test_the_user_s_own_word_counts(
     assert done.status == 0
     assert (evil / "written").exists()
     assert {line["task"] for line in json.loads(done.out)["tasks"]["results"]} == {"evil"}
+
+
+class Writes:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("harmless", [True, False])
+def test_pickled_weights_are_not_read(command: Command, tmp_path: Path, harmless: bool) -> None:
+    """Be there nothing but numbers in it."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny.teacher_folder(), model)
+    weights: dict[str, Any] = {**load_file(model / "model.safetensors")}
+    if not harmless:
+        weights["code"] = Writes(tmp_path / "written")
+    torch.save(weights, model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    done = command(*tiny.run_arguments(tmp_path / "run"), "--model", model)
+    assert_refused(done, f"model {model}: expected readable weights; ")
+    assert "model.safetensors" in done.err and not (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(messages) }}",
+        "{{ cycler.__init__.__globals__.os.mkdir('written') }}",
+        "{% include 'config.json' %}",
+    ],
+)
+def test_a_chat_template_runs_in_a_sandbox(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    """It sees the messages, and neither Python nor files."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny.teacher_folder(), model)
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    turns = [{"role": role, "content": "some words"} for role in ("user", "assistant")]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
+    monkeypatch.chdir(tmp_path)
+    given = ["--model", model, "--dataset", tmp_path / "chats.jsonl", "--set", "data.format=chat"]
+    done = command(*tiny.run_arguments(tmp_path / "run"), *given)
+    assert_refused(done, "data row 1: the tokenizer's chat template refuses it: ")
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "chats.jsonl"}

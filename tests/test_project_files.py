@@ -41,3 +41,17 @@ def test_the_changelog_has_this_version() -> None:
     assert set(re.findall(r"^### (\w+)", read("CHANGELOG.md"), re.MULTILINE)) <= {
         "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security",
     }  # fmt: skip
+
+
+def test_every_line_on_security_names_a_test_that_is_there() -> None:
+    lines = [line for line in read("SECURITY.md").splitlines() if line.startswith("| ") and "what | proof" not in line]
+    assert len(lines) >= 14
+    for line in lines:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", line)
+        assert named, line
+        for path, test in named:
+            assert f"\ndef {test}(" in read(path), (path, test)
+        for case in re.findall(r'"([^"]+)"', line.rpartition("|")[0].rpartition("(")[2]):
+            assert f'"{case}": (' in read(named[0][0]), case
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert "(SECURITY.md)" in read(page)

@@ -94,6 +94,14 @@ def linearized(folder: Path, **config: Any) -> Path:
     return folder
 
 
+def tokenizer_with(folder: Path, **fields: Any) -> Path:
+    """The teacher's folder, some fields of its tokenizer's config other ones."""
+    shutil.copytree(tiny.teacher_folder(), folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return folder
+
+
 def stranger(folder: Path, name: str, **fields: Any) -> Path:
     """The finished model with a JSON file that asks for code of its own."""
     folder = linearized(folder)
@@ -110,6 +118,14 @@ RUNS: dict[str, Case] = {
     "unknown field": (lambda _: ["--set", "mixer.window=3"], "recipe field mixer.window: unknown field"),
     "wrong type": (lambda _: ["--set", "transfer.lr=fast"], "recipe field transfer.lr: .*; found 'fast'"),
     "not finite": (lambda _: ["--set", "transfer.lr=.inf"], "recipe field transfer.lr: .* finite number; found inf"),
+    "a rate that no optimizer can take": (
+        lambda _: ["--set", "transfer.lr=1.0e+38"],
+        "recipe field transfer.lr: .* less than or equal to 1000000; found 1e",
+    ),
+    "betas": (
+        lambda _: ["--set", "finetune.betas=[0.9, 1]"],
+        "recipe field finetune.betas.1: .* less than 1; found 1",
+    ),
     "no assignment": (lambda _: ["--set", "transfer.lr"], "--set: expected field=value, found 'transfer.lr'"),
     "a Python object": (
         lambda _: ["--set", "name=!!python/name:os.system"],
@@ -117,6 +133,10 @@ RUNS: dict[str, Case] = {
     ),
     "no such layer": (lambda _: ["--set", "layers.keep_softmax=[7]"], "layers.keep_softmax: expected indices from -2 "),
     "seed": (lambda _: ["--seed", -1], "recipe field seed: .*; found -1"),
+    "a seed that no generator takes": (
+        lambda _: ["--seed", 2**64],
+        "recipe field seed: .*; found 18446744073709551616",
+    ),
     "until": (
         lambda _: ["--until", "end"],
         "--until: expected one of transfer, adapt, finetune, evaluate; found 'end'",
@@ -173,6 +193,14 @@ RUNS: dict[str, Case] = {
     "more tokens, and rows to choose": (
         lambda tmp: ["--model", with_vocabulary(tmp / "small", 97), "--set", "data.top_esl=8"],
         "tokenizer: expected tokens below the model's vocab_size of 97, found 258; ",
+    ),
+    "a tokenizer of other json": (
+        lambda tmp: ["--model", text(without(tmp / "torn", "tokenizer.json"), "tokenizer.json", '{"a": 1}').parent],
+        "model .*torn: expected a tokenizer beside the weights; ",
+    ),
+    "a tokenizer's length that is none": (
+        lambda tmp: ["--model", tokenizer_with(tmp / "long", model_max_length={})],
+        "model .*long: expected a tokenizer beside the weights; ",
     ),
     "no tokenizer": (
         lambda tmp: ["--model", without(tmp / "mute", "tokenizer*")],

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.progress import track
-from safetensors import SafetensorError
 
 T = TypeVar("T")
 
@@ -52,19 +51,27 @@ _AGAIN = "run the same command again, which goes on from the last checkpoint"
 
 
 @contextmanager
-def full_disk_is_user_error(folder: Path, num_bytes: int, advice: str = _AGAIN) -> Iterator[None]:
-    """Turn "no space left" and "quota exceeded" while writing `num_bytes` bytes to `folder` into a UserError."""
+def writing(path: Path, num_bytes: int, advice: str = _AGAIN) -> Iterator[None]:
+    """Turn what the operating system has against writing `num_bytes` bytes to `path` into a UserError.
+
+    Raises:
+        UserError: the disk is full or broken, a folder is read-only, ...; `advice` says what to do once it is not.
+    """
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        # safetensors passes the operating system's error on as text only.
-        match = re.search(r"os error (\d+)", str(error))
+    except UserError:
+        raise
+    except Exception as error:
+        # Libraries written in Rust (safetensors, tokenizers) pass the operating system's error on as text only.
+        match = re.search(r"\(os error (\d+)\)", str(error))
         number = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
-        if number not in {errno.ENOSPC, errno.EDQUOT}:
+        if number is None:
             raise
-        raise UserError(
-            f"{folder}: the disk is full: expected room for {num_bytes} bytes, found less; free some space and {advice}"
-        ) from None
+        if number in {errno.ENOSPC, errno.EDQUOT}:
+            found = f"the disk is full: expected room for {num_bytes} bytes, found less; free some space and {advice}"
+        else:
+            found = f"expected to write {num_bytes} bytes, found: {os.strerror(number)}; mend that and {advice}"
+        raise UserError(f"{path}: {found}") from None
 
 
 @contextmanager
@@ -72,11 +79,11 @@ def atomic_file(path: Path, num_bytes: int, advice: str = _AGAIN) -> Iterator[Pa
     """A temporary file to write `num_bytes` bytes to: it becomes `path` when the block ends well, else disappears.
 
     Raises:
-        UserError: the disk is full; `advice` says what to do once it is not.
+        UserError: as `writing`.
     """
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.incomplete")  # jobs may share a folder
     try:
-        with full_disk_is_user_error(path.parent, num_bytes, advice):
+        with writing(path, num_bytes, advice):
             yield scratch
             sync(scratch)
             scratch.replace(path)

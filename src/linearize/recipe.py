@@ -168,7 +168,7 @@ class Recipe(Config):
     data: DataConfig = DataConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     distributed: DistributedConfig = DistributedConfig()
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**62)
 
     @model_validator(mode="after")
     def _stages_fit(self) -> Recipe:

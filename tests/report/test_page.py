@@ -213,6 +213,8 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Path, "write_text", only_aside)
     write_report([COPIES], output)
     for wrong in (tmp_path / "there", output / "below.html"):
-        with pytest.raises(UserError, match=r"report .*: expected a file that can be written"):
+        with pytest.raises(
+            UserError, match=r": expected to write 14 bytes, found: .*; mend that and make the report again"
+        ):
             write_report([COPIES], wrong)
     assert [path.name for path in output.parent.iterdir()] == ["report.html"]

@@ -544,7 +544,7 @@ def test_a_full_disk_leaves_no_half_file(finished: Run, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Path, "write_text", full)
     begun = dataclasses.replace(finished, folder=tmp_path / "run")
-    with pytest.raises(UserError, match=f"^{begun.folder}: the disk is full"):
+    with pytest.raises(UserError, match=f"^{begun.folder}/recipe.yaml: the disk is full"):
         runs.claim(begun, tiny.load_data(finished))
     assert contents(begun.folder) == {}
 

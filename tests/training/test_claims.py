@@ -75,5 +75,5 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise NotImplementedError("FileSystem does not appear to support flock")
 
     monkeypatch.setattr(claims.FileLock, "acquire", none)
-    with pytest.raises(UserError, match="expected a file system that can lock files"), claimed(tmp_path / "claim"):
+    with pytest.raises(UserError, match="expected a file that can be written and locked"), claimed(tmp_path / "claim"):
         pass

@@ -59,10 +59,21 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     assert torch.equal(loaded[0]["weight"], TENSORS["weight"])
 
 
-def test_other_errors_pass_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError(errno.EIO, ""), SafetensorError("I/O error: oh (os error 5)")])
+def test_a_broken_disk_is_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     stage = StageFolder(tmp_path, IDENTITY)
-    monkeypatch.setattr(checkpoint, "save_file", full_disk(OSError(errno.EIO, "input/output error")))
-    with pytest.raises(OSError, match="input/output error"):
+    monkeypatch.setattr(checkpoint, "save_file", full_disk(error))
+    with pytest.raises(UserError, match=f"^{tmp_path}: expected to write 4004 bytes, found: Input/output error; mend "):
+        stage.save(8, TENSORS, {"step": 8})
+    assert names(tmp_path) == []
+
+
+def test_a_bug_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = StageFolder(tmp_path, IDENTITY)
+    monkeypatch.setattr(checkpoint, "save_file", full_disk(RuntimeError("no such thing")))
+    with pytest.raises(RuntimeError, match="no such thing"):
         stage.save(8, TENSORS, {"step": 8})
     assert names(tmp_path) == []
 
@@ -105,9 +116,11 @@ def test_metrics_are_cut_back_and_go_on(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path, 0) as metrics:
         metrics.write({"step": 1})
-        length = metrics.sync()
+        written = metrics.sync()
         metrics.write({"step": 2})
-    with MetricsLog(path, length) as metrics:
+    with pytest.raises(UserError, match=r"metrics.jsonl: expected the 12 bytes .*, found others; restore the file, or"):
+        MetricsLog(path, written["length"], "0" * 64)
+    with MetricsLog(path, **written) as metrics:
         metrics.write({"step": 3})
         with pytest.raises(ValueError, match="not JSON compliant"):
             metrics.write({"loss": float("nan")})
@@ -119,12 +132,62 @@ def test_missing_metrics_are_not_made_up(tmp_path: Path) -> None:
         MetricsLog(tmp_path / "metrics.jsonl", 10)
 
 
-def test_a_full_disk_under_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_under_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
-        def write(self, line: bytes) -> int:
-            return len(line) // 2
+        """Takes a part of the line, as long as there is room."""
 
-    with MetricsLog(tmp_path / "metrics.jsonl", 0) as metrics, monkeypatch.context() as patch:
+        room = 20
+
+        def write(self, line: bytes) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = min(len(line) // 2 + 1, self.room)
+            self.room -= written
+            return written
+
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, 0) as metrics, monkeypatch.context() as patch:
         patch.setattr(metrics, "_file", Full())
-        with pytest.raises(UserError, match=f"^{tmp_path}: the disk is full: expected room for 13 bytes"):
-            metrics.write({"step": 12})
+        metrics.write({"step": 12})
+        with pytest.raises(UserError, match=f"^{path}: the disk is full: expected room for 13 bytes"):
+            metrics.write({"step": 14})
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_flipped_bit_is_named(tmp_path: Path, finished: bool) -> None:
+    """Anywhere in what a stage has written: of numbers in JSON and of tensors' payload nothing else would tell."""
+    stage = StageFolder(tmp_path, IDENTITY)
+    stage.save(4, TENSORS, {"step": 4, "losses": {"a": 0.125}})
+    if finished:
+        stage.finish(TENSORS, {"steps": 8})
+    for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
+        whole = path.read_bytes()
+        for place in range(0, 8 * len(whole), 8 * len(whole) // 50 + 1):
+            flipped = bytearray(whole)
+            flipped[place // 8] ^= 1 << place % 8
+            path.write_bytes(flipped)
+            again = StageFolder(tmp_path, IDENTITY)
+            if path.suffix == ".json" and _means_the_same(whole, bytes(flipped)):
+                continue
+            with pytest.raises(UserError, match=rf"{path.name}: .*; (delete|use another)"):
+                again.finished() if finished else again.latest()
+        path.write_bytes(whole)
+    assert StageFolder(tmp_path, IDENTITY).finished() if finished else StageFolder(tmp_path, IDENTITY).latest()
+
+
+def _means_the_same(whole: bytes, flipped: bytes) -> bool:
+    """White space is not what a stage has said."""
+    try:
+        return json.loads(flipped) == json.loads(whole)
+    except ValueError:
+        return False
+
+
+def test_what_was_written_before_there_were_digests_is_read(tmp_path: Path) -> None:
+    stage = StageFolder(tmp_path, IDENTITY)
+    stage.finish(TENSORS, {"steps": 8})
+    found = json.loads((tmp_path / "result.json").read_text())
+    del found["sha256"], found["tensors_sha256"]
+    (tmp_path / "result.json").write_text(json.dumps(found))
+    loaded = stage.finished()
+    assert loaded is not None and loaded[1] == {"steps": 8}

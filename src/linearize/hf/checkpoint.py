@@ -27,7 +27,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from linearize.base import UserError, full_disk_is_user_error
+from linearize.base import UserError, sync, writing
 from linearize.hf.layouts import keep_documents_apart
 from linearize.hf.whole_weights import load_whole
 
@@ -85,9 +85,17 @@ def _hub_answers(model: str) -> bool:
     return True
 
 
+_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
+
+
 @contextmanager
-def readable(model: str, expected: str) -> Iterator[None]:
+def readable(
+    model: str, expected: str, raised: type[Exception] | tuple[type[Exception], ...] = _UNREADABLE
+) -> Iterator[None]:
     """Turn what reading the files of a model raises into one line.
+
+    Args:
+        raised: kinds of errors that say so; `Exception`, where nothing but others' code runs on others' files.
 
     Raises:
         UserError: they cannot be read.
@@ -96,8 +104,8 @@ def readable(model: str, expected: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
-        reason = str(error).strip().split("\n")[0]
+    except raised as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(f"model {model}: expected {expected}; {reason}") from None
 
 
@@ -107,13 +115,16 @@ CAUSAL = "AutoModelForCausalLM"
 def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_class: str = CAUSAL) -> PreTrainedModel:
     """A model with the head of an Auto class of transformers, softmax or linearized, in eval mode.
 
+    Weights are read from safetensors alone: the pickles of former days can name code.
+
     Raises:
         UserError: weights are missing, left over (see `load_whole`) or unreadable.
     """
     load = getattr(transformers, auto_class).from_pretrained
     with readable(model, "readable weights"), _bars_on_terminals_only(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # for a head that the checkpoint is not of: each time the same
-        loaded, _ = load_whole(load, model, dtype=dtype, trust_remote_code=False, **hub_options(model))
+        options = {"dtype": dtype, "trust_remote_code": False, "use_safetensors": True} | hub_options(model)
+        loaded, _ = load_whole(load, model, **options)
         _check_dtypes(model, loaded)
     return as_trained(loaded.to(device).eval())
 
@@ -173,8 +184,10 @@ def load_tokenizer(model: str) -> Tokenizer:
     Raises:
         UserError: there is none.
     """
-    with readable(model, "a tokenizer beside the weights"):
-        return AutoTokenizer.from_pretrained(model, trust_remote_code=False, **hub_options(model))
+    with readable(model, "a tokenizer beside the weights", Exception):
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **hub_options(model))
+        tokenizer("a")  # what its config says is only looked at now
+        return tokenizer
 
 
 def check_tokens(ids: Int64[Tensor, ...], vocab_size: int) -> None:
@@ -196,7 +209,7 @@ def load_image_processor(model: str) -> Any:
     Raises:
         UserError: there is none.
     """
-    with readable(model, "a preprocessor_config.json beside the weights"):
+    with readable(model, "a preprocessor_config.json beside the weights", Exception):
         # The one that needs no torchvision: the same numbers for everybody.
         return AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False, **hub_options(model))
 
@@ -206,14 +219,16 @@ def atomic_folder(folder: Path, num_bytes: int) -> Iterator[Path]:
     """A temporary folder to write `num_bytes` bytes to: it becomes `folder` when the block ends well, else disappears.
 
     Raises:
-        UserError: the disk is full.
+        UserError: as `base.writing`.
     """
     scratch = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        with full_disk_is_user_error(folder, num_bytes):
+        with writing(folder, num_bytes):
             scratch.mkdir(parents=True)
             yield scratch
+            for path in scratch.iterdir():
+                sync(path)
             shutil.rmtree(folder, ignore_errors=True)
             scratch.replace(folder)
     finally:

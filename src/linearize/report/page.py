@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from linearize.base import UserError, atomic_file
+from linearize.base import atomic_file
 from linearize.report.load import RunFiles, load_runs
 from linearize.report.overview import cautions, key_numbers, overview
 from linearize.report.sections import sections
@@ -27,14 +27,9 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         UserError: a folder without evaluation.json, or an output file that cannot be written.
     """
     page = render(load_runs(folders))
-    try:
-        with atomic_file(output, len(page)) as scratch:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            scratch.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"report {output}: expected a file that can be written, found: {error.strerror}; use another"
-        ) from None
+    with atomic_file(output, len(page), "make the report again, or name another file") as scratch:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(page, encoding="utf-8")
     return output
 
 

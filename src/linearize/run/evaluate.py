@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from linearize.run.folder import Run, student_folder, versions, write_json, writ
 from linearize.training.attention_transfer import load_transferred
 from linearize.training.cache_scores import copy_scores
 from linearize.training.finetune import load_finetuned
+from linearize.training.resumption import RESULT
 
 GENERATES = "only language models generate"
 
@@ -143,7 +144,7 @@ def control(run: Run, teacher: PreTrainedModel, layers: LayerPlan, name: str) ->
 
 
 def _finished(stage: Path) -> bool:
-    return (stage / "trained.safetensors").is_file()
+    return (stage / RESULT).is_file()
 
 
 def measure_run(
@@ -156,9 +157,21 @@ def measure_run(
 ) -> Worth:
     """Measure the finished student of a run beside everything there is to compare it with."""
     started = time.perf_counter()
-    worth = _measured(teacher, student, dataset, processor, run.recipe, run)
+    with _finite():
+        worth = _measured(teacher, student, dataset, processor, run.recipe, run)
     seconds = time.perf_counter() - started
     return replace(worth, provenance=provenance(run.recipe, dataset, run.device, seconds, command))
+
+
+@contextmanager
+def _finite() -> Iterator[None]:
+    """Turn what a measure says of outputs that are no numbers into one line."""
+    try:
+        yield
+    except FloatingPointError as error:
+        raise UserError(
+            f"evaluation: expected finite outputs, found others: {error}; check the models' weights, or --dtype float32"
+        ) from None
 
 
 def _measured(
@@ -261,7 +274,8 @@ def evaluate(
         note(line)
     if compiled:
         compile_if_possible(*[x for x in (teacher_model, student) if x is not None], note=note)
-    worth = _measured(teacher_model, student, data, processor, recipe, run)
+    with _finite():
+        worth = _measured(teacher_model, student, data, processor, recipe, run)
     return replace(worth, provenance=provenance(recipe, data, device, time.perf_counter() - started, command))
 
 

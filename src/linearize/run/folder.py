@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,11 +16,14 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError, atomic_file, read_json
 from linearize.data.packing import Dataset
-from linearize.distributed import DistributedConfig
+from linearize.distributed import DistributedConfig, world
 from linearize.hf.checkpoint import load_model, new_model
 from linearize.hf.sharded_checkpoint import load_sharded
 from linearize.recipe import Recipe
-from linearize.training.resumption import RESULT
+from linearize.training.claims import claimed
+from linearize.training.resumption import RESULT, read_stage_json
+
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Run:
     def training_tokens(self, *stages: str) -> int | None:
         """The tokens of the finished ones of these stages together, repetitions counted; None: none was found."""
         results = [x for stage in stages if (x := self.folder / stage / RESULT).is_file()]
-        return sum(json.loads(x.read_text(encoding="utf-8"))["tokens"] for x in results) if results else None
+        return sum(read_stage_json(x)["tokens"] for x in results) if results else None
 
     @property
     def controls(self) -> dict[str, Path]:
@@ -142,7 +147,7 @@ def _unclaimed(run: Run) -> bool:
     if not run.folder.is_dir():
         return not run.folder.exists()
     recipe = run.folder / "recipe.yaml"
-    found = set(run.folder.iterdir()) - set(run.folder.glob(".*.incomplete"))
+    found = set(run.folder.iterdir()) - set(run.folder.glob(".*.incomplete")) - {run.folder / LOCK}
     return not found or (found == {recipe} and _written(recipe) == _results_by(run.recipe))
 
 
@@ -157,6 +162,40 @@ def _written(recipe_file: Path) -> str | None:
 def _results_by(recipe: Recipe) -> str:
     """The recipe as YAML, without how its processes share the work: a run may go on with other ones."""
     return recipe.model_copy(update={"distributed": DistributedConfig()}).to_yaml()
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Within, no other run works in `folder`, which is made if it is not there, and is gone again if it stays empty.
+
+    Of several processes that work on one run, the main one sees to it. A lock that a killed process has left counts
+    for nothing.
+
+    Raises:
+        UserError: another is at work in it, or it cannot be written to.
+    """
+    if not world().main:
+        yield
+        return
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        with _can_be_written_to(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with claimed(folder / LOCK) as mine:
+            if not mine:
+                raise UserError(
+                    f"output folder {folder}: expected one that nobody works in, found another run at work; wait for "
+                    "its end, or use another folder"
+                )
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    (folder / LOCK).unlink()
+    finally:
+        for place in made:
+            with suppress(OSError):  # there is something in it
+                place.rmdir()
 
 
 def claim(run: Run, dataset: Dataset) -> None:
@@ -174,13 +213,19 @@ def claim(run: Run, dataset: Dataset) -> None:
                 f"run on {str(found)[:12]}; use the same data or another folder"
             )
         return
-    try:
+    with _can_be_written_to(run.folder):
         run.folder.mkdir(parents=True, exist_ok=True)
-        write_text(run.folder / "recipe.yaml", run.recipe.to_yaml())
-        write_json(run_file, _identity(run) | {"data": dataset.fingerprint, "versions": versions()})
+    write_text(run.folder / "recipe.yaml", run.recipe.to_yaml())
+    write_json(run_file, _identity(run) | {"data": dataset.fingerprint, "versions": versions()})
+
+
+@contextmanager
+def _can_be_written_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise UserError(
-            f"output folder {run.folder}: expected one that can be written to, found: {error.strerror}; use another"
+            f"output folder {folder}: expected one that can be written to, found: {error.strerror}; use another"
         ) from None
 
 

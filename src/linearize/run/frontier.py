@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from linearize.base import UserError, read_json
+from linearize.base import UserError, read_json, writing
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset
 from linearize.data.repeats import ordinary_tokens
@@ -31,11 +31,11 @@ from linearize.mixers.exact_cache import ATTENTION, Score
 from linearize.ops.layout import SlidingSpan
 from linearize.recipe import resolve
 from linearize.run.allocation import ALLOCATION, allocation
-from linearize.run.folder import Run, check_output, claim, versions, write_json
+from linearize.run.folder import Run, alone_in, check_output, claim, versions, write_json
 from linearize.training.allocation import allocate, allocated_plan
 from linearize.training.cache_scores import fit_scores
 from linearize.training.finetune import finetune
-from linearize.training.memory import BLOCK, cached, candidate_bytes, window
+from linearize.training.memory import BLOCK, MemoryConfig, cached, candidate_bytes, window
 
 BY_NEED, WINDOW = "by need", "window"
 
@@ -81,11 +81,17 @@ def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: s
     Raises:
         UserError: anything that the user can fix.
     """
-    recipe, memory = run.recipe, run.recipe.memory
-    if memory is None or not recipe.data.task.language:
+    if run.recipe.memory is None or not run.recipe.data.task.language:
         raise UserError("recipe: expected one of a language model with `memory`, found none; take `recommended`")
     check_output(run)
-    config = read_config(run.model)
+    with alone_in(run.folder):
+        return _measured(run, run.recipe.memory, fractions, reference, command)
+
+
+def _measured(
+    run: Run, memory: MemoryConfig, fractions: Sequence[float], reference: int, command: str
+) -> dict[str, Any]:
+    recipe, config = run.recipe, read_config(run.model)
     shape, processor = TeacherShape.from_config(config), load_processor(recipe.data.task, run.model)
     dataset = load_dataset(recipe.data, processor, config, reach_by(run.load_teacher), seed=recipe.seed)
     longest = min(shape.max_positions, recipe.data.sequence_length)
@@ -122,7 +128,8 @@ def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: s
             "needle": retrieval_result(ruler.needles, answers),
         }
         about = {"fraction": fraction, "name": name, "bytes": held, "trained": trained}
-        path.parent.mkdir(exist_ok=True)
+        with writing(path, 0):
+            path.parent.mkdir(exist_ok=True)
         write_json(path, about | {key: x and asdict(x) for key, x in found.items()})
         return read_json(path)
 

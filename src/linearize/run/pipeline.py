@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe, resolve
 from linearize.run.allocation import ALLOCATION, allocation, stored_allocation
 from linearize.run.evaluate import control, measure_run, write_results
-from linearize.run.folder import Run, about_run, check_output, claim, write_json
+from linearize.run.folder import Run, about_run, alone_in, check_output, claim, write_json
 from linearize.run.layout import laid_out
 from linearize.training.allocation import allocated_plan
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
@@ -61,12 +62,26 @@ def run(
         UserError: anything that the user can fix; nothing is half-written then.
     """
     check_tasks(run.recipe.evaluation, trusted=trust_tasks)
-    config = read_config(run.model)
-    shape = TeacherShape.from_config(config)
+    shape = TeacherShape.from_config(read_config(run.model))
     layers = resolve(run.recipe, shape)
     check_block(run.recipe, shape, block)
     check_output(run)
     run = laid_out(run, shape, layers)
+    with alone_in(run.folder) if block is None else nullcontext():  # the jobs of a transfer by blocks share the folder
+        return _carry_out(run, shape, layers, dataset, until, block, command)
+
+
+def _carry_out(
+    run: Run,
+    shape: TeacherShape,
+    layers: LayerPlan,
+    dataset: Dataset | None,
+    until: str,
+    block: int | Literal["any"] | None,
+    command: str | None,
+) -> Worth | None:
+    """`run`, once it is known to be possible."""
+    config = read_config(run.model)
     processor = load_processor(run.recipe.data.task, run.model)
     if dataset is None:
         dataset = load_dataset(run.recipe.data, processor, config, reach_by(run.load_teacher), seed=run.recipe.seed)

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from linearize.base import UserError, atomic_file
+from linearize.base import UserError, atomic_file, writing
 from linearize.data.rows import Indices, PackedRows
 
 FILE_BYTES = 2**28  # about; small enough to be lost when a process is killed, large enough for a disk
@@ -55,7 +55,8 @@ class Activations:
         Raises:
             UserError: too little room on the disk.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder, 0):
+            self.folder.mkdir(parents=True, exist_ok=True)
         missing = [number for number, path in enumerate(self._files) if not path.is_file()]
         needed = min(len(missing) * self.rows_per_file, self.num_rows) * row_bytes
         free = shutil.disk_usage(self.folder).free

@@ -7,7 +7,6 @@ graph is freed. Peak memory is that of inference plus one layer, and no T x T ma
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -37,7 +36,7 @@ from linearize.training.bypass import dropped_windows
 from linearize.training.calibration import calibrate
 from linearize.training.config import TransferConfig
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
-from linearize.training.resumption import RESULT
+from linearize.training.resumption import RESULT, read_stage_json
 from linearize.training.transfer_losses import Share, check_losses, transfer_loss
 
 
@@ -65,7 +64,7 @@ def attention_transfer(
 
 def transfer_errors(output_dir: Path, num_layers: int) -> list[float]:
     """Each layer's held-out loss after a finished stage; 0 for layers that were not trained."""
-    result = json.loads((output_dir / RESULT).read_text(encoding="utf-8"))
+    result = read_stage_json(output_dir / RESULT)
     errors = [0.0] * num_layers
     for name, loss in result["best_loss"].items():
         errors[layer_index(name)] = loss

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from rich.console import Console
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.base import UserError, full_disk_is_user_error
+from linearize.base import UserError, atomic_file, writing
 from linearize.data.rows import PackedRows, on_device
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.checkpoint import read_config
@@ -36,7 +35,7 @@ from linearize.training.attention_transfer import attention_transfer
 from linearize.training.claims import claimed
 from linearize.training.config import TransferConfig
 from linearize.training.loop import TrainResult
-from linearize.training.resumption import RESULT, TRAINED, StageFolder, run_identity
+from linearize.training.resumption import RESULT, TRAINED, StageFolder, read_stage, run_identity
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class BlockwiseTransfer:
             UserError: anything that the user can fix: weights that cannot be read, a full disk, files of another run,
                 a block that another job is training.
         """
-        self._claim(0).parent.mkdir(parents=True, exist_ok=True)
+        self._make_room_for_claims()
         with ExitStack() as claims:
             for index in sorted(set(blocks) & set(self.unfinished())):
                 if not claims.enter_context(claimed(self._claim(index))):
@@ -89,7 +88,7 @@ class BlockwiseTransfer:
         Raises:
             UserError: as `train`.
         """
-        self._claim(0).parent.mkdir(parents=True, exist_ok=True)
+        self._make_room_for_claims()
         for index in self.unfinished():
             with claimed(self._claim(index)) as mine:
                 if mine:
@@ -151,6 +150,11 @@ class BlockwiseTransfer:
 
     # --- where things are ---------------------------------------------------------------------------------------------
 
+    def _make_room_for_claims(self) -> None:
+        folder = self._claim(0).parent
+        with writing(folder, 0):
+            folder.mkdir(parents=True, exist_ok=True)
+
     def _claim(self, index: int) -> Path:
         return self.folder / "claims" / self._stage(index).name
 
@@ -200,8 +204,9 @@ class BlockwiseTransfer:
 
     def _merge(self) -> None:
         stages = [self._stage(index) for index in range(len(self.blocks))]
-        found = [json.loads((stage / RESULT).read_text(encoding="utf-8")) for stage in stages]
-        tensors = {name: tensor for stage in stages for name, tensor in load_file(stage / TRAINED).items()}
+        read = [read_stage(stage / TRAINED, stage / RESULT, {}) for stage in stages]
+        found = [result for _, result in read]
+        tensors = {name: tensor for trained, _ in read for name, tensor in trained.items()}
         identity = self._identity(tensors)
         for stage, block in zip(stages, found, strict=True):
             for field, expected in identity.items():
@@ -223,8 +228,8 @@ class BlockwiseTransfer:
         )
         logs = [stage / "metrics.jsonl" for stage in stages]
         lines = [json.dumps(line) + "\n" for line in merged_metrics([_read_log(log) for log in logs if log.is_file()])]
-        with full_disk_is_user_error(self.folder, sum(map(len, lines))):
-            (self.folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+        with atomic_file(self.folder / "metrics.jsonl", sum(map(len, lines))) as scratch:
+            scratch.write_text("".join(lines), encoding="utf-8")
         StageFolder(self.folder, identity).finish(tensors, asdict(result))
 
 

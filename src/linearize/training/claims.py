@@ -28,8 +28,8 @@ def claimed(path: Path) -> Iterator[bool]:
         return
     except (NotImplementedError, OSError) as error:
         raise UserError(
-            f"{path}: expected a file system that can lock files, by which jobs agree on who does what; found: "
-            f"{error}; use another output folder"
+            f"{path}: expected a file that can be written and locked, by which jobs agree on who does what; found: "
+            f"{getattr(error, 'strerror', None) or error}; use another output folder"
         ) from None
     try:
         yield True

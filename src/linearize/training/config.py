@@ -8,6 +8,9 @@ from pydantic import Field, PositiveInt, model_validator
 
 from linearize.base import Config
 
+LARGEST = 1e6  # of rates: beyond lie numbers that the optimizer cannot compute with
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class Plateau(Config):
     """Multiply the learning rate by `factor` after `patience` evaluations without improvement."""
@@ -15,7 +18,7 @@ class Plateau(Config):
     type: Literal["plateau"] = "plateau"
     factor: float = Field(default=0.1, gt=0, lt=1)
     patience: PositiveInt = 10
-    min_lr: float = Field(default=1e-5, ge=0)
+    min_lr: float = Field(default=1e-5, ge=0, le=LARGEST)
 
 
 class Cosine(Config):
@@ -23,7 +26,7 @@ class Cosine(Config):
 
     type: Literal["cosine"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
-    min_lr: float = Field(default=0.0, ge=0)
+    min_lr: float = Field(default=0.0, ge=0, le=LARGEST)
 
 
 class Linear(Config):
@@ -31,7 +34,7 @@ class Linear(Config):
 
     type: Literal["linear"] = "linear"
     warmup_steps: int = Field(default=0, ge=0)
-    min_lr: float = Field(default=0.0, ge=0)
+    min_lr: float = Field(default=0.0, ge=0, le=LARGEST)
 
 
 class Constant(Config):
@@ -62,9 +65,9 @@ class WindowDropout(Config):
 class TrainConfig(Config):
     """What every training stage has in common; the loop reads nothing else."""
 
-    lr: float = Field(gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    lr: float = Field(gt=0, le=LARGEST)
+    weight_decay: float = Field(default=0.0, ge=0, le=LARGEST)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     epochs: PositiveInt = 2
     max_tokens: PositiveInt | None = Field(default=None, description="stop after this many training tokens, if sooner")
     batch_size: PositiveInt = Field(default=8, description="sequences per optimizer step")
@@ -108,7 +111,7 @@ class TransferConfig(TrainConfig):
     weights of one block in memory, and the residual stream between blocks on disk (LoLCATs sec. 3.3).
     """
 
-    lr: float = Field(default=1e-2, gt=0)
+    lr: float = Field(default=1e-2, gt=0, le=LARGEST)
     output_mse: float = Field(
         default=1000.0, ge=0, description="weight of the mean squared error of outputs before the output projection"
     )
@@ -186,7 +189,7 @@ class FinetuneConfig(TrainConfig):
     or alone; `all_weights` for uptraining.
     """
 
-    lr: float = Field(default=1e-4, gt=0)
+    lr: float = Field(default=1e-4, gt=0, le=LARGEST)
     lora: LoRAConfig | None = LoRAConfig()
     mixers: bool = Field(default=False, description="feature maps, gates and mix train too")
     all_weights: bool = Field(default=False, description="every weight of the model trains, mixers included")

@@ -23,9 +23,11 @@ from linearize.training.batches import Batches
 from linearize.training.config import TrainConfig
 from linearize.training.optimizers import load_state, make_optimizer, state_of
 from linearize.training.resumption import (
+    RESULT,
+    TRAINED,
     MetricsLog,
     StageFolder,
-    read_tensors,
+    read_stage,
     restore_rng_state,
     rng_state,
     run_identity,
@@ -137,20 +139,21 @@ def train(
                 f"{output_dir}: expected a checkpoint of this version of linearize, found one without {missing}; "
                 "delete the folder to train the stage again"
             ) from None
-    metrics_bytes = checkpoint[1]["metrics_bytes"] if checkpoint is not None else 0
-    log = MetricsLog(output_dir / "metrics.jsonl", metrics_bytes) if main else nullcontext()
+    vouched = (0, None) if checkpoint is None else (checkpoint[1]["metrics_bytes"], checkpoint[1].get("metrics_sha256"))
+    log = MetricsLog(output_dir / "metrics.jsonl", *vouched) if main else nullcontext()
     with log as metrics, _progress() as progress:
         bar = progress.add_task(title, total=run.batches.num_steps, completed=run.step, status="")
 
         def evaluate() -> None:
             progress.update(bar, status="evaluating")
             record = run.evaluate()
-            metrics_bytes = 0
+            vouched = {}
             if metrics is not None:
                 metrics.write(record)
-                metrics_bytes = metrics.sync()
+                written = metrics.sync()
+                vouched = {"metrics_bytes": written["length"], "metrics_sha256": written["sha256"]}
             tensors, state = run.state()
-            stage.save(run.step, tensors, state | {"metrics_bytes": metrics_bytes})
+            stage.save(run.step, tensors, state | vouched)
             held_out = f"held-out loss {record['loss']:.5g}"
             progress.update(bar, status=held_out)
             line = f"{title}: step {run.step} of {run.batches.num_steps}, {held_out}"
@@ -182,10 +185,10 @@ def load_trained(units: Sequence[Unit], output_dir: Path) -> None:
     Raises:
         UserError: the stage is missing, unfinished, or of other parameters.
     """
-    path, parameters = output_dir / "trained.safetensors", _parameters(units)
+    path, parameters = output_dir / TRAINED, _parameters(units)
     if not path.is_file():
-        raise UserError(f"{output_dir}: expected a finished stage, found no trained.safetensors; run it to the end")
-    tensors = read_tensors(path, parameters)
+        raise UserError(f"{output_dir}: expected a finished stage, found no {TRAINED}; run it to the end")
+    tensors, _ = read_stage(path, output_dir / RESULT, parameters)
     if missing := parameters.keys() - tensors.keys():
         raise UserError(f"{path}: expected the parameters of this model, found none for {min(missing)}")
     _copy_into(parameters, tensors)
@@ -238,8 +241,17 @@ class _UnitRun:
     def finite(self, value: float, what: str, step: int) -> float:
         if not math.isfinite(value):
             advice = f"lower lr (now {self.lr:g})" if step else "nothing is trained yet, so check the model"
-            raise DivergedError(f"{what} of {self.name} is not finite at step {step}: found {value}; {advice}")
+            where = f", and first in {bad}" if (bad := self._first_not_finite()) else ""
+            raise DivergedError(f"{what} of {self.name} is not finite at step {step}: found {value}{where}; {advice}")
         return value
+
+    def _first_not_finite(self) -> str | None:
+        """The first parameter, in the model's order, with a number that is not finite, in it or in its gradient."""
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            if not parameter.isfinite().all() or not (gradient is None or gradient.isfinite().all()):
+                return name
+        return None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"best/{name}": tensor for name, tensor in self.best.items()}
@@ -310,7 +322,7 @@ class StageRun:
         for unit in self.units:
             unit.optimizer.zero_grad()
         self.step += 1
-        speed = self.batches.tokens_per_step / (time.perf_counter() - started)
+        speed = self.batches.tokens_per_step / max(time.perf_counter() - started, 1e-9)  # a clock may stand still
         return self._record("step", units) | {"tokens_per_second": speed}
 
     def evaluate(self) -> dict[str, Any]:

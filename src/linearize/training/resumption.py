@@ -2,14 +2,10 @@
 
 Everything is written inside one scratch folder and moved out of it by a rename once complete, and is moved back into it
 to be deleted. So whatever a killed process leaves half done lies in the scratch folder, which the next run clears.
-
-Of tensors that are divided among processes, each writes its rows (torch's distributed checkpoints, as safetensors), in
-a folder beside the file of the others and called like it. Any number of processes can read them, divided or not.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -28,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from linearize.base import UserError, full_disk_is_user_error, sync
+from linearize.base import UserError, sync, writing
 from linearize.distributed import barrier, read_rows, world
 
 SCRATCH = "unfinished"
@@ -41,13 +37,17 @@ class StageFolder:
 
     Of several processes all call `save` and `finish`. On reading, what is divided among `parameters` is so here.
 
-    Raises (on reading): UserError if what is there was written by a run of another identity, or cannot be read.
+    Raises:
+        UserError: on reading, what is there was written by a run of another identity, cannot be read, or has changed
+            since (by one bit: JSON and tensors have their sha256 beside them, but for rows of divided tensors); on
+            writing, as `writing`.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path = path
         self.identity = identity
-        path.mkdir(parents=True, exist_ok=True)
+        with writing(path, 0):
+            path.mkdir(parents=True, exist_ok=True)
         if world().main:
             shutil.rmtree(path / SCRATCH, ignore_errors=True)
 
@@ -55,8 +55,7 @@ class StageFolder:
         """The trained tensors and the result, or None if the stage has not finished."""
         if not (self.path / RESULT).exists():
             return None
-        result = self._read_json(self.path / RESULT)
-        tensors = read_tensors(self.path / TRAINED, parameters)
+        tensors, result = self._read(self.path / TRAINED, self.path / RESULT, parameters)
         self._remove_checkpoints()  # left over if the process died just after it had written the result
         return tensors, result
 
@@ -66,8 +65,7 @@ class StageFolder:
             self._write_rows(TRAINED, tensors)
             return
         with self._scratch(_num_bytes(tensors)) as scratch:
-            _write_tensors(scratch / TRAINED, tensors)
-            self._write_json(scratch / RESULT, result)
+            self._write(scratch / TRAINED, tensors, scratch / RESULT, result)
             self._write_rows(TRAINED, tensors)
             rows = _rows_of(self.path / TRAINED)
             if rows.exists():  # of a process that died before it had written the result
@@ -83,8 +81,7 @@ class StageFolder:
         checkpoints = self._checkpoints()
         if not checkpoints:
             return None
-        state = self._read_json(checkpoints[-1] / STATE)
-        return read_tensors(checkpoints[-1] / TENSORS, parameters), state
+        return self._read(checkpoints[-1] / TENSORS, checkpoints[-1] / STATE, parameters)
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Write the checkpoint of `step`, then drop the ones before it; a full disk leaves the one before in place."""
@@ -95,8 +92,7 @@ class StageFolder:
         with self._scratch(_num_bytes(tensors)) as scratch:
             folder = scratch / name
             folder.mkdir()
-            _write_tensors(folder / TENSORS, tensors)
-            self._write_json(folder / STATE, state)
+            self._write(folder / TENSORS, tensors, folder / STATE, state)
             self._write_rows(f"{name}/{TENSORS}", tensors)
             folder.replace(self.path / folder.name)
             for older in self._checkpoints()[:-1]:
@@ -110,7 +106,7 @@ class StageFolder:
         barrier()
         folder = _rows_of(self.path / SCRATCH / name)
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        with full_disk_is_user_error(self.path, _num_bytes(tensors)):
+        with writing(self.path, _num_bytes(tensors)):
             try:
                 dcp.save(divided, storage_writer=writer)
             except CheckpointException as error:
@@ -131,32 +127,96 @@ class StageFolder:
     def _scratch(self, num_bytes: int) -> Iterator[Path]:
         scratch = self.path / SCRATCH
         try:
-            with full_disk_is_user_error(self.path, num_bytes):
+            with writing(self.path, num_bytes):
                 scratch.mkdir()
                 yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _write_json(self, path: Path, data: dict[str, Any]) -> None:
-        path.write_text(json.dumps({**data, "identity": self.identity}, allow_nan=False, indent=1), encoding="utf-8")
-        sync(path)
+    def _write(self, tensors_file: Path, tensors: dict[str, Tensor], json_file: Path, data: dict[str, Any]) -> None:
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+        save_file(whole, tensors_file)
+        sync(tensors_file)
+        data = {**data, "identity": self.identity, "tensors_sha256": _file_digest(tensors_file)}
+        data = json.loads(json.dumps(data, allow_nan=False))  # as it will be read
+        json_file.write_text(json.dumps({**data, "sha256": _digest(data)}, indent=1), encoding="utf-8")
+        sync(json_file)
 
-    def _read_json(self, path: Path) -> dict[str, Any]:
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            found = data.pop("identity")
-        except (OSError, ValueError, KeyError):
-            raise UserError(
-                f"{path}: expected the state of a training stage, found no such file or one that cannot be read; "
-                f"delete {self.path} to train again"
-            ) from None
+    def _read(
+        self, tensors_file: Path, json_file: Path, parameters: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, data = read_stage(tensors_file, json_file, parameters)
+        found = data.pop("identity")
         for field in sorted(self.identity.keys() | found.keys()):
             if self.identity.get(field) != found.get(field):
                 raise UserError(
-                    f"{path}: belongs to another run: expected {field} = {self.identity.get(field)}, "
+                    f"{json_file}: belongs to another run: expected {field} = {self.identity.get(field)}, "
                     f"found {field} = {found.get(field)}; use another output folder"
                 )
-        return data
+        return tensors, data
+
+
+def read_stage(
+    tensors_file: Path, json_file: Path, parameters: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What a stage has written, whosever it is: its tensors, and the data beside them with the stage's identity.
+
+    Args:
+        parameters: what the last part of a tensor's name, behind slashes, is about; of what is divided among them, this
+            process's rows are read.
+
+    Raises:
+        UserError: a file is missing, cannot be read, or is not what was written.
+    """
+    folder = json_file.parent
+    data = read_stage_json(json_file)
+    expected = data.pop("tensors_sha256", None)  # checkpoints of before have none
+    try:
+        if expected is not None and _file_digest(tensors_file) != expected:
+            raise UserError(
+                f"{tensors_file}: expected the tensors that were written, found others (their sha256 differs): the "
+                f"file is damaged; delete {folder} to train again"
+            )
+        return _read_tensors(tensors_file, parameters), data
+    except (OSError, SafetensorError):
+        raise UserError(
+            f"{tensors_file}: expected the tensors of a training stage, found no such file or one that cannot be read; "
+            f"delete {folder} to train again"
+        ) from None
+
+
+def read_stage_json(path: Path) -> dict[str, Any]:
+    """The data that a stage has written beside its tensors.
+
+    Raises:
+        UserError: the file is missing, cannot be read, or is not what was written.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        expected = data.pop("sha256", None)
+        readable = isinstance(data["identity"], dict)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        readable = False
+    if not readable or expected not in (None, _digest(data)):
+        what = "no such file or one that cannot be read" if not readable else "another (its sha256 differs)"
+        raise UserError(
+            f"{path}: expected the state of a training stage as it was written, found {what}; delete {path.parent} to "
+            "train again"
+        )
+    return data
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    """The sha256 of a file that may not fit in memory."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def run_identity(
@@ -187,18 +247,28 @@ def restore_rng_state(tensors: dict[str, Tensor], devices: Iterable[str]) -> Non
 
 
 class MetricsLog:
-    """Appends JSON lines to a file, after cutting it back to the `length` bytes that a checkpoint vouches for."""
+    """Appends JSON lines to a file, after cutting it back to the `length` bytes that a checkpoint vouches for.
 
-    def __init__(self, path: Path, length: int) -> None:
+    Raises:
+        UserError: there are fewer bytes, or others than those of `sha256` (if given); on writing, as `base.writing`.
+    """
+
+    def __init__(self, path: Path, length: int, sha256: str | None = None) -> None:
         self._path = path
-        size = path.stat().st_size if path.exists() else 0
-        if size < length:
+        with writing(path, 0):
+            self._file = path.open("ab+", buffering=0)
+        self._file.seek(0)
+        kept = self._file.read(length)
+        self._digest = hashlib.sha256(kept)
+        if len(kept) < length or sha256 not in (None, self._digest.hexdigest()):
+            found = len(kept) if len(kept) < length else "others"
+            self._file.close()
             raise UserError(
-                f"{path}: expected the {length} bytes written up to the checkpoint, found {size}; "
+                f"{path}: expected the {length} bytes written up to the checkpoint, found {found}; "
                 f"restore the file, or delete {path.parent} to train again"
             )
-        self._file = path.open("ab", buffering=0)
-        self._file.truncate(length)
+        with writing(path, 0):
+            self._file.truncate(length)
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -211,15 +281,16 @@ class MetricsLog:
     def write(self, record: dict[str, Any]) -> None:
         """Append one line; ValueError for a value that is not valid JSON, such as NaN."""
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        with full_disk_is_user_error(self._path.parent, len(line)):
-            if self._file.write(line) < len(line):  # how an unbuffered file says that the disk has just become full
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._digest.update(line)
+        with writing(self._path, len(line)):
+            while line:  # an unbuffered file may take a part; if that was for want of room, the next call says so
+                line = line[self._file.write(line) :]
 
-    def sync(self) -> int:
-        """Make sure that all lines are on the disk; their length in bytes."""
-        with full_disk_is_user_error(self._path.parent, 0):
+    def sync(self) -> dict[str, Any]:
+        """Make sure that all lines are on the disk; how to find them again: `length` and `sha256`."""
+        with writing(self._path, 0):
             os.fsync(self._file.fileno())
-        return os.fstat(self._file.fileno()).st_size
+        return {"length": os.fstat(self._file.fileno()).st_size, "sha256": self._digest.hexdigest()}
 
 
 def _num_bytes(tensors: dict[str, Tensor]) -> int:
@@ -231,36 +302,17 @@ def _rows_of(path: Path) -> Path:
     return path.with_suffix("")
 
 
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-    save_file(whole, path)
-    sync(path)
-
-
-def read_tensors(path: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors in a file, and in the folder of rows beside it; of what is divided here, this process's rows.
-
-    Args:
-        parameters: what the last part of a tensor's name, behind slashes, is about.
-
-    Raises:
-        UserError: a file that is missing or cannot be read.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            # Cloned, because safetensors maps the file, and a mapped checkpoint would keep its disk space when deleted.
-            names = file.keys()
-            divided = {name for name in names if _like(name, parameters, file.get_slice(name).get_shape()) is not None}
-            tensors = {name: file.get_tensor(name).clone() for name in names if name not in divided}
-        if divided:
-            tensors |= _read_rows(path.parent, parameters, divided)
-        if _rows_of(path).is_dir():
-            tensors |= _read_rows(_rows_of(path), parameters)
-    except (OSError, SafetensorError):
-        raise UserError(
-            f"{path}: expected the tensors of a training stage, found no such file or one that cannot be read; "
-            "delete the stage's folder to train again"
-        ) from None
+def _read_tensors(path: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in a file, and in the folder of rows beside it; of what is divided here, this process's rows."""
+    with safe_open(path, framework="pt") as file:
+        # Cloned, because safetensors maps the file, and a mapped checkpoint would keep its disk space when deleted.
+        names = file.keys()
+        divided = {name for name in names if _like(name, parameters, file.get_slice(name).get_shape()) is not None}
+        tensors = {name: file.get_tensor(name).clone() for name in names if name not in divided}
+    if divided:
+        tensors |= _read_rows(path.parent, parameters, divided)
+    if _rows_of(path).is_dir():
+        tensors |= _read_rows(_rows_of(path), parameters)
     return tensors
 
 
