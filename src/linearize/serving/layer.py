@@ -8,14 +8,12 @@ by itself, which may start within a state.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
-from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.linear_attn import (
     LinearAttentionBackend,
@@ -29,11 +27,11 @@ from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import Clock
+from linearize.serving.operator import linearize_mixer
 from linearize.serving.pages import PageLayout, stateful
 
 
-@dataclass(frozen=True)
-class Extras:
+class Extras(NamedTuple):
     """What a mixer may ask for besides q, k and v: the layer's input [N, E]; positions [N], and q and k before RoPE."""
 
     hidden: Tensor | None = None
@@ -162,20 +160,22 @@ class StateLayer(nn.Module, MambaBase):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = torch.zeros_like(query)
-        more, dim = self.extras, self.shape.head_dim
-        torch.ops.vllm.linearize_mixer(
-            query, key, value, more.hidden, more.positions, more.q, more.k, output, self.layer_name
-        )
+        linearize_mixer(query, key, value, *self.extras, output, self.layer_name)
         if self.kept is None:
             return output
+        dim = self.shape.head_dim
         q, k, v = (x.unflatten(-1, (-1, dim)) for x in (query, key, value))
         q, k, v = q[:, self.kept_query_heads], k[:, self.kept_heads], v[:, self.kept_heads]
         y = self.kept(q.flatten(1), k.flatten(1), v.flatten(1))
         output.unflatten(-1, (-1, dim))[:, self.kept_query_heads] = y.unflatten(-1, (-1, dim))
         return output
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, output: Tensor, step: Step) -> None:
+    def mix(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...], output: Tensor, metadata: Any
+    ) -> None:
         """Fill the output [N, H x D] of the step's tokens, and go on in their pages."""
+        step, extras = metadata.step, Extras(*extras)
+        assert step is not None
         dim = self.shape.head_dim
         tokens = [x.unflatten(-1, (-1, dim)) for x in (q, k, v)]
         y = output.unflatten(-1, (-1, dim))
@@ -216,42 +216,3 @@ class StateLayer(nn.Module, MambaBase):
                 output[:, queries] = y
             after.append(found)
         self.layout.write(self.views, slots, after)
-
-
-def linearize_mixer(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    hidden: Tensor | None,
-    positions: Tensor | None,
-    unrotated_query: Tensor | None,
-    unrotated_key: Tensor | None,
-    output: Tensor,
-    layer_name: str,
-) -> None:
-    """The operator that a compiler does not look into; in a run without sequences, which measures memory, it is idle."""
-    context = get_forward_context()
-    layer, metadata = context.no_compile_layers[layer_name], context.attn_metadata
-    if metadata is None:
-        return
-    assert isinstance(metadata, dict)
-    found = metadata[layer_name]
-    assert isinstance(found, LinearizeMetadata) and found.step is not None
-    layer.mix(query, key, value, Extras(hidden, positions, unrotated_query, unrotated_key), output, found.step)
-
-
-def _fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    hidden: Tensor | None,
-    positions: Tensor | None,
-    unrotated_query: Tensor | None,
-    unrotated_key: Tensor | None,
-    output: Tensor,
-    layer_name: str,
-) -> None:
-    return
-
-
-direct_register_custom_op("linearize_mixer", linearize_mixer, mutates_args=["output"], fake_impl=_fake)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching
 from vllm.model_executor.models.utils import extract_layer_index
 
 from linearize.base import UserError
@@ -37,6 +38,7 @@ BASES = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+INTERFACES = (HasInnerState, IsHybrid, SupportsMambaPrefixCaching)
 
 
 def page_layouts(config: Any, dtype: torch.dtype) -> list[PageLayout | None]:
@@ -56,11 +58,8 @@ def largest_page(config: Any, dtype: torch.dtype) -> PageLayout:
 
 
 class LinearizedCausalLM:
-    """Mixed into vLLM's model classes; what vLLM asks of models with a state (its `IsHybrid`), and our mixers."""
+    """Mixed into vLLM's model classes: builds the mixers, loads them, and says what vLLM asks of models with a state."""
 
-    has_inner_state = True
-    is_hybrid = True
-    supports_mamba_prefix_caching = True
     supports_lora = False
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -198,6 +197,6 @@ def __getattr__(name: str) -> type:
     if base == name or base not in BASES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     parent = getattr(import_module(f"vllm.model_executor.models.{BASES[base]}"), base)
-    made = type(name, (LinearizedCausalLM, parent), {"__module__": __name__})
+    made = type(name, (LinearizedCausalLM, parent, *INTERFACES), {"__module__": __name__})
     globals()[name] = made
     return made

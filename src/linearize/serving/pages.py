@@ -114,4 +114,4 @@ def _one_token(shape: LayerShape, dtype: torch.dtype, rotary_dims: int) -> AttnI
 
 def _empty(name: str) -> float:
     """What a tensor of a `MixerState` holds before the first token."""
-    return -math.inf if name == "maximum" else -1 if name == "exact.position" else 0
+    return -math.inf if name == "maximum" else -1.0 if name == "exact.position" else 0.0

@@ -69,7 +69,9 @@ class ServingConfig(VerifyAndUpdateConfig):
                 f"vLLM; found {name}. `linearize serve` without vLLM, and transformers, run it"
             )
         if not any(layer is not None for layer in read_plan(model_config.hf_config)):
-            raise ValueError("config.linearize.layers: expected a layer that is converted, found none; serve its teacher")
+            raise ValueError(
+                "config.linearize.layers: expected a layer that is converted, found none; serve its teacher"
+            )
         # vLLM takes a model all of whose layers are softmax by these kinds for one without states.
         kinds = getattr(model_config.hf_config, "layer_types", None)
         if kinds is not None and set(kinds) == {"full_attention"}:
