@@ -58,7 +58,7 @@ def largest_page(config: Any, dtype: torch.dtype) -> PageLayout:
 
 
 class LinearizedCausalLM:
-    """Mixed into vLLM's model classes: builds the mixers, loads them, and says what vLLM asks of models with a state."""
+    """Mixed into vLLM's model classes: builds mixers, loads them, and says what vLLM asks of a model with a state."""
 
     supports_lora = False
 
