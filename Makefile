@@ -72,7 +72,7 @@ test-vllm: ## within vLLM: tokens, probabilities, the server; VLLM=vllm where th
 	        -e . '$(VLLM)' beartype hypothesis pytest && \
 	    .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
 	    touch .venv-vllm/.installed; }
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -W default -m vllm tests/serving
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -W default -m vllm tests/serving/vllm
 
 test-browser: setup chromium ## the report page in Debian's chromium, which it installs, with playwright (the extra `browser`)
 	$(BIN)/python -m pytest -m browser tests/browser

@@ -21,8 +21,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from linearize.base import UserError
 from linearize.hf.classes import build, read_plan
 from linearize.hf.teacher import TeacherShape
-from linearize.serving.layer import Extras, StateLayer
-from linearize.serving.pages import PageLayout
+from linearize.serving.vllm.layer import Extras, StateLayer
+from linearize.serving.vllm.pages import PageLayout
 
 # vLLM's modules of the base classes whose attention calls `self.attn(q, k, v)` once RoPE is done.
 BASES = {

@@ -27,8 +27,8 @@ from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import Clock
-from linearize.serving.operator import linearize_mixer
-from linearize.serving.pages import PageLayout, stateful
+from linearize.serving.vllm.operator import linearize_mixer
+from linearize.serving.vllm.pages import PageLayout, stateful
 
 
 class Extras(NamedTuple):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.byte_tokenizer import byte_tokenizer
-from tests.serving.served import plans, saved, scratch, student
+from tests.serving.vllm.served import plans, saved, scratch, student
 
 pytestmark = pytest.mark.vllm
 NAME = "student"

@@ -60,7 +60,7 @@ class ServingConfig(VerifyAndUpdateConfig):
         Raises:
             ValueError: another one, or a config without a plan.
         """
-        from linearize.serving.models import BASES
+        from linearize.serving.vllm.models import BASES
 
         name = str(model_config.architecture)
         if name.removeprefix("Linearized") not in BASES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("vllm") else ["test_vllm_*.py"]
+collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 # vLLM reads these when it is imported: one process, so that a test can look into it, and one thread of a core.
 os.environ |= {

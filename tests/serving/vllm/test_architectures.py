@@ -11,9 +11,19 @@ from vllm.engine.arg_utils import EngineArgs
 
 from linearize import Recipe, TeacherShape, resolve
 from linearize.mixers.config import LayerPlan
-from linearize.serving.models import BASES
+from linearize.serving.vllm.models import BASES
 from tests.hf.decoders import DECODERS
-from tests.serving.served import by_transformers, by_vllm, differences, engine, plans, prompts, saved, student, teacher
+from tests.serving.vllm.served import (
+    by_transformers,
+    by_vllm,
+    differences,
+    engine,
+    plans,
+    prompts,
+    saved,
+    student,
+    teacher,
+)
 from tests.tiny import VOCABULARY
 
 pytestmark = pytest.mark.vllm

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from linearize.serving.models import BASES
+from linearize.serving.vllm.models import BASES
 
 pytestmark = pytest.mark.vllm
 
@@ -93,4 +93,4 @@ def test_an_attention_calls_attn_with_q_k_and_v_after_rope(base: str):
 def test_the_plugin_is_found():
     """By an installed package's entry point, whose function vLLM calls."""
     (found,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "linearize"]
-    assert found.load().__module__ == "linearize.serving"
+    assert found.load().__module__ == "linearize.serving.vllm"
