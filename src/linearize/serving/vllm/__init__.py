@@ -1,5 +1,7 @@
 """Converted models within vLLM, by its plugin interface: `vllm serve OUT/model`, `LLM(model=...)`."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 

@@ -5,6 +5,8 @@ layer's mixer go on from them, and writes them back: all sequences with one more
 by itself, which may start within a state.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -176,34 +178,34 @@ class StateLayer(nn.Module, MambaBase):
         """Fill the output [N, H x D] of the step's tokens, and go on in their pages."""
         step, extras = metadata.step, Extras(*extras)
         assert step is not None
-        dim = self.shape.head_dim
-        tokens = [x.unflatten(-1, (-1, dim)) for x in (q, k, v)]
-        y = output.unflatten(-1, (-1, dim))
+        y = output.unflatten(-1, (-1, self.shape.head_dim))
         if n := step.decodes:
-            inputs = self._inputs([x[:n, :, None] for x in tokens], extras, slice(0, n), one_each=True)
+            inputs = self._inputs(q, k, v, extras, slice(0, n), one_each=True)
             states = self.layout.read(self.views, step.decode_slots, step.decode_clock)
             self._go_on(inputs, list(states), step.decode_slots, y[:n, :, None])
         for start, stop, slot, clock in step.pieces:
-            some = slice(start, stop)
-            inputs = self._inputs([x[some].transpose(0, 1)[None] for x in tokens], extras, some, one_each=False)
+            inputs = self._inputs(q, k, v, extras, slice(start, stop), one_each=False)
             states = [None] * len(self.parts) if clock is None else self.layout.read(self.views, slot, clock)
-            self._go_on(inputs, list(states), slot, y[some].transpose(0, 1)[None])
+            self._go_on(inputs, list(states), slot, y[start:stop].transpose(0, 1)[None])
 
-    def _inputs(self, tokens: list[Tensor], extras: Extras, some: slice, *, one_each: bool) -> AttnInputs:
+    def _inputs(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, some: slice, *, one_each: bool) -> AttnInputs:
         """Of `some` tokens: of one sequence, or one of each of several."""
 
         def rows(x: Tensor) -> Tensor:  # [n, X] -> [n, 1, X] or [1, n, X]
             return x[some][:, None] if one_each else x[some][None]
 
+        def heads(x: Tensor) -> Tensor:  # [n, h x D] -> [n, h, 1, D] or [1, h, n, D]
+            x = x[some].unflatten(-1, (-1, self.shape.head_dim))
+            return x[:, :, None] if one_each else x.transpose(0, 1)[None]
+
         hidden = None if extras.hidden is None else rows(extras.hidden)
         unrotated = rope = None
         if extras.q is not None and extras.k is not None and extras.positions is not None:
-            heads = (x[some].unflatten(-1, (-1, self.shape.head_dim)) for x in (extras.q, extras.k))
-            unrotated = tuple(x[:, :, None] if one_each else x.transpose(0, 1)[None] for x in heads)
             assert self.rope is not None
-            cos, sin = self.rope.cos_sin_cache[extras.positions].to(tokens[0].dtype).chunk(2, dim=-1)  # type: ignore
-            rope = tuple(rows(torch.cat([x, x], dim=-1)) for x in (cos, sin))
-        return AttnInputs(*tokens, self.scaling, self.softcap, hidden, unrotated, rope)
+            cos, sin = self.rope.cos_sin_cache[extras.positions].to(q.dtype).chunk(2, dim=-1)  # type: ignore[index]
+            unrotated = heads(extras.q), heads(extras.k)
+            rope = rows(torch.cat([cos, cos], dim=-1)), rows(torch.cat([sin, sin], dim=-1))
+        return AttnInputs(heads(q), heads(k), heads(v), self.scaling, self.softcap, hidden, unrotated, rope)
 
     def _go_on(self, inputs: AttnInputs, states: list[Any], slots: Tensor, output: Tensor) -> None:
         after = []

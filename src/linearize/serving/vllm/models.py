@@ -3,6 +3,8 @@
 A converted layer's attention keeps its projections, norms and RoPE; its `attn`, called with q, k and v, is exchanged.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import copy
@@ -118,6 +120,7 @@ def exchange_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
     config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
     shape, plan, layouts = TeacherShape.from_config(config.to_dict()), read_plan(config), page_layouts(config, dtype)
     page_bytes = max(layout.nbytes for layout in layouts if layout)
+    module: Any
     for name, module in list(model.named_modules()):
         attention: Any = getattr(module, "attn", None)
         if not isinstance(attention, Attention) or plan[extract_layer_index(name)] is None:
@@ -133,7 +136,7 @@ def exchange_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
         layer = StateLayer(
             mixer.to(device),
             layouts[index],  # type: ignore[arg-type]
-            scaling=module.scaling,  # type: ignore[arg-type]
+            scaling=module.scaling,
             softcap=getattr(config, "attn_logit_softcapping", None),
             page_bytes=page_bytes,
             kept=_kept(mixer, attention, module, vllm_config),
@@ -141,6 +144,11 @@ def exchange_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
         )
         module.attn = layer
         if mixer.wants_unrotated:
+            if not hasattr(module.rotary_emb, "cos_sin_cache"):
+                raise UserError(
+                    f"rope_parameters: expected RoPE whose angles do not depend on the text's length, because "
+                    f"{name}'s mixer rotates features by them; found {type(module.rotary_emb).__name__}"
+                )
             layer.rope, module.rotary_emb = module.rotary_emb, KeepUnrotated(module.rotary_emb, layer)
         if mixer.wants_hidden:
             module.__class__ = type(module.__class__.__name__, (KeepHidden, module.__class__), {})
@@ -167,6 +175,8 @@ def _kept(mixer: Any, attention: Attention, module: Any, vllm_config: VllmConfig
 
 class KeepUnrotated(nn.Module):
     """In the place of an attention's RoPE, of which it also leaves with the layer what goes in."""
+
+    layer: StateLayer
 
     def __init__(self, rope: nn.Module, layer: StateLayer) -> None:
         super().__init__()

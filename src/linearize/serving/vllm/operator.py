@@ -3,6 +3,8 @@
 Not with postponed annotations: torch reads the operator's schema from them.
 """
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op

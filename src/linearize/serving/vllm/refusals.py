@@ -1,5 +1,7 @@
 """What a converted model cannot do within vLLM: refused before any weight is read."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
