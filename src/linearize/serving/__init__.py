@@ -1,0 +1,1 @@
+"""Converted models behind the API that clients of OpenAI speak."""

@@ -1,0 +1,23 @@
+"""Converted models within vLLM, by its plugin interface: `vllm serve OUT/model`, `LLM(model=...)`."""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Tell vLLM of the converted models' classes; it calls this in each of its processes (`vllm.general_plugins`)."""
+    from vllm import ModelRegistry
+    from vllm.config import CompilationConfig
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    from linearize.hf.classes import MODEL_CLASSES
+    from linearize.serving.vllm.refusals import ServingConfig
+
+    for classes in MODEL_CLASSES.values():
+        for cls in (cls for made in classes.values() for cls in made):
+            ModelRegistry.register_model(cls.__name__, f"linearize.serving.vllm.models:{cls.__name__}")
+            MODELS_CONFIG_MAP[cls.__name__] = ServingConfig
+    # What the compiler cuts a model at: the rest of it can be one CUDA graph from layer to layer.
+    if "vllm::linearize_mixer" not in CompilationConfig._attention_ops:
+        CompilationConfig._attention_ops.append("vllm::linearize_mixer")

@@ -1,0 +1,212 @@
+"""vLLM's own model classes with our mixers: `Linearized<X>ForCausalLM` is made of vLLM's `<X>ForCausalLM`.
+
+A converted layer's attention keeps its projections, norms and RoPE; its `attn`, called with q, k and v, is exchanged.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching
+from vllm.model_executor.models.utils import extract_layer_index
+
+from linearize.base import UserError
+from linearize.hf.classes import build, read_plan
+from linearize.hf.teacher import TeacherShape
+from linearize.serving.vllm.layer import Extras, StateLayer
+from linearize.serving.vllm.pages import PageLayout
+
+# vLLM's modules of the base classes whose attention calls `self.attn(q, k, v)` once RoPE is done.
+BASES = {
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "GraniteForCausalLM": "granite",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+INTERFACES = (HasInnerState, IsHybrid, SupportsMambaPrefixCaching)
+
+
+def page_layouts(config: Any, dtype: torch.dtype) -> list[PageLayout | None]:
+    """Of each layer of a converted model in `dtype`; None where it stays softmax."""
+    shape, rope = TeacherShape.from_config(config.to_dict()).layer, getattr(config, "rope_parameters", None) or {}
+    rotary_dims = int(shape.head_dim * rope.get("partial_rotary_factor", 1))
+    plan, made = read_plan(config), {}  # many layers are alike
+    for mixer in plan:
+        if mixer is not None and mixer not in made:
+            made[mixer] = PageLayout.of(mixer, shape, dtype, rotary_dims, getattr(config, "state_dtype", None))
+    return [None if mixer is None else made[mixer] for mixer in plan]
+
+
+def largest_page(config: Any, dtype: torch.dtype) -> PageLayout:
+    """The layout that all pages of the model have room for."""
+    return max((layout for layout in page_layouts(config, dtype) if layout), key=lambda layout: layout.nbytes)
+
+
+class LinearizedCausalLM:
+    """Mixed into vLLM's model classes: builds mixers, loads them, and says what vLLM asks of a model with a state."""
+
+    supports_lora = False
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        with set_current_vllm_config(vllm_config):
+            exchange_attention(self, vllm_config)  # type: ignore[arg-type]
+
+    @classmethod
+    def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
+        model = vllm_config.model_config
+        return largest_page(model.hf_config, model.dtype).shapes
+
+    @classmethod
+    def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
+        model = vllm_config.model_config
+        return largest_page(model.hf_config, model.dtype).dtypes
+
+    @classmethod
+    def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
+        return (get_temporal_copy_spec,)  # a page is copied whole
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """The base's weights by vLLM's own loader, and the mixers' by their names.
+
+        Raises:
+            UserError: a mixer's weights are missing, or are of no mixer of this model.
+        """
+        mixers = {
+            name.removesuffix(".attn"): layer.mixer
+            for name, layer in self.named_modules()  # type: ignore[attr-defined]
+            if isinstance(layer, StateLayer)
+        }
+        mine = {f"{name}.mixer.{key}": x for name, mixer in mixers.items() for key, x in mixer.state_dict().items()}
+        seen: set[str] = set()
+
+        def others() -> Iterator[tuple[str, Tensor]]:
+            for name, x in weights:
+                if ".mixer." not in name:
+                    yield name, x
+                elif name in mine and mine[name].shape == x.shape:
+                    mine[name].copy_(x)
+                    seen.add(name)
+                else:
+                    expected = tuple(mine[name].shape) if name in mine else "no such weight"
+                    raise UserError(f"{name}: expected {expected}, found {tuple(x.shape)}; convert the model again")
+
+        with torch.no_grad():
+            loaded = super().load_weights(others())  # type: ignore[misc]
+        if missing := sorted(mine.keys() - seen):
+            raise UserError(f"{missing[0]}: expected the mixer's weights in the folder, found none; convert it again")
+        return set(loaded or ()) | {name.replace(".mixer.", ".attn.mixer.") for name in seen}
+
+
+def exchange_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Put a `StateLayer` in the place of every converted layer's `Attention`, in place."""
+    config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
+    shape, plan, layouts = TeacherShape.from_config(config.to_dict()), read_plan(config), page_layouts(config, dtype)
+    page_bytes = max(layout.nbytes for layout in layouts if layout)
+    module: Any
+    for name, module in list(model.named_modules()):
+        attention: Any = getattr(module, "attn", None)
+        if not isinstance(attention, Attention) or plan[extract_layer_index(name)] is None:
+            continue
+        index = extract_layer_index(name)
+        device, before = next(module.parameters()).device, torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)  # whatever the model's is
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            mixer = build(plan[index], shape).requires_grad_(False)  # type: ignore[arg-type]
+        torch.set_default_dtype(before)
+        prefix = attention.layer_name
+        del vllm_config.compilation_config.static_forward_context[prefix]
+        layer = StateLayer(
+            mixer.to(device),
+            layouts[index],  # type: ignore[arg-type]
+            scaling=module.scaling,
+            softcap=getattr(config, "attn_logit_softcapping", None),
+            page_bytes=page_bytes,
+            kept=_kept(mixer, attention, module, vllm_config),
+            prefix=prefix,
+        )
+        module.attn = layer
+        if mixer.wants_unrotated:
+            if not hasattr(module.rotary_emb, "cos_sin_cache"):
+                raise UserError(
+                    f"rope_parameters: expected RoPE whose angles do not depend on the text's length, because "
+                    f"{name}'s mixer rotates features by them; found {type(module.rotary_emb).__name__}"
+                )
+            layer.rope, module.rotary_emb = module.rotary_emb, KeepUnrotated(module.rotary_emb, layer)
+        if mixer.wants_hidden:
+            module.__class__ = type(module.__class__.__name__, (KeepHidden, module.__class__), {})
+
+
+def _kept(mixer: Any, attention: Attention, module: Any, vllm_config: VllmConfig) -> Attention | None:
+    """vLLM's attention, over all keys, for the KV heads of a layer that stay softmax."""
+    kept = mixer.shape.num_kv_heads - sum(len(heads) for heads, part in mixer.parts() if part.config is not None)
+    if not kept:
+        return None
+    cache = copy.copy(vllm_config.cache_config)
+    cache.sliding_window = None
+    return Attention(
+        kept * (mixer.shape.num_heads // mixer.shape.num_kv_heads),
+        mixer.shape.head_dim,
+        module.scaling,
+        num_kv_heads=kept,
+        cache_config=cache,
+        quant_config=vllm_config.quant_config,
+        logits_soft_cap=getattr(vllm_config.model_config.hf_config, "attn_logit_softcapping", None),
+        prefix=f"{attention.layer_name}.kept",
+    )
+
+
+class KeepUnrotated(nn.Module):
+    """In the place of an attention's RoPE, of which it also leaves with the layer what goes in."""
+
+    layer: StateLayer
+
+    def __init__(self, rope: nn.Module, layer: StateLayer) -> None:
+        super().__init__()
+        self.rope = rope
+        object.__setattr__(self, "layer", layer)  # which is not its child
+
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        # Some of vLLM's kernels rotate in place.
+        self.layer.extras = Extras(self.layer.extras.hidden, positions, query.clone(), key.clone())
+        return self.rope(positions, query, key)
+
+
+class KeepHidden:
+    """Mixed into an attention class whose mixer reads the layer's input."""
+
+    attn: StateLayer
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        self.attn.extras = Extras(hidden_states)
+        output = super().forward(positions=positions, hidden_states=hidden_states, **kwargs)  # type: ignore[misc]
+        self.attn.extras = Extras()
+        return output
+
+
+def __getattr__(name: str) -> type:
+    """The class of an architecture, made when vLLM asks for it: it looks it up by this name."""
+    base = name.removeprefix("Linearized")
+    if base == name or base not in BASES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    parent = getattr(import_module(f"vllm.model_executor.models.{BASES[base]}"), base)
+    made = type(name, (LinearizedCausalLM, parent, *INTERFACES), {"__module__": __name__})
+    globals()[name] = made
+    return made

@@ -1,0 +1,46 @@
+"""The operator that compilers do not look into: a layer's mixers on the tokens of one step.
+
+Not with postponed annotations: torch reads the operator's schema from them.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import direct_register_custom_op
+
+
+def _mix(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    hidden: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    unrotated_query: torch.Tensor | None,
+    unrotated_key: torch.Tensor | None,
+    output: torch.Tensor,
+    layer_name: str,
+) -> None:
+    """Fills `output`; without metadata, which is how vLLM measures its memory, there is nothing to do."""
+    context = get_forward_context()
+    if context.attn_metadata is not None:
+        layer, metadata = context.no_compile_layers[layer_name], context.attn_metadata[layer_name]
+        layer.mix(query, key, value, (hidden, positions, unrotated_query, unrotated_key), output, metadata)
+
+
+def _mix_fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    hidden: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    unrotated_query: torch.Tensor | None,
+    unrotated_key: torch.Tensor | None,
+    output: torch.Tensor,
+    layer_name: str,
+) -> None:
+    """For tensors without numbers."""
+
+
+direct_register_custom_op("linearize_mixer", _mix, mutates_args=["output"], fake_impl=_mix_fake)
+linearize_mixer = torch.ops.vllm.linearize_mixer

@@ -1,0 +1,139 @@
+"""`vllm serve FOLDER` as people run it: a process of its own, the plugin found by itself, the openai client."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.byte_tokenizer import byte_tokenizer
+from tests.serving.vllm.served import plans, saved, scratch, student
+
+pytestmark = pytest.mark.vllm
+NAME = "student"
+
+
+class Server(NamedTuple):
+    process: subprocess.Popen[bytes]
+    url: str
+
+    def read(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            return answer.read().decode()
+
+
+def serve(*options: str) -> Server:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = saved(student(plans()["lolcats"]), "lolcats")
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder, "--served-model-name", NAME]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "256", "--max-num-seqs", "8", *options]
+    log = (scratch() / "server.log").open("wb")
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    server = Server(process, f"http://127.0.0.1:{port}")
+    for _ in range(400):
+        assert process.poll() is None, (scratch() / "server.log").read_text()[-4000:]
+        try:
+            server.read("/health")
+        except OSError:
+            time.sleep(1)
+        else:
+            return server
+    process.kill()
+    raise AssertionError((scratch() / "server.log").read_text()[-4000:])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    made = serve("--shutdown-timeout", "60")
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+@pytest.fixture
+def client(server: Server) -> Any:
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def by_transformers(text: str, new_tokens: int) -> str:
+    tokenizer = byte_tokenizer()
+    inputs = torch.tensor([tokenizer(text)["input_ids"]])
+    model: Any = student(plans()["lolcats"])
+    made = model.generate(inputs, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return tokenizer.decode(made[0, inputs.shape[1] :])
+
+
+def test_completions(client: Any):
+    made = client.completions.create(
+        model=NAME, prompt="a red boat", max_tokens=8, temperature=0, logprobs=2, extra_body={"ignore_eos": True}
+    )
+    assert made.choices[0].text == by_transformers("a red boat", 8)
+    assert made.usage.completion_tokens == 8
+    assert len(made.choices[0].logprobs.token_logprobs) == 8
+
+
+def test_streams_and_stops(client: Any):
+    options = dict(model=NAME, prompt="a red boat", max_tokens=12, temperature=0, extra_body={"ignore_eos": True})
+    whole = client.completions.create(**options).choices[0].text
+    pieces = [event.choices[0].text for event in client.completions.create(stream=True, **options)]
+    assert "".join(pieces) == whole
+    assert len(pieces) > 1
+    stop = next(letter for letter in whole[3:] if letter.isprintable())
+    made = client.completions.create(stop=[stop], **options).choices[0]
+    assert made.text == whole[: whole.index(stop)]
+    assert made.finish_reason == "stop"
+
+
+def test_chat(client: Any):
+    said = [{"role": "user", "content": "hello"}]
+    made = client.chat.completions.create(
+        model=NAME, messages=said, max_tokens=6, temperature=0, logprobs=True, extra_body={"ignore_eos": True}
+    )
+    assert made.usage.completion_tokens == 6
+    assert len(made.choices[0].logprobs.content) == 6
+    choices = client.chat.completions.create(model=NAME, messages=said, max_tokens=6, n=4, seed=1).choices
+    assert len(choices) == 4
+
+
+def test_a_wrong_request_gets_a_message(client: Any):
+    openai = pytest.importorskip("openai")
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.completions.create(model=NAME, prompt="a", max_tokens=-1)
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="another", prompt="a", max_tokens=1)
+
+
+def test_health_metrics_and_an_end_that_waits(server: Server, client: Any):
+    """SIGTERM: what runs is finished, and then the process ends. The last test: the server is gone after it."""
+    server.read("/health")
+    assert "vllm:num_requests_running" in server.read("/metrics")
+    answers: list[Any] = []
+    options = dict(model=NAME, prompt="a red boat", max_tokens=200, temperature=0, extra_body={"ignore_eos": True})
+    asking = threading.Thread(target=lambda: answers.append(client.completions.create(**options)))
+    asking.start()
+    for _ in range(600):
+        running = [x for x in server.read("/metrics").splitlines() if x.startswith("vllm:num_requests_running")]
+        if any(float(x.split()[-1]) > 0 for x in running):
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the request was never seen to run")
+    server.process.send_signal(signal.SIGTERM)
+    asking.join(timeout=120)
+    assert answers and answers[0].usage.completion_tokens == 200
+    server.process.wait(timeout=120)
