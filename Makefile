@@ -9,7 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu test-fla test-matrix test-quantized test-browser figures chromium lint quick-lint format clean
+.PHONY: help setup demo test test-slow test-gpu test-fla test-matrix test-quantized test-browser test-serve figures chromium lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,8 +60,12 @@ test-quantized: setup ## teachers with weights of torchao and bitsandbytes, whic
 	    -c constraints.txt torchao bitsandbytes
 	PYTHONPATH=.venv/quantized $(BIN)/python -m pytest tests/hf/test_quantized.py
 
-test-browser: setup chromium ## the report page in Debian's chromium, which it installs, with playwright (the extra `browser`)
+test-browser: setup chromium ## the pages in Debian's chromium, which it installs, with playwright (the extra `browser`)
 	$(BIN)/python -m pytest -m browser tests/browser
+
+test-serve: setup ## `linearize serve` by OpenAI's client, over transformers' server, which it installs (the extra `serve`)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve]'
+	$(BIN)/python -m pytest -m serve tests/serving
 
 figures: setup chromium ## the README's figure and screenshot, from the committed runs, in the same chromium
 	$(BIN)/python experiments/readme_figure.py
@@ -73,7 +77,7 @@ chromium: setup
 	    { command -v apt-get && { [ -z "$$sudo" ] || command -v sudo; }; } >/dev/null || { \
 	        echo '$@: expected chromium, or apt-get as root or by sudo to install it; found neither' >&2; exit 2; }; \
 	    $$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser,serve]'
 
 quick-lint: setup
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearize.demo.corpus import teacher_path
@@ -57,7 +58,7 @@ def asked(folder: Path, **fields: Any) -> dict[str, Any]:
 
 def generated(folder: Path | str, text: str, new: int) -> tuple[str, int]:
     """What the model itself continues a text with, and how many tokens the text has."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(text, return_tensors="pt")
     length = inputs["input_ids"].shape[1]
@@ -224,10 +225,14 @@ def test_without_a_template_it_continues_text_and_has_a_teacher_by_name(tmp_path
         assert any("no chat template" in line for line in server.said)
         with pytest.raises(openai.BadRequestError, match="no chat template, it continues text: use /v1/completions"):
             api.chat.completions.create(model=str(folder), messages=TURNS)
+        prompt, texts = (
+            "".join(f"def read_{x}(path):\n    return {x}\n" for x in "abcdefghij"),
+            set(),
+        )  # beyond the window
         for name in (str(folder), teacher):
-            answer = api.completions.create(**asked(Path(name)))
-            assert answer.choices[0].text == generated(name, PROMPT, 12)[0]
-        texts = {api.completions.create(**asked(Path(name))).choices[0].text for name in (str(folder), teacher)}
+            answer = api.completions.create(**asked(Path(name), prompt=prompt))
+            assert answer.choices[0].text == generated(name, prompt, 12)[0]
+            texts.add(answer.choices[0].text)
         assert len(texts) == 2  # they are two models
 
 

@@ -85,8 +85,9 @@ def build_app(
         started()
         yield
 
-    # transformers warns of every request that comes.
-    logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
+    # transformers warns of every request that comes, and of those that do not sample.
+    for name in ("cli.serving", "generation.configuration_utils"):
+        logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
     state, models = GenerationState(), LoadedModels(served)
     chat, completion = ChatCompletionHandler(models, state), CompletionHandler(models, state)
     app = FastAPI(lifespan=lifespan, openapi_url=None)
