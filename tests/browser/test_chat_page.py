@@ -46,6 +46,7 @@ def open_chat(chromium: Any, server: Server) -> Iterator[Open]:
         page.on("dialog", lambda dialog: (opened.complaints.append(dialog.message), dialog.dismiss()))
         page.on("request", lambda request: opened.requests.append(request.url))
         page.goto(at.address)
+        page.locator("#ask:visible, #key:visible").first.wait_for()
         return opened
 
     yield open_

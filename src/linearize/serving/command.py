@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
@@ -138,7 +139,8 @@ def start_transformers(
             note(f"whoever reaches {host} can use it: --api-key asks for a key")
         if shown is not None:
             note(f"the page: {address}/")
-            webbrowser.open(f"{address}/")
+            # Some browsers are not a window but a program in this terminal, which would keep the server waiting.
+            threading.Thread(target=webbrowser.open, args=(f"{address}/",), daemon=True).start()
 
     hosts = ["localhost", "127.0.0.1", "::1", host] if _is_local(host) else None
     app = build_app(served, api_key=api_key, hosts=hosts, page=shown, started=started)
@@ -146,6 +148,7 @@ def start_transformers(
     # uvicorn waits for what is in progress, and then raises the signal again: that is the end, and a good one.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
+    listener.listen()  # who connects before uvicorn is ready waits, and is not refused
     uvicorn.Server(config).run(sockets=[listener])
 
 
