@@ -49,10 +49,11 @@ test-transformers-%:
 	    $(PYTHON) -m venv --clear .venv-matrix/$* && \
 	    sed -E '/^(transformers|huggingface-hub|tokenizers|hf-xet)==/d' constraints.txt > .venv-matrix/$*/constraints.txt && \
 	    .venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check \
-	        -c .venv-matrix/$*/constraints.txt -e '.[dev]' transformers==$* && \
+	        -c .venv-matrix/$*/constraints.txt -e '.[dev,serve]' transformers==$* && \
 	    touch .venv-matrix/$*/.installed; }
 	.venv-matrix/$*/bin/python -m pytest $(PYTEST_ARGS) tests/hf tests/training tests/data tests/run \
 	    tests/test_recipes_end_to_end.py tests/test_task_runs.py
+	.venv-matrix/$*/bin/python -m pytest -m serve tests/serving
 
 # Not into .venv itself: peft imports both wherever it finds them, which takes many seconds.
 test-quantized: setup ## teachers with weights of torchao and bitsandbytes, which are installed for it (the extra `quantized`)

@@ -129,6 +129,7 @@ def start_transformers(
         served[name] = Served(_sampling(loaded), load_tokenizer(name), _positions(loaded))
     chats = served[folder].chats
     shown = make_page((folder, served[folder].model), beside, chats=chats) if page else None
+    hosts = ["localhost", "127.0.0.1", "::1", "[::1]", host] if _is_local(host) else None
 
     def started() -> None:
         note(f"transformers' server answers at {address}/v1 for {' and '.join(served)}")
@@ -142,7 +143,6 @@ def start_transformers(
             # Some browsers are not a window but a program in this terminal, which would keep the server waiting.
             threading.Thread(target=webbrowser.open, args=(f"{address}/",), daemon=True).start()
 
-    hosts = ["localhost", "127.0.0.1", "::1", host] if _is_local(host) else None
     app = build_app(served, api_key=api_key, hosts=hosts, page=shown, started=started)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_SECONDS)
     # uvicorn waits for what is in progress, and then raises the signal again: that is the end, and a good one.
