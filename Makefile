@@ -10,7 +10,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-faults test-gpu test-fla test-matrix test-quantized test-vllm test-browser figures chromium lint quick-lint format clean
+.PHONY: help setup demo test test-slow test-faults test-gpu test-fla test-matrix test-quantized test-vllm test-browser test-serve figures chromium lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,10 +53,11 @@ test-transformers-%:
 	    $(PYTHON) -m venv --clear .venv-matrix/$* && \
 	    sed -E '/^(transformers|huggingface-hub|tokenizers|hf-xet)==/d' constraints.txt > .venv-matrix/$*/constraints.txt && \
 	    .venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check \
-	        -c .venv-matrix/$*/constraints.txt -e '.[dev]' transformers==$* && \
+	        -c .venv-matrix/$*/constraints.txt -e '.[dev,serve]' transformers==$* && \
 	    touch .venv-matrix/$*/.installed; }
 	.venv-matrix/$*/bin/python -m pytest $(PYTEST_ARGS) tests/hf tests/training tests/data tests/run \
 	    tests/test_recipes_end_to_end.py tests/test_task_runs.py
+	.venv-matrix/$*/bin/python -m pytest -m serve tests/serving
 
 # Not into .venv itself: peft imports both wherever it finds them, which takes many seconds.
 test-quantized: setup ## teachers with weights of torchao and bitsandbytes, which are installed for it (the extra `quantized`)
@@ -77,8 +78,12 @@ test-vllm: ## within vLLM: tokens, probabilities, the server; VLLM=vllm where th
 	    touch .venv-vllm/.installed; }
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -W default -m vllm tests/serving/vllm
 
-test-browser: setup chromium ## the report page in Debian's chromium, which it installs, with playwright (the extra `browser`)
+test-browser: setup chromium ## the pages in Debian's chromium, which it installs, with playwright (the extra `browser`)
 	$(BIN)/python -m pytest -m browser tests/browser
+
+test-serve: setup ## `linearize serve` by OpenAI's client, over transformers' server, which it installs (the extra `serve`)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve]'
+	$(BIN)/python -m pytest -m serve tests/serving
 
 figures: setup chromium ## the README's figure and screenshot, from the committed runs, in the same chromium
 	$(BIN)/python experiments/readme_figure.py
@@ -90,7 +95,7 @@ chromium: setup
 	    { command -v apt-get && { [ -z "$$sudo" ] || command -v sudo; }; } >/dev/null || { \
 	        echo '$@: expected chromium, or apt-get as root or by sudo to install it; found neither' >&2; exit 2; }; \
 	    $$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser,serve]'
 
 quick-lint: setup
 	$(BIN)/ruff check .

@@ -352,6 +352,38 @@ def generate(
 
 
 @app.command()
+def serve(
+    model: Student,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 8000,
+    host: Annotated[str, typer.Option(help="0.0.0.0: of every network; then with an --api-key")] = "127.0.0.1",
+    api_key: Annotated[
+        str | None, typer.Option(help="what clients must send as their key", envvar="LINEARIZE_API_KEY")
+    ] = None,
+    page: Annotated[
+        bool, typer.Option("--page", help="open a chat in the browser: the student beside its teacher, bytes of each")
+    ] = False,
+    teacher: Annotated[
+        str | None,
+        typer.Option(help="serve this softmax model beside it; for the page the run folder's own by default"),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(help="vllm or transformers; auto: vLLM where it is installed, but not for the page")
+    ] = "auto",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Serve a model by an OpenAI-compatible API: by vLLM where it is installed, else by transformers' own server."""
+    from linearize.serving import command as serving
+
+    where = {"host": host, "port": port, "api_key": api_key}
+    if serving.choose_engine(engine, alone=not page and teacher is None) == "vllm":
+        serving.start_vllm(model, **where, dtype=dtype, note=_note)
+    computed_on = _device(device)
+    computed = {"dtype": _dtype(dtype, computed_on), "device": computed_on}
+    serving.start_transformers(model, **where, **computed, page=page, teacher=teacher, note=_note)
+
+
+@app.command()
 def demo(
     output_dir: Annotated[Path, typer.Option(help="the run's folder; the same command again resumes it")] = Path(
         "demo-output"

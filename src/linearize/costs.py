@@ -1,19 +1,20 @@
-"""What one mixer costs: built and run on torch's meta device, and read off there.
+"""What mixers cost: built and run on torch's meta device, and read off there; and the memory of generating with them.
 
 Parameters and bytes of state are exact; FLOPs of a token are estimates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from linearize.hf.teacher import TeacherShape
+from linearize.hf.teacher import TeacherShape, break_even_tokens
 from linearize.mixers.bidirectional import BidirectionalMixer
-from linearize.mixers.config import HeadwiseConfig, MixerConfig
+from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 
@@ -35,6 +36,48 @@ class MixerCost:
     state_bytes: int
     flops: int
     grows: int = 0
+
+
+Mixers = Sequence[MixerCost | None]  # of each layer; None: it stays softmax
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that generating one sequence holds, of a student and of its teacher.
+
+    `state_bytes`: constant, over the converted layers. `student_bytes_per_token`: what the student still grows by, in
+    layers and heads that keep softmax; 0 is constant memory. A layer whose teacher attention slides is bounded already
+    and counts as no growth, on either side.
+    """
+
+    state_bytes: int
+    student_bytes_per_token: int
+    teacher_bytes_per_token: int
+
+    @property
+    def break_even_tokens(self) -> int | None:
+        """From how many tokens on the student holds less; None: never."""
+        return break_even_tokens(self.state_bytes, self.teacher_bytes_per_token, self.student_bytes_per_token)
+
+
+def generation_memory(mixers: Mixers, teacher: TeacherShape, dtype: torch.dtype) -> Memory:
+    """The memory of a sequence in models in `dtype`, which is that of keys and values; an encoder keeps none."""
+    growing = set(range(teacher.num_layers)) - set(teacher.sliding_layers)
+    kept = growing & {index for index, mixer in enumerate(mixers) if mixer is None}
+    cache = 0 if teacher.bidirectional else 2 * teacher.num_kv_heads * teacher.head_dim * dtype.itemsize
+    converted = [mixer for mixer in mixers if mixer is not None]
+    return Memory(
+        state_bytes=sum(mixer.state_bytes for mixer in converted),
+        student_bytes_per_token=cache * len(kept) + sum(mixer.grows for mixer in converted),
+        teacher_bytes_per_token=cache * len(growing),
+    )
+
+
+def mixer_costs(layers: LayerPlan, teacher: TeacherShape, dtype: torch.dtype, rotary_dims: Sequence[int]) -> Mixers:
+    """The cost of each layer's mixer; `rotary_dims` as of `mixer_cost`, one for each layer."""
+    turned = list(zip(layers, rotary_dims, strict=True))
+    different = {(mixer, dims): mixer_cost(mixer, teacher, dtype, dims) for mixer, dims in set(turned) if mixer}
+    return [different.get(key) for key in turned]
 
 
 @torch.no_grad()

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from linearize.base import UserError
+from linearize.costs import mixer_costs
 from linearize.hf.meta import MetaModel
 from linearize.hf.partial_model import stored_by_layer
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
-from linearize.plan import AnyStage, mixer_costs, size, stage_memory
+from linearize.plan import AnyStage, size, stage_memory
 from linearize.recipe import Recipe
 from linearize.training.config import FinetuneConfig, TransferConfig
 
@@ -94,7 +95,7 @@ def fit(
         dtype: the model's. memory: bytes of the GPU. processes: of several, none transfers block by block.
     """
     model = MetaModel.of(teacher)
-    mixers = mixer_costs(model, teacher, layers, dtype)
+    mixers = mixer_costs(layers, teacher, dtype, model.rotary_dims)
     length = recipe.data.sequence_length if teacher.vocab_size else teacher.max_positions
     options: dict[str, Any] = {"dtype": dtype, "length": length, "device": torch.device("cuda")}
     # What heads need, and scores that are fitted, are measured on the whole model.

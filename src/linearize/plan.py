@@ -11,18 +11,18 @@ in `forecast`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from linearize.costs import FP32, MixerCost, mixer_cost, softmax_flops
+from linearize.costs import FP32, Mixers, generation_memory, mixer_costs, softmax_flops
 from linearize.forecast import step_bytes
 from linearize.hf.classes import projections
 from linearize.hf.meta import MetaModel
-from linearize.hf.teacher import TeacherShape, break_even_tokens
+from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe
 from linearize.training.config import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
@@ -33,7 +33,6 @@ LENGTHS = (8192, 32768, 131072)  # tokens of a sequence whose bytes are shown
 _TRAINED = 4 * FP32
 
 AnyStage = TransferConfig | FinetuneConfig
-Mixers = Sequence[MixerCost | None]  # of each layer; None: it stays softmax
 
 
 @dataclass(frozen=True)
@@ -111,15 +110,10 @@ def make_plan(
         raise ValueError(f"layers: expected one entry per teacher layer ({teacher.num_layers}), found {len(layers)}")
     model = MetaModel.of(teacher)
 
-    mixers = mixer_costs(model, teacher, layers, dtype)
-    converted = {index: mixer for index, mixer in enumerate(mixers) if mixer is not None}
-    kept = {index for index, mixer in enumerate(mixers) if mixer is None}
-    growing = set(range(teacher.num_layers)) - set(teacher.sliding_layers)
-    cache = 0 if teacher.bidirectional else 2 * teacher.num_kv_heads * teacher.head_dim * dtype.itemsize
-    grows = cache * len(growing)
-    still_grows = cache * len(growing & kept) + sum(mixer.grows for mixer in converted.values())
-    state = sum(mixer.state_bytes for mixer in converted.values())
-    new = sum(mixer.parameters for mixer in converted.values())
+    mixers = mixer_costs(layers, teacher, dtype, model.rotary_dims)
+    converted, kept = ([i for i, mixer in enumerate(mixers) if (mixer is None) is stays] for stays in (False, True))
+    memory = generation_memory(mixers, teacher, dtype)
+    new = sum(mixer.parameters for mixer in mixers if mixer is not None)
     # Every image is one row of the same length.
     rows = recipe.data.sequence_length if teacher.vocab_size else teacher.max_positions
 
@@ -155,17 +149,17 @@ def make_plan(
         model_type=teacher.model_type,
         bidirectional=teacher.bidirectional,
         converted_layers=tuple(converted),
-        kept_layers=tuple(sorted(kept)),
+        kept_layers=tuple(kept),
         teacher_parameters=model.total,
         new_parameters=new,
         transfer=transfer,
         adapt=adapt,
         finetune=finetune,
         control_flops=controls,
-        state_bytes=state,
-        student_cache_bytes_per_token=still_grows,
-        teacher_cache_bytes_per_token=grows,
-        break_even_tokens=break_even_tokens(state, grows, still_grows),
+        state_bytes=memory.state_bytes,
+        student_cache_bytes_per_token=memory.student_bytes_per_token,
+        teacher_cache_bytes_per_token=memory.teacher_bytes_per_token,
+        break_even_tokens=memory.break_even_tokens,
         disk_bytes=model.total * dtype.itemsize + new * FP32 + trainable * _TRAINED,
         activation_bytes=None if between_blocks is None else between_blocks * dtype.itemsize,
     )
@@ -189,16 +183,6 @@ def lora_parameters(lora: LoRAConfig, teacher: MetaModel) -> int:
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def mixer_costs(model: MetaModel, teacher: TeacherShape, layers: LayerPlan, dtype: torch.dtype) -> Mixers:
-    """Of each layer; those that are alike are counted once."""
-    turned = list(zip(layers, model.rotary_dims, strict=True))
-    different: dict[Any, MixerCost] = {}
-    for mixer, dims in turned:
-        if mixer is not None and (mixer, dims) not in different:
-            different[mixer, dims] = mixer_cost(mixer, teacher, dtype, dims)
-    return [different.get(key) for key in turned]
 
 
 def stage_memory(

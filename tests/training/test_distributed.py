@@ -63,7 +63,9 @@ def assert_alike(found: Path, expected: Path) -> None:
             for key, value in unit.items():
                 tolerance = GRADIENT if key == "grad_norm" else LOSS
                 assert value == pytest.approx(other["units"][name][key], rel=tolerance), (found, name, key)
-    one, other = (read_stage(folder / "trained.safetensors", folder / "result.json", {})[0] for folder in (found, expected))
+    one, other = (
+        read_stage(folder / "trained.safetensors", folder / "result.json", {})[0] for folder in (found, expected)
+    )
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         torch.testing.assert_close(tensor, other[name], rtol=GRADIENT, atol=1e-8)

@@ -1,1 +1,1 @@
-"""Converted models behind the API that clients of OpenAI speak."""
+"""Converted models behind an OpenAI-compatible API: by vLLM, or by transformers' own server."""

@@ -1,0 +1,210 @@
+"""transformers' server over models that are loaded already.
+
+Requests are answered by the handlers of ``transformers serve``. Its own routes are not offered, since they load any
+model that a client names, unload those in use, and list what lies in the hub's cache instead of what is served.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import GenerationState
+
+from linearize.serving.page import Page
+from linearize.serving.requests import ChatRequest, CompletionRequest, TokenizeRequest, fault
+
+NO_TEMPLATE = "this model has no chat template, it continues text: use /v1/completions"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that requests may name; `positions`: the most tokens that it can read, None: any number."""
+
+    model: PreTrainedModel
+    tokenizer: Tokenizer
+    positions: int | None
+
+    @property
+    def chats(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+
+class LoadedModels(ModelManager):
+    """In the place of transformers' manager: the models of the command by name; no request loads another."""
+
+    def __init__(self, served: Mapping[str, Served]) -> None:
+        super().__init__()
+        self.served = dict(served)
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        """The name as it is; transformers would add a revision of the hub."""
+        return model_id
+
+    def load_model_and_processor(self, model_id_and_revision: str, *_: Any, **__: Any) -> Any:
+        found = self.served[model_id_and_revision]
+        return found.model, found.tokenizer
+
+
+def build_app(
+    served: Mapping[str, Served],
+    *,
+    api_key: str | None = None,
+    hosts: list[str] | None = None,
+    page: Page | None = None,
+    started: Callable[[], None] = lambda: None,
+) -> FastAPI:
+    """The application that uvicorn runs.
+
+    Args:
+        served: the models by their names; a request that names none means the first.
+        api_key: what requests must bear, but for those of ``/health`` and the page itself.
+        hosts: the names by which it may be called, so that no web page can by a name of its own; None: any.
+        started: is called once requests are answered.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> Any:
+        started()
+        yield
+
+    # transformers warns of every request that comes, and of those that do not sample.
+    for name in ("cli.serving", "generation.configuration_utils"):
+        logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
+    state, models = GenerationState(), LoadedModels(served)
+    chat, completion = ChatCompletionHandler(models, state), CompletionHandler(models, state)
+    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    if hosts is not None:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
+    since = int(time.time())
+
+    def authorized(request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if api_key is not None and not secrets.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
+            raise HTTPException(401, "Authorization: expected `Bearer KEY` with the server's --api-key")
+
+    guarded: Any = [Depends(authorized)]
+
+    def named(name: str | None) -> str:
+        chosen = next(iter(served)) if name is None else name
+        if chosen not in served:
+            raise HTTPException(404, f"model: expected {' or '.join(served)}; it is not served here")
+        return chosen
+
+    @app.post("/v1/chat/completions", dependencies=guarded)
+    async def chat_completions(request: Request, body: ChatRequest) -> Any:
+        name = named(body.model)
+        _check_room(served[name], _chat_tokens(served[name], body.turns()), body.sampling().get("max_tokens"))
+        asked = {"model": name, "messages": body.turns()} | body.sampling()
+        return await chat.handle_request(asked, _request_id(request))
+
+    @app.post("/v1/completions", dependencies=guarded)
+    async def completions(request: Request, body: CompletionRequest) -> Any:
+        name = named(body.model)
+        _check_room(served[name], served[name].tokenizer(body.prompt).input_ids, body.max_tokens)
+        asked = {"model": name, "prompt": body.prompt} | body.sampling()
+        return await completion.handle_request(asked, _request_id(request))
+
+    @app.post("/tokenize", dependencies=guarded)
+    async def tokenize(body: TokenizeRequest) -> Any:
+        found = served[named(body.model)]
+        if (body.prompt is None) == (body.messages is None):
+            raise HTTPException(400, "prompt: expected either a prompt or messages")
+        if body.messages is not None:
+            turns = [message.model_dump(include={"role", "content"}) for message in body.messages]
+            tokens = _chat_tokens(found, turns)
+        else:
+            tokens = found.tokenizer(body.prompt).input_ids
+        return {"count": len(tokens), "max_model_len": found.positions, "tokens": tokens}
+
+    @app.get("/v1/models", dependencies=guarded)
+    async def list_models() -> Any:
+        data = [{"id": name, "object": "model", "created": since, "owned_by": "linearize"} for name in served]
+        return {"object": "list", "data": data}
+
+    @app.get("/health")
+    async def health() -> Any:
+        return {"status": "ok"}
+
+    if page is not None:
+
+        @app.get("/")
+        async def index() -> Any:
+            return HTMLResponse(page.html, headers={"Content-Security-Policy": page.policy})
+
+        @app.get("/page.json", dependencies=guarded)
+        async def about() -> Any:
+            return page.about
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Any:
+        return _refusal(400, *fault(error.errors()))
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(_: Request, error: StarletteHTTPException) -> Any:
+        return _refusal(error.status_code, str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, __: Exception) -> Any:
+        return _refusal(500, "the server failed at this request; its own output says where")
+
+    return app
+
+
+def _request_id(request: Request) -> str:
+    return request.headers.get("x-request-id") or secrets.token_hex(12)
+
+
+def _chat_tokens(found: Served, turns: list[dict[str, Any]]) -> list[int]:
+    if not found.chats:
+        raise HTTPException(400, NO_TEMPLATE)
+    texts: Any = ChatCompletionHandler.get_processor_inputs_from_messages(
+        turns, LoadedModels.get_model_modality(found.model, processor=found.tokenizer)
+    )
+    try:
+        prompt: Any = found.tokenizer.apply_chat_template(
+            texts, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+    except TemplateError as error:  # by which templates refuse an order of roles
+        raise HTTPException(400, f"messages: the model's chat template refuses them: {error}") from None
+    return prompt["input_ids"]
+
+
+def _check_room(found: Served, tokens: list[int], max_tokens: int | None) -> None:
+    """See that a prompt holds something, of this model's vocabulary, and leaves room for an answer."""
+    if not tokens:
+        raise HTTPException(400, "prompt: expected some text, found no token in it")
+    vocabulary: int = found.model.config.get_text_config().vocab_size
+    if max(tokens) >= vocabulary:
+        raise HTTPException(400, f"prompt: expected tokens below the vocab_size of {vocabulary}, found {max(tokens)}")
+    new = 1024 if max_tokens is None else max_tokens  # as many as transformers' server generates at most
+    if found.positions is not None and len(tokens) + new > found.positions:
+        raise HTTPException(
+            400,
+            f"max_tokens: expected at most the {found.positions} positions of this model for prompt and answer, found "
+            f"{len(tokens)} tokens and {new} to generate",
+        )
+
+
+def _refusal(status: int, message: str, field: str | None = None) -> JSONResponse:
+    """An error as OpenAI's API has it."""
+    message = message.encode("utf-8", "replace").decode()
+    kind = "invalid_request_error" if status < 500 else "internal_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "param": field, "code": status}}, status)

@@ -1,0 +1,210 @@
+"""What `linearize serve` does: vLLM where it is installed, else transformers' own server, over the same folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from linearize.base import UserError
+from linearize.hf.checkpoint import CAUSAL, load_model, load_tokenizer, read_config
+from linearize.hf.teacher import TeacherShape
+from linearize.run.evaluate import GENERATES, check_teacher, require_head, require_linearized
+from linearize.run.folder import Run, student_folder
+
+ENGINES = ("auto", "vllm", "transformers")
+# What transformers' server imports, and `linearize[serve]` brings.
+_NEEDS = ("fastapi", "uvicorn", "openai", "accelerate")
+_WEIGHTS = ("*.safetensors", "*.bin")
+_DRAIN_SECONDS = 60
+
+Note = Callable[[str], None]
+
+
+def choose_engine(asked: str, *, alone: bool) -> str:
+    """`vllm` or `transformers`; a vLLM server has one model, so a student and its teacher take transformers'.
+
+    Args:
+        alone: whether there is one model and no page, which wants both.
+
+    Raises:
+        UserError: another engine, or one that is not installed.
+    """
+    if asked not in ENGINES:
+        raise UserError(f"--engine: expected one of {', '.join(ENGINES)}; found {asked!r}")
+    if asked == "vllm" and not alone:
+        raise UserError(
+            "--engine: expected transformers, whose server has a student beside its teacher, found vllm with --page or "
+            "--teacher; leave one of them out"
+        )
+    there = importlib.util.find_spec("vllm") is not None
+    if asked == "vllm" and not there:
+        raise UserError("--engine: expected vLLM, found it not installed; pip install 'linearize[vllm]'")
+    if asked == "vllm" or (there and asked == "auto" and alone):
+        return "vllm"
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"serve: expected what transformers' server needs, found no {', '.join(missing)}; "
+            "pip install 'linearize[serve]', or vLLM"
+        )
+    return "transformers"
+
+
+def servable(model: str) -> str:
+    """The folder, or hub id, of the model that `model` means.
+
+    Raises:
+        UserError: not a linearized language model, or a folder without weights.
+    """
+    folder = student_folder(model)
+    require_head(folder, require_linearized(folder), CAUSAL, GENERATES)
+    here = Path(folder)
+    if here.is_dir() and not any(next(here.glob(pattern), None) for pattern in _WEIGHTS):
+        raise UserError(f"model {folder}: expected weights (*.safetensors), found none; is it a whole checkpoint?")
+    return folder
+
+
+def start_vllm(model: str, *, host: str, port: int, api_key: str | None, dtype: str, note: Note) -> None:
+    """Become ``vllm serve``; linearize's plugin there knows the folder.
+
+    Raises:
+        UserError: no such model, or the port is taken.
+    """
+    folder = servable(model)
+    bound(host, port).close()
+    note(f"vLLM serves {folder} at {_url(host, port)}/v1, many requests at a time")
+    note(
+        "it does not draw student beside teacher; --page, or --engine transformers, starts transformers' server instead"
+    )
+    if api_key is not None:
+        os.environ["VLLM_API_KEY"] = api_key  # not an argument, which everybody on the machine can read
+    words = ["serve", folder, "--host", host, "--port", str(port), *([] if dtype == "auto" else ["--dtype", dtype])]
+    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *words])
+
+
+def start_transformers(
+    model: str,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    page: bool,
+    teacher: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    note: Note,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C, which let requests in progress end first, for a minute at most.
+
+    Args:
+        page: whether the page is served, too, and a browser opened.
+        teacher: a softmax model to serve beside the student; None: for the page the one that its run tells of, if any.
+
+    Raises:
+        UserError: no such model, or the port is taken.
+    """
+    import uvicorn  # here, and below: only who serves needs them
+
+    from linearize.serving.app import NO_TEMPLATE, Served, build_app
+    from linearize.serving.page import make_page
+
+    folder = servable(model)
+    beside = _teacher(folder, teacher, dtype, device, note) if page or teacher is not None else None
+    listener = bound(host, port)
+    address = _url(host, listener.getsockname()[1])
+    served = {}
+    for name in filter(None, (folder, beside)):
+        loaded = load_model(name, dtype=dtype, device=device)
+        served[name] = Served(_sampling(loaded), load_tokenizer(name), _positions(loaded))
+    chats = served[folder].chats
+    shown = make_page((folder, served[folder].model), beside, chats=chats) if page else None
+    hosts = ["localhost", "127.0.0.1", "::1", "[::1]", host] if _is_local(host) else None
+
+    def started() -> None:
+        note(f"transformers' server answers at {address}/v1 for {' and '.join(served)}")
+        chat = "" if chats else f"; {NO_TEMPLATE}"
+        note(f"one request of a model after another; n, logprobs, tools and penalties are refused{chat}")
+        note("vLLM answers many at a time: pip install 'linearize[vllm]', and this command starts it (docs/serving.md)")
+        if hosts is None and api_key is None:
+            note(f"whoever reaches {host} can use it: --api-key asks for a key")
+        if shown is not None:
+            note(f"the page: {address}/")
+            # Some browsers are not a window but a program in this terminal, which would keep the server waiting.
+            threading.Thread(target=webbrowser.open, args=(f"{address}/",), daemon=True).start()
+
+    app = build_app(served, api_key=api_key, hosts=hosts, page=shown, started=started)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_SECONDS)
+    # uvicorn waits for what is in progress, and then raises the signal again: that is the end, and a good one.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
+    listener.listen()  # who connects before uvicorn is ready waits, and is not refused
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at this address, which does not listen yet.
+
+    Raises:
+        UserError: there is none, or another program has it.
+    """
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except (OSError, OverflowError) as error:
+        found.close()
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"--host, --port: expected an address that is free, found {host}:{port}: {reason}; choose another"
+        ) from None
+    return found
+
+
+def _is_local(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _teacher(folder: str, teacher: str | None, dtype: torch.dtype, device: torch.device, note: Note) -> str | None:
+    """The teacher to show beside a student: as named, or the run's own where that is at hand."""
+    shape = TeacherShape.from_config(read_config(folder))
+    run = Run.behind(folder, dtype, device) if teacher is None else None
+    named = teacher if run is None else run.model
+    try:
+        if named is None:
+            raise UserError("expected a run that tells of it, found none")
+        check_teacher(named, shape)
+    except UserError as error:
+        if teacher is not None:
+            raise
+        note(f"without the teacher, which --teacher would name: {error}")
+        return None
+    return named
+
+
+def _sampling(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that samples from all tokens unless temperature is 0: OpenAI's API means that, transformers does not."""
+    config: Any = model.generation_config
+    config.do_sample = True
+    config.top_k = 0 if config.top_k is None else config.top_k
+    return model
+
+
+def _positions(model: PreTrainedModel) -> int | None:
+    """The most tokens of a sequence: as many as have an embedding of their position; RoPE knows no end."""
+    config = model.config.get_text_config()
+    return None if getattr(config, "rope_parameters", None) else config.max_position_embeddings

@@ -1,0 +1,72 @@
+"""The page of ``linearize serve --page``: a student beside its teacher, and what each holds as a conversation grows."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from linearize.costs import generation_memory, mixer_costs
+from linearize.hf.classes import read_plan
+from linearize.hf.meta import MetaModel
+from linearize.hf.teacher import TeacherShape
+
+
+@dataclass(frozen=True)
+class Page:
+    """`html`: the page, which asks for nothing but the server's own API; `policy`: the browser is held to that;
+    `about`: what it shows of the models besides their answers.
+    """
+
+    html: str
+    policy: str
+    about: dict[str, Any]
+
+
+def make_page(student: tuple[str, PreTrainedModel], teacher: str | None, *, chats: bool) -> Page:
+    """The page for a linearized model, by its name and itself, and its teacher by its name.
+
+    Args:
+        chats: whether they have a chat template; else they continue text.
+    """
+    html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    inline = {tag: re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL) for tag in ("script", "style")}
+    allowed = "; ".join(f"{tag}-src {' '.join(map(_hash, found))}" for tag, found in inline.items())
+    policy = f"default-src 'none'; connect-src 'self'; {allowed}; base-uri 'none'; form-action 'none'"
+    return Page(html, policy, about(student, teacher, chats=chats))
+
+
+def about(student: tuple[str, PreTrainedModel], teacher: str | None, *, chats: bool) -> dict[str, Any]:
+    """The models in the order of their columns, and the bytes of cache that each holds after n tokens:
+    ``constant_bytes + n * bytes_per_token``, as `linearize plan` counts them, in the model's dtype.
+    """
+    name, model = student
+    config: Any = model.config
+    shape = TeacherShape.from_config(config.to_dict())
+    mixers = mixer_costs(read_plan(config), shape, model.dtype, MetaModel.of(shape).rotary_dims)
+    memory = generation_memory(mixers, shape, model.dtype)
+    kept = {"constant_bytes": memory.state_bytes, "bytes_per_token": memory.student_bytes_per_token}
+    grows = {"constant_bytes": 0, "bytes_per_token": memory.teacher_bytes_per_token}
+    models = [{"name": name, "role": "student"} | kept]
+    if teacher is not None:
+        models.append({"name": teacher, "role": "teacher"} | grows)
+    return {
+        "models": models,
+        "chats": chats,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads() if model.device.type == "cpu" else None,
+        "device": model.device.type,
+        "positions": shape.max_positions,
+        "break_even_tokens": memory.break_even_tokens,
+        "sliding_layers": len(shape.sliding_layers),
+    }
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,129 @@
+"""What a request to the server on a laptop may ask for.
+
+transformers' handlers pass over fields that they do not know how to honour, and end in a traceback where a value makes
+no sense. So requests are checked before them: a field is honoured, is accepted with the one value that changes nothing,
+or is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+GREEDY = 1e-5  # temperatures below choose the likeliest token, as in vLLM
+_LARGEST_SEED = 2**63 - 1  # of torch's generator
+
+Zero = Annotated[float, Field(ge=0, le=0)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    """Usage comes with the last chunk of every stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Generation(_Body):
+    """What both endpoints take. The fields from `n` on have one value that changes nothing."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-_LARGEST_SEED, le=_LARGEST_SEED)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    user: str | None = None
+    n: Literal[1] | None = None
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields that transformers honours, with the names and values by which it does."""
+        found = self.model_dump(include={"stream", "max_tokens", "temperature", "top_p", "seed"}, exclude_none=True)
+        if self.temperature is not None and self.temperature < GREEDY:
+            found["temperature"] = 0.0
+        if self.stop:
+            found["stop"] = self.stop
+        return found
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    """A turn of a conversation; the fields from `refusal` on are those of an answer that is sent back, and empty."""
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[TextPart]
+    name: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text"]
+
+
+class ChatRequest(Generation):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    logprobs: Literal[False] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    response_format: ResponseFormat | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """As of `Generation`; both names of the limit on tokens are one."""
+        found = super().sampling()
+        return found if self.max_completion_tokens is None else found | {"max_tokens": self.max_completion_tokens}
+
+    def turns(self) -> list[dict[str, Any]]:
+        """The conversation as transformers reads it."""
+        return [message.model_dump(include={"role", "content"}) for message in self.messages]
+
+
+class CompletionRequest(Generation):
+    """The body of ``POST /v1/completions``."""
+
+    prompt: str
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    logprobs: None = None
+    suffix: None = None
+
+
+class TokenizeRequest(_Body):
+    """The body of ``POST /tokenize``, as of vLLM: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
+def fault(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """The first of pydantic's errors about a body as one line, and the field that it is about.
+
+    What was found is not repeated: it can be long, and of any bytes.
+    """
+    places = [part for part in errors[0]["loc"] if part != "body"]
+    field = ".".join(str(part) for part in places if isinstance(part, int) or part.isidentifier())[:100]
+    message = errors[0]["msg"]
+    if errors[0]["type"] == "extra_forbidden":
+        message = "this field is not supported by transformers' server; leave it out, or serve with vLLM"
+    return (f"{field}: {message}" if field else message), field or None

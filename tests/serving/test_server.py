@@ -1,0 +1,297 @@
+"""`linearize serve` over transformers' server, by the `openai` client; `make test-serve` installs both."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from linearize.demo.corpus import teacher_path
+from tests.byte_tokenizer import CHATML
+from tests.serving.malformed import bodies
+from tests.serving.server import Server, bundled_student, chatting_student, serving
+
+pytestmark = pytest.mark.serve
+
+PROMPT = "def read_config(path):\n"
+TURNS: Any = [{"role": "user", "content": "import os, sys, re"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chatting_student(tmp_path_factory.mktemp("served") / "student")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(folder) as running:
+        yield running
+
+
+def client(server: Server, **options: Any) -> Any:
+    import openai  # here, because only these tests need it
+
+    return openai.OpenAI(base_url=f"{server.address}/v1", max_retries=0, **({"api_key": "none"} | options))
+
+
+@pytest.fixture(scope="module")
+def api(server: Server) -> Iterator[Any]:
+    with client(server) as made:
+        yield made
+
+
+def asked(folder: Path, **fields: Any) -> dict[str, Any]:
+    return {"model": str(folder), "prompt": PROMPT, "temperature": 0, "max_tokens": 12} | fields
+
+
+def generated(folder: Path | str, text: str, new: int) -> tuple[str, int]:
+    """What the model itself continues a text with, and how many tokens the text has."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(text, return_tensors="pt")
+    length = inputs["input_ids"].shape[1]
+    tokens = model.generate(**inputs, do_sample=False, max_new_tokens=new)[0, length:]
+    return tokenizer.decode(tokens, skip_special_tokens=True), length
+
+
+def test_it_lists_what_it_serves_and_says_that_it_is_well(server: Server, api: Any, folder: Path) -> None:
+    assert [model.id for model in api.models.list()] == [str(folder)]
+    with urllib.request.urlopen(f"{server.address}/health") as answer:
+        assert json.load(answer) == {"status": "ok"}
+
+
+def test_a_completion_is_what_generate_makes(api: Any, folder: Path) -> None:
+    expected, length = generated(folder, PROMPT, 12)
+    answer = api.completions.create(**asked(folder))
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "length")
+    assert answer.model == str(folder)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
+        length,
+        12,
+        length + 12,
+    )
+
+
+def test_a_chat_answers_the_turns_of_the_models_template(api: Any, folder: Path) -> None:
+    text = f"<|im_start|>user\n{TURNS[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    assert CHATML.count("<|im_start|>") == 2  # the text is that of this template
+    expected, length = generated(folder, text, 12)
+    answer = api.chat.completions.create(model=str(folder), messages=TURNS, temperature=0, max_completion_tokens=12)
+    assert (answer.choices[0].message.role, answer.choices[0].message.content) == ("assistant", expected)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (length, 12)
+    turns = [
+        *TURNS,
+        answer.choices[0].message.model_dump(),
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+    ]
+    again = api.chat.completions.create(model=str(folder), messages=turns, temperature=0, max_tokens=3)
+    assert again.usage.prompt_tokens > length + 12
+
+
+def test_a_stream_brings_the_same_in_pieces_and_usage_at_its_end(api: Any, folder: Path) -> None:
+    whole = api.completions.create(**asked(folder))
+    *pieces, last = api.completions.create(**asked(folder), stream=True, stream_options={"include_usage": True})
+    assert len(pieces) > 6 and "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
+    assert last.usage == whole.usage and last.choices[0].finish_reason == "length"
+
+    fields: Any = dict(model=str(folder), messages=TURNS, temperature=0, max_tokens=12)
+    whole = api.chat.completions.create(**fields)
+    *pieces, last = api.chat.completions.create(**fields, stream=True)
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    assert text == whole.choices[0].message.content and last.usage == whole.usage
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_it_stops_at_strings(api: Any, folder: Path, several: bool) -> None:
+    plain = api.completions.create(**asked(folder, max_tokens=40)).choices[0].text
+    stop = plain[9:12]
+    answer = api.completions.create(**asked(folder, max_tokens=40), stop=["never seen", stop] if several else stop)
+    assert answer.choices[0].finish_reason == "stop"
+    # The token that completes the string is part of the answer, as transformers has it.
+    end = plain.index(stop) + len(stop)
+    assert plain[:end] in answer.choices[0].text and answer.choices[0].text in plain[: end + 12]
+    assert answer.usage.completion_tokens < 40
+
+
+def test_it_samples_unless_temperature_is_0_and_a_seed_repeats_it(api: Any, folder: Path) -> None:
+    def text(**fields: Any) -> str:
+        fields = {"model": str(folder), "prompt": PROMPT, "max_tokens": 16} | fields
+        return api.completions.create(**fields).choices[0].text
+
+    assert len({text() for _ in range(4)}) > 1, "a request without temperature does not sample"
+    assert text(seed=7) == text(seed=7) != text(seed=8)
+    assert text(temperature=0) == text(temperature=1e-9) == text(top_p=1e-9, seed=3)
+
+
+def test_what_is_wrong_with_a_request_is_said(api: Any, folder: Path) -> None:
+    import openai
+
+    with pytest.raises(openai.NotFoundError, match=f"expected {folder}; it is not served here"):
+        api.completions.create(**asked(folder, model="gpt-4"))
+    for fields, message in (
+        ({"n": 3}, "n: Input should be 1"),
+        ({"logprobs": 2}, "logprobs: Input should be None"),
+        ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater"),
+        ({"prompt": ""}, "prompt: expected some text"),
+        ({"extra_body": {"generation_config": "{}"}}, "generation_config: this field is not supported"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message) as found:
+            api.completions.create(**asked(folder, **fields))
+        assert found.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        api.chat.completions.create(model=str(folder), messages=TURNS, tools=[{"type": "function"}])
+
+
+def post(server: Server, path: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    """The status of the answer, and its JSON."""
+    headers = {"content-type": "application/json"} | (headers or {})
+    try:
+        with urllib.request.urlopen(urllib.request.Request(server.address + path, body, headers)) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_malformed_requests_are_the_clients_fault(server: Server) -> None:
+    source = random.Random(0)
+    for _ in range(500):
+        path, body = bodies(source)
+        status, answer = post(server, path, body)
+        assert 400 <= status < 500, (path, body, answer)
+        assert isinstance(answer["error"]["message"], str) and answer["error"]["message"], (path, body)
+    assert not any("Traceback" in line for line in server.said)
+
+
+ODD = ("\n", " ", "\U0001f600", "e\u0301", "\x00", "</s>", "<|endoftext|>", "\u202e", "\ufffd", "'" * 200)
+
+
+def test_odd_requests_are_answered_or_refused(server: Server) -> None:
+    for text in ODD:
+        for fields in ({"stop": text}, {"stop": [text, "x"]}, {"prompt": text}, {"prompt": text, "stop": text}):
+            for stream in (False, True):
+                asking = {"prompt": PROMPT, "max_tokens": 2, "stream": stream} | fields
+                if stream:
+                    request = urllib.request.Request(
+                        f"{server.address}/v1/completions",
+                        json.dumps(asking).encode(),
+                        {"content-type": "application/json"},
+                    )
+                    with urllib.request.urlopen(request) as answer:
+                        events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: ")]
+                    assert not any("error" in event for event in events), asking
+                else:
+                    status, answer = post(server, "/v1/completions", json.dumps(asking).encode())
+                    assert status == 200, (asking, answer)
+    assert not any("Traceback" in line for line in server.said)
+
+
+def test_a_key_is_asked_for_and_other_names_are_not_answered(folder: Path) -> None:
+    import openai
+
+    with serving(folder, "--api-key", "s3cret") as server:
+        with client(server, api_key="wrong") as wrong, pytest.raises(openai.AuthenticationError, match="--api-key"):
+            wrong.completions.create(**asked(folder))
+        with client(server, api_key="s3cret") as right:
+            assert right.completions.create(**asked(folder)).usage.completion_tokens == 12
+        with urllib.request.urlopen(f"{server.address}/health") as answer:
+            assert answer.status == 200
+        # A web page that lets its own name mean this machine is still not this server's.
+        request = urllib.request.Request(f"{server.address}/health", headers={"host": "elsewhere.example"})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request)
+        with refused.value as error:
+            assert error.code == 400
+
+
+def test_without_a_template_it_continues_text_and_has_a_teacher_by_name(tmp_path: Path) -> None:
+    import openai
+
+    folder, teacher = bundled_student(tmp_path / "student"), str(teacher_path())
+    with serving(folder, "--teacher", teacher) as server, client(server) as api:
+        assert any("no chat template" in line for line in server.said)
+        with pytest.raises(openai.BadRequestError, match="no chat template, it continues text: use /v1/completions"):
+            api.chat.completions.create(model=str(folder), messages=TURNS)
+        prompt, texts = (
+            "".join(f"def read_{x}(path):\n    return {x}\n" for x in "abcdefghij"),
+            set(),
+        )  # beyond the window
+        for name in (str(folder), teacher):
+            answer = api.completions.create(**asked(Path(name), prompt=prompt))
+            assert answer.choices[0].text == generated(name, prompt, 12)[0]
+            texts.add(answer.choices[0].text)
+        assert len(texts) == 2  # they are two models
+
+
+def test_who_goes_away_does_not_keep_the_others_waiting(api: Any, folder: Path) -> None:
+    endless = api.completions.create(**asked(folder, max_tokens=2**20, temperature=1), stream=True)
+    next(iter(endless))
+    endless.response.close()
+    started = time.perf_counter()
+    assert api.completions.create(**asked(folder)).usage.completion_tokens == 12
+    assert time.perf_counter() - started < 30
+
+
+def test_many_clients_at_once_each_get_their_own_answer(server: Server, folder: Path) -> None:
+    prompts = [
+        f"class Reader{number}:\n    def value_{number}(self):\n        return {number}" for number in range(100)
+    ]
+    with client(server, timeout=600) as api:
+
+        def ask(prompt: str) -> str:
+            return api.completions.create(**asked(folder, prompt=prompt, max_tokens=5)).choices[0].text
+
+        expected = [ask(prompt) for prompt in prompts]
+        assert len(set(expected)) > 20  # a mixed answer would be seen
+        assert expected[3] == generated(folder, prompts[3], 5)[0]
+
+        def one(number: int) -> str:
+            """One of 1,000 requests: whole, in pieces, or given up before or after the first piece."""
+            kind, prompt = number % 5, prompts[number % len(prompts)]
+            if kind < 3:
+                assert ask(prompt) == expected[number % len(prompts)]
+                return "whole"
+            with api.completions.create(**asked(folder, prompt=prompt, max_tokens=5), stream=True) as stream:
+                if kind == 3:
+                    pieces = [piece.choices[0].text for piece in stream]
+                    assert "".join(pieces) == expected[number % len(prompts)]
+                    return "pieces"
+                if number % 2:
+                    next(iter(stream))
+            return "given up"
+
+        with ThreadPoolExecutor(100) as clients:
+            assert set(clients.map(one, range(200))) == {"whole", "pieces", "given up"}
+            before = server.resident_bytes
+            done = list(clients.map(one, range(200, 1000)))
+        assert [done.count(kind) for kind in ("whole", "pieces", "given up")] == [480, 160, 160]
+        assert server.resident_bytes - before < 50 * 2**20
+        assert not any("Traceback" in line for line in server.said)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_answers_end(folder: Path, number: int) -> None:
+    with serving(folder) as server, client(server) as api:
+        expected = api.completions.create(**asked(folder, max_tokens=100)).choices[0].text
+        stream = iter(api.completions.create(**asked(folder, max_tokens=100), stream=True))
+        pieces = [next(stream).choices[0].text]
+        ended: list[int] = []
+        waiting = threading.Thread(target=lambda: ended.append(server.end(number)))
+        waiting.start()
+        pieces += [piece.choices[0].text for piece in stream]
+        waiting.join()
+        assert "".join(pieces) == expected and ended == [0]
+        assert not any("Traceback" in line for line in server.said)
