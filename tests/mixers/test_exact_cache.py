@@ -107,6 +107,22 @@ def test_chunks_are_single_steps(score: str) -> None:
     torch.testing.assert_close(torch.cat(found, dim=2), whole, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("sinks", [0, 1])
+def test_single_steps_fill_the_caches_of_rows_that_are_not_alike(sinks: int) -> None:
+    x, its, padding = inputs(30), mixer(size=9, sinks=sinks), (7, 0)
+    position = torch.stack([torch.arange(10) - skipped for skipped in padding]).clamp_min(-1)
+    _, state = its.step(x.tokens(0, 10), None, Layout.from_positions(position))
+    found = []
+    for n in range(10, 30):
+        y, state = its.step(x.tokens(n, n + 1), state)
+        found.append(y)
+    for row, skipped in enumerate(padding):
+        alone = its(x.map(lambda tensor, row=row: tensor[row : row + 1]).tokens(skipped, 30))
+        torch.testing.assert_close(
+            torch.cat(found, dim=2)[row : row + 1], alone[:, :, 10 - skipped :], rtol=0, atol=1e-10
+        )
+
+
 def test_documents_in_one_row_have_caches_of_their_own() -> None:
     x, its = inputs(60, batch=1), mixer()
     lengths = (23, 3, 34)
