@@ -9,6 +9,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from linearize import Recipe, convert
 from linearize.demo.corpus import teacher_path
+from linearize.hf.convert import convert_layers
+from linearize.training.allocation import allocated_plan
+from linearize.training.memory import cached, window
 from tests.hf.decoders import DECODERS
 from tests.hf.models import HEADS, Case, random_tokens, student_of, teacher_of
 
@@ -19,14 +22,15 @@ MOST = {"opt": 1.65}  # whose own layers do least: no RoPE, no gate; 1.5 for all
 
 
 @torch.no_grad()
-def operations_of_a_step(model: PreTrainedModel) -> int:
-    """What torch's profiler counts, views among them."""
+def operations_of_a_step(model: PreTrainedModel, prompt: int = 40, steps: int = 1) -> float:
+    """What torch's profiler counts, views among them; of several steps, the mean."""
     cache = DynamicCache(config=model.config)
-    model(random_tokens(1, 40), past_key_values=cache)
+    model(random_tokens(1, prompt), past_key_values=cache)
     model(random_tokens(1, 1), past_key_values=cache)  # the layers' clocks are one from here on
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        model(random_tokens(1, 1), past_key_values=cache)
-    return sum(event.name.startswith("aten::") for event in seen.events())
+        for _ in range(steps):
+            model(random_tokens(1, 1), past_key_values=cache)
+    return sum(event.name.startswith("aten::") for event in seen.events()) / steps
 
 
 @pytest.mark.parametrize("architecture", sorted(DECODERS))
@@ -48,6 +52,20 @@ def test_the_bundled_teacher_with_a_linear_part_in_every_layer() -> None:
     teacher = AutoModelForCausalLM.from_pretrained(teacher_path(), dtype=torch.float32).eval()
     softmax = operations_of_a_step(teacher)
     found = operations_of_a_step(convert(teacher, Recipe.load("lolcats", {})))
+    assert found < 1.5 * softmax, (found, softmax)
+
+
+def test_the_bundled_teacher_with_memory_by_need() -> None:
+    """As the recipe `recommended` gives it: windows of many sizes, and exact caches in the heads that recall."""
+    teacher = AutoModelForCausalLM.from_pretrained(teacher_path(), dtype=torch.float32).eval()
+    needs = [
+        *(cached(192, "redundancy_and_age"), window(128), window(128), window(32), window(24), window(24)),
+        *(window(8), window(48), window(48), cached(384, "redundancy_and_age"), cached(192, "redundancy_and_age")),
+        window(32),
+    ]
+    places = {layer: [2 * layer, 2 * layer + 1] for layer in range(6)}
+    student = convert_layers(teacher, allocated_plan(places, needs, 6))
+    softmax, found = (operations_of_a_step(model, prompt=500, steps=16) for model in (teacher, student))
     assert found < 1.5 * softmax, (found, softmax)
 
 

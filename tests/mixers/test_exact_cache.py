@@ -23,6 +23,13 @@ from tests.oracles import exact_cache as oracle
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=24, max_positions=512)
 
+WORTH = {
+    "redundancy": lambda k, v: oracle.redundancy(k),
+    "redundancy_and_age": lambda k, v: oracle.redundancy_and_age(k),
+    "self_recall": oracle.self_recall,
+    "recall_redundancy_and_age": oracle.recall_redundancy_and_age,
+}
+
 
 def mixer(width: int = 4, blocks: int = 2, sinks: int = 0, size: int = 5, score: str = "redundancy") -> LinearMixer:
     config = MixerConfig(
@@ -58,7 +65,7 @@ def by_oracle(x: AttnInputs, its: LinearMixer) -> Tensor:
                 blocks=span.blocks,
                 sinks=span.sinks,
                 size=cache.size,
-                worth=getattr(oracle, cache.score)(k.detach().float()),
+                worth=WORTH[cache.score](k.detach().float(), v.detach().float()),
                 scaling=x.scaling,
             )
     return y
@@ -76,7 +83,7 @@ def by_oracle(x: AttnInputs, its: LinearMixer) -> Tensor:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("score", ["redundancy", "redundancy_and_age"])
+@pytest.mark.parametrize("score", sorted(WORTH))
 def test_values_and_gradients_are_the_loops(sizes: dict[str, int], score: str) -> None:
     x, its = inputs(41), mixer(**sizes, score=score)
     given = [y.clone().requires_grad_() for y in (x.q, x.k, x.v)]
@@ -100,6 +107,22 @@ def test_chunks_are_single_steps(score: str) -> None:
     torch.testing.assert_close(torch.cat(found, dim=2), whole, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("sinks", [0, 1])
+def test_single_steps_fill_the_caches_of_rows_that_are_not_alike(sinks: int) -> None:
+    x, its, padding = inputs(30), mixer(size=9, sinks=sinks), (7, 0)
+    position = torch.stack([torch.arange(10) - skipped for skipped in padding]).clamp_min(-1)
+    _, state = its.step(x.tokens(0, 10), None, Layout.from_positions(position))
+    found = []
+    for n in range(10, 30):
+        y, state = its.step(x.tokens(n, n + 1), state)
+        found.append(y)
+    for row, skipped in enumerate(padding):
+        alone = its(x.map(lambda tensor, row=row: tensor[row : row + 1]).tokens(skipped, 30))
+        torch.testing.assert_close(
+            torch.cat(found, dim=2)[row : row + 1], alone[:, :, 10 - skipped :], rtol=0, atol=1e-10
+        )
+
+
 def test_documents_in_one_row_have_caches_of_their_own() -> None:
     x, its = inputs(60, batch=1), mixer()
     lengths = (23, 3, 34)
@@ -119,8 +142,9 @@ def test_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(its(x), whole, rtol=0, atol=1e-12)
 
 
-def test_few_rows_of_the_table_of_pairs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, its = inputs(41), mixer()
+@pytest.mark.parametrize("score", ["redundancy", "self_recall"])
+def test_few_rows_of_the_table_of_pairs_at_a_time(score: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, its = inputs(41), mixer(score=score)
     monkeypatch.setattr(scores, "ROWS_AT_ONCE", 2)
     torch.testing.assert_close(its(x), by_oracle(x, its), rtol=0, atol=1e-10)
 

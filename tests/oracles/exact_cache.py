@@ -36,6 +36,29 @@ def redundancy_and_age(k: Tensor) -> Worth:
     return worth
 
 
+def self_recall(k: Tensor, v: Tensor) -> Worth:
+    """log2 of how far the value is from what softmax over the other candidates, of 8 cosines, makes of its key."""
+
+    def worth(candidates: list[int], key: int) -> float:
+        others = [other for other in candidates if other != key]
+        if not others:
+            return math.log2(float(v[key].norm()))
+        cosines = torch.stack([k[key] @ k[other] / (k[key].norm() * k[other].norm()) for other in others])
+        return math.log2(float((v[key] - (8 * cosines).softmax(0) @ v[others]).norm()))
+
+    return worth
+
+
+def recall_redundancy_and_age(k: Tensor, v: Tensor) -> Worth:
+    """Both errors, less 0.2 for each doubling of the age."""
+
+    def worth(candidates: list[int], key: int) -> float:
+        age = 0.2 * math.log2(max(candidates) - key + 1)
+        return self_recall(k, v)(candidates, key) + redundancy(k)(candidates, key) - age
+
+    return worth
+
+
 @dataclass(frozen=True)
 class Memory:
     """What becomes of one head's keys, all that a query sees being its window, the sinks, `held` and `dropped`.

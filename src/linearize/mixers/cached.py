@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from linearize.ops.attention_received import Attention, received
 from linearize.ops.exact_cache import Blocks, Worth, best, choose, cut, leaving, taken, written
 from linearize.ops.layout import Layout, TerracedSpan, context_positions
 from linearize.ops.partial import accumulation_dtype
+from linearize.ops.recurrent import NextToken
 
 RECEIVED = "received"  # attention, of slots of window and cache: sums over the queries so far
 STEPS = ("log_decay_k", "log_decay_v", "offset")  # what is a place's own, whichever key is written there
@@ -103,24 +103,14 @@ class Dropped(NamedTuple):
     position: Int[Tensor, "B w"]
 
 
-def block_begins(config: MixerConfig, state: MixerState) -> Bool[Tensor, " B"]:
-    """Whether a block begins with the next token."""
-    assert isinstance(config.span, TerracedSpan)
-    return state.seen % config.span.window_size == 0
-
-
-def cache_of_next(config: MixerConfig, worth: Worth | None, state: MixerState) -> Dropped | None:
+def cache_of_next(config: MixerConfig, worth: Worth | None, state: MixerState, at: NextToken) -> Dropped | None:
     """What one more token does: chosen again in rows where a block begins with it; None where none does."""
-    cache, span, exact = config.cache, config.span, state.exact
-    if cache is None or exact is None:
-        return None
-    assert isinstance(span, TerracedSpan)
-    begins = block_begins(config, state)
-    if not torch.compiler.is_compiling() and not begins.is_meta and not begins.any():
+    cache, span, exact, begins = config.cache, config.span, state.exact, at.flushes
+    if cache is None or exact is None or begins is None or not at.may_flush:
         return None
     slots = slice(span.sinks, span.sinks + span.window_size)
     position = context_positions(state.seen, span)[:, slots]
-    position = torch.where((position >= span.sinks) & begins[:, None], position, -1)
+    position = torch.where((position >= span.sinks) & begins[:, 0], position, -1)
     tokens = {name: x[:, :, slots] for name, x in state.slots.items()}
     pool = _pooled(exact, tokens, position)
     places = torch.arange(cache.size + span.window_size, device=position.device)
@@ -137,24 +127,20 @@ def cache_of_next(config: MixerConfig, worth: Worth | None, state: MixerState) -
 def with_received(
     config: MixerConfig,
     inputs: AttnInputs,
-    exact: Tokens,
+    exact: Tokens | None,
     tokens: Tokens,
-    seen: Bool[Tensor, "B 1 S"],
-    begins: Callable[[], Tensor],
-) -> tuple[Tokens, Tokens]:
-    """The cache and the tokens after one more query has read what it sees of them; as they are where nobody asks.
-
-    Args:
-        begins: says, [B], whether a block begins with the query.
-    """
-    if config.cache is None or config.cache.keeps is None:
+    at: NextToken,
+) -> tuple[Tokens | None, Tokens]:
+    """The cache and the tokens after one more query has read what it sees of them; as they are where nobody asks."""
+    if config.cache is None or exact is None or config.cache.keeps is None:
         return exact, tokens
-    size = config.cache.size
+    size, seen, begins = config.cache.size, at.reads[:, None], at.flushes
+    assert begins is not None
     keys = torch.cat([exact["keys"].to(tokens["keys"].dtype), tokens["keys"]], dim=2)
     reads = torch.cat([exact["position"] >= 0, seen.expand(-1, keys.shape[1], -1)], dim=2)[:, :, None]
     sums = torch.cat([exact[RECEIVED], tokens[RECEIVED]], dim=2)
     more = received(inputs.q, keys.to(sums.dtype), reads, scaling=inputs.scaling, softcap=inputs.softcap)
-    kept = torch.where(begins(), config.cache.keeps, 1.0).to(more.dtype)[:, None, None, None]
+    kept = torch.where(begins, config.cache.keeps, 1.0).to(more.dtype)[..., None]
     sums = sums * kept + more[..., None]
     return exact | {RECEIVED: sums[:, :, :size]}, tokens | {RECEIVED: sums[:, :, size:]}
 

@@ -17,6 +17,8 @@ from linearize.ops.partial import accumulation_dtype
 Score = Literal[
     "redundancy_and_age",
     "redundancy",
+    "recall_redundancy_and_age",
+    "self_recall",
     "attention_received",
     "attention_recent",
     "expected_attention",
@@ -28,6 +30,8 @@ Score = Literal[
 ]
 
 PER_DOUBLING = 0.4  # of a key's age, in cosine
+BESIDE_RECALL = 0.2  # likewise, where it stands beside an error of recall, which is larger
+SHARPNESS = 8.0  # of recall: the weight of a key like another one is e^16 times that of its opposite
 ROWS_AT_ONCE = 128  # of the table of all pairs of candidates
 
 
@@ -35,10 +39,12 @@ class ExactCache(Config):
     """C exact key-value pairs per KV head beside the window; when a block leaves it, the best C of all stay.
 
     Scores: `redundancy`, of keys most alike (cosine, with RoPE) the older goes; `redundancy_and_age`, a key twice as
-    old goes before one that is 0.4 more alike; `attention_received`, of all queries so far, and `attention_recent`, of
-    those of the last block: who got the least goes; `expected_attention` and `learned`, who will get the least by what
-    was measured on the teacher; `value_norm` and `key_norm`, the smallest goes; `recent`, the oldest goes, which is a
-    longer window; `random`. After LoLA (arXiv 2505.23666), whose cache is filled by another score.
+    old goes before one that is 0.4 more alike; `self_recall`, whose value the others recall best by its key goes;
+    `recall_redundancy_and_age`, the three together; `attention_received`, of all queries so far, and
+    `attention_recent`, of those of the last block: who got the least goes; `expected_attention` and `learned`, who will
+    get the least by what was measured on the teacher; `value_norm` and `key_norm`, the smallest goes; `recent`, the
+    oldest goes, which is a longer window; `random`. After LoLA (arXiv 2505.23666), whose score is an error of recall by
+    the linear state.
 
     What is dropped is written to the linear state, where there is a linear part; else it is lost.
     """
@@ -49,7 +55,7 @@ class ExactCache(Config):
     @property
     def reads_values(self) -> bool:
         """Whether the choice depends on the values."""
-        return self.score == "value_norm" or self.score in CALIBRATED
+        return self.score in ("value_norm", "self_recall", "recall_redundancy_and_age") or self.score in CALIBRATED
 
     @property
     def keeps(self) -> float | None:
@@ -88,6 +94,32 @@ def redundancy_and_age(
 ) -> Float[Tensor, "B G M"]:
     """`redundancy`, less 0.4 for each time that the key's age doubles, from 1 for the newest candidate."""
     return redundancy(k, v, position) - PER_DOUBLING * age(position).log2()
+
+
+def self_recall(
+    k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
+) -> Float[Tensor, "B G M"]:
+    """How badly the others recall a pair: log2 ||v_i - sum_j a_ij v_j||, a_i softmax over them of 8 cos(k_i, k_j).
+
+    LoLA's error of recall (arXiv 2505.23666), with the other candidates in place of the linear state: it needs none.
+    """
+    unit, values = torch.nn.functional.normalize(k.float(), dim=-1), v.float()
+    there = (position >= 0)[:, :, None].float()
+    found = []
+    for start in range(0, k.shape[2], ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
+        weights = (SHARPNESS * (unit[:, :, rows] @ unit.mT - 1)).exp() * there
+        weights.diagonal(start, 2, 3).zero_()
+        recalled = weights @ values / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        found.append((values[:, :, rows] - recalled).norm(dim=-1))
+    return torch.cat(found, dim=-1).clamp_min(torch.finfo(torch.float32).tiny).log2()
+
+
+def recall_redundancy_and_age(
+    k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
+) -> Float[Tensor, "B G M"]:
+    """`self_recall` and `redundancy`, less 0.2 for each time that the key's age doubles."""
+    return self_recall(k, v, position) + redundancy(k, v, position) - BESIDE_RECALL * age(position).log2()
 
 
 def value_norm(k: Tensor, v: Tensor, position: Tensor) -> Float[Tensor, "B G M"]:
@@ -212,6 +244,8 @@ CALIBRATED: dict[Score, type[ExpectedAttention | Learned]] = {
 SCORES: dict[Score, Worth] = {
     "redundancy_and_age": redundancy_and_age,
     "redundancy": redundancy,
+    "recall_redundancy_and_age": recall_redundancy_and_age,
+    "self_recall": self_recall,
     "value_norm": value_norm,
     "key_norm": key_norm,
     "recent": recent,

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from linearize.mixers.cached import Dropped, block_begins, cache_of_next, with_received
+from linearize.mixers.cached import Dropped, cache_of_next, with_received
 from linearize.mixers.causal import CausalMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import without_lost
@@ -17,7 +17,7 @@ from linearize.mixers.running_maximum import running_maximum
 from linearize.ops.layout import Layout, NoSpan
 from linearize.ops.linear_state import LinearState, with_keys
 from linearize.ops.partial import accumulation_dtype, in_dtype
-from linearize.ops.recurrent import NextToken, linear_read, linear_step, no_scores, softmax_step, window_step
+from linearize.ops.recurrent import NextToken, linear_read, linear_step, softmax_step, window_step
 from linearize.ops.reference import delta_values
 
 EVERY_KEY = NoSpan()  # once: compilers do not make them
@@ -34,19 +34,19 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
         offset, log_decay, maximum = running_maximum(top, Layout.full(1, top.device), state.maximum)
         new["offset"], new["log_decay_k"] = offset[..., None], mixer.with_step(new, log_decay)
     tokens = {name: torch.cat([in_dtype(state.slots[name], x.dtype), x], dim=2) for name, x in new.items()}
-    exact, before, dropped = state.exact, state.linear, cache_of_next(mixer.config, mixer.worth, state)
+    exact, before, dropped = state.exact, state.linear, cache_of_next(mixer.config, mixer.worth, state, at)
     if dropped is not None:
         exact, before = dropped.exact, folded(mixer, state.linear, dropped)
     if mixer.feature_map is None and inputs.softcap is None:
         k, v, bias = _read(tokens, exact, at, inputs.q.dtype)
         y = softmax_step(inputs.q, k, v, bias=bias, scaling=inputs.scaling)
-        exact, tokens = _received(mixer, inputs, exact, tokens, at, state)
+        exact, tokens = with_received(mixer.config, inputs, exact, tokens, at)
         return y, MixerState(push_slot(tokens, span, at.position), clock.next(), None, None, exact)
     window = None
     if span.max_lag:
         k, v, bias = _read(tokens, exact, at, accumulation_dtype(inputs.v.dtype))
         window = window_step(inputs.q, k, v, bias=bias, scaling=inputs.scaling, softcap=inputs.softcap)
-        exact, tokens = _received(mixer, inputs, exact, tokens, at, state)
+        exact, tokens = with_received(mixer.config, inputs, exact, tokens, at)
     linear = after = None
     if mixer.feature_map is not None:
         assert before is not None
@@ -69,21 +69,10 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
 def _read(tokens: Tokens, exact: Tokens | None, at: NextToken, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """What one softmax reads, window and cache: keys, values, and what is added to their scores, in `dtype`."""
     k, v = tokens["keys"], tokens["values"]
-    bias = at.bias(k.shape[1], dtype)
     if exact is None:
-        return k, v, bias
+        return k, v, at.bias(k.shape[1], dtype)
     k, v = (torch.cat([in_dtype(exact[name], x.dtype), x], dim=2) for name, x in (("keys", k), ("values", v)))
-    return k, v, torch.cat([no_scores(exact["position"] < 0, k.shape[1], dtype), bias], dim=2)
-
-
-def _received(
-    mixer: CausalMixer, inputs: AttnInputs, exact: Tokens | None, tokens: Tokens, at: NextToken, state: MixerState
-) -> tuple[Tokens | None, Tokens]:
-    """Cache and tokens with what they have received of the query, where the cache goes by that."""
-    if exact is None:
-        return exact, tokens
-    reads = at.reads[:, None]
-    return with_received(mixer.config, inputs, exact, tokens, reads, lambda: block_begins(mixer.config, state))
+    return k, v, at.bias_with_cache(exact["position"].shape[2], k.shape[1], dtype)
 
 
 def folded(mixer: CausalMixer, state: LinearState | None, dropped: Dropped) -> LinearState | None:

@@ -7,11 +7,12 @@ the number of tokens seen alone (`NextToken`) is worked out by the caller, once 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
@@ -31,6 +32,8 @@ class NextToken:
     def __init__(self, span: Span, position: Int[Tensor, " B"]) -> None:
         self.span, self.position = span, position
         self._known: dict[str, Tensor] = {}
+        self._least: int | None = None
+        self._may_flush: bool | None = None
 
     @property
     def hidden(self) -> Bool[Tensor, "B S"]:
@@ -50,6 +53,32 @@ class NextToken:
     def bias(self, heads: int, dtype: torch.dtype) -> Float[Tensor, "N 1 S"]:
         """What softmax adds to the scores of each of so many heads, row by row."""
         return self._once(f"bias {heads} {dtype}", lambda: no_scores(self.hidden[:, None], heads, dtype))
+
+    def bias_with_cache(self, size: int, heads: int, dtype: torch.dtype) -> Float[Tensor, "N 1 C_and_S"]:
+        """The same, with an exact cache of `size` slots before the others: it fills from its end, oldest key first."""
+
+        def both() -> Tensor:
+            if self.least is not None and self._left(self.least) >= size:
+                return pad(self.bias(heads, dtype), (size, 0))
+            left = self._left(self.position).clamp_min(0)
+            empty = torch.arange(size, device=self.position.device) < size - left[:, None]
+            return no_scores(torch.cat([empty, self.hidden], dim=1)[:, None], heads, dtype)
+
+        return self._once(f"bias {size} {heads} {dtype}", both)
+
+    def _left(self, position: Any) -> Any:
+        """How many keys, sinks not among them, have left a window of blocks when this query reads; no less than 0."""
+        assert isinstance(self.span, TerracedSpan)
+        return (position // self.span.window_size - self.span.blocks + 1) * self.span.window_size - self.span.sinks
+
+    @property
+    def least(self) -> int | None:
+        """The least position of all rows; None where tensors cannot be looked at."""
+        if torch.compiler.is_compiling() or self.position.is_meta:
+            return None
+        if self._least is None:
+            self._least = int(self.position.min())
+        return self._least
 
     @property
     def below(self) -> Bool[Tensor, "B S"]:
@@ -76,6 +105,15 @@ class NextToken:
         """Whether a block begins with it, where there are blocks."""
         width = self.span.window_size if isinstance(self.span, TerracedSpan) else None
         return None if width is None else self._once("flushes", lambda: (self.position % width == 0)[:, None, None])
+
+    @property
+    def may_flush(self) -> bool:
+        """Whether one begins in any row, or may, where tensors cannot be looked at."""
+        if self.flushes is None or self.least is None:
+            return self.flushes is not None
+        if self._may_flush is None:
+            self._may_flush = bool(self.flushes.any())
+        return self._may_flush
 
     def zeros(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Zeros like x, not to be written to."""
