@@ -49,12 +49,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process as one that torchrun has started, alone."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        started = {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free.getsockname()[1]),
-        }
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", **address}.items():
         monkeypatch.setenv(name, value)
     with joined(torch.device("cpu")):
