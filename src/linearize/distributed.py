@@ -18,9 +18,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from linearize.base import Config, UserError
@@ -196,4 +197,4 @@ def read_rows(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill tensors from the safetensors in a folder, by name; of divided ones, this process's rows alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # each process reads by itself
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+        load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)

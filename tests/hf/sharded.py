@@ -1,6 +1,6 @@
 """What test_sharding.py runs in several processes: a model read in parts, looked at, and written again.
 
-torchrun --nproc-per-node 2 -m tests.hf.sharded FOLDER
+torchrun --nproc-per-node 2 -m tests.hf.sharded FOLDER...
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ def peak() -> int:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     ids = torch.arange(24)[None]
     with joined(EXACT["device"]), torch.no_grad():
-        before = resident()
-        model = load_sharded(str(folder), **EXACT)
-        found: dict[str, Any] = {"grown": peak() - before, "held": sum(local(p).nbytes for p in model.parameters())}
-        logits = model(input_ids=ids).logits
-        save_sharded(model, folder / "one file")
-        sharded_checkpoint.FILE_SIZE = "20MB"
-        save_sharded(model, folder / "files")
-        whole = load_model(str(folder), **EXACT)
-        found["equal"] = torch.equal(logits, whole(input_ids=ids).logits)
-        (folder / f"found-{world().rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        for folder in map(Path, sys.argv[1:]):
+            before = resident()
+            model = load_sharded(str(folder), **EXACT)
+            found: dict[str, Any] = {"grown": peak() - before}
+            found["held"] = sum(local(p).nbytes for p in model.parameters())
+            logits = model(input_ids=ids).logits
+            save_sharded(model, folder / "one file")
+            usual, sharded_checkpoint.FILE_SIZE = sharded_checkpoint.FILE_SIZE, "20MB"
+            save_sharded(model, folder / "files")
+            sharded_checkpoint.FILE_SIZE = usual
+            whole = load_model(str(folder), **EXACT)
+            found["equal"] = torch.equal(logits, whole(input_ids=ids).logits)
+            (folder / f"found-{world().rank}.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -85,8 +85,8 @@ def _swapped_rows() -> None:
         read(folder, tensors)
         for tensor in tensors.values():
             if isinstance(tensor, DTensor):
-                whole = tensor.full_tensor().roll(len(tensor) // 2, 0)
-                tensor.copy_(own_rows(whole, tensor))
+                whole = tensor.detach().full_tensor().roll(len(tensor) // 2, 0)
+                tensor.detach().copy_(own_rows(whole, tensor))
 
     sharded_checkpoint.read_rows = swapped
 

@@ -35,7 +35,7 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     """
     config, whole = teacher.config, teacher
     if is_sharded(teacher):  # FSDP2's units cannot be copied
-        teacher = skeleton(whole).to(whole.dtype)
+        teacher = skeleton(whole)
     if config.model_type not in ARCHITECTURES:
         raise UserError(f"model: expected a softmax model, found {config.model_type!r}, which is linearized already")
     classes = {cls for head in MODEL_CLASSES[f"linearized_{config.model_type}"].values() for cls in head}

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter
@@ -69,7 +69,7 @@ def load_sharded(
         bare.tie_weights()
         with suppress(OSError):  # most models' folders have one
             bare.generation_config = GenerationConfig.from_pretrained(model, **hub_options(model))
-        bare = as_trained(bare.eval()).to(stored or dtype)
+        bare = as_trained(bare.eval().to(stored or dtype))
         shard(bare, device)
         replace_weights(bare, lambda _, weight: torch.empty_like(weight, device=device))
         compute_buffers(bare, device)
@@ -83,7 +83,7 @@ def _read(model: Any, name: str, folder: Path, stored: set[str]) -> None:
     Raises:
         UserError: as `load_sharded`.
     """
-    metadata: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    metadata: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     expected: dict[str, Tensor] = {}
     for key, tensor in _weights(model).items():
         expected |= as_stored(model, key, torch.empty(tensor.shape, device="meta"))
@@ -118,8 +118,8 @@ def save_sharded(model: Any, folder: Path) -> None:
 
     Weights are of the dtype in which layers compute.
     """
-    bare = skeleton(model)
     if world().main:
+        bare = skeleton(model).to(model.config.dtype)
         bare.generation_config = model.generation_config
         bare.save_pretrained(folder, state_dict={})
         for path in folder.glob("*.safetensors"):

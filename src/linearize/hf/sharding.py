@@ -48,21 +48,26 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
             f"distributed.shard: expected a decoder, found {model.config.model_type!r}; set distributed.shard=none"
         )
     mixers = {p for layer in linearized_layers(model).values() for p in layer.mixer.parameters()}
-    stored, computed = model.dtype, model.config.dtype
+    stored, computed = model.dtype, _computed_in(model)
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if stored != computed:
         policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=stored, cast_forward_inputs=False)
     mesh = init_device_mesh(device.type, (world().size,))
     # The last unit, of all that is in no layer, holds tied embeddings once. It too is dropped after its forward: what
     # is kept would be stale when its weights are set.
+    unit: Any
     for unit in (*model.base_model.get_submodule(architecture.parts.layers).children(), model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=mixers)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
 
-def skeleton(model: PreTrainedModel) -> PreTrainedModel:
-    """The model that `model` was before it was divided, without weights (on the meta device), in eval mode."""
+def _computed_in(model: Any) -> torch.dtype:
+    return model.config.dtype
+
+
+def skeleton(model: PreTrainedModel) -> Any:
+    """The model that `model` was before it was divided, in its dtypes, but without weights (on the meta device)."""
     cls: Any = type(model).__bases__[1] if is_sharded(model) else type(model)
     config: Any = copy.deepcopy(model.config)
     chosen = {"dtype": config.dtype, "attn_implementation": config._attn_implementation}
@@ -70,7 +75,7 @@ def skeleton(model: PreTrainedModel) -> PreTrainedModel:
         bare = cls._from_config(config, **chosen)
     bare.tie_weights()  # which is part of initialising them
     keep_documents_apart(bare)
-    return bare.eval()
+    return bare.eval().to(model.dtype)
 
 
 def shard_alike(model: PreTrainedModel, divided: PreTrainedModel) -> None:
@@ -137,8 +142,8 @@ def divided_weights(model: nn.Module) -> dict[str, Tensor]:
 def round_weights(model: Any) -> None:
     """Round divided weights to the dtype in which layers compute, as those of a model in one piece at a stage's end."""
     for weight in divided_weights(model).values():
-        if weight.dtype != model.config.dtype:
-            weight.copy_(weight.to(model.config.dtype))
+        if weight.dtype != _computed_in(model):
+            weight.copy_(weight.to(_computed_in(model)))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -17,11 +17,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from linearize.base import UserError, sync, writing
@@ -105,10 +106,10 @@ class StageFolder:
             return
         barrier()
         folder = _rows_of(self.path / SCRATCH / name)
-        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         with writing(self.path, _num_bytes(tensors)):
             try:
-                dcp.save(divided, storage_writer=writer)
+                save(divided, storage_writer=writer)
             except CheckpointException as error:
                 raise next(iter(error.failures.values()))[0] from None
 
@@ -320,7 +321,7 @@ def _read_rows(
     folder: Path, parameters: Mapping[str, Tensor], names: Collection[str] | None = None
 ) -> dict[str, Tensor]:
     """This process's rows of the tensors in a folder, all or those of some names; others whole."""
-    metadata: dict[str, Any] = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    metadata: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     tensors: dict[str, Tensor] = {}
     for name in metadata.keys() if names is None else names:
         size, dtype = metadata[name].size, metadata[name].properties.dtype
