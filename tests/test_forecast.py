@@ -24,7 +24,7 @@ from linearize.training.finetune import OutputObjective, prepared
 from linearize.training.loop import Step
 
 CPU, WITHIN = torch.device("cpu"), 0.2
-SIZES = dict(num_hidden_layers=4, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=300)
+SIZES = dict(num_hidden_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=300)
 SIZES |= dict(intermediate_size=176, max_position_embeddings=512, tie_word_embeddings=False)
 ALL_WEIGHTS = {"finetune.lora": None, "finetune.all_weights": True}
 AGAIN = {"finetune.activation_checkpointing": True}
@@ -57,10 +57,11 @@ def steps(model_type: str, length: int, dtype: torch.dtype, fields: dict[str, An
     "model_type, length, dtype, fields",
     [
         ("llama", 128, torch.float32, {}),  # attention as one masked product
-        ("llama", 384, torch.float32, AGAIN | {"finetune.loss.kl": 1.0}),  # by chunks
+        ("llama", 288, torch.float32, AGAIN | {"finetune.loss.kl": 1.0}),  # by chunks
         ("qwen3", 128, torch.float32, ALL_WEIGHTS),
-        ("llama", 128, torch.bfloat16, ALL_WEIGHTS | AGAIN),  # by autocast, which keeps copies of weights
-        ("llama", 128, torch.float32, {"layers.keep_softmax": [0, -1]}),  # layers of two kinds
+        # By autocast, which keeps copies of weights; layers of two kinds.
+        pytest.param("llama", 128, torch.bfloat16, ALL_WEIGHTS | AGAIN, marks=pytest.mark.slow),
+        pytest.param("llama", 128, torch.float32, {"layers.keep_softmax": [0, -1]}, marks=pytest.mark.slow),
     ],
     ids=["LoRA", "checkpointing", "all weights", "bfloat16", "kept layers"],
 )
