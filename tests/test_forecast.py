@@ -18,10 +18,12 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.ops.layout import Layout
+from linearize.plan import make_plan
 from linearize.recipe import Recipe, resolve
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.finetune import OutputObjective, prepared
 from linearize.training.loop import Step
+from tests.hf.test_teacher import TINY
 
 CPU, WITHIN = torch.device("cpu"), 0.2
 SIZES = dict(num_hidden_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, vocab_size=300)
@@ -106,3 +108,16 @@ def test_nothing_pretended_is_left_behind() -> None:
     assert torch.equal(random, torch.get_rng_state())
     layout = Layout.full(64)
     assert not layout._known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(TINY))
+def test_every_architecture_is_forecast(model_type: str) -> None:
+    shape = TeacherShape.from_config(TINY[model_type])
+    vision = shape.bidirectional and not shape.vocab_size
+    name = "hedgehog-vit" if vision else "hedgehog-bert" if shape.bidirectional else "lolcats"
+    recipe = Recipe.load(name, {"data.sequence_length": 32, "layers.convert_sliding": True})
+    plan = make_plan(recipe, shape, resolve(recipe, shape), dtype=torch.float32, device=CPU, training_tokens=None)
+    for stage in (plan.transfer, plan.finetune):
+        assert stage is not None and stage.memory_bytes is not None
+        assert stage.memory_bytes > 4 * plan.teacher_parameters + 8 * stage.trainable_parameters
