@@ -181,6 +181,20 @@ def test_a_plan_as_json_is_one_object(command: Command) -> None:
     assert "lolcats" in shown.out
 
 
+def test_a_plan_for_a_gpu(command: Command) -> None:
+    """A GPU that has room for the tiny model in every way, and one that has for none."""
+    arguments = ["plan", "lolcats", "--model", tiny.teacher_folder(), "--set", "data.sequence_length=64"]
+    found = command(*arguments, "--gpu-memory", "1GiB", "--json")
+    fit = json.loads(found.out)["fit"]
+    assert fit["gpu_memory"] == 2**30 and [(x["stage"], x["fits"]) for x in fit["stages"]] == [
+        ("transfer", True),
+        ("finetune", True),
+    ]
+    found = command(*arguments, "--gpu-memory", "0.2MiB")
+    assert "finetune: nothing fits; nearest is --set finetune.micro_batch_size=1" in found.err
+    assert_refused(command(*arguments, "--gpu-memory", "24"), "--gpu-memory: expected a size such as 24GiB")
+
+
 def test_the_recipe_when_none_is_named(command: Command, tmp_path: Path) -> None:
     plan = command("plan", "--model", tiny.teacher_folder(), "--json")
     assert (plan.status, json.loads(plan.out)["recipe"]) == (0, "recommended")
@@ -247,6 +261,22 @@ def test_a_run_up_to_a_stage(command: Command, tmp_path: Path) -> None:
     assert done.err.splitlines()[-1] == f"run folder: {tmp_path / 'run'}"
     assert Recipe.load(str(tmp_path / "run" / "recipe.yaml")).seed == 3
     assert not (tmp_path / "run" / "finetune").exists()
+
+
+def test_a_run_takes_what_fits_and_goes_on_with_it(command: Command, tmp_path: Path) -> None:
+    """Whatever GPU it goes on with; what the recipe sets, micro batches of 2, stays."""
+    arguments = [*tiny.run_arguments(tmp_path / "run", transfer__max_tokens=1, finetune__max_tokens=1)]
+    found = command(*arguments, "--until", "transfer", "--gpu-memory", "0.2MiB")
+    assert "nothing fits; nearest is" in found.err
+    recipe = Recipe.load(str(tmp_path / "run" / "recipe.yaml"))
+    assert recipe.transfer is not None and recipe.finetune is not None
+    assert (recipe.transfer.micro_batch_size, recipe.transfer.layers_per_block) == (1, 1)
+    assert recipe.finetune.micro_batch_size == 2 and recipe.finetune.activation_checkpointing
+    assert recipe.finetune.optimizer == "adamw"
+    again = command(*arguments, "--until", "finetune", "--gpu-memory", "80GiB")
+    assert again.status == 0 and "fit" not in again.err
+    assert (tmp_path / "run" / "finetune" / "result.json").is_file()
+    assert Recipe.load(str(tmp_path / "run" / "recipe.yaml")) == recipe
 
 
 def test_a_run_of_one_block_says_what_is_left(command: Command, tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ def fit(
         if not least.fits and config.optimizer == "adamw":
             smaller = config.model_copy(update=least.settings | {"optimizer": "adamw_8bit"})
             eight = stage_memory(smaller, model, layers, mixers, **options)
-            least = StageFit(name, least.settings, least.memory_bytes, False, eight)
+            if eight < 0.99 * least.memory_bytes:  # or what trains is too little to matter
+                least = StageFit(name, least.settings, least.memory_bytes, False, eight)
         stages.append(least)
         changed[name] = config.model_copy(update=least.settings)
     return Fit(recipe.model_copy(update=changed), memory, tuple(stages))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from linearize.base import progress
 from linearize.data.rows import Indices, PackedRows, Rows
 from linearize.footprint import Footprint
 from linearize.hf.architectures import ARCHITECTURES
@@ -114,13 +115,13 @@ def _step_bytes(
     if bidirectional:  # layers may share weights, and are few
         return run(counts).peak
     two = {kind: min(2, count) for kind, count in counts.items()}
-    found = run(two)
+    more = [kind for kind, count in counts.items() if count > 2]
+    variants = [two, *(two | {kind: 1} for kind in more)]
+    found, *fewer = [run(most) for most in progress(variants, "forecasting memory")]
     forward, backward = found.forward, found.backward
-    for kind, count in counts.items():
-        if count > 2:
-            less = run(two | {kind: 1})
-            forward += (count - 2) * (found.forward - less.forward)
-            backward += (count - 2) * (found.left - less.left)
+    for kind, less in zip(more, fewer, strict=True):
+        forward += (counts[kind] - 2) * (found.forward - less.forward)
+        backward += (counts[kind] - 2) * (found.left - less.left)
     return max(forward, backward)
 
 

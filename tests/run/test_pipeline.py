@@ -100,6 +100,7 @@ def test_everything_is_written(finished: Run) -> None:
     teacher_folder = tiny.teacher_folder()
     stages = {"transfer", "finetune"}
     reports = {"recipe.yaml", "run.json", "plan.json", "evaluation.json", "evaluation.md", "report.html"}
+    reports |= {"rows.safetensors"}
     assert names(finished.folder) == stages | reports | {"controls", "model"}
     assert names(finished.folder / "controls") == set(CONTROLS)
     for stage in ("transfer", "finetune", *(f"controls/{name}" for name in CONTROLS)):

@@ -63,14 +63,24 @@ def _local(name: str) -> Path:
     return Path(name).expanduser()
 
 
-def _folder_rows(folder: Path, config: DataConfig) -> Iterator[Row]:
-    files = [
+def files_of(name: str) -> list[Path]:
+    """The local files that a dataset of this name is read from; none of a hub id."""
+    path = _local(name)
+    return sorted(_files_below(path)) if path.is_dir() else [path] if path.is_file() else []
+
+
+def _files_below(folder: Path) -> list[Path]:
+    return [
         path
         for path in folder.rglob("*")
         if path.suffix.lower() in _SUFFIXES
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
         and path.is_file()
     ]
+
+
+def _folder_rows(folder: Path, config: DataConfig) -> Iterator[Row]:
+    files = _files_below(folder)
     if not files:
         raise UserError(f"data.dataset: expected files that end in {', '.join(_SUFFIXES)}, found none in {folder}")
     tables = [path for path in files if path.suffix.lower() not in _TEXT_READERS]

@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 
 from linearize import plan as planning
 from linearize.base import UserError
-from linearize.data.load import load_dataset, load_processor
+from linearize.data.load import load_processor
 from linearize.data.packing import Dataset
 from linearize.data.rows import PackedRows
-from linearize.data.selection import reach_by
 from linearize.distributed import agreed, barrier, in_turn, world
 from linearize.evaluation.harness import check_tasks
 from linearize.evaluation.worth import Worth
@@ -29,6 +28,7 @@ from linearize.run.allocation import ALLOCATION, allocation, stored_allocation
 from linearize.run.evaluate import control, measure_run, write_results
 from linearize.run.folder import Run, about_run, alone_in, check_output, claim, write_json
 from linearize.run.layout import laid_out
+from linearize.run.rows import kept, rows_of
 from linearize.training.allocation import allocated_plan
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
@@ -83,15 +83,15 @@ def _carry_out(
     """`run`, once it is known to be possible."""
     config = read_config(run.model)
     processor = load_processor(run.recipe.data.task, run.model)
-    if dataset is None:
-        dataset = load_dataset(run.recipe.data, processor, config, reach_by(run.load_teacher), seed=run.recipe.seed)
+    own = dataset is None
+    dataset = rows_of(run, processor, config) if dataset is None else dataset
     if run.recipe.transfer is not None and run.recipe.transfer.layers_per_block is not None:
         if world().size > 1:
             raise UserError(
                 f"transfer.layers_per_block: expected one process, found {world().size}; start one for each block, "
                 "with --block, or set transfer.layers_per_block=null"
             )
-        transfer_by_block(run, shape, layers, dataset, block)
+        transfer_by_block(run, shape, layers, dataset, block, processor if own else None)
         if block is not None or until == "transfer":
             return None
     teacher = run.load_teacher()
@@ -104,6 +104,7 @@ def _carry_out(
     fit_scores(student, dataset.train, scored_on)
     with in_turn():
         claim(run, dataset)
+        dataset = kept(run, processor if own else None, dataset)
     if measured is not None and world().main:
         write_json(run.folder / ALLOCATION, measured)
     write_plan(run, shape, layers, dataset)
@@ -173,7 +174,12 @@ def check_block(recipe: Recipe, shape: TeacherShape, block: int | Literal["any"]
 
 
 def transfer_by_block(
-    run: Run, shape: TeacherShape, layers: LayerPlan, dataset: Dataset, block: int | Literal["any"] | None
+    run: Run,
+    shape: TeacherShape,
+    layers: LayerPlan,
+    dataset: Dataset,
+    block: int | Literal["any"] | None,
+    processor: Any,
 ) -> None:
     """Train all blocks of layers, or one, or any that is free, without ever loading the whole teacher."""
     assert run.recipe.transfer is not None
@@ -185,6 +191,9 @@ def transfer_by_block(
             "set transfer.layers_per_block=null"
         )
     claim(run, dataset)
+    dataset = kept(run, processor, dataset)
+    train_rows, validation_rows = dataset.train, dataset.validation
+    assert isinstance(train_rows, PackedRows) and isinstance(validation_rows, PackedRows)
     write_plan(run, shape, layers, dataset)
     job = BlockwiseTransfer(
         run.model,
