@@ -292,6 +292,14 @@ COMMANDS: dict[str, Case] = {
         lambda tmp: ["report", folder_with(tmp / "run", evaluation__json='{"a": 1}')],
         r".*run/evaluation\.json: expected the measurements of `linearize run`, found other JSON",
     ),
+    "a field of many lines": (
+        lambda tmp: ["recipes", text(tmp, "a.yaml", '"a\\n\\e[31mb": 1\nname: a')],
+        "recipe field a\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}.31mb: unknown field",
+    ),
+    "report of a plan of other json": (
+        lambda tmp: ["report", finished(tmp / "run", plan__json='{"recipe": []}')],
+        r"report .*run: expected files as `linearize run` writes them, found others \(.*Error: .* this is a bug",
+    ),
     "report of python": (
         lambda tmp: ["report", finished(tmp / "run", recipe__yaml=f"a: !!python/object/apply:os.mkdir [{tmp / 'x'}]")],
         r".*run/recipe\.yaml: expected a recipe, found a file that cannot be read as one",

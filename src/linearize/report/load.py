@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import nan
 from pathlib import Path
@@ -171,6 +173,26 @@ def load_run(folder: Path, evaluation: dict[str, Any] | None = None) -> RunFiles
     name = folder.resolve().name
     read = _read_yaml(recipe) if recipe.is_file() else None
     return RunFiles(folder, name, evaluation, read, plan, run or {}, stages, allocation)
+
+
+@contextmanager
+def as_written(folders: Sequence[Path]) -> Iterator[None]:
+    """Turn what is raised by files that hold something else than a run writes into one line, which says where.
+
+    Raises:
+        UserError: they do; or there is a bug, which only those can tell who know what they changed.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        found = f"{type(error).__name__}: {error}, at {Path(place.filename).name}:{place.lineno}"
+        raise UserError(
+            f"report {', '.join(map(str, folders))}: expected files as `linearize run` writes them, found others ({found}); "
+            "restore them, or run again; if nobody changed them, this is a bug"
+        ) from error
 
 
 def load_runs(folders: Sequence[Path]) -> list[RunFiles]:
