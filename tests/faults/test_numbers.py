@@ -61,11 +61,12 @@ def test_what_is_no_number_is_named_and_the_last_checkpoint_kept(
 
 def test_a_spike_is_named(command: Command, tmp_path: Path) -> None:
     """Finite, but far above where it began, and never below: nothing was learned. (Each layer's own: test_loop.py.)"""
-    words = tiny_run.arguments(tmp_path / "run", transfer__max_tokens=4 * 64, finetune__lr=1000.0)
+    spike = {"finetune__lora": "null", "finetune__all_weights": True, "finetune__lr": 10}
+    words = tiny_run.arguments(tmp_path / "run", transfer__max_tokens=4 * 64, **spike)
     done = command(*words)
     assert done.status == 2
     last = done.err.splitlines()[-1]
-    assert re.search(r"at step 4, most of it in model \(.*\): diverged; lower lr \(it began at 1000\)", last), last
+    assert re.search(r"at step 4, most of it in model \(.*\): diverged; lower lr \(it began at 10\)", last), last
     assert [path.name for path in (tmp_path / "run" / "finetune").glob("checkpoint-*")] == ["checkpoint-000000004"]
 
 

@@ -227,8 +227,9 @@ def atomic_folder(folder: Path, num_bytes: int) -> Iterator[Path]:
         with writing(folder, num_bytes):
             scratch.mkdir(parents=True)
             yield scratch
-            for path in scratch.iterdir():
-                sync(path)
+            for path in scratch.rglob("*"):
+                if path.is_file():
+                    sync(path)
             shutil.rmtree(folder, ignore_errors=True)
             scratch.replace(folder)
     finally:

@@ -190,8 +190,8 @@ def as_written(folders: Sequence[Path]) -> Iterator[None]:
         place = traceback.extract_tb(error.__traceback__)[-1]
         found = f"{type(error).__name__}: {error}, at {Path(place.filename).name}:{place.lineno}"
         raise UserError(
-            f"report {', '.join(map(str, folders))}: expected files as `linearize run` writes them, found others ({found}); "
-            "restore them, or run again; if nobody changed them, this is a bug"
+            f"report {', '.join(map(str, folders))}: expected files as `linearize run` writes them, found others "
+            f"({found}); restore them, or run again; if nobody changed them, this is a bug"
         ) from error
 
 

@@ -150,8 +150,8 @@ def train(
                 metrics.write(record)
                 tensors, state = run.state()
                 written = metrics.sync()
-                vouched = {"metrics_bytes": written["length"], "metrics_sha256": written["sha256"]}
-                stage.save(run.step, tensors, state | vouched)
+                state |= {"metrics_bytes": written["length"], "metrics_sha256": written["sha256"]}
+                stage.save(run.step, tensors, state)
             held_out = f"held-out loss {record['loss']:.5g}"
             progress.update(bar, status=held_out)
             line = f"{title}: step {run.step} of {run.batches.num_steps}, {held_out}"

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -147,14 +147,14 @@ def read_stage_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, cannot be read, or is not what was written.
     """
-    try:
+    data, what = {}, "no such file or one that cannot be read"
+    with suppress(OSError, ValueError, AttributeError, TypeError):
         data = json.loads(path.read_text(encoding="utf-8"))
         expected = data.pop("sha256", None)
-        readable = isinstance(data["identity"], dict)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        readable = False
-    if not readable or expected not in (None, _digest(data)):
-        what = "no such file or one that cannot be read" if not readable else "another (its sha256 differs)"
+        # Files of before have neither; one alone is damaged.
+        if (expected is None) != ("tensors_sha256" not in data) or expected not in (None, _digest(data)):
+            what, data = "another (its sha256 differs)", {}
+    if not isinstance(data, dict) or not isinstance(data.get("identity"), dict):
         raise UserError(
             f"{path}: expected the state of a training stage as it was written, found {what}; delete {path.parent} to "
             "train again"
