@@ -279,7 +279,7 @@ def _thinned(curve: Curve) -> Curve:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         data = None
     if not isinstance(data, dict):
         raise UserError(f"{path}: expected a recipe, found a file that cannot be read as one; restore it")
@@ -293,7 +293,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             events.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             if number < len(lines):
                 raise UserError(f"{path}: expected JSON on line {number}, found other text; restore the file") from None
     return events
