@@ -211,19 +211,16 @@ class MetricsLog:
 
     def __init__(self, path: Path, length: int, sha256: str | None = None) -> None:
         self._path = path
-        with writing(path, 0):
-            self._file = path.open("ab+", buffering=0)
-        self._file.seek(0)
-        kept = self._file.read(length)
+        kept = path.read_bytes()[:length] if length and path.exists() else b""
         self._digest = hashlib.sha256(kept)
         if len(kept) < length or sha256 not in (None, self._digest.hexdigest()):
             found = len(kept) if len(kept) < length else "others"
-            self._file.close()
             raise UserError(
                 f"{path}: expected the {length} bytes written up to the checkpoint, found {found}; "
                 f"restore the file, or delete {path.parent} to train again"
             )
         with writing(path, 0):
+            self._file = path.open("ab", buffering=0)
             self._file.truncate(length)
 
     def __enter__(self) -> MetricsLog:
