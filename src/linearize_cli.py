@@ -211,7 +211,7 @@ def evaluate(
     from linearize.recipe import parse_overrides
     from linearize.report import terminal
     from linearize.report.card import evaluation_page
-    from linearize.report.load import load_run
+    from linearize.report.load import as_written, load_run
     from linearize.run import evaluate as measuring
     from linearize.run import folder as runs
 
@@ -235,11 +235,14 @@ def evaluate(
         )
     if not world.main:
         return
-    found = load_run(Path(model).resolve().parent, worth.to_json())
+    folder = Path(model).resolve().parent
+    with as_written([folder]):
+        found = load_run(folder, worth.to_json())
+        page, table = evaluation_page(found), terminal.measured(found)
     if output is not None:
         runs.write_json(output, found.evaluation)
-        runs.write_text(output.with_suffix(".md"), evaluation_page(found))
-    _show(found.evaluation if as_json else terminal.measured(found), as_json)
+        runs.write_text(output.with_suffix(".md"), page)
+    _show(found.evaluation if as_json else table, as_json)
 
 
 @app.command()
@@ -481,6 +484,13 @@ def _note(text: str) -> None:
     typer.echo(text, err=True)
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of a GPU; of a CPU, for which torch has no error of its own; or of Python."""
+    words = ("not enough memory", "can't allocate memory", "Storage size calculation overflowed")
+    out = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return out or (isinstance(error, RuntimeError) and any(x in str(error) for x in words))
+
+
 def main() -> None:
     """Exit status 0: done. 2: the user can fix it, one line says how. 1: a bug, with its traceback."""
     # torch's threads wait for one another in a loop, 100 times as long by default, and if another program has the core
@@ -493,15 +503,23 @@ def main() -> None:
         sys.stdout = sys.stderr = StringIO()
     try:
         app()
-    except ValueError as error:
+    except (ValueError, RuntimeError, MemoryError) as error:
         # Not imported at the top: the module is free of heavy imports, but its package is not.
         from linearize.base import UserError
 
-        if not isinstance(error, UserError):
+        if _is_out_of_memory(error):
+            reason = " ".join(str(error).split())[:200]
+            error = UserError(
+                f"memory: expected room for what the command holds, found none left ({reason}); `linearize plan` says "
+                "what it takes, and a smaller micro_batch_size takes less for the same steps"
+            )
+        elif not isinstance(error, UserError):
             raise
         if not main_process:
             time.sleep(5)  # what all find wrong, the main one says, and torchrun ends the others
-        typer.echo(f"error: {error}", file=errors)
+        # One line, also where it quotes what a stranger has written.
+        line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(error))
+        typer.echo(f"error: {line}", file=errors)
         sys.exit(2)
     except SystemExit as status:
         if status.code == 130:  # typer's own for Ctrl-C

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from linearize.base import UserError
 from linearize.evaluation.harness import check_tasks, run_benchmarks
@@ -108,6 +108,15 @@ def test_rows_of_a_model_that_tells_nothing_fit_its_positions(command: Command, 
     assert done.err.startswith("rows of 256 tokens, the model's positions; --set data.sequence_length=... for others")
     done = command("eval", folder, *options, "--set", "data.sequence_length=1024")
     assert_refused(done, "data.sequence_length: expected at most the model's 256 positions, found 1024")
+
+
+def test_weights_that_are_no_numbers_are_one_line(command: Command, moved: Path) -> None:
+    path = moved / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, path, {"format": "pt"})
+    done = command("eval", moved, "--json")
+    assert done.status == 2 and done.err.splitlines()[-1].startswith("error: evaluation: expected finite outputs, ")
 
 
 # --- a stranger's folder ----------------------------------------------------------------------------------------------
@@ -245,6 +254,15 @@ def test_pickled_weights_are_not_read(command: Command, tmp_path: Path, harmless
     done = command(*tiny.run_arguments(tmp_path / "run"), "--model", model)
     assert_refused(done, f"model {model}: expected readable weights; ")
     assert "model.safetensors" in done.err and not (tmp_path / "written").exists()
+
+
+def test_no_pickle_is_written(finished: Run) -> None:
+    """All that a run leaves is text, or starts as safetensors do."""
+    for path in finished.folder.rglob("*"):
+        if path.suffix == ".safetensors":
+            assert path.read_bytes()[8:9] == b"{"
+        elif path.is_file():
+            path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,10 @@ RUNS: dict[str, Case] = {
         lambda tmp: ["--model", folder_with(tmp / "broken", config__json="{")],
         "model: .*config.json: expected JSON, found ",
     ),
+    "nested without end": (
+        lambda tmp: ["--model", folder_with(tmp / "deep", config__json="[" * 100_000)],
+        "model: .*config.json: expected JSON, found maximum recursion depth exceeded",
+    ),
     "a list": (
         lambda tmp: ["--model", folder_with(tmp / "list", config__json="[1]")],
         "model: .*config.json: expected a JSON object, found list",
@@ -218,6 +222,10 @@ RUNS: dict[str, Case] = {
     ),
     "unknown file": (lambda tmp: ["--dataset", text(tmp, "text.xml", "a")], "data.dataset: expected a file that ends"),
     "broken lines": (lambda tmp: ["--dataset", text(tmp, "a.jsonl", "{}\n{")], ".*a.jsonl line 2: not valid JSON: "),
+    "lines nested without end": (
+        lambda tmp: ["--dataset", text(tmp, "a.jsonl", "[" * 100_000)],
+        ".*a.jsonl line 1: expected rows of text, found JSON nested too deeply",
+    ),
     "another column": (
         lambda tmp: ["--dataset", text(tmp, "b.jsonl", '{"words": "a"}\n')],
         "data row 1: expected a column 'text', found words; set data.text_column",
@@ -243,6 +251,10 @@ RUNS: dict[str, Case] = {
 COMMANDS: dict[str, Case] = {
     "no recipe": (lambda tmp: ["recipes", tmp / "none.yaml"], "recipe: expected a YAML file, found nothing at "),
     "broken yaml": (lambda tmp: ["recipes", text(tmp, "a.yaml", "a: [")], r"recipe .*a\.yaml: not valid YAML: "),
+    "yaml nested without end": (
+        lambda tmp: ["recipes", text(tmp, "a.yaml", "[" * 3_000)],
+        r"recipe .*a\.yaml: not valid YAML: maximum recursion depth exceeded",
+    ),
     "yaml of a list": (lambda tmp: ["recipes", text(tmp, "a.yaml", "- a")], r"recipe .*: expected a mapping of fields"),
     "yaml of python": (
         lambda tmp: ["recipes", text(tmp, "a.yaml", f"name: !!python/object/apply:os.mkdir [{tmp / 'written'}]")],
@@ -291,6 +303,14 @@ COMMANDS: dict[str, Case] = {
     "report of other json": (
         lambda tmp: ["report", folder_with(tmp / "run", evaluation__json='{"a": 1}')],
         r".*run/evaluation\.json: expected the measurements of `linearize run`, found other JSON",
+    ),
+    "a field of many lines": (
+        lambda tmp: ["recipes", text(tmp, "a.yaml", '"a\\n\\e[31mb": 1\nname: a')],
+        "recipe field a\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}.31mb: unknown field",
+    ),
+    "report of a plan of other json": (
+        lambda tmp: ["report", finished(tmp / "run", plan__json='{"recipe": []}')],
+        r"report .*run: expected files as `linearize run` writes them, found others \(.*Error: .* this is a bug",
     ),
     "report of python": (
         lambda tmp: ["report", finished(tmp / "run", recipe__yaml=f"a: !!python/object/apply:os.mkdir [{tmp / 'x'}]")],

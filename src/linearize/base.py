@@ -100,7 +100,7 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected JSON, found a file that cannot be read ({error}); write it again") from None
 
 

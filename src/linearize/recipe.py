@@ -244,7 +244,7 @@ class Recipe(Config):
             )
         try:
             data = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             raise UserError(f"recipe {name_or_path}: not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(data, dict):
             raise UserError(f"recipe {name_or_path}: expected a mapping of fields, found {type(data).__name__}")
@@ -289,7 +289,7 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
             raise UserError(f"--set: expected field=value, found {assignment!r}; e.g. --set finetune.lr=2e-4")
         try:
             overrides[field] = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, RecursionError):
             raise UserError(f"--set {field}: expected a YAML value, found {value!r}") from None
     return overrides
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests import tiny
 from tests.faults import tiny_run, tiny_stage
 from tests.faults.layer import KINDS, STAY_FULL, Driver
 
@@ -67,22 +66,16 @@ def stage_driver() -> Iterator[Driver]:
         yield driver
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOWER = [pytest.param(kind, marks=pytest.mark.faults) for kind in ("EDQUOT", "EROFS")]
+
+
+@pytest.mark.parametrize("kind", ["ENOSPC", "EIO", "short", "kill", *SLOWER])
 def test_every_operation_of_a_stage(stage_driver: Driver, kind: str, unbroken_stage: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     hits = break_and_resume(stage_driver, kind, folder, [str(folder)])
     assert ways(hits) == (set() if kind == "short" else WAYS)
     tiny_run.assert_as_if_unbroken(folder, unbroken_stage)
-
-
-def test_no_pickle_is_written() -> None:
-    """All that a run leaves is text, or starts as safetensors do."""
-    for path in tiny.finished_run().folder.rglob("*"):
-        if path.suffix == ".safetensors":
-            assert path.read_bytes()[8:9] == b"{"
-        elif path.is_file():
-            path.read_text(encoding="utf-8")
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from tests.commands import contents
 from tests.faults import inputs
 
 SECONDS = 60
-FEW, MANY = 6, 720  # of each kind: 7 * 720 > 5,000
+FEW, MANY = 4, 720  # of each kind: 7 * 720 > 5,000
 
 
 @contextmanager
@@ -65,9 +65,6 @@ def ends_well(words: list[str], folder: Path, written: tuple[str, ...] = ()) -> 
         assert after == before
     changed = {path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
     assert changed <= set(written)
-
-
-Example = Callable[[Any, Path], tuple[list[str], Path]]
 
 
 def copied(source: str | Path, folder: Path, *, weights: bool) -> Path:

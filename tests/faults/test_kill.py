@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -80,3 +81,28 @@ def test_two_processes_killed_at_random_times(tmp_path: Path) -> None:
     tiny_run.finish(commands[0])
     kill_and_resume(commands[1], folder, KILLS)
     assert_same_run(folder, unbroken)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_of_two_processes_killed(tmp_path: Path, rank: int) -> None:
+    """The main one or the other: the one that is left ends within a minute, with one clear line.
+
+    Without torchrun's agent, which would end it itself. That the run then goes on: test_distributed.py.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = tiny_run.command(tiny_run.arguments(tmp_path / "run"))
+    processes = [tiny_run.start(command, **address, RANK=number) for number in "01"]
+    deadline = time.monotonic() + STARTS
+    while not list((tmp_path / "run" / "transfer").glob("checkpoint-*")):
+        assert time.monotonic() < deadline and processes[0].poll() is None, "no checkpoint came"
+        time.sleep(0.01)
+    processes[rank].kill()
+    left = processes[1 - rank]
+    _, said = left.communicate(timeout=60)
+    processes[rank].communicate()
+    assert left.returncode == 2 and "Traceback" not in said
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and f"process {1 - rank} of 2: another process has ended" in lines[0]

@@ -37,10 +37,10 @@ def command(words: list[str]) -> list[str]:
     return [sys.executable, "-m", "linearize", *words]
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
+def start(command: list[str], **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
-        env=environment(),
+        env=environment(**variables),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

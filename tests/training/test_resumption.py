@@ -162,7 +162,8 @@ def test_a_flipped_bit_is_named(tmp_path: Path, finished: bool) -> None:
         stage.finish(TENSORS, {"steps": 8})
     for path in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
         whole = path.read_bytes()
-        for place in range(0, 8 * len(whole), 8 * len(whole) // 50 + 1):
+        ours = range(8 * whole.find(b"sha256"), 8 * (whole.find(b"sha256") + 9))  # a key of the digests themselves
+        for place in [*range(0, 8 * len(whole), 8 * len(whole) // 50 + 1), *(ours if path.suffix == ".json" else ())]:
             flipped = bytearray(whole)
             flipped[place // 8] ^= 1 << place % 8
             path.write_bytes(flipped)

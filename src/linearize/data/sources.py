@@ -128,6 +128,8 @@ def _json_rows(path: Path) -> Iterator[Any]:
         text = path.read_text(encoding="utf-8-sig")
     try:
         data = json.loads(text)
+    except RecursionError:
+        raise UserError(f"{path}: expected rows of text, found JSON nested too deeply") from None
     except json.JSONDecodeError as error:
         advice = "; a file with one object per line must end in .jsonl" if error.msg == "Extra data" else ""
         raise UserError(f"{path} line {error.lineno}: not valid JSON: {error.msg}{advice}") from None
@@ -145,6 +147,10 @@ def _jsonl_rows(path: Path) -> Iterator[Any]:
             if line.strip():
                 try:
                     yield json.loads(line)
+                except RecursionError:
+                    raise UserError(
+                        f"{path} line {number}: expected rows of text, found JSON nested too deeply"
+                    ) from None
                 except json.JSONDecodeError as error:
                     raise UserError(f"{path} line {number}: not valid JSON: {error.msg}") from None
 

@@ -176,7 +176,7 @@ def _fault(line: bytes) -> str | None:
     """What is wrong with a line of `choice_task`'s file."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"what is not JSON: {line[:40]!r}"
     if not isinstance(row, dict):
         return f"{line[:40]!r}"

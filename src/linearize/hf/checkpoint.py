@@ -48,7 +48,7 @@ def read_config(model: str) -> dict[str, Any]:
             raise UserError(f"model: expected a folder with a config.json, found none in {model!r}; is it a model?")
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"model: {path}: expected JSON, found {error}") from None
         if not isinstance(config, dict):
             raise UserError(f"model: {path}: expected a JSON object, found {type(config).__name__}")
@@ -227,8 +227,9 @@ def atomic_folder(folder: Path, num_bytes: int) -> Iterator[Path]:
         with writing(folder, num_bytes):
             scratch.mkdir(parents=True)
             yield scratch
-            for path in scratch.iterdir():
-                sync(path)
+            for path in scratch.rglob("*"):
+                if path.is_file():
+                    sync(path)
             shutil.rmtree(folder, ignore_errors=True)
             scratch.replace(folder)
     finally:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import nan
 from pathlib import Path
@@ -173,6 +175,26 @@ def load_run(folder: Path, evaluation: dict[str, Any] | None = None) -> RunFiles
     return RunFiles(folder, name, evaluation, read, plan, run or {}, stages, allocation)
 
 
+@contextmanager
+def as_written(folders: Sequence[Path]) -> Iterator[None]:
+    """Turn what is raised by files that hold something else than a run writes into one line, which says where.
+
+    Raises:
+        UserError: they do; or there is a bug, which only those can tell who know what they changed.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        found = f"{type(error).__name__}: {error}, at {Path(place.filename).name}:{place.lineno}"
+        raise UserError(
+            f"report {', '.join(map(str, folders))}: expected files as `linearize run` writes them, found others "
+            f"({found}); restore them, or run again; if nobody changed them, this is a bug"
+        ) from error
+
+
 def load_runs(folders: Sequence[Path]) -> list[RunFiles]:
     """Read several; runs of equal names are told apart by the folders that they lie in.
 
@@ -257,7 +279,7 @@ def _thinned(curve: Curve) -> Curve:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         data = None
     if not isinstance(data, dict):
         raise UserError(f"{path}: expected a recipe, found a file that cannot be read as one; restore it")
@@ -271,7 +293,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             events.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             if number < len(lines):
                 raise UserError(f"{path}: expected JSON on line {number}, found other text; restore the file") from None
     return events

@@ -293,4 +293,9 @@ def _moment(line: dict[str, Any]) -> tuple[int, bool]:
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise UserError(
+            f"{path}: expected JSON lines, found others ({error}); delete {path.parent} to train the block again"
+        ) from None

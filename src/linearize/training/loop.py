@@ -246,12 +246,12 @@ class _UnitRun:
         return value
 
     def _first_not_finite(self) -> str | None:
-        """The first parameter, in the model's order, with a number that is not finite, in it or in its gradient."""
-        for name, parameter in self.parameters.items():
-            gradient = parameter.grad
-            if not parameter.isfinite().all() or not (gradient is None or gradient.isfinite().all()):
-                return name
-        return None
+        """The first parameter, in the model's order, with a number that is not finite; else with such a gradient."""
+        bad = [name for name, parameter in self.parameters.items() if not parameter.isfinite().all()]
+        if not bad:
+            gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+            bad = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
+        return next(iter(bad), None)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"best/{name}": tensor for name, tensor in self.best.items()}

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -192,14 +192,14 @@ def read_stage_json(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing, cannot be read, or is not what was written.
     """
-    try:
+    data, what = {}, "no such file or one that cannot be read"
+    with suppress(OSError, ValueError, AttributeError, TypeError):
         data = json.loads(path.read_text(encoding="utf-8"))
         expected = data.pop("sha256", None)
-        readable = isinstance(data["identity"], dict)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        readable = False
-    if not readable or expected not in (None, _digest(data)):
-        what = "no such file or one that cannot be read" if not readable else "another (its sha256 differs)"
+        # Files of before have neither; one alone is damaged.
+        if (expected is None) != ("tensors_sha256" not in data) or expected not in (None, _digest(data)):
+            what, data = "another (its sha256 differs)", {}
+    if not isinstance(data, dict) or not isinstance(data.get("identity"), dict):
         raise UserError(
             f"{path}: expected the state of a training stage as it was written, found {what}; delete {path.parent} to "
             "train again"
@@ -256,19 +256,16 @@ class MetricsLog:
 
     def __init__(self, path: Path, length: int, sha256: str | None = None) -> None:
         self._path = path
-        with writing(path, 0):
-            self._file = path.open("ab+", buffering=0)
-        self._file.seek(0)
-        kept = self._file.read(length)
+        kept = path.read_bytes()[:length] if length and path.exists() else b""
         self._digest = hashlib.sha256(kept)
         if len(kept) < length or sha256 not in (None, self._digest.hexdigest()):
             found = len(kept) if len(kept) < length else "others"
-            self._file.close()
             raise UserError(
                 f"{path}: expected the {length} bytes written up to the checkpoint, found {found}; "
                 f"restore the file, or delete {path.parent} to train again"
             )
         with writing(path, 0):
+            self._file = path.open("ab", buffering=0)
             self._file.truncate(length)
 
     def __enter__(self) -> MetricsLog:
