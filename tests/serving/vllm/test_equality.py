@@ -28,7 +28,7 @@ from tests.serving.vllm.served import (
 pytestmark = pytest.mark.vllm
 NAMES = list(plans())
 CLOSE = 1e-4
-BLOCKS = {"kept-layers": 16, "kept-heads": 20}  # they also have pages of keys and values
+BLOCKS = {"kept-layers": 16, "kept-heads": 24}  # they also have pages of keys and values
 
 
 @functools.cache
@@ -109,3 +109,15 @@ def test_sampled_tokens_have_their_own_probabilities(wide: tuple[str, Any]):
             logits = model(name)(rows).logits[:, -NEW_TOKENS - 1 : -1].float().log_softmax(-1)
         said = logits.gather(2, rows[:, -NEW_TOKENS:, None])[..., 0]
         assert (said - torch.tensor([choice.logprobs for choice in choices])).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize("name", ["lolcats", "gla", "supra", "kept-heads"])
+def test_a_compiler_sees_whole_models(name: str, monkeypatch: pytest.MonkeyPatch):
+    """vLLM compiles a model as one graph; the backend that runs it as it is will do."""
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
+    texts = prompts(8, seed=4, lengths=(5, 33))
+    expected = by_transformers(model(name), texts)
+    with engine(saved(model(name), name), enforce_eager=False) as llm:
+        wrong, far = differences(by_vllm(llm, texts), expected)
+    assert wrong == 0
+    assert far < CLOSE

@@ -43,9 +43,14 @@ BASES = {
 INTERFACES = (HasInnerState, IsHybrid, SupportsMambaPrefixCaching)
 
 
+def teacher_shape(config: Any) -> TeacherShape:
+    """Sizes of a model; which of its layers slide does not matter here."""
+    return TeacherShape.from_config(config.to_dict() | {"layer_types": None})
+
+
 def page_layouts(config: Any, dtype: torch.dtype) -> list[PageLayout | None]:
     """Of each layer of a converted model in `dtype`; None where it stays softmax."""
-    shape, rope = TeacherShape.from_config(config.to_dict()).layer, getattr(config, "rope_parameters", None) or {}
+    shape, rope = teacher_shape(config).layer, getattr(config, "rope_parameters", None) or {}
     rotary_dims = int(shape.head_dim * rope.get("partial_rotary_factor", 1))
     plan, made = read_plan(config), {}  # many layers are alike
     for mixer in plan:
@@ -118,7 +123,7 @@ class LinearizedCausalLM:
 def exchange_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Put a `StateLayer` in the place of every converted layer's `Attention`, in place."""
     config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
-    shape, plan, layouts = TeacherShape.from_config(config.to_dict()), read_plan(config), page_layouts(config, dtype)
+    shape, plan, layouts = teacher_shape(config), read_plan(config), page_layouts(config, dtype)
     page_bytes = max(layout.nbytes for layout in layouts if layout)
     module: Any
     for name, module in list(model.named_modules()):

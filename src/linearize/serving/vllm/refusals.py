@@ -74,10 +74,10 @@ class ServingConfig(VerifyAndUpdateConfig):
             raise ValueError(
                 "config.linearize.layers: expected a layer that is converted, found none; serve its teacher"
             )
-        # vLLM takes a model all of whose layers are softmax by these kinds for one without states.
+        # vLLM takes a model all of whose layers have full attention by this list for one without states.
         kinds = getattr(model_config.hf_config, "layer_types", None)
         if kinds is not None and set(kinds) == {"full_attention"}:
-            model_config.hf_config.layer_types = None
+            model_config.hf_config.layer_types = ["full_attention or a state"] * len(kinds)
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
