@@ -1,7 +1,7 @@
 """Takes the picture of the chat page in docs/serving.md: a run's student beside its teacher, after some tokens.
 
 linearize demo --output-dir demo-output
-linearize serve demo-output --page --port 8000
+linearize serve demo-output --page --teacher src/linearize/demo/teacher
 python scripts/chat_screenshot.py http://127.0.0.1:8000 docs/figures/serve.png
 """
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,9 @@ def generation_memory(mixers: Mixers, teacher: TeacherShape, dtype: torch.dtype)
 def mixer_costs(layers: LayerPlan, teacher: TeacherShape, dtype: torch.dtype, rotary_dims: Sequence[int]) -> Mixers:
     """The cost of each layer's mixer; `rotary_dims` as of `mixer_cost`, one for each layer."""
     turned = list(zip(layers, rotary_dims, strict=True))
-    different = {(mixer, dims): mixer_cost(mixer, teacher, dtype, dims) for mixer, dims in set(turned) if mixer}
+    different: dict[Any, MixerCost] = {
+        (mixer, dims): mixer_cost(mixer, teacher, dtype, dims) for mixer, dims in set(turned) if mixer is not None
+    }
     return [different.get(key) for key in turned]
 
 

@@ -76,7 +76,25 @@ def answer(server: Server, path: str, body: dict[str, Any] | None = None) -> Any
 
 def size(num_bytes: float) -> str:
     unit, name = (2**20, "MiB") if num_bytes >= 2**20 else (2**10, "KiB")
-    return f"{num_bytes / unit:#.3g} {name}".replace(". ", " ")
+    number = num_bytes / unit
+    return f"{number:.0f} {name}" if number >= 999.5 else f"{number:#.3g} {name}".replace(". ", " ")
+
+
+def test_sizes_have_three_digits_or_four(open_chat: Open) -> None:
+    page = open_chat().page
+    for num_bytes in (
+        1023,
+        1024,
+        999.7 * 1024,
+        1000 * 1024,
+        1008 * 1024,
+        1023.4 * 1024,
+        2**20,
+        999 * 2**20,
+        1010.6 * 2**20,
+    ):
+        shown = page.evaluate(f"size({num_bytes})")
+        assert shown == ("1023 B" if num_bytes < 1024 else size(num_bytes)) and "e" not in shown
 
 
 def test_both_continue_a_text_and_what_they_hold_is_told(open_chat: Open, server: Server) -> None:

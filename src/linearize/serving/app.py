@@ -9,19 +9,18 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi import Depends, FastAPI, HTTPException, Request  # type: ignore[import-not-found]
+from fastapi.exceptions import RequestValidationError  # type: ignore[import-not-found]
+from fastapi.responses import HTMLResponse, JSONResponse  # type: ignore[import-not-found]
 from jinja2 import TemplateError
-from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.exceptions import HTTPException as StarletteHTTPException  # type: ignore[import-not-found]
+from starlette.middleware.trustedhost import TrustedHostMiddleware  # type: ignore[import-not-found]
 from transformers import PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -38,7 +37,7 @@ class Served:
     """A model that requests may name; `positions`: the most tokens that it can read, None: any number."""
 
     model: PreTrainedModel
-    tokenizer: Tokenizer
+    tokenizer: Any
     positions: int | None
 
     @property
@@ -81,7 +80,7 @@ def build_app(
     """
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> Any:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         started()
         yield
 

@@ -114,7 +114,8 @@ def start_transformers(
     Raises:
         UserError: no such model, or the port is taken.
     """
-    import uvicorn  # here, and below: only who serves needs them
+    # Here, because only who serves needs them.
+    import uvicorn  # type: ignore[import-not-found]
 
     from linearize.serving.app import NO_TEMPLATE, Served, build_app
     from linearize.serving.page import make_page
