@@ -19,7 +19,7 @@ from linearize.recipe import Recipe, resolve
 from tests import tiny
 
 SHAPE = TeacherShape.from_config(tiny.llama(layers=3).config.to_dict())
-N = 4
+N, CUDA = 4, torch.device("cuda")
 
 
 def laid_out(**fields: Any) -> dict[tuple[str, str], Share]:
@@ -30,13 +30,13 @@ def laid_out(**fields: Any) -> dict[tuple[str, str], Share]:
 
 def test_the_whole_model_takes_what_the_plan_says() -> None:
     recipe = tiny.recipe()
-    plan = make_plan(recipe, SHAPE, resolve(recipe, SHAPE), training_tokens=None)
+    plan = make_plan(recipe, SHAPE, resolve(recipe, SHAPE), device=CUDA, training_tokens=None)
     assert plan.transfer is not None and plan.finetune is not None
     found = laid_out()
     assert found["attention transfer", "whole model"].total == plan.transfer.memory_bytes
     assert found["finetune", "whole model"].total == plan.finetune.memory_bytes
     blockwise = tiny.recipe(transfer__layers_per_block=1)
-    plan = make_plan(blockwise, SHAPE, resolve(blockwise, SHAPE), training_tokens=None)
+    plan = make_plan(blockwise, SHAPE, resolve(blockwise, SHAPE), device=CUDA, training_tokens=None)
     assert plan.transfer is not None
     assert found["attention transfer", "block-wise"].total == plan.transfer.memory_bytes
 
@@ -50,7 +50,7 @@ def test_a_part_of_the_weights(fields: dict[str, Any], per_weight: int) -> None:
     new = make_plan(recipe, SHAPE, resolve(recipe, SHAPE), training_tokens=None).new_parameters
     share, whole = laid_out(**fields)["finetune", "sharded"], laid_out(**fields)["finetune", "whole model"]
     assert share.weights == per_weight * MetaModel.of(SHAPE).total // N + new * torch.bfloat16.itemsize
-    assert share.activations == whole.activations
+    assert share.activations == whole.activations if not fields else share.activations < whole.activations
     assert share.total < whole.total or not fields
 
 

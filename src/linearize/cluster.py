@@ -18,8 +18,10 @@ from linearize.costs import FP32
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
-from linearize.plan import _TRAINED, StageCost, _size, make_plan
+from linearize.plan import StageCost, make_plan, size
 from linearize.recipe import Recipe
+from linearize.training.config import FinetuneConfig, LoRAConfig
+from linearize.training.optimizers import MOMENT_BYTES
 
 _UNITS = {"GB": 10**9, "GiB": 2**30}
 
@@ -73,56 +75,68 @@ def shares(
 ) -> list[Share]:
     """Every stage in every layout that there is for it.
 
-    Where a stage trains all weights, divided ones are held in fp32, the teacher's beside those that train. Of what is
-    gathered, two of the largest layer are there at a time, or all that is outside of the layers where that is more.
+    Where a stage trains all weights, divided ones are held in fp32, the teacher's beside those that train, and their
+    gradients are divided too; activations are then those of a step that trains adapters. Of what is gathered, two of
+    the largest layer are there at a time, or all that is outside of the layers where that is more.
 
     Raises:
         UserError: the contents of the teacher's config.json make no model.
     """
-    model, found = MetaModel.of(teacher), list[Share]()
     if recipe.transfer is not None:
         recipe = recipe.model_copy(update={"transfer": recipe.transfer.model_copy(update={"layers_per_block": None})})
-    plan = make_plan(recipe, teacher, layers, dtype=dtype, training_tokens=None)
+    how: dict[str, Any] = {"dtype": dtype, "device": torch.device("cuda"), "training_tokens": None}
+    model, plan, found = MetaModel.of(teacher), make_plan(recipe, teacher, layers, **how), list[Share]()
     unit = max(2 * max(model.layers), model.total - sum(model.layers)) * dtype.itemsize
     mixers, weights = plan.new_parameters * dtype.itemsize, plan.teacher_parameters * dtype.itemsize
-    stages: list[tuple[str, StageCost | None, bool]] = [("attention transfer", plan.transfer, False)]
-    for name in ("adapt", "finetune"):
-        config = getattr(recipe, name)
-        stages.append((name, getattr(plan, name), config is not None and config.all_weights))
-    held = weights * FP32 // dtype.itemsize if any(every for _, _, every in stages) else weights
-    for name, cost, every in stages:
+    stages = {"transfer": "attention transfer", "adapt": "adapt", "finetune": "finetune"}
+    configs = {name: getattr(recipe, name) for name in stages}
+    every = {name: isinstance(x, FinetuneConfig) and x.all_weights for name, x in configs.items()}
+    held = weights * FP32 // dtype.itemsize if any(every.values()) else weights
+    for name, title in stages.items():
+        cost, config = getattr(plan, name), configs[name]
         if cost is None:
             continue
-        trained = cost.trainable_parameters * _TRAINED
-        activations = cost.memory_bytes - weights - mixers - trained
-        found.append(Share(name, "whole model", weights + mixers, trained, 0, activations, cluster.memory))
+        moments = MOMENT_BYTES[config.optimizer]
+        trained = _trained(cost.trainable_parameters, moments)
+        activations = _step(cost, weights + mixers + trained)
+        found.append(Share(title, "whole model", weights + mixers, trained, 0, activations, cluster.memory))
         if cluster.gpus > 1 and not teacher.bidirectional:
-            of_mixers = plan.new_parameters * _TRAINED if every else trained
-            divided = held + trained - of_mixers
-            found.append(
-                Share(
-                    name, "sharded", -(-divided // cluster.gpus) + mixers, of_mixers, unit, activations, cluster.memory
-                )
-            )
-        if name == "attention transfer" and not teacher.bidirectional:
-            assert recipe.transfer is not None
-            one = recipe.transfer.model_copy(update={"layers_per_block": 1})
-            block = make_plan(
-                recipe.model_copy(update={"transfer": one}), teacher, layers, dtype=dtype, training_tokens=None
-            ).transfer
-            assert block is not None
+            divided, of_mixers, taken = held, trained, activations
+            if every[name]:
+                divided += _trained(plan.teacher_parameters, FP32 + moments)
+                of_mixers = _trained(plan.new_parameters, FP32 + moments)
+                adapters = config.model_copy(update={"all_weights": False, "lora": LoRAConfig(), "mixers": True})
+                less = getattr(make_plan(recipe.model_copy(update={name: adapters}), teacher, layers, **how), name)
+                taken = _step(less, weights + mixers + _trained(less.trainable_parameters, moments))
+            own = -(-divided // cluster.gpus) + mixers
+            found.append(Share(title, "sharded", own, of_mixers, unit, taken, cluster.memory))
+        if name == "transfer" and not teacher.bidirectional:
+            one = recipe.model_copy(update={name: config.model_copy(update={"layers_per_block": 1})})
+            block = make_plan(one, teacher, layers, **how).transfer
+            assert block is not None and block.memory_bytes is not None
             held_once = block.memory_bytes - activations
-            found.append(Share(name, "block-wise", held_once, 0, 0, activations, cluster.memory))
+            found.append(Share(title, "block-wise", held_once, 0, 0, activations, cluster.memory))
     return found
+
+
+def _trained(parameters: int, beside: float) -> int:
+    """Bytes of what trains, in fp32, and of so many for each beside it."""
+    return parameters * FP32 + int(parameters * beside)
+
+
+def _step(cost: StageCost, held: int) -> int:
+    """What a step takes beside what is held."""
+    assert cost.memory_bytes is not None
+    return cost.memory_bytes - held
 
 
 def render(found: list[Share], cluster: Cluster) -> Table:
     """The shares as a table for the terminal."""
-    table = Table(title=f"on each of {cluster.gpus} GPUs of {_size(cluster.memory)}, about", show_header=False)
+    table = Table(title=f"on each of {cluster.gpus} GPUs of {size(cluster.memory)}, about", show_header=False)
     for share in found:
         parts = {"weights": share.weights, "what trains": share.trained, "gathered": share.gathered}
         parts["activations"] = share.activations
-        text = ", ".join(f"{name} {_size(number)}" for name, number in parts.items() if number)
+        text = ", ".join(f"{name} {size(number)}" for name, number in parts.items() if number)
         fits = "fits" if share.fits else "does not fit"
-        table.add_row(f"{share.stage}, {share.layout}", f"{_size(share.total)}, {fits}: {text}")
+        table.add_row(f"{share.stage}, {share.layout}", f"{size(share.total)}, {fits}: {text}")
     return table

@@ -42,9 +42,10 @@ def test_on_a_cpu_only_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_a_gpu_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, shape = tiny.recipe(), TeacherShape.from_config(read_config(tiny.teacher_folder()))
-    plan = make_plan(recipe, shape, resolve(recipe, shape), dtype=torch.float32, training_tokens=None)
+    on = {"dtype": torch.float32, "device": torch.device("cuda")}
+    plan = make_plan(recipe, shape, resolve(recipe, shape), **on, training_tokens=None)
     assert plan.transfer is not None and plan.finetune is not None
-    needed = max(plan.transfer.memory_bytes, plan.finetune.memory_bytes)
+    needed = max(plan.transfer.memory_bytes or 0, plan.finetune.memory_bytes or 0)
     for memory, too_small in ((int(needed / layout.ROOM) + 1, False), (int(needed / layout.ROOM) - 1, True)):
         found = SimpleNamespace(total_memory=memory)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)

@@ -43,6 +43,6 @@ def fits(run: Run, shape: TeacherShape, layers: LayerPlan) -> bool:
     """Whether the device of every process has room for the whole model in every stage."""
     if run.device.type != "cuda":
         return True
-    plan = make_plan(run.recipe, shape, layers, dtype=run.dtype, training_tokens=None)
-    needed = max((stage.memory_bytes for stage in (plan.transfer, plan.adapt, plan.finetune) if stage), default=0)
+    plan = make_plan(run.recipe, shape, layers, dtype=run.dtype, device=run.device, training_tokens=None)
+    needed = max((stage.memory_bytes or 0 for stage in (plan.transfer, plan.adapt, plan.finetune) if stage), default=0)
     return needed <= ROOM * least(torch.cuda.get_device_properties(run.device).total_memory)
