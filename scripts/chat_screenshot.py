@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("address", help="of a running `linearize serve --page`")
     parser.add_argument("output", type=Path, help="the PNG")
-    parser.add_argument("--tokens", type=int, default=160, help="that each model generates")
+    parser.add_argument("--tokens", type=int, default=200, help="that each model generates")
     a = parser.parse_args()
     chromium = shutil.which("chromium")
     if chromium is None:
