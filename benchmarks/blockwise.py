@@ -86,8 +86,9 @@ def forget(*folders: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def job(index: int, transfer: BlockwiseTransfer, found: Any) -> None:
+def job(index: int, transfer: BlockwiseTransfer, warm_up: BlockwiseTransfer, found: Any) -> None:
     """In a process of its own: hand on what enters a block, and train it."""
+    warm_up.train([1])  # pages of code that are read at their first use are not the block's
     forget(Path(transfer.model), transfer.folder)
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed is given back, or it would be used again unseen
     Path("/proc/self/clear_refs").write_text("5")  # the most so far is what is there
@@ -144,11 +145,10 @@ def main() -> None:
         new_model(small, 2, 64)
         transfer = transfer_of(model, Path(folder) / "run", recipe, a.rows)
         expected = forecasts(transfer, recipe)
-        # Code that is loaded at its first use is not a block's.
-        transfer_of(small, Path(folder) / "warm-up", one_layer, a.rows).train([1])
         for index, forecast in enumerate(expected):
             found = context.Queue()
-            process = context.Process(target=job, args=(index, transfer, found))
+            warm_up = transfer_of(small, Path(folder) / f"warm-up-{index}", one_layer, a.rows)
+            process = context.Process(target=job, args=(index, transfer, warm_up, found))
             process.start()
             seconds, memory, read, written = found.get()
             process.join()

@@ -73,7 +73,8 @@ def step_bytes(
     rows = config.micro_batch_size or config.batch_size
 
     def found(rows: int) -> int:
-        return _step_bytes(_Teacher(model.contents, model), layers, _what_counts(config, rows), dtype, length, device)
+        key: Any = _what_counts(config, rows)
+        return _step_bytes(_Teacher(model.contents, model), layers, key, dtype, length, device)
 
     if rows <= 2 or length <= MOST_KEYS:  # how short rows are computed depends on their number
         return found(rows)

@@ -71,7 +71,9 @@ def read_dataset(path: Path, identity: str) -> Dataset | None:
         parts = [PackedRows(**_fields(tensors, part)) for part in _PARTS]  # type: ignore[arg-type]
         ids, labels = (x.split(tensors["lengths"].tolist()) for x in (tensors["ids"], tensors["labels"]))
         documents = tuple(TokenDocument(*both) for both in zip(ids, labels, strict=True))
-        dataset = Dataset(*parts, tuple(json.loads(about["documents"])), documents)
+        train, validation, test = parts
+        sizes: Any = tuple(json.loads(about["documents"]))
+        dataset = Dataset(train, validation, test, sizes, documents)
         whole = dataset.fingerprint == about["fingerprint"]
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError):
         whole, dataset = False, None

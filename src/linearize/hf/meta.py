@@ -54,7 +54,7 @@ class MetaModel:
         if parts is not None:
             stack: Any = self.model.base_model.get_submodule(parts.layers)
             left_out[id(stack)] = nn.ModuleList(copy.deepcopy(stack[index]) for index in layers)
-        model = copy.deepcopy(self.model, left_out).to(dtype)
+        model: Any = copy.deepcopy(self.model, left_out).to(dtype=dtype)  # type: ignore[call-arg]
         if parts is not None:
             model.config.num_hidden_layers = len(layers)
             if getattr(model.config, "layer_types", None) is not None:  # read by the place in the stack

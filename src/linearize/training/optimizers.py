@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -31,13 +32,13 @@ def make_optimizer(config: TrainConfig, parameters: Iterable[nn.Parameter]) -> O
 
 def _of_bitsandbytes(name: str) -> Callable[..., Optimizer]:
     try:
-        import bitsandbytes  # seconds, and not everybody has it
+        library: Any = importlib.import_module("bitsandbytes")  # seconds, and not everybody has it
     except ImportError:
         raise UserError(
             "optimizer: expected bitsandbytes for moments in 8 bits, found none; "
             "pip install 'linearize[quantized]', or set optimizer=adamw"
         ) from None
-    return getattr(bitsandbytes.optim, name)
+    return getattr(library.optim, name)
 
 
 _MAKERS: dict[str, Callable[[], Callable[..., Optimizer]]] = {
