@@ -121,7 +121,8 @@ def plan(
     if gpu_memory is not None:
         found = fit(chosen, shape, layers, dtype=computed_in, memory=parse_memory(gpu_memory))
         chosen = found.recipe
-    where = torch.device("cuda")
+    # Forecasting memory runs the stages' own code, which takes seconds.
+    where = None if gpus is None and found is None else torch.device("cuda")
     result = planning.make_plan(chosen, shape, layers, dtype=computed_in, device=where, training_tokens=None)
     shares = [] if gpus is None else clusters.shares(chosen, shape, layers, gpus, dtype=computed_in)
     if as_json:
@@ -133,6 +134,8 @@ def plan(
             _show(clusters.render(shares, gpus), as_json)
     for line in found.lines() if found is not None else ():
         _note(line)
+    if where is None:
+        _note("what training takes in memory: --gpu-memory 24GiB, for example, counts it and names settings that fit")
     if isinstance(chosen.layers.keep_softmax, KeepByTransferError):
         _note("which layers stay softmax is decided by their transfer errors; those above stand in for them")
     if chosen.memory is not None:

@@ -104,13 +104,12 @@ try:
     linearize_cli.main()
 except SystemExit as status:
     assert not status.code
-heavy = ("datasets", "matplotlib", "lm_eval", "sklearn", "pandas", "torchvision")
+heavy = ("peft", "datasets", "matplotlib", "lm_eval", "sklearn", "pandas", "torchvision")
 print([name for name in heavy if name in sys.modules], file=sys.stderr)
 """
 
 
-def test_a_plan_loads_no_more_than_a_step_takes() -> None:
-    """Whose code runs without data: the model's, and PEFT's."""
+def test_a_plan_loads_no_more_than_the_models_code() -> None:
     arguments = [sys.executable, "-c", PLAN, str(tiny.teacher_folder())]
     child = subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert child.stderr.splitlines()[-1] == "[]"
