@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+import linearize
 from linearize.distributed import joined, world
 from linearize.hf import sharded_checkpoint
 from linearize.hf.checkpoint import load_model
 from linearize.hf.sharded_checkpoint import load_sharded, save_sharded
 from linearize.hf.sharding import local
+from tests import tiny
 
 EXACT: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
 
@@ -42,6 +45,11 @@ def main() -> None:
             found: dict[str, Any] = {"grown": peak() - before}
             found["held"] = sum(local(p).nbytes for p in model.parameters())
             logits = model(input_ids=ids).logits
+            student = linearize.convert(model, tiny.recipe())
+            weights = dict(model.named_parameters())
+            divided = {name: p for name, p in student.named_parameters() if isinstance(p, DTensor)}
+            assert divided.keys() == weights.keys()
+            found["shared"] = all(local(p).data_ptr() == local(weights[key]).data_ptr() for key, p in divided.items())
             save_sharded(model, folder / "one file")
             usual, sharded_checkpoint.FILE_SIZE = sharded_checkpoint.FILE_SIZE, "20MB"
             save_sharded(model, folder / "files")

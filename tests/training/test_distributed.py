@@ -183,6 +183,26 @@ def test_a_run_of_two_processes(more: tuple[str, ...], one: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_an_evaluation_by_two_processes_is_that_of_one(one: Path, tmp_path: Path) -> None:
+    """Bit for bit, on a CPU: the same batches, each by one of them. Of speed what does not depend on the machine."""
+    options = {"examine": "true", "prompts": 32, "new_tokens": 8, "recall_trials": 8}
+    given = [word for name, value in options.items() for word in ("--set", f"evaluation.{name}={value}")]
+    given += [
+        "--set",
+        "data.validation_rows=64",
+        "--dataset",
+        str(tiny.write_text(tmp_path / "more.jsonl", documents=260)),
+    ]
+    found = []
+    for number, start in enumerate(([sys.executable, "-m", "linearize"], torchrun(2, "linearize"))):
+        output = tmp_path / f"again-{number}.json"
+        finish([*start, "eval", str(one), *given, "--output", str(output)])
+        found.append(tiny.untimed(json.loads(output.read_text())))
+    assert found[0]["generations"] is not None and found[0]["agreement"] is not None
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [pytest.param((), id="whole"), pytest.param(FULL, id="sharded")])
 def test_the_rest_of_a_run_on_another_number_of_processes(more: tuple[str, ...], one: Path, tmp_path: Path) -> None:
     finish(run_command(tmp_path / "run", 2, "--until", "transfer", *more))

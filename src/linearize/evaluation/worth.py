@@ -190,10 +190,8 @@ def measure(
         return Comparison(other, paired_difference(*pair, **samples), beyond)
 
     opened = {candidate.name: candidate for candidate in candidates}
-    speed = _speed(opened, max_positions, seed) if "teacher" in opened else []
+    speed = _speed(opened, max_positions, seed, reasons) if "teacher" in opened else []
     barrier()  # while the main process takes times, the others compute nothing
-    if "teacher" in opened and not speed:
-        reasons["speed"] = "weights are divided among processes; `linearize bench` measures the model in one piece"
     return Worth(
         window_size=window_size,
         measured=list(map(measured, candidates)),
@@ -211,10 +209,12 @@ def measure(
     )
 
 
-def _speed(opened: Mapping[str, Candidate], max_positions: int, seed: int) -> list[Speed]:
+def _speed(opened: Mapping[str, Candidate], max_positions: int, seed: int, reasons: dict[str, str]) -> list[Speed]:
     """Teacher and student at a quarter of the positions and at nearly all of them; not where weights are divided."""
     lengths = (max_positions // 4, max_positions - NEW_TOKENS)
     with opened["teacher"].open() as teacher, opened["student"].open() as student:
+        if is_sharded(student):
+            reasons["speed"] = "weights are divided among processes; `linearize bench` measures the model in one piece"
         if not world().main or is_sharded(student):
             return []
         models = {"teacher": teacher, "student": student}

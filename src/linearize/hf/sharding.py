@@ -1,8 +1,8 @@
 """Models whose weights are divided among processes by torch's FSDP2, each decoder layer a unit.
 
 Mixers are small: every process has them whole, outside of the units, because attention transfer computes their
-gradients inside the forward of a unit, where FSDP2 could not reduce them. Axes: none; a divided parameter is a DTensor
-of the whole parameter's shape, of which this process holds some rows.
+gradients inside the forward of a unit, where FSDP2 could not reduce them. A divided weight is a DTensor of the whole
+weight's shape, of which this process holds some rows.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def shard(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _computed_in(model: Any) -> torch.dtype:
+    """The dtype of what layers compute, which is not that of weights that train beneath half precision."""
     return model.config.dtype
 
 
@@ -99,10 +100,7 @@ Make = Callable[[str, Any], Tensor]  # of a weight's name, and the weight that w
 
 @torch.no_grad()
 def replace_weights(model: nn.Module, make: Make) -> None:
-    """Put what `make` gives in place of every weight that is divided, before its data are there or after.
-
-    Tied ones stay tied.
-    """
+    """Put what `make` gives in place of every weight that is divided; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for unit in units(model):
         unit.reshard()
