@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
 T = TypeVar("T")
 
@@ -43,6 +43,16 @@ def progress(items: Iterable[T], title: str, total: int | None = None) -> Iterab
     """
     console = Console(stderr=True)
     return track(items, title, total=total, console=console, transient=True, disable=not console.is_terminal)
+
+
+def step_progress() -> Progress:
+    """A bar of steps on standard error, if that is a terminal; standard output is left to the command's result."""
+    console = Console(stderr=True)
+    status = TextColumn("{task.fields[status]}", markup=False)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), status
+    return Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, redirect_stdout=False
+    )
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

@@ -81,9 +81,10 @@ class Driver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
 
     def attempts(self, kind: str, folder: Path, words: Sequence[str]) -> Iterator[Attempt]:
         """Run the program with these words again and again, until nothing it writes below `folder` is left to fail.

@@ -11,13 +11,15 @@ from pathlib import Path
 import torch
 
 from linearize.base import UserError, atomic_file
+from linearize.run.folder import alone_in
 from linearize.training.resumption import MetricsLog, StageFolder
 
 
 def main() -> None:
     """Exit status and last line are those of the command line."""
     try:
-        run(Path(sys.argv[1]))
+        with alone_in(Path(sys.argv[1])):
+            run(Path(sys.argv[1]))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)

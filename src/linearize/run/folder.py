@@ -169,7 +169,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     """Within, no other run works in `folder`, which is made if it is not there, and is gone again if it stays empty.
 
     Of several processes that work on one run, the main one sees to it. A lock that a killed process has left counts
-    for nothing.
+    for nothing, and what it was writing is removed.
 
     Raises:
         UserError: another is at work in it, or it cannot be written to.
@@ -188,6 +188,9 @@ def alone_in(folder: Path) -> Iterator[None]:
                     "its end, or use another folder"
                 )
             try:
+                for left in (*folder.glob(".*.incomplete"), *folder.glob("model/.*.incomplete")):
+                    with suppress(OSError):  # a folder is its writer's to remove
+                        left.unlink()
                 yield
             finally:
                 with suppress(OSError):

@@ -11,23 +11,19 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from linearize.base import DivergedError, UserError
+from linearize.base import DivergedError, UserError, step_progress
 from linearize.data.rows import Rows
 from linearize.distributed import barrier, clip_gradients, in_turn, sum_gradients, world
 from linearize.training.batches import Batches
 from linearize.training.config import TrainConfig
 from linearize.training.optimizers import load_state, make_optimizer, state_of
 from linearize.training.resumption import (
-    RESULT,
-    TRAINED,
     MetricsLog,
     StageFolder,
-    read_stage,
+    read_trained,
     restore_rng_state,
     rng_state,
     run_identity,
@@ -141,7 +137,7 @@ def train(
             ) from None
     vouched = (0, None) if checkpoint is None else (checkpoint[1]["metrics_bytes"], checkpoint[1].get("metrics_sha256"))
     log = MetricsLog(output_dir / "metrics.jsonl", *vouched) if main else nullcontext()
-    with log as metrics, _progress() as progress:
+    with log as metrics, step_progress() as progress:
         bar = progress.add_task(title, total=run.batches.num_steps, completed=run.step, status="")
 
         def evaluate() -> None:
@@ -185,12 +181,10 @@ def load_trained(units: Sequence[Unit], output_dir: Path) -> None:
     Raises:
         UserError: the stage is missing, unfinished, or of other parameters.
     """
-    path, parameters = output_dir / TRAINED, _parameters(units)
-    if not path.is_file():
-        raise UserError(f"{output_dir}: expected a finished stage, found no {TRAINED}; run it to the end")
-    tensors, _ = read_stage(path, output_dir / RESULT, parameters)
+    parameters = _parameters(units)
+    tensors = read_trained(output_dir, parameters)
     if missing := parameters.keys() - tensors.keys():
-        raise UserError(f"{path}: expected the parameters of this model, found none for {min(missing)}")
+        raise UserError(f"{output_dir}: expected the parameters of this model, found none for {min(missing)}")
     _copy_into(parameters, tensors)
 
 
@@ -247,11 +241,9 @@ class _UnitRun:
 
     def _first_not_finite(self) -> str | None:
         """The first parameter, in the model's order, with a number that is not finite; else with such a gradient."""
-        bad = [name for name, parameter in self.parameters.items() if not parameter.isfinite().all()]
-        if not bad:
-            gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-            bad = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
-        return next(iter(bad), None)
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        both = (*self.parameters.items(), *gradients.items())
+        return next((name for name, tensor in both if not tensor.isfinite().all()), None)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"best/{name}": tensor for name, tensor in self.best.items()}
@@ -405,13 +397,3 @@ def _copy_into(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor]) 
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
-
-
-def _progress() -> Progress:
-    """A bar on standard error, if that is a terminal; standard output is left to the command's result."""
-    console = Console(stderr=True)
-    status = TextColumn("{task.fields[status]}", markup=False)
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), status
-    return Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, redirect_stdout=False
-    )
