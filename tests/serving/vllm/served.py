@@ -167,12 +167,11 @@ def engine(folder: str, **options: Any) -> Iterator[LLM]:
     """vLLM in this process."""
     defaults = dict(dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=64, seed=0)
     defaults |= dict(enable_prefix_caching=False, max_num_batched_tokens=4096, disable_log_stats=False)
-    llm = LLM(model=folder, distributed_executor_backend="uni", **(defaults | options))
     try:
+        llm = LLM(model=folder, distributed_executor_backend="uni", **(defaults | options))
         yield llm
-    finally:
         llm.llm_engine.engine_core.shutdown()
-        del llm
+    finally:
         cleanup_dist_env_and_memory()
 
 

@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from linearize import Recipe, TeacherShape, resolve
 from linearize.mixers.config import LayerPlan
-from linearize.serving.vllm.models import BASES
+from linearize.serving.vllm import BASES
 from tests.hf.decoders import DECODERS
 from tests.serving.vllm.served import (
     by_transformers,

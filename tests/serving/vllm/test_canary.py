@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from linearize.serving.vllm.models import BASES
+from linearize.serving.vllm import BASES
 
 pytestmark = pytest.mark.vllm
 

@@ -4,6 +4,21 @@
 
 from __future__ import annotations
 
+# vLLM's modules of the base classes whose attention calls `self.attn(q, k, v)` once RoPE is done.
+BASES = {
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "GraniteForCausalLM": "granite",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+
 
 def register() -> None:
     """Tell vLLM of the converted models' classes; it calls this in each of its processes (`vllm.general_plugins`)."""
@@ -16,7 +31,9 @@ def register() -> None:
 
     for classes in MODEL_CLASSES.values():
         for cls in (cls for made in classes.values() for cls in made):
-            ModelRegistry.register_model(cls.__name__, f"linearize.serving.vllm.models:{cls.__name__}")
+            # vLLM looks at a model's class before it asks whether we refuse it: at one that is there.
+            served = cls.__name__ if cls.__name__.removeprefix("Linearized") in BASES else "LinearizedLlamaForCausalLM"
+            ModelRegistry.register_model(cls.__name__, f"linearize.serving.vllm.models:{served}")
             MODELS_CONFIG_MAP[cls.__name__] = ServingConfig
     # What the compiler cuts a model at: the rest of it can be one CUDA graph from layer to layer.
     if "vllm::linearize_mixer" not in CompilationConfig._attention_ops:

@@ -23,23 +23,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 from linearize.base import UserError
 from linearize.hf.classes import build, read_plan
 from linearize.hf.teacher import TeacherShape
+from linearize.serving.vllm import BASES
 from linearize.serving.vllm.layer import Extras, StateLayer
 from linearize.serving.vllm.pages import PageLayout
 
-# vLLM's modules of the base classes whose attention calls `self.attn(q, k, v)` once RoPE is done.
-BASES = {
-    "GemmaForCausalLM": "gemma",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3",
-    "GraniteForCausalLM": "granite",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "Phi3ForCausalLM": "phi3",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
 INTERFACES = (HasInnerState, IsHybrid, SupportsMambaPrefixCaching)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.model_executor.models.config import MambaModelConfig, VerifyAndUpdateConfig
 
 from linearize.hf.classes import read_plan
+from linearize.serving.vllm import BASES
 
 # What is asked for and cannot be, and what the user is told.
 REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
@@ -62,8 +63,6 @@ class ServingConfig(VerifyAndUpdateConfig):
         Raises:
             ValueError: another one, or a config without a plan.
         """
-        from linearize.serving.vllm.models import BASES
-
         name = str(model_config.architecture)
         if name.removeprefix("Linearized") not in BASES:
             raise ValueError(
