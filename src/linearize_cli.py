@@ -134,8 +134,6 @@ def plan(
             _show(clusters.render(shares, gpus), as_json)
     for line in found.lines() if found is not None else ():
         _note(line)
-    if where is None:
-        _note("what training takes in memory: --gpu-memory 24GiB, for example, counts it and names settings that fit")
     if isinstance(chosen.layers.keep_softmax, KeepByTransferError):
         _note("which layers stay softmax is decided by their transfer errors; those above stand in for them")
     if chosen.memory is not None:

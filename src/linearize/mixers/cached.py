@@ -108,6 +108,7 @@ def cache_of_next(config: MixerConfig, worth: Worth | None, state: MixerState, a
     cache, span, exact, begins = config.cache, config.span, state.exact, at.flushes
     if cache is None or exact is None or begins is None or not at.may_flush:
         return None
+    assert isinstance(span, TerracedSpan)
     slots = slice(span.sinks, span.sinks + span.window_size)
     position = context_positions(state.seen, span)[:, slots]
     position = torch.where((position >= span.sinks) & begins[:, 0], position, -1)
