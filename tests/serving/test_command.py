@@ -107,7 +107,8 @@ def test_vllm_is_started_in_place_of_the_command(
     port = free_port()
     done = command("serve", run.folder, "--port", port, "--api-key", "s3cret", "--dtype", "float32")
     folder = student_folder(str(run.folder))
-    words = ["-m", "vllm.entrypoints.cli.main", "serve", folder, "--host", "127.0.0.1", "--port", str(port)]
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+    words += ["--host", "127.0.0.1", "--port", str(port)]
     assert started == [sys.executable, [sys.executable, *words, "--dtype", "float32"], "s3cret"]
     assert done.status == 0 and f"vLLM serves {folder} at http://127.0.0.1:{port}/v1" in done.err
     assert "--engine transformers" in done.err and "s3cret" not in done.err

