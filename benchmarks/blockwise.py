@@ -36,7 +36,7 @@ from linearize.costs import FP32, softmax_flops
 from linearize.hf.checkpoint import read_config
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
-from linearize.plan import make_plan
+from linearize.planning.plan import make_plan
 from linearize.recipe import Recipe, resolve
 from linearize.training.blockwise import BlockwiseTransfer
 

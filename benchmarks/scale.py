@@ -13,10 +13,10 @@ import argparse
 import torch
 
 from linearize.costs import softmax_flops
-from linearize.fit import fit, parse_memory
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
-from linearize.plan import make_plan, size
+from linearize.planning.fit import fit, parse_memory
+from linearize.planning.plan import make_plan, size
 from linearize.recipe import Recipe, resolve
 from linearize.training.blockwise import layer_blocks
 

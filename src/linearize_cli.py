@@ -104,11 +104,11 @@ def plan(
     with _importing():
         import torch
 
-        from linearize import cluster as clusters
-        from linearize import plan as planning
-        from linearize.fit import fit, parse_memory
         from linearize.hf.checkpoint import read_config
         from linearize.hf.teacher import TeacherShape
+        from linearize.planning import cluster as clusters
+        from linearize.planning import plan as planning
+        from linearize.planning.fit import fit, parse_memory
         from linearize.recipe import KeepByTransferError, Recipe, parse_overrides, resolve
 
     chosen = Recipe.load(recipe, parse_overrides(set_ or []))

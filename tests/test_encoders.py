@@ -12,7 +12,7 @@ from rich.console import Console
 from linearize.base import UserError
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import Add
-from linearize.plan import Plan, make_plan, render
+from linearize.planning.plan import Plan, make_plan, render
 from linearize.recipe import Recipe, resolve
 from tests.hf.encoders import ENCODERS
 from tests.hf.test_teacher import TINY

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTra
 from linearize.hf.classes import projections
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
-from linearize.plan import lora_parameters
+from linearize.planning.plan import lora_parameters
 from linearize.training.config import LoRAConfig
 from tests.hf.encoders import ENCODERS
 from tests.hf.test_teacher import GPT2, TINY

@@ -10,7 +10,7 @@ from linearize.base import UserError
 from linearize.distributed import least, world
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
-from linearize.plan import make_plan
+from linearize.planning.plan import make_plan
 from linearize.run.folder import Run
 
 ROOM = 0.9  # of a GPU's memory is the run's; the rest is the driver's, and what the forecast leaves out

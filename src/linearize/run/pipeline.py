@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from linearize import plan as planning
 from linearize.base import UserError
 from linearize.data.load import load_processor
 from linearize.data.packing import Dataset
@@ -23,6 +22,7 @@ from linearize.hf.partial_model import StoredWeights
 from linearize.hf.sharded_checkpoint import save_sharded
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
+from linearize.planning import plan as planning
 from linearize.recipe import Recipe, resolve
 from linearize.run.allocation import ALLOCATION, allocation, stored_allocation
 from linearize.run.evaluate import control, measure_run, write_results

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from linearize.fit import SETTINGS, STAGES, fit, parse_memory
 from linearize.hf.checkpoint import read_config
 from linearize.hf.teacher import TeacherShape
+from linearize.planning.fit import SETTINGS, STAGES, fit, parse_memory
 from linearize.recipe import Recipe, resolve
 from linearize.run.folder import Run
 

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 import linearize_cli
 from linearize.base import UserError
-from linearize.cluster import Cluster, Share, shares
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
-from linearize.plan import make_plan
+from linearize.planning.cluster import Cluster, Share, shares
+from linearize.planning.plan import make_plan
 from linearize.recipe import Recipe, resolve
 from tests import tiny
 

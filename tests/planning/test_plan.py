@@ -14,7 +14,7 @@ from rich.console import Console
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
-from linearize.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render
+from linearize.planning.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render
 from linearize.recipe import Recipe, parse_overrides, recipe_names, resolve
 from linearize.training import config as stages
 from tests.hf.test_teacher import GPT2 as GPT2_CONFIG

@@ -19,11 +19,11 @@ import torch
 from rich.table import Table
 
 from linearize.costs import FP32, Mixers, generation_memory, mixer_costs, softmax_flops
-from linearize.forecast import step_bytes
 from linearize.hf.classes import projections
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
+from linearize.planning.forecast import step_bytes
 from linearize.recipe import Recipe
 from linearize.training.config import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
 from linearize.training.optimizers import MOMENT_BYTES

@@ -18,7 +18,7 @@ from linearize.costs import FP32
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
-from linearize.plan import StageCost, make_plan, size
+from linearize.planning.plan import StageCost, make_plan, size
 from linearize.recipe import Recipe
 from linearize.training.config import FinetuneConfig, LoRAConfig
 from linearize.training.optimizers import MOMENT_BYTES

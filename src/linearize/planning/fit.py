@@ -18,7 +18,7 @@ from linearize.hf.meta import MetaModel
 from linearize.hf.partial_model import stored_by_layer
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
-from linearize.plan import AnyStage, size, stage_memory
+from linearize.planning.plan import AnyStage, size, stage_memory
 from linearize.recipe import Recipe
 from linearize.training.config import FinetuneConfig, TransferConfig
 

@@ -12,13 +12,13 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from linearize.data.rows import PackedRows
 from linearize.evaluation.speed import peak_bytes
-from linearize.footprint import Footprint
-from linearize.forecast import step_bytes
 from linearize.hf.convert import convert_layers
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.ops.layout import Layout
-from linearize.plan import make_plan
+from linearize.planning.footprint import Footprint
+from linearize.planning.forecast import step_bytes
+from linearize.planning.plan import make_plan
 from linearize.recipe import Recipe, resolve
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.finetune import OutputObjective, prepared
