@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_plan import LLAMA_3_8B
 
 from linearize.base import UserError
 from linearize.planning import fit as fitting
 from linearize.planning.fit import Fit, fit, parse_memory
 from linearize.recipe import Recipe, resolve
+from tests.planning.test_plan import LLAMA_3_8B
 
 # What is forecast of Llama 3 8B, by hand here: GiB without anything, of a row, of a row with checkpointing.
 BASE, ROW, AGAIN, BLOCK = 16, 8, 1, 0.5
