@@ -241,7 +241,7 @@ def test_apart_from_its_run(finished: Run, tmp_path: Path) -> None:
 def test_stage_by_stage(finished: Run, tmp_path: Path) -> None:
     parts = dataclasses.replace(finished, folder=tmp_path / "run")
     assert run(parts, until="transfer") is None
-    claimed = {"recipe.yaml", "run.json", "plan.json"}
+    claimed = {"recipe.yaml", "run.json", "plan.json", "rows.safetensors"}
     assert names(parts.folder) == claimed | {"transfer"}
     transferred = contents(parts.folder / "transfer")
     assert run(parts, until="finetune") is None
@@ -280,7 +280,7 @@ def test_two_steps(finished: Run, tmp_path: Path) -> None:
     changes |= {"evaluation.trained_controls": False}
     steps = dataclasses.replace(finished, recipe=finished.recipe.override(changes), folder=tmp_path / "run")
     assert run(steps, until="adapt") is None
-    assert names(steps.folder) == {"recipe.yaml", "run.json", "plan.json", "adapt"}
+    assert names(steps.folder) == {"recipe.yaml", "run.json", "plan.json", "rows.safetensors", "adapt"}
     trained = load_file(steps.folder / "adapt" / "trained.safetensors")
     assert trained and all(".mixer." in name for name in trained)
     run(steps)
@@ -354,7 +354,7 @@ def test_blocks_as_jobs_never_load_the_teacher(finished: Run, by_block: Run, mon
 
     monkeypatch.setattr(Run, "load_teacher", loaded)
     assert run(by_block, block=1) is None
-    assert names(by_block.folder) == {"recipe.yaml", "run.json", "plan.json", "transfer"}
+    assert names(by_block.folder) == {"recipe.yaml", "run.json", "plan.json", "rows.safetensors", "transfer"}
     assert blocks_to_do(by_block) == [0]
     assert run(by_block, block=0) is None
     assert blocks_to_do(by_block) == []

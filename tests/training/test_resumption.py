@@ -171,9 +171,10 @@ def test_a_flipped_bit_is_named(tmp_path: Path, finished: bool) -> None:
             if path.suffix == ".json" and _means_the_same(whole, bytes(flipped)):
                 continue
             with pytest.raises(UserError, match=rf"{path.name}: .*; (delete|use another)"):
-                again.finished() if finished else again.latest()
+                again.finished({}) if finished else again.latest({})
         path.write_bytes(whole)
-    assert StageFolder(tmp_path, IDENTITY).finished() if finished else StageFolder(tmp_path, IDENTITY).latest()
+    stage = StageFolder(tmp_path, IDENTITY)
+    assert stage.finished({}) if finished else stage.latest({})
 
 
 def _means_the_same(whole: bytes, flipped: bytes) -> bool:
@@ -190,5 +191,5 @@ def test_what_was_written_before_there_were_digests_is_read(tmp_path: Path) -> N
     found = json.loads((tmp_path / "result.json").read_text())
     del found["sha256"], found["tensors_sha256"]
     (tmp_path / "result.json").write_text(json.dumps(found))
-    loaded = stage.finished()
+    loaded = stage.finished({})
     assert loaded is not None and loaded[1] == {"steps": 8}
