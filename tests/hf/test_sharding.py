@@ -21,6 +21,7 @@ from tests.hf.models import make_teacher
 from tests.training.test_distributed import finish, torchrun
 
 
+@pytest.mark.slow
 def test_no_process_holds_the_whole_model(tmp_path: Path) -> None:
     """Two read half of the weights each, which a student shares; what they write is what one writes, in any files."""
     sizes = dict(hidden_size=512, intermediate_size=2048, vocab_size=2048, num_attention_heads=8)

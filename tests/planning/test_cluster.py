@@ -15,7 +15,7 @@ from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.planning.cluster import Cluster, Share, shares
 from linearize.planning.plan import make_plan
-from linearize.recipe import Recipe, resolve
+from linearize.recipe import resolve
 from tests import tiny
 
 SHAPE = TeacherShape.from_config(tiny.llama(layers=3).config.to_dict())
@@ -65,6 +65,6 @@ def test_the_command_says_what_fits() -> None:
 
 
 def test_one_gpu_has_nothing_to_divide() -> None:
-    recipe = Recipe.load("lolcats")
+    recipe = tiny.recipe()
     found = shares(recipe, SHAPE, resolve(recipe, SHAPE), Cluster(1, 10**9))
     assert {share.layout for share in found} == {"whole model", "block-wise"}
