@@ -511,8 +511,8 @@ def main() -> None:
         if _is_out_of_memory(error):
             reason = " ".join(str(error).split())[:200]
             error = UserError(
-                f"memory: expected room for what the command holds, found none left ({reason}); `linearize plan` says "
-                "what it takes, and a smaller micro_batch_size takes less for the same steps"
+                f"memory: expected room for what the command holds, found none left ({reason}); `linearize plan` with "
+                "--gpu-memory says what it takes, and a smaller micro_batch_size takes less for the same steps"
             )
         elif not isinstance(error, UserError):
             raise
