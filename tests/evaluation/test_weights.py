@@ -242,17 +242,25 @@ def test_weights_of_heads_with_mixers_of_their_own(score: Score) -> None:
     assert int(held.sum(-1).max()) <= 3 + 2 * 2
 
 
-@pytest.mark.parametrize("score", ["value_norm", *CALIBRATED])
-def test_a_cache_that_chooses_by_values_cannot_be_probed_by_values(score: Score) -> None:
-    student = headwise_student(small_cache(score), None, None, None)
-    with pytest.raises(UserError, match="an exact cache in layer 0 that chooses by values"):
-        visits(student)
+@pytest.mark.parametrize("score", ["value_norm", "recall_redundancy_and_age", *CALIBRATED])
+def test_a_cache_that_chooses_by_values_chooses_by_the_tokens_own(score: Score) -> None:
+    """And not by those that its weights are probed with, which lie beside them; beside a linear part too."""
+    (visit,) = visits(headwise_student(small_cache(score), None, None, beside_a_linear_part(score)))
+    found = whole(weight_blocks(visit), len(ROWS), 4)
+    with torch.no_grad():
+        assert_close(found["student"] @ visit.inputs.v, visit.module.mixer(visit.inputs, visit.layout))
 
 
 def small_cache(score: Score) -> MixerConfig:
     """Three pairs beside two blocks of two."""
     span, cache = TerracedSpan(window_size=2, blocks=2), ExactCache(size=3, score=score)
     return MixerConfig(span=span, feature_map=None, combine=WindowOnly(), cache=cache)
+
+
+def beside_a_linear_part(score: Score) -> MixerConfig:
+    """The same, and what it drops is written to a linear state."""
+    exponential = {"feature_map": {"type": "hedgehog", "activation": "exp"}, "combine": {"type": "absolute_scale"}}
+    return MixerConfig.model_validate(small_cache(score).model_dump() | exponential)
 
 
 # --- the teacher's ----------------------------------------------------------------------------------------------------

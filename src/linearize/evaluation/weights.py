@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, progress
@@ -41,6 +41,7 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
 from linearize.mixers.normalizers import NoNorm, NoNormalizer, SumNorm
 from linearize.mixers.update import DeltaUpdate
+from linearize.ops.exact_cache import Worth
 from linearize.ops.layout import Layout
 
 QUERIES = 64  # of a block
@@ -112,15 +113,6 @@ def never_negative(config: MixerConfig | None) -> bool:
     return not signed and not isinstance(config.update, DeltaUpdate)
 
 
-def without_weights(student: PreTrainedModel) -> str | None:
-    """What in which layer keeps its attention from being looked at as one matrix of weights; None: nothing does."""
-    for layer in linearized_layers(student).values():
-        caches = (part.config and part.config.cache for _, part in layer.mixer.parts())
-        if any(cache is not None and cache.reads_values for cache in caches):
-            return f"an exact cache in layer {layer.layer_idx} that chooses by values"
-    return None
-
-
 def visit_layers(
     student: PreTrainedModel, chosen: ChosenRows, visit: Callable[[Visit], None], *, batch_size: int, title: str
 ) -> None:
@@ -131,8 +123,6 @@ def visit_layers(
     """
     if not linearized_layers(student):
         raise UserError(f"model: expected a linearized one, found {type(student).__name__}; convert it first")
-    if (why := without_weights(student)) is not None:
-        raise UserError(f"model: expected layers whose attention can be looked at, found {why}")
     with inference(student):
         starts = range(0, len(chosen), batch_size)
         for first in progress(starts, title):
@@ -265,25 +255,40 @@ def _probed(
 ) -> Iterator[tuple[slice, slice, Float[Tensor, "H C K"]]]:
     """(keys, queries, weights) of each block of one row of a causal mixer.
 
-    Probe i has the values of keys i D .. i D + D - 1. Those whose keys no query sees any more are dropped, and one more
-    row of the batch, without any values yet, stands for all to come.
+    Probe i has the values of keys i D .. i D + D - 1. Those whose keys no query sees any more are dropped.
+    Its batch has two more rows: one without any values yet, which stands for all to come, and one with the tokens' own,
+    by which an exact cache chooses for all of them.
     """
-    if mixer.feature_map is not None and not isinstance(mixer.normalizer, SumNorm | NoNorm):
-        mixer = copy.deepcopy(mixer)
-        mixer.normalizer = NoNorm(NoNormalizer(), mixer.shape)
     length, width, device = len(position), inputs.v.shape[-1], inputs.v.device
+    mixer = copy.deepcopy(mixer)
+    if mixer.feature_map is not None and not isinstance(mixer.normalizer, SumNorm | NoNorm):
+        mixer.normalizer = NoNorm(NoNormalizer(), mixer.shape)
+    if getattr(mixer, "worth", None) is not None:
+        mixer.worth = _OfLastRow(mixer.worth)
     state, before = None, range(0)
     for start in range(0, length, QUERIES):
         queries = slice(start, min(start + QUERIES, length))
         probes = range((start - int(position[start])) // width, (queries.stop - 1) // width + 1)
         if state is not None:
             index = [i - before.start if i in before else len(before) for i in probes]
-            state = state.select(torch.tensor([*index, len(before)], device=device))
+            state = state.select(torch.tensor([*index, len(before), len(before) + 1], device=device))
         values = _one_hot([*probes, length], queries, width).to(inputs.v)
-        part = _row(inputs, 0, queries, values[:, None].expand(-1, inputs.v.shape[1], -1, -1))
+        values = values[:, None].expand(-1, inputs.v.shape[1], -1, -1)
+        part = _row(inputs, 0, queries, torch.cat([values, inputs.v[:, :, queries]]))
         y, state = mixer.step(part, state, _own_layout(position, document, queries, device))
         before, keys = probes, slice(probes.start * width, queries.stop)
-        yield keys, queries, y[:-1].permute(1, 2, 0, 3).flatten(2)[..., : keys.stop - keys.start]
+        yield keys, queries, y[:-2].permute(1, 2, 0, 3).flatten(2)[..., : keys.stop - keys.start]
+
+
+class _OfLastRow(nn.Module):
+    """What candidates are worth in the last row of a batch whose rows differ in values alone, for every row of it."""
+
+    def __init__(self, worth: Worth) -> None:
+        super().__init__()
+        self.worth = worth
+
+    def forward(self, *candidates: Tensor) -> Tensor:
+        return self.worth(*(x[-1:] for x in candidates)).expand(len(candidates[0]), -1, -1)
 
 
 def _one_hot(probes: list[int], slots: slice, width: int) -> Float[Tensor, "P C D"]:

@@ -40,7 +40,6 @@ from linearize.evaluation.retrieval import Answers, Retrieval, answer, retrieval
 from linearize.evaluation.scores import TaskScores, score_task
 from linearize.evaluation.shares import KeptGain, kept_copying, kept_far_context
 from linearize.evaluation.speed import Crossover, Speed, generation_speed
-from linearize.evaluation.weights import without_weights
 from linearize.hf.attention import linearized_layers
 from linearize.hf.sharding import is_sharded
 
@@ -241,14 +240,11 @@ def _examined(
         models = {name: stack.enter_context(opened[name].open()) for name in ("teacher", "student") if name in opened}
         student = models["student"]
         found: dict[str, Any] = {}
-        if (why := without_weights(student)) is not None:
-            reasons["fidelity"] = reasons["path_usage"] = f"the model has {why}"
+        found["fidelity"] = measure_fidelity(student, rows, tokenizer, **sampled)
+        if all(layer.mixer.causal for layer in linearized_layers(student).values()):
+            found["path_usage"] = measure_path_usage(student, rows, **sampled | samples)
         else:
-            found["fidelity"] = measure_fidelity(student, rows, tokenizer, **sampled)
-            if all(layer.mixer.causal for layer in linearized_layers(student).values()):
-                found["path_usage"] = measure_path_usage(student, rows, **sampled | samples)
-            else:
-                reasons["path_usage"] = "an encoder has no window beside its linear part"
+            reasons["path_usage"] = "an encoder has no window beside its linear part"
         if "teacher" in models:
             options: dict[str, Any] = {"batch_size": BATCH_SIZE, "window_size": sizes["window_size"]}
             found["agreement"] = logit_agreement(models["teacher"], student, rows, **options, **samples)

@@ -53,11 +53,6 @@ class ExactCache(Config):
     score: Score = Field(default="redundancy_and_age", description="which pairs are worth keeping")
 
     @property
-    def reads_values(self) -> bool:
-        """Whether the choice depends on the values."""
-        return self.score in ("value_norm", "self_recall", "recall_redundancy_and_age") or self.score in CALIBRATED
-
-    @property
     def keeps(self) -> float | None:
         """What becomes of the attention that pairs received when a block begins, a factor; None: nobody asks for it."""
         return ATTENTION.get(self.score)
