@@ -246,10 +246,11 @@ def check_results(made: Run, worth: Worth | None) -> None:
     recipe, missing = made.recipe, set()
     if recipe.transfer is None:
         missing |= {"transferred"}
+    missing |= {"exact_lora", "equal_lora"} - set(made.controls)
     if recipe.mixer.feature_map is None:
-        missing |= {"ablated", "equal_lora"}
+        missing |= {"ablated"}
     if not made.controls:
-        missing |= {"teacher_lora", "window_lora", "equal_lora"}
+        missing |= {"teacher_lora", "window_lora"}
     if worth.measured:
         assert {measured.name for measured in worth.measured} == LABELS.keys() - missing
         assert (worth.fidelity is not None) == recipe.evaluation.examine

@@ -205,7 +205,8 @@ class Recipe(Config):
         """What the evaluation trains beside the student, on as many tokens as all of its stages together.
 
         The teacher (`teacher_lora`), its window alone (`window_lora`), and where there is a linear part, one window of
-        as many bytes as the student's state (`equal_lora`): as `finetune` says, be that LoRA or not.
+        as many bytes as the student's state (`equal_lora`), or where heads have memory of their own, the same memory
+        without linear parts (`exact_lora`): as `finetune` says, be that LoRA or not.
 
         None where fine-tuning trains nothing that a model without a linear part has. No teacher where its own outputs
         are all there is to learn: it has them already.
@@ -215,9 +216,11 @@ class Recipe(Config):
             return ()
         if tuned is None or not (tuned.lora or tuned.all_weights) or not self.evaluation.trained_controls:
             return ()
-        mixers = (self.mixer, *(heads.mixer for heads in self.heads))
-        linear = any(mixer is not None and mixer.feature_map is not None for mixer in mixers)
-        windows = ("window_lora", "equal_lora") if linear and not self.heads else ("window_lora",)
+        named = [self.mixer, *(heads.mixer for heads in self.heads), *(self.memory.mixers if self.memory else ())]
+        mixers = [mixer for mixer in named if mixer is not None]
+        spread = self.heads or self.memory or any(mixer.cache is not None for mixer in mixers)
+        linear = any(mixer.feature_map is not None for mixer in mixers)
+        windows = ("window_lora", *(("exact_lora" if spread else "equal_lora",) if linear else ()))
         return ("teacher_lora", *windows) if tuned.loss.labels else windows
 
     @classmethod

@@ -26,18 +26,19 @@ from linearize.evaluation.controls import window_only_plan
 from linearize.evaluation.perplexity import token_losses
 from linearize.evaluation.worth import Worth
 from linearize.hf.classes import read_plan
-from linearize.mixers.config import HeadwiseConfig, MixerConfig
+from linearize.mixers.config import HeadwiseConfig, MixerConfig, each_mixer
 from linearize.recipe import Recipe
 from linearize.report.findings import sentences
 from linearize.report.load import load_run
 from linearize.run import folder as runs
-from linearize.run.evaluate import candidates, evaluate
+from linearize.run.evaluate import candidates, control, evaluate
 from linearize.run.folder import Run
 from linearize.run.pipeline import blocks_to_do, run
 from linearize.training import loop
 from tests import tiny
 
 CONTROLS = ("teacher_lora", "window_lora", "equal_lora")
+MEASURED = {name: label for name, label in LABELS.items() if name != "exact_lora"}  # of windows alike in all heads
 FINISHED = {"metrics.jsonl", "result.json", "trained.safetensors"}
 
 
@@ -124,7 +125,7 @@ def test_everything_is_written(finished: Run) -> None:
 
 def test_every_candidate_is_measured_and_is_its_own_model(finished: Run) -> None:
     found = evaluation(finished.folder)
-    assert [measured["name"] for measured in found["measured"]] == list(LABELS)
+    assert [measured["name"] for measured in found["measured"]] == list(MEASURED)
     assert found["missing"] == []
     assert all(measured["copying"] is not None for measured in found["measured"])
     losses = {measured["name"]: measured["quality"]["loss"]["mean"] for measured in found["measured"]}
@@ -200,7 +201,7 @@ def test_on_other_text(finished: Run, tmp_path: Path) -> None:
     other = str(tiny.write_text(tmp_path / "other.jsonl", seed=5))
     overrides = {"data.sequence_length": 48}
     found = numbers(evaluated(finished.folder / "model", dataset=other, overrides=overrides))
-    assert [measured["name"] for measured in found["measured"]] == list(LABELS)
+    assert [measured["name"] for measured in found["measured"]] == list(MEASURED)
     expected = evaluation(finished.folder)
     for measured, original in zip(found["measured"], expected["measured"], strict=True):
         assert measured["quality"]["loss"] != original["quality"]["loss"]
@@ -224,7 +225,7 @@ def test_apart_from_its_run(finished: Run, tmp_path: Path) -> None:
 
     alone = numbers(evaluated(older, **told))
     assert [measured["name"] for measured in alone["measured"]] == ["student", "ablated"]
-    assert alone["missing"] == [label for name, label in LABELS.items() if name not in ("student", "ablated")]
+    assert alone["missing"] == [label for name, label in MEASURED.items() if name not in ("student", "ablated")]
     beside = numbers(evaluated(older, **told, teacher=finished.model))
     itself = numbers(evaluated(moved))
     for found in (beside, itself):
@@ -264,8 +265,8 @@ def test_stage_by_stage(finished: Run, tmp_path: Path) -> None:
 def test_recipes_of_one_stage(finished: Run, tmp_path: Path, changes: dict[str, Any], missing: set[str]) -> None:
     part = dataclasses.replace(finished, recipe=finished.recipe.override(changes), folder=tmp_path / "run")
     found = numbers(run(part))
-    assert found["missing"] == [label for name, label in LABELS.items() if name in missing]
-    assert [measured["name"] for measured in found["measured"]] == [name for name in LABELS if name not in missing]
+    assert found["missing"] == [label for name, label in MEASURED.items() if name in missing]
+    assert [measured["name"] for measured in found["measured"]] == [name for name in MEASURED if name not in missing]
     assert not (part.folder / "controls").exists()
     losses = {measured["name"]: measured["quality"]["loss"]["mean"] for measured in found["measured"]}
     if "transferred" in losses:
@@ -548,6 +549,23 @@ def test_a_full_disk_leaves_no_half_file(finished: Run, tmp_path: Path, monkeypa
     with pytest.raises(UserError, match=f"^{begun.folder}/recipe.yaml: the disk is full"):
         runs.claim(begun, tiny.load_data(finished))
     assert contents(begun.folder) == {}
+
+
+def test_heads_of_several_kinds_beside_the_same_without_linear_parts(finished: Run, tmp_path: Path) -> None:
+    narrow = {"span": {"type": "sliding", "window_size": 2}, "feature_map": None, "combine": {"type": "window_only"}}
+    changes = {"heads": [{"kv_heads": ["0.0"], "mixer": narrow}], "transfer": None, "evaluation.examine": False}
+    spread = dataclasses.replace(finished, recipe=finished.recipe.override(changes), folder=tmp_path / "run")
+    worth = run(spread)
+    assert worth is not None
+    losses = {measured.name: measured.quality.loss.mean for measured in worth.measured}
+    assert {"window_lora", "exact_lora"} <= losses.keys() and "equal_lora" not in losses
+    plan = read_plan(AutoModelForCausalLM.from_pretrained(spread.folder / "model").config)
+    alone = read_plan(control(spread, spread.load_teacher(), plan, "exact_lora").config)
+    assert [mixer.span for mixer in each_mixer(alone)] == [mixer.span for mixer in each_mixer(plan)]
+    assert all(x.feature_map is None for x in each_mixer(alone)) and any(x.feature_map for x in each_mixer(plan))
+    assert (spread.folder / "controls" / "exact_lora" / "result.json").is_file()
+    said = " ".join(sentences(load_run(spread.folder)))
+    assert "the same memory without linear parts (finetuned alike)" in said
 
 
 MEMORY = {

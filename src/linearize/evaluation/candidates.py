@@ -21,6 +21,7 @@ LABELS = {
     "window_sinks": "window + sinks, untrained",
     "window_lora": "window only, finetuned",
     "equal_lora": "window of equal bytes, finetuned",
+    "exact_lora": "same memory, no linear part, finetuned",
 }
 # Who sees no further than the window, and who sees all: the first two that were measured. A student that was finetuned
 # must stand beside models that were finetuned alike, or what finetuning alone gives would count as context kept. No

@@ -39,15 +39,19 @@ def window_only(mixer: MixerConfig, sinks: int | None = None) -> MixerConfig:
     return MixerConfig(span=control_span(mixer.span, sinks), feature_map=None, combine=WindowOnly(), cache=mixer.cache)
 
 
+def is_spread(plan: LayerPlan) -> bool:
+    """Whether memory is spread over heads or kept in exact caches: no plan of plain windows is like it."""
+    return any(isinstance(layer, HeadwiseConfig) for layer in plan) or any(
+        mixer.cache is not None for mixer in each_mixer(plan)
+    )
+
+
 def window_only_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> LayerPlan:
     """The layer plan of the window-only control: each layer's own window.
 
     Where memory is spread over heads or kept in exact caches, it is the `equal_bytes_plan`.
     """
-    spread = any(isinstance(layer, HeadwiseConfig) for layer in plan)
-    if not spread and all(mixer.cache is None for mixer in each_mixer(plan)):
-        return tuple(None if mixer is None else window_only(mixer) for mixer in plan)  # type: ignore[arg-type]
-    return equal_bytes_plan(plan, model, length)
+    return equal_bytes_plan(plan, model, length) if is_spread(plan) else exact_plan(plan)
 
 
 def equal_bytes_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> LayerPlan:
@@ -67,6 +71,14 @@ def equal_bytes_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> La
     return tuple(None if layer is None else uniform for layer in plan)
 
 
+def exact_plan(plan: LayerPlan) -> LayerPlan:
+    """The same memory for every head but for linear states: its window, exact cache and sinks, or all of its keys."""
+
+    return tuple(
+        layer.each(window_only) if isinstance(layer, HeadwiseConfig) else layer and window_only(layer) for layer in plan
+    )
+
+
 @contextmanager
 def without_linear_part(student: PreTrainedModel, sinks: int | None = None) -> Iterator[PreTrainedModel]:
     """Within, every converted layer attends within its window only; all weights stay as they are."""
@@ -74,11 +86,7 @@ def without_linear_part(student: PreTrainedModel, sinks: int | None = None) -> I
     def ablated(mixer: Any) -> LinearMixer | HeadwiseMixer:
         if not isinstance(mixer, HeadwiseMixer):
             return LinearMixer(window_only(mixer.config, sinks), mixer.shape)
-        groups = tuple(
-            group.model_copy(update={"mixer": group.mixer and window_only(group.mixer, sinks)})
-            for group in mixer.config.groups
-        )
-        return HeadwiseMixer(HeadwiseConfig(groups=groups), mixer.shape)
+        return HeadwiseMixer(mixer.config.each(lambda part: window_only(part, sinks)), mixer.shape)
 
     with replaced_mixers(student, ablated):
         yield student

@@ -21,6 +21,7 @@ OTHERS = (
     "teacher_lora",
     "window_lora",
     "equal_lora",
+    "exact_lora",
     "ablated",
 )  # what the student is compared with, where at hand
 LEAST_SCORE = 1e-3  # of the teacher: what is below is no score of which the student could have a share

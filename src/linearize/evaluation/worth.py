@@ -195,7 +195,9 @@ def measure(
         window_size=window_size,
         measured=list(map(measured, candidates)),
         comparisons=[
-            comparison(name) for name in ("teacher", "window_lora", "equal_lora", "ablated") if name in losses
+            comparison(name)
+            for name in ("teacher", "window_lora", "equal_lora", "exact_lora", "ablated")
+            if name in losses
         ],
         far_context=kept_far_context(losses, window_size, **samples),
         copying=kept_copying(copied["teacher"], copied["student"], **samples) if "teacher" in copied else None,

@@ -230,6 +230,11 @@ class HeadwiseConfig(Config):
         )
         return cls(groups=tuple(groups))
 
+    def each(self, change: Callable[[MixerConfig], MixerConfig]) -> HeadwiseConfig:
+        """The same heads with what `change` makes of their mixers; softmax stays."""
+        groups = (g.model_copy(update={"mixer": g.mixer and change(g.mixer)}) for g in self.groups)
+        return HeadwiseConfig(groups=tuple(groups))
+
     @property
     def mixers(self) -> list[MixerConfig]:
         """Those of all groups but softmax's."""

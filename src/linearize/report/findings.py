@@ -40,6 +40,7 @@ _OTHERS = {
     "teacher_lora": "its teacher finetuned alike",
     "window_lora": "the window-only control",
     "equal_lora": "one window of as many bytes for all heads",
+    "exact_lora": "the same memory without linear parts",
     "ablated": "itself with the linear part switched off",
 }
 _AGAINST = {
@@ -47,8 +48,9 @@ _AGAINST = {
     ("window_lora", "teacher"): "the window finetuned alike, the teacher as it came",
     ("window", "teacher"): "against untrained models: what finetuning alone gives counts as kept",
 }
-_LEADING = ("window_lora", "equal_lora", "teacher")
-_EXPLAINED = {"window_lora": " (finetuned alike, no linear part)", "equal_lora": " (finetuned alike)"}
+_LEADING = ("window_lora", "equal_lora", "exact_lora", "teacher")
+_ALIKE = " (finetuned alike)"
+_EXPLAINED = {"window_lora": " (finetuned alike, no linear part)", "equal_lora": _ALIKE, "exact_lora": _ALIKE}
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def difference(run: RunFiles, other: str) -> Finding | None:
     far = f" Beyond the window: {with_interval(beyond, sign=True)}." if beyond else ""
     short, more = _OTHERS.get(other, other), _EXPLAINED.get(other, "")
     if other == "window_lora" and run.allocation is not None:
-        short, more = f"one window of {count(run.window)} for all heads, of as many bytes", " (finetuned alike)"
+        short, more = f"one window of {count(run.window)} for all heads, of as many bytes", _ALIKE
     if found.low <= 0 <= found.high:
         numbers = f"{signed(found.mean)} nats per token"
         bounds = f"95{THIN}% interval {signed(found.low)} to {signed(found.high)}"

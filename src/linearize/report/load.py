@@ -18,7 +18,8 @@ from linearize.evaluation.candidates import LABELS, REFERENCES
 from linearize.evaluation.intervals import Interval
 from linearize.report.numbers import Number
 
-STAGES = ("transfer", "adapt", "finetune", "controls/window_lora", "controls/equal_lora", "controls/teacher_lora")
+CONTROLS = ("window_lora", "equal_lora", "exact_lora", "teacher_lora")
+STAGES = ("transfer", "adapt", "finetune", *(f"controls/{name}" for name in CONTROLS))
 _POINTS = 300  # of a training curve; longer ones are averaged over neighbours, which the page says
 
 

@@ -167,6 +167,7 @@ _KEYS: dict[str, Callable[[RunFiles], str]] = {
     "Student minus window-only control, paired": _difference("window_lora"),
     "the same, beyond the window": _difference("window_lora", "beyond"),
     "Student minus window of equal bytes, paired": _difference("equal_lora"),
+    "Student minus the same memory without linear parts, paired": _difference("exact_lora"),
     "Student minus itself without the linear part": _difference("ablated"),
     "Kept of the teacher's gain beyond the window": _part("far_context", "share", percent),
     "Kept of the teacher's copying": _part("copying", "share", percent),

@@ -24,6 +24,8 @@ from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.controls import (
     SINKS,
     equal_bytes_plan,
+    exact_plan,
+    is_spread,
     window_only_plan,
     window_reach,
     without_linear_part,
@@ -108,6 +110,11 @@ def candidates(
             "one window for all heads in as many bytes as the student's state, finetuned alike",
             ("controls/equal_lora",),
         ),
+        "exact_lora": (
+            lambda: nullcontext(tuned("exact_lora")),
+            "the student's windows and exact caches without its linear parts, finetuned alike",
+            ("controls/exact_lora",),
+        ),
     }
     trained = set() if run is None else {name for name, folder in run.controls.items() if _finished(folder)}
     if run is not None and _finished(run.folder / "transfer"):
@@ -115,8 +122,9 @@ def candidates(
     at_hand = {"student"}
     if any(mixer.feature_map is not None for mixer in each_mixer(layers)):
         at_hand.add("ablated")
+        del every["equal_lora" if is_spread(layers) else "exact_lora"]  # each is the other's window-only control
     else:  # there is nothing to switch off, and the window-only control has as many bytes
-        del every["ablated"], every["equal_lora"]
+        del every["ablated"], every["equal_lora"], every["exact_lora"]
     if teacher is not None:
         at_hand |= {"teacher", "swapped", "window", "window_sinks"} | trained
     if not recipe.data.task.language:
@@ -136,11 +144,14 @@ def candidates(
 
 
 def control(run: Run, teacher: PreTrainedModel, layers: LayerPlan, name: str) -> PreTrainedModel:
-    """What a trained control is before its training: a teacher of its own to train, or one with windows alone."""
-    plans = {"window_lora": window_only_plan, "equal_lora": equal_bytes_plan}
-    if name not in plans:
-        return run.load_teacher()
-    return convert_layers(teacher, plans[name](layers, teacher, run.recipe.data.sequence_length))
+    """What a trained control is before its training: a teacher of its own to train, or one without linear parts."""
+    length = run.recipe.data.sequence_length
+    plans: dict[str, Callable[[], LayerPlan]] = {
+        "window_lora": lambda: window_only_plan(layers, teacher, length),
+        "equal_lora": lambda: equal_bytes_plan(layers, teacher, length),
+        "exact_lora": lambda: exact_plan(layers),
+    }
+    return convert_layers(teacher, plans[name]()) if name in plans else run.load_teacher()
 
 
 def _finished(stage: Path) -> bool:

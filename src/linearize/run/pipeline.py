@@ -21,7 +21,7 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.partial_model import StoredWeights
 from linearize.hf.sharded_checkpoint import save_sharded
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan
+from linearize.mixers.config import LayerPlan, each_mixer
 from linearize.planning import plan as planning
 from linearize.recipe import Recipe, resolve
 from linearize.run.allocation import ALLOCATION, allocation, stored_allocation
@@ -256,7 +256,10 @@ def train_controls(run: Run, teacher: PreTrainedModel, layers: LayerPlan, datase
     On as many tokens as all stages of the student together, so that more training is not what sets them apart.
     """
     total = run.training_tokens("transfer", "adapt", "finetune")
+    linear = any(mixer.feature_map is not None for mixer in each_mixer(layers))
     for name, folder in run.controls.items():
+        if name == "exact_lora" and not linear:
+            continue  # linear states were among the candidates for memory, and none was taken
         assert run.recipe.finetune is not None and total is not None  # fine-tuning at least is finished
         # An epoch drops rows that fill no step, but never as many as half of them.
         budget = {"max_tokens": total, "epochs": 1 + 2 * total // dataset.train.num_tokens}

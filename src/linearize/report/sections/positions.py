@@ -20,8 +20,9 @@ STYLES = {
     "ablated": 3,
     "equal_lora": 4,
     "window": 5,
+    "exact_lora": 5,
 }
-_CURVES = ("teacher", "student", "window_lora", "equal_lora", "ablated")  # the table has all
+_CURVES = ("teacher", "student", "window_lora", "equal_lora", "exact_lora", "ablated")  # the table has all
 
 
 def positions(runs: Sequence[RunFiles]) -> Section:

@@ -16,12 +16,13 @@ TITLES = {
     "finetune": "finetuning",
     "controls/window_lora": "control: window only, finetuned",
     "controls/equal_lora": "control: window of equal bytes, finetuned",
+    "controls/exact_lora": "control: same memory, no linear part, finetuned",
     "controls/teacher_lora": "control: teacher, finetuned",
 }
 _PANELS = {
     "Attention transfer": ("transfer",),
     "Adapting new weights": ("adapt",),
-    "Finetuning": ("finetune", "controls/window_lora", "controls/equal_lora", "controls/teacher_lora"),
+    "Finetuning": ("finetune", *(name for name in TITLES if name.startswith("controls/"))),
 }
 
 
