@@ -1,28 +1,38 @@
-"""The command line. One function per command and no logic; heavy imports wait until a command runs.
-
-It lies beside the package, because importing `linearize` registers classes with transformers, and ``--help`` should not
-wait for that.
-"""
+"""One function per command and no logic; heavy imports wait until a command runs."""
 
 from __future__ import annotations
 
-import gc
 import importlib.util
-import json
 import os
-import shlex
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from linearize.run.folder import Run
+from linearize_cli.options import (
+    RECOMMENDED,
+    Compile,
+    Device,
+    Dtype,
+    GpuMemory,
+    Json,
+    Model,
+    OutputDir,
+    RecipeName,
+    Seed,
+    Set,
+    Student,
+    Text,
+    TrustTasks,
+    block_of,
+    command_line,
+    device_of,
+    dtype_of,
+    importing,
+    job_of,
+    note,
+    show,
+)
 
 app = typer.Typer(
     help="Turn a softmax Transformer into one with linear-time prefill and constant-memory generation, "
@@ -31,43 +41,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-RECOMMENDED = "recommended"
-RecipeName = Annotated[
-    str, typer.Argument(help="a recipe's name (see `linearize recipes`) or a YAML file", metavar="[RECIPE]")
-]
-Model = Annotated[str, typer.Option(help="the softmax model: a Hugging Face folder or hub id")]
-Student = Annotated[str, typer.Argument(help="a run's folder, or a linearized model's", metavar="RUN")]
-OutputDir = Annotated[Path, typer.Option(help="the run's folder; the same command again resumes it")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="override a recipe field, e.g. mixer.span.window_size=32")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output and nothing else")]
-TrustTasks = Annotated[
-    bool, typer.Option("--trust-tasks", help="let the recipe name task YAMLs of lm-eval, which can run any code")
-]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto: bfloat16 on a GPU, float32 on a CPU")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")]
-Compile = Annotated[
-    bool,
-    typer.Option(
-        "--compile",
-        help="compile the step from token to token (torch.compile, static cache), which pays from some thousand tokens "
-        "on; needs a C++ compiler, and goes on without it where there is none",
-    ),
-]
-GpuMemory = Annotated[
-    str | None,
-    typer.Option(
-        help="of the GPU, e.g. 24GiB: choose what fits it, and changes no result: micro_batch_size, "
-        "activation_checkpointing, layers_per_block, where the recipe does not set them"
-    ),
-]
-Seed = Annotated[int | None, typer.Option(help="seed of everything random; the recipe's own by default")]
-Text = Annotated[
-    str | None,
-    typer.Option(
-        help="a txt, csv, tsv, json, jsonl or parquet file, a folder of them or of images, or a hub dataset id"
-    ),
-]
 
 
 @app.command()
@@ -85,7 +58,7 @@ def recipes(name: Annotated[str | None, typer.Argument(help="print this one as Y
     elif name in shipped:
         typer.echo(shipped[name], nl=False)
     else:
-        with _importing():
+        with importing():
             from linearize.recipe import Recipe
         typer.echo(Recipe.load(name).to_yaml(), nl=False)
 
@@ -101,7 +74,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say what a run would do and cost, and from which length on memory is saved. Touches no weights."""
-    with _importing():
+    with importing():
         import torch
 
         from linearize.hf.checkpoint import read_config
@@ -114,7 +87,7 @@ def plan(
     chosen = Recipe.load(recipe, parse_overrides(set_ or []))
     shape = TeacherShape.from_config(read_config(model))
     gpus = None if cluster is None else clusters.Cluster.parse(cluster)
-    computed_in = _dtype(dtype, torch.device("cpu"))
+    computed_in = dtype_of(dtype, torch.device("cpu"))
     # Which layers transfer worst is not known before; how many stay softmax is, and costs the same for any.
     layers = resolve(chosen, shape, errors=[float(index) for index in range(shape.num_layers)])
     found = None
@@ -127,18 +100,18 @@ def plan(
     shares = [] if gpus is None else clusters.shares(chosen, shape, layers, gpus, dtype=computed_in)
     if as_json:
         more = {"fit": found and found.to_json(), "cluster": [share.to_json() for share in shares]}
-        _show(result.to_json() | {name: value for name, value in more.items() if value}, as_json)
+        show(result.to_json() | {name: value for name, value in more.items() if value}, as_json)
     else:
-        _show(planning.render(result), as_json)
+        show(planning.render(result), as_json)
         if gpus is not None:
-            _show(clusters.render(shares, gpus), as_json)
+            show(clusters.render(shares, gpus), as_json)
     for line in found.lines() if found is not None else ():
-        _note(line)
+        note(line)
     if isinstance(chosen.layers.keep_softmax, KeepByTransferError):
-        _note("which layers stay softmax is decided by their transfer errors; those above stand in for them")
+        note("which layers stay softmax is decided by their transfer errors; those above stand in for them")
     if chosen.memory is not None:
         grown = "; some may keep all their keys, which is counted to memory.of_cache_at" if chosen.memory.grows else ""
-        _note(f"a run measures what each KV head needs, and spreads these bytes over them{grown}")
+        note(f"a run measures what each KV head needs, and spreads these bytes over them{grown}")
 
 
 @app.command()
@@ -172,16 +145,16 @@ def run(
 
     if until not in pipeline.STAGES:
         raise UserError(f"--until: expected one of {', '.join(pipeline.STAGES)}; found {until!r}")
-    job = _job(model, output_dir, recipe, dataset, set_, dtype, device, seed)
-    job = settings.settled(job, gpu_memory, note=_note)
+    job = job_of(model, output_dir, recipe, dataset, set_, dtype, device, seed)
+    job = settings.settled(job, gpu_memory, note=note)
     with joined(job.device):
-        worth = pipeline.run(job, until=until, block=_block(block), command=_command(), trust_tasks=trust_tasks)
+        worth = pipeline.run(job, until=until, block=block_of(block), command=command_line(), trust_tasks=trust_tasks)
     if worth is not None:
-        _show(worth.to_json() if as_json else terminal.measured(load_run(output_dir)), as_json)
-    _note(f"run folder: {output_dir}" + ("" if worth is None else f"; the model: {output_dir / 'model'}"))
+        show(worth.to_json() if as_json else terminal.measured(load_run(output_dir)), as_json)
+    note(f"run folder: {output_dir}" + ("" if worth is None else f"; the model: {output_dir / 'model'}"))
     if block is not None:
         left = ", ".join(map(str, pipeline.blocks_to_do(job)))
-        _note(f"blocks still to do: {left or 'none; the same command without --block goes on'}")
+        note(f"blocks still to do: {left or 'none; the same command without --block goes on'}")
 
 
 @app.command(name="eval")
@@ -218,7 +191,7 @@ def evaluate(
 
     if output is not None and (output.is_dir() or not os.access(output.parent, os.W_OK)):
         raise UserError(f"--output: expected a file in a folder that can be written to, found {str(output)!r}")
-    where, overrides = _device(device), parse_overrides(set_ or [])
+    where, overrides = device_of(device), parse_overrides(set_ or [])
     given = {"evaluation.tasks": tasks, "evaluation.shots": shots, "evaluation.task_limit": limit}
     overrides |= {field: value for field, value in given.items() if value is not None}
     with joined(where) as world:
@@ -227,12 +200,12 @@ def evaluate(
             teacher=teacher,
             dataset=dataset,
             overrides=overrides,
-            dtype=_dtype(dtype, where),
+            dtype=dtype_of(dtype, where),
             device=where,
-            command=_command(),
+            command=command_line(),
             trust_tasks=trust_tasks,
             compiled=compiled,
-            note=_note,
+            note=note,
         )
     if not world.main:
         return
@@ -243,7 +216,7 @@ def evaluate(
     if output is not None:
         runs.write_json(output, found.evaluation)
         runs.write_text(output.with_suffix(".md"), page)
-    _show(found.evaluation if as_json else table, as_json)
+    show(found.evaluation if as_json else table, as_json)
 
 
 @app.command()
@@ -271,13 +244,13 @@ def frontier(
     from linearize.run import frontier as measuring
     from linearize.run.folder import write_json, write_text
 
-    job = _job(model, output_dir, recipe, dataset, set_, dtype, device, seed)
-    found = measuring.frontier(job, fractions or [0.2, 0.11, 0.06, 0.03], reference=window, command=_command())
+    job = job_of(model, output_dir, recipe, dataset, set_, dtype, device, seed)
+    found = measuring.frontier(job, fractions or [0.2, 0.11, 0.06, 0.03], reference=window, command=command_line())
     write_json(output_dir / "frontier.json", found)
     write_text(output_dir / "frontier.md", words.page(found))
     write_text(output_dir / "frontier.svg", words.figure(found))
-    _show(found if as_json else words.table(found), as_json)
-    _note(f"the table and its figure: {output_dir / 'frontier.md'}")
+    show(found if as_json else words.table(found), as_json)
+    note(f"the table and its figure: {output_dir / 'frontier.md'}")
 
 
 @app.command()
@@ -291,7 +264,7 @@ def report(
 
     if output is None and len(folders) > 1:
         raise UserError("--output: expected a file for the page about several runs, found nothing; name one")
-    _note(f"report: {write_report(folders, output or folders[0] / 'report.html')}")
+    note(f"report: {write_report(folders, output or folders[0] / 'report.html')}")
 
 
 @app.command()
@@ -311,7 +284,7 @@ def bench(
     from linearize.report import terminal
     from linearize.run import evaluate as measuring
 
-    where = _device(device)
+    where = device_of(device)
     found = measuring.bench(
         model,
         teacher=teacher,
@@ -319,12 +292,12 @@ def bench(
         prompt_lengths=lengths or [256, 1024, 4096],
         new_tokens=new_tokens,
         repeats=repeats,
-        dtype=_dtype(dtype, where),
+        dtype=dtype_of(dtype, where),
         device=where,
         compiled=compiled,
-        note=_note,
+        note=note,
     )
-    _show(found.to_json() if as_json else terminal.timed(found.to_json()), as_json)
+    show(found.to_json() if as_json else terminal.timed(found.to_json()), as_json)
 
 
 @app.command()
@@ -341,17 +314,17 @@ def generate(
     """Continue a prompt, printing tokens as they come."""
     from linearize.run import generate as generating
 
-    where = _device(device)
+    where = device_of(device)
     generating.generate(
         model,
         prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
-        dtype=_dtype(dtype, where),
+        dtype=dtype_of(dtype, where),
         device=where,
         seed=seed or 0,
         compiled=compiled,
-        note=_note,
+        note=note,
     )
 
 
@@ -381,10 +354,10 @@ def serve(
 
     where = {"host": host, "port": port, "api_key": api_key}
     if serving.choose_engine(engine, alone=not page and teacher is None) == "vllm":
-        serving.start_vllm(model, **where, dtype=dtype, note=_note)
-    computed_on = _device(device)
-    computed = {"dtype": _dtype(dtype, computed_on), "device": computed_on}
-    serving.start_transformers(model, **where, **computed, page=page, teacher=teacher, note=_note)
+        serving.start_vllm(model, **where, dtype=dtype, note=note)
+    computed_on = device_of(device)
+    computed = {"dtype": dtype_of(dtype, computed_on), "device": computed_on}
+    serving.start_transformers(model, **where, **computed, page=page, teacher=teacher, note=note)
 
 
 @app.command()
@@ -397,138 +370,6 @@ def demo(
     """Linearize the small bundled model on Python's own sources: start to finish in minutes on a CPU, no network."""
     from linearize.demo.run import run_demo
 
-    where = _device(device)
-    _show(run_demo(output_dir, _dtype("auto", where), where), as_json=False)
-    _note(f"run folder: {output_dir}; the model: {output_dir / 'model'}")
-
-
-def _job(
-    model: str, output: Path, recipe: str, dataset: str | None, set_: Set, dtype: str, device: str, seed: int | None
-) -> Run:
-    """What a command line asks for: the recipe, what it changes there, and where to compute."""
-    from linearize.recipe import Recipe, parse_overrides
-    from linearize.run.folder import Run
-
-    named = {"data.dataset": dataset, "seed": seed}
-    overrides = parse_overrides(set_ or []) | {field: value for field, value in named.items() if value is not None}
-    where = _device(device)
-    return Run(Recipe.load(recipe, overrides), model, output, _dtype(dtype, where), where)
-
-
-def _block(given: str | None) -> Any:
-    from linearize.base import UserError
-
-    if given is None or given == "any":
-        return given
-    if not given.lstrip("-").isdecimal():
-        raise UserError(f"--block: expected the number of a block, or any; found {given!r}")
-    return int(given)
-
-
-def _command() -> str:
-    return shlex.join(["linearize", *sys.argv[1:]])
-
-
-def _device(name: str) -> Any:
-    import torch
-
-    from linearize.base import UserError
-
-    # Features and gradients hold numbers so near 0 that a CPU takes tens of times as long for them. Whoever computes
-    # asks for the device first: torch's threads, started later, inherit this.
-    torch.set_flush_denormal(True)
-    if name == "auto":
-        # torchrun tells each process of a machine its number there.
-        return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0]
-        raise UserError(f"--device: expected a device of this machine, found {name!r}: {reason}") from None
-    return device
-
-
-def _dtype(name: str, device: Any) -> Any:
-    import torch
-
-    from linearize.base import UserError
-
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in known:
-        raise UserError(f"--dtype: expected auto or one of {', '.join(known)}; found {name!r}")
-    return known[name]
-
-
-@contextmanager
-def _importing() -> Iterator[None]:
-    """Without looking for garbage: what imports make stays, and to look would take a fifth of their time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def _show(result: Any, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(result))
-        return
-    from rich.console import Console
-
-    Console().print(result)
-
-
-def _note(text: str) -> None:
-    typer.echo(text, err=True)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Of a GPU; of a CPU, for which torch has no error of its own; or of Python."""
-    words = ("not enough memory", "can't allocate memory", "Storage size calculation overflowed")
-    out = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return out or (isinstance(error, RuntimeError) and any(x in str(error) for x in words))
-
-
-def main() -> None:
-    """Exit status 0: done. 2: the user can fix it, one line says how. 1: a bug, with its traceback."""
-    # torch's threads wait for one another in a loop, 100 times as long by default, and if another program has the core
-    # of the one they wait for, the loop is all that runs. Read when torch is loaded; benchmarks/neighbours.py.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    out, errors = sys.stdout, sys.stderr
-    main_process = os.environ.get("RANK", "0") == "0"  # of those that torchrun starts
-    if not main_process:  # the main one shows progress and results
-        sys.stdout = sys.stderr = StringIO()
-    try:
-        app()
-    except (ValueError, RuntimeError, MemoryError) as error:
-        # Not imported at the top: the module is free of heavy imports, but its package is not.
-        from linearize.base import UserError
-
-        if _is_out_of_memory(error):
-            reason = " ".join(str(error).split())[:200]
-            error = UserError(
-                f"memory: expected room for what the command holds, found none left ({reason}); `linearize plan` with "
-                "--gpu-memory says what it takes, and a smaller micro_batch_size takes less for the same steps"
-            )
-        elif not isinstance(error, UserError):
-            raise
-        if not main_process:
-            time.sleep(5)  # what all find wrong, the main one says, and torchrun ends the others
-        # One line, also where it quotes what a stranger has written.
-        line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(error))
-        typer.echo(f"error: {line}", file=errors)
-        sys.exit(2)
-    except SystemExit as status:
-        if status.code == 130:  # typer's own for Ctrl-C
-            _note("interrupted; the same command again resumes")
-        raise
-    finally:
-        sys.stdout, sys.stderr = out, errors
-
-
-if __name__ == "__main__":
-    main()
+    where = device_of(device)
+    show(run_demo(output_dir, dtype_of("auto", where), where), as_json=False)
+    note(f"run folder: {output_dir}; the model: {output_dir / 'model'}")

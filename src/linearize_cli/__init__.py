@@ -1,0 +1,64 @@
+"""The command line.
+
+It lies beside the package, because importing `linearize` registers classes with transformers, and ``--help`` should not
+wait for that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from io import StringIO
+
+import typer
+
+from linearize_cli.commands import app
+from linearize_cli.options import note
+
+__all__ = ["app", "main"]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Of a GPU; of a CPU, for which torch has no error of its own; or of Python."""
+    words = ("not enough memory", "can't allocate memory", "Storage size calculation overflowed")
+    out = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return out or (isinstance(error, RuntimeError) and any(x in str(error) for x in words))
+
+
+def main() -> None:
+    """Exit status 0: done. 2: the user can fix it, one line says how. 1: a bug, with its traceback."""
+    # torch's threads wait for one another in a loop, 100 times as long by default, and if another program has the core
+    # of the one they wait for, the loop is all that runs. Read when torch is loaded; benchmarks/neighbours.py.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    out, errors = sys.stdout, sys.stderr
+    main_process = os.environ.get("RANK", "0") == "0"  # of those that torchrun starts
+    if not main_process:  # the main one shows progress and results
+        sys.stdout = sys.stderr = StringIO()
+    try:
+        app()
+    except (ValueError, RuntimeError, MemoryError) as error:
+        # Not imported at the top: the module is free of heavy imports, but its package is not.
+        from linearize.base import UserError
+
+        if _is_out_of_memory(error):
+            reason = " ".join(str(error).split())[:200]
+            error = UserError(
+                f"memory: expected room for what the command holds, found none left ({reason}); `linearize plan` with "
+                "--gpu-memory says what it takes, and a smaller micro_batch_size takes less for the same steps"
+            )
+        elif not isinstance(error, UserError):
+            raise
+        if not main_process:
+            time.sleep(5)  # what all find wrong, the main one says, and torchrun ends the others
+        # One line, also where it quotes what a stranger has written.
+        line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(error))
+        typer.echo(f"error: {line}", file=errors)
+        sys.exit(2)
+    except SystemExit as status:
+        if status.code == 130:  # typer's own for Ctrl-C
+            note("interrupted; the same command again resumes")
+        raise
+    finally:
+        sys.stdout, sys.stderr = out, errors

@@ -1,0 +1,138 @@
+"""What several commands take, and what they make of it; heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from linearize.run.folder import Run
+
+RECOMMENDED = "recommended"
+RecipeName = Annotated[
+    str, typer.Argument(help="a recipe's name (see `linearize recipes`) or a YAML file", metavar="[RECIPE]")
+]
+Model = Annotated[str, typer.Option(help="the softmax model: a Hugging Face folder or hub id")]
+Student = Annotated[str, typer.Argument(help="a run's folder, or a linearized model's", metavar="RUN")]
+OutputDir = Annotated[Path, typer.Option(help="the run's folder; the same command again resumes it")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="override a recipe field, e.g. mixer.span.window_size=32")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output and nothing else")]
+TrustTasks = Annotated[
+    bool, typer.Option("--trust-tasks", help="let the recipe name task YAMLs of lm-eval, which can run any code")
+]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto: bfloat16 on a GPU, float32 on a CPU")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="compile the step from token to token (torch.compile, static cache), which pays from some thousand tokens "
+        "on; needs a C++ compiler, and goes on without it where there is none",
+    ),
+]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="of the GPU, e.g. 24GiB: choose what fits it, and changes no result: micro_batch_size, "
+        "activation_checkpointing, layers_per_block, where the recipe does not set them"
+    ),
+]
+Seed = Annotated[int | None, typer.Option(help="seed of everything random; the recipe's own by default")]
+Text = Annotated[
+    str | None,
+    typer.Option(
+        help="a txt, csv, tsv, json, jsonl or parquet file, a folder of them or of images, or a hub dataset id"
+    ),
+]
+
+
+def job_of(
+    model: str, output: Path, recipe: str, dataset: str | None, set_: Set, dtype: str, device: str, seed: int | None
+) -> Run:
+    """What a command line asks for: the recipe, what it changes there, and where to compute."""
+    from linearize.recipe import Recipe, parse_overrides
+    from linearize.run.folder import Run
+
+    named = {"data.dataset": dataset, "seed": seed}
+    overrides = parse_overrides(set_ or []) | {field: value for field, value in named.items() if value is not None}
+    where = device_of(device)
+    return Run(Recipe.load(recipe, overrides), model, output, dtype_of(dtype, where), where)
+
+
+def block_of(given: str | None) -> Any:
+    from linearize.base import UserError
+
+    if given is None or given == "any":
+        return given
+    if not given.lstrip("-").isdecimal():
+        raise UserError(f"--block: expected the number of a block, or any; found {given!r}")
+    return int(given)
+
+
+def command_line() -> str:
+    return shlex.join(["linearize", *sys.argv[1:]])
+
+
+def device_of(name: str) -> Any:
+    import torch
+
+    from linearize.base import UserError
+
+    # Features and gradients hold numbers so near 0 that a CPU takes tens of times as long for them. Whoever computes
+    # asks for the device first: torch's threads, started later, inherit this.
+    torch.set_flush_denormal(True)
+    if name == "auto":
+        # torchrun tells each process of a machine its number there.
+        return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(f"--device: expected a device of this machine, found {name!r}: {reason}") from None
+    return device
+
+
+def dtype_of(name: str, device: Any) -> Any:
+    import torch
+
+    from linearize.base import UserError
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in known:
+        raise UserError(f"--dtype: expected auto or one of {', '.join(known)}; found {name!r}")
+    return known[name]
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Without looking for garbage: what imports make stays, and to look would take a fifth of their time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def show(result: Any, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    from rich.console import Console
+
+    Console().print(result)
+
+
+def note(text: str) -> None:
+    typer.echo(text, err=True)
