@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.data.repeats import SHORTEST, SLOT, ordinary_tokens, with_repeats
+from linearize.data.repeats import SHORTEST, SLOT, ordinary_tokens, with_few_repeats, with_repeats
 from linearize.data.rows import IGNORED, PackedRows
 
 ROWS, LENGTH, FIRST = 40, 640, 1000
@@ -29,6 +29,20 @@ def runs(mask: Tensor) -> list[list[int]]:
         else:
             found.append([place])
     return found
+
+
+def test_a_few_short_spans_in_every_row() -> None:
+    """Half of a row's slots; what second copies foretell is told; the random tokens are some of the text's own."""
+    before, (after, recalled) = text(), with_few_repeats(text(), seed=0)
+    for row in range(ROWS):
+        spans = runs(after.input_ids[row] != before.input_ids[row])
+        its = [tuple(after.input_ids[row][span].tolist()) for span in spans]
+        assert len(its) == 2 * len(set(its)) == 2 * (LENGTH // SLOT // 4)
+        assert all(SHORTEST <= len(tokens) <= SLOT // 4 for tokens in its)
+        second = [span for place, span in enumerate(spans) if its[place] in its[:place]]
+        assert recalled[row].nonzero()[:, 0].tolist() == sorted(place for span in second for place in span[1:])
+        assert torch.equal(after.labels[row][recalled[row]], after.input_ids[row][recalled[row]])
+    assert torch.isin(after.input_ids, before.input_ids).all() and torch.equal(before.input_ids, text().input_ids)
 
 
 def test_every_span_stands_twice_and_the_second_copy_alone_carries_a_loss() -> None:

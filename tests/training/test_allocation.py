@@ -10,6 +10,7 @@ import torch
 
 import linearize
 from linearize.base import UserError
+from linearize.data.repeats import with_few_repeats
 from linearize.data.rows import PackedRows
 from linearize.evaluation.speed import peak_bytes
 from linearize.hf.convert import convert_layers
@@ -97,6 +98,36 @@ def test_losses_are_those_of_single_heads_ablated() -> None:
     ranks = torch.tensor([estimates, expected]).argsort(1).argsort(1).double()
     assert torch.corrcoef(ranks)[0, 1] > 0.8
     assert 0.2 < sum(estimates) / sum(expected) < 5
+
+
+def test_what_recall_counts_beside_text() -> None:
+    """Weights stand at the token before, and their squares add up to one per token of text and `recall` of recalled."""
+    data, recalled = rows(3, 32), torch.zeros(3, 32, dtype=torch.bool)
+    recalled[1, 20:25] = True
+    data.labels[0, :8] = -100
+    weights, read = allocation._weights(data, recalled, 0.25)
+    assert read == 3 * 31 - 7 - 5
+    assert weights[1, 19:24].square().sum().item() == pytest.approx(0.25 * read)
+    weights[1, 19:24] = 0
+    text = torch.zeros(3, 32)
+    text[0, 7:31], text[1, :19], text[1, 24:31], text[2, :31] = 1, 1, 1, 1
+    assert torch.equal(weights, text)
+
+
+def test_recall_is_measured_on_spans_that_come_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the rows that have them, what is recalled adds to what text loses; the rows as they are lose no more."""
+    teacher, data = make_teacher("llama").float(), rows(2, 256)
+
+    def measured(recall: float) -> list[float]:
+        found = measured_losses(teacher, data, [window(4)], tokens=512, seed=0, recall=recall)
+        return [loss for heads in found.values() for (loss,) in heads]
+
+    planted, recalled = with_few_repeats(data, seed=0)
+    more = measured(1.0)
+    monkeypatch.setattr(allocation, "with_few_repeats", lambda *_, **__: (planted, torch.zeros_like(recalled)))
+    assert all(x > y for x, y in zip(more, measured(1.0), strict=True))
+    monkeypatch.setattr(allocation, "with_few_repeats", lambda *_, **__: (data, torch.zeros_like(recalled)))
+    assert measured(1.0) == measured(0.0)
 
 
 @pytest.mark.parametrize("name", [*FIRST, *ARCHITECTURES])

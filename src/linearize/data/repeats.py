@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from jaxtyping import Int, Int64
+from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 
 from linearize.data.rows import IGNORED, PackedRows
@@ -35,39 +35,57 @@ def with_repeats(rows: PackedRows, share: float, vocabulary: Int[Tensor, " V"], 
     slots = rows.input_ids.shape[1] // SLOT
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(rows), generator=generator)[: round(share * len(rows))].sort().values
-    pairs = slots // 2
+    return _written(rows, chosen, vocabulary, generator, pairs=slots // 2, longest=SLOT * 3 // 4)[0]
+
+
+def with_few_repeats(rows: PackedRows, *, seed: int) -> tuple[PackedRows, Bool[Tensor, "N L"]]:
+    """These rows, each with pairs of short equal spans in half of its slots; and which tokens second copies foretell.
+
+    The random tokens among them are drawn from the rows' own. All else is as in `with_repeats`: with so few, what is to
+    be recalled stands out from the text around it.
+    """
+    slots = rows.input_ids.shape[1] // SLOT
+    generator = torch.Generator().manual_seed(seed)
+    tokens = rows.input_ids[rows.labels != IGNORED]
+    return _written(rows, torch.arange(len(rows)), tokens, generator, pairs=slots // 4, longest=SLOT // 4)
+
+
+def _written(
+    rows: PackedRows,
+    chosen: Int[Tensor, " n"],
+    vocabulary: Int[Tensor, " V"],
+    generator: torch.Generator,
+    *,
+    pairs: int,
+    longest: int,
+) -> tuple[PackedRows, Bool[Tensor, "N L"]]:
+    """Rows of which those that are `chosen` have so many pairs of spans; and which tokens a first copy foretells."""
+    recalled = torch.zeros_like(rows.input_ids, dtype=torch.bool)
     if not len(chosen) or not pairs:
-        return rows
+        return rows, recalled
 
     def drawn(high: int, *shape: int) -> Int64[Tensor, ...]:
         return torch.randint(high, (len(chosen), *shape), generator=generator)
 
-    longest = SLOT * 3 // 4
     inside = torch.arange(longest)
     lengths = SHORTEST + drawn(longest + 1 - SHORTEST, pairs, 1)
     # The slots of each pair in the order of the text, and in each slot a place for the span.
+    slots = rows.input_ids.shape[1] // SLOT
     order = torch.rand(len(chosen), slots, generator=generator).argsort(1)[:, : 2 * pairs]
     starts = SLOT * order.view(len(chosen), pairs, 2).sort(-1).values + drawn(SLOT - longest, pairs, 2)
     owners, begins = drawn(len(rows), pairs, 1), drawn(rows.input_ids.shape[1] - longest, pairs, 1)
     spans = rows.input_ids[owners, begins + inside]
     spans[:, ::2] = vocabulary[drawn(len(vocabulary), *spans[:, ::2].shape[1:])]
 
-    input_ids, labels = rows.input_ids[chosen], rows.labels[chosen]
+    input_ids, labels = rows.input_ids.clone(), rows.labels.clone()
     learned = spans.clone()
     learned[:, :, 0] = IGNORED
     written = (inside < lengths).expand_as(spans)
-    row = torch.arange(len(chosen))[:, None, None].expand_as(spans)[written]
+    row = chosen[:, None, None].expand_as(spans)[written]
     for copy, its in enumerate((torch.full_like(spans, IGNORED), learned)):
         place = (starts[:, :, copy, None] + inside)[written]
         input_ids[row, place], labels[row, place] = spans[written], its[written]
-
-    def replaced(whole: Tensor, its: Tensor) -> Tensor:
-        return whole.index_copy(0, chosen, its)
-
-    positions = torch.arange(rows.input_ids.shape[1]).expand_as(input_ids)
-    return PackedRows(
-        replaced(rows.input_ids, input_ids),
-        replaced(rows.position_ids, positions),
-        replaced(rows.labels, labels),
-        first_document=rows.first_document,
-    )
+        recalled[row, place] = its[written] != IGNORED
+    positions = torch.arange(rows.input_ids.shape[1]).expand(len(chosen), -1)
+    position_ids = rows.position_ids.index_copy(0, chosen, positions)
+    return PackedRows(input_ids, position_ids, labels, first_document=rows.first_document), recalled

@@ -40,7 +40,8 @@ def allocation(
         raise UserError(f"memory: expected a language model, found {run.recipe.data.task.type}; set memory=null")
     if path.is_file():
         return stored_allocation(run)
-    losses = measured_losses(teacher, rows, candidates, tokens=memory.tokens, seed=run.recipe.seed)
+    how: dict[str, Any] = {"tokens": memory.tokens, "recall": memory.recall, "seed": run.recipe.seed}
+    losses = measured_losses(teacher, rows, candidates, **how)
     losses = {layer: heads for layer, heads in losses.items() if layers[layer] is not None}
     sizes, budget = candidate_bytes(candidates, shape, run.dtype, memory.of_cache_at), memory.budget(shape, run.dtype)
     return {

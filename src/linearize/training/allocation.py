@@ -11,12 +11,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, progress
-from linearize.data.rows import PackedRows, on_device
+from linearize.data.repeats import with_few_repeats
+from linearize.data.rows import IGNORED, PackedRows, on_device
 from linearize.hf.architectures import architecture_of
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.convert import convert_layers
@@ -30,7 +32,13 @@ from linearize.training.memory import BLOCK, Choice, window
 
 
 def measured_losses(
-    teacher: PreTrainedModel, rows: PackedRows, candidates: Sequence[Choice], *, tokens: int, seed: int
+    teacher: PreTrainedModel,
+    rows: PackedRows,
+    candidates: Sequence[Choice],
+    *,
+    tokens: int,
+    seed: int,
+    recall: float = 0.0,
 ) -> dict[int, list[list[float]]]:
     """How much each candidate, in one KV head alone, raises the loss: of each layer that can be converted, [G][C].
 
@@ -43,9 +51,15 @@ def measured_losses(
     again on the way back: memory is that of inference, the inputs of all layers, and one layer's forward and backward;
     no T x T matrix exists.
 
+    Text asks for little that is far away, and then once. So spans that come twice are written into the rows, and what
+    a head loses is the mean over tokens of text, plus `recall` times the mean over tokens that only recall foretells.
+    One pass measures both: scores of different sampled tokens are independent, so that a token whose loss is multiplied
+    by w counts w^2 times.
+
     Args:
-        rows: of which the first `tokens` are read.
-        seed: draws the next tokens.
+        rows: of which the first `tokens` are read, and of these the tokens that carry a loss count.
+        seed: draws the next tokens, and the spans.
+        recall: what a recalled token counts beside one of text; 0: the rows as they are.
     """
     shape = TeacherShape.from_config(teacher.config.to_dict())
     sliding = set(shape.sliding_layers)
@@ -81,20 +95,33 @@ def measured_losses(
     def embedded(module: Any, args: Any, output: Tensor) -> Tensor:
         return output.detach().requires_grad_()
 
-    generator, read = torch.Generator().manual_seed(seed), 0
+    generator, count = torch.Generator().manual_seed(seed), min(len(rows), -(-tokens * len(rows) // rows.num_tokens))
+    rows, recalled = rows.rows(slice(count)), None
+    if recall:
+        rows, recalled = with_few_repeats(rows, seed=seed)
+    weights, read = _weights(rows, recalled, recall)
     handle = first.register_forward_hook(embedded)
     try:
         with observed(watched, observe), recomputed_layers(watched), torch.enable_grad():
-            count = min(len(rows), -(-tokens * len(rows) // rows.num_tokens))
             for row in progress(range(count), "what each head needs"):
                 inputs = on_device(rows.rows(slice(row, row + 1)).inputs(), watched.device)
                 logits = watched(**inputs).logits.float().log_softmax(-1)
                 drawn = torch.multinomial(logits[0].detach().exp().cpu(), 1, generator=generator).to(logits.device)
-                (-logits[0].gather(1, drawn).sum()).backward()
-                read += logits.shape[1]
+                losses = -logits[0].gather(1, drawn).squeeze(1)
+                (losses * weights[row].to(losses.device)).sum().backward()
     finally:
         handle.remove()
     return {index: (x / read).tolist() for index, x in sums.items()}
+
+
+def _weights(rows: PackedRows, recalled: Bool[Tensor, "N L"] | None, recall: float) -> tuple[Float[Tensor, "N L"], int]:
+    """By what the loss of the token after each one is multiplied; and how many tokens of text there are."""
+    counts = rows.labels != IGNORED
+    text = counts if recalled is None else counts & ~recalled
+    read, weights = int(text[:, 1:].sum()), text.float()
+    if recalled is not None and recalled.any():
+        weights[recalled] = (recall * read / int(recalled.sum())) ** 0.5
+    return torch.nn.functional.pad(weights[:, 1:], (0, 1)), read
 
 
 @contextmanager

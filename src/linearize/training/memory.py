@@ -44,11 +44,17 @@ class MemoryConfig(Config):
         default=(32, 64, 96, 128, 192, 256, 384, 512, 768, 1024),
         description="pairs of an exact cache beside a window of 32; likewise",
     )
-    score: Score = Field(default="redundancy_and_age", description="which keys the exact caches keep")
+    score: Score = Field(default="recall_redundancy_and_age", description="which keys the exact caches keep")
     mixers: tuple[MixerConfig, ...] = Field(
         default=(), description="further ones to choose from, measured as they come: linear states, other windows"
     )
     tokens: PositiveInt = Field(default=16384, description="training tokens that the heads are measured on")
+    recall: float = Field(
+        default=0.2,
+        ge=0,
+        description="what a token counts, beside one of text, that only a span written far before it foretells; 0: the "
+        "training text as it is",
+    )
 
     @model_validator(mode="after")
     def _one_of_both(self) -> MemoryConfig:
