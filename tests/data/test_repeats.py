@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.data.repeats import SHORTEST, SLOT, ordinary_tokens, with_few_repeats, with_repeats
+from linearize.data.repeats import SHORTEST, SLOT, ordinary_tokens, with_few_repeats, with_repeats, without_repeats
 from linearize.data.rows import IGNORED, PackedRows
 
 ROWS, LENGTH, FIRST = 40, 640, 1000
@@ -43,6 +43,15 @@ def test_a_few_short_spans_in_every_row() -> None:
         assert recalled[row].nonzero()[:, 0].tolist() == sorted(place for span in second for place in span[1:])
         assert torch.equal(after.labels[row][recalled[row]], after.input_ids[row][recalled[row]])
     assert torch.isin(after.input_ids, before.input_ids).all() and torch.equal(before.input_ids, text().input_ids)
+
+
+@pytest.mark.parametrize("share, left", [(0.0, ROWS), (0.25, ROWS * 3 // 4), (1.0, ROWS)])
+def test_rows_without_repeats(share: float, left: int) -> None:
+    """Where every row has some, all are given: there is no other text."""
+    made = with_repeats(text(), share, VOCABULARY, seed=3)
+    found = without_repeats(made, share, seed=3)
+    assert len(found) == left
+    assert share == 1 or torch.isin(found.input_ids, text().input_ids).all()
 
 
 def test_every_span_stands_twice_and_the_second_copy_alone_carries_a_loss() -> None:

@@ -41,7 +41,10 @@ ROWS = tiny.packed([[LENGTH], [6, 1, 8]])
 
 SLIDING = {"type": "sliding", "window_size": 5}
 GROUP_NORM, ADD = {"type": "group_norm"}, {"type": "add"}
-SMALL_CACHE = {"mixer.span": {"type": "terraced", "window_size": 2}, "mixer.cache": {"size": 3}}
+SMALL_CACHE = {
+    "mixer.span": {"type": "terraced", "window_size": 2},
+    "mixer.cache": {"size": 3, "score": "redundancy_and_age"},
+}
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "lolcats": ("lolcats", {"mixer.span.window_size": 5}),
     "sinks": ("lolcats", {"mixer.span.window_size": 5, "mixer.span.sinks": 2}),

@@ -229,7 +229,7 @@ def hybrid(name: str, blocks: int = 2, sinks: int = 0, size: int = 5) -> LinearM
         span=TerracedSpan(window_size=4, blocks=blocks, sinks=sinks),
         feature_map=HedgehogMap(activation=activation, per="kv_head", feature_dim=6),
         combine=combine,
-        cache=ExactCache(size=size),
+        cache=ExactCache(size=size, score="redundancy_and_age"),
     )
     its = LinearMixer(config, SHAPE).double()
     generator = torch.Generator().manual_seed(4)

@@ -220,7 +220,7 @@ CACHE = MixerConfig(
     span=TerracedSpan(window_size=2, blocks=2),
     feature_map=None,
     combine=WindowOnly(),
-    cache=ExactCache(size=4),
+    cache=ExactCache(size=4, score="redundancy_and_age"),
 )
 DOCUMENTS = [[list(range(9)), list(range(10, 34))], [list(range(1, 34))]]
 

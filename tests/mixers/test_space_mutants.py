@@ -29,7 +29,7 @@ WINDOW = SlidingSpan(window_size=5, sinks=2)
 TERRACES = TerracedSpan(window_size=4, sinks=1)
 NORM = {"normalizer": RmsNormalizer(), "combine": Add()}
 GATED = {"decay": ScalarDecay(bias_init=1.0), **NORM}
-CACHE = {"cache": ExactCache(size=5)}
+CACHE = {"cache": ExactCache(size=5, score="redundancy_and_age")}
 DELTA = {"update": DeltaUpdate(), **NORM}
 
 Check = Callable[[Drawn], None]

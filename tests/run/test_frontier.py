@@ -54,7 +54,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Any]]
 
 def test_every_way_at_every_fraction(made: tuple[Run, dict[str, Any]]) -> None:
     found = points(made[1])
-    caches = {f"exact cache, {name}" for name in ("redundancy_and_age", "attention_received", "attention_recent")}
+    caches = {
+        f"exact cache, {name}" for name in ("recall_redundancy_and_age", "attention_received", "attention_recent")
+    }
     for fraction, some in ((0.75, caches), (0.25, set())):  # a window of 32 leaves nothing of 16 pairs
         untrained = {name for at, name, trained in found if at == fraction and not trained}
         assert untrained == {"window", "window + 4 sinks", "by need"} | some

@@ -34,8 +34,15 @@ def with_repeats(rows: PackedRows, share: float, vocabulary: Int[Tensor, " V"], 
     """
     slots = rows.input_ids.shape[1] // SLOT
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(len(rows), generator=generator)[: round(share * len(rows))].sort().values
+    chosen = _chosen(len(rows), share, generator)
     return _written(rows, chosen, vocabulary, generator, pairs=slots // 2, longest=SLOT * 3 // 4)[0]
+
+
+def without_repeats(rows: PackedRows, share: float, *, seed: int) -> PackedRows:
+    """Of the rows that `with_repeats` gave for this share and seed, those that are as they were; all, if none are."""
+    plain = torch.ones(len(rows), dtype=torch.bool)
+    plain[_chosen(len(rows), share, torch.Generator().manual_seed(seed))] = False
+    return rows if plain.all() or not plain.any() else rows.rows(plain.nonzero()[:, 0])
 
 
 def with_few_repeats(rows: PackedRows, *, seed: int) -> tuple[PackedRows, Bool[Tensor, "N L"]]:
@@ -48,6 +55,10 @@ def with_few_repeats(rows: PackedRows, *, seed: int) -> tuple[PackedRows, Bool[T
     generator = torch.Generator().manual_seed(seed)
     tokens = rows.input_ids[rows.labels != IGNORED]
     return _written(rows, torch.arange(len(rows)), tokens, generator, pairs=slots // 4, longest=SLOT // 4)
+
+
+def _chosen(count: int, share: float, generator: torch.Generator) -> Int[Tensor, " n"]:
+    return torch.randperm(count, generator=generator)[: round(share * count)].sort().values
 
 
 def _written(

@@ -50,7 +50,7 @@ class ExactCache(Config):
     """
 
     size: PositiveInt = Field(description="pairs per KV head")
-    score: Score = Field(default="redundancy_and_age", description="which pairs are worth keeping")
+    score: Score = Field(default="recall_redundancy_and_age", description="which pairs are worth keeping")
 
     @property
     def keeps(self) -> float | None:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError, read_json
 from linearize.data.packing import Dataset
+from linearize.data.repeats import without_repeats
 from linearize.data.rows import PackedRows
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
@@ -41,7 +42,8 @@ def allocation(
     if path.is_file():
         return stored_allocation(run)
     how: dict[str, Any] = {"tokens": memory.tokens, "recall": memory.recall, "seed": run.recipe.seed}
-    losses = measured_losses(teacher, rows, candidates, **how)
+    text = without_repeats(rows, run.recipe.data.repeats, seed=run.recipe.seed)
+    losses = measured_losses(teacher, text, candidates, **how)
     losses = {layer: heads for layer, heads in losses.items() if layers[layer] is not None}
     sizes, budget = candidate_bytes(candidates, shape, run.dtype, memory.of_cache_at), memory.budget(shape, run.dtype)
     return {
