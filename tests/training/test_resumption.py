@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from linearize.base import UserError
 from linearize.training import resumption as checkpoint
@@ -175,6 +177,26 @@ def test_a_flipped_bit_is_named(tmp_path: Path, finished: bool) -> None:
         path.write_bytes(whole)
     stage = StageFolder(tmp_path, IDENTITY)
     assert stage.finished({}) if finished else stage.latest({})
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_flipped_bit_in_rows_is_named(tmp_path: Path, finished: bool) -> None:
+    """Rows of what is divided among processes lie in files of their own."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        weight = distribute_tensor(TENSORS["weight"].view(10, 100), init_device_mesh("cpu", (1,)), [Shard(0)])
+        tensors = TENSORS | {"weight": weight}
+        stage = StageFolder(tmp_path, IDENTITY)
+        stage.finish(tensors, {"steps": 8}) if finished else stage.save(4, tensors, {"step": 4})
+        found = stage.finished({"weight": weight}) if finished else stage.latest({"weight": weight})
+        assert found is not None and torch.equal(found[0]["weight"].full_tensor(), weight.full_tensor())
+        (path,) = tmp_path.rglob("*/*-of-*.safetensors")
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(UserError, match=rf"{path.name}: expected the tensors that were written, .* delete"):
+            stage.finished({"weight": weight}) if finished else stage.latest({"weight": weight})
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def _means_the_same(whole: bytes, flipped: bytes) -> bool:

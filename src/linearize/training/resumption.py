@@ -40,8 +40,7 @@ class StageFolder:
 
     Raises:
         UserError: on reading, what is there was written by a run of another identity, cannot be read, or has changed
-            since (by one bit: JSON and tensors have their sha256 beside them, but for rows of divided tensors); on
-            writing, as `writing`.
+            since (by one bit: JSON and tensors have their sha256 beside them); on writing, as `writing`.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
@@ -66,8 +65,8 @@ class StageFolder:
             self._write_rows(TRAINED, tensors)
             return
         with self._scratch(_num_bytes(tensors)) as scratch:
-            self._write(scratch / TRAINED, tensors, scratch / RESULT, result)
             self._write_rows(TRAINED, tensors)
+            self._write(scratch / TRAINED, tensors, scratch / RESULT, result)
             rows = _rows_of(self.path / TRAINED)
             if rows.exists():  # of a process that died before it had written the result
                 rows.replace(scratch / "older")
@@ -93,8 +92,8 @@ class StageFolder:
         with self._scratch(_num_bytes(tensors)) as scratch:
             folder = scratch / name
             folder.mkdir()
-            self._write(folder / TENSORS, tensors, folder / STATE, state)
             self._write_rows(f"{name}/{TENSORS}", tensors)
+            self._write(folder / TENSORS, tensors, folder / STATE, state)
             folder.replace(self.path / folder.name)
             for older in self._checkpoints()[:-1]:
                 older.replace(scratch / older.name)
@@ -139,6 +138,7 @@ class StageFolder:
         save_file(whole, tensors_file)
         sync(tensors_file)
         data = {**data, "identity": self.identity, "tensors_sha256": _file_digest(tensors_file)}
+        data["rows_sha256"] = {path.name: _file_digest(path) for path in sorted(_rows_of(tensors_file).glob("*"))}
         data = json.loads(json.dumps(data, allow_nan=False))  # as it will be read
         json_file.write_text(json.dumps({**data, "sha256": _digest(data)}, indent=1), encoding="utf-8")
         sync(json_file)
@@ -171,13 +171,15 @@ def read_stage(
     """
     folder = json_file.parent
     data = read_stage_json(json_file)
-    expected = data.pop("tensors_sha256", None)  # checkpoints of before have none
+    expected, rows = data.pop("tensors_sha256", None), data.pop("rows_sha256", {})  # checkpoints of before have none
+    digests = {_rows_of(tensors_file) / name: digest for name, digest in rows.items()} | {tensors_file: expected}
     try:
-        if expected is not None and _file_digest(tensors_file) != expected:
-            raise UserError(
-                f"{tensors_file}: expected the tensors that were written, found others (their sha256 differs): the "
-                f"file is damaged; delete {folder} to train again"
-            )
+        for path, digest in digests.items():
+            if digest is not None and _file_digest(path) != digest:
+                raise UserError(
+                    f"{path}: expected the tensors that were written, found others (their sha256 differs): the file is "
+                    f"damaged; delete {folder} to train again"
+                )
         return _read_tensors(tensors_file, parameters), data
     except (OSError, SafetensorError):
         raise UserError(
