@@ -1,4 +1,4 @@
-"""Text to learn recall from: rows in which spans of tokens come twice, far apart, among ordinary text.
+"""Text to learn recall from, or to measure it on: spans of tokens that come twice, far apart, among ordinary text.
 
 What a model must fetch from far back is rare in text, and the first thing that less memory loses. Here the second of
 two equal spans can be foretold from the first alone, be it words or random tokens.
