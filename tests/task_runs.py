@@ -86,6 +86,13 @@ KINDS = {
         ("accuracy", "f1"),
         "token-classification",
     ),
+    "masked tokens": Kind(
+        "hedgehog-bert",
+        functools.partial(tiny.encoder_folder, "ForMaskedLM"),
+        _on(tiny.sentences_file, data__task={"type": "masked_language_modelling"}, data__text_column="sentence"),
+        ("accuracy", "likelihood"),
+        "fill-mask",
+    ),
     "embeddings": Kind(
         "hedgehog-bert",
         functools.partial(tiny.encoder_folder, "Model"),

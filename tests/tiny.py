@@ -204,9 +204,9 @@ PADDING = VOCABULARY  # the id of the padding token
 
 
 def padding_tokenizer() -> Any:
-    """The tokenizer of bytes with a token to pad with."""
+    """The tokenizer of bytes with a token to pad with; another special one stands for what is hidden."""
     tokenizer: Any = byte_tokenizer()
-    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    tokenizer.add_special_tokens({"pad_token": "<|pad|>", "mask_token": "<|im_start|>"})
     return tokenizer
 
 

@@ -24,7 +24,7 @@ TWO = Classes({"bad": 0, "good": 1}, 2)
 
 def tokenizer(**special: str) -> Any:
     made = byte_tokenizer()
-    made.add_special_tokens({"pad_token": "<|pad|>"} | special)
+    made.add_special_tokens({"pad_token": "<|pad|>", "mask_token": "<|im_start|>"} | special)
     return made
 
 
@@ -139,6 +139,33 @@ def test_texts_to_embed_are_compared_without_padding(tmp_path: Path) -> None:
     hidden = torch.randn(*train.input_ids.shape, 5)
     compared = train.compared(SimpleNamespace(last_hidden_state=hidden))
     assert torch.equal(compared, hidden[train.mask]) and len(compared) == int(train.lengths.sum())
+
+
+def test_some_tokens_of_a_text_are_hidden(tmp_path: Path) -> None:
+    """Of each text a share, the same whenever it is read; of these 80 % by the mask, and 10 % by any other token."""
+    text = "".join(chr(97 + i % 26) for i in range(400))
+    rows = [{"text": f"{i} {text}"} for i in range(60)] + [{"text": " "}]
+    task = {"type": "masked_language_modelling", "share": 0.25}
+    config = DataConfig(dataset=table(tmp_path, rows), task=task, sequence_length=200)  # type: ignore[arg-type]
+    train = built(config).train
+    assert isinstance(train, ClassifiedTokens) and set(train.target_counts().tolist()) == {50}
+    hidden = train.labels != -100
+    mask = train.input_ids == tokenizer().mask_token_id
+    assert not (mask & ~hidden).any()
+    assert torch.equal(train.targets(), train.labels[hidden])  # type: ignore[arg-type]
+    masked, kept = (float(x[hidden].double().mean()) for x in (mask, train.input_ids == train.labels))
+    assert masked == pytest.approx(0.8, abs=0.03) and kept == pytest.approx(0.1, abs=0.03)
+    whole = torch.where(hidden, train.labels, train.input_ids)
+    assert {tokenizer().decode(row) for row in whole} <= {row["text"][:200] for row in rows}
+    assert torch.equal(built(config).train.input_ids, train.input_ids)
+
+
+def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path) -> None:
+    config = DataConfig(dataset=table(tmp_path, [{"text": "a"}] * 60), task={"type": "masked_language_modelling"})  # type: ignore[arg-type]
+    blind = byte_tokenizer()
+    blind.add_special_tokens({"pad_token": "<|pad|>"})
+    with pytest.raises(UserError, match="tokenizer: expected a mask token"):
+        build_examples(config, blind, TWO, seed=0, use_cache=None)
 
 
 def test_copies_stay_together_and_a_held_out_file_apart(tmp_path: Path) -> None:

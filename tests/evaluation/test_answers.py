@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset
 from linearize.evaluation import answers
 from linearize.evaluation.answers import answering, compared_outputs, embeddings
-from linearize.evaluation.metrics import Predictions, Similarities
+from linearize.evaluation.metrics import Foretold, Predictions, Similarities
 from linearize.hf.checkpoint import load_model, read_config
 from tests import tiny
 
@@ -24,6 +26,7 @@ CPU = torch.device("cpu")
 FOLDERS = {
     "text_classification": (tiny.encoder_folder, "ForSequenceClassification", tiny.sentences_file),
     "token_classification": (tiny.encoder_folder, "ForTokenClassification", tiny.words_file),
+    "masked_language_modelling": (tiny.encoder_folder, "ForMaskedLM", tiny.sentences_file),
     "text_embedding": (tiny.encoder_folder, "Model", tiny.sentences_file),
 }
 each_batch_size = pytest.mark.parametrize("batch_size", [1, 5, 64])
@@ -111,6 +114,32 @@ def test_tokens_belong_to_their_rows(monkeypatch: pytest.MonkeyPatch, batch_size
     torch.testing.assert_close(found.outputs, torch.stack(outputs), atol=1e-5, rtol=1e-4)
     assert (found.labels.tolist(), found.example.tolist()) == (truth, example)
     assert len(set(example)) == len(rows) < len(example)
+
+
+@each_batch_size
+def test_masked_tokens_and_how_likely_they_are(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
+    monkeypatch.setattr(answers, "BATCH_SIZE", batch_size)
+    recipe, teacher, student, dataset = made("masked_language_modelling")
+    rows = texts(dataset)
+    labels: Tensor = rows.labels  # type: ignore[attr-defined]
+    answer, answered = answering(recipe.data.task, dataset, None, None), {}
+    for model in (teacher, student):
+        right, logs = [], []
+        for index in range(len(rows)):
+            logits = alone(model, rows, index).logits[0]  # type: ignore[attr-defined]
+            for position in range(int(rows.lengths[index])):
+                if (label := int(labels[index, position])) != -100:
+                    right.append(int(logits[position].argmax()) == label)
+                    logs.append(float(logits[position].log_softmax(-1)[label]))
+        answered[model] = found = answer(model, "a model")
+        assert isinstance(found, Foretold) and len(found) == len(rows) < len(right)
+        scores = found.scores()
+        assert scores["accuracy"] == pytest.approx(sum(right) / len(right))
+        assert -math.log(scores["likelihood"]) == pytest.approx(-sum(logs) / len(logs), rel=1e-4)
+        only = found.scores(torch.tensor([1, 1, 2]))
+        assert only != scores
+    alike = answered[teacher].agreement(answered[student])
+    assert answered[teacher].agreement(answered[teacher]).unique().tolist() == [1] != alike.unique().tolist()
 
 
 def test_last_tokens_of_a_recall_are_compared() -> None:

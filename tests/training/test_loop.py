@@ -387,6 +387,9 @@ def test_a_stage_that_ends_far_above_where_it_began_has_diverged(tmp_path: Path)
         ([1.0, 0.9, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 1.0, 1.0], None),  # there is something better to go back to
         ([1e-9, 2e-9, 3e-9, 4e-9, 5e-9], [1.0, 0.9, 0.8, 0.7, 0.6], None),  # nothing that one exact unit does matters
         ([0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0], None),
+        ([-2e-8, 1e-5, 4e-4, 4e-4, 4e-4], [-1e-8, -1e-8, -1e-8, -1e-8, -1e-8], None),  # began as the teacher itself
+        ([1e-4, 2e-4, 4e-4, 4e-4, 5e-4], [1e-4, 1e-4, 1e-4, 1e-4, 1e-4], None),  # what is left is negligible
+        ([1e-4, 2e-4, 4e-4, 4e-4, 4e-2], [1e-4, 1e-4, 1e-4, 1e-4, 1e-4], "first"),
     ],
 )
 def test_what_counts_as_diverged(tmp_path: Path, first: list[float], second: list[float], diverged: str | None) -> None:

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from random import Random
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from linearize.data.packing import Dataset, document_progress
 from linearize.data.rows import IGNORED, Indices, Rows
 from linearize.data.sources import Row, read_rows
 from linearize.data.splits import require_enough, shuffled, split, validation_and_test, without
-from linearize.data.tasks import TextClassification, TextEmbedding, TokenClassification
+from linearize.data.tasks import MaskedLanguageModelling, TextClassification, TextEmbedding, TokenClassification
 
 _BATCH = 256  # texts per tokenizer call
 
@@ -232,6 +233,7 @@ def _classified_tokens(examples: Sequence[Example], pad: int, use_cache: bool | 
 _MAKE: dict[type, Callable[[Sequence[Example], int, bool | None], Texts]] = {
     TextClassification: classified_texts,
     TokenClassification: _classified_tokens,
+    MaskedLanguageModelling: _classified_tokens,
     TextEmbedding: _unlabelled_texts,
 }
 
@@ -327,8 +329,35 @@ def _encode_unlabelled(
     return [Example(ids, types, None) for ids, types in zip(encoded["input_ids"], segments, strict=True)]
 
 
+def _encode_masked(
+    rows: NumberedRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes
+) -> list[Example]:
+    task, found = config.task, []
+    assert isinstance(task, MaskedLanguageModelling)
+    if tokenizer.mask_token_id is None:
+        raise UserError(
+            "tokenizer: expected a mask token, in whose place one is to be foretold, found none; set mask_token there, "
+            "or another data.task.type"
+        )
+    special = set(tokenizer.all_special_ids)
+    ordinary = [token for token in range(len(tokenizer)) if token not in special]
+    for example in _encode_unlabelled(rows, config, tokenizer, classes):
+        random = Random(example.key)
+        places = [place for place, token in enumerate(example.input_ids) if token not in special]
+        if not places:
+            continue
+        input_ids, labels = list(example.input_ids), [IGNORED] * len(example.input_ids)
+        for place in random.sample(places, max(1, round(task.share * len(places)))):
+            labels[place], drawn = input_ids[place], random.random()
+            if drawn < 0.9:
+                input_ids[place] = tokenizer.mask_token_id if drawn < 0.8 else random.choice(ordinary)
+        found.append(replace(example, input_ids=input_ids, label=labels))
+    return found
+
+
 _ENCODERS: dict[type, Callable[[NumberedRows, DataConfig, PreTrainedTokenizerBase, Classes], list[Example]]] = {
     TextClassification: _encode_texts,
     TokenClassification: _encode_words,
+    MaskedLanguageModelling: _encode_masked,
     TextEmbedding: _encode_unlabelled,
 }

@@ -21,6 +21,7 @@ from linearize.data.tasks import (
     ImageClassification,
     LanguageModelling,
     ListOps,
+    MaskedLanguageModelling,
     Summarisation,
     TextClassification,
     TextEmbedding,
@@ -62,7 +63,8 @@ def check_kind(task: AnyTask, shape: TeacherShape) -> None:
     if shape.bidirectional and task.auto_class == CAUSAL:
         raise UserError(
             f"data.task: expected a task for an encoder ({shape.model_type}), found {task.type}; use the recipe "
-            "hedgehog-bert, or set data.task.type to text_classification, token_classification or text_embedding"
+            "hedgehog-bert, or set data.task.type to text_classification, token_classification, "
+            "masked_language_modelling or text_embedding"
         )
 
 
@@ -175,6 +177,7 @@ _BUILDERS: dict[type, Callable[[DataConfig, int, Any, TeacherShape, Classes, Sco
     Summarisation: _documents,
     TextClassification: _examples,
     TokenClassification: _examples,
+    MaskedLanguageModelling: _examples,
     TextEmbedding: _examples,
     ImageClassification: _images,
     AssociativeRecall: _generated,

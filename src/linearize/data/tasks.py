@@ -108,6 +108,22 @@ class ImageClassification(Task):
         return ("accuracy",)
 
 
+class MaskedLanguageModelling(Task):
+    """Foretell tokens that are hidden in a text: of those that are chosen, 80 % by the mask, 10 % by another token.
+
+    The others stay as they are (BERT, arXiv 1810.04805, sec. 3.1). Which are chosen, a text's own tokens say.
+    """
+
+    type: Literal["masked_language_modelling"] = "masked_language_modelling"
+    auto_class: ClassVar[str] = "AutoModelForMaskedLM"
+    pipeline_tag: ClassVar[str] = "fill-mask"
+    share: float = Field(default=0.15, gt=0, le=1, description="of a text's tokens that are to be foretold")
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        return ("accuracy", "likelihood")
+
+
 class TextEmbedding(Task):
     """The teacher's embeddings of texts, means of its last hidden states over the tokens; there are no labels."""
 
@@ -172,6 +188,7 @@ AnyTask = Annotated[
     | TextClassification
     | TokenClassification
     | ImageClassification
+    | MaskedLanguageModelling
     | TextEmbedding
     | AssociativeRecall
     | ListOps,

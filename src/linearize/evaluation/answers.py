@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.base import progress
 from linearize.data.packing import Dataset
 from linearize.data.rows import Rows, inference, on_device
-from linearize.data.tasks import Summarisation, Task, TextEmbedding
-from linearize.evaluation.metrics import Answered, Predictions, Similarities
+from linearize.data.tasks import MaskedLanguageModelling, Summarisation, Task, TextEmbedding
+from linearize.evaluation.metrics import Answered, Foretold, Predictions, Similarities
 
 BATCH_SIZE = 32  # rows per forward pass
 
@@ -33,13 +33,17 @@ def answering(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedM
 
 def compared_outputs(model: nn.Module, rows: Rows, *, title: str) -> Float[Tensor, "M C"]:
     """All outputs that `rows` are compared by, in fp32 on the CPU."""
-    found = []
-    starts = range(0, len(rows), BATCH_SIZE)
+    return torch.cat([outputs.cpu() for outputs, _ in _batches(model, rows, title=title)])
+
+
+def _batches(model: nn.Module, rows: Rows, *, title: str) -> Iterator[tuple[Float[Tensor, "m C"], Tensor | None]]:
+    """Of each batch of rows the outputs that are compared, in fp32, and what they should be, on the model's device."""
     with inference(model) as device:
-        for start in progress(starts, title):
+        for start in progress(range(0, len(rows), BATCH_SIZE), title):
             batch = rows.rows(slice(start, start + BATCH_SIZE))
-            found.append(batch.compared(model(**on_device(batch.inputs(), device))).float().cpu())
-    return torch.cat(found)
+            targets = batch.targets()
+            outputs = batch.compared(model(**on_device(batch.inputs(), device))).float()
+            yield outputs, None if targets is None else targets.to(device)
 
 
 def _classifying(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
@@ -50,6 +54,25 @@ def _classifying(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrain
 
     def answer(model: PreTrainedModel, title: str) -> Answered:
         return Predictions(compared_outputs(model, rows, title=title), targets, example, task.scores)
+
+    return answer
+
+
+def _foretelling(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
+    rows = dataset.test
+    targets, counts = rows.targets(), rows.target_counts()
+    assert targets is not None
+    example = torch.arange(len(counts)).repeat_interleave(counts)
+
+    def foretold(outputs: Float[Tensor, "M V"], labels: Int[Tensor, " M"]) -> list[Tensor]:
+        likelihood = outputs.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+        return [likelihood.cpu(), outputs.argmax(-1).cpu()]
+
+    def answer(model: PreTrainedModel, title: str) -> Answered:
+        # All logits of all places would not fit in memory.
+        found = [foretold(outputs, labels) for outputs, labels in _batches(model, rows, title=title)]
+        likelihood, tokens = map(torch.cat, zip(*found, strict=True))
+        return Foretold(tokens == targets, likelihood, tokens, example)
 
     return answer
 
@@ -82,6 +105,7 @@ def _summarising(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrain
 
 
 _ANSWERING: dict[type, Callable[[Any, Dataset, Any, PreTrainedModel | None], Answer]] = {
+    MaskedLanguageModelling: _foretelling,
     TextEmbedding: _embedding,
     Summarisation: _summarising,
 }

@@ -9,6 +9,7 @@ I drawn examples, S bootstrap resamples; in `rank_correlation` K numbers, of H r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,6 +118,53 @@ class Predictions:
     @cached_property
     def truth(self) -> Int[Tensor, " N"] | Float[Tensor, " N"]:
         return self.labels.cpu()
+
+
+@dataclass(frozen=True, eq=False)
+class Foretold:
+    """Tokens of a vocabulary in places of a text: which one is the likeliest, and how likely the right one is.
+
+    Args:
+        right: whether the likeliest is the right one.
+        log_likelihood: of the right one, nats.
+        tokens: the likeliest.
+        example: as of `Predictions`.
+
+    Raises:
+        FloatingPointError: a likelihood is not a finite number.
+    """
+
+    right: Bool[Tensor, " N"]
+    log_likelihood: Float[Tensor, " N"]
+    tokens: Int[Tensor, " N"]
+    example: Int[Tensor, " N"]
+
+    metrics = ("accuracy", "likelihood")
+
+    def __post_init__(self) -> None:
+        if not self.log_likelihood.isfinite().all():
+            raise FloatingPointError("predictions: likelihoods of masked tokens are not finite")
+
+    def __len__(self) -> int:
+        return int(self.example.max()) + 1
+
+    def scores(self, index: Int[Tensor, " I"] | None = None) -> dict[str, float]:
+        """Share that is right; and the geometric mean of likelihoods, minus whose logarithm is the mean loss."""
+        drawn = torch.arange(len(self)) if index is None else index
+        weight = torch.bincount(drawn, minlength=len(self)).double()[self.example]
+        accuracy, log = (float(x.double() @ weight / weight.sum()) for x in (self.right, self.log_likelihood))
+        return {"accuracy": accuracy, "likelihood": math.exp(log)}
+
+    def agreement(self, other: Answered) -> Float[Tensor, " E"] | None:
+        """See `Answered`.
+
+        Raises:
+            ValueError: `other` is not about the same examples.
+        """
+        if not isinstance(other, Foretold) or not torch.equal(self.example, other.example):
+            raise ValueError("masked tokens can only be compared where they were foretold in the same places")
+        alike = torch.bincount(self.example, (self.tokens == other.tokens).double())
+        return (alike / torch.bincount(self.example)).float()
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,6 +280,7 @@ TITLES = {
     "matthews": "Matthews correlation",
     "spearman": "Spearman correlation",
     "cosine": "cosine similarity",
+    "likelihood": "likelihood of masked tokens",
     "rouge1": "ROUGE-1",
     "rouge2": "ROUGE-2",
     "rougeL": "ROUGE-L",

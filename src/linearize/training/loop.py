@@ -31,6 +31,7 @@ from linearize.training.resumption import (
 from linearize.training.schedules import build_schedule
 
 DIVERGED = 2.75  # times the first held-out loss, at the end of a stage that was never below it
+NEGLIGIBLE = 1e-3  # a loss below which nothing is lost: where a student begins as its teacher, the first one is rounding
 
 
 @dataclass(frozen=True)
@@ -335,7 +336,7 @@ class StageRun:
             DivergedError: it has.
         """
         first, last = self._mean({unit.name: unit.initial_loss for unit in self.units}), self._mean(self._losses)
-        if self._least_loss < first or last <= DIVERGED * first:
+        if self._least_loss < first or last <= max(DIVERGED * first, NEGLIGIBLE):
             return
         worst = max(self.units, key=lambda unit: self._losses[unit.name] - unit.initial_loss)
         raise DivergedError(
