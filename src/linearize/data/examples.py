@@ -334,7 +334,8 @@ def _encode_masked(
 ) -> list[Example]:
     task, found = config.task, []
     assert isinstance(task, MaskedLanguageModelling)
-    if tokenizer.mask_token_id is None:
+    mask: Any = tokenizer.mask_token_id
+    if mask is None:
         raise UserError(
             "tokenizer: expected a mask token, in whose place one is to be foretold, found none; set mask_token there, "
             "or another data.task.type"
@@ -350,7 +351,7 @@ def _encode_masked(
         for place in random.sample(places, max(1, round(task.share * len(places)))):
             labels[place], drawn = input_ids[place], random.random()
             if drawn < 0.9:
-                input_ids[place] = tokenizer.mask_token_id if drawn < 0.8 else random.choice(ordinary)
+                input_ids[place] = mask if drawn < 0.8 else random.choice(ordinary)
         found.append(replace(example, input_ids=input_ids, label=labels))
     return found
 

@@ -70,7 +70,8 @@ def _foretelling(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrain
 
     def answer(model: PreTrainedModel, title: str) -> Answered:
         # All logits of all places would not fit in memory.
-        found = [foretold(outputs, labels) for outputs, labels in _batches(model, rows, title=title)]
+        batches = _batches(model, rows, title=title)
+        found = [foretold(outputs, labels) for outputs, labels in batches if labels is not None]
         likelihood, tokens = map(torch.cat, zip(*found, strict=True))
         return Foretold(tokens == targets, likelihood, tokens, example)
 
