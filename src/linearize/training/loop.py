@@ -31,9 +31,7 @@ from linearize.training.resumption import (
 from linearize.training.schedules import build_schedule
 
 DIVERGED = 2.75  # times the first held-out loss, at the end of a stage that was never below it
-NEGLIGIBLE = (
-    1e-3  # a loss below which nothing is lost: where a student begins as its teacher, the first one is rounding
-)
+NEGLIGIBLE = 1e-3  # a loss below which nothing is lost; the first one of a student that begins as its teacher is 0
 
 
 @dataclass(frozen=True)
