@@ -98,7 +98,8 @@ def test_the_mean_share_is_that_of_softmax(feature_map: dict[str, Any]) -> None:
 
 
 def test_beside_a_cache_it_is_that_of_what_is_dropped() -> None:
-    recipe = tiny.recipe(mixer__span={"type": "terraced", "window_size": 3}, mixer__cache={"size": 4})
+    cache = {"size": 4, "score": "redundancy_and_age"}
+    recipe = tiny.recipe(mixer__span={"type": "terraced", "window_size": 3}, mixer__cache=cache)
     parts = {"mixer.feature_map": EXP | {"per": "kv_head"}, "mixer.combine": {"type": "absolute_scale"}}
     model = linearize.convert(tiny.llama().double(), recipe.override(parts))
     calibrate(model, ROWS, tokens=3 * 64)
