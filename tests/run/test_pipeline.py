@@ -20,21 +20,26 @@ from transformers import AutoModelForCausalLM
 
 import linearize
 from linearize.base import UserError
+from linearize.data.repeats import without_repeats
 from linearize.data.rows import PackedRows
 from linearize.evaluation.candidates import LABELS
-from linearize.evaluation.controls import window_only_plan
+from linearize.evaluation.controls import window_only_plan, without_linear_part
 from linearize.evaluation.perplexity import token_losses
 from linearize.evaluation.worth import Worth
+from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import read_plan
+from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import HeadwiseConfig, MixerConfig, each_mixer
-from linearize.recipe import Recipe
+from linearize.recipe import Recipe, resolve
 from linearize.report.findings import sentences
 from linearize.report.load import load_run
 from linearize.run import folder as runs
+from linearize.run.allocation import allocation
 from linearize.run.evaluate import candidates, control, evaluate
 from linearize.run.folder import Run
 from linearize.run.pipeline import blocks_to_do, run
 from linearize.training import loop
+from linearize.training.allocation import measured_losses
 from tests import tiny
 
 CONTROLS = ("teacher_lora", "window_lora", "equal_lora")
@@ -559,13 +564,59 @@ def test_heads_of_several_kinds_beside_the_same_without_linear_parts(finished: R
     assert worth is not None
     losses = {measured.name: measured.quality.loss.mean for measured in worth.measured}
     assert {"window_lora", "exact_lora"} <= losses.keys() and "equal_lora" not in losses
-    plan = read_plan(AutoModelForCausalLM.from_pretrained(spread.folder / "model").config)
-    alone = read_plan(control(spread, spread.load_teacher(), plan, "exact_lora").config)
+    student = AutoModelForCausalLM.from_pretrained(spread.folder / "model")
+    plan = read_plan(student.config)
+    alone = read_plan(control(spread, spread.load_teacher(), student, plan, "exact_lora").config)
     assert [mixer.span for mixer in each_mixer(alone)] == [mixer.span for mixer in each_mixer(plan)]
     assert all(x.feature_map is None for x in each_mixer(alone)) and any(x.feature_map for x in each_mixer(plan))
     assert (spread.folder / "controls" / "exact_lora" / "result.json").is_file()
     said = " ".join(sentences(load_run(spread.folder)))
     assert "the same memory without linear parts (finetuned alike)" in said
+
+
+CACHED = {
+    "mixer.span": {"type": "terraced", "window_size": 4},
+    "mixer.combine": {"type": "absolute_scale"},
+    "mixer.feature_map": {"type": "hedgehog", "activation": "exp"},
+    "mixer.cache": {"size": 3, "score": "learned"},
+}
+
+
+def test_controls_with_caches_have_the_students_calibrated_scores(finished: Run) -> None:
+    """Without its linear part a cache still chooses as it was fitted to, trained and untrained control alike."""
+    cached = dataclasses.replace(finished, recipe=finished.recipe.override(CACHED))
+    teacher = cached.load_teacher()
+    student = linearize.convert(teacher, cached.recipe)
+    for layer in linearized_layers(student).values():
+        layer.mixer.worth.weight.normal_()
+    expected = [layer.mixer.worth.weight for layer in linearized_layers(student).values()]
+    made = control(cached, teacher, student, read_plan(student.config), "exact_lora")
+    with without_linear_part(student):
+        for model in (made, student):
+            found = [layer.mixer for layer in linearized_layers(model).values()]
+            assert [mixer.feature_map for mixer in found] == [None] * len(expected)
+            assert all(torch.equal(x.worth.weight, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_heads_are_measured_on_rows_without_repeats_and_on_recall(
+    finished: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = MEMORY | {"data.repeats": 0.25, "memory.recall": 0.5}
+    spent, seen = dataclasses.replace(finished, recipe=finished.recipe.override(changes)), []
+
+    def measured(teacher: Any, rows: PackedRows, candidates: Any, **how: Any) -> Any:
+        seen.append((rows, how))
+        return measured_losses(teacher, rows, candidates, **how)
+
+    monkeypatch.setattr("linearize.run.allocation.measured_losses", measured)
+    dataset, teacher = tiny.load_data(spent), spent.load_teacher()
+    shape = TeacherShape.from_config(teacher.config.to_dict())
+    assert spent.recipe.memory is not None and isinstance(dataset.train, PackedRows)
+    allocation(spent, spent.recipe.memory, shape, resolve(spent.recipe, shape), teacher, dataset)
+    ((rows, how),) = seen
+    plain = without_repeats(dataset.train, 0.25, seed=spent.recipe.seed)
+    assert torch.equal(rows.input_ids, plain.input_ids) and len(plain) < len(dataset.train)
+    assert how["recall"] == 0.5
 
 
 MEMORY = {

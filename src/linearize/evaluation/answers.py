@@ -46,11 +46,16 @@ def _batches(model: nn.Module, rows: Rows, *, title: str) -> Iterator[tuple[Floa
             yield outputs, None if targets is None else targets.to(device)
 
 
-def _classifying(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
-    rows = dataset.test
+def _expected(rows: Rows) -> tuple[Tensor, Int[Tensor, " M"]]:
+    """What each answer should be, and which row it belongs to."""
     targets, counts = rows.targets(), rows.target_counts()
     assert targets is not None
-    example = torch.arange(len(counts)).repeat_interleave(counts)
+    return targets, torch.arange(len(counts)).repeat_interleave(counts)
+
+
+def _classifying(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
+    rows = dataset.test
+    targets, example = _expected(rows)
 
     def answer(model: PreTrainedModel, title: str) -> Answered:
         return Predictions(compared_outputs(model, rows, title=title), targets, example, task.scores)
@@ -60,9 +65,7 @@ def _classifying(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrain
 
 def _foretelling(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
     rows = dataset.test
-    targets, counts = rows.targets(), rows.target_counts()
-    assert targets is not None
-    example = torch.arange(len(counts)).repeat_interleave(counts)
+    targets, example = _expected(rows)
 
     def foretold(outputs: Float[Tensor, "M V"], labels: Int[Tensor, " M"]) -> list[Tensor]:
         likelihood = outputs.log_softmax(-1).gather(1, labels[:, None])[:, 0]

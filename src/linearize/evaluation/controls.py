@@ -15,6 +15,7 @@ from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig, each_mixer
+from linearize.mixers.exact_cache import copy_worth
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
 from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
@@ -72,8 +73,10 @@ def equal_bytes_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> La
 
 
 def exact_plan(plan: LayerPlan) -> LayerPlan:
-    """The same memory for every head but for linear states: its window, exact cache and sinks, or all of its keys."""
+    """The same memory for every head but for linear states: its window, exact cache and sinks, or all of its keys.
 
+    A linear part without a window gets the window-only control's.
+    """
     return tuple(
         layer.each(window_only) if isinstance(layer, HeadwiseConfig) else layer and window_only(layer) for layer in plan
     )
@@ -84,9 +87,13 @@ def without_linear_part(student: PreTrainedModel, sinks: int | None = None) -> I
     """Within, every converted layer attends within its window only; all weights stay as they are."""
 
     def ablated(mixer: Any) -> LinearMixer | HeadwiseMixer:
-        if not isinstance(mixer, HeadwiseMixer):
-            return LinearMixer(window_only(mixer.config, sinks), mixer.shape)
-        return HeadwiseMixer(mixer.config.each(lambda part: window_only(part, sinks)), mixer.shape)
+        if isinstance(mixer, HeadwiseMixer):
+            made = HeadwiseMixer(mixer.config.each(lambda part: window_only(part, sinks)), mixer.shape)
+        else:
+            made = LinearMixer(window_only(mixer.config, sinks), mixer.shape)
+        if mixer.causal:
+            copy_worth(mixer, made)
+        return made
 
     with replaced_mixers(student, ablated):
         yield student

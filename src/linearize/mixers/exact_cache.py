@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -63,6 +63,13 @@ class ExactCache(Config):
         A new module where it is calibrated on the teacher; None where it is the attention received.
         """
         return CALIBRATED[self.score](shape) if self.score in CALIBRATED else SCORES.get(self.score)
+
+
+def copy_worth(source: Any, target: Any) -> None:
+    """Give the caches of a mixer what another one of the same parts, heads of several kinds too, is calibrated to."""
+    for (_, fitted), (_, mixer) in zip(source.parts(), target.parts(), strict=True):
+        if isinstance(getattr(mixer, "worth", None), nn.Module):
+            mixer.worth.load_state_dict(fitted.worth.state_dict())
 
 
 def redundancy(

@@ -81,7 +81,7 @@ def candidates(
 
     def tuned(name: str) -> PreTrainedModel:
         assert run is not None and run.recipe.finetune is not None and teacher is not None
-        model = control(run, teacher, layers, name)
+        model = control(run, teacher, student, layers, name)
         load_finetuned(model, run.recipe.finetune, run.controls[name])
         return model
 
@@ -143,7 +143,9 @@ def candidates(
     return found, [name for name in every if name not in at_hand]
 
 
-def control(run: Run, teacher: PreTrainedModel, layers: LayerPlan, name: str) -> PreTrainedModel:
+def control(
+    run: Run, teacher: PreTrainedModel, student: PreTrainedModel, layers: LayerPlan, name: str
+) -> PreTrainedModel:
     """What a trained control is before its training: a teacher of its own to train, or one without linear parts."""
     length = run.recipe.data.sequence_length
     plans: dict[str, Callable[[], LayerPlan]] = {
@@ -151,7 +153,12 @@ def control(run: Run, teacher: PreTrainedModel, layers: LayerPlan, name: str) ->
         "equal_lora": lambda: equal_bytes_plan(layers, teacher, length),
         "exact_lora": lambda: exact_plan(layers),
     }
-    return convert_layers(teacher, plans[name]()) if name in plans else run.load_teacher()
+    if name not in plans:
+        return run.load_teacher()
+    model = convert_layers(teacher, plans[name]())
+    if name == "exact_lora":  # whose caches are the student's own
+        copy_scores(student, model)
+    return model
 
 
 def _finished(stage: Path) -> bool:

@@ -122,7 +122,7 @@ def _carry_out(
             train_outputs(run, name, student, teacher, dataset)
     if until != "evaluate":
         return None
-    train_controls(run, teacher, layers, dataset)
+    train_controls(run, teacher, student, layers, dataset)
     if not world().main and not run.recipe.data.task.language:  # whose examples processes do not share
         return None
     save(run, student, processor)
@@ -250,7 +250,9 @@ def train_outputs(run: Run, name: str, student: PreTrainedModel, teacher: PreTra
     finetune(student, dataset.train, dataset.validation, config, **options)
 
 
-def train_controls(run: Run, teacher: PreTrainedModel, layers: LayerPlan, dataset: Dataset) -> None:
+def train_controls(
+    run: Run, teacher: PreTrainedModel, student: PreTrainedModel, layers: LayerPlan, dataset: Dataset
+) -> None:
     """Train what the student must be compared with: finetuning alike of the teacher, and of its window alone.
 
     On as many tokens as all stages of the student together, so that more training is not what sets them apart.
@@ -265,7 +267,7 @@ def train_controls(run: Run, teacher: PreTrainedModel, layers: LayerPlan, datase
         budget = {"max_tokens": total, "epochs": 1 + 2 * total // dataset.train.num_tokens}
         config = run.recipe.finetune.model_copy(update=budget)
         options = {"output_dir": folder, "seed": run.recipe.seed, "title": f"control: {name.replace('_lora', '')}"}
-        model = control(run, teacher, layers, name)
+        model = control(run, teacher, student, layers, name)
         finetune(model, dataset.train, dataset.validation, config, teacher=teacher, **options)
 
 

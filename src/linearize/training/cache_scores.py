@@ -17,7 +17,7 @@ from linearize.base import progress
 from linearize.data.rows import Rows, on_device
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.sharding import run_layers
-from linearize.mixers.exact_cache import ExpectedAttention, Learned
+from linearize.mixers.exact_cache import ExpectedAttention, Learned, copy_worth
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.dispatch import window_softmax
 from linearize.ops.layout import Layout, SlidingSpan, TerracedSpan
@@ -42,12 +42,10 @@ def fit_scores(student: PreTrainedModel, rows: Any, tokens: int = TOKENS) -> Non
 
 
 def copy_scores(source: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Give a student the scores of another one of the same plan."""
+    """Give a student the scores of another one of the same plan, linear parts apart."""
     both = (linearized_layers(model).values() for model in (source, target))
     for one, other in zip(*both, strict=True):
-        for (_, fitted), (_, mixer) in zip(one.mixer.parts(), other.mixer.parts(), strict=True):
-            if isinstance(getattr(mixer, "worth", None), torch.nn.Module):
-                mixer.worth.load_state_dict(fitted.worth.state_dict())
+        copy_worth(one.mixer, other.mixer)
 
 
 @torch.no_grad()
