@@ -28,7 +28,7 @@ from linearize.training.resumption import StageFolder
 from tests import tiny
 from tests.hf.models import make_teacher
 
-STAGES = ("transfer", "lora", "all")
+STAGES = ("transfer", "all", "lora")
 # 4 steps of 6 rows, of different documents; a held-out set that no number of processes divides.
 TRAIN = tiny.packed([[24], [7, 17], [24]] * 8, seed=1, vocabulary=60)
 VALIDATION = tiny.packed([[24], [1, 23]] * 3 + [[24]], seed=2, vocabulary=60)
@@ -36,7 +36,7 @@ _COMMON = {"batch_size": 6, "epochs": 1, "max_tokens": None, "eval_every": 2, "m
 
 
 def stages(architecture: str, folder: Path) -> None:
-    """Attention transfer, LoRA together with the mixers, and all weights, one after the other."""
+    """Attention transfer, all weights, and LoRA together with the mixers, each on what the one before has left."""
     teacher: Any = make_teacher(architecture)
     if SHARD and world().size > 1:
         with in_turn():
@@ -56,8 +56,8 @@ def stages(architecture: str, folder: Path) -> None:
     loss = recipe.finetune.loss.model_copy(update={"kl": 1.0})
     given = _COMMON | {"loss": loss, "lr": 1e-3}
     for stage, fields in {
+        "all": {"lora": None, "all_weights": True, "interpolation": 0.5},
         "lora": {"mixers": True, "batch_size": 8, "micro_batch_size": 2, "window_dropout": WindowDropout()},
-        "all": {"lora": None, "all_weights": True},
     }.items():
         tuned = recipe.finetune.model_copy(update=given | fields)
         finetune(student, TRAIN, VALIDATION, tuned, teacher=teacher, output_dir=folder / stage)
@@ -96,12 +96,12 @@ class Stopped(Exception):
 
 
 def _stop_behind(step: int) -> None:
-    """Leave the last stage when its checkpoint of this step is written."""
+    """Leave the stage of all weights when its checkpoint of this step is written."""
     save = StageFolder.save
 
     def last(self: StageFolder, number: int, *state: Any) -> None:
         save(self, number, *state)
-        if number == step and self.path.name == STAGES[-1]:
+        if number == step and self.path.name == "all":
             barrier()
             raise Stopped
 
@@ -124,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shard", action="store_true", help="weights divided among the processes")
-    parser.add_argument("--stop", type=int, help="behind the checkpoint of this step of the last stage")
+    parser.add_argument("--stop", type=int, help="behind the checkpoint of this step of all weights")
     parser.add_argument("--mutant", choices=MUTANTS, default="")
     parser.add_argument("architectures", nargs="+")
     arguments = parser.parse_args()

@@ -216,6 +216,30 @@ def test_what_raises_leaves_the_model_as_it_was(
     assert not changed(student, before)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"mixers": True}, {"lora": None, "all_weights": True}, {"all_weights": True}],
+    ids=["adapters", "adapters and mixers", "all weights", "all weights and adapters"],
+)
+@pytest.mark.parametrize("make", [tiny.llama, tiny.gpt2])
+def test_weights_end_on_the_line_from_where_they_began(tmp_path: Path, make: Make, fields: dict[str, Any]) -> None:
+    """WiSE-FT (arXiv 2109.01903), eq. 1, of what one stage has trained, then and when it is loaded."""
+    teacher = make().double()
+    models = {}
+    for alpha in (1.0, 0.25):
+        models[alpha] = linearize.convert(teacher, tiny.recipe())
+        before = tiny.snapshot(models[alpha])
+        tune(models[alpha], tmp_path, config(**fields, interpolation=alpha))
+    trained, found = (tiny.snapshot(model) for model in models.values())
+    assert changed(models[0.25], before) == changed(models[1.0], before)
+    for name, weight in found.items():
+        expected = 0.75 * before[name] + 0.25 * trained[name]
+        torch.testing.assert_close(weight, expected, rtol=0, atol=TOLERANCE)
+    loaded = linearize.convert(teacher, tiny.recipe())
+    load_finetuned(loaded, config(**fields, interpolation=0.25), tmp_path)
+    assert not changed(loaded, found)
+
+
 def test_nothing_to_train_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"finetune: expected weights to train.*finetune\.lora"):
         tune(tiny.llama(), tmp_path, config(lora=None, mixers=True))

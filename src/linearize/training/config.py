@@ -100,6 +100,7 @@ class TrainConfig(Config):
     def identity(self) -> dict[str, Any]:
         """What has to be equal for a stage to be gone on with; of fields that older stages lack, those that are set."""
         fields = self.model_dump(mode="json")
+        fields.pop("interpolation", None)  # of what has been trained
         later = {"optimizer": "adamw", "activation_checkpointing": False}
         return {name: value for name, value in fields.items() if name not in later or value != later[name]}
 
@@ -194,6 +195,13 @@ class FinetuneConfig(TrainConfig):
     mixers: bool = Field(default=False, description="feature maps, gates and mix train too")
     all_weights: bool = Field(default=False, description="every weight of the model trains, mixers included")
     loss: LossConfig = LossConfig()
+    interpolation: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="how far from where it began towards where training led each weight ends (alpha of WiSE-FT, "
+        "arXiv 2109.01903): below 1, less of the new text is learned and more kept of what the text does not ask for",
+    )
     activation_checkpointing: bool = Field(
         default=False,
         description="keep what enters each layer only, and compute it again on the way back: the same gradients",

@@ -23,6 +23,7 @@ from linearize.hf.sharding import (
     adopt,
     divided_weights,
     is_sharded,
+    local,
     own_rows,
     replace_weights,
     round_weights,
@@ -73,7 +74,8 @@ def prepared(
     """Within, what the config names, and nothing else, can be trained: copies of weights, and adapters.
 
     Yields the model to train, with adapters where there are any, and the dtype to compute in where it is not that of
-    the weights. At the end adapters are merged and dtypes are as they were; after an exception, so is all the rest.
+    the weights. At the end adapters are merged, weights are interpolated as `config` says, and dtypes are as they were;
+    after an exception, so is all the rest.
     """
     if config.all_weights and getattr(model, "is_quantized", False):
         raise UserError(
@@ -116,9 +118,14 @@ def prepared(
     else:
         if adapted is not None:
             assert config.lora is not None
-            _merge(adapted, model, config.lora)
+            _merge(adapted, model, config.lora, 1.0 if config.all_weights else config.interpolation)
         for parameter, data in before.items():
-            parameter.data = parameter.data.to(data.dtype)
+            trained = parameter.data
+            parameter.data = data.to(trained.dtype).lerp(trained, config.interpolation).to(data.dtype)
+        if config.all_weights:
+            for name, weight in divided_weights(model).items():
+                rows = local(weight)
+                rows.copy_(local(divided[name]).lerp(rows, config.interpolation))
         round_weights(model)
     finally:
         if config.activation_checkpointing:
@@ -151,15 +158,18 @@ def _adapted(model: PreTrainedModel, config: LoRAConfig, seed: int) -> nn.Module
         return get_peft_model(model, lora)  # type: ignore[return-value]
 
 
-def _merge(adapted: Any, model: PreTrainedModel, config: LoRAConfig) -> None:
+def _merge(adapted: Any, model: PreTrainedModel, config: LoRAConfig, share: float) -> None:
+    """Add `share` of what the adapters add."""
     module: Any
     for module in projections(model, config.targets).values():
+        module.scale_layer(share)
         weight = module.base_layer.weight
         if isinstance(weight, DTensor):  # which PEFT cannot add to
             (adapter,) = module.active_adapters
             sum_ = weight.detach() + own_rows(module.get_delta_weight(adapter).detach(), weight)
             module.base_layer.weight = nn.Parameter(sum_.to(weight.dtype), requires_grad=False)
-        elif type(weight) is nn.Parameter:  # PEFT adds to these in place, and replaces quantized ones
+        elif type(weight) is nn.Parameter and not weight.requires_grad:
+            # PEFT adds to these in place, and replaces quantized ones; those that train are copies already.
             module.base_layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
     if is_sharded(model):
         adapted.unload()
