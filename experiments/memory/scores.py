@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = read_config(args.model)
     shape = TeacherShape.from_config(config)
     length = min(shape.max_positions, args.length)
-    recipe = Recipe.load("recommended", texts | {"data.sequence_length": length})
+    recipe = Recipe.load("recommended", texts | {"data.sequence_length": length, "data.repeats": 0.0})
     tokenizer = load_processor(recipe.data.task, args.model)
     dataset = load_dataset(recipe.data, tokenizer, config, seed=0)
     assert isinstance(dataset.train, PackedRows)

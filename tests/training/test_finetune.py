@@ -164,14 +164,15 @@ def test_new_weights_alone_and_with_adapters(tmp_path: Path) -> None:
         assert not changed(teacher, given)
 
 
+@pytest.mark.parametrize("adapters", [False, True], ids=["alone", "and adapters"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_all_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_all_weights(tmp_path: Path, dtype: torch.dtype, adapters: bool) -> None:
     """In half precision too: updates far below its spacing add up in the fp32 weights that train."""
     teacher = tiny.llama(tie_word_embeddings=True).to(dtype)
     given = tiny.snapshot(teacher)
     student = linearize.convert(teacher, tiny.recipe())
     before = tiny.snapshot(student)
-    chosen = config(lora=None, all_weights=True, lr=1e-3)
+    chosen = config(lora=config().lora if adapters else None, all_weights=True, lr=1e-3)
     result = tune(student, tmp_path, chosen)
     assert result.best_loss["model"] < result.initial_loss["model"] - 0.1
     assert changed(student, before) == {name for name in before if "inv_freq" not in name}
