@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -82,11 +83,7 @@ class TeacherShape:
     def _read(cls, contents: dict[str, Any]) -> TeacherShape:
         config = read_contents(contents)
         model_type, bidirectional = contents["model_type"], ARCHITECTURES[contents["model_type"]].bidirectional
-
-        def size(name: str, default: int | None = None) -> int:
-            value = getattr(config, name, None)
-            return positive(config.attribute_map.get(name, name), default if value is None else value)
-
+        size = partial(_size, config)
         heads, hidden, passes = size("num_attention_heads"), size("hidden_size"), _passes(config)
         kv_heads = size("num_key_value_heads", heads)
         if heads % kv_heads:
@@ -109,6 +106,11 @@ class TeacherShape:
             bidirectional=bidirectional,
             contents=contents,
         )
+
+
+def _size(config: PreTrainedConfig, name: str, default: int | None = None) -> int:
+    value = getattr(config, name, None)
+    return positive(config.attribute_map.get(name, name), default if value is None else value)
 
 
 def _passes(config: PreTrainedConfig) -> tuple[int, ...]:

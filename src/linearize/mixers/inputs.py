@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -37,13 +38,9 @@ class AttnInputs:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> AttnInputs:
         """The inputs with `fn` applied to every tensor."""
-
-        def pair(tensors: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-            return None if tensors is None else (fn(tensors[0]), fn(tensors[1]))
-
         hidden = None if self.hidden is None else fn(self.hidden)
-        tensors = {"hidden": hidden, "unrotated": pair(self.unrotated), "rope": pair(self.rope)}
-        return replace(self, q=fn(self.q), k=fn(self.k), v=fn(self.v), **tensors)
+        unrotated, rope = (pair and (fn(pair[0]), fn(pair[1])) for pair in (self.unrotated, self.rope))
+        return replace(self, q=fn(self.q), k=fn(self.k), v=fn(self.v), hidden=hidden, unrotated=unrotated, rope=rope)
 
     def accumulated(self) -> AttnInputs:
         """All of it in fp32, or fp64: what reads a tensor twice should not round its gradient twice."""
@@ -60,11 +57,8 @@ class AttnInputs:
 
     def heads(self, kv_heads: Sequence[int]) -> AttnInputs:
         """The inputs of some KV heads and of the query heads that read them."""
-
-        def some(x: Tensor) -> Tensor:
-            return some_heads(x, kv_heads, self.k.shape[1])
-
-        unrotated = None if self.unrotated is None else (some(self.unrotated[0]), some(self.unrotated[1]))
+        some = partial(some_heads, kv_heads=kv_heads, num_kv_heads=self.k.shape[1])
+        unrotated = self.unrotated and (some(self.unrotated[0]), some(self.unrotated[1]))
         return replace(self, q=some(self.q), k=some(self.k), v=some(self.v), unrotated=unrotated)
 
     def divided(self, partition: Sequence[Sequence[int]]) -> list[AttnInputs]:

@@ -204,12 +204,11 @@ def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int) -> Tokens:
     same = (layout.key_document == layout.last_document)[:, None, :] & (layout.key_position >= 0)[:, None, :]
     match = same & (layout.key_position[:, None, :] == wanted[:, :, None])
     index, found = match.to(torch.uint8).argmax(-1), match.any(-1)
-
-    def take(x: Tensor) -> Tensor:
+    kept = {}
+    for name, x in slots.items():
         chosen = index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        return x.expand(batch, -1, -1, -1).gather(2, chosen) * found[:, None, :, None]
-
-    return {name: take(x) for name, x in slots.items()}
+        kept[name] = x.expand(batch, -1, -1, -1).gather(2, chosen) * found[:, None, :, None]
+    return kept
 
 
 def _last(x: Float[Tensor, "B h T X"], span: Span) -> Float[Tensor, "B h S X"]:
@@ -225,13 +224,12 @@ def _last(x: Float[Tensor, "B h T X"], span: Span) -> Float[Tensor, "B h S X"]:
 
 def push_slot(slots: Tokens, span: Span, position: Int[Tensor, " B"]) -> Tokens:
     """Slots that had one more token, at `position`, at the end, moved up; who leaves them can fill a sink's slot."""
-
-    def shift(x: Tensor) -> Tensor:
-        kept = x[:, :, span.sinks + 1 :]
-        if not span.sinks:
-            return kept
-        is_slot = (torch.arange(span.sinks, device=x.device) == position[:, None] - span.context)[:, None, :, None]
-        left = x[:, :, span.sinks : span.sinks + 1]
-        return torch.cat([torch.where(is_slot, left, x[:, :, : span.sinks]), kept], dim=2)
-
-    return {name: shift(x) for name, x in slots.items()}
+    sinks = span.sinks
+    if not sinks:
+        return {name: x[:, :, 1:] for name, x in slots.items()}
+    is_slot = (torch.arange(sinks, device=position.device) == position[:, None] - span.context)[:, None, :, None]
+    moved = {}
+    for name, x in slots.items():
+        filled = torch.where(is_slot, x[:, :, sinks : sinks + 1], x[:, :, :sinks])
+        moved[name] = torch.cat([filled, x[:, :, sinks + 1 :]], dim=2)
+    return moved

@@ -90,16 +90,11 @@ def window_softmax(
     """The softmax part (`reference.window_softmax`)."""
     dtype, (batch, heads, length, _), groups = accumulation_dtype(v.dtype), q.shape, k.shape[1]
     q, k, v = (in_dtype(x, dtype) for x in (q, k, v))
-
-    def hidden() -> Tensor:
-        seen = visible_keys(span, layout)[0][:, None]
-        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
-
     # In powers of 2, which a CPU has in a quarter of the time; of exp(-inf) it takes more than of any other.
     factor = scaling * LOG2_E if softcap is None else scaling / softcap
     scores = (_grouped(q * factor, groups) @ k.mT).view(batch, heads, length, k.shape[2])
     scores = scores if softcap is None else softcap * LOG2_E * torch.tanh(scores)
-    alone, bias = scores.requires_grad, layout.once(("softmax", span, dtype), hidden)
+    alone, bias = scores.requires_grad, layout.once(("softmax", span, dtype), lambda: _no_scores(span, layout, dtype))
     scores = scores + bias if alone else scores.add_(bias)
     top = scores.amax(-1, keepdim=True)
     if not (layout.uniform and span.max_lag):  # a query sees its own key, unless it is padding, or there is no window
@@ -107,6 +102,12 @@ def window_softmax(
     weights = (scores - top).exp2() if alone else scores.sub_(top).exp2_()
     num = (_grouped(weights, groups) @ v).view(batch, heads, length, v.shape[3])
     return Partial(num, weights.sum(-1), top.squeeze(-1) / LOG2_E)
+
+
+def _no_scores(span: Span, layout: Layout, dtype: torch.dtype) -> Float[Tensor, "B 1 T K"]:
+    """What hides keys from softmax: 0, or -inf."""
+    seen = visible_keys(span, layout)[0][:, None]
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
 def _grouped(x: Float[Tensor, "B H T X"], heads: int) -> Float[Tensor, "B h N X"]:

@@ -66,12 +66,8 @@ def cut(layout: Layout, span: TerracedSpan) -> Blocks:
     # A block begins where a valid slot is in another block than the valid slot before it.
     place = torch.where(valid, every, -1).cummax(1).values
     before = torch.nn.functional.pad(place, (1, 0), value=-1)[:, :-1]
-    there = before >= 0
-
-    def at(x: Tensor) -> Tensor:
-        return x.gather(1, before.clamp_min(0))
-
-    begins = valid & (~there | (at(number) != number) | (at(document) != document))
+    there, before = before >= 0, before.clamp_min(0)
+    begins = valid & (~there | (number.gather(1, before) != number) | (document.gather(1, before) != document))
     block = begins.cumsum(1) - 1
     count = -(-position.shape[1] // width) if layout.uniform else max(1, int(block.amax()) + 1)
     batch = len(position)
@@ -145,16 +141,16 @@ def written(
     running maximum's and decays' too, holds as for the keys themselves.
     """
     ordered = after.sort(-1).values
-
-    def stays(places: Tensor) -> Tensor:
-        at = torch.searchsorted(ordered, places.contiguous()).clamp_max(ordered.shape[-1] - 1)
-        return (ordered.gather(-1, at) == places) & (places >= 0)
-
-    out, taken = (before >= 0) & ~stays(before), stays(leaves)
+    out, taken = (before >= 0) & ~_among(ordered, before), _among(ordered, leaves)
     order = out.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     thrown = torch.where(out, before, -1).gather(-1, order)
     nth = (taken.cumsum(-1) - 1).clamp_min(0)
     return torch.where(taken, thrown.gather(-1, nth), leaves)
+
+
+def _among(ordered: Int[Tensor, "*rows C"], places: Int[Tensor, "*rows M"]) -> Bool[Tensor, "*rows M"]:
+    at = torch.searchsorted(ordered, places.contiguous()).clamp_max(ordered.shape[-1] - 1)
+    return (ordered.gather(-1, at) == places) & (places >= 0)
 
 
 def best(
@@ -176,12 +172,8 @@ def best(
 def taken(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Tensor]:
     """These slots of a pool of `keys`, `values`, their `position` and more; 0 and -1 where a place is none."""
     there = (places >= 0)[..., None]
-
-    def take(x: Tensor) -> Tensor:
-        x = _rows(x, places)
-        return x * there.repeat_interleave(x.shape[1] // there.shape[1], dim=1)
-
-    found = {name: take(x) for name, x in pool.items() if name != "position"}
+    found = {name: _rows(x, places) for name, x in pool.items() if name != "position"}
+    found = {name: x * there.repeat_interleave(x.shape[1] // there.shape[1], dim=1) for name, x in found.items()}
     return found | {"position": _taken(pool["position"], places)}
 
 
@@ -229,13 +221,8 @@ def cached_softmax(
         1, torch.where(flat >= 0, flat, length), torch.arange(count * width, device=q.device).expand(batch, -1)
     )
     place = place[:, None, :length].expand(-1, heads, -1)
-
-    def collect(parts: list[Tensor]) -> Tensor:
-        x = torch.cat(parts, dim=2).flatten(2, 3)
-        x = torch.nn.functional.pad(x, (0, 0, 0, 1))
-        return x.gather(2, place[..., None].expand(-1, -1, -1, x.shape[3]))
-
-    num, den, top = (collect([x[i] for x in found]) for i in range(3))
+    parts = (torch.nn.functional.pad(torch.cat(x, dim=2).flatten(2, 3), (0, 0, 0, 1)) for x in zip(*found, strict=True))
+    num, den, top = (x.gather(2, place[..., None].expand(-1, -1, -1, x.shape[3])) for x in parts)
     return Partial(num, den[..., 0], top[..., 0])
 
 

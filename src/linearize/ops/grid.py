@@ -140,15 +140,13 @@ class Grid:
 
     def around(self, batch: slice, start: int, stop: int) -> tuple[Around, Around, Int[Tensor, "b N1"]]:
         """Positions, documents and the owners of the chunks start..stop and of the one behind them."""
-        reach, n = (self.first + 1) * self.chunk, (stop - start) // self.chunk
-
-        def found(queries: Int[Tensor, "#B P"], keys: Int[Tensor, "#B Q"]) -> Around:
+        reach, found = (self.first + 1) * self.chunk, []
+        for queries, keys in ((self.query_position, self.position), (self.query_document, self.document)):
             queries, keys = pick(queries, batch)[:, start:stop], pick(keys, batch)[:, start : stop + reach - self.chunk]
-            queries, near = queries.unflatten(1, (n, -1)), keys.unfold(1, reach, self.chunk)
-            return Around(queries, near, keys.unflatten(1, (-1, self.chunk)))
-
+            queries, keys = queries.unflatten(1, (-1, self.chunk)), (keys.unfold(1, reach, self.chunk), keys)
+            found.append(Around(queries, keys[0], keys[1].unflatten(1, (-1, self.chunk))))
         owner = pick(self.owner, batch)[:, start // self.chunk : stop // self.chunk + 1]
-        return found(self.query_position, self.position), found(self.query_document, self.document), owner
+        return found[0], found[1], owner
 
     def repeat_queries(self, x: Shaped[Tensor, "b h n C Y"]) -> Shaped[Tensor, "b h n gC Y"]:
         """Repeated for each query head that shares a key head, as `queries` orders them."""

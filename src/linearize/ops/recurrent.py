@@ -56,15 +56,14 @@ class NextToken:
 
     def bias_with_cache(self, size: int, heads: int, dtype: torch.dtype) -> Float[Tensor, "N 1 C_and_S"]:
         """The same, with an exact cache of `size` slots before the others: it fills from its end, oldest key first."""
+        return self._once(f"bias {size} {heads} {dtype}", lambda: self._bias_with_cache(size, heads, dtype))
 
-        def both() -> Tensor:
-            if self.least is not None and self._left(self.least) >= size:
-                return pad(self.bias(heads, dtype), (size, 0))
-            left = self._left(self.position).clamp_min(0)
-            empty = torch.arange(size, device=self.position.device) < size - left[:, None]
-            return no_scores(torch.cat([empty, self.hidden], dim=1)[:, None], heads, dtype)
-
-        return self._once(f"bias {size} {heads} {dtype}", both)
+    def _bias_with_cache(self, size: int, heads: int, dtype: torch.dtype) -> Tensor:
+        if self.least is not None and self._left(self.least) >= size:
+            return pad(self.bias(heads, dtype), (size, 0))
+        left = self._left(self.position).clamp_min(0)
+        empty = torch.arange(size, device=self.position.device) < size - left[:, None]
+        return no_scores(torch.cat([empty, self.hidden], dim=1)[:, None], heads, dtype)
 
     def _left(self, position: Any) -> Any:
         """How many keys, sinks not among them, have left a window of blocks when this query reads; no less than 0."""
