@@ -18,9 +18,9 @@ from linearize.hf.convert import convert_layers
 from linearize.recipe import Recipe
 from linearize.report import frontier as words
 from linearize.run.folder import Run
-from linearize.run.frontier import frontier
+from linearize.run.frontier import frontier, uniform
 from linearize.training.loop import StageRun
-from linearize.training.memory import window
+from linearize.training.memory import MemoryConfig, window
 from tests import tiny
 
 REFERENCE, LENGTH, PAIR = 8, 64, 2 * 8 * 4  # bytes of a key and a value of 8 numbers, fp32
@@ -67,6 +67,15 @@ def test_every_way_at_every_fraction(made: tuple[Run, dict[str, Any]]) -> None:
             assert 0.5 * budget < found[fraction, "by need", trained]["bytes"] <= budget
     assert all((point["far_alike"] is None) != point["trained"] for point in made[1]["points"])
     assert made[1]["tokens"] == 2 * 4 * LENGTH
+
+
+def test_caches_of_all_heads_are_no_larger_than_those_to_choose_from() -> None:
+    memory = MemoryConfig(fraction=0.5, caches=(8, 16), score="recent")
+    caches = {"exact cache, recent", "exact cache, attention_received", "exact cache, attention_recent"}
+    for pairs, some in ((32, set()), (33, caches), (48, caches), (49, set())):
+        found = uniform(pairs, memory)
+        assert set(found) == {"window", "window + 4 sinks"} | some
+        assert {mixer.cache.size for mixer in found.values() if mixer.cache} == ({pairs - 32} if some else set())
 
 
 def test_losses_are_those_of_the_models(made: tuple[Run, dict[str, Any]]) -> None:

@@ -27,7 +27,7 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import LayerPlan, MixerConfig
-from linearize.mixers.exact_cache import ATTENTION, Score
+from linearize.mixers.exact_cache import ATTENTION
 from linearize.ops.layout import SlidingSpan
 from linearize.recipe import resolve
 from linearize.run.allocation import ALLOCATION, allocation
@@ -67,11 +67,9 @@ class Ruler:
 def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: str) -> dict[str, Any]:
     """Measure every way of holding less memory at each fraction of the teacher's cache; the same call resumes.
 
-    At each fraction: one window for all heads; the same with 4 sinks (StreamingLLM); a window of 32 and an exact cache
-    in every head, by the recipe's score and by attention received, of all queries (as H2O) and of the last ones (as
-    SnapKV); and the recipe's budget spread by measured need. Where the recipe has a finetune stage, then also: the
-    window and the budget by need trained by it, and so that there is something to compare with, the teacher and the
-    reference window.
+    At each fraction: what every head can have alike (`uniform`), and the recipe's budget spread by measured need. Where
+    the recipe has a finetune stage, then also: the window and the budget by need trained by it, and so that there is
+    something to compare with, the teacher and the reference window.
 
     Args:
         run: whose recipe has `memory`, of which the size is replaced; its folder keeps what is found, and its
@@ -139,7 +137,7 @@ def _measured(
         budget = memory.model_copy(update={"bytes": None, "fraction": fraction}).budget(shape, run.dtype)
         heads = shape.num_kv_heads * len(layers)
         plans = {}
-        for name, mixer in _uniform(round(fraction * of_cache_at), memory.score).items():
+        for name, mixer in uniform(round(fraction * of_cache_at), memory).items():
             held = heads * candidate_bytes([mixer], shape, run.dtype, of_cache_at)[0]
             plans[name] = _alike(mixer, layers, shape), held
         spread = allocate(needs, sizes, budget)
@@ -176,16 +174,21 @@ def _ruler(dataset: Dataset, tokenizer: Any, config: EvaluationConfig, reference
     return Ruler(rows, copies, next(test for test in tests if test.task.name == "needle"))
 
 
-def _uniform(pairs: int, score: Score) -> dict[str, MixerConfig]:
-    """What every head can have in as many pairs of key and value, by name."""
+def uniform(pairs: int, memory: MemoryConfig) -> dict[str, MixerConfig]:
+    """What every head can have in as many pairs of key and value, by name.
+
+    A window; the same with 4 sinks (StreamingLLM); and beside a window of 32 an exact cache, by the recipe's score and
+    by attention received, of all queries (as H2O) and of the last ones (as SnapKV), where it is no larger than the
+    largest of `memory.caches`: what a choice costs grows with the square of its pairs.
+    """
     rest = pairs - 2 * BLOCK
     sunk = SlidingSpan(window_size=max(1, pairs - SINKS), sinks=SINKS)
     found = {
         WINDOW: window(max(1, pairs)),
         f"window + {SINKS} sinks": MixerConfig(span=sunk, feature_map=None, combine=WindowOnly()),
     }
-    if rest > 0:
-        found |= {f"exact cache, {name}": cached(rest, name) for name in (score, *ATTENTION)}
+    if 0 < rest <= max(memory.caches):
+        found |= {f"exact cache, {name}": cached(rest, name) for name in (memory.score, *ATTENTION)}
     return found
 
 
