@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import settings
 
 import linearize_cli
+from linearize import base
 from tests.commands import Command, Done
 from tests.fake_compiler import Compiler
 
@@ -22,6 +24,9 @@ torch.set_flush_denormal(True)
 # How long one example takes says something about the machine, not about the code.
 settings.register_profile("linearize", deadline=None)
 settings.load_profile("linearize")
+
+# Likewise, whether work takes long enough to say how far it is.
+base.QUIET_SECONDS = math.inf
 
 
 @pytest.fixture

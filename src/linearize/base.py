@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
 T = TypeVar("T")
+
+QUIET_SECONDS = 2.0  # work that takes no longer shows no progress
+LOG_SECONDS = 30.0  # between two lines of a log
 
 
 class UserError(ValueError):
@@ -36,13 +40,32 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def progress(items: Iterable[T], title: str, total: int | None = None) -> Iterable[T]:
+def progress(items: Iterable[T], title: str, total: int | None = None) -> Iterator[T]:
     """Go through `items`, of which there are `total` (by default their length), with a bar where stderr is a terminal.
 
-    Standard output is left alone: it is for results.
+    Elsewhere, in a log, with a line now and then. Standard output is left alone: it is for results.
     """
     console = Console(stderr=True)
-    return track(items, title, total=total, console=console, transient=True, disable=not console.is_terminal)
+    if console.is_terminal:
+        yield from track(items, title, total=total, console=console, transient=True)
+        return
+    total, log = len(items) if total is None else total, Log()  # type: ignore[arg-type]
+    for number, item in enumerate(items, 1):
+        yield item
+        log.say(f"{title}: {number} of {total}")
+
+
+class Log:
+    """Lines on a standard error that is no terminal, of work that takes long: the first after `QUIET_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._console, self._due = Console(stderr=True), time.monotonic() + QUIET_SECONDS
+
+    def say(self, line: str) -> None:
+        """Print the line, if one is due."""
+        if not self._console.is_terminal and time.monotonic() >= self._due:
+            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+            self._due = time.monotonic() + LOG_SECONDS
 
 
 def step_progress() -> Progress:

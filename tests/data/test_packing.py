@@ -433,11 +433,19 @@ def test_nothing_is_printed(tmp_path, tokenizer, capfd):
 def test_long_work_shows_on_stderr(tmp_path, tokenizer, capfd, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("linearize.data.packing._QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("linearize.base.QUIET_SECONDS", -1.0)
     path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(100)])
     build_dataset(config(path, validation_fraction=0.3), tokenizer, seed=0)
     out, err = capfd.readouterr()
     assert out == "" and "100 documents" in err
+
+
+def test_long_work_says_so_in_a_log(tmp_path, tokenizer, capfd, monkeypatch):
+    monkeypatch.setattr("linearize.base.QUIET_SECONDS", -1.0)
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(100)])
+    build_dataset(config(path, validation_fraction=0.3), tokenizer, seed=0)
+    # The first is due at once, the next after half a minute.
+    assert capfd.readouterr() == ("", "tokenising: 64 documents\n")
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

@@ -130,6 +130,16 @@ def test_progress_shows_on_stderr(capfd: pytest.CaptureFixture[str], monkeypatch
     assert out == "" and "effective sequence lengths" in err
 
 
+def test_progress_is_told_in_a_log(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("linearize.base.QUIET_SECONDS", 0.0)
+    effective_sequence_lengths(tiny.llama(), tiny.packed([[30]] * 4))
+    assert capfd.readouterr() == ("", "effective sequence lengths: 1 of 4\n")
+    monkeypatch.setattr("linearize.base.LOG_SECONDS", 0.0)
+    effective_sequence_lengths(tiny.llama(), tiny.packed([[30]] * 4))
+    lines = [f"effective sequence lengths: {number} of 4\n" for number in range(1, 5)]
+    assert capfd.readouterr() == ("", "".join(lines))
+
+
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 

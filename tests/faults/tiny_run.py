@@ -19,6 +19,7 @@ from tests.faults.layer import ROOT, Attempt, environment
 
 # Less is measured, and no controls are trained: they are written by what writes the stages.
 CHANGES = {"evaluation.trained_controls": False, "evaluation.bootstrap_samples": 8}
+IN_A_LOG = re.compile(r"[^:]+: [\d,]+ (of \d+|documents)")
 SCRATCH = re.compile(r"unfinished|\.incomplete$|^\.tmp|^\.lock$")
 
 
@@ -64,7 +65,7 @@ def assert_said_in_one_line(attempt: Attempt, folder: Path, reasons: set[str]) -
     *progress, last = attempt.said.splitlines()
     assert last.startswith("error: ") and str(folder) in last, attempt
     assert any(reason in last for reason in reasons), attempt
-    assert all("held-out loss" in line for line in progress), attempt
+    assert all("held-out loss" in line or IN_A_LOG.fullmatch(line) for line in progress), attempt
 
 
 def assert_whole(folder: Path, *, scratch: bool) -> None:

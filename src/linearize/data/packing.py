@@ -17,7 +17,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from linearize.base import UserError
+from linearize import base
+from linearize.base import Log, UserError
 from linearize.data.config import DataConfig
 from linearize.data.repeats import ordinary_tokens, with_repeats
 from linearize.data.rows import IGNORED, PackedRows, Rows
@@ -26,7 +27,6 @@ from linearize.data.splits import ENOUGH, copies, require_enough, shuffled, spli
 from linearize.data.templates import TokenDocument, encoder_for
 
 _BATCH = 64  # documents per tokenizer call: enough for its threads, little enough for its memory
-_QUIET_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def _tokenised(
 
 @contextmanager
 def document_progress(title: str) -> Iterator[Callable[[int], None]]:
-    """A count of documents on stderr, shown when the work goes on for longer than `_QUIET_SECONDS`."""
+    """A count of documents on stderr, shown when the work goes on for longer than `QUIET_SECONDS`."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -272,11 +272,12 @@ def document_progress(title: str) -> Iterator[Callable[[int], None]]:
         *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
     )
     task = progress.add_task(title, total=None)
-    begin = time.monotonic()
+    begin, log = time.monotonic(), Log()
 
     def advance(documents: int) -> None:
         progress.advance(task, documents)
-        if time.monotonic() - begin > _QUIET_SECONDS:
+        log.say(f"{title}: {progress.tasks[0].completed:,.0f} documents")
+        if time.monotonic() - begin > base.QUIET_SECONDS:
             progress.start()
 
     try:
