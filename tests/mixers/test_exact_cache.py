@@ -107,6 +107,32 @@ def test_chunks_are_single_steps(score: str) -> None:
     torch.testing.assert_close(torch.cat(found, dim=2), whole, rtol=0, atol=1e-10)
 
 
+ROOMY = {
+    "window and cache": lambda: mixer(),
+    "wider": lambda: mixer(size=13, sinks=2),
+    "of one block": lambda: mixer(width=3, blocks=1, size=6),
+    "with a linear part": lambda: hybrid("absolute_scale", size=6),
+}
+
+
+@pytest.mark.parametrize("name", ROOMY)
+def test_prompts_that_fit_and_that_do_not_are_single_steps(name: str) -> None:
+    """Where no gradient is wanted, softmax over all keys is taken while window and cache have room for them."""
+    x, its = inputs(34), ROOMY[name]()
+    whole, state = its(x), None
+    with torch.no_grad():
+        for length in range(1, 35):
+            y, prompt = its.step(x.tokens(0, length), None)
+            torch.testing.assert_close(y, whole[:, :, :length], rtol=0, atol=1e-10)
+            _, state = its.step(x.tokens(length - 1, length), state)
+            found, expected = ({**s.slots, **s.exact, "S": s.linear and s.linear.S} for s in (prompt, state))
+            for key, tensor in expected.items():
+                torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}")
+            if length < 34:
+                after, _ = its.step(x.tokens(length, length + 1), prompt)
+                torch.testing.assert_close(after, whole[:, :, length : length + 1], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("sinks", [0, 1])
 def test_single_steps_fill_the_caches_of_rows_that_are_not_alike(sinks: int) -> None:
     x, its, padding = inputs(30), mixer(size=9, sinks=sinks), (7, 0)

@@ -87,7 +87,8 @@ def cached_keys(
         readers = Attention(inputs.q, pool["keys"], pool[RECEIVED][..., 0], blocks, **how)
     leaves = leaving(blocks, span, position, cache.size)
     given = pool["keys"], pool["values"], position, leaves, blocks.fresh, cache.size
-    before, after = choose(*given, worth, readers)
+    roomy = span.blocks + cache.size // span.window_size if state is None else 0
+    before, after = choose(*given, worth, readers, roomy)
     if readers is not None:
         pool[RECEIVED] = readers.sums[..., None]
     return CachedKeys(pool, blocks, leaves, before, after)
@@ -151,6 +152,27 @@ def new_sums(cache: ExactCache | None, v: Float[Tensor, "B G T D"]) -> Tokens:
     if cache is None or cache.keeps is None:
         return {}
     return {RECEIVED: v.new_zeros(*v.shape[:3], 1, dtype=accumulation_dtype(v.dtype))}
+
+
+def room(config: MixerConfig) -> int:
+    """How many tokens may stand in window and cache before a key is dropped; 0 without a cache."""
+    cache, span = config.cache, config.span
+    if cache is None:
+        return 0
+    assert isinstance(span, TerracedSpan)
+    return span.max_lag + cache.size // span.window_size * span.window_size
+
+
+def first_cache(config: MixerConfig, tokens: Tokens) -> Tokens:
+    """What the cache holds after one document's first tokens, of which there was `room` for all: none is dropped."""
+    cache, span, length = config.cache, config.span, tokens["keys"].shape[2]
+    assert cache is not None and isinstance(span, TerracedSpan)
+    left = ((length - 1) // span.window_size - span.blocks + 1) * span.window_size
+    found, kept = empty_cache(tokens, cache.size), max(0, left - span.sinks)
+    for name, x in _own(tokens):
+        found[name][:, :, cache.size - kept :] = x[:, :, span.sinks : span.sinks + kept]
+    found["position"][:, :, cache.size - kept :] = torch.arange(span.sinks, span.sinks + kept, device=x.device)
+    return found
 
 
 def empty_cache(tokens: Tokens, size: int) -> Tokens:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linearize.mixers.cached import CachedKeys, cached_keys, empty_cache
+from linearize.mixers.cached import CachedKeys, cached_keys, empty_cache, first_cache, room
 from linearize.mixers.causal import CausalMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, learnable, without_lost
@@ -78,14 +79,16 @@ class LinearMixer(CausalMixer):
     def _step(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None) -> tuple[Tensor, MixerState]:
         length, segment = inputs.q.shape[2], self._segment(inputs)
         with torch.autocast(inputs.autocast_device, enabled=False):
-            if layout is not None or segment >= length:
-                if state is not None and layout is None and length == 1:
-                    return one_token(self, inputs, state)
+            if state is not None and layout is None and length == 1:
+                return one_token(self, inputs, state)
+            # Up to where a cache is full it is softmax over all keys, which is faster by itself.
+            first = room(self.config) if state is None and self._pairs_alone() else 0
+            first = first if 0 < first < length else segment
+            if layout is not None or first >= length:
                 return self._prefill(inputs, state, layout)
             y = torch.empty_like(inputs.q, memory_format=torch.contiguous_format)
-            for start in range(0, length, segment):
-                piece = inputs.tokens(start, min(start + segment, length))
-                y[:, :, start : start + segment], state = self._prefill(piece, state, None)
+            for start, stop in pairwise([0, *range(first, length, segment), length]):
+                y[:, :, start:stop], state = self._prefill(inputs.tokens(start, stop), state, None)
             assert state is not None
             return y, state
 
@@ -190,8 +193,8 @@ class LinearMixer(CausalMixer):
     def _prefill(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> tuple[Tensor, MixerState]:
         batch, length = len(inputs.q), inputs.q.shape[2]
         own = Layout.full(length, inputs.q.device) if own is None else own
-        if state is None and self._windows_hold_all(inputs, own):
-            return self._first_window(inputs, own)
+        if state is None and self._all_exact(own):
+            return self._all_by_softmax(inputs, own)
         layout = own if state is None else own.with_context(state.seen, self.span)
         found = self.tokens(inputs, own, layout, state)
         phi_k, cached, before = found.phi_k, found.cached, None if state is None else state.linear
@@ -211,17 +214,25 @@ class LinearMixer(CausalMixer):
         exact = None if cached is None else cached.last()
         return y, MixerState(slots, Clock(layout.count.expand(batch).clone()), linear, found.maximum, exact)
 
-    def _windows_hold_all(self, inputs: AttnInputs, layout: Layout) -> bool:
-        """Whether no key of these rows is anywhere but in the window, nor any parameter wanted for its gradient."""
-        apart = self.config.keeps_maximum or (self.config.cache is not None and self.config.cache.keeps is not None)
-        return layout.uniform and layout.length <= self.span.fold_lag and not apart and not torch.is_grad_enabled()
+    def _all_exact(self, layout: Layout) -> bool:
+        """Whether every key of these rows is in window or cache, and softmax over all of them is all that is wanted."""
+        holds = max(self.span.fold_lag, room(self.config))
+        return layout.uniform and layout.length <= holds and self._pairs_alone()
 
-    def _first_window(self, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, MixerState]:
-        """Where the window holds all keys: softmax, and a state that nothing has entered yet."""
+    def _pairs_alone(self) -> bool:
+        """Whether nothing but keys and values is kept of exact keys, nor any parameter wanted for its gradient."""
+        cache = self.config.cache
+        sums = self.config.keeps_maximum or (cache is not None and cache.keeps is not None)
+        return not (sums or torch.is_grad_enabled())
+
+    def _all_by_softmax(self, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, MixerState]:
+        """Where window and cache hold all keys: softmax, and a state that nothing has entered yet."""
         y = full_softmax(inputs.q, inputs.k, inputs.v, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout)
         batch, nothing = len(inputs.q), self.state_like(inputs.tokens(0, 1))
-        slots = keep_slots(self.new_tokens(inputs), layout, self.span, batch)
-        return y, replace(nothing, slots=slots, clock=Clock(layout.count.expand(batch).clone()))
+        new = self.new_tokens(inputs)
+        exact = None if self.config.cache is None else first_cache(self.config, new)
+        clock = Clock(layout.count.expand(batch).clone())
+        return y, replace(nothing, slots=keep_slots(new, layout, self.span, batch), clock=clock, exact=exact)
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape: what stands before the first token."""

@@ -110,9 +110,10 @@ def choose(
     size: int,
     worth: Worth | None,
     readers: Readers | None = None,
+    roomy: int = 0,
 ) -> tuple[Int[Tensor, "B G J C"], Int[Tensor, "B G J C"]]:
     """What the cache holds when each block begins, and while its queries read it: places in the pool, oldest first; -1
-    is nothing. By `worth`, or by what `readers` read.
+    is nothing. By `worth`, or by what `readers` read; for the first `roomy` blocks there is room for all.
     """
     held = torch.arange(size, device=k.device).expand(*position.shape[:2], -1)
     held = torch.where(position[:, :, :size] >= 0, held, -1)
@@ -121,8 +122,7 @@ def choose(
         held = torch.where(fresh[:, index, None, None], -1, held)
         before.append(held)
         both = torch.cat([held, leaves[:, :, index]], dim=2)
-        rank = worth if readers is None else readers.worth(both)
-        assert rank is not None
+        rank = None if index < roomy else worth if readers is None else readers.worth(both)
         held = best(k, v, position, both, size, rank)
         if readers is not None:
             readers.read(index, held)
@@ -159,12 +159,15 @@ def best(
     position: Int[Tensor, "B G P"],
     candidates: Int[Tensor, "B G M"],
     size: int,
-    worth: Worth,
+    worth: Worth | None,
 ) -> Int[Tensor, "B G C"]:
-    """The `size` candidates that are worth most, in the order of the candidates; -1 is none."""
-    there = candidates >= 0
-    at = _taken(position, candidates)
-    scores = worth(_rows(k, candidates), _rows(v, candidates), at).masked_fill(~there, -torch.inf)
+    """The `size` candidates that are worth most, in the order of the candidates; -1 is none. No `worth`: all there are,
+    which are no more than `size`.
+    """
+    there = scores = candidates >= 0
+    if worth is not None:
+        scores = worth(_rows(k, candidates), _rows(v, candidates), _taken(position, candidates))
+        scores = scores.masked_fill(~there, -torch.inf)
     order = scores.argsort(dim=2, descending=True, stable=True)
     return candidates.gather(2, order[:, :, :size].sort(2).values)
 
