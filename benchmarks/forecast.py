@@ -75,7 +75,7 @@ def sizes(teacher: PreTrainedModel, rows: PackedRows, recipe: Recipe) -> dict[st
     student = convert_layers(teacher, layers)
     transfer = TransferObjective(student, recipe.transfer)
     measured = [peak_bytes(lambda: transfer.backward([rows], step), cpu)]
-    with prepared(student, recipe.finetune, seed=0) as (module, autocast):
+    with prepared(student, recipe.finetune, seed=0) as (module, autocast, _):
         finetune = OutputObjective(module, recipe.finetune, teacher, autocast)
         measured.append(peak_bytes(lambda: finetune.backward([rows], step), cpu))
     return dict(zip(("transfer", "finetune"), zip(forecast, measured, strict=True), strict=True))

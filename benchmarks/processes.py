@@ -100,7 +100,7 @@ def main() -> None:
                     found.append(measure(name, "transfer", run, arguments.repeats))
                 if recipe.finetune is not None:
                     config = all_rows_a_step(recipe.finetune, rows, steps)
-                    with prepared(student, config, recipe.seed) as (module, autocast):
+                    with prepared(student, config, recipe.seed) as (module, autocast, _):
                         batches = Batches(rows, config, recipe.seed)
                         objective = OutputObjective(module, config, teacher, autocast)
                         run = StageRun(objective, batches, rows, config, recipe.seed)

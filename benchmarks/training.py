@@ -91,7 +91,7 @@ def measure(
     if recipe.finetune is not None:
         config, control = all_rows_a_step(recipe.finetune, rows, steps), to_softmax(student)
         with prepared(student, config, seed) as ours, prepared(control, config, seed) as theirs:
-            objectives = [OutputObjective(module, config, teacher, autocast) for module, autocast in (ours, theirs)]
+            objectives = [OutputObjective(module, config, teacher, autocast) for module, autocast, _ in (ours, theirs)]
             runs = [StageRun(x, Batches(rows, config, seed), rows, config, seed) for x in objectives]
             compare("LoRA" if config.lora else "all weights", *(run.update for run in runs))
     return found

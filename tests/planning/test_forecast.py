@@ -50,7 +50,7 @@ def steps(model_type: str, length: int, dtype: torch.dtype, fields: dict[str, An
     student, step = convert_layers(teacher, layers), Step(0, 1, 0)
     transfer = TransferObjective(student, recipe.transfer)
     yield forecast(recipe.transfer), peak_bytes(lambda: transfer.backward([rows], step))
-    with prepared(student, recipe.finetune, seed=0) as (module, autocast):
+    with prepared(student, recipe.finetune, seed=0) as (module, autocast, _):
         finetune = OutputObjective(module, recipe.finetune, teacher, autocast)
         yield forecast(recipe.finetune), peak_bytes(lambda: finetune.backward([rows], step))
 

@@ -102,8 +102,7 @@ Make = Callable[[str, Any], Tensor]  # of a weight's name, and the weight that w
 def replace_weights(model: nn.Module, make: Make) -> None:
     """Put what `make` gives in place of every weight that is divided; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
-    for unit in units(model):
-        unit.reshard()
+    reshard(model)
     for name, module in list(model.named_modules()):
         for key, weight in list(module.named_parameters(recurse=False)):
             if isinstance(weight, DTensor):
@@ -111,6 +110,12 @@ def replace_weights(model: nn.Module, make: Make) -> None:
                     made[id(weight)] = nn.Parameter(make(f"{name}.{key}".lstrip("."), weight), weight.requires_grad)
                 setattr(module, key, made[id(weight)])
     adopt(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of weights that were gathered, so that what is done to their rows counts from the next pass on."""
+    for unit in units(model):
+        unit.reshard()
 
 
 def adopt(model: nn.Module) -> None:

@@ -158,7 +158,7 @@ def _run(
         if isinstance(config, TransferConfig):
             footprint.pretend(student.requires_grad_(False), known)
             return _counted(footprint, TransferObjective(student, config), student, rows, config, device)
-        with prepared(student, config, seed=0) as (module, autocast):
+        with prepared(student, config, seed=0) as (module, autocast, _):
             for part in (module, teacher):
                 footprint.pretend(part, known)
             objective = OutputObjective(module, config, teacher, autocast)

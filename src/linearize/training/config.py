@@ -100,8 +100,7 @@ class TrainConfig(Config):
     def identity(self) -> dict[str, Any]:
         """What has to be equal for a stage to be gone on with; of fields that older stages lack, those that are set."""
         fields = self.model_dump(mode="json")
-        fields.pop("interpolation", None)  # applied to what a stage has trained, whichever it is
-        later = {"optimizer": "adamw", "activation_checkpointing": False}
+        later = {"optimizer": "adamw", "activation_checkpointing": False, "interpolation": 1.0}
         return {name: value for name, value in fields.items() if name not in later or value != later[name]}
 
 
@@ -200,8 +199,7 @@ class FinetuneConfig(TrainConfig):
         gt=0,
         le=1,
         description="how far from where it began towards where training led each weight ends (alpha of WiSE-FT, "
-        "arXiv 2109.01903): below 1, less of the new text is learned and more kept of what the text does not ask for; "
-        "the losses that the stage itself reports are of the weights that train",
+        "arXiv 2109.01903): below 1, less of the new text is learned and more kept of what the text does not ask for",
     )
     activation_checkpointing: bool = Field(
         default=False,

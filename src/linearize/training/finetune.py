@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -26,6 +27,7 @@ from linearize.hf.sharding import (
     local,
     own_rows,
     replace_weights,
+    reshard,
     round_weights,
     see_what_trains,
 )
@@ -33,6 +35,8 @@ from linearize.training.bypass import dropped_windows
 from linearize.training.config import FinetuneConfig, LoRAConfig
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.losses import output_losses
+
+AtEnd = Callable[[], AbstractContextManager[None]]
 
 
 def finetune(
@@ -56,26 +60,26 @@ def finetune(
     Args:
         teacher: whose outputs `config.loss` compares with; None where it compares with none.
     """
-    with prepared(model, config, seed) as (module, autocast):
-        objective = OutputObjective(module, config, teacher, autocast)
+    with prepared(model, config, seed) as (module, autocast, at_end):
+        objective = OutputObjective(module, config, teacher, autocast, at_end)
         return train(objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title=title)
 
 
 def load_finetuned(model: PreTrainedModel, config: FinetuneConfig, output_dir: Path) -> None:
     """Load what a finished stage trained into `model`, in place."""
-    with prepared(model, config, seed=0) as (module, _):
+    with prepared(model, config, seed=0) as (module, *_):
         load_trained([_unit(module)], output_dir)
 
 
 @contextmanager
 def prepared(
     model: PreTrainedModel, config: FinetuneConfig, seed: int
-) -> Iterator[tuple[nn.Module, torch.dtype | None]]:
+) -> Iterator[tuple[nn.Module, torch.dtype | None, AtEnd]]:
     """Within, what the config names, and nothing else, can be trained: copies of weights, and adapters.
 
-    Yields the model to train, with adapters where there are any, and the dtype to compute in where it is not that of
-    the weights. At the end adapters are merged, weights are interpolated as `config` says, and dtypes are as they were;
-    after an exception, so is all the rest.
+    Yields the model to train, with adapters where there are any; the dtype to compute in where it is not that of the
+    weights; and a context within which the weights are those that training would end with, interpolated as `config`
+    says. At the end so they are, adapters are merged, and dtypes are as before; after an exception, so is all the rest.
     """
     if config.all_weights and getattr(model, "is_quantized", False):
         raise UserError(
@@ -93,6 +97,7 @@ def prepared(
     divided, was_training = divided_weights(model), model.training
     half = model.dtype if config.all_weights and model.dtype in (torch.bfloat16, torch.float16) else None
     adapted: Any = None
+    line = _Line(model, before, divided if config.all_weights else {}, config)
     try:
         for parameter, data in before.items():
             dtype = torch.promote_types(data.dtype, torch.float32) if config.all_weights else data.dtype
@@ -106,7 +111,7 @@ def prepared(
         see_what_trains(model)
         if config.activation_checkpointing:
             _checkpointing(model, "enable", {"use_reentrant": False})
-        yield model if adapted is None else adapted, half
+        yield model if adapted is None else adapted, half, line.at_end
     except BaseException:
         if adapted is not None:
             adapted.unload()
@@ -116,21 +121,75 @@ def prepared(
         model.train(was_training)
         raise
     else:
+        line.end()
         if adapted is not None:
             assert config.lora is not None
-            _merge(adapted, model, config.lora, 1.0 if config.all_weights else config.interpolation)
+            _merge(adapted, model, config.lora)
         for parameter, data in before.items():
-            trained = parameter.data
-            parameter.data = data.to(trained.dtype).lerp(trained, config.interpolation).to(data.dtype)
-        if config.all_weights:
-            for name, weight in divided_weights(model).items():
-                rows = local(weight)
-                rows.copy_(local(divided[name]).lerp(rows, config.interpolation))
+            parameter.data = parameter.data.to(data.dtype)
         round_weights(model)
     finally:
         if config.activation_checkpointing:
             _checkpointing(model, "disable")
         model.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The line from where the weights of a stage began to where they are (WiSE-FT, arXiv 2109.01903, eq. 1).
+
+    Attributes:
+        before: parameters, and where they began.
+        divided: where those that are divided began, by name.
+        config: says how far the stage's weights end from there, and which modules have adapters.
+    """
+
+    model: PreTrainedModel
+    before: dict[nn.Parameter, Tensor]
+    divided: dict[str, Tensor]
+    config: FinetuneConfig
+
+    def end(self) -> None:
+        """Move weights and adapters back to where they end."""
+        share = self.config.interpolation
+        for parameter, began in self.before.items():
+            parameter.data = began.to(parameter.dtype).lerp(parameter.data, share)
+        for name, rows in self._rows().items():
+            rows.copy_(local(self.divided[name]).lerp(rows, share))
+        for adapters in self._adapters():
+            adapters.scale_layer(share)
+
+    @contextmanager
+    def at_end(self) -> Iterator[None]:
+        """Within, weights and adapters are where they would end."""
+        if self.config.interpolation == 1:
+            yield
+            return
+        reshard(self.model)
+        weights = {parameter: parameter.data for parameter in self.before}
+        rows = {name: rows.clone() for name, rows in self._rows().items()}
+        scaling = [dict(adapters.scaling) for adapters in self._adapters()]
+        self.end()
+        try:
+            yield
+        finally:
+            reshard(self.model)
+            for parameter, data in weights.items():
+                parameter.data = data
+            for name, its in self._rows().items():
+                its.copy_(rows[name])
+            for adapters, scales in zip(self._adapters(), scaling, strict=True):
+                adapters.scaling.update(scales)
+
+    def _rows(self) -> dict[str, Tensor]:
+        """This process's rows of the weights that are divided and train."""
+        now = divided_weights(self.model) if self.divided else {}
+        return {name.replace(".base_layer.", "."): local(weight) for name, weight in now.items()}
+
+    def _adapters(self) -> list[Any]:
+        """The modules that have adapters."""
+        lora = self.config.lora
+        return [] if lora is None else [*projections(self.model, lora.targets).values()]
 
 
 def _checkpointing(model: PreTrainedModel, what: str, *options: Any) -> None:
@@ -158,11 +217,10 @@ def _adapted(model: PreTrainedModel, config: LoRAConfig, seed: int) -> nn.Module
         return get_peft_model(model, lora)  # type: ignore[return-value]
 
 
-def _merge(adapted: Any, model: PreTrainedModel, config: LoRAConfig, share: float) -> None:
-    """Add `share` of what the adapters add."""
+def _merge(adapted: Any, model: PreTrainedModel, config: LoRAConfig) -> None:
+    """Add what the adapters add."""
     module: Any
     for module in projections(model, config.targets).values():
-        module.scale_layer(share)
         weight = module.base_layer.weight
         if isinstance(weight, DTensor):  # which PEFT cannot add to
             (adapter,) = module.active_adapters
@@ -189,6 +247,7 @@ class OutputObjective:
         model: its trainable parameters are trained.
         teacher: needed where the loss compares with one.
         autocast: dtype of the forward pass, where it is not that of the weights.
+        at_end: a context within which the weights are those that training would end with: held-out losses are theirs.
     """
 
     def __init__(
@@ -197,10 +256,12 @@ class OutputObjective:
         config: FinetuneConfig,
         teacher: PreTrainedModel | None = None,
         autocast: torch.dtype | None = None,
+        at_end: AtEnd = nullcontext,
     ) -> None:
         if config.loss.needs_teacher and teacher is None:
             raise ValueError("teacher: expected the model whose outputs the loss compares with, found None")
         self._model, self._config, self._teacher, self._autocast = model, config, teacher, autocast
+        self._at_end = at_end
         self.units: Sequence[Unit] = [_unit(model)]
 
     def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
@@ -209,11 +270,12 @@ class OutputObjective:
         return summed({"model": self._loss(micro_batches, step)})
 
     def evaluate(self, rows: Rows) -> dict[str, float]:
-        """The held-out loss."""
+        """The held-out loss, of the weights as they would end."""
         self._model.eval()
         size = self._config.micro_batch_size or self._config.batch_size
         batches = [rows.rows(slice(i, i + size)) for i in range(0, len(rows), size)]
-        return summed({"model": self._loss(batches, None)})
+        with self._at_end():
+            return summed({"model": self._loss(batches, None)})
 
     def _loss(self, batches: list[Rows], step: Step | None) -> float:
         """The loss; with a step, its gradients too."""
