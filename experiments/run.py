@@ -468,7 +468,8 @@ def described(grid: Grid, results: list[dict[str, Any]]) -> str:
     if "loss" in first:
         tokens = f"{first['tokens']:,} held-out tokens"
         tokens += f" of {first['documents']:,} documents" if "documents" in first else ""
-        if "teacher" in first["loss"]:
+        from_scratch = all(Recipe.load(cell.recipe).weights == "random" for cell in grid.cells)
+        if "teacher" in first["loss"] and not from_scratch:  # which read nothing of it but its shape
             teachers = ", ".join(_number(math.exp(result["loss"]["teacher"]["mean"])) for result in measured.values())
             text += f"Teacher: perplexity {teachers} on the same {tokens}{drawn}. "
         else:
