@@ -242,16 +242,17 @@ def _of_blocks(
     """num [B, H, j, w, D], den and log_scale [B, H, j, w, 1] of the queries of some blocks."""
     heads, groups = q.shape[1], k.shape[1]
     queries = q.gather(2, at.clamp_min(0).flatten(1)[:, None, :, None].expand(-1, heads, -1, q.shape[3])).to(dtype)
-    queries = queries.unflatten(2, at.shape[1:]).unflatten(1, (groups, -1))  # [B, G, r, j, w, D]
-    keys, values = (_rows(x, held.flatten(2)).unflatten(2, held.shape[2:])[:, :, None].to(dtype) for x in (k, v))
-    seen = (held >= 0)[:, :, None, :, None] & (at >= 0)[:, None, None, :, :, None]
+    # Those of a KV head's query heads side by side: [B, G, j, r w, D].
+    queries = queries.unflatten(2, at.shape[1:]).unflatten(1, (groups, -1)).transpose(2, 3).flatten(3, 4)
+    keys, values = (_rows(x, held.flatten(2)).unflatten(2, held.shape[2:]).to(dtype) for x in (k, v))
     scores = (queries * scaling) @ keys.mT
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = scores.masked_fill((held < 0)[..., None, :], -torch.inf)
     top = scores.amax(-1, keepdim=True)
     top = torch.where(top == -torch.inf, 0, top)
     weights = (scores - top).exp()
-    return tuple(x.flatten(1, 2) for x in (weights @ values, weights.sum(-1, keepdim=True), top))
+    found = weights @ values, weights.sum(-1, keepdim=True), top
+    return tuple(x.unflatten(3, (-1, at.shape[2])).transpose(2, 3).flatten(1, 2) for x in found)
 
 
 def merged(a: Partial, b: Partial) -> Partial:
