@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ Score = Literal[
 PER_DOUBLING = 0.4  # of a key's age, in cosine
 BESIDE_RECALL = 0.2  # likewise, where it stands beside an error of recall, which is larger
 SHARPNESS = 8.0  # of recall: the weight of a key like another one is e^16 times that of its opposite
-ROWS_AT_ONCE = 128  # of the table of all pairs of candidates
+COSINES_AT_ONCE = 2**18  # of the table of all pairs of candidates
 
 
 class ExactCache(Config):
@@ -75,20 +76,8 @@ def copy_worth(source: Any, target: Any) -> None:
 def redundancy(
     k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
 ) -> Float[Tensor, "B G M"]:
-    """Minus the cosine of each key with the newer one most like it; of the newest, 1.
-
-    A few rows of the table of all pairs at a time, and of them newer keys alone.
-    """
-    unit = torch.nn.functional.normalize(k.float(), dim=-1)
-    nobody = torch.where(position >= 0, 0.0, -2.0)[:, :, None]
-    found = []
-    for start in range(0, k.shape[2], ROWS_AT_ONCE):
-        alike = unit[:, :, start : start + ROWS_AT_ONCE] @ unit[:, :, start:].mT + nobody[..., start:]
-        rows = alike.shape[2]
-        older = torch.ones(rows, rows, dtype=torch.bool, device=k.device).tril()
-        alike[..., :rows].masked_fill_(older, -1)
-        found.append(alike.amax(-1).clamp_min(-1))
-    return -torch.cat(found, dim=-1)
+    """Minus the cosine of each key with the newer one most like it; of the newest, 1."""
+    return torch.cat([_redundancy(start, alike, position) for start, alike in _cosines(k)], dim=-1)
 
 
 def redundancy_and_age(
@@ -105,23 +94,44 @@ def self_recall(
 
     LoLA's error of recall (arXiv 2505.23666), with the other candidates in place of the linear state: it needs none.
     """
-    unit, values = torch.nn.functional.normalize(k.float(), dim=-1), v.float()
-    there = (position >= 0)[:, :, None].float()
-    found = []
-    for start in range(0, k.shape[2], ROWS_AT_ONCE):
-        rows = slice(start, start + ROWS_AT_ONCE)
-        weights = (SHARPNESS * (unit[:, :, rows] @ unit.mT - 1)).exp() * there
-        weights.diagonal(start, 2, 3).zero_()
-        recalled = weights @ values / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        found.append((values[:, :, rows] - recalled).norm(dim=-1))
-    return torch.cat(found, dim=-1).clamp_min(torch.finfo(torch.float32).tiny).log2()
+    return torch.cat([_self_recall(start, alike, v, position) for start, alike in _cosines(k)], dim=-1)
 
 
 def recall_redundancy_and_age(
     k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
 ) -> Float[Tensor, "B G M"]:
     """`self_recall` and `redundancy`, less 0.2 for each time that the key's age doubles."""
-    return self_recall(k, v, position) + redundancy(k, v, position) - BESIDE_RECALL * age(position).log2()
+    both = [
+        _self_recall(start, alike, v, position) + _redundancy(start, alike, position) for start, alike in _cosines(k)
+    ]
+    return torch.cat(both, dim=-1) - BESIDE_RECALL * age(position).log2()
+
+
+def _cosines(k: Float[Tensor, "B G M D"]) -> Iterator[tuple[int, Float[Tensor, "B G m M"]]]:
+    """Of some candidates at a time, from which on, with all."""
+    unit = torch.nn.functional.normalize(k.float(), dim=-1)
+    rows = max(1, COSINES_AT_ONCE // unit[..., 0].numel())
+    for start in range(0, k.shape[2], rows):
+        yield start, unit[:, :, start : start + rows] @ unit.mT
+
+
+def _redundancy(start: int, alike: Float[Tensor, "B G m M"], position: Int[Tensor, "B G M"]) -> Float[Tensor, "B G m"]:
+    rows, nobody = alike.shape[2], torch.where(position >= 0, 0.0, -2.0)[:, :, None]
+    newer = alike[..., start:] + nobody[..., start:]
+    older = torch.ones(rows, rows, dtype=torch.bool, device=alike.device).tril()
+    newer[..., :rows].masked_fill_(older, -1)
+    return -newer.amax(-1).clamp_min(-1)
+
+
+def _self_recall(
+    start: int, alike: Float[Tensor, "B G m M"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
+) -> Float[Tensor, "B G m"]:
+    weights, values, tiny = (SHARPNESS * alike).exp_(), v.float(), torch.finfo(torch.float32).tiny
+    weights.diagonal(start, 2, 3).zero_()
+    there = (position >= 0)[..., None].float()
+    read = weights @ torch.cat([values * there, there], dim=-1)  # the last number is the sum of the weights
+    recalled = read[..., :-1] / read[..., -1:].clamp_min(tiny)
+    return (values[:, :, start : start + alike.shape[2]] - recalled).norm(dim=-1).clamp_min(tiny).log2()
 
 
 def value_norm(k: Tensor, v: Tensor, position: Tensor) -> Float[Tensor, "B G M"]:
