@@ -34,12 +34,14 @@ from linearize.recipe import Recipe, resolve
 from linearize.report.findings import sentences
 from linearize.report.load import load_run
 from linearize.run import folder as runs
+from linearize.run import pipeline
 from linearize.run.allocation import allocation
 from linearize.run.evaluate import candidates, control, evaluate
 from linearize.run.folder import Run
 from linearize.run.pipeline import blocks_to_do, run
 from linearize.training import loop
 from linearize.training.allocation import measured_losses
+from linearize.training.memory import window
 from tests import tiny
 
 CONTROLS = ("teacher_lora", "window_lora", "equal_lora")
@@ -572,6 +574,23 @@ def test_heads_of_several_kinds_beside_the_same_without_linear_parts(finished: R
     assert (spread.folder / "controls" / "exact_lora" / "result.json").is_file()
     said = " ".join(sentences(load_run(spread.folder)))
     assert "the same memory without linear parts (finetuned alike)" in said
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_control_without_linear_parts_where_heads_took_one(
+    finished: Run, monkeypatch: pytest.MonkeyPatch, taken: bool
+) -> None:
+    linear = {"feature_map": {"type": "exp"}}
+    changes = {"transfer": None, "memory": {"fraction": 0.5, "of_cache_at": 64, "mixers": [linear]}}
+    spread = dataclasses.replace(finished, recipe=finished.recipe.override(changes))
+    assert "exact_lora" in spread.controls
+    trained: list[str] = []
+    monkeypatch.setattr(pipeline, "control", lambda *arguments: arguments[-1])
+    monkeypatch.setattr(pipeline, "finetune", lambda name, *_, **__: trained.append(name))
+    monkeypatch.setattr(Run, "training_tokens", lambda *_: 64)
+    model, mixer = finished.load_teacher(), MixerConfig(**linear) if taken else window(4)
+    pipeline.train_controls(spread, model, model, (mixer, mixer), tiny.load_data(finished))
+    assert set(spread.controls) - set(trained) == (set() if taken else {"exact_lora"})
 
 
 CACHED = {
