@@ -171,6 +171,7 @@ def test_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("score", ["redundancy", "self_recall"])
 def test_few_rows_of_the_table_of_pairs_at_a_time(score: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, its = inputs(41), mixer(score=score)
+    monkeypatch.setattr(scores, "ROWS_AT_ONCE", 2)
     monkeypatch.setattr(scores, "COSINES_AT_ONCE", 2)
     torch.testing.assert_close(its(x), by_oracle(x, its), rtol=0, atol=1e-10)
 

@@ -33,7 +33,8 @@ Score = Literal[
 PER_DOUBLING = 0.4  # of a key's age, in cosine
 BESIDE_RECALL = 0.2  # likewise, where it stands beside an error of recall, which is larger
 SHARPNESS = 8.0  # of recall: the weight of a key like another one is e^16 times that of its opposite
-COSINES_AT_ONCE = 2**18  # of the table of all pairs of candidates
+ROWS_AT_ONCE = 128  # of the table of all pairs of candidates; more, where these are fewer cosines than
+COSINES_AT_ONCE = 2**18
 
 
 class ExactCache(Config):
@@ -110,7 +111,7 @@ def recall_redundancy_and_age(
 def _cosines(k: Float[Tensor, "B G M D"]) -> Iterator[tuple[int, Float[Tensor, "B G m M"]]]:
     """Of some candidates at a time, from which on, with all."""
     unit = torch.nn.functional.normalize(k.float(), dim=-1)
-    rows = max(1, COSINES_AT_ONCE // unit[..., 0].numel())
+    rows = max(ROWS_AT_ONCE, COSINES_AT_ONCE // unit[..., 0].numel())
     for start in range(0, k.shape[2], rows):
         yield start, unit[:, :, start : start + rows] @ unit.mT
 

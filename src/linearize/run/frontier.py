@@ -187,7 +187,7 @@ def uniform(pairs: int, memory: MemoryConfig) -> dict[str, MixerConfig]:
         WINDOW: window(max(1, pairs)),
         f"window + {SINKS} sinks": MixerConfig(span=sunk, feature_map=None, combine=WindowOnly()),
     }
-    if 0 < rest <= max(memory.caches):
+    if 0 < rest <= max(memory.caches, default=0):
         found |= {f"exact cache, {name}": cached(rest, name) for name in (memory.score, *ATTENTION)}
     return found
 
