@@ -19,7 +19,7 @@ from tests.faults.layer import ROOT, Attempt, environment
 
 # Less is measured, and no controls are trained: they are written by what writes the stages.
 CHANGES = {"evaluation.trained_controls": False, "evaluation.bootstrap_samples": 8}
-IN_A_LOG = re.compile(r"[^:]+: [\d,]+ (of \d+|documents)")
+IN_A_LOG = re.compile(r".+: [\d,]+ (of \d+|documents)")
 SCRATCH = re.compile(r"unfinished|\.incomplete$|^\.tmp|^\.lock$")
 
 

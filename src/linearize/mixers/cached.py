@@ -87,7 +87,7 @@ def cached_keys(
         readers = Attention(inputs.q, pool["keys"], pool[RECEIVED][..., 0], blocks, **how)
     leaves = leaving(blocks, span, position, cache.size)
     given = pool["keys"], pool["values"], position, leaves, blocks.fresh, cache.size
-    roomy = span.blocks + cache.size // span.window_size if state is None else 0
+    roomy = room(config) // span.window_size if state is None else 0
     before, after = choose(*given, worth, readers, roomy)
     if readers is not None:
         pool[RECEIVED] = readers.sums[..., None]

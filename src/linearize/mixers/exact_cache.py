@@ -33,8 +33,8 @@ Score = Literal[
 PER_DOUBLING = 0.4  # of a key's age, in cosine
 BESIDE_RECALL = 0.2  # likewise, where it stands beside an error of recall, which is larger
 SHARPNESS = 8.0  # of recall: the weight of a key like another one is e^16 times that of its opposite
-ROWS_AT_ONCE = 128  # of the table of all pairs of candidates; more, where these are fewer cosines than
-COSINES_AT_ONCE = 2**18
+# Of the table of all pairs of candidates: as many rows as hold so many cosines, and no fewer than 128.
+COSINES_AT_ONCE, ROWS_AT_ONCE = 2**18, 128
 
 
 class ExactCache(Config):

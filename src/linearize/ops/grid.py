@@ -143,8 +143,8 @@ class Grid:
         reach, found = (self.first + 1) * self.chunk, []
         for queries, keys in ((self.query_position, self.position), (self.query_document, self.document)):
             queries, keys = pick(queries, batch)[:, start:stop], pick(keys, batch)[:, start : stop + reach - self.chunk]
-            queries, keys = queries.unflatten(1, (-1, self.chunk)), (keys.unfold(1, reach, self.chunk), keys)
-            found.append(Around(queries, keys[0], keys[1].unflatten(1, (-1, self.chunk))))
+            queries, near = queries.unflatten(1, (-1, self.chunk)), keys.unfold(1, reach, self.chunk)
+            found.append(Around(queries, near, keys.unflatten(1, (-1, self.chunk))))
         owner = pick(self.owner, batch)[:, start // self.chunk : stop // self.chunk + 1]
         return found[0], found[1], owner
 

@@ -33,9 +33,8 @@ from linearize.evaluation.controls import (
 from linearize.evaluation.harness import check_tasks
 from linearize.evaluation.scores import score_task
 from linearize.evaluation.worth import Worth, measure, measure_task
-from linearize.hf.checkpoint import CAUSAL, load_model, read_config
+from linearize.hf.checkpoint import CAUSAL, load_model
 from linearize.hf.classes import read_plan
-from linearize.hf.compiled import compile_steps
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan, each_mixer
@@ -44,12 +43,17 @@ from linearize.report.card import evaluation_page, model_card
 from linearize.report.load import load_run
 from linearize.report.page import write_report
 from linearize.run.folder import Run, student_folder, versions, write_json, write_text
+from linearize.run.given_models import (
+    GENERATES,
+    check_teacher,
+    compile_if_possible,
+    require_head,
+    require_linearized,
+)
 from linearize.training.attention_transfer import load_transferred
 from linearize.training.cache_scores import copy_scores
 from linearize.training.finetune import load_finetuned
 from linearize.training.resumption import RESULT
-
-GENERATES = "only language models generate"
 
 # What says something of any task; the others are about what lies beyond a window of text.
 OF_ANY_TASK = ("teacher", "swapped", "transferred", "student")
@@ -330,51 +334,6 @@ def bench(
         compile_if_possible(*models, note=note)
     sizes = {"batch_sizes": batch_sizes, "prompt_lengths": prompt_lengths, "new_tokens": new_tokens}
     return speed.bench(*models, **sizes, repeats=repeats, seed=0)
-
-
-def compile_if_possible(*models: PreTrainedModel, note: Callable[[str], None]) -> None:
-    """Compile the models' steps of generation; where that cannot be, say so and leave them as they are."""
-    try:
-        compile_steps(*models)
-    except UserError as error:
-        note(f"--{error}; going on without compiling")
-
-
-def check_teacher(model: str, student: TeacherShape) -> None:
-    """See that a softmax model has the sizes of a student.
-
-    Raises:
-        UserError: it has others, or is not there.
-    """
-    teacher = TeacherShape.from_config(read_config(model))
-    fields = ("model_type", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size")
-    for name in fields:
-        expected, found = getattr(student, name), getattr(teacher, name)
-        if found != expected:
-            raise UserError(f"teacher {model}: {name}: expected the student's {expected}, found {found}")
-
-
-def require_linearized(model: str) -> dict[str, Any]:
-    """The config of a linearized model's folder.
-
-    Raises:
-        UserError: it is not one.
-    """
-    config = read_config(model)
-    if not config.get("linearize"):
-        raise UserError(f"model {model}: expected a linearized model, found model_type {config.get('model_type')!r}")
-    return config
-
-
-def require_head(model: str, config: dict[str, Any], auto_class: str, advice: str) -> None:
-    """See that a linearized model has the head that an Auto class stands for; what others have is not written down.
-
-    Raises:
-        UserError: it has another one.
-    """
-    found = [name for name in config.get("auto_map") or {} if name != "AutoConfig"]
-    if config.get("linearize") and found and auto_class not in found:
-        raise UserError(f"model {model}: expected one for {auto_class}, found one for {found[0]}; {advice}")
 
 
 def write_results(folder: Path, worth: Worth) -> None:

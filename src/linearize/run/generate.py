@@ -10,8 +10,8 @@ import transformers
 
 from linearize.base import UserError
 from linearize.hf.checkpoint import CAUSAL, check_tokens, load_model, load_tokenizer, read_config
-from linearize.run.evaluate import GENERATES, compile_if_possible, require_head
 from linearize.run.folder import student_folder
+from linearize.run.given_models import GENERATES, compile_if_possible, require_head
 
 
 def generate(

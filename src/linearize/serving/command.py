@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from linearize.base import UserError
 from linearize.hf.checkpoint import CAUSAL, load_model, load_tokenizer, read_config
 from linearize.hf.teacher import TeacherShape
-from linearize.run.evaluate import GENERATES, check_teacher, require_head, require_linearized
 from linearize.run.folder import Run, student_folder
+from linearize.run.given_models import GENERATES, check_teacher, require_head, require_linearized
 
 ENGINES = ("auto", "vllm", "transformers")
 # What transformers' server imports, and `linearize[serve]` brings.

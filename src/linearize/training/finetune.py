@@ -184,7 +184,7 @@ class _Line:
     def _rows(self) -> dict[str, Tensor]:
         """This process's rows of the weights that are divided and train."""
         now = divided_weights(self.model) if self.divided else {}
-        return {name.replace(".base_layer.", "."): local(weight) for name, weight in now.items()}
+        return {name: local(weight) for name, weight in now.items()}
 
     def _adapters(self) -> list[Any]:
         """The modules that have adapters."""

@@ -1,0 +1,60 @@
+"""What a command sees to of the models that it is given, before it loads or times them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from linearize.base import UserError
+from linearize.hf.checkpoint import read_config
+from linearize.hf.compiled import compile_steps
+from linearize.hf.teacher import TeacherShape
+
+GENERATES = "only language models generate"
+
+
+def compile_if_possible(*models: PreTrainedModel, note: Callable[[str], None]) -> None:
+    """Compile the models' steps of generation; where that cannot be, say so and leave them as they are."""
+    try:
+        compile_steps(*models)
+    except UserError as error:
+        note(f"--{error}; going on without compiling")
+
+
+def check_teacher(model: str, student: TeacherShape) -> None:
+    """See that a softmax model has the sizes of a student.
+
+    Raises:
+        UserError: it has others, or is not there.
+    """
+    teacher = TeacherShape.from_config(read_config(model))
+    fields = ("model_type", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size")
+    for name in fields:
+        expected, found = getattr(student, name), getattr(teacher, name)
+        if found != expected:
+            raise UserError(f"teacher {model}: {name}: expected the student's {expected}, found {found}")
+
+
+def require_linearized(model: str) -> dict[str, Any]:
+    """The config of a linearized model's folder.
+
+    Raises:
+        UserError: it is not one.
+    """
+    config = read_config(model)
+    if not config.get("linearize"):
+        raise UserError(f"model {model}: expected a linearized model, found model_type {config.get('model_type')!r}")
+    return config
+
+
+def require_head(model: str, config: dict[str, Any], auto_class: str, advice: str) -> None:
+    """See that a linearized model has the head that an Auto class stands for; what others have is not written down.
+
+    Raises:
+        UserError: it has another one.
+    """
+    found = [name for name in config.get("auto_map") or {} if name != "AutoConfig"]
+    if config.get("linearize") and found and auto_class not in found:
+        raise UserError(f"model {model}: expected one for {auto_class}, found one for {found[0]}; {advice}")
