@@ -188,9 +188,10 @@ def alone_in(folder: Path) -> Iterator[None]:
                     "its end, or use another folder"
                 )
             try:
-                for left in (*folder.glob(".*.incomplete"), *folder.glob("model/.*.incomplete")):
-                    with suppress(OSError):  # a folder is its writer's to remove
-                        left.unlink()
+                for pattern in (".*.incomplete", "*/.*.incomplete", ".tmp??????"):  # the last are safetensors' own
+                    for left in folder.glob(pattern):
+                        with suppress(OSError):  # a folder is its writer's to remove
+                            left.unlink()
                 yield
             finally:
                 with suppress(OSError):

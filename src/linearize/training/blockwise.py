@@ -111,8 +111,10 @@ class BlockwiseTransfer:
             if unfinished := self.unfinished():
                 raise UserError(f"{self._stage(unfinished[0])}: expected a finished block, found none; train it first")
             self._merge()
-        for done in ("activations", "claims"):
-            shutil.rmtree(self.folder / done, ignore_errors=True)
+        # Checkpoints are there where a block's job ended between its result and their removal.
+        for done in ("activations", "claims", "block-*/checkpoint-*"):
+            for path in self.folder.glob(done):
+                shutil.rmtree(path, ignore_errors=True)
 
     # --- one block ----------------------------------------------------------------------------------------------------
 
