@@ -279,7 +279,8 @@ def _thinned(curve: Curve) -> Curve:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        data = yaml.safe_load(text) if text.endswith("\n") else None  # half of a recipe may be a recipe too
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         data = None
     if not isinstance(data, dict):
