@@ -137,10 +137,15 @@ class FixedGate(Gate):
     def __init__(self, config: FixedDecay, shape: LayerShape, heads: int, feature_dim: int) -> None:
         super().__init__(config, shape, heads, feature_dim)
         self.heads = heads
+        self.mine: slice | list[int] = slice(None)
+
+    def choose(self, heads: int, mine: list[int]) -> None:
+        """Be the gate of the query heads `mine` of a layer, or a group of its heads, with `heads` of them."""
+        self.heads, self.mine = heads, mine
 
     def forward(self, inputs: AttnInputs) -> GateOut:
         # Computed at every call rather than kept in a buffer, which a student in bfloat16 would round.
-        log_decay = SCHEDULES[self.config.schedule](self.heads, inputs.v.device)
+        log_decay = SCHEDULES[self.config.schedule](self.heads, inputs.v.device)[self.mine]
         log_decay = log_decay.to(accumulation_dtype(inputs.v.dtype))
         return GateOut(log_decay_k=log_decay[None, :, None, None].expand(-1, -1, inputs.v.shape[2], -1))
 

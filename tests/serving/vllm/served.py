@@ -165,10 +165,11 @@ def by_transformers(
 @contextmanager
 def engine(folder: str, **options: Any) -> Iterator[LLM]:
     """vLLM in this process."""
-    defaults = dict(dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=64, seed=0)
+    defaults: dict[str, Any] = dict(dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=64, seed=0)
     defaults |= dict(enable_prefix_caching=False, max_num_batched_tokens=4096, disable_log_stats=False)
+    defaults |= dict(distributed_executor_backend="uni")
     try:
-        llm = LLM(model=folder, distributed_executor_backend="uni", **(defaults | options))
+        llm = LLM(model=folder, **(defaults | options))
         yield llm
         llm.llm_engine.engine_core.shutdown()
     finally:

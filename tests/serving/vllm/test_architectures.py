@@ -83,8 +83,7 @@ def test_other_architectures_are_refused_by_name(name: str):
     "options, field",
     [
         (dict(enable_lora=True), "enable_lora"),
-        (dict(tensor_parallel_size=2), "tensor_parallel_size"),
-        (dict(pipeline_parallel_size=2), "tensor_parallel_size"),
+        (dict(pipeline_parallel_size=2), "pipeline_parallel_size"),
         (dict(kv_cache_dtype="fp8"), "kv_cache_dtype"),
         (dict(speculative_config=dict(method="ngram", num_speculative_tokens=2)), "speculative_config"),
         (dict(kv_offloading_size=1.0), "kv_transfer_config"),

@@ -9,12 +9,12 @@ by itself, which may start within a state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.linear_attn import (
@@ -23,8 +23,8 @@ from vllm.v1.attention.backends.linear_attn import (
     LinearAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
+from linearize.mixers.head_shards import WeightShard
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
@@ -102,6 +102,7 @@ class StateLayer(nn.Module, MambaBase):
     """Takes the place of a layer's `Attention`: called with q, k and v after RoPE, [N, heads x D] each.
 
     Attributes:
+        shards: what each tensor of the whole layer's mixer is in this process, which may have some of its heads.
         kept: vLLM's own attention for KV heads that stay softmax, None where there are none.
         extras: what the attention around it leaves here before it calls it.
     """
@@ -109,6 +110,7 @@ class StateLayer(nn.Module, MambaBase):
     def __init__(
         self,
         mixer: LinearMixer | HeadwiseMixer,
+        shards: dict[str, WeightShard],
         layout: PageLayout,
         *,
         scaling: float,
@@ -118,7 +120,7 @@ class StateLayer(nn.Module, MambaBase):
         prefix: str,
     ) -> None:
         super().__init__()
-        self.mixer, self.layout, self.page_bytes, self.kept = mixer, layout, page_bytes, kept
+        self.mixer, self.shards, self.layout, self.kept, self.page_bytes = mixer, shards, layout, kept, page_bytes
         self.scaling, self.softcap, self.layer_name = scaling, softcap, prefix
         self.extras = Extras()
         self.rope: nn.Module | None = None
@@ -135,10 +137,10 @@ class StateLayer(nn.Module, MambaBase):
     # --- what vLLM asks ----------------------------------------------------------------------------------------------
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return self.layout.shapes
+        return ((self.page_bytes,),)  # one size for all layers and processes, of which each may fill it otherwise
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        return self.layout.dtypes
+        return (torch.uint8,)
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
@@ -146,12 +148,6 @@ class StateLayer(nn.Module, MambaBase):
 
     def get_attn_backend(self) -> type[LinearizeBackend]:
         return LinearizeBackend
-
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        spec = super().get_kv_cache_spec(vllm_config)
-        assert isinstance(spec, MambaSpec)
-        # One size for all layers, of which each may have another.
-        return replace(spec, page_size_padded=max(spec.page_size_padded or 0, self.page_bytes))
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Take the pages of all sequences, int8 [N, 1, 1, bytes]; vLLM copies them whole."""

@@ -15,40 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching
 from vllm.model_executor.models.utils import extract_layer_index
 
 from linearize.base import UserError
-from linearize.hf.classes import build, read_plan
-from linearize.hf.teacher import TeacherShape
+from linearize.hf.classes import read_plan
+from linearize.mixers.head_shards import shard_of_heads
 from linearize.serving.vllm import BASES
 from linearize.serving.vllm.layer import Extras, StateLayer
-from linearize.serving.vllm.pages import PageLayout
+from linearize.serving.vllm.pages import heads_of_ranks, page_bytes, page_layouts, teacher_shape
 
 INTERFACES = (HasInnerState, IsHybrid, SupportsMambaPrefixCaching)
-
-
-def teacher_shape(config: Any) -> TeacherShape:
-    """Sizes of a model; which of its layers slide does not matter here."""
-    return TeacherShape.from_config(config.to_dict() | {"layer_types": None})
-
-
-def page_layouts(config: Any, dtype: torch.dtype) -> list[PageLayout | None]:
-    """Of each layer of a converted model in `dtype`; None where it stays softmax."""
-    shape, rope = teacher_shape(config).layer, getattr(config, "rope_parameters", None) or {}
-    rotary_dims = int(shape.head_dim * rope.get("partial_rotary_factor", 1))
-    plan, made = read_plan(config), {}  # many layers are alike
-    for mixer in plan:
-        if mixer is not None and mixer not in made:
-            made[mixer] = PageLayout.of(mixer, shape, dtype, rotary_dims, getattr(config, "state_dtype", None))
-    return [None if mixer is None else made[mixer] for mixer in plan]
-
-
-def largest_page(config: Any, dtype: torch.dtype) -> PageLayout:
-    """The layout that all pages of the model have room for."""
-    return max((layout for layout in page_layouts(config, dtype) if layout), key=lambda layout: layout.nbytes)
 
 
 class LinearizedCausalLM:
@@ -63,13 +43,11 @@ class LinearizedCausalLM:
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> tuple[tuple[int, ...], ...]:
-        model = vllm_config.model_config
-        return largest_page(model.hf_config, model.dtype).shapes
+        return ((page_bytes(vllm_config),),)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
-        model = vllm_config.model_config
-        return largest_page(model.hf_config, model.dtype).dtypes
+        return (torch.uint8,)
 
     @classmethod
     def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
@@ -81,37 +59,45 @@ class LinearizedCausalLM:
         Raises:
             UserError: a mixer's weights are missing, or are of no mixer of this model.
         """
-        mixers = {
-            name.removesuffix(".attn"): layer.mixer
+        layers = {
+            name.removesuffix(".attn"): layer
             for name, layer in self.named_modules()  # type: ignore[attr-defined]
             if isinstance(layer, StateLayer)
         }
-        mine = {f"{name}.mixer.{key}": x for name, mixer in mixers.items() for key, x in mixer.state_dict().items()}
+        shards = {f"{name}.mixer.{key}": x for name, layer in layers.items() for key, x in layer.shards.items()}
+        mine = {
+            f"{name}.attn.mixer.{key}": x
+            for name, layer in layers.items()
+            for key, x in layer.mixer.state_dict().items()
+        }
         seen: set[str] = set()
 
         def others() -> Iterator[tuple[str, Tensor]]:
             for name, x in weights:
                 if ".mixer." not in name:
                     yield name, x
-                elif name in mine and mine[name].shape == x.shape:
-                    mine[name].copy_(x)
-                    seen.add(name)
-                else:
-                    expected = tuple(mine[name].shape) if name in mine else "no such weight"
+                elif name not in shards or shards[name].shape != x.shape:
+                    expected = shards[name].shape if name in shards else "no such weight"
                     raise UserError(f"{name}: expected {expected}, found {tuple(x.shape)}; convert the model again")
+                else:
+                    seen.add(name)
+                    if shards[name].name is not None:
+                        layer = name.partition(".mixer.")[0]
+                        mine[f"{layer}.attn.mixer.{shards[name].name}"].copy_(shards[name](x))
 
         with torch.no_grad():
             loaded = super().load_weights(others())  # type: ignore[misc]
-        if missing := sorted(mine.keys() - seen):
+        if missing := sorted(shards.keys() - seen):
             raise UserError(f"{missing[0]}: expected the mixer's weights in the folder, found none; convert it again")
-        return set(loaded or ()) | {name.replace(".mixer.", ".attn.mixer.") for name in seen}
+        return set(loaded or ()) | mine.keys()
 
 
 def exchange_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
     """Put a `StateLayer` in the place of every converted layer's `Attention`, in place."""
     config, dtype = vllm_config.model_config.hf_config, vllm_config.model_config.dtype
-    shape, plan, layouts = teacher_shape(config), read_plan(config), page_layouts(config, dtype)
-    page_bytes = max(layout.nbytes for layout in layouts if layout)
+    heads = heads_of_ranks(config, get_tensor_model_parallel_world_size())[get_tensor_model_parallel_rank()]
+    shape, plan, layouts = teacher_shape(config).layer, read_plan(config), page_layouts(config, dtype, heads)
+    size = page_bytes(vllm_config)
     module: Any
     for name, module in list(model.named_modules()):
         attention: Any = getattr(module, "attn", None)
@@ -121,16 +107,17 @@ def exchange_attention(model: nn.Module, vllm_config: VllmConfig) -> None:
         device, before = next(module.parameters()).device, torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)  # whatever the model's is
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            mixer = build(plan[index], shape).requires_grad_(False)  # type: ignore[arg-type]
+            mixer, shards = shard_of_heads(plan[index], shape, heads)  # type: ignore[arg-type]
         torch.set_default_dtype(before)
         prefix = attention.layer_name
         del vllm_config.compilation_config.static_forward_context[prefix]
         layer = StateLayer(
-            mixer.to(device),
+            mixer.requires_grad_(False).to(device),
+            shards,
             layouts[index],  # type: ignore[arg-type]
             scaling=module.scaling,
             softcap=getattr(config, "attn_logit_softcapping", None),
-            page_bytes=page_bytes,
+            page_bytes=size,
             kept=_kept(mixer, attention, module, vllm_config),
             prefix=prefix,
         )

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from linearize.mixers.config import HeadwiseConfig, MixerConfig
+from linearize.hf.classes import read_plan
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import HeadwiseConfig
+from linearize.mixers.head_shards import shard_of_heads
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
@@ -39,19 +43,12 @@ class PageLayout:
 
     @classmethod
     def of(
-        cls,
-        config: MixerConfig | HeadwiseConfig,
-        shape: LayerShape,
-        dtype: torch.dtype,
-        rotary_dims: int,
-        state_dtype: str | None,
+        cls, mixer: LinearMixer | HeadwiseMixer, dtype: torch.dtype, rotary_dims: int, state_dtype: str | None
     ) -> PageLayout:
-        """The layout for a layer with these mixers, of a model in `dtype` that rotates `rotary_dims` dimensions of a
+        """The layout for a layer with this mixer, of a model in `dtype` that rotates `rotary_dims` dimensions of a
         head (RoPE). `state_dtype` is the model's: in what S is kept between steps.
         """
-        with torch.device("meta"):
-            mixer = (HeadwiseMixer if isinstance(config, HeadwiseConfig) else LinearMixer)(config, shape)  # type: ignore
-        inputs, found = _one_token(shape, dtype, rotary_dims), []
+        inputs, found = _one_token(mixer.shape, dtype, rotary_dims), []
         for index, (heads, part) in enumerate(stateful(mixer)):
             state = part.state_like(inputs.heads(heads))
             state = state if state_dtype is None else state.matrices_in(STATE_DTYPES[state_dtype])
@@ -99,6 +96,59 @@ class PageLayout:
 def stateful(mixer: LinearMixer | HeadwiseMixer) -> list[tuple[tuple[int, ...], LinearMixer]]:
     """KV heads and mixer of each group of a layer's heads that has a state of constant size."""
     return [(heads, part) for heads, part in mixer.parts() if isinstance(part, LinearMixer)]
+
+
+def teacher_shape(config: Any) -> TeacherShape:
+    """Sizes of a model; which of its layers slide does not matter here."""
+    return TeacherShape.from_config(config.to_dict() | {"layer_types": None})
+
+
+def heads_of_ranks(config: Any, size: int) -> list[range]:
+    """Which KV heads each of `size` processes has, as vLLM divides q, k and v over them.
+
+    Args:
+        config: of a converted model.
+
+    Raises:
+        ValueError: they cannot be divided so that every process has as many, of every kind of memory that vLLM keeps.
+    """
+    heads = teacher_shape(config).num_kv_heads
+    if heads % size:
+        raise ValueError(
+            f"tensor_parallel_size: expected a divisor of the {heads} KV heads, because each has a state in one "
+            f"process, found {size}; serve copies of the model (data_parallel_size)"
+        )
+    ranks = [range(rank * heads // size, (rank + 1) * heads // size) for rank in range(size)]
+    for index, layer in enumerate(read_plan(config)):
+        if isinstance(layer, HeadwiseConfig):
+            kept = [head for group in layer.groups if group.mixer is None for head in group.kv_heads]
+            if len({sum(head in rank for head in kept) for rank in ranks}) > 1:
+                raise ValueError(
+                    f"tensor_parallel_size: expected as many heads that stay softmax in each of {size} processes, "
+                    f"because vLLM gives all the same pages, found KV heads {kept} in layer {index}; serve copies of "
+                    "the model (data_parallel_size)"
+                )
+    return ranks
+
+
+def page_layouts(config: Any, dtype: torch.dtype, heads: range) -> list[PageLayout | None]:
+    """Of these KV heads of each layer of a converted model in `dtype`; None where it stays softmax."""
+    shape, rope = teacher_shape(config).layer, getattr(config, "rope_parameters", None) or {}
+    rotary_dims = int(shape.head_dim * rope.get("partial_rotary_factor", 1))
+    plan, made = read_plan(config), {}  # many layers are alike
+    for mixer in plan:
+        if mixer is not None and mixer not in made:
+            with torch.device("meta"):
+                own, _ = shard_of_heads(mixer, shape, heads)
+                made[mixer] = PageLayout.of(own, dtype, rotary_dims, getattr(config, "state_dtype", None))
+    return [None if mixer is None else made[mixer] for mixer in plan]
+
+
+def page_bytes(vllm_config: Any) -> int:
+    """Of one sequence in one layer: what the largest layer takes, in whichever process."""
+    model, size = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    each = (page_layouts(model.hf_config, model.dtype, heads) for heads in heads_of_ranks(model.hf_config, size))
+    return max(layout.nbytes for layouts in each for layout in layouts if layout)
 
 
 def _one_token(shape: LayerShape, dtype: torch.dtype, rotary_dims: int) -> AttnInputs:

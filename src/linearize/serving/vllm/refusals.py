@@ -11,6 +11,7 @@ from vllm.model_executor.models.config import MambaModelConfig, VerifyAndUpdateC
 
 from linearize.hf.classes import read_plan
 from linearize.serving.vllm import BASES
+from linearize.serving.vllm.pages import page_bytes
 
 # What is asked for and cannot be, and what the user is told.
 REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
@@ -25,9 +26,9 @@ REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
         "leave it out",
     ),
     (
-        lambda c: c.parallel_config.tensor_parallel_size > 1 or c.parallel_config.pipeline_parallel_size > 1,
-        "tensor_parallel_size and pipeline_parallel_size: expected 1, because a mixer's state is not divided over "
-        "processes; serve one copy of the model per GPU (data_parallel_size)",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+        "pipeline_parallel_size: expected 1, because nobody has tried states whose layers lie in several processes; "
+        "take tensor_parallel_size",
     ),
     (
         lambda c: (
@@ -83,9 +84,10 @@ class ServingConfig(VerifyAndUpdateConfig):
         """See that nothing else is asked for than what works.
 
         Raises:
-            ValueError: something is; one sentence.
+            ValueError, UserError: something is; one sentence.
         """
         for asked, reason in REFUSED:
             if asked(vllm_config):
                 raise ValueError(reason)
+        page_bytes(vllm_config)  # can every process have its heads?
         MambaModelConfig.verify_and_update_config(vllm_config)
