@@ -7,18 +7,17 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from linearize import Recipe, TeacherShape, resolve
 from linearize.mixers.config import LayerPlan
 from tests.serving.vllm.served import (
     by_transformers,
     by_vllm,
     differences,
     engine,
+    of_recipe,
     plans,
     prompts,
     saved,
     student,
-    teacher,
 )
 
 pytestmark = pytest.mark.vllm
@@ -27,15 +26,16 @@ TWO: dict[str, Any] = dict(tensor_parallel_size=2, distributed_executor_backend=
 NARROW: dict[str, Any] = dict(max_num_batched_tokens=16, max_num_seqs=16, enable_prefix_caching=True, block_size=32)
 
 
+PLANS = plans() | {"supra per head": of_recipe("supra", mixer__feature_map__per="query_head")}
 CASES: list[tuple[str, dict[str, Any]]] = [
-    (name, {}) for name in ("lolcats", "recommended", "regla", "gated-deltanet", "supra", "kept-layers")
+    (name, {}) for name in ("lolcats", "recommended", "regla", "gated-deltanet", "supra per head", "kept-layers")
 ]
 CASES += [(name, NARROW | dict(num_gpu_blocks_override=16)) for name in ("recommended", "kept-layers")]
 
 
 @pytest.mark.parametrize("name, options", CASES, ids=[name + "-narrow" * bool(options) for name, options in CASES])
 def test_two_processes_say_what_one_says(name: str, options: dict[str, Any]):
-    model, texts = student(plans()[name]), prompts(24, seed=5)
+    model, texts = student(PLANS[name]), prompts(24, seed=5)
     with engine(saved(model, name), **TWO, **options) as llm:
         wrong, far = differences(by_vllm(llm, texts), by_transformers(model, texts))
     assert wrong == 0
@@ -50,7 +50,5 @@ def test_heads_that_are_not_alike_in_number_are_refused():
         asked(plans()["kept-heads"], "kept-heads", 2)
     with pytest.raises(ValueError, match="tensor_parallel_size: expected a divisor of the 2 KV heads"):
         asked(plans()["lolcats"], "lolcats", 4)
-    shape = TeacherShape.from_config(teacher().config.to_dict())
-    shared = resolve(Recipe.load("t2r", {"mixer.feature_map.per": "model", "mixer.feature_map.tied": False}), shape)
     with pytest.raises(Exception, match=r"expected weights of single heads, found .*per: model"):
-        asked(shared, "per-model", 2)
+        asked(plans()["supra"], "supra", 2)
