@@ -71,6 +71,12 @@ class Gate(nn.Module, ABC):
     @abstractmethod
     def forward(self, inputs: AttnInputs) -> GateOut: ...
 
+    def choose(self, heads: int, mine: list[int]) -> None:
+        """Be the gate of the query heads `mine` of a layer, or a group of its heads, with `heads` of them.
+
+        A learned gate has weights of its own for them; constants depend on which heads they are for.
+        """
+
     def reset_parameters(self) -> None:
         """Initialise every parameter as the config says."""
         for affine in self.children():
@@ -140,7 +146,6 @@ class FixedGate(Gate):
         self.mine: slice | list[int] = slice(None)
 
     def choose(self, heads: int, mine: list[int]) -> None:
-        """Be the gate of the query heads `mine` of a layer, or a group of its heads, with `heads` of them."""
         self.heads, self.mine = heads, mine
 
     def forward(self, inputs: AttnInputs) -> GateOut:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from linearize.base import UserError
 from linearize.mixers.config import HeadGroup, HeadwiseConfig, MixerConfig
-from linearize.mixers.gates import FixedGate
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
@@ -67,7 +66,7 @@ def shard_of_heads(
         if not places:
             continue
         own_prefix, _, its = mine.pop(0)
-        if isinstance(its.gate, FixedGate):
+        if its.gate is not None:
             its.gate.choose(len(all_of_it) * queries, [p * queries + i for p in places for i in range(queries)])
         have = its.state_dict()
         for name, x in group.state_dict().items():

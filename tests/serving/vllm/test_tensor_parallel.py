@@ -50,5 +50,5 @@ def test_heads_that_are_not_alike_in_number_are_refused():
         asked(plans()["kept-heads"], "kept-heads", 2)
     with pytest.raises(ValueError, match="tensor_parallel_size: expected a divisor of the 2 KV heads"):
         asked(plans()["lolcats"], "lolcats", 4)
-    with pytest.raises(Exception, match=r"expected weights of single heads, found .*per: model"):
+    with pytest.raises(ValueError, match=r"expected weights of single heads, found .*per: model"):
         asked(plans()["supra"], "supra", 2)

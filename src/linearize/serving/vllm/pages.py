@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from linearize.hf.classes import read_plan
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import HeadwiseConfig
+from linearize.mixers.config import HeadwiseConfig, MixerConfig
 from linearize.mixers.head_shards import shard_of_heads
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
@@ -135,13 +136,23 @@ def page_layouts(config: Any, dtype: torch.dtype, heads: range) -> list[PageLayo
     """Of these KV heads of each layer of a converted model in `dtype`; None where it stays softmax."""
     shape, rope = teacher_shape(config).layer, getattr(config, "rope_parameters", None) or {}
     rotary_dims = int(shape.head_dim * rope.get("partial_rotary_factor", 1))
-    plan, made = read_plan(config), {}  # many layers are alike
-    for mixer in plan:
-        if mixer is not None and mixer not in made:
-            with torch.device("meta"):
-                own, _ = shard_of_heads(mixer, shape, heads)
-                made[mixer] = PageLayout.of(own, dtype, rotary_dims, getattr(config, "state_dtype", None))
-    return [None if mixer is None else made[mixer] for mixer in plan]
+    how = shape, heads, dtype, rotary_dims, getattr(config, "state_dtype", None)
+    plan: tuple[Any, ...] = read_plan(config)  # configs are frozen, and so can be keys
+    return [None if mixer is None else _page_layout(mixer, *how) for mixer in plan]
+
+
+@functools.cache  # many layers are alike, and vLLM asks several times
+def _page_layout(
+    mixer: MixerConfig | HeadwiseConfig,
+    shape: LayerShape,
+    heads: range,
+    dtype: torch.dtype,
+    rotary_dims: int,
+    state_dtype: str | None,
+) -> PageLayout:
+    with torch.device("meta"):
+        own, _ = shard_of_heads(mixer, shape, heads)
+        return PageLayout.of(own, dtype, rotary_dims, state_dtype)
 
 
 def page_bytes(vllm_config: Any) -> int:

@@ -84,7 +84,7 @@ class ServingConfig(VerifyAndUpdateConfig):
         """See that nothing else is asked for than what works.
 
         Raises:
-            ValueError, UserError: something is; one sentence.
+            ValueError: something is; one sentence.
         """
         for asked, reason in REFUSED:
             if asked(vllm_config):
