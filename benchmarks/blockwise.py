@@ -6,11 +6,13 @@ The depth and the blocks of LoLCATs' Llama 3.1 405B (14 blocks of 9 layers), its
 rows. Every block is a process of its own, as a job would be (`--block`): it runs the softmax layers of the block
 before, writes the stream that leaves them, and trains the mixers of its own block on it.
 
-Memory: the most that the process holds beyond what it held before (Linux' count of what is resident, weights
-included), beside the plan's for the largest block. Disk: what the process reads of files that are no longer in memory,
-and what it writes; forecast are the weights of both blocks, the stream as often as it is read, and four numbers for
-each that trains at every evaluation. FLOPs: of a block its layers' share of the plan's, and of what it hands on a pass
-through softmax layers; if they say how long a block takes, all blocks compute as many a second.
+Memory: the most that the process holds beyond what it held before (Linux' count of what is resident, weights included,
+with a C library that gives back what was freed), beside the plan's for the largest block. Disk: what the process reads
+of files that are no longer in memory, and what it writes; forecast are the weights of both blocks, the stream as often
+as it is read, and for each number that trains two at the evaluation before the first step (itself and the best so far),
+four at the one at the end (and its optimizer state), and one that is the result. FLOPs: of a block its layers' share of
+the plan's, and of what it hands on a pass through softmax layers; if they say how long a block takes, all blocks
+compute as many a second.
 """
 
 from __future__ import annotations
@@ -41,6 +43,10 @@ from linearize.recipe import Recipe, resolve
 from linearize.training.blockwise import BlockwiseTransfer
 
 LENGTH, BATCH = 256, 4
+# Blocks of as many bytes are given back to the system once they are free (mallopt(3)). The C library keeps them
+# otherwise, in the hope of more alike, and a process seems to hold what its program does not.
+LIBC = ctypes.CDLL("libc.so.6")
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, GIVEN_BACK = -3, -1, 65536
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ def job(index: int, transfer: BlockwiseTransfer, warm_up: BlockwiseTransfer, fou
     """In a process of its own: hand on what enters a block, and train it."""
     warm_up.train([1])  # pages of code that are read at their first use are not the block's
     forget(Path(transfer.model), transfer.folder)
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what was freed is given back, or it would be used again unseen
+    LIBC.malloc_trim(0)  # what was freed is given back, or it would be used again unseen
     Path("/proc/self/clear_refs").write_text("5")  # the most so far is what is there
     before = status("VmRSS", "status"), status("read_bytes", "io"), status("wchar", "io")
     start = time.perf_counter()
@@ -110,14 +116,14 @@ def forecasts(transfer: BlockwiseTransfer, recipe: Recipe) -> list[tuple[float, 
     layers, stream = len(transfer.plan), FP32 * shape.hidden_size
     per_layer = plan.transfer.flops / layers
     softmax = tokens * (2 * model.layers[0] + softmax_flops(shape, LENGTH // 2))
-    trained = 4 * FP32 * plan.new_parameters // layers
+    trained = FP32 * plan.new_parameters // layers
     jobs = []
     for index, block in enumerate(transfer.blocks):
         handed_on = transfer.blocks[index - 1] if index else range(0)
         weights = FP32 * (sum(model.layers[i] for i in (*handed_on, *block)) + model.embeddings * (index < 2))
         # What enters the block before, once; what enters this one, in each epoch and at both evaluations.
         read = weights + stream * ((index > 1) * (tokens + held_out) + (index > 0) * (tokens + 2 * held_out))
-        written = (index > 0) * stream * (tokens + held_out) + 2 * trained * len(block) + trained * len(block) // 4
+        written = (index > 0) * stream * (tokens + held_out) + (2 + 4 + 1) * trained * len(block)
         flops = per_layer * len(block) + softmax * len(handed_on)
         jobs.append((flops, plan.transfer.memory_bytes, read, written))
     return jobs
@@ -131,6 +137,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help=f"of {LENGTH} tokens (default: %(default)s)")
     timing_arguments(parser, repeats=1)
     a = parser.parse_args()
+    for threshold in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+        LIBC.mallopt(threshold, GIVEN_BACK)
     torch.set_num_threads(a.threads)
     torch.set_flush_denormal(True)
     load, rows, context = [os.getloadavg()[0]], list[Row](), multiprocessing.get_context("fork")
