@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 from random import Random
 from typing import Any
 
@@ -71,3 +73,14 @@ def bodies(source: Random) -> tuple[str, bytes]:
         if path == "/tokenize" and body.get("messages", 0) is None:
             body["messages"] = _MESSAGES  # both of what there may be one of
     return path, json.dumps(body).encode()
+
+
+def post(address: str, path: str, body: bytes) -> tuple[int, bytes]:
+    """The status and the body of the answer."""
+    headers = {"content-type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address + path, body, headers), timeout=60) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()

@@ -52,12 +52,6 @@ class Server:
     address: str = ""
     said: list[str] = field(default_factory=list)
 
-    @property
-    def resident_bytes(self) -> int:
-        """Memory of the process, as Linux counts it."""
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-
     def end(self, number: int = signal.SIGTERM) -> int:
         """Signal it, and wait for its status."""
         self.process.send_signal(number)

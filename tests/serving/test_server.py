@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearize.demo.corpus import teacher_path
 from tests.byte_tokenizer import CHATML
-from tests.serving.malformed import bodies
+from tests.serving import load
+from tests.serving.malformed import bodies, post
 from tests.serving.server import Server, bundled_student, chatting_student, serving
 
 pytestmark = pytest.mark.serve
@@ -155,24 +156,14 @@ def test_what_is_wrong_with_a_request_is_said(api: Any, folder: Path) -> None:
         api.chat.completions.create(model=str(folder), messages=TURNS, tools=[{"type": "function"}])
 
 
-def post(server: Server, path: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-    """The status of the answer, and its JSON."""
-    headers = {"content-type": "application/json"} | (headers or {})
-    try:
-        with urllib.request.urlopen(urllib.request.Request(server.address + path, body, headers)) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
-
-
 def test_malformed_requests_are_the_clients_fault(server: Server) -> None:
     source = random.Random(0)
     for _ in range(500):
         path, body = bodies(source)
-        status, answer = post(server, path, body)
+        status, answer = post(server.address, path, body)
         assert 400 <= status < 500, (path, body, answer)
-        assert isinstance(answer["error"]["message"], str) and answer["error"]["message"], (path, body)
+        message = json.loads(answer)["error"]["message"]
+        assert isinstance(message, str) and message, (path, body)
     assert not any("Traceback" in line for line in server.said)
 
 
@@ -194,7 +185,7 @@ def test_odd_requests_are_answered_or_refused(server: Server) -> None:
                         events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: ")]
                     assert not any("error" in event for event in events), asking
                 else:
-                    status, answer = post(server, "/v1/completions", json.dumps(asking).encode())
+                    status, answer = post(server.address, "/v1/completions", json.dumps(asking).encode())
                     assert status == 200, (asking, answer)
     assert not any("Traceback" in line for line in server.said)
 
@@ -246,39 +237,11 @@ def test_who_goes_away_does_not_keep_the_others_waiting(api: Any, folder: Path) 
 
 
 def test_many_clients_at_once_each_get_their_own_answer(server: Server, folder: Path) -> None:
-    prompts = [
-        f"class Reader{number}:\n    def value_{number}(self):\n        return {number}" for number in range(100)
-    ]
     with client(server, timeout=600) as api:
-
-        def ask(prompt: str) -> str:
-            return api.completions.create(**asked(folder, prompt=prompt, max_tokens=5)).choices[0].text
-
-        expected = [ask(prompt) for prompt in prompts]
-        assert len(set(expected)) > 20  # a mixed answer would be seen
-        assert expected[3] == generated(folder, prompts[3], 5)[0]
-
-        def one(number: int) -> str:
-            """One of 1,000 requests: whole, in pieces, or given up before or after the first piece."""
-            kind, prompt = number % 5, prompts[number % len(prompts)]
-            if kind < 3:
-                assert ask(prompt) == expected[number % len(prompts)]
-                return "whole"
-            with api.completions.create(**asked(folder, prompt=prompt, max_tokens=5), stream=True) as stream:
-                if kind == 3:
-                    pieces = [piece.choices[0].text for piece in stream]
-                    assert "".join(pieces) == expected[number % len(prompts)]
-                    return "pieces"
-                if number % 2:
-                    next(iter(stream))
-            return "given up"
-
-        with ThreadPoolExecutor(100) as clients:
-            assert set(clients.map(one, range(200))) == {"whole", "pieces", "given up"}
-            before = server.resident_bytes
-            done = list(clients.map(one, range(200, 1000)))
-        assert [done.count(kind) for kind in ("whole", "pieces", "given up")] == [480, 160, 160]
-        assert server.resident_bytes - before < 50 * 2**20
+        expected = load.answers(api, partial(asked, folder))
+        assert expected[3] == generated(folder, load.PROMPTS[3], load.TOKENS)[0]
+        process = server.process.pid
+        load.check_many_clients(api, partial(asked, folder), expected, lambda: load.resident_bytes(process))
         assert not any("Traceback" in line for line in server.said)
 
 
