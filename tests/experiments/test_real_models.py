@@ -157,7 +157,9 @@ def test_where_stories_part() -> None:
 
 def test_no_stories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     data = ["--dataset", tmp_path / "none.txt", "--validation-dataset", tmp_path / "none.txt"]
+    model = tiny.teacher_folder()
+    capsys.readouterr()  # where this is the first to ask for it, saving has said something
     with pytest.raises(SystemExit, match="2"):
-        call(story, monkeypatch, "--model", tiny.teacher_folder(), *data, "--output-dir", tmp_path / "run")
+        call(story, monkeypatch, "--model", model, *data, "--output-dir", tmp_path / "run")
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and "none.txt" in message
