@@ -57,8 +57,12 @@ def check_many_clients(
 def resident_bytes(process: int) -> int:
     """Memory of a process and of those that it has started, as Linux counts it."""
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-    started = (Path(path).read_text().split() for path in Path(f"/proc/{process}/task").glob("*/children"))
-    return pages * os.sysconf("SC_PAGE_SIZE") + sum(resident_bytes(int(its)) for all_ in started for its in all_)
+    return pages * os.sysconf("SC_PAGE_SIZE") + sum(map(resident_bytes, started(process)))
+
+
+def started(process: int) -> list[int]:
+    """The processes that one has started and that run."""
+    return [int(its) for path in Path(f"/proc/{process}/task").glob("*/children") for its in path.read_text().split()]
 
 
 def _whole(api: Any, asking: dict[str, Any]) -> str:

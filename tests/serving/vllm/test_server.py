@@ -36,9 +36,10 @@ class Server(NamedTuple):
             return answer.read().decode()
 
     def gauges(self, *names: str) -> list[float]:
-        """What the server says of itself now."""
-        lines = [line.split() for line in self.read("/metrics").splitlines()]
-        return [float(line[-1]) for line in lines if line[0].split("{")[0] in {f"vllm:{name}" for name in names}]
+        """What the server says of itself now; a name that it does not know fails."""
+        lines = [line.split() for line in self.read("/metrics").splitlines() if line.startswith("vllm:")]
+        found = {line[0].split("{")[0].removeprefix("vllm:"): float(line[-1]) for line in lines}
+        return [found[name] for name in names]
 
 
 def serve(*options: str) -> Server:
@@ -137,6 +138,7 @@ def test_a_hundred_clients_at_once_each_get_their_own_answer(server: Server, cli
     # Bytes that are no whole letter yet, vLLM keeps back.
     assert expected[3].rstrip("\ufffd") == by_transformers(load.PROMPTS[3], load.TOKENS).rstrip("\ufffd")
     process = server.process.pid
+    assert load.started(process)  # the engine, whose memory counts
     load.check_many_clients(client, asked, expected, lambda: load.resident_bytes(process))
     for _ in range(100):
         if not any(server.gauges("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")):
