@@ -3,9 +3,11 @@
 Importing the package registers the ``linearized_*`` classes with transformers.
 """
 
+from linearize.base import UserError  # before all that takes long to import: its import is when waiting began
+
+# isort: split
 from transformers import PreTrainedModel
 
-from linearize.base import UserError
 from linearize.data.packing import build_dataset
 from linearize.hf.attention import softmax_attention
 from linearize.hf.compiled import compile_steps

@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 QUIET_SECONDS = 2.0  # work that takes no longer shows no progress
 LOG_SECONDS = 30.0  # between two lines of a log
+IMPORTED = time.monotonic()  # about when the process began: the imports that follow take seconds
 
 
 class UserError(ValueError):
@@ -56,10 +57,14 @@ def progress(items: Iterable[T], title: str, total: int | None = None) -> Iterat
 
 
 class Log:
-    """Lines on a standard error that is no terminal, of work that takes long: the first after `QUIET_SECONDS`."""
+    """Lines on a standard error that is no terminal, of work that takes long: the first after `QUIET_SECONDS`.
 
-    def __init__(self) -> None:
-        self._console, self._due = Console(stderr=True), time.monotonic() + QUIET_SECONDS
+    They are counted from `since`, a time of `time.monotonic`, by default from now.
+    """
+
+    def __init__(self, since: float | None = None) -> None:
+        self._console = Console(stderr=True)
+        self._due = (time.monotonic() if since is None else since) + QUIET_SECONDS
 
     def say(self, line: str) -> None:
         """Print the line, if one is due."""

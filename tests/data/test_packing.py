@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import string
+import time
 from collections.abc import Iterator
 from itertools import combinations, count
 from pathlib import Path
@@ -445,7 +446,16 @@ def test_long_work_says_so_in_a_log(tmp_path, tokenizer, capfd, monkeypatch):
     path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(100)])
     build_dataset(config(path, validation_fraction=0.3), tokenizer, seed=0)
     # The first is due at once, the next after half a minute.
-    assert capfd.readouterr() == ("", "tokenising: 64 documents\n")
+    assert capfd.readouterr() == ("", "tokenising: 0 documents\n")
+
+
+def test_the_imports_count_as_waiting(tmp_path, tokenizer, capfd, monkeypatch):
+    monkeypatch.setattr("linearize.base.QUIET_SECONDS", 60.0)
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(100)])
+    for imported, err in ((-61.0, "tokenising: 0 documents\n"), (0.0, "")):
+        monkeypatch.setattr("linearize.base.IMPORTED", time.monotonic() + imported)
+        build_dataset(config(path, validation_fraction=0.3), tokenizer, seed=0)
+        assert capfd.readouterr() == ("", err)
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

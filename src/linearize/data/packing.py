@@ -260,7 +260,10 @@ def _tokenised(
 
 @contextmanager
 def document_progress(title: str) -> Iterator[Callable[[int], None]]:
-    """A count of documents on stderr, shown when the work goes on for longer than `QUIET_SECONDS`."""
+    """A count of documents on stderr, shown when the process goes on for longer than `QUIET_SECONDS`.
+
+    Documents are the first thing that a run reads, and its user has waited for the imports already.
+    """
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -272,14 +275,15 @@ def document_progress(title: str) -> Iterator[Callable[[int], None]]:
         *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
     )
     task = progress.add_task(title, total=None)
-    begin, log = time.monotonic(), Log()
+    log = Log(since=base.IMPORTED)
 
     def advance(documents: int) -> None:
         progress.advance(task, documents)
         log.say(f"{title}: {progress.tasks[0].completed:,.0f} documents")
-        if time.monotonic() - begin > base.QUIET_SECONDS:
+        if time.monotonic() - base.IMPORTED > base.QUIET_SECONDS:
             progress.start()
 
+    advance(0)
     try:
         yield advance
     finally:

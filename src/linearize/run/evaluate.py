@@ -41,7 +41,6 @@ from linearize.mixers.config import LayerPlan, each_mixer
 from linearize.recipe import Recipe
 from linearize.report.card import evaluation_page, model_card
 from linearize.report.load import load_run
-from linearize.report.page import write_report
 from linearize.run.folder import Run, student_folder, versions, write_json, write_text
 from linearize.run.given_models import (
     GENERATES,
@@ -338,6 +337,8 @@ def bench(
 
 def write_results(folder: Path, worth: Worth) -> None:
     """The measurements in a run's folder, for programs and for people; the model card tells them too."""
+    from linearize.report.page import write_report  # its figures import matplotlib, which takes half a second
+
     write_json(folder / "evaluation.json", worth.to_json())
     run = load_run(folder)
     write_text(folder / "evaluation.md", evaluation_page(run))
