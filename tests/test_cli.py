@@ -104,6 +104,8 @@ try:
     linearize_cli.main()
 except SystemExit as status:
     assert not status.code
+order = list(sys.modules)
+assert order.index("linearize.base") < order.index("transformers"), "waiting counts from where imports begin"
 heavy = ("peft", "datasets", "matplotlib", "lm_eval", "sklearn", "pandas", "torchvision")
 print([name for name in heavy if name in sys.modules], file=sys.stderr)
 """
