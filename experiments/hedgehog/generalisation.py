@@ -4,7 +4,7 @@
         --data "{name: CoLA, dataset: dev.tsv, columns: [source, label, mark, sentence], text_column: sentence}" \
         --data "{name: SST-2, dataset: sst2/dev.tsv, text_column: sentence}" --onto "SST-2=RUN3" [--finetune W]
 
-RUN are run folders of converted encoders (a grid's lie in its --work-dir, cells/KEY/run). Their maps as distilled, the
+RUN are run folders of converted models (a grid's lie in its --work-dir, cells/KEY/run). Their maps as distilled, the
 same untrained, and maps that learn nothing are swapped into the first run's teacher; measured is the KL divergence of
 their attention weights from softmax, a mean over heads and layers, on each --data (Tables 4 and 14), and on the first
 of these joined to longer and longer rows (Table 5). With --onto all are swapped into that run's teacher, too, and
@@ -56,6 +56,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "cosFormer": {"type": "cosformer"},
 }
 LENGTHS = (32, 64, 128, 256, 512)
+LENGTHS_TITLE = "Table 5, again: maps that were distilled on rows of several lengths"
 BATCH_SIZE = 4
 PAPER = (
     "Paper, Table 4 (BERT-base): KL on CoLA 0.172 for Hedgehog distilled on CoLA, 0.191 T2R-HH, 0.694 Hedgehog "
@@ -153,7 +154,8 @@ def joined(texts: Sequence[str], tokenizer: Any, length: int) -> Rows | None:
     """
     encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     tokens = [token for ids in encoded for token in ids]
-    before, after = ([x] if x is not None else [] for x in (tokenizer.cls_token_id, tokenizer.sep_token_id))
+    starts_with = tokenizer.bos_token_id if tokenizer.cls_token_id is None else tokenizer.cls_token_id
+    before, after = ([x] if x is not None else [] for x in (starts_with, tokenizer.sep_token_id))
     step = length - len(before) - len(after)
     starts = range(0, len(tokens) - step + 1, step)
     rows = [[*before, *tokens[start : start + step], *after] for start in starts]
@@ -227,7 +229,7 @@ def generalisation(a: argparse.Namespace) -> dict[str, Any]:
     lengths = {str(n): joined(next(iter(texts.values())), tokenizer, n) for n in a.lengths if n <= longest}
     long = {name: some for name, some in lengths.items() if some is not None}
     return {
-        "data": on_text(maps, teacher, rows, a.tokens),
+        "data": on_text(maps, teacher, rows, a.tokens) if len(rows) > 1 else {},
         "lengths": on_text(maps, teacher, long, a.tokens),
         "moved": {name: moved(maps, to, a.tokens, a.finetune and a.finetune / name) for name, to in onto.items()},
         "tokens": a.tokens,
@@ -246,9 +248,11 @@ def _read_runs(given: Sequence[str], device: torch.device) -> Iterator[tuple[str
 
 def markdown(found: dict[str, Any]) -> str:
     """The same as tables."""
-    lines = ["# Hedgehog, Tables 4, 5, 14 and 15: feature maps on other text", ""]
+    tables = "Tables 4, 5, 14 and 15: feature maps on other text" if found["data"] else LENGTHS_TITLE
+    lines = [f"# Hedgehog, {tables}", ""]
     lines += ["KL divergence of attention weights from softmax, nats per query, a mean over heads and layers.", ""]
-    lines += ["## Other text (Tables 4 and 14)", "", *_table(found["data"]), ""]
+    if found["data"]:
+        lines += ["## Other text (Tables 4 and 14)", "", *_table(found["data"]), ""]
     lines += ["## Longer text (Table 5)", "", "By tokens of a row; the first text, joined.", ""]
     lines += [*_table(found["lengths"]), "", PAPER]
     for name, task in found["moved"].items():

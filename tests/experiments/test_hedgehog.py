@@ -286,7 +286,7 @@ def test_committed_pages_are_those_of_their_numbers(script: str) -> None:
 
 
 def test_joined_rows() -> None:
-    generalisation, tokenizer = load("generalisation"), byte_tokenizer()
+    generalisation, tokenizer = load("generalisation"), byte_tokenizer(bos=None)
     rows = generalisation.joined(["abcd", "efg", "hi"], tokenizer, 4)
     assert rows.inputs()["input_ids"].tolist() == tiny.tokens("abcdefgh").view(2, 4).tolist()
     tokenizer.cls_token = tokenizer.sep_token = "<s>"
@@ -294,6 +294,9 @@ def test_joined_rows() -> None:
     assert rows.inputs()["input_ids"][:, 1:3].tolist() == tiny.tokens("abcdefgh").view(4, 2).tolist()
     assert (rows.inputs()["input_ids"][:, [0, 3]] == 256).all()
     assert generalisation.joined(["ab"], tokenizer, 8) is None
+    rows = generalisation.joined(["abcd", "efg", "hi"], byte_tokenizer(), 4)  # as decoders begin
+    assert rows.inputs()["input_ids"][:, 1:].tolist() == tiny.tokens("abcdefghi").view(3, 3).tolist()
+    assert (rows.inputs()["input_ids"][:, 0] == 256).all()
 
 
 # --- Fig. 6 -----------------------------------------------------------------------------------------------------------
