@@ -56,7 +56,6 @@ FIXED: dict[str, dict[str, Any]] = {
     "cosFormer": {"type": "cosformer"},
 }
 LENGTHS = (32, 64, 128, 256, 512)
-LENGTHS_TITLE = "Table 5, again: maps that were distilled on rows of several lengths"
 BATCH_SIZE = 4
 PAPER = (
     "Paper, Table 4 (BERT-base): KL on CoLA 0.172 for Hedgehog distilled on CoLA, 0.191 T2R-HH, 0.694 Hedgehog "
@@ -229,7 +228,7 @@ def generalisation(a: argparse.Namespace) -> dict[str, Any]:
     lengths = {str(n): joined(next(iter(texts.values())), tokenizer, n) for n in a.lengths if n <= longest}
     long = {name: some for name, some in lengths.items() if some is not None}
     return {
-        "data": on_text(maps, teacher, rows, a.tokens) if len(rows) > 1 else {},
+        "data": on_text(maps, teacher, rows, a.tokens),
         "lengths": on_text(maps, teacher, long, a.tokens),
         "moved": {name: moved(maps, to, a.tokens, a.finetune and a.finetune / name) for name, to in onto.items()},
         "tokens": a.tokens,
@@ -248,11 +247,9 @@ def _read_runs(given: Sequence[str], device: torch.device) -> Iterator[tuple[str
 
 def markdown(found: dict[str, Any]) -> str:
     """The same as tables."""
-    tables = "Tables 4, 5, 14 and 15: feature maps on other text" if found["data"] else LENGTHS_TITLE
-    lines = [f"# Hedgehog, {tables}", ""]
+    lines = ["# Hedgehog, Tables 4, 5, 14 and 15: feature maps on other text", ""]
     lines += ["KL divergence of attention weights from softmax, nats per query, a mean over heads and layers.", ""]
-    if found["data"]:
-        lines += ["## Other text (Tables 4 and 14)", "", *_table(found["data"]), ""]
+    lines += ["## Other text (Tables 4 and 14)", "", *_table(found["data"]), ""]
     lines += ["## Longer text (Table 5)", "", "By tokens of a row; the first text, joined.", ""]
     lines += [*_table(found["lengths"]), "", PAPER]
     for name, task in found["moved"].items():
