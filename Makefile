@@ -60,10 +60,12 @@ test-transformers-%:
 	.venv-matrix/$*/bin/python -m pytest -m serve tests/serving
 
 # Not into .venv itself: peft imports both wherever it finds them, which takes many seconds.
+# torchao has an escape in a docstring that Python warns of, and warnings are errors.
 test-quantized: setup ## teachers with weights of torchao and bitsandbytes, which are installed for it (the extra `quantized`)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/quantized \
 	    -c constraints.txt torchao bitsandbytes
-	PYTHONPATH=.venv/quantized $(BIN)/python -m pytest tests/hf/test_quantized.py tests/training/test_optimizers.py
+	PYTHONPATH=.venv/quantized $(BIN)/python -m pytest -W "ignore:invalid escape sequence" \
+	    tests/hf/test_quantized.py tests/training/test_optimizers.py
 
 # An environment of its own: vLLM pins a great deal. Its CPU build cannot have torchvision, torchaudio and torchcodec, which
 # come built for CUDA, and has torch's CPU build: where pip does not find that, PIP_EXTRA_INDEX_URL names torch's own index.
