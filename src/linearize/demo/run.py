@@ -20,11 +20,13 @@ from linearize.run.pipeline import run
 
 PROMPT = "def read_config(path):\n"
 # A ninth of the teacher's cache, constant. Small enough for two CPU cores and some minutes, the two trained controls
-# included, which see as many tokens. Windows alone: exact caches take longer to measure.
+# included, which see as many tokens. Windows alone: exact caches take longer to measure. At the recipe's own learning
+# rate 39 steps end above where they began; at a fifth of it, below.
 BUDGET = {
     "memory.caches": [],
     "memory.tokens": 8192,
     "data.validation_rows": 24,
+    "finetune.lr": 1.0e-4,
     "finetune.max_tokens": 80_000,
     "finetune.eval_every": 20,
 }
