@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 QUIET_SECONDS = 2.0  # work that takes no longer shows no progress
 LOG_SECONDS = 30.0  # between two lines of a log
-IMPORTED = time.monotonic()  # about when the process began: the imports that follow take seconds
+_imported: float | None = time.monotonic()  # about when the process began, until `waiting_since` has told it
 
 
 class UserError(ValueError):
@@ -54,6 +54,16 @@ def progress(items: Iterable[T], title: str, total: int | None = None) -> Iterat
     for number, item in enumerate(items, 1):
         yield item
         log.say(f"{title}: {number} of {total}")
+
+
+def waiting_since() -> float:
+    """When the user's wait that a line of progress ends began, a time of `time.monotonic`.
+
+    At a process's first call that is when its imports began, which take seconds; at every later one it is now.
+    """
+    global _imported
+    since, _imported = _imported, None
+    return time.monotonic() if since is None else since
 
 
 class Log:

@@ -260,9 +260,9 @@ def _tokenised(
 
 @contextmanager
 def document_progress(title: str) -> Iterator[Callable[[int], None]]:
-    """A count of documents on stderr, shown when the process goes on for longer than `QUIET_SECONDS`.
+    """A count of documents on stderr, shown once its user has waited for longer than `QUIET_SECONDS`.
 
-    Documents are the first thing that a run reads, and its user has waited for the imports already.
+    A run's first documents are the first thing that it reads, and its user has waited for the imports already.
     """
     console = Console(stderr=True)
     columns = (
@@ -275,12 +275,13 @@ def document_progress(title: str) -> Iterator[Callable[[int], None]]:
         *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
     )
     task = progress.add_task(title, total=None)
-    log = Log(since=base.IMPORTED)
+    since = base.waiting_since()
+    log = Log(since)
 
     def advance(documents: int) -> None:
         progress.advance(task, documents)
         log.say(f"{title}: {progress.tasks[0].completed:,.0f} documents")
-        if time.monotonic() - base.IMPORTED > base.QUIET_SECONDS:
+        if time.monotonic() - since > base.QUIET_SECONDS:
             progress.start()
 
     advance(0)
