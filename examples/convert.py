@@ -1,9 +1,9 @@
 """Convert a model in Python: exchange its attention, train it a little, save it, load it, let it write.
 
-    python examples/convert.py --model src/linearize/demo/teacher --text src/linearize/ops --output-dir out
+    python examples/convert.py --model src/linearize/demo/teacher --text corpus/train.jsonl --output-dir out
 
-The method is LoLCATs (Zhang et al., arXiv 2410.10254; code: github.com/HazyResearch/lolcats): the new attention learns
-to give what softmax gave, then adapters of low rank learn the next token. `linearize run lolcats` does so and measures.
+Text: your own, or what `python scripts/write_stdlib_corpus.py corpus` writes. The method is LoLCATs (Zhang et al.,
+arXiv 2410.10254): the new attention learns to give what softmax gave, then low-rank adapters learn the next token.
 """
 
 import argparse

@@ -59,6 +59,26 @@ def test_convert(example: Example, tmp_path: Path, teacher: Callable[[], Any]) -
     assert type(model).__name__ == "LinearizedLlamaForCausalLM"
 
 
+def test_the_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As printed, but for the names of the model and of the text, and a budget."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    text = tiny.write_text(tmp_path / "text.jsonl", documents=400)
+    budget = {"batch_size": 4, "max_tokens": 256, "eval_every": 2}
+    settings = {f"{stage}.{field}": value for stage in ("transfer", "finetune") for field, value in budget.items()}
+    settings |= {"data.dataset": str(text), "data.sequence_length": 32, "mixer.span.window_size": 8}
+    for name, ours in {
+        '"path/to/llama"': repr(tiny.teacher_folder()),
+        '{"data.dataset": "text.jsonl"}': repr(settings),
+    }.items():
+        assert name in code
+        code = code.replace(name, ours)
+    monkeypatch.chdir(tmp_path)
+    made: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), made)
+    assert type(made["softmax"]).__name__ == "LlamaForCausalLM"
+    assert {path.parent.name for path in tmp_path.glob("run/*/result.json")} == {"transfer", "finetune"}
+
+
 def test_a_map_of_ones_own(tmp_path: Path) -> None:
     """In a process of its own, which is the only one that knows the map."""
     script = str(ROOT / "examples" / "own_feature_map.py")

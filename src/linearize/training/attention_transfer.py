@@ -46,14 +46,20 @@ def attention_transfer(
     validation_rows: Rows,
     config: TransferConfig,
     *,
-    output_dir: Path,
+    output_dir: Path | str,
     seed: int = 0,
     title: str = "attention transfer",
 ) -> TrainResult:
     """Train the student's mixers in place, each layer clipped, scheduled and best-checkpointed on its own.
 
-    Layers are independent given the teacher's activations, so this equals training any subset of them alone.
+    Layers are independent given the teacher's activations, so this equals training any subset of them alone. The loss
+    is `config.loss` (LoLCATs, arXiv 2410.10254, eq. 6; Hedgehog, arXiv 2402.04347, eq. 4). What `output_dir` receives,
+    what is raised and how it is resumed: as of `training.loop.train`.
+
+    Args:
+        train_rows, validation_rows: of `build_dataset`, token ids of shape (rows, `sequence_length`).
     """
+    output_dir = Path(output_dir)
     student.requires_grad_(False)
     student.eval()
     objective = TransferObjective(student, config)

@@ -45,7 +45,7 @@ def finetune(
     validation_rows: Rows,
     config: FinetuneConfig,
     *,
-    output_dir: Path,
+    output_dir: Path | str,
     teacher: PreTrainedModel | None = None,
     seed: int = 0,
     title: str = "fine-tuning",
@@ -58,11 +58,15 @@ def finetune(
     the adapters are gone, and all weights are as before.
 
     Args:
+        train_rows, validation_rows: of `build_dataset`, token ids of shape (rows, `sequence_length`).
+        output_dir: what it receives, what is raised and how it is resumed: as of `training.loop.train`.
         teacher: whose outputs `config.loss` compares with; None where it compares with none.
     """
     with prepared(model, config, seed) as (module, autocast, at_end):
         objective = OutputObjective(module, config, teacher, autocast, at_end)
-        return train(objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title=title)
+        return train(
+            objective, train_rows, validation_rows, config, output_dir=Path(output_dir), seed=seed, title=title
+        )
 
 
 def load_finetuned(model: PreTrainedModel, config: FinetuneConfig, output_dir: Path) -> None:
