@@ -474,6 +474,11 @@ def described(grid: Grid, results: list[dict[str, Any]]) -> str:
             text += f"Teacher: perplexity {teachers} on the same {tokens}{drawn}. "
         else:
             text += f"On the same {tokens}{drawn}. "
+        if "documents" not in first:
+            text += (
+                "Measured before held-out documents were divided into those that choose a checkpoint and those of the "
+                "test: these rows chose, too, and the command now measures others. "
+            )
         brackets = "In brackets: 95 % bootstrap intervals of paired differences, in nats per token."
     else:
         names = " / ".join(title(metric) for metric in first["metrics"])
