@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from linearize.base import UserError
 from linearize.evaluation.harness import check_tasks, run_benchmarks
+from linearize.report.load import load_run
 from linearize.run.folder import Run
 from tests import tiny
 from tests.commands import Command, assert_refused
@@ -48,9 +49,17 @@ def candidates(printed: str) -> set[str]:
 # --- a run's folder, and a model without it ---------------------------------------------------------------------------
 
 
-def test_a_run_s_folder_stands_for_its_model(command: Command, finished: Run) -> None:
+def test_a_run_s_folder_stands_for_its_model(command: Command, finished: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+
+    def load(folder: Path, *evaluation: Any) -> Any:
+        read.append(folder)
+        return load_run(folder, *evaluation)
+
+    monkeypatch.setattr("linearize.report.load.load_run", load)
     of_the_run, of_the_model = (command("eval", at, "--json") for at in (finished.folder, finished.folder / "model"))
     assert (of_the_run.status, of_the_model.status) == (0, 0)
+    assert read == [finished.folder.resolve()] * 2  # whose recipe, plan and memory are told of
     first, second = (tiny.untimed(json.loads(done.out)) for done in (of_the_run, of_the_model))
     assert first == second
     assert len(first["measured"]) == 10  # every control

@@ -69,6 +69,16 @@ def test_every_field_is_written_out() -> None:
     assert set(written) == set(Recipe.model_fields)
 
 
+def test_the_order_of_overrides_does_not_matter() -> None:
+    """A part's type comes before its fields, and a group before both, in whatever order they are given."""
+    given = ["mixer.span.window_size=32", "mixer.span.type=terraced", "finetune.schedule.warmup_steps=7"]
+    given += ["finetune.schedule={type: constant}", "mixer.span={type: sliding, window_size: 9}"]
+    for assignments in (given, given[::-1]):
+        recipe = Recipe.load("lolcats", parse_overrides(assignments))
+        assert recipe.mixer.span == TerracedSpan(window_size=32)
+        assert recipe.finetune is not None and recipe.finetune.schedule.warmup_steps == 7
+
+
 def test_overrides_are_read_as_yaml() -> None:
     recipe = load(
         "mixer.span={type: terraced, window_size: 32, blocks: 1, sinks: 4}",
@@ -163,7 +173,7 @@ def test_bad_file(text: str, expected: str, tmp_path: Path) -> None:
         ("finetune.all_weights=true", "finetune", "set lora=null and mixers=false"),
         ("finetune.loss={labels: 0}", "finetune.loss", "every weight is 0"),
         ("finetune.loss={top_k: 5}", "finetune.loss", "top_k is of kl and reverse_kl"),
-        ("finetune.lora.targets=[]", "finetune.lora", "targets is empty"),
+        ("finetune.lora.targets=[]", "finetune.lora.targets", "at least 1 item"),
         ("finetune.lora.targets=[x]", "finetune.lora.targets", "found 'x'"),
         ("data.validation_fraction=1", "data.validation_fraction", "found 1"),
         ("layers.keep_softmax=3", "layers.keep_softmax", "found 3"),

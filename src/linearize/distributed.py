@@ -54,7 +54,7 @@ class World:
 
 def world() -> World:
     """This process among those that `joined` has brought together; the only one otherwise."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
     return World()
 

@@ -134,7 +134,7 @@ class ListedHeads(Config):
         for name in self.kv_heads:
             layer, _, head = name.partition(".")
             sizes = teacher.num_layers, teacher.num_kv_heads
-            if not (layer.isdigit() and head.isdigit() and int(layer) < sizes[0] and int(head) < sizes[1]):
+            if not (layer.isdecimal() and head.isdecimal() and int(layer) < sizes[0] and int(head) < sizes[1]):
                 raise UserError(
                     f"heads.kv_heads: expected layer.head, from 0.0 to {sizes[0] - 1}.{sizes[1] - 1}, found {name!r}"
                 )
@@ -251,9 +251,7 @@ class Recipe(Config):
             raise UserError(f"recipe {name_or_path}: not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(data, dict):
             raise UserError(f"recipe {name_or_path}: expected a mapping of fields, found {type(data).__name__}")
-        for field, value in (overrides or {}).items():
-            _assign(data, field, copy.deepcopy(value))
-        return cls.parse(data)
+        return cls.parse(_assigned(data, overrides or {}))
 
     @classmethod
     def parse(cls, data: dict[str, Any]) -> Recipe:
@@ -265,10 +263,7 @@ class Recipe(Config):
 
     def override(self, overrides: dict[str, Any]) -> Recipe:
         """This recipe with dotted fields replaced; `UserError` as in `load`."""
-        data = self.model_dump(mode="json")
-        for field, value in overrides.items():
-            _assign(data, field, copy.deepcopy(value))
-        return Recipe.parse(data)
+        return Recipe.parse(_assigned(self.model_dump(mode="json"), overrides))
 
     def to_yaml(self) -> str:
         """The recipe as YAML, every field written out."""
@@ -295,6 +290,13 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
         except (yaml.YAMLError, RecursionError):
             raise UserError(f"--set {field}: expected a YAML value, found {value!r}") from None
     return overrides
+
+
+def _assigned(data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The data with dotted fields replaced: groups before what is in them, and of these the type before the rest."""
+    for field in sorted(overrides, key=lambda field: (field.count("."), not field.endswith(".type"))):
+        _assign(data, field, copy.deepcopy(overrides[field]))
+    return data
 
 
 def _assign(data: dict[str, Any], field: str, value: Any) -> None:
@@ -350,7 +352,7 @@ def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | Non
             "layers: nothing to convert, every layer stays softmax; shorten layers.keep_softmax, or set "
             "layers.convert_sliding=true to convert layers that already attend within a sliding window"
         )
-    if recipe.memory is not None and not teacher.bidirectional:
+    if recipe.memory is not None:
         # What each head gets is not known before the teacher is measured: all alike, in as many bytes.
         budget, pair = recipe.memory.budget(teacher, torch.float32), pair_bytes(teacher, torch.float32)
         mixer = window(max(1, budget // (pair * teacher.num_kv_heads * (teacher.num_layers - len(kept)))))

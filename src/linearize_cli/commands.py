@@ -209,7 +209,7 @@ def evaluate(
         )
     if not world.main:
         return
-    folder = Path(model).resolve().parent
+    folder = Path(runs.student_folder(model)).resolve().parent
     with as_written([folder]):
         found = load_run(folder, worth.to_json())
         page, table = evaluation_page(found), terminal.measured(found)
@@ -350,10 +350,16 @@ def serve(
     device: Device = "auto",
 ) -> None:
     """Serve a model by an OpenAI-compatible API: by vLLM where it is installed, else by transformers' own server."""
+    from linearize.base import UserError
     from linearize.serving import command as serving
 
     where = {"host": host, "port": port, "api_key": api_key}
     if serving.choose_engine(engine, alone=not page and teacher is None) == "vllm":
+        if device != "auto":
+            raise UserError(
+                f"--device: expected none, for vLLM computes where it was built for, found {device}; leave it out, or "
+                "pass --engine transformers"
+            )
         serving.start_vllm(model, **where, dtype=dtype, note=note)
     computed_on = device_of(device)
     computed = {"dtype": dtype_of(dtype, computed_on), "device": computed_on}

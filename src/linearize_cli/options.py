@@ -73,7 +73,7 @@ def block_of(given: str | None) -> Any:
 
     if given is None or given == "any":
         return given
-    if not given.lstrip("-").isdecimal():
+    if not given.removeprefix("-").isdecimal():
         raise UserError(f"--block: expected the number of a block, or any; found {given!r}")
     return int(given)
 

@@ -75,6 +75,9 @@ def test_greedy_until_the_end_of_text() -> None:
         assert prompt.startswith(SAMSUM.split("{")[0])
         expected.append(greedily(ending_model(), [256, *tokenizer(prompt)["input_ids"]]))
     assert found == expected
+    model: Any = ending_model()
+    model.generation_config.repetition_penalty = 5.0
+    assert summaries(model, documents, tokenizer, NEW_TOKENS, title="summaries") == expected
     lengths = {len(tokens) for tokens in found}
     assert NEW_TOKENS in lengths and len(lengths) > 1, "some end before the limit, others do not"
 

@@ -322,10 +322,10 @@ def forked_static(case: Case) -> None:
     """A fork shares no storage: a static cache writes its state in place."""
     model, ids = student_of(case), random_tokens(2, 24)
     state = prefilled(model, ids[:, :18], cache=StaticCache(config=model.config, max_cache_len=24))
-    mark = linearize.fork_state(state)
-    for cache in (state, mark):
-        found = cached(model, ids, (18, 19, 20, 24), cache=cache)
-        assert_close(found, uncached(model, ids)[:, 18:])
+    forks = {rows: linearize.fork_state(state, list(rows)) for rows in ((0, 1), (1, 1, 0))}
+    for rows, cache in {(0, 1): state, **forks}.items():
+        found = cached(model, ids[list(rows)], (18, *range(19, 25)), cache=cache)
+        assert_close(found, uncached(model, ids)[list(rows), 18:])
 
 
 def saved(case: Case) -> None:

@@ -62,6 +62,10 @@ def test_the_command_says_what_fits() -> None:
     assert all(share["memory"] == 2**30 and share["fits"] == (share["total"] <= 2**30) for share in found)
     with pytest.raises(UserError, match="--cluster: expected GPUs and the memory of each, as in 8x80GiB, found '8'"):
         Cluster.parse("8")
+    for memory in ("0GiB", "80"):
+        with pytest.raises(UserError, match=f"--cluster: expected a size such as 24GiB or 80GB, found '{memory}'"):
+            Cluster.parse(f"8x{memory}")
+    assert Cluster.parse("8x80GiB") == Cluster(8, 80 << 30)
 
 
 def test_one_gpu_has_nothing_to_divide() -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
-from linearize.planning.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render
+from linearize.planning.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render, size
 from linearize.recipe import Recipe, parse_overrides, recipe_names, resolve
 from linearize.training import config as stages
 from tests.hf.test_teacher import GPT2 as GPT2_CONFIG
@@ -159,10 +159,28 @@ def test_sliding_layers_do_not_grow() -> None:
 # --- stages -----------------------------------------------------------------------------------------------------------
 
 
+def test_numbers_are_written_out() -> None:
+    assert [size(x) for x in (999, 1_040_000, 1023 << 20, 1 << 30)] == ["999 B", "1016 KiB", "1023 MiB", "1 GiB"]
+    assert size(1_234_567) == "1.18 MiB"
+
+
+@pytest.mark.parametrize("task_type, field", [("associative_recall", "length"), ("list_ops", "max_length")])
+def test_rows_of_a_task_are_as_long_as_the_task_says(task_type: str, field: str) -> None:
+    def flops(*assignments: str) -> int:
+        task = f"data.task.type={task_type}"
+        plan = planned(TeacherShape.from_config(TINY["llama"]), task, *assignments, name="hedgehog", training_tokens=1)
+        assert plan.transfer is not None and plan.transfer.flops is not None
+        return plan.transfer.flops
+
+    short, long = (flops(f"data.task.{field}={length}") for length in (32, 64))
+    assert short < long
+    assert flops(f"data.task.{field}=32", "data.sequence_length=256") == short
+
+
 def test_tokens() -> None:
     def tokens(*assignments: str, training_tokens: int | None) -> tuple[int | None, int | None]:
         plan = planned(GPT2, *assignments, training_tokens=training_tokens)
-        assert plan.transfer is not None and plan.finetune is not None
+        assert plan.transfer is not None and plan.transfer is not None
         for stage in (plan.transfer, plan.finetune):
             assert (stage.flops is None) == (stage.tokens is None)
         return plan.transfer.tokens, plan.finetune.tokens

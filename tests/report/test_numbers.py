@@ -47,6 +47,9 @@ def test_sizes_times_and_cells() -> None:
     assert numbers.scaled(999, "B") == f"999{THIN}B"
     assert numbers.scaled(0, "B") == f"0{THIN}B"
     assert numbers.scaled(0.5) == "0.5"
+    assert [numbers.scaled(x, "B") for x in (999.7, 999_700)] == [f"1{THIN}kB", f"1{THIN}MB"]
+    assert [numbers.scaled(x, digits=2) for x in (123, 345_000)] == ["120", f"340{THIN}k"]
+    assert numbers.short(999.7) == "1k"
     assert numbers.scaled(-1500) == f"{MINUS}1.5{THIN}k"
     assert [numbers.milliseconds(x) for x in (0.0046, 0.0811, 1.2345)] == ["4.60", "81.1", "1,234"]
     assert [numbers.duration(x) for x in (48, 1200, 9000)] == [f"48{THIN}s", f"20{THIN}min", f"2.5{THIN}h"]

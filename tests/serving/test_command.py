@@ -90,6 +90,9 @@ def test_an_engine_that_is_missing_is_named(installed: set[str], command: Comman
         assert_refused(
             done, "--engine: expected transformers, whose server has a student beside its teacher, found vllm"
         )
+    assert_refused(
+        command("serve", served, "--device", "cpu"), "--device: expected none, for vLLM computes where it was"
+    )
 
 
 def test_vllm_is_started_in_place_of_the_command(

@@ -162,8 +162,8 @@ def build_examples(
 ) -> Dataset:
     """Read, tokenise and split the examples of `config.task`, cut to `config.sequence_length` tokens.
 
-    As `data.build_dataset` splits documents; at most `config.validation_rows` examples choose checkpoints, and as many
-    are tested on.
+    As `packing.build_dataset` splits documents; at most `config.validation_rows` examples choose checkpoints, and as
+    many are tested on.
 
     Args:
         classes: of the model's head.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.data.config import DataConfig, row_length
 from linearize.data.examples import build_examples
 from linearize.data.images import build_images
 from linearize.data.labels import Classes
@@ -119,7 +119,7 @@ def load_dataset(
     check_kind(task, shape)
     if data.dataset is None and not task.built_in:
         raise UserError("data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
-    length, field = _longest(data)
+    length, field = row_length(data, shape)
     if length > shape.max_positions:
         raise UserError(
             f"{field}: expected at most the model's {shape.max_positions} positions, found "
@@ -131,18 +131,6 @@ def load_dataset(
         if shape.vocab_size:
             check_tokens(rows.inputs()["input_ids"], shape.vocab_size)
     return dataset
-
-
-def _longest(data: DataConfig) -> tuple[int, str]:
-    """The longest row there can be, and the field that says so."""
-    task = data.task
-    if isinstance(task, AssociativeRecall):
-        return task.length, "data.task.length"
-    if isinstance(task, ListOps):
-        return task.max_length + 1, "data.task.max_length"
-    if isinstance(task, ImageClassification):
-        return 0, "data.sequence_length"
-    return data.sequence_length, "data.sequence_length"
 
 
 def _documents(

@@ -14,7 +14,7 @@ from linearize.base import UserError
 Item = TypeVar("Item")
 
 ENOUGH = 16
-"""Documents or examples that a 95 % interval needs, to cover what it says: see `evaluation.perplexity.resample`."""
+"""Documents or examples that a 95 % interval needs, to cover what it says: see `evaluation.intervals.resamples`."""
 
 
 def copies(items: Sequence[Item], key: Callable[[Item], bytes]) -> dict[bytes, list[Item]]:

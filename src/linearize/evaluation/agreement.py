@@ -305,7 +305,7 @@ def _continue(
     """The likeliest next tokens, one after another; `_ENDED` behind the first of `ends`. On the CPU."""
     tokens = torch.zeros(len(prompts), new_tokens, dtype=torch.int64)
     splits = torch.arange(len(prompts)).split(_BATCH_SIZE)
-    with inference(model) as device, _greedy(model, new_tokens, ends):
+    with inference(model) as device, greedy(model, new_tokens, ends):
         for number, counts in progress(dealt(splits), f"generating: {title}"):
             ids = prompts[splits[number]].to(device)
             # The mask says that nothing is padding: a prompt may hold the token that texts are padded with.
@@ -319,7 +319,7 @@ def _continue(
 
 
 @contextmanager
-def _greedy(model: PreTrainedModel, new_tokens: int, ends: list[int]) -> Iterator[None]:
+def greedy(model: PreTrainedModel, new_tokens: int, ends: list[int]) -> Iterator[None]:
     """Within, `model.generate()` decodes greedily; what generate() is not told it takes from the model's own config."""
     own = model.generation_config
     # After its end a text is padded up to the others of its batch; any token would do.

@@ -14,7 +14,7 @@ from linearize.hf.attention import replaced_mixers
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig, each_mixer
+from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig, each_mixer, is_spread
 from linearize.mixers.exact_cache import copy_worth
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
@@ -32,19 +32,12 @@ def control_span(span: NoSpan | SlidingSpan | TerracedSpan, sinks: int | None = 
 def window_reach(plan: LayerPlan, model: PreTrainedModel, length: int) -> int:
     """Keys that a query of the window-only control sees; what lies further back is "beyond the window"."""
     spans = [control_span(mixer.span) for mixer in each_mixer(window_only_plan(plan, model, length))]
-    return max(span.window_size * (span.blocks if isinstance(span, TerracedSpan) else 1) for span in spans)
+    return max(span.max_lag for span in spans)
 
 
 def window_only(mixer: MixerConfig, sinks: int | None = None) -> MixerConfig:
     """A mixer's config without its linear part, optionally with another number of sinks."""
     return MixerConfig(span=control_span(mixer.span, sinks), feature_map=None, combine=WindowOnly(), cache=mixer.cache)
-
-
-def is_spread(plan: LayerPlan) -> bool:
-    """Whether memory is spread over heads or kept in exact caches: no plan of plain windows is like it."""
-    return any(isinstance(layer, HeadwiseConfig) for layer in plan) or any(
-        mixer.cache is not None for mixer in each_mixer(plan)
-    )
 
 
 def window_only_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> LayerPlan:

@@ -3,8 +3,8 @@
 Every score is better where it is higher. A score that is not defined for some resample (one class only, all values
 equal) is 0 there, as scikit-learn has it.
 
-Axes: E examples, N answers (one or more per example, like the tokens of a sentence), C classes, U distinct values,
-I drawn examples, S bootstrap resamples; in `rank_correlation` K numbers, of H rows or more axes.
+Axes: E examples, N answers (one or more per example, like the tokens of a sentence), C classes, I drawn examples, S
+bootstrap resamples; in `rank_correlation` K numbers, of H rows or more axes.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def bootstrapped(
 
     Raises:
         ValueError: the models have not answered as many examples, or have other metrics.
-        UserError: too few examples (`perplexity.resamples`).
+        UserError: too few examples (`intervals.resamples`).
     """
     if len({(len(given), given.metrics) for given in answered.values()}) != 1:
         found = ", ".join(f"{name}: {len(given)} ({', '.join(given.metrics)})" for name, given in answered.items())

@@ -1,8 +1,7 @@
 """Loss per token, its mean and its interval.
 
-Axes: N rows (packed sequences), L tokens per row, B rows per forward pass, V vocabulary, D documents (or whatever else
-is independent of each other: examples, trials), P what belongs to them, C quantities measured on the same documents, S
-bootstrap resamples. Losses are in nats per token; perplexity is e^loss.
+Axes: N rows (packed sequences), L tokens per row, B rows per forward pass, V vocabulary. Losses are in nats per token;
+perplexity is e^loss.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, progress
@@ -17,6 +17,7 @@ from linearize.data.rows import IGNORED, inference
 from linearize.data.splits import ENOUGH
 from linearize.data.tasks import Summarisation
 from linearize.data.templates import TokenDocument
+from linearize.evaluation.agreement import greedy
 from linearize.evaluation.metrics import Answered, Similarities
 
 
@@ -57,17 +58,11 @@ def summaries(
 ) -> list[list[int]]:
     """The tokens that a model writes behind each prompt, greedily, up to the first end-of-text token."""
     end: Any = tokenizer.eos_token_id
-    padding = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    settings = GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=False, eos_token_id=end, pad_token_id=0 if padding is None else padding
-    )
     found = []
-    with inference(model) as device:
+    with inference(model) as device, greedy(model, new_tokens, [] if end is None else [end]):
         for document in progress(asked, title):
             prompt = document.input_ids[: _prompt_length(document)][None].to(device)
-            made: Any = model.generate(  # type: ignore[operator]
-                prompt, attention_mask=torch.ones_like(prompt), generation_config=settings
-            )
+            made: Any = model.generate(prompt, attention_mask=torch.ones_like(prompt))  # type: ignore[operator]
             tokens = made[0, prompt.shape[1] :].tolist()
             found.append(tokens[: tokens.index(end)] if end in tokens else tokens)
     return found

@@ -182,12 +182,15 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
         self.slots = slots
         self.length = torch.tensor(0)  # an int would be another graph
 
+    def _stored(self, state: State) -> State:
+        """It is written to in place, so that what was worked out from its clock would go stale."""
+        stored = super()._stored(state)
+        return stored.on_clock(Clock(stored.clock.seen, shared=False))
+
     def advance(self, state: State, tokens: int) -> None:
         state = state.with_room(self.slots)
         if self.kept is None:
-            stored = self._stored(state.map(Tensor.clone))
-            # It is written to in place, so that what was worked out from it would go stale.
-            self.kept = stored = stored.on_clock(Clock(stored.clock.seen, shared=False))
+            self.kept = stored = self._stored(state.map(Tensor.clone))
             self.length, self.is_initialized = torch.tensor(tokens, device=stored.tensors()[0].device), True
             if not torch.compiler.is_compiling():
                 for x in (*stored.tensors(), self.length):

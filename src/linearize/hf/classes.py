@@ -40,7 +40,7 @@ from linearize.hf.teacher import TeacherShape
 from linearize.hf.unsupported import Unsupported
 from linearize.hf.whole_weights import load_whole
 from linearize.mixers.bidirectional import BidirectionalMixer
-from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig, each_mixer
+from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig, is_spread
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
 
@@ -52,7 +52,7 @@ FORMAT_VERSIONS = (1, 2)
 
 def plan_to_config(plan: LayerPlan) -> dict[str, Any]:
     """A layer plan as the plain data that a config stores under `linearize`."""
-    newer = any(isinstance(layer, HeadwiseConfig) for layer in plan) or any(m.cache for m in each_mixer(plan))
+    newer = is_spread(plan)
     fields = None if newer else {"cache"}  # which format 1 does not know
     layers = [None if layer is None else layer.model_dump(mode="json", exclude=fields) for layer in plan]
     return {"format_version": FORMAT_VERSIONS[newer], "layers": layers}

@@ -250,6 +250,13 @@ def each_mixer(plan: LayerPlan) -> Iterator[MixerConfig]:
         yield from layer.mixers if isinstance(layer, HeadwiseConfig) else () if layer is None else (layer,)
 
 
+def is_spread(plan: LayerPlan) -> bool:
+    """Whether memory is spread over heads or kept in exact caches: no plan of plain windows is like it."""
+    return any(isinstance(layer, HeadwiseConfig) for layer in plan) or any(
+        mixer.cache is not None for mixer in each_mixer(plan)
+    )
+
+
 def _has_linear_fields(mixer: MixerConfig) -> bool:
     plain = isinstance(mixer.update, AdditiveUpdate) and mixer.scale == "none" and mixer.sums
     return mixer.decay is not None or not plain

@@ -150,9 +150,9 @@ def recent(k: Tensor, v: Tensor, position: Tensor) -> Float[Tensor, "B G M"]:
     return position.float()
 
 
-def random(k: Tensor, v: Tensor, position: Tensor, seed: int = 0) -> Float[Tensor, "B G M"]:
+def random(k: Tensor, v: Tensor, position: Tensor) -> Float[Tensor, "B G M"]:
     """A number that looks random and depends on the position alone, so that every form draws the same."""
-    mixed = (position.long() * 2654435761 + 12345) % 4294967291 ^ (seed * 2246822519) % 4294967296
+    mixed = (position.long() * 2654435761 + 12345) % 4294967291
     return ((mixed * 48271) % 2147483647).float()
 
 

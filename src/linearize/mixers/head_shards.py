@@ -88,7 +88,7 @@ def _of(config: MixerConfig | HeadwiseConfig, heads: Sequence[int]) -> MixerConf
 
 
 def _groups(mixer: LinearMixer | HeadwiseMixer) -> Iterator[tuple[str, tuple[int, ...], LinearMixer]]:
-    """Prefix of the names, KV heads and mixer of each group that has weights or a state."""
+    """Prefix of the names, KV heads and mixer of each group that has weights."""
     for index, (heads, part) in enumerate(mixer.parts()):
         if isinstance(part, LinearMixer):
             yield "" if part is mixer else f"groups.{index}.", heads, part

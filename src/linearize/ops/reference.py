@@ -111,7 +111,7 @@ def kernel_weights(
 ) -> Float[Tensor, "B H T K"]:
     """q_n . D(n,j) k_j where `mask` is true, 0 elsewhere; the queries' slots are the last ones of the keys'.
 
-    `sums` are the log decays up to each slot (`decay.cumulative`).
+    `sums` are the log decays up to each slot (`linear_state.cumulative`).
     """
     if sums is None:
         return (q @ k.mT) * mask

@@ -18,12 +18,11 @@ from linearize.costs import FP32
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
+from linearize.planning.fit import parse_memory
 from linearize.planning.plan import StageCost, make_plan, size
 from linearize.recipe import Recipe
 from linearize.training.config import FinetuneConfig, LoRAConfig
 from linearize.training.optimizers import MOMENT_BYTES
-
-_UNITS = {"GB": 10**9, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -40,10 +39,10 @@ class Cluster:
         Raises:
             UserError: it says something else.
         """
-        found = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)(GB|GiB)", text)
+        found = re.fullmatch(r"(\d+)x(.+)", text)
         if not found or not int(found[1]):
             raise UserError(f"--cluster: expected GPUs and the memory of each, as in 8x80GiB, found {text!r}")
-        return cls(int(found[1]), int(float(found[2]) * _UNITS[found[3]]))
+        return cls(int(found[1]), parse_memory(found[2], "--cluster"))
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ import torch
 
 from linearize.base import UserError
 from linearize.costs import mixer_costs
+from linearize.data.config import row_length
 from linearize.hf.meta import MetaModel
 from linearize.hf.partial_model import stored_by_layer
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
+from linearize.mixers.config import LayerPlan, is_spread
 from linearize.planning.plan import AnyStage, size, stage_memory
 from linearize.recipe import Recipe
 from linearize.training.config import FinetuneConfig, TransferConfig
@@ -74,7 +75,7 @@ class Fit:
         return [stage.describe(self.memory) for stage in self.stages]
 
 
-def parse_memory(text: str) -> int:
+def parse_memory(text: str, option: str = "--gpu-memory") -> int:
     """Bytes, of "24GiB", "80GB" and the like.
 
     Raises:
@@ -82,7 +83,7 @@ def parse_memory(text: str) -> int:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     if found is None or found[2].upper() not in _UNITS or not float(found[1]):
-        raise UserError(f"--gpu-memory: expected a size such as 24GiB or 80GB, found {text!r}")
+        raise UserError(f"{option}: expected a size such as 24GiB or 80GB, found {text!r}")
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
@@ -96,10 +97,10 @@ def fit(
     """
     model = MetaModel.of(teacher)
     mixers = mixer_costs(layers, teacher, dtype, model.rotary_dims)
-    length = recipe.data.sequence_length if teacher.vocab_size else teacher.max_positions
+    length, _ = row_length(recipe.data, teacher)
     options: dict[str, Any] = {"dtype": dtype, "length": length, "device": torch.device("cuda")}
     # What heads need, and scores that are fitted, are measured on the whole model.
-    whole = recipe.memory is not None or any(map(_has_cache, layers))
+    whole = recipe.memory is not None or is_spread(layers)
     blocks = not whole and processes == 1 and stored_by_layer(teacher.model_type)
     stages, changed = [], {}
     for name in STAGES:
@@ -123,10 +124,6 @@ def fit(
         stages.append(least)
         changed[name] = config.model_copy(update=least.settings)
     return Fit(recipe.model_copy(update=changed), memory, tuple(stages))
-
-
-def _has_cache(mixer: MixerConfig | HeadwiseConfig | None) -> bool:
-    return isinstance(mixer, HeadwiseConfig) or (mixer is not None and mixer.cache is not None)
 
 
 def _candidates(config: AnyStage, layers: int) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,7 @@
 An encoder has neither cache nor state: what conversion saves there is that its attention takes time and memory in
 proportion to length. Of its parameters the base model's are counted, without the head of a task.
 
-Letters: H query heads, D head dimension, h hidden size. Parameters, bytes of state and bytes per token are exact;
+Parameters, bytes of state and bytes per token are exact;
 FLOPs and disk are estimates, and the docstrings say how. What one mixer costs stands in `costs`, the memory of a step
 in `forecast`.
 """
@@ -19,6 +19,7 @@ import torch
 from rich.table import Table
 
 from linearize.costs import FP32, Mixers, generation_memory, mixer_costs, softmax_flops
+from linearize.data.config import row_length
 from linearize.hf.classes import projections
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
@@ -114,8 +115,7 @@ def make_plan(
     converted, kept = ([i for i, mixer in enumerate(mixers) if (mixer is None) is stays] for stays in (False, True))
     memory = generation_memory(mixers, teacher, dtype)
     new = sum(mixer.parameters for mixer in mixers if mixer is not None)
-    # Every image is one row of the same length.
-    rows = recipe.data.sequence_length if teacher.vocab_size else teacher.max_positions
+    rows, _ = row_length(recipe.data, teacher)
 
     def stage(config: AnyStage, trainable: int, flops: int) -> StageCost:
         tokens, memory = _tokens(config, training_tokens), None
@@ -335,13 +335,18 @@ def _describe(stage: StageCost) -> str:
 def _count(number: int) -> str:
     for power, suffix in ((9, "billion"), (6, "million"), (3, "thousand")):
         if number >= 10**power:
-            return f"{number / 10**power:.3g} {suffix}"
+            return f"{_digits(number / 10**power)} {suffix}"
     return str(number)
+
+
+def _digits(number: float) -> str:
+    """Three, or all of a number from 1,000 on, which is short of the next unit."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
 def size(number: int) -> str:
     """Bytes in a unit that a reader can hold."""
     for power, suffix in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if number >= 2**power:
-            return f"{number / 2**power:.3g} {suffix}"
+            return f"{_digits(number / 2**power)} {suffix}"
     return f"{number} B"

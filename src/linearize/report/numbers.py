@@ -73,9 +73,10 @@ def scaled(value: Number | None, unit: str = "", digits: int = 3) -> str:
     """A few digits and a decimal prefix: ``6.29 MB``, ``37.1 T``."""
     if value is None or not isfinite(value):
         return DASH
-    power = 0 if abs(value) < 1000 else min(int(log10(abs(value)) / 3), 5)
+    rounded = float(f"{value:.{digits}g}")
+    power = 0 if abs(rounded) < 1000 else min(int(log10(abs(rounded)) / 3), 5)
     prefix = ("", "k", "M", "G", "T", "P")[power]
-    return f"{value / 1000**power:.{digits}g}{THIN}{prefix}{unit}".rstrip(THIN).replace("-", MINUS)
+    return f"{rounded / 1000**power:g}{THIN}{prefix}{unit}".rstrip(THIN).replace("-", MINUS)
 
 
 def milliseconds(seconds: Number) -> str:

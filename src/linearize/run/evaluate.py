@@ -25,7 +25,6 @@ from linearize.evaluation.controls import (
     SINKS,
     equal_bytes_plan,
     exact_plan,
-    is_spread,
     window_only_plan,
     window_reach,
     without_linear_part,
@@ -37,7 +36,7 @@ from linearize.hf.checkpoint import CAUSAL, load_model
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan, each_mixer
+from linearize.mixers.config import LayerPlan, each_mixer, is_spread
 from linearize.recipe import Recipe
 from linearize.report.card import evaluation_page, model_card
 from linearize.report.load import load_run
@@ -206,7 +205,7 @@ def _measured(
     task, layers = recipe.data.task, read_plan(student.config)
     found, missing = candidates(teacher, student, layers, recipe, run)
     about: dict[str, Any] = {"config": recipe.evaluation, "seed": recipe.seed}
-    if task.scores and isinstance(task, TextEmbedding) and teacher is None:
+    if isinstance(task, TextEmbedding) and teacher is None:
         raise UserError("--teacher: expected the model whose embeddings are compared with, found nothing; name it")
     answer = answering(task, dataset, processor, teacher) if task.scores else None
     if not task.language:

@@ -1,1 +1,1 @@
-"""Training: data, the loop, and the stages."""
+"""Training: the loop, and the stages."""

@@ -89,8 +89,6 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must lie in [0, 1); got {list(self.betas)}")
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size ({self.batch_size}) must be a multiple of micro_batch_size ({self.micro_batch_size})"
@@ -141,13 +139,7 @@ class LoRAConfig(Config):
     rank: PositiveInt = 8
     alpha: float = Field(default=16.0, gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    targets: tuple[Literal["q", "k", "v", "o"], ...] = ("q", "k", "v", "o")
-
-    @model_validator(mode="after")
-    def _some(self) -> LoRAConfig:
-        if not self.targets:
-            raise ValueError("targets is empty; name at least one of q, k, v, o")
-        return self
+    targets: tuple[Literal["q", "k", "v", "o"], ...] = Field(default=("q", "k", "v", "o"), min_length=1)
 
 
 class LossConfig(Config):

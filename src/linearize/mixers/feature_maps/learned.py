@@ -84,7 +84,7 @@ class Learned(FeatureMap):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As `init` says. The key map starts as a copy of the query map, unless it is wider or narrower.
+        """As `init` says. The query map starts as a copy of the key map, unless that is wider or narrower.
 
         Query heads that share a key map start from the same one.
         """
