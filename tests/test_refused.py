@@ -321,6 +321,26 @@ COMMANDS: dict[str, Case] = {
         "report: expected one or more different run folders, found ",
     ),
     "bench of softmax": (lambda _: ["bench", tiny.teacher_folder()], "model .*: expected a linearized model, found "),
+    "generate with half of a character": (
+        lambda _: ["generate", tiny.finished_run().folder, "--prompt", "so: \udcff"],
+        r"--prompt: expected text, found half of a character behind 'so: \\udcff'",
+    ),
+    "generate by a seed that no generator takes": (
+        lambda _: ["generate", tiny.finished_run().folder, "--prompt", "a", "--seed", 2**70],
+        f"--seed: expected a whole number from 0 to {2**62 - 1}, found {2**70}",
+    ),
+    "on a device without memory": (
+        lambda _: ["generate", tiny.finished_run().folder, "--prompt", "a", "--device", "meta"],
+        "--device: expected a device of this machine, found 'meta': ",
+    ),
+    "measuring a field of what made it": (
+        lambda _: ["eval", tiny.finished_run().folder, "--set", "mixer.span.window_size=3"],
+        "--set mixer.span.window_size: expected a field of data or evaluation, because a model is measured as it is",
+    ),
+    "a report into a folder": (
+        lambda tmp: ["report", tiny.finished_run().folder, "--output", tmp],
+        "--output: expected a file for the page, found the folder ",
+    ),
     "generate with nothing": (
         lambda tmp: ["generate", tmp / "none", "--prompt", "a"],
         "model: expected a model folder",

@@ -15,7 +15,7 @@ from linearize.hf.conversation import fork_state, load_state, save_state
 from linearize.hf.convert import convert_layers, to_softmax
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import register_feature_map
-from linearize.recipe import Recipe, resolve
+from linearize.recipe import KeepByTransferError, Recipe, resolve
 from linearize.training.attention_transfer import attention_transfer
 from linearize.training.finetune import finetune
 
@@ -43,7 +43,18 @@ def convert(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
     teacher, too; `linearize.finetune` copies what it changes.
 
     Raises:
-        UserError: an architecture or head that is not supported, or a plan that does not fit the teacher.
+        UserError: an architecture or head that is not supported, a plan that does not fit the teacher, or one that only
+            measurements can settle (`memory`, layers kept by transfer error), which `linearize run` makes.
     """
+    unsettled = {
+        "memory": recipe.memory is not None,
+        "layers.keep_softmax.type=transfer_error": isinstance(recipe.layers.keep_softmax, KeepByTransferError),
+    }
+    for field, given in unsettled.items():
+        if given:
+            raise UserError(
+                f"recipe {recipe.name}: expected a plan that needs no measuring, found {field}; `linearize run` "
+                "measures, and what it writes is loaded by from_pretrained"
+            )
     plan = resolve(recipe, TeacherShape.from_config(teacher.config.to_dict()))
     return convert_layers(teacher, plan, seed=recipe.seed)

@@ -35,6 +35,20 @@ class DivergedError(UserError):
     """A loss or gradient that is not finite, or a held-out loss that training has driven far above where it began."""
 
 
+def check_text(text: str, where: str) -> str:
+    """The text, which can be encoded.
+
+    Raises:
+        UserError: it holds half of a character (a lone surrogate, which JSON can escape and no tokenizer reads).
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = text[max(0, error.start - 20) : error.end]
+        raise UserError(f"{where}: expected text, found half of a character behind {found!a}") from None
+    return text
+
+
 class Config(BaseModel):
     """Base of every recipe component: immutable, and unknown fields are errors."""
 

@@ -293,21 +293,19 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
 
 
 def _assigned(data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The data with dotted fields replaced: groups before what is in them, and of these the type before the rest."""
-    for field in sorted(overrides, key=lambda field: (field.count("."), not field.endswith(".type"))):
-        _assign(data, field, copy.deepcopy(overrides[field]))
+    """The data with dotted fields replaced, one after the other; a part's type may come behind its fields."""
+    for field in overrides:
+        group, (*parents, last) = data, field.split(".")
+        for parent in parents:
+            group = group.setdefault(parent, {})
+            if not isinstance(group, dict):
+                raise UserError(f"--set {field}: expected a group of fields at {parent}, found {group!r}; set it first")
+        if last == "type" and group.get("type") != overrides[field]:
+            # Another part: the fields of the one before do not belong to it.
+            for name in [name for name in group if ".".join([*parents, name]) not in overrides]:
+                del group[name]
+        group[last] = copy.deepcopy(overrides[field])
     return data
-
-
-def _assign(data: dict[str, Any], field: str, value: Any) -> None:
-    *parents, last = field.split(".")
-    for parent in parents:
-        data = data.setdefault(parent, {})
-        if not isinstance(data, dict):
-            raise UserError(f"--set {field}: expected a group of fields at {parent}, found {data!r}; set it first")
-    if last == "type" and data.get("type") != value:
-        data.clear()  # another part: the fields of the one before do not belong to it
-    data[last] = value
 
 
 def _one_line(error: ValidationError, data: Any) -> str:

@@ -264,6 +264,8 @@ def report(
 
     if output is None and len(folders) > 1:
         raise UserError("--output: expected a file for the page about several runs, found nothing; name one")
+    if output is not None and output.is_dir():
+        raise UserError(f"--output: expected a file for the page, found the folder {str(output)!r}")
     note(f"report: {write_report(folders, output or folders[0] / 'report.html')}")
 
 

@@ -95,7 +95,7 @@ def device_of(name: str) -> Any:
         return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # which the device `meta` cannot
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split("\n")[0]
         raise UserError(f"--device: expected a device of this machine, found {name!r}: {reason}") from None

@@ -115,6 +115,12 @@ def test_home_folder(tmp_path, monkeypatch):
         ("latin.txt", b"caf\xe9", "latin.txt: expected UTF-8 text, found byte 0xe9"),
         ("latin.json", b'["caf\xe9"]', "latin.json: expected UTF-8 text, found byte 0xe9"),
         ("latin.jsonl", b'{"a": 1}\n{"a": "\xe9"}', "latin.jsonl: expected UTF-8 text, found byte 0xe9"),
+        (
+            "number.jsonl",
+            b'{"a": 1}\n{"a": ' + b"9" * 5000 + b"}",
+            "number.jsonl line 2: not valid JSON: .*5000 digits",
+        ),
+        ("number.json", b'[{"a": ' + b"9" * 5000 + b"}]", "number.json: not readable: .*5000 digits"),
         ("bad.parquet", b"not parquet", "bad.parquet: not a readable parquet file: "),
     ],
 )
@@ -122,6 +128,13 @@ def test_unusable_files(tmp_path, name, content, pattern):
     (tmp_path / name).write_bytes(content)
     with fails(pattern):
         rows_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv"])
+def test_a_document_in_a_cell(tmp_path, name):
+    text = "word " * 40_000
+    (tmp_path / name).write_text(f"text\n{text}\n")
+    assert rows_of(tmp_path / name) == [{"text": text}]
 
 
 def test_a_file_that_vanishes(tmp_path):

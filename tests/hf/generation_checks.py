@@ -322,10 +322,21 @@ def forked_static(case: Case) -> None:
     """A fork shares no storage: a static cache writes its state in place."""
     model, ids = student_of(case), random_tokens(2, 24)
     state = prefilled(model, ids[:, :18], cache=StaticCache(config=model.config, max_cache_len=24))
-    forks = {rows: linearize.fork_state(state, list(rows)) for rows in ((0, 1), (1, 1, 0))}
-    for rows, cache in {(0, 1): state, **forks}.items():
-        found = cached(model, ids[list(rows)], (18, *range(19, 25)), cache=cache)
-        assert_close(found, uncached(model, ids)[list(rows), 18:])
+    mark = linearize.fork_state(state)
+    for cache in (state, mark):
+        found = cached(model, ids, (18, 19, 20, 24), cache=cache)
+        assert_close(found, uncached(model, ids)[:, 18:])
+
+
+def chosen_static(case: Case) -> None:
+    """What is worked out of a static cache, which is written in place, does not outlive a step, whoever chose rows."""
+    model, ids = student_of(case), random_tokens(2, 24)
+    state = prefilled(model, ids[:, :18], cache=StaticCache(config=model.config, max_cache_len=24))
+    rows = {(1, 1, 0): linearize.fork_state(state, [1, 1, 0]), (0, 0, 1, 1): linearize.fork_state(state)}
+    rows[0, 0, 1, 1].batch_repeat_interleave(2)
+    for chosen, cache in rows.items():
+        found = cached(model, ids[list(chosen)], range(18, 25), cache=cache)
+        assert_close(found, uncached(model, ids)[list(chosen), 18:])
 
 
 def saved(case: Case) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import errno
+import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from transformers import DynamicCache, StaticCache
 import linearize
 from linearize.base import UserError
 from linearize.hf import conversation
+from linearize.hf.cache import LinearizedCacheLayer
 from tests.hf import checks
 from tests.hf import generation_checks as generation
 from tests.hf.checks import pairs
@@ -40,6 +43,7 @@ KINDS = ["qwen3-sliding-kept", "regla-gpt2", "performer-qwen3", "gated-delta-lla
         *pairs([MIXED, *(CASE[name] for name in KINDS)], [generation.saved]),
         *pairs([MIXED], [generation.forked]),
         *pairs([PLAIN, MIXED], [generation.forked_static]),
+        *pairs([PLAIN, *(CASE[name] for name in ("mistral-terraced", "llama-cache"))], [generation.chosen_static]),
     ],
 )
 def test_states(case: Case, check: checks.Check) -> None:
@@ -159,6 +163,55 @@ def test_what_cannot_be_saved_or_forked(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="rows: expected some of 0 to 1"):
             linearize.fork_state(state, rows_of)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_can_be_pickled() -> None:
+    model, ids = student_of(MIXED), random_tokens(2, 24)
+    state = generation.prefilled(model, ids[:, :18])
+    copied = pickle.loads(pickle.dumps(state))
+    cuts = range(18, 25)
+    assert torch.equal(checks.cached(model, ids, cuts, cache=copied), checks.cached(model, ids, cuts, cache=state))
+
+
+def test_nothing_is_taken_back_of_what_saw_nothing() -> None:
+    """As generate() asks for where an assistant is the model's own first layers."""
+    state = generation.prefilled(student_of(PLAIN), random_tokens(1, 9))
+    empty = LinearizedCacheLayer(None)
+    empty.crop(-1)
+    assert empty.get_seq_length() == 0
+    with pytest.raises(RuntimeError, match="cannot take 1 tokens back"):
+        state.layers[0].crop(-1)
+
+
+def test_a_static_cache_that_is_too_small() -> None:
+    """Heads that keep all keys have no room for one more; a state of constant size needs none."""
+    case, ids = CASE["llama-heads"], random_tokens(1, 14)
+    for student, stays in ((student_of(case), False), (student_of(PLAIN), True)):
+        cache = StaticCache(config=student.config, max_cache_len=12)
+        with nullcontext() if stays else pytest.raises(ValueError, match=r"room for 13 tokens.*found room for 12"):
+            checks.cached(student, ids, (0, 11, 12, 13, 14), cache=cache)
+
+
+def test_slots_that_are_still_to_come() -> None:
+    """A mask may be as long as the text will be."""
+    model, ids, mask = student_of(PLAIN), random_tokens(2, 14), checks.left_padding([3, 0], 14)
+    at, cache = checks.positions(mask), DynamicCache(config=model.config)
+    longer = torch.cat([mask, torch.zeros(2, 6, dtype=torch.int64)], dim=1)
+    with torch.no_grad():
+        parts = [
+            model(ids[:, a:b], attention_mask=longer, position_ids=at[:, a:b], past_key_values=cache).logits
+            for a, b in ((0, 9), (9, 14))
+        ]
+        whole = model(ids, attention_mask=longer, position_ids=at, use_cache=False).logits
+    for found in (torch.cat(parts, dim=1), whole):
+        checks.assert_rows_alone(model, ids, mask, found)
+
+
+def test_queries_cut_out_of_a_fused_projection() -> None:
+    """A map that leaves them as they are, several rows: their memory is strided."""
+    teacher, ids = teacher_of(CASE["gpt2-heads"]), random_tokens(3, 12)
+    model = linearize.convert(teacher, linearize.Recipe.load("fast-decay")).eval()
+    checks.assert_close(checks.cached(model, ids, range(13)), checks.uncached(model, ids))
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

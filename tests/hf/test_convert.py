@@ -152,6 +152,29 @@ def test_a_softmax_model_has_no_way_back() -> None:
         linearize.to_softmax(teacher_of(CASES[1]))
 
 
+class Wrapper(torch.nn.Module):
+    """As PEFT's and torch.compile's."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+
+
+def test_a_wrapper_has_no_way_back() -> None:
+    wrapped: Any = Wrapper(student_of(CASES[1]))
+    with pytest.raises(linearize.UserError, match="expected a linearized model itself, found Wrapper around one"):
+        linearize.to_softmax(wrapped)
+
+
+@pytest.mark.parametrize(
+    "name, overrides",
+    [("recommended", {}), ("lolcats", {"layers.keep_softmax": {"type": "transfer_error", "n": 1}})],
+)
+def test_what_must_be_measured_first_is_refused(name: str, overrides: dict[str, Any]) -> None:
+    with pytest.raises(linearize.UserError, match=f"recipe {name}: expected a plan that needs no measuring"):
+        linearize.convert(teacher_of(CASES[1]), linearize.Recipe.load(name, overrides))
+
+
 # --- what a student is ------------------------------------------------------------------------------------------------
 
 

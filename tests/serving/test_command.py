@@ -195,6 +195,8 @@ def test_what_transformers_honours_reaches_it() -> None:
         ("frequency_penalty", 0.5, "frequency_penalty: Input should be less than or equal to 0"),
         ("temperature", "hot", "temperature: Input should be a valid number"),
         ("logit_bias", {"5": 1}, "logit_bias: this field is not supported by transformers' server; leave it out"),
+        ("messages", [{"role": "user", "content": "a\ud83d"}], "messages.0.content: "),
+        ("stop", "\ud83d", "stop: "),
         ("a b", 1, "this field is not supported"),
         ("a\ud800", 1, "Input should be a valid string"),
         (

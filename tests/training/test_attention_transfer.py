@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import linearize
+from linearize.base import UserError
 from linearize.data.rows import PackedRows
 from linearize.evaluation.speed import peak_bytes
 from linearize.hf.attention import linearized_layers
@@ -166,6 +169,31 @@ def test_losses_fall_and_nothing_but_the_mixers_changes(tmp_path: Path) -> None:
     assert_equal(mixer_parameters(other), mixers)
     initial = mixer_parameters(linearize.convert(teacher, tiny.recipe()))
     assert not any(torch.equal(mixers[name], initial[name]) for name in mixers)
+
+
+def test_the_folder_of_another_model(tmp_path: Path) -> None:
+    """Its weights fit: names and shapes are the same. The student's own stage is loaded, whatever it has learned."""
+    config, recipe = tiny.recipe().transfer, tiny.recipe()
+    student = linearize.convert(tiny.llama(), recipe)
+    result = attention_transfer(student, TRAIN, VALIDATION, config, output_dir=tmp_path)
+    assert attention_transfer(student, TRAIN, VALIDATION, config, output_dir=tmp_path) == result
+    teacher = tiny.llama()
+    with torch.no_grad():
+        next(teacher.parameters()).mul_(1.5)
+    others = (
+        linearize.convert(teacher, recipe),
+        linearize.convert(tiny.llama(), tiny.recipe(mixer__span__window_size=7)),
+    )
+    for other in others:
+        with pytest.raises(UserError, match="belongs to another run: expected model = "):
+            attention_transfer(other, TRAIN, VALIDATION, config, output_dir=tmp_path)
+    # A stage of before, which does not say whose it is.
+    about = json.loads((tmp_path / "result.json").read_text())
+    about = {key: value for key, value in about.items() if key != "sha256"} | {"identity": dict(about["identity"])}
+    del about["identity"]["model"]
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    (tmp_path / "result.json").write_text(json.dumps(about | {"sha256": digest}))
+    assert attention_transfer(student, TRAIN, VALIDATION, config, output_dir=tmp_path) == result
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

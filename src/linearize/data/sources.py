@@ -133,6 +133,8 @@ def _json_rows(path: Path) -> Iterator[Any]:
     except json.JSONDecodeError as error:
         advice = "; a file with one object per line must end in .jsonl" if error.msg == "Extra data" else ""
         raise UserError(f"{path} line {error.lineno}: not valid JSON: {error.msg}{advice}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"{path}: not readable: {error}") from None
     if isinstance(data, dict):
         lists = [value for value in data.values() if isinstance(value, list)]
         data = lists[0] if len(lists) == 1 else None
@@ -151,8 +153,8 @@ def _jsonl_rows(path: Path) -> Iterator[Any]:
                     raise UserError(
                         f"{path} line {number}: expected rows of text, found JSON nested too deeply"
                     ) from None
-                except json.JSONDecodeError as error:
-                    raise UserError(f"{path} line {number}: not valid JSON: {error.msg}") from None
+                except ValueError as error:  # or a number of thousands of digits
+                    raise UserError(f"{path} line {number}: not valid JSON: {getattr(error, 'msg', error)}") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -171,6 +173,7 @@ def _separated_rows(separator: str) -> Callable[[Path, tuple[str, ...] | None], 
     def read(path: Path, columns: tuple[str, ...] | None) -> Iterator[Row]:
         # Tab-separated files of public benchmarks hold quotation marks as they are; spreadsheets' csv quotes with them.
         quoting = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
+        csv.field_size_limit(2**31 - 1)  # a document is one field
         with _readable(path), path.open(encoding="utf-8-sig", newline="") as lines:
             table = csv.reader(lines, delimiter=separator, quoting=quoting)
             names = list(columns) if columns else next(table, [])

@@ -13,7 +13,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from linearize.base import UserError
+from linearize.base import UserError, check_text
 from linearize.data.config import DataConfig
 from linearize.data.rows import IGNORED
 from linearize.data.sources import Row
@@ -235,6 +235,8 @@ def _column(row: Row, column: str, number: int, hint: str) -> Any:
 def _tokenise(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if not texts:
         return []
+    for text in texts:
+        check_text(text, "data")
     # verbose=False: documents longer than the model's context are cut when they are packed, no need to warn.
     encoded = tokenizer(
         texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False

@@ -142,6 +142,8 @@ class LinearizedCacheLayer(CacheLayerMixin):
         Raises:
             RuntimeError: so many tokens are not recorded.
         """
+        if not self.is_initialized:
+            return  # it has seen none
         count = int(tokens_to_remove)
         count = max(int(self.length) - count, 0) if count > 0 else -count
         recorded = 0 if self.recording is None else self.recording.length
@@ -149,7 +151,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
             raise RuntimeError(
                 f"cannot take {count} tokens back out of a linear attention state that recorded {recorded}; copy the "
                 "cache before the tokens you may want to undo (linearize.fork_state) and go on from the copy, or call "
-                "cache.activate_past_recording() before them"
+                "cache.activate_past_recording() before them, once the cache has seen a token"
             )
         if self.recording is not None and count:
             self.state, self.length = self.recording.take_back(count), self.length - count
@@ -188,6 +190,11 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
         return stored.on_clock(Clock(stored.clock.seen, shared=False))
 
     def advance(self, state: State, tokens: int) -> None:
+        if state.grows and not torch.compiler.is_compiling() and int(self.length) + tokens > self.slots:
+            raise ValueError(
+                f"static cache: expected room for {int(self.length) + tokens} tokens, because some heads keep all "
+                f"keys, found room for {self.slots}; make it with a larger max_cache_len"
+            )
         state = state.with_room(self.slots)
         if self.kept is None:
             self.kept = stored = self._stored(state.map(Tensor.clone))
@@ -280,7 +287,7 @@ def same_size_mask(mask: Tensor | None, cache: Cache | None) -> Tensor | None:
 
 
 def without_slots_to_come(mask: Tensor, cache: Cache | None, tokens: int) -> Tensor:
-    """A mask for `tokens` more tokens, without what `same_size_mask` added."""
-    if type(cache) is not StaticCache or torch.compiler.is_compiling():
+    """A mask for `tokens` more tokens, without slots for those that come after them: `same_size_mask` adds such."""
+    if torch.compiler.is_compiling():
         return mask
-    return mask[:, : int(cache.get_seq_length()) + tokens]
+    return mask[:, : (0 if cache is None else int(cache.get_seq_length())) + tokens]

@@ -271,7 +271,14 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def registered(model: PreTrainedModel) -> tuple[str, type[PreTrainedModel]]:
     """The Auto class that loads a linearized model, and what it makes: wrappers, such as FSDP2's, derive from that."""
     made = [(auto, cls) for auto, classes in MODEL_CLASSES[model.config.model_type].items() for cls in classes]
-    return next((auto, cls) for base in type(model).__mro__ for auto, cls in made if cls is base)
+    for base in type(model).__mro__:
+        for auto, cls in made:
+            if cls is base:
+                return auto, cls
+    raise UserError(
+        f"model: expected a linearized model itself, found {type(model).__name__} around one; take the model out of "
+        "it (PEFT: merge_and_unload(), torch.compile: _orig_mod)"
+    )
 
 
 ATTENTION_CLASSES: dict[str, type] = {}

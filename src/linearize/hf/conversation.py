@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +118,13 @@ def _identity(model: PreTrainedModel) -> dict[str, str]:
     identity |= {"format_version": str(plan["format_version"]), "dtype": str(model.dtype).removeprefix("torch.")}
     # Not among the weights, and often changed when a model is loaded, for longer contexts.
     identity["rope_parameters"] = json.dumps(getattr(model.config, "rope_parameters", None), sort_keys=True)
-    return identity | layers | {"weights": _fingerprint(model)}
+    return identity | layers | {"weights": fingerprint(model)}
 
 
-def _fingerprint(model: PreTrainedModel) -> str:
-    """A hash of all that a checkpoint holds of the model, quantized weights apart, on the devices where it lies.
+def fingerprint(model: PreTrainedModel, but: Callable[[str, Tensor], bool] = lambda name, x: False) -> str:
+    """A hash of what a checkpoint holds of the model, on the devices where it lies.
+
+    Quantized weights count for nothing, nor what `but` says of, by its name.
 
     Sums of `WORDS` words are hashed in place of the words, which is as fast as memory: a single number that differs
     makes another sum, as integers are exact. 8B parameters take seconds on a CPU.
@@ -132,7 +134,7 @@ def _fingerprint(model: PreTrainedModel) -> str:
     """
     digest, stored = hashlib.blake2b(digest_size=8), model.state_dict(keep_vars=True).keys()
     for name, x in (*model.named_parameters(), *model.named_buffers()):
-        if type(x) not in (Tensor, nn.Parameter) or not (name in stored or isinstance(x, nn.Parameter)):
+        if type(x) not in (Tensor, nn.Parameter) or not (name in stored or isinstance(x, nn.Parameter)) or but(name, x):
             continue
         if x.is_meta:
             raise UserError(f"model: expected all weights in memory, to tell whose state it is; found {name} on disk")

@@ -48,6 +48,10 @@ class Clock:
             self.known[name] = work(self.seen)
         return self.known[name]
 
+    def __reduce__(self) -> tuple[type[Clock], tuple[Any, ...]]:
+        """In a copy or a file, without what was worked out."""
+        return Clock, (self.seen, self.shared)
+
     def next(self) -> Clock:
         """After one more token of every row."""
         if not self.shared or torch.compiler.is_compiling():
@@ -111,6 +115,11 @@ class State(ABC):
     def nbytes(self) -> int:
         """Bytes held by all tensors."""
         return sum(x.numel() * x.element_size() for x in self.tensors())
+
+    @property
+    def grows(self) -> bool:
+        """Whether it holds slots of every token seen."""
+        return any(name.endswith(GROWING) for name in self.named_tensors())
 
     def with_room(self: AnyState, slots: int) -> AnyState:
         """The state in which every part that grows has room for `slots` tokens, the last ones: of one size forever."""

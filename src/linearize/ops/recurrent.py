@@ -191,7 +191,7 @@ def linear_read(
 ) -> Partial:
     """What a query reads of the state; `skipped` are the log decays since, summed."""
     dtype, (batch, heads), features = state.z.dtype, phi_q.shape[:2], phi_q.shape[3]
-    q = phi_q.view(batch * state.z.shape[1], -1, features)
+    q = phi_q.reshape(batch * state.z.shape[1], -1, features)
     if skipped_k is not None:
         steps = skipped_k.exp().to(dtype).expand(batch, -1, -1, -1)
         q = q * steps.reshape(-1, *steps.shape[2:])
@@ -235,7 +235,7 @@ def softmax_step(
 ) -> Float[Tensor, "B H 1 D"]:
     """The output of `window_step` by torch's own attention."""
     grouped, bias = q.reshape(*k.shape[:2], -1, q.shape[3]), bias.view(*k.shape[:2], 1, -1)
-    return scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scaling).view(q.shape)
+    return scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scaling).reshape(q.shape)
 
 
 def no_scores(hidden: Bool[Tensor, "B g S"], heads: int, dtype: torch.dtype) -> Float[Tensor, "N 1 S"]:

@@ -255,8 +255,14 @@ def evaluate(
         note: is told what is measured otherwise than asked for, once everything is loaded.
 
     Raises:
-        UserError: not a linearized model, another model's teacher, or no data to measure on.
+        UserError: not a linearized model, another model's teacher, no data to measure on, or a field of what made it.
     """
+    for field in overrides:
+        if not field.startswith(("data.", "evaluation.")):
+            raise UserError(
+                f"--set {field}: expected a field of data or evaluation, because a model is measured as it is; leave "
+                "it out"
+            )
     model = student_folder(model)
     config = require_linearized(model)
     run = Run.behind(model, dtype, device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from linearize.base import UserError
+from linearize.base import UserError, check_text
 from linearize.hf.checkpoint import CAUSAL, check_tokens, load_model, load_tokenizer, read_config
 from linearize.run.folder import student_folder
 from linearize.run.given_models import GENERATES, compile_if_possible, require_head
@@ -33,6 +33,9 @@ def generate(
         compiled: whether the step from token to token is compiled.
         note: is told where it cannot be.
     """
+    check_text(prompt, "--prompt")
+    if not 0 <= seed < 2**62:
+        raise UserError(f"--seed: expected a whole number from 0 to {2**62 - 1}, found {seed}")
     model = student_folder(model)
     require_head(model, read_config(model), CAUSAL, GENERATES)
     tokenizer = load_tokenizer(model)

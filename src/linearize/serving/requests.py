@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from linearize.base import check_text
 
 GREEDY = 1e-5  # temperatures below choose the likeliest token, as in vLLM
 _LARGEST_SEED = 2**63 - 1  # of torch's generator
 
+# UserError is a ValueError, which is what pydantic takes for a refusal.
+Text = Annotated[str, AfterValidator(lambda text: check_text(text, "text"))]
 Zero = Annotated[float, Field(ge=0, le=0)]
-Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Stop = Annotated[Text, Field(min_length=1, max_length=256)]
 
 
 class _Body(BaseModel):
@@ -58,14 +62,14 @@ class Generation(_Body):
 
 class TextPart(_Body):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(_Body):
     """A turn of a conversation; the fields from `refusal` on are those of an answer that is sent back, and empty."""
 
-    role: Annotated[str, Field(min_length=1)]
-    content: str | list[TextPart]
+    role: Annotated[Text, Field(min_length=1)]
+    content: Text | list[TextPart]
     name: str | None = None
     refusal: None = None
     annotations: None = None
@@ -101,7 +105,7 @@ class ChatRequest(Generation):
 class CompletionRequest(Generation):
     """The body of ``POST /v1/completions``."""
 
-    prompt: str
+    prompt: Text
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     logprobs: None = None
@@ -112,7 +116,7 @@ class TokenizeRequest(_Body):
     """The body of ``POST /tokenize``, as of vLLM: a text or a conversation."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: list[Message] | None = None
 
 

@@ -65,7 +65,8 @@ def attention_transfer(
     objective = TransferObjective(student, config)
     if config.calibration_tokens is not None and not (output_dir / RESULT).is_file():
         calibrate(student, train_rows, config.calibration_tokens)
-    return train(objective, train_rows, validation_rows, config, output_dir=output_dir, seed=seed, title=title)
+    about: dict[str, Any] = {"seed": seed, "title": title, "model": student}
+    return train(objective, train_rows, validation_rows, config, output_dir=output_dir, **about)
 
 
 def transfer_errors(output_dir: Path, num_layers: int) -> list[float]:

@@ -64,9 +64,8 @@ def finetune(
     """
     with prepared(model, config, seed) as (module, autocast, at_end):
         objective = OutputObjective(module, config, teacher, autocast, at_end)
-        return train(
-            objective, train_rows, validation_rows, config, output_dir=Path(output_dir), seed=seed, title=title
-        )
+        about: dict[str, Any] = {"seed": seed, "title": title, "model": model}
+        return train(objective, train_rows, validation_rows, config, output_dir=Path(output_dir), **about)
 
 
 def load_finetuned(model: PreTrainedModel, config: FinetuneConfig, output_dir: Path) -> None:

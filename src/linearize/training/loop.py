@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import PreTrainedModel
 
 from linearize.base import DivergedError, UserError, step_progress
 from linearize.data.rows import Rows
@@ -91,14 +92,14 @@ def train(
     output_dir: Path,
     seed: int,
     title: str,
+    model: PreTrainedModel | None = None,
 ) -> TrainResult:
     """Train the parameters of `objective` in place; each unit ends with those of its lowest held-out loss.
 
     Every epoch is a new permutation of the rows, cut into steps of `batch_size` rows (of all rows, if there are fewer);
     rows left over are dropped. `max_tokens` shortens the stage to whole steps, at least one. Held-out losses are
     measured before the first step, every `eval_every` steps and after the last. A unit that has not improved for
-    `early_stopping` evaluations stops, as it would alone; the stage ends when all have. Seeds torch's global generator,
-    so that a stage does not depend on what ran before it.
+    `early_stopping` evaluations stops, as it would alone; the stage ends when all have. Seeds torch's global generator.
 
     `output_dir` receives ``metrics.jsonl`` (an object per step and per evaluation, told apart by ``event``; ``loss`` is
     the mean over its units, which for a step are those that still train), a checkpoint at each evaluation, and at the
@@ -109,12 +110,12 @@ def train(
     Raises:
         DivergedError: a loss or gradient that is not finite; or a mean held-out loss that was never below the first
             one, and ends above `DIVERGED` times it.
-        UserError: a full disk, or an `output_dir` that belongs to another run.
+        UserError: a full disk, or an `output_dir` that belongs to another run or, if given, `model`.
         ValueError: no rows, losses that do not match the units, or names or parameters that two units share.
     """
     parameters = _parameters(objective.units)
     rows = [tensor for r in (train_rows, validation_rows) for tensor in r.tensors()]
-    identity = run_identity(parameters, rows, config.identity(), seed)
+    identity = run_identity(parameters, rows, config.identity(), seed, model)
     with in_turn():
         stage = StageFolder(output_dir, identity)
         finished = stage.finished(parameters)
@@ -386,8 +387,7 @@ class StageRun:
 
 
 def _parameters(units: Sequence[Unit]) -> dict[str, nn.Parameter]:
-    named = [item for unit in units for item in unit.parameters.items()]
-    parameters = dict(named)
+    parameters = dict(named := [item for unit in units for item in unit.parameters.items()])
     distinct = len({unit.name for unit in units}), len(parameters), len({id(p) for p in parameters.values()})
     if distinct != (len(units), len(named), len(named)):
         raise ValueError("units must differ in name and share neither parameters nor the names of parameters")

@@ -60,6 +60,11 @@ class MemoryConfig(Config):
     def _one_of_both(self) -> MemoryConfig:
         if (self.bytes is None) == (self.fraction is None):
             raise ValueError("memory: expected either `bytes` or `fraction`")
+        if not self.candidates():
+            raise ValueError(
+                f"memory: expected something for heads to choose from, found no window or cache of fewer than "
+                f"of_cache_at={self.of_cache_at} tokens"
+            )
         if any(mixer.reads_unrotated for mixer in self.mixers):
             raise ValueError("memory.mixers: keys before RoPE are not measured; choose a map with rotation `before`")
         return self

@@ -24,9 +24,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from linearize.base import UserError, sync, writing
 from linearize.distributed import barrier, read_rows, world
+from linearize.hf.conversation import fingerprint
+from linearize.hf.sharding import is_sharded
 
 SCRATCH = "unfinished"
 TENSORS, STATE = "tensors.safetensors", "state.json"
@@ -149,6 +152,8 @@ class StageFolder:
         tensors, data = read_stage(tensors_file, json_file, parameters)
         found = data.pop("identity")
         for field in sorted(self.identity.keys() | found.keys()):
+            if field == "model" and not (field in self.identity and field in found):
+                continue  # older stages lack it, and models whose weights are divided
             if self.identity.get(field) != found.get(field):
                 raise UserError(
                     f"{json_file}: belongs to another run: expected {field} = {self.identity.get(field)}, "
@@ -234,16 +239,29 @@ def _file_digest(path: Path) -> str:
 
 
 def run_identity(
-    tensors: Mapping[str, Tensor], rows: Iterable[Tensor], config: dict[str, Any], seed: int
+    tensors: Mapping[str, Tensor],
+    rows: Iterable[Tensor],
+    config: dict[str, Any],
+    seed: int,
+    model: PreTrainedModel | None = None,
 ) -> dict[str, Any]:
-    """What has to be equal for a run to go on from another's checkpoint; tensors count by name, shape and dtype."""
+    """What has to be equal for a run to go on from another's checkpoint; tensors count by name, shape and dtype.
+
+    Of `model`, if given, its layer plan counts, and the weights that no stage changes here.
+    """
     shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
     data = hashlib.sha256()
     for tensor in rows:
         data.update(str(list(tensor.shape)).encode())
         data.update(tensor.cpu().contiguous().numpy().data)
     parameters = hashlib.sha256(json.dumps(shapes).encode())
-    return {**config, "seed": seed, "parameters": parameters.hexdigest()[:16], "data": data.hexdigest()[:16]}
+    identity = {**config, "seed": seed, "parameters": parameters.hexdigest()[:16], "data": data.hexdigest()[:16]}
+    if model is not None and not is_sharded(model) and not any(x.is_meta for x in model.parameters()):
+        trained = set(map(id, tensors.values()))
+        weights = fingerprint(model, but=lambda name, x: id(x) in trained or ".mixer." in name)
+        plan = json.dumps(getattr(model.config, "linearize", None), sort_keys=True)
+        identity["model"] = hashlib.sha256(f"{plan} {weights}".encode()).hexdigest()[:16]
+    return identity
 
 
 def rng_state(devices: Iterable[str]) -> dict[str, Tensor]:
