@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 from random import Random
+from statistics import median
 from typing import Any
 
 import torch
@@ -68,16 +69,12 @@ def _recall(config: DataConfig, shape: TeacherShape, classes: Classes, seed: int
 OPERATORS: dict[str, Callable[[list[int]], int]] = {
     "[MIN": min,
     "[MAX": max,
-    "[MED": lambda values: int(_median(sorted(values))),
+    "[MED": lambda values: int(median(values)),
     "[SM": lambda values: sum(values) % 10,
 }
 NESTED = 0.25  # of an operator's arguments are operators, above the greatest depth
 PAD, CLS = 0, 1
 TOKENS = {name: index for index, name in enumerate(("[PAD]", "[CLS]", *map(str, range(10)), *OPERATORS, "]"))}
-
-
-def _median(values: list[int]) -> float:
-    return (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
 
 
 def expression(random: Random, task: ListOps, depth: int = 1, room: int | None = None) -> tuple[list[str], int] | None:

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, progress
-from linearize.data.rows import IGNORED, PackedRows, inference
+from linearize.data.rows import IGNORED, PackedRows, inference, on_device
 from linearize.data.splits import ENOUGH, spread
 from linearize.distributed import dealt, put_together
 from linearize.evaluation.intervals import Interval, Totals, resample
@@ -102,10 +102,7 @@ def _intervals(columns: list[Totals], *, samples: int = 1000, seed: int = 0) -> 
 
 
 def _logits(model: nn.Module, rows: PackedRows, index: Int[Tensor, " B"]) -> Float[Tensor, "B L V"]:
-    device = next(model.parameters()).device
-    input_ids, position_ids = rows.input_ids[index].to(device), rows.position_ids[index].to(device)
-    # No attention mask: Hugging Face models then read the document boundaries off the positions.
-    return model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+    return model(**on_device(rows.rows(index).inputs(), next(model.parameters()).device)).logits
 
 
 def _compare(

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from linearize.base import progress
-from linearize.data.rows import IGNORED, PackedRows, inference
+from linearize.data.rows import IGNORED, PackedRows, inference, on_device
 from linearize.data.splits import ENOUGH
 from linearize.distributed import dealt, put_together
 from linearize.evaluation.intervals import Interval, Totals, resample
@@ -100,9 +100,7 @@ def token_losses(model: nn.Module, rows: PackedRows, *, batch_size: int, title: 
         splits = torch.arange(len(rows.input_ids)).split(batch_size)
         for number, counts in progress(dealt(splits), title):
             index = splits[number]
-            input_ids, position_ids = rows.input_ids[index].to(device), rows.position_ids[index].to(device)
-            # No attention mask: Hugging Face models then read the document boundaries off the positions.
-            logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+            logits = model(**on_device(rows.rows(index).inputs(), device)).logits
             if counts:
                 loss[index] = _cross_entropy(logits, rows.labels[index].to(device)).cpu()
     loss = put_together(loss)

@@ -299,18 +299,12 @@ def _one_hot(probes: list[int], slots: slice, width: int) -> Float[Tensor, "P C 
 
 def _row(inputs: AttnInputs, row: int, slots: slice, values: Float[Tensor, "P G C D"]) -> AttnInputs:
     """The tokens in some slots of one row, once for each of P sets of values."""
-    part = inputs.tokens(slots.start, slots.stop)
 
     def one(x: Tensor) -> Tensor:
         x = x if len(x) == 1 else x[row : row + 1]
         return x.expand(len(values), *x.shape[1:])
 
-    def pair(x: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-        return None if x is None else (one(x[0]), one(x[1]))
-
-    hidden = None if part.hidden is None else one(part.hidden)
-    both = {"unrotated": pair(part.unrotated), "rope": pair(part.rope)}
-    return replace(part, q=one(part.q), k=one(part.k), v=values, hidden=hidden, **both)
+    return replace(inputs.tokens(slots.start, slots.stop).map(one), v=values)
 
 
 def _own_layout(

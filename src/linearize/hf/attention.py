@@ -188,6 +188,13 @@ def linearized_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LinearizedAttention)}
 
 
+def mixer_weights(model: nn.Module) -> set[str]:
+    """Names of all that a checkpoint holds of the mixers."""
+    return {
+        f"{name}.mixer.{key}" for name, layer in linearized_layers(model).items() for key in layer.mixer.state_dict()
+    }
+
+
 def hide_masks(model: PreTrainedModel, layers: int) -> None:
     """Where no layer stays softmax, keep transformers from building T x T masks: it builds none for our function."""
     if len(linearized_layers(model)) == layers:

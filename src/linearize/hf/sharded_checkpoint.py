@@ -27,7 +27,7 @@ from transformers.utils.hub import cached_file
 
 from linearize.base import UserError, progress
 from linearize.distributed import in_turn, read_rows, world
-from linearize.hf.attention import linearized_layers
+from linearize.hf.attention import mixer_weights
 from linearize.hf.checkpoint import CAUSAL, as_trained, hub_options, readable
 from linearize.hf.partial_model import compute_buffers, weight_files
 from linearize.hf.sharding import first_row, local, replace_weights, shard, skeleton, whole
@@ -124,7 +124,7 @@ def save_sharded(model: Any, folder: Path) -> None:
         bare.save_pretrained(folder, state_dict={})
         for path in folder.glob("*.safetensors"):
             path.unlink()
-    weights, mixers = _weights(model), _mixers(model)
+    weights, mixers = _weights(model), mixer_weights(model)
     dtypes = {key: x.dtype if key in mixers else model.config.dtype for key, x in weights.items()}
     shapes = {key: torch.empty(x.shape, dtype=dtypes[key], device="meta") for key, x in weights.items()}
     split = split_torch_state_dict_into_shards(
@@ -172,12 +172,6 @@ def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """All that checkpoints hold of the model, tied weights once."""
     buffers, held = dict(model.named_buffers()), model.state_dict().keys()
     return dict(model.named_parameters()) | {name: x for name, x in buffers.items() if name in held}
-
-
-def _mixers(model: PreTrainedModel) -> set[str]:
-    return {
-        f"{name}.mixer.{key}" for name, layer in linearized_layers(model).items() for key in layer.mixer.state_dict()
-    }
 
 
 def _name_in(stored: set[str], key: str, model: Any) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.base import UserError
+from linearize.hf.attention import mixer_weights
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def load_whole(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -
             raise UserError(f"model {name}: expected weights that fit config.json, found others for {key[1]}") from None
     stored = {} if name is None else PreTrainedConfig.get_config_dict(name, **kwargs)[0]
     missing, left = set(info["missing_keys"]), set(info["unexpected_keys"])
-    mixers = _mixers(model)
+    mixers = mixer_weights(model)
     if mixers <= missing and not str(stored.get("model_type")).startswith("linearized_"):
         missing -= mixers
     architectures = {cls.__name__ for cls in type(model).__mro__} & set(stored.get("architectures") or ())
@@ -62,12 +63,6 @@ def load_whole(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -
     if new:
         logger.warning("model %s: the checkpoint has no such head: %s are new and random", name, _some(new))
     return model, info
-
-
-def _mixers(model: PreTrainedModel) -> set[str]:
-    """Names of all that a checkpoint holds of the mixers."""
-    mixers = {name: module for name, module in model.named_modules() if name.endswith(".mixer")}
-    return {f"{name}.{key}" for name, mixer in mixers.items() for key in mixer.state_dict()}
 
 
 def _in_trunk(key: str, model: PreTrainedModel) -> bool:
