@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from linearize.base import Config
 
@@ -34,3 +34,9 @@ class EvaluationConfig(Config):
     )
     shots: int = Field(default=0, ge=0, description="solved examples before each question of a task")
     task_limit: PositiveInt | None = Field(default=None, description="only the first questions of every task")
+
+    @model_validator(mode="after")
+    def _examined(self) -> EvaluationConfig:
+        if self.tasks and not self.examine:
+            raise ValueError("tasks are a part of the examination; set examine=true, or no tasks")
+        return self
