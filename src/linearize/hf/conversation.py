@@ -124,7 +124,7 @@ def _identity(model: PreTrainedModel) -> dict[str, str]:
 def fingerprint(model: PreTrainedModel, but: Callable[[str, Tensor], bool] = lambda name, x: False) -> str:
     """A hash of what a checkpoint holds of the model, on the devices where it lies.
 
-    Quantized weights count for nothing, nor what `but` says of, by its name.
+    Quantized weights do not count, nor does what `but` is true of.
 
     Sums of `WORDS` words are hashed in place of the words, which is as fast as memory: a single number that differs
     makes another sum, as integers are exact. 8B parameters take seconds on a CPU.
