@@ -24,7 +24,7 @@ SMALL = make_shape("llama", 2, 4, 2, 8, 32, 80, 101, 64, False)
 STUDENTS = [
     *CASES,
     *(Case("", name, mixer=mixer) for name in ("llama", "gpt2", "phi", "smollm3") for mixer in MIXERS),
-    Case("", overrides={"mixer.feature_map.type": "taylor2"}, span="none"),
+    Case("", overrides={"mixer.feature_map": {"type": "taylor2"}}, span="none"),
     Case("", overrides={"mixer.feature_map": dict(type="exp"), "mixer.combine.type": "absolute_scale"}),
 ]
 

@@ -165,7 +165,6 @@ def test_rows_that_are_chosen_forget_their_past() -> None:
         lambda cache: cache.batch_select_indices(torch.tensor([1])),
         lambda cache: cache.batch_repeat_interleave(2),
         lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
-        lambda cache: cache.reset(),
         lambda cache: cache.crop(0),
     )
     for change in changes:
@@ -175,6 +174,10 @@ def test_rows_that_are_chosen_forget_their_past() -> None:
         change(cache)
         with pytest.raises(RuntimeError, match="recorded 0"):
             cache.layers[0].crop(-1)
+    cache.reset()
+    cache.crop(-1)  # of nothing
+    assert cache.get_seq_length() == 0
+    checks.assert_close(checks.cached(model, ids, (0, 7, 8), cache=cache), checks.uncached(model, ids))
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

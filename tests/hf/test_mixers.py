@@ -105,7 +105,9 @@ def test_every_recipe_generates(name: str) -> None:
     recipe = linearize.Recipe.load(name)
     if not isinstance(recipe.mixer.span, NoSpan):
         recipe = recipe.override({"mixer.span.window_size": 6})
-    model, ids = linearize.convert(make_teacher(architecture), recipe).eval(), random_tokens(2, 40)
+    teacher, ids = make_teacher(architecture), random_tokens(2, 40)
+    plan = resolve(recipe, TeacherShape.from_config(teacher.config.to_dict()))  # before anything is measured
+    model = convert_layers(teacher, plan).eval()
     expected = checks.uncached(model, ids)
     assert expected.isfinite().all()
     checks.assert_close(checks.cached(model, ids, (0, 17, 18, 19, 32, 40)), expected)

@@ -290,4 +290,5 @@ def without_slots_to_come(mask: Tensor, cache: Cache | None, tokens: int) -> Ten
     """A mask for `tokens` more tokens, without slots for those that come after them: `same_size_mask` adds such."""
     if torch.compiler.is_compiling():
         return mask
-    return mask[:, : (0 if cache is None else int(cache.get_seq_length())) + tokens]
+    seen = (0 if cache is None else int(cache.get_seq_length())) + tokens
+    return mask[:, :seen] if seen < mask.shape[1] else mask

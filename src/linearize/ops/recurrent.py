@@ -191,7 +191,7 @@ def linear_read(
 ) -> Partial:
     """What a query reads of the state; `skipped` are the log decays since, summed."""
     dtype, (batch, heads), features = state.z.dtype, phi_q.shape[:2], phi_q.shape[3]
-    q = phi_q.reshape(batch * state.z.shape[1], -1, features)
+    q = phi_q.contiguous().view(batch * state.z.shape[1], -1, features)
     if skipped_k is not None:
         steps = skipped_k.exp().to(dtype).expand(batch, -1, -1, -1)
         q = q * steps.reshape(-1, *steps.shape[2:])
