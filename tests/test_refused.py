@@ -248,6 +248,7 @@ RUNS: dict[str, Case] = {
     ),
 }
 
+EXAMINED = ("--set", "evaluation.examine=true")  # which tasks are a part of
 COMMANDS: dict[str, Case] = {
     "no recipe": (lambda tmp: ["recipes", tmp / "none.yaml"], "recipe: expected a YAML file, found nothing at "),
     "broken yaml": (lambda tmp: ["recipes", text(tmp, "a.yaml", "a: [")], r"recipe .*a\.yaml: not valid YAML: "),
@@ -284,15 +285,15 @@ COMMANDS: dict[str, Case] = {
         r"model .*new: .*config\.linearize\.format_version: expected 1 or 2, found 99",
     ),
     "no such task": (
-        lambda tmp: ["eval", tiny.finished_run().folder, "--tasks", tmp / "none.jsonl"],
+        lambda tmp: ["eval", tiny.finished_run().folder, *EXAMINED, "--tasks", tmp / "none.jsonl"],
         r"tasks: expected a file, found none at .*none\.jsonl",
     ),
     "no such task yaml": (
-        lambda tmp: ["eval", tiny.finished_run().folder, "--tasks", tmp / "none.yaml"],
+        lambda tmp: ["eval", tiny.finished_run().folder, *EXAMINED, "--tasks", tmp / "none.yaml"],
         r"tasks: expected a file, found none at .*none\.yaml",
     ),
     "a task of other columns": (
-        lambda tmp: ["eval", tiny.finished_run().folder, "--tasks", text(tmp, "q.jsonl", '{"a": 1}\n')],
+        lambda tmp: ["eval", tiny.finished_run().folder, *EXAMINED, "--tasks", text(tmp, "q.jsonl", '{"a": 1}\n')],
         r".*q\.jsonl, line 1: expected an object with the columns query",
     ),
     "an output nowhere": (
