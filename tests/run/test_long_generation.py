@@ -67,13 +67,14 @@ def test_very_many_tokens(recipe: str, tmp_path: Path) -> None:
     step = partial(student, past_key_values=cache, use_cache=True, logits_to_keep=1)
     ids = tokenizer("def read_config(path):\n", return_tensors="pt")["input_ids"]
     generator, held = torch.Generator().manual_seed(0), {}
-    written = ids
-    while (length := sum(x.shape[1] for x in seen)) < TOKENS:
+    written, length = ids, 0
+    while length < TOKENS:
         logits = step(written).logits[:, -1]
         assert torch.isfinite(logits).all(), f"after {length} tokens"
         if length in (SETTLED, TOKENS - 1):
             held[length] = cache_bytes(cache), peak_bytes()
         seen.append(written)
+        length += written.shape[1]
         written = torch.multinomial(logits.softmax(-1), 1, generator=generator)
     (bytes_early, peak_early), (bytes_late, peak_late) = held.values()
     assert bytes_early == bytes_late
