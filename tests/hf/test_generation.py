@@ -174,10 +174,14 @@ def test_rows_that_are_chosen_forget_their_past() -> None:
         change(cache)
         with pytest.raises(RuntimeError, match="recorded 0"):
             cache.layers[0].crop(-1)
+    checks.cached(model, torch.cat([ids, ids], dim=1), (8, 12), cache=cache)
+    assert cache.layers[0].recording.length == 4
     cache.reset()
     cache.crop(-1)  # of nothing
     assert cache.get_seq_length() == 0
     checks.assert_close(checks.cached(model, ids, (0, 7, 8), cache=cache), checks.uncached(model, ids))
+    with pytest.raises(RuntimeError, match="cannot take 9 tokens back"):  # of what was there before it was reset
+        cache.layers[0].crop(-9)
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
