@@ -5,14 +5,12 @@ The scores are of a bounded number, so memory is still that of the inputs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from linearize.ops import chunked
+from linearize.ops import vector_decay
 from linearize.ops.delta import delta_values
 from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
@@ -47,8 +45,7 @@ def linear_scan(
 ) -> Partial:
     """The linear part (`reference.linear_scan`); decays of more than one number per head, by chunks."""
     if log_decay_v is not None or (log_decay_k is not None and log_decay_k.shape[-1] > 1):
-        decays: dict[str, Any] = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v}
-        return chunked.linear_scan(phi_q, phi_k, v, **decays, span=span, layout=layout, state=state)
+        return vector_decay.linear_scan(phi_q, phi_k, v, log_decay_k, log_decay_v, span, layout, state)
     dtype, (batch, heads, length, _), key_heads = accumulation_dtype(v.dtype), phi_q.shape, phi_k.shape[1]
     phi_q, phi_k, v = (in_dtype(x, dtype) for x in (phi_q, phi_k, v))
     first, keys = 0, v.shape[2]

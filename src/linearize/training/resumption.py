@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError, sync, writing
 from linearize.distributed import barrier, read_rows, world
-from linearize.hf.conversation import fingerprint
+from linearize.hf.fingerprint import fingerprint
 from linearize.hf.sharding import is_sharded
 
 SCRATCH = "unfinished"
