@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from linearize.evaluation.intervals import Interval
-from linearize.evaluation.metrics import Answered, Predictions, Similarities, bootstrapped
+from linearize.evaluation.metrics import Answered, Foretold, Predictions, Similarities, bootstrapped
 from linearize.evaluation.perplexity import TokenLosses, bootstrap, paired_difference
 
 FAR = 64  # tokens before a query; losses "beyond" are of tokens that stand further into their document
 POSITIONS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 FILE = "outcomes.safetensors"
 
-Outcome = TokenLosses | Predictions | Similarities
+Outcome = TokenLosses | Predictions | Foretold | Similarities
 
 
 def write(outcomes: dict[str, Outcome], folder: Path) -> None:
@@ -48,6 +49,7 @@ def read(folder: Path) -> dict[str, Outcome]:
 KINDS: dict[str, Callable[[dict[str, Tensor], tuple[str, ...]], Outcome]] = {
     "TokenLosses": lambda parts, metrics: TokenLosses(**parts),
     "Predictions": lambda parts, metrics: Predictions(**parts, metrics=metrics),
+    "Foretold": lambda parts, metrics: Foretold(**parts),
     "Similarities": lambda parts, metrics: Similarities({name: parts[name] for name in metrics}),
 }
 
@@ -55,12 +57,8 @@ KINDS: dict[str, Callable[[dict[str, Tensor], tuple[str, ...]], Outcome]] = {
 def _parts(outcome: Outcome) -> dict[str, Tensor]:
     if isinstance(outcome, Similarities):
         return outcome.values
-    names = (
-        ("loss", "mask", "position", "document")
-        if isinstance(outcome, TokenLosses)
-        else ("outputs", "labels", "example")
-    )
-    return {name: getattr(outcome, name) for name in names}
+    named = ((field.name, getattr(outcome, field.name)) for field in dataclasses.fields(outcome))
+    return {name: x for name, x in named if isinstance(x, Tensor)}
 
 
 def summary(outcomes: dict[str, Any], reference: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from linearize.base import DivergedError, UserError
-from linearize.evaluation.metrics import Predictions, Similarities
+from linearize.evaluation.metrics import Foretold, Predictions, Similarities
 from linearize.evaluation.perplexity import TokenLosses
 from linearize.hf.teacher import TeacherShape
 from linearize.recipe import Recipe, resolve
@@ -49,7 +49,7 @@ run = load("run")
 def shape_of(recipe: Recipe) -> TeacherShape:
     """A model that can do the recipe's task."""
     task = recipe.data.task.type
-    if task == "text_classification":
+    if task in ("text_classification", "masked_language_modelling"):
         return TeacherShape.from_config(ENCODER)
     shapes = {"image_classification": "vit", "list_ops": "listops", "associative_recall": "recall"}
     if task not in shapes:
@@ -278,7 +278,9 @@ def test_outcomes_are_read_as_they_were_written(tmp_path: Path) -> None:
     losses = TokenLosses(draw(3, 5), draw(3, 5) > 0, torch.arange(5).expand(3, -1), torch.arange(15).view(3, 5) // 7)
     answers = Predictions(draw(6, 2), torch.tensor([0, 1] * 3), torch.arange(6), ("matthews", "accuracy"))
     alike = Similarities({"rouge1": draw(4), "rougeL": draw(4)})
-    for kept in ({"student": losses, "teacher": losses}, {"student": answers}, {"teacher": alike, "student": alike}):
+    foretold = Foretold(draw(6) > 0, draw(6), torch.arange(6), torch.arange(6) // 2)
+    several = ({"student": losses, "teacher": losses}, {"student": answers}, {"student": foretold})
+    for kept in (*several, {"teacher": alike, "student": alike}):
         outcomes.write(kept, tmp_path)
         found = outcomes.read(tmp_path)
         assert list(found) == list(kept)

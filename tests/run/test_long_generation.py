@@ -1,6 +1,7 @@
 """A trained student generates 131,072 tokens: numbers finite, memory flat, its state that of a fresh prefill.
 
-The bundled teacher, trained quickly; what it writes beyond its 1,024 positions makes no sense, and need not.
+The bundled teacher, trained quickly; what it writes beyond its 1,024 positions makes no sense, and need not. With
+JAXTYPING_DISABLE=1 a step is not checked for types and shapes, and takes a third of the time.
 """
 
 from __future__ import annotations
