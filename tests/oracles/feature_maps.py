@@ -23,7 +23,7 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def relu(x: Tensor) -> Tensor:
     """max(x, 0)."""
-    return torch.stack([max(value, torch.zeros_like(value)) for value in x.double()])
+    return x.double().clamp(min=0)
 
 
 def elu1(x: Tensor) -> Tensor:
@@ -71,16 +71,15 @@ def log_performer(x: Tensor, projection: Tensor) -> Tensor:
     """m^-1/2 exp(w_i.x' - |x'|^2 / 2), x' = x D^-1/4. projection [m,D] has the rows w_i."""
     x = x.double() / len(x) ** 0.25
     squared_norm = sum(float(value) ** 2 for value in x)
-    return torch.stack([w @ x - squared_norm / 2 - math.log(len(projection)) / 2 for w in projection.double()])
+    return projection.double() @ x - squared_norm / 2 - math.log(len(projection)) / 2
 
 
 def rfa(x: Tensor, projection: Tensor, sigma: float) -> Tensor:
     """m^-1/2 [sin(W x^), cos(W x^)], x^ = x / (|x| + 1e-3), W = sigma times the normal `projection` [m,D]."""
     x = x.double()
     x = x / (math.sqrt(float((x * x).sum())) + 1e-3)
-    angles = [sigma * float(w @ x) for w in projection.double()]
-    waves = [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
-    return torch.tensor(waves, dtype=torch.float64) / math.sqrt(len(projection))
+    angles = sigma * (projection.double() @ x)
+    return torch.cat([angles.sin(), angles.cos()]) / math.sqrt(len(projection))
 
 
 # --- after a learned projection z = x W + b ---------------------------------------------------------------------------
