@@ -232,6 +232,7 @@ def generalisation(a: argparse.Namespace) -> dict[str, Any]:
         "lengths": on_text(maps, teacher, long, a.tokens),
         "moved": {name: moved(maps, to, a.tokens, a.finetune and a.finetune / name) for name, to in onto.items()},
         "tokens": a.tokens,
+        "title": a.title,
         "finding": a.finding,
         "versions": versions(),
     }
@@ -247,7 +248,7 @@ def _read_runs(given: Sequence[str], device: torch.device) -> Iterator[tuple[str
 
 def markdown(found: dict[str, Any]) -> str:
     """The same as tables."""
-    lines = ["# Hedgehog, Tables 4, 5, 14 and 15: feature maps on other text", ""]
+    lines = [f"# {found['title']}", ""]
     lines += ["KL divergence of attention weights from softmax, nats per query, a mean over heads and layers.", ""]
     lines += ["## Other text (Tables 4 and 14)", "", *_table(found["data"]), ""]
     lines += ["## Longer text (Table 5)", "", "By tokens of a row; the first text, joined.", ""]
@@ -278,6 +279,9 @@ def main() -> None:
     parser.add_argument("--finetune", type=Path, help="finetune on the other task, too; the folder for that")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of joined rows")
     parser.add_argument("--tokens", type=int, default=4096, help="at most so many are looked at, of each text")
+    parser.add_argument(
+        "--title", default="Hedgehog, Tables 4, 5, 14 and 15: feature maps on other text", help="the page's"
+    )
     parser.add_argument("--finding", default="", help="what came out, in words, for the page")
     parser.add_argument("--json", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
