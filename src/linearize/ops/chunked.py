@@ -147,19 +147,15 @@ class _LinearScan(Body):
         rows = rows[..., 1:]
         old = rows[..., : n * chunk].unflatten(2, (-1, chunk))
 
-        def left(later: Tensor, earlier: Tensor) -> Tensor:
-            exponent = (later - earlier).clamp_max_(0).to(dtype)
-            return torch.threshold_(exponent, NEGLIGIBLE[dtype], -torch.inf).exp_()
-
         keys = rows.unfold(2, first + chunk, chunk)[:, :, :n]
-        near = left(queries[..., None], keys[:, :, :, None])
-        reads = grid.repeat_queries(left(queries, boundary[..., :n, None])[..., None])
-        enters = left(boundary[..., 1:, None], old)[..., None]
+        near = _decay(queries[..., None], keys[:, :, :, None], dtype)
+        reads = grid.repeat_queries(_decay(queries, boundary[..., :n, None], dtype)[..., None])
+        enters = _decay(boundary[..., 1:, None], old, dtype)[..., None]
         return _LinearMasks(
             grid.repeat_queries(near).mul_(masks.near),
             reads if masks.reads is None else reads.mul_(masks.reads),
             enters if masks.enters is None else enters.mul_(masks.enters),
-            left(boundary[..., None], boundary[:, :, None]).mul_(masks.into),
+            _decay(boundary[..., None], boundary[:, :, None], dtype).mul_(masks.into),
         )
 
     def forward(self, given: Given, outputs: Tensors) -> Tensors:
@@ -215,6 +211,12 @@ class _LinearScan(Body):
                 written = torch.where(x.keys == 0, 0, x.keys * g_keys)
                 grid.add_keys(grad, block, -written.sum(-1, keepdim=True).double())
         return grad_before
+
+
+def _decay(later: Tensor, earlier: Tensor, dtype: torch.dtype) -> Tensor:
+    """e^(later - earlier), of sums of log decays."""
+    exponent = (later - earlier).clamp_max_(0).to(dtype)
+    return torch.threshold_(exponent, NEGLIGIBLE[dtype], -torch.inf).exp_()
 
 
 class _LinearBlock:

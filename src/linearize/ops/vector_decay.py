@@ -6,6 +6,8 @@ the window, queries take in the decays of the steps that they skip, and what is 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -47,14 +49,10 @@ def linear_scan(
     else:
         S = torch.cat([state.S, state.z[..., None]], dim=-1).to(dtype)
 
-    names = tuple(decays)
-
-    def segment(masks: Masks, S: Tensor, q: Tensor, k: Tensor, v: Tensor, *logs: Tensor) -> tuple[Tensor, Tensor]:
-        return _segment(masks, S, q, k, v, **dict(zip(names, logs, strict=True)))
-
     # A register for all keys, and for terraced spans one for those before the terrace.
     S = S[:, :, None].expand(-1, -1, 1 + isinstance(span, TerracedSpan), -1, -1)
-    (out,) = scan(ChunkRecurrence(slots, span, q, S, segment), S.shape[-1:], (S,), q, k, v, *decays.values())
+    body = ChunkRecurrence(slots, span, q, S, partial(_segment, tuple(decays)))
+    (out,) = scan(body, S.shape[-1:], (S,), q, k, v, *decays.values())
     num, den = out[..., :-1], out[..., -1:]
     if "log_decay_v" in skipped:
         num = num * skipped["log_decay_v"]
@@ -79,20 +77,22 @@ def _last(steps: Float[Tensor, "B h P X"], count: int, chunk: int) -> Float[Tens
 
 
 def _segment(
+    names: tuple[str, ...],
     masks: Masks,
     S: Float[Tensor, "b h R F E"],
     q: Float[Tensor, "b H L F"],
     k: Float[Tensor, "b h n C F"],
     v: Float[Tensor, "b h n C D"],
-    *,
-    log_decay_k: Float[Tensor, "b h n C X"] | None = None,
-    log_decay_v: Float[Tensor, "b h n C D"] | None = None,
+    *decays: Float[Tensor, "b h n C _"],
 ) -> tuple[Float[Tensor, "b H L E"], Float[Tensor, "b h R F E"]]:
     """num beside den (E = D + 1: den is the num of a value that is always 1 and does not decay), and the next S.
 
-    Axes: n chunks of C slots, g = H / h query heads per key head, R registers.
+    `names` say which of the log decays these are. Axes: n chunks of C slots, g = H / h query heads per key head, R
+    registers.
     """
     (heads, n, chunk), (registers, features) = k.shape[1:4], S.shape[2:4]
+    of_axes = dict(zip(names, decays, strict=True))
+    log_decay_k, log_decay_v = of_axes.get("log_decay_k"), of_axes.get("log_decay_v")
     q = q.unflatten(2, (n, chunk)).unflatten(1, (heads, -1)).movedim(2, 4) * masks.query[..., None]
     v = torch.nn.functional.pad(v, (0, 1), value=1)
     scores, q, k, kept = decayed_scores(q, k * masks.key, log_decay_k)
