@@ -25,7 +25,7 @@ def recurrence(case: Case) -> Read:
 
     In float64, all rows and documents. Every state is kept, and a query reads the one before its window.
     """
-    heads, key_heads = case.phi_q.shape[1], case.phi_k.shape[1]
+    key_heads = case.phi_k.shape[1]
     phi_q, phi_k = case.phi_q.double(), case.phi_k.double()
     values = case.v.double().repeat_interleave(key_heads // case.v.shape[1], dim=1)
     num = torch.zeros(*case.phi_q.shape[:3], values.shape[3], dtype=torch.float64)
@@ -35,23 +35,27 @@ def recurrence(case: Case) -> Read:
     log_v = nothing if case.log_decay_v is None else case.log_decay_v.double()
     for b, documents in enumerate(case.documents):
         for slots in documents:
+            its_k, its_values, its_log_k, its_log_v = (x[b][:, slots] for x in (phi_k, values, log_k, log_v))
+            decay_k, decay_v = its_log_k.exp()[..., None], its_log_v.exp()[:, :, None]
             S = torch.zeros(key_heads, phi_k.shape[3], values.shape[3], dtype=torch.float64)
-            z, states = S[..., 0], [(S, S[..., 0])]  # states[n]: before the token at position n
+            z, states = S[..., :1], [(S, S[..., :1])]  # states[n]: before the token at position n
             for n, t in enumerate(slots):
                 if n >= case.span.sinks:
-                    S = S * log_k[b, :, t, :, None].exp() * log_v[b, :, t, None].exp()
-                    z = z * log_k[b, :, t].exp()
-                    k, write = phi_k[b, :, t, :, None], values[b, :, t, None]
+                    S, z = S * decay_k[:, n] * decay_v[:, n], z * decay_k[:, n]
+                    k, write = its_k[:, n, :, None], its_values[:, n, None]
                     if case.beta is not None:
                         write = case.beta[b, :, t, :, None].double() * (write - k.mT @ S)
-                    S, z, u[b, :, t] = S + k * write, z + k[..., 0], write[:, 0]
+                    S, z, u[b, :, t] = S + k * write, z + k, write[:, 0]
                 states.append((S, z))
-                lo = lowest(case.span, n)
-                skipped = slots[max(lo, case.span.sinks) : n + 1]
-                q = phi_q[b, :, t].unflatten(0, (key_heads, -1)) * log_k[b, :, skipped].sum(1).exp()[:, None]
-                read_S, read_z = states[lo]
-                far = (q @ read_S) * log_v[b, :, skipped].sum(1).exp()[:, None]
-                num[b, :, t], den[b, :, t] = far.reshape(heads, -1), (q @ read_z[..., None]).reshape(heads)
+            lows = [lowest(case.span, n) for n in range(len(slots))]
+            skips_k, skips_v = (
+                torch.stack([x[:, max(lo, case.span.sinks) : n + 1].sum(1) for n, lo in enumerate(lows)], 1).exp()
+                for x in (its_log_k, its_log_v)
+            )
+            read_S, read_z = (torch.stack(x, 1) for x in zip(*(states[lo] for lo in lows), strict=True))
+            q = (phi_q[b][:, slots].unflatten(0, (key_heads, -1)) * skips_k[:, None]).transpose(1, 2)  # [h,N,g,F]
+            num[b][:, slots] = ((q @ read_S) * skips_v[:, :, None]).transpose(1, 2).flatten(0, 1)
+            den[b][:, slots] = (q @ read_z)[..., 0].transpose(1, 2).flatten(0, 1)
     return Read(num, den, u)
 
 

@@ -60,13 +60,13 @@ class Head:
         phi = phi if self.turns is None else self.turns[j].double() @ phi
         return phi if self.input_scale is None else float(self.input_scale[j]) * phi
 
-    def log_decays(self, t: int) -> tuple[Tensor, Tensor]:
-        """Logs of the decays of step t on the feature axis [F] and on the value axis [D]."""
+    def log_decays(self, steps: slice) -> tuple[Tensor, Tensor]:
+        """Sums of the log decays of some steps, on the feature axis [F] and on the value axis [D]."""
         none_k = torch.zeros(self.phi_q.shape[-1], dtype=torch.float64)
         none_v = torch.zeros(self.v.shape[-1], dtype=torch.float64)
         return (
-            none_k if self.log_decay_k is None else self.log_decay_k[t].double(),
-            none_v if self.log_decay_v is None else self.log_decay_v[t].double(),
+            none_k if self.log_decay_k is None else self.log_decay_k[steps].double().sum(0),
+            none_v if self.log_decay_v is None else self.log_decay_v[steps].double().sum(0),
         )
 
 
@@ -93,9 +93,7 @@ def lowest(span: SpanSpec, n: int) -> int:
 
 def _decays_between(head: Head, j: int, n: int) -> tuple[Tensor, Tensor]:
     """a(n,j) [F] and b(n,j) [D]."""
-    steps = [head.log_decays(step) for step in range(j + 1, n + 1)]
-    a = sum((a for a, _ in steps), torch.zeros(head.phi_q.shape[-1], dtype=torch.float64))
-    b = sum((b for _, b in steps), torch.zeros(head.v.shape[-1], dtype=torch.float64))
+    a, b = head.log_decays(slice(j + 1, n + 1))
     return a.exp(), b.exp()
 
 
@@ -134,9 +132,7 @@ def log_weights(head: Head, n: int, keys: Iterable[int]) -> Tensor:
     assert head.exponential and head.log_queries is not None and head.turns is None
     found = []
     for j in keys:
-        logs = head.log_queries[n].double() + head.keys[j].double()
-        for step in range(j + 1, n + 1):
-            logs = logs + head.log_decays(step)[0]
+        logs = head.log_queries[n].double() + head.keys[j].double() + head.log_decays(slice(j + 1, n + 1))[0]
         scale = 1.0 if head.input_scale is None else float(head.input_scale[j])
         found.append(torch.logsumexp(logs, 0) + (math.log(scale) if scale else -math.inf))
     return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)
@@ -179,7 +175,7 @@ class _Recurrence:
         before, self.maximum = self.maximum, self.head.maximum(self.at)
         if self.at < self.span.sinks:
             return
-        a, b = (logs.exp() for logs in self.head.log_decays(self.at))
+        a, b = (logs.exp() for logs in self.head.log_decays(slice(self.at, self.at + 1)))
         if self.head.exponential and before > float("-inf"):
             a = a * torch.tensor(before - self.maximum, dtype=torch.float64).exp()
         self.S = a[:, None] * self.S * b[None, :]

@@ -63,8 +63,7 @@ def test_the_recurrence_agrees_with_the_definition(name: str, span: SpanSpec) ->
 
     # The state read by further decays is the last query's read.
     last = LENGTH - 1
-    a = sum((head.log_decays(t)[0] for t in range(lowest(span, last), LENGTH)), torch.zeros(F)).exp()
-    b = sum((head.log_decays(t)[1] for t in range(lowest(span, last), LENGTH)), torch.zeros(D)).exp()
+    a, b = (logs.exp() for logs in head.log_decays(slice(lowest(span, last), LENGTH)))
     if head.exponential and span_keys(span, last)[1]:
         a = a * math.exp(state.maximum - float(head.keys.max()))
     close((a[:, None] * state.S * b).T @ head.phi_q[last], num[last])
