@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from markupsafe import Markup
 
 from linearize.recipe import Recipe
-from linearize.report import figures
 from linearize.run.folder import Run
 from tests import tiny
 
@@ -144,7 +140,7 @@ KINDS = {
             tiny.dialogues_file,
             data__validation_rows=40,
             data__task__summaries=3,
-            data__task__new_tokens=8,
+            data__task__new_tokens=4,
             evaluation__trained_controls=False,
         ),
         ROUGE,
@@ -170,11 +166,3 @@ def numbers(found: dict[str, Any]) -> dict[str, Any]:
 
 def written(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "evaluation.json").read_text())
-
-
-@contextmanager
-def quick_measures() -> Iterator[None]:
-    """Without drawings, which take longest."""
-    with tiny.quick_measures(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "draw", lambda *_, **__: Markup("(drawing)"))
-        yield

@@ -14,13 +14,13 @@ from linearize.run.evaluate import evaluate
 from linearize.run.folder import Run
 from linearize.run.pipeline import run
 from linearize.training import loop
-from tests import task_runs
+from tests import tiny
 from tests.task_runs import CPU, KINDS, Kind, job, numbers, written
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick() -> Iterator[None]:
-    with task_runs.quick_measures():
+    with tiny.quick_measures():
         yield
 
 

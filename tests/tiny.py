@@ -21,6 +21,7 @@ import PIL.Image
 import pytest
 import torch
 import transformers
+from markupsafe import Markup
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -32,6 +33,7 @@ from linearize.data.selection import reach_by
 from linearize.evaluation import scores, worth
 from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_tokenizer, read_config
+from linearize.report import figures, heatmaps
 from linearize.run.folder import Run
 from linearize.run.pipeline import run
 from tests.byte_tokenizer import byte_tokenizer
@@ -144,9 +146,12 @@ def write_text(path: Path, *, documents: int = 100, seed: int = 0) -> Path:
 
 
 @contextmanager
-def quick_measures(new_tokens: int = 2) -> Iterator[None]:
-    """Measure without what takes longest: collecting garbage after every model, and generating many tokens."""
+def quick_measures(new_tokens: int = 2, drawings: bool = False) -> Iterator[None]:
+    """Measure without what takes longest: collecting garbage after every model, generating many tokens, drawings."""
     with pytest.MonkeyPatch.context() as patch:
+        if not drawings:
+            for module in (figures, heatmaps):
+                patch.setattr(module, "draw", lambda *_, **__: Markup("(drawing)"))
         for module in (worth, scores):
             patch.setattr(module, "gc", SimpleNamespace(collect=lambda: None))
         patch.setattr(worth, "NEW_TOKENS", new_tokens)

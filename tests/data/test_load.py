@@ -15,7 +15,7 @@ from linearize.base import UserError
 from linearize.recipe import Recipe
 from linearize.run.folder import Run
 from linearize.run.pipeline import run
-from tests import task_runs, tiny
+from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 from tests.commands import Command, assert_refused
 from tests.task_runs import CPU, KINDS, QUICK, TRANSFER, job, numbers, written
@@ -23,7 +23,7 @@ from tests.task_runs import CPU, KINDS, QUICK, TRANSFER, job, numbers, written
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick() -> Iterator[None]:
-    with task_runs.quick_measures():
+    with tiny.quick_measures():
         yield
 
 
