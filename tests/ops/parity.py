@@ -20,7 +20,7 @@ from linearize.ops.partial import Partial
 from linearize.ops.recurrent import NextToken, linear_step, no_scores, window_step
 from tests.ops.cases import DECAYS, INPUTS, Case, own_layout
 from tests.oracles.attention import linear_attention_quadratic, window_partial
-from tests.oracles.recurrent import linear_attention_recurrent
+from tests.oracles.recurrent import RecurrentState, linear_attention_recurrent
 
 FP64, FP32 = 1e-10, 1e-5
 FP32_DECAYED = 1e-4  # of sums over steps, which differences of float32 gradients make
@@ -130,9 +130,13 @@ def check_chunked(case: Case, tolerance: float, layout: Layout | None = None, st
         assert_near(found_gradients[name], gradient, tolerance, f"gradient of {name}")
 
 
-def check_state(case: Case, state: LinearState, layout: Layout) -> None:
-    """`state` is the recurrence's after the last token of every row, and `layout.count` its number of tokens."""
-    *_, rows = linear_attention_recurrent(case.phi_q, case.phi_k, case.v, case.documents, case.span)
+def _states(case: Case) -> list[list[RecurrentState]]:
+    """The recurrence's after the last token, of every row and query head."""
+    return linear_attention_recurrent(case.phi_q, case.phi_k, case.v, case.documents, case.span)[2]
+
+
+def check_state(case: Case, rows: list[list[RecurrentState]], state: LinearState, layout: Layout) -> None:
+    """`state` is `rows`, the recurrence's (`_states`), and `layout.count` its number of tokens."""
     ratio = case.phi_q.shape[1] // case.phi_k.shape[1]
     S = torch.stack([torch.stack([one.S for one in row[::ratio]]) for row in rows])
     z = torch.stack([torch.stack([one.z for one in row[::ratio]]) for row in rows])
@@ -194,30 +198,37 @@ def part_of(case: Case, start: int, stop: int) -> tuple[Case, Layout]:
     return replace(case, **tensors, documents=documents), layout
 
 
-def check_split(ops: ModuleType, case: Case, cuts: Sequence[int]) -> None:
-    """Several calls, each with the context and the state of the one before, give what one call gives."""
-    bounds = [0, *sorted(cuts), case.length]
-    state: LinearState | None = None
-    calls, layout = [], case.layout
-    for start, stop in itertools.pairwise(bounds):
-        part, layout = part_of(case, start, stop)
-        calls.append(both_parts(ops, part, layout, state))
-        values = written(ops, part, layout, state)
-        options = {"span": case.package_span, "layout": layout, "state": state}
-        state = linear_state(part.phi_k, values, **part.decays, **options)
-    joined = [
-        Partial(*(torch.cat([getattr(x, field) for x in parts], dim=2) for field in ("num", "den", "log_scale")))
-        for parts in zip(*calls, strict=True)
-    ]
-    assert_partials_near(joined, both_parts(reference, case), FP64)
-    assert state is not None
-    if len(case.tensors) == len(INPUTS):
-        check_state(case, state, layout)
+def check_split(ops: ModuleType, case: Case, *ways: Sequence[int]) -> None:
+    """Several calls, each with the context and the state of the one before, give what one call gives.
+
+    `ways`: places where the sequence is cut, in one way after the other.
+    """
+    whole, plain = both_parts(reference, case), len(case.tensors) == len(INPUTS)
+    if plain:
+        rows = _states(case)
     else:
-        one_call = linear_state(
-            case.phi_k, written(reference, case, None, None), **case.decays, span=case.package_span, layout=case.layout
-        )
-        assert_states_near(state, one_call)
+        values = written(reference, case, None, None)
+        one_call = linear_state(case.phi_k, values, **case.decays, span=case.package_span, layout=case.layout)
+    for cuts in ways:
+        bounds = [0, *sorted(cuts), case.length]
+        state: LinearState | None = None
+        calls, layout = [], case.layout
+        for start, stop in itertools.pairwise(bounds):
+            part, layout = part_of(case, start, stop)
+            calls.append(both_parts(ops, part, layout, state))
+            values = written(ops, part, layout, state)
+            options = {"span": case.package_span, "layout": layout, "state": state}
+            state = linear_state(part.phi_k, values, **part.decays, **options)
+        joined = [
+            Partial(*(torch.cat([getattr(x, field) for x in parts], dim=2) for field in ("num", "den", "log_scale")))
+            for parts in zip(*calls, strict=True)
+        ]
+        assert_partials_near(joined, whole, FP64)
+        assert state is not None
+        if plain:
+            check_state(case, rows, state, layout)
+        else:
+            assert_states_near(state, one_call)
 
 
 def check_steps(case: Case, start: int) -> None:
@@ -256,7 +267,7 @@ def check_steps(case: Case, start: int) -> None:
         at_n = [Partial(x.num[:, :, [n]], x.den[:, :, [n]], x.log_scale[:, :, [n]]) for x in expected[: len(found)]]
         assert_partials_near(found, at_n, FP64)
     if len(case.tensors) == len(INPUTS):
-        check_state(case, state, case.layout)
+        check_state(case, _states(case), state, case.layout)
     else:
         values = written(reference, case, None, None)
         assert_states_near(state, linear_state(case.phi_k, values, **case.decays, span=span, layout=case.layout))

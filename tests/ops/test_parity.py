@@ -229,9 +229,8 @@ def test_a_sequence_in_several_calls(ops: ModuleType, span: SpanSpec) -> None:
 def test_a_sequence_cut_at_every_place(ops: ModuleType, span: SpanSpec) -> None:
     """Sinks move from the recent slots to their own, one by one, and documents end."""
     case = make_case(span, ("full", "packed", "interior"), 33, heads=(1, 1, 1), seed=2)
-    for cut in range(1, case.length):
-        check_split(ops, case, [cut])
-    check_split(ops, case, range(1, case.length))
+    everywhere = range(1, case.length)
+    check_split(ops, case, *([cut] for cut in everywhere), everywhere)
 
 
 @each_implementation
