@@ -1,6 +1,6 @@
 """What test_distributed.py runs in several processes: every stage on tiny fp64 models, each in a folder of its own.
 
-torchrun --nproc-per-node 2 -m tests.training.processes FOLDER [--shard] [--stop STEP] [--mutant NAME] ARCHITECTURE...
+torchrun --nproc-per-node 2 -m tests.training.processes [--shard | --both] [--stop STEP] [--mutant NAME] FOLDER ARCH...
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ VALIDATION = tiny.packed([[24], [1, 23]] * 3 + [[24]], seed=2, vocabulary=60)
 _COMMON = {"batch_size": 6, "epochs": 1, "max_tokens": None, "eval_every": 2, "micro_batch_size": None}
 
 
-def stages(architecture: str, folder: Path) -> None:
+def stages(architecture: str, folder: Path, shard: bool) -> None:
     """Attention transfer, all weights, and LoRA together with the mixers, each on what the one before has left."""
     teacher: Any = make_teacher(architecture)
-    if SHARD and world().size > 1:
+    if shard and world().size > 1:
         with in_turn():
             if world().main:
                 teacher.save_pretrained(folder / "teacher")
@@ -108,7 +108,7 @@ def _stop_behind(step: int) -> None:
     StageFolder.save = last  # type: ignore[method-assign]
 
 
-MUTANT, SHARD = "", False
+MUTANT = ""
 MUTANTS: dict[str, Callable[[], None]] = {
     "": lambda: None,
     "order": _order_of_each,
@@ -120,23 +120,26 @@ MUTANTS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    global MUTANT, SHARD
+    global MUTANT
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shard", action="store_true", help="weights divided among the processes")
+    parser.add_argument("--both", action="store_true", help="first whole, then with divided weights, in FOLDER/sharded")
     parser.add_argument("--stop", type=int, help="behind the checkpoint of this step of all weights")
     parser.add_argument("--mutant", choices=MUTANTS, default="")
     parser.add_argument("architectures", nargs="+")
     arguments = parser.parse_args()
-    MUTANT, SHARD = arguments.mutant, arguments.shard
+    MUTANT = arguments.mutant
+    folders = {arguments.shard: arguments.folder} | ({True: arguments.folder / "sharded"} if arguments.both else {})
     torch.set_num_threads(1)
     with joined(torch.device("cpu")):
         MUTANTS[MUTANT]()
         if arguments.stop is not None:
             _stop_behind(arguments.stop)
-        for architecture in arguments.architectures:
-            with suppress(Stopped):
-                stages(architecture, arguments.folder / architecture)
+        for shard, folder in folders.items():
+            for architecture in arguments.architectures:
+                with suppress(Stopped):
+                    stages(architecture, folder / architecture, shard)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,6 @@ def expected(alone: Path, architecture: str) -> Path:
     return alone / architecture
 
 
-@pytest.mark.parametrize("options", [pytest.param([], id="whole"), pytest.param(["--shard"], id="sharded")])
 @pytest.mark.parametrize(
     ("processes", "architectures"),
     [
@@ -87,13 +86,15 @@ def expected(alone: Path, architecture: str) -> Path:
     ],
 )
 def test_every_stage_equals_that_of_one_process(
-    processes: int, architectures: list[str], options: list[str], alone: Path, tmp_path: Path
+    processes: int, architectures: list[str], alone: Path, tmp_path: Path
 ) -> None:
-    """Each process with the whole model, or with its part of the weights."""
-    train(tmp_path, processes, architectures, *options)
-    for architecture in architectures:
-        for stage in STAGES:
-            assert_alike(tmp_path / architecture / stage, expected(alone, architecture) / stage)
+    """Each process with the whole model, then with its part of the weights."""
+    train(tmp_path, processes, architectures, "--both")
+    for folder in tmp_path, tmp_path / "sharded":
+        for architecture in architectures:
+            assert (folder / architecture / "teacher").exists() == (folder != tmp_path), "which weights are divided"
+            for stage in STAGES:
+                assert_alike(folder / architecture / stage, expected(alone, architecture) / stage)
 
 
 @pytest.mark.slow
