@@ -178,6 +178,7 @@ def test_from_start_to_end(name: str, fresh_process: Fresh, tmp_path: Path, monk
     check_stages(made)
     check_what_learned(made, saved["plan"])
     check_results(made, worth)
+    assert ("<svg" in (made.folder / "report.html").read_text(encoding="utf-8")) == (name in DRAWN)
     found = fresh_process(made.folder / "model")
     assert found["class"] == saved["class"] == case.student
     assert found["generated"] == saved["generated"]
