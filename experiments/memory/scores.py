@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -44,7 +44,7 @@ from linearize.hf.checkpoint import load_model, read_config
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.exact_cache import Score, random
+from linearize.mixers.exact_cache import SCORES, Score, random
 from linearize.recipe import Recipe
 from linearize.run.folder import versions
 from linearize.training.allocation import allocated_plan, measured_losses
@@ -182,7 +182,7 @@ def reseed(model: PreTrainedModel, seed: int) -> None:
     for layer in linearized_layers(model).values():
         for _, part in layer.mixer.parts():
             if part.config.cache is not None:
-                part.worth = partial(random, seed=seed)
+                part.worth = replace(SCORES["random"], compare=partial(random, seed=seed))
 
 
 def page(found: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,7 +201,8 @@ def test_a_key_unlike_all_others_stays() -> None:
 def test_the_choice_is_not_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
     """A score that is turned round is seen."""
     x = inputs(41)
-    monkeypatch.setitem(SCORES, "redundancy", lambda k, v, at: -scores.redundancy(k, v, at))
+    upside_down = replace(SCORES["redundancy"], compare=lambda keys, at: -scores.redundancy(keys, at))
+    monkeypatch.setitem(SCORES, "redundancy", upside_down)
     its = mixer()
     assert (its(x) - by_oracle(x, its)).abs().max() > 1e-3
 

@@ -199,8 +199,8 @@ def cache_forgotten_between_calls(patch: pytest.MonkeyPatch) -> None:
 def the_worst_kept(patch: pytest.MonkeyPatch) -> None:
     best = exact_cache.best
 
-    def wrong(k, v, position, candidates, size, worth):
-        return best(k, v, position, candidates, size, worth and (lambda *x: -worth(*x)))
+    def wrong(candidates, scores, size):
+        return best(candidates, None if scores is None else -scores, size)
 
     patch.setattr(exact_cache, "best", wrong)
 

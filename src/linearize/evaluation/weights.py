@@ -287,8 +287,11 @@ class _OfLastRow(nn.Module):
         super().__init__()
         self.worth = worth
 
-    def forward(self, *candidates: Tensor) -> Tensor:
-        return self.worth(*(x[-1:] for x in candidates)).expand(len(candidates[0]), -1, -1)
+    def pairs(self, k: Tensor, v: Tensor) -> Tensor:
+        return self.worth.pairs(k[-1:], v[-1:]).expand(len(k), -1, -1, -1)
+
+    def compare(self, pairs: Tensor, position: Tensor) -> Tensor:
+        return self.worth.compare(pairs[-1:], position[-1:]).expand(len(pairs), -1, -1)
 
 
 def _one_hot(probes: list[int], slots: slice, width: int) -> Float[Tensor, "P C D"]:

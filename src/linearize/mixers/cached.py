@@ -117,9 +117,12 @@ def cache_of_next(config: MixerConfig, worth: Worth | None, state: MixerState, a
     pool = _pooled(exact, tokens, position)
     places = torch.arange(cache.size + span.window_size, device=position.device)
     there = torch.where(pool["position"] >= 0, places, -1)
-    rank = worth if cache.keeps is None else lambda k, v, position: pool[RECEIVED][..., 0]
-    assert rank is not None
-    held = best(pool["keys"], pool["values"], pool["position"], there, cache.size, rank)
+    with torch.no_grad():
+        if worth is None:
+            scores = pool[RECEIVED][..., 0]
+        else:
+            scores = worth.compare(worth.pairs(pool["keys"], pool["values"]), pool["position"])
+        held = best(there, scores, cache.size)
     new = written(there[:, :, : cache.size], held, there[:, :, cache.size :])
     tokens = _as_written(pool, new, places[cache.size :]) | {name: tokens[name] for name in STEPS if name in tokens}
     return Dropped(taken(pool, held), tokens, position)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -33,6 +34,7 @@ Score = Literal[
 PER_DOUBLING = 0.4  # of a key's age, in cosine
 BESIDE_RECALL = 0.2  # likewise, where it stands beside an error of recall, which is larger
 SHARPNESS = 8.0  # of recall: the weight of a key like another one is e^16 times that of its opposite
+NOBODY = -1e4  # in the place of such a cosine where there is no other key; finite, so that a key alone is not NaN
 # Of the table of all pairs of candidates: as many rows as hold so many cosines, and no fewer than 128.
 COSINES_AT_ONCE, ROWS_AT_ONCE = 2**18, 128
 
@@ -60,10 +62,7 @@ class ExactCache(Config):
         return ATTENTION.get(self.score)
 
     def worth(self, shape: LayerShape) -> Worth | None:
-        """What `score` gives keys, values and positions of candidates, oldest first: the least goes.
-
-        A new module where it is calibrated on the teacher; None where it is the attention received.
-        """
+        """What `score` goes by: a new module where it is calibrated on the teacher; None: the attention received."""
         return CALIBRATED[self.score](shape) if self.score in CALIBRATED else SCORES.get(self.score)
 
 
@@ -74,85 +73,100 @@ def copy_worth(source: Any, target: Any) -> None:
             mixer.worth.load_state_dict(fitted.worth.state_dict())
 
 
-def redundancy(
-    k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
-) -> Float[Tensor, "B G M"]:
+@dataclass(frozen=True)
+class OfPairs:
+    """A `Worth` that knows nothing but the pairs."""
+
+    pairs: Callable[[Float[Tensor, "B G P D"], Float[Tensor, "B G P D"]], Float[Tensor, "B G P X"]]
+    compare: Callable[[Float[Tensor, "B G M X"], Int[Tensor, "B G M"]], Float[Tensor, "B G M"]]
+
+
+def _directions(k: Float[Tensor, "B G P D"], v: Float[Tensor, "B G P D"]) -> Float[Tensor, "B G P D"]:
+    """Keys of one length, so long that their products are `SHARPNESS` cosines."""
+    return SHARPNESS**0.5 * torch.nn.functional.normalize(k.float(), dim=-1)
+
+
+def _both(k: Float[Tensor, "B G P D"], v: Float[Tensor, "B G P D"]) -> Float[Tensor, "B G P X"]:
+    """Directions, then values: X = 2 D."""
+    return torch.cat([_directions(k, v), v.float()], dim=-1)
+
+
+def redundancy(directions: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M"]:
     """Minus the cosine of each key with the newer one most like it; of the newest, 1."""
-    return torch.cat([_redundancy(start, alike, position) for start, alike in _cosines(k)], dim=-1)
+    return torch.cat([_redundancy(start, alike) for start, alike in _alike(directions, position)], dim=-1)
 
 
-def redundancy_and_age(
-    k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
-) -> Float[Tensor, "B G M"]:
+def redundancy_and_age(directions: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M"]:
     """`redundancy`, less 0.4 for each time that the key's age doubles, from 1 for the newest candidate."""
-    return redundancy(k, v, position) - PER_DOUBLING * age(position).log2()
+    return redundancy(directions, position).sub_(age(position).log2(), alpha=PER_DOUBLING)
 
 
-def self_recall(
-    k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
-) -> Float[Tensor, "B G M"]:
+def self_recall(both: Float[Tensor, "B G M X"], position: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M"]:
     """How badly the others recall a pair: log2 ||v_i - sum_j a_ij v_j||, a_i softmax over them of 8 cos(k_i, k_j).
 
     LoLA's error of recall (arXiv 2505.23666), with the other candidates in place of the linear state: it needs none.
     """
-    return torch.cat([_self_recall(start, alike, v, position) for start, alike in _cosines(k)], dim=-1)
+    directions, v = both.chunk(2, dim=-1)
+    return torch.cat([_self_recall(start, alike, v) for start, alike in _alike(directions, position)], dim=-1)
 
 
-def recall_redundancy_and_age(
-    k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
-) -> Float[Tensor, "B G M"]:
+def recall_redundancy_and_age(both: Float[Tensor, "B G M X"], position: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M"]:
     """`self_recall` and `redundancy`, less 0.2 for each time that the key's age doubles."""
-    both = [
-        _self_recall(start, alike, v, position) + _redundancy(start, alike, position) for start, alike in _cosines(k)
+    directions, v = both.chunk(2, dim=-1)
+    found = [
+        _redundancy(start, alike).add_(_self_recall(start, alike, v)) for start, alike in _alike(directions, position)
     ]
-    return torch.cat(both, dim=-1) - BESIDE_RECALL * age(position).log2()
+    return torch.cat(found, dim=-1).sub_(age(position).log2(), alpha=BESIDE_RECALL)
 
 
-def _cosines(k: Float[Tensor, "B G M D"]) -> Iterator[tuple[int, Float[Tensor, "B G m M"]]]:
-    """Of some candidates at a time, from which on, with all."""
-    unit = torch.nn.functional.normalize(k.float(), dim=-1)
-    rows = max(ROWS_AT_ONCE, COSINES_AT_ONCE // unit[..., 0].numel())
-    for start in range(0, k.shape[2], rows):
-        yield start, unit[:, :, start : start + rows] @ unit.mT
+def _alike(
+    directions: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
+) -> Iterator[tuple[int, Float[Tensor, "B G m M"]]]:
+    """Of some candidates at a time, from which on: `SHARPNESS` cosines with all, of those that are none `NOBODY`."""
+    bias = torch.where(position >= 0, 0.0, NOBODY).flatten(0, 1)[:, None]
+    unit = directions.flatten(0, 1)
+    rows = max(ROWS_AT_ONCE, COSINES_AT_ONCE // bias.numel())
+    for start in range(0, unit.shape[1], rows):
+        yield start, torch.baddbmm(bias, unit[:, start : start + rows], unit.mT).unflatten(0, position.shape[:2])
 
 
-def _redundancy(start: int, alike: Float[Tensor, "B G m M"], position: Int[Tensor, "B G M"]) -> Float[Tensor, "B G m"]:
-    rows, nobody = alike.shape[2], torch.where(position >= 0, 0.0, -2.0)[:, :, None]
-    newer = alike[..., start:] + nobody[..., start:]
-    older = torch.ones(rows, rows, dtype=torch.bool, device=alike.device).tril()
-    newer[..., :rows].masked_fill_(older, -1)
-    return -newer.amax(-1).clamp_min(-1)
+def _redundancy(start: int, alike: Float[Tensor, "B G m M"]) -> Float[Tensor, "B G m"]:
+    newer = alike[..., start:]
+    older = newer.new_full(newer.shape[2:], NOBODY).tril_()
+    return (newer + older).amax(-1).clamp_min_(-SHARPNESS).mul_(-1 / SHARPNESS)
 
 
-def _self_recall(
-    start: int, alike: Float[Tensor, "B G m M"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
-) -> Float[Tensor, "B G m"]:
-    weights, values, tiny = (SHARPNESS * alike).exp_(), v.float(), torch.finfo(torch.float32).tiny
-    weights.diagonal(start, 2, 3).zero_()
-    there = (position >= 0)[..., None].float()
-    read = weights @ torch.cat([values * there, there], dim=-1)  # the last number is the sum of the weights
-    recalled = read[..., :-1] / read[..., -1:].clamp_min(tiny)
-    return (values[:, :, start : start + alike.shape[2]] - recalled).norm(dim=-1).clamp_min(tiny).log2()
+def _self_recall(start: int, alike: Float[Tensor, "B G m M"], v: Float[Tensor, "B G M D"]) -> Float[Tensor, "B G m"]:
+    alike.diagonal(start, 2, 3).fill_(NOBODY)
+    weights, values = alike.flatten(0, 1).softmax(-1), v.flatten(0, 1)
+    error = torch.baddbmm(values[:, start : start + weights.shape[1]], weights, values, alpha=-1).norm(dim=-1)
+    return error.clamp_min_(torch.finfo(error.dtype).tiny).log2_().unflatten(0, v.shape[:2])
 
 
-def value_norm(k: Tensor, v: Tensor, position: Tensor) -> Float[Tensor, "B G M"]:
-    """The length of the value."""
-    return v.float().norm(dim=-1)
+def _key_length(k: Float[Tensor, "B G P D"], v: Float[Tensor, "B G P D"]) -> Float[Tensor, "B G P 1"]:
+    return k.float().norm(dim=-1, keepdim=True)
 
 
-def key_norm(k: Tensor, v: Tensor, position: Tensor) -> Float[Tensor, "B G M"]:
-    """The length of the key."""
-    return k.float().norm(dim=-1)
+def _value_length(k: Float[Tensor, "B G P D"], v: Float[Tensor, "B G P D"]) -> Float[Tensor, "B G P 1"]:
+    return v.float().norm(dim=-1, keepdim=True)
 
 
-def recent(k: Tensor, v: Tensor, position: Tensor) -> Float[Tensor, "B G M"]:
+def _itself(pairs: Float[Tensor, "B G M 1"], position: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M"]:
+    return pairs.squeeze(-1)
+
+
+def _nothing(k: Float[Tensor, "B G P D"], v: Float[Tensor, "B G P D"]) -> Float[Tensor, "B G P 0"]:
+    return k[..., :0]
+
+
+def recent(nothing: Float[Tensor, "B G M 0"], position: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M"]:
     """The position."""
     return position.float()
 
 
-def random(k: Tensor, v: Tensor, position: Tensor) -> Float[Tensor, "B G M"]:
+def random(nothing: Float[Tensor, "B G M 0"], position: Int[Tensor, "B G M"], seed: int = 0) -> Float[Tensor, "B G M"]:
     """A number that looks random and depends on the position alone, so that every form draws the same."""
-    mixed = (position.long() * 2654435761 + 12345) % 4294967291
+    mixed = (position.long() * 2654435761 + 12345) % 4294967291 ^ (seed * 2246822519) % 4294967296
     return ((mixed * 48271) % 2147483647).float()
 
 
@@ -193,17 +207,19 @@ class ExpectedAttention(nn.Module):
         self.mean.zero_()
         self.covariance.copy_(torch.eye(width, device=self.mean.device) / width)
 
-    def forward(
-        self, k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
-    ) -> Float[Tensor, "B G M"]:
-        """The logarithm of it."""
+    def pairs(self, k: Float[Tensor, "B G P D"], v: Float[Tensor, "B G P D"]) -> Float[Tensor, "B G P X"]:
+        """log E exp(q.k) of each query head of the KV head, and log ||v||."""
         dtype = accumulation_dtype(v.dtype)
-        keys = k.to(dtype)[:, :, None]  # [B, G, 1, M, D]
+        keys = k.to(dtype)[:, :, None]  # [B, G, 1, P, D]
         mean, covariance = (x.to(dtype).unflatten(0, (self.groups, -1)) for x in (self.mean, self.covariance))
         logs = (keys @ mean[..., None]).squeeze(-1) + 0.5 * ((keys @ covariance) * keys).sum(-1)
-        logs = logs.masked_fill((position < 0)[:, :, None], -torch.inf).log_softmax(-1)
-        length = v.to(dtype).norm(dim=-1).clamp_min(torch.finfo(dtype).tiny)
-        return logs.logsumexp(2) + length.log()
+        length = v.to(dtype).norm(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+        return torch.cat([logs.mT, length.log()], dim=-1)
+
+    def compare(self, pairs: Float[Tensor, "B G M X"], position: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M"]:
+        """The logarithm of it."""
+        logs = pairs[..., :-1].masked_fill((position < 0)[..., None], -torch.inf).log_softmax(2)
+        return logs.logsumexp(3) + pairs[..., -1]
 
 
 class Learned(nn.Module):
@@ -229,11 +245,14 @@ class Learned(nn.Module):
         self.weight.zero_()
         self.weight[:, -1] = -1
 
-    def forward(
-        self, k: Float[Tensor, "B G M D"], v: Float[Tensor, "B G M D"], position: Int[Tensor, "B G M"]
-    ) -> Float[Tensor, "B G M"]:
-        found = self.features(k, v, age(position))
-        return (found @ self.weight.to(found.dtype)[..., None]).squeeze(-1)
+    def pairs(self, k: Float[Tensor, "B G P D"], v: Float[Tensor, "B G P D"]) -> Float[Tensor, "B G P 1"]:
+        """All of it but for the age, that of a new pair."""
+        found = self.features(k, v, k.new_ones(k.shape[:3]))
+        return found @ self.weight.to(found.dtype)[..., None]
+
+    def compare(self, pairs: Float[Tensor, "B G M 1"], position: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M"]:
+        """With the age."""
+        return pairs.squeeze(-1) + self.weight[:, -1:].to(pairs.dtype) * age(position).log2().to(pairs.dtype)
 
     @staticmethod
     def features(
@@ -254,13 +273,13 @@ CALIBRATED: dict[Score, type[ExpectedAttention | Learned]] = {
     "learned": Learned,
 }
 
-SCORES: dict[Score, Worth] = {
-    "redundancy_and_age": redundancy_and_age,
-    "redundancy": redundancy,
-    "recall_redundancy_and_age": recall_redundancy_and_age,
-    "self_recall": self_recall,
-    "value_norm": value_norm,
-    "key_norm": key_norm,
-    "recent": recent,
-    "random": random,
+SCORES: dict[Score, OfPairs] = {
+    "redundancy_and_age": OfPairs(_directions, redundancy_and_age),
+    "redundancy": OfPairs(_directions, redundancy),
+    "recall_redundancy_and_age": OfPairs(_both, recall_redundancy_and_age),
+    "self_recall": OfPairs(_both, self_recall),
+    "value_norm": OfPairs(_value_length, _itself),
+    "key_norm": OfPairs(_key_length, _itself),
+    "recent": OfPairs(_nothing, recent),
+    "random": OfPairs(_nothing, random),
 }

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize.ops.exact_cache import Blocks, Worth
+from linearize.ops.exact_cache import Blocks
 from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.partial import accumulation_dtype
 
@@ -62,10 +62,9 @@ class Attention:
         self.options = {"scaling": scaling, "softcap": softcap}
         self.sinks = self._carried_sinks()
 
-    def worth(self, candidates: Int[Tensor, "B G M"]) -> Worth:
+    def received(self, candidates: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M"]:
         """What these candidates have received."""
-        found = self.sums.gather(2, candidates.clamp_min(0))
-        return lambda k, v, position: found
+        return self.sums.gather(2, candidates.clamp_min(0))
 
     def read(self, index: int, held: Int[Tensor, "B G C"]) -> None:
         """Let the queries of a block read what its cache holds, its window and the sinks."""

@@ -9,7 +9,6 @@ then the K slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -24,15 +23,25 @@ from linearize.ops.partial import Partial, accumulation_dtype
 
 SCORES_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # of queries with cached keys
 
-Worth = Callable[[Float[Tensor, "B G M D"], Float[Tensor, "B G M D"], Int[Tensor, "B G M"]], Float[Tensor, "B G M"]]
-"""How much each candidate is worth, from keys, values and positions, oldest first."""
+
+@runtime_checkable
+class Worth(Protocol):
+    """How much each candidate is worth; those worth least go."""
+
+    def pairs(self, k: Float[Tensor, "B G P D"], v: Float[Tensor, "B G P D"], /) -> Float[Tensor, "B G P X"]:
+        """What it asks of a pair by itself: worked out once, however often the pair is a candidate."""
+        ...
+
+    def compare(self, pairs: Float[Tensor, "B G M X"], position: Int[Tensor, "B G M"], /) -> Float[Tensor, "B G M"]:
+        """Of candidates, oldest first, beside each other. Where the position is -1 there is none, and any number."""
+        ...
 
 
 @runtime_checkable
 class Readers(Protocol):
     """What keeps account of who reads which pairs, where the choice goes by that."""
 
-    def worth(self, candidates: Int[Tensor, "B G M"]) -> Worth:
+    def received(self, candidates: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M"]:
         """How much these places of the pool are worth by what has been read so far."""
         ...
 
@@ -113,17 +122,25 @@ def choose(
     roomy: int = 0,
 ) -> tuple[Int[Tensor, "B G J C"], Int[Tensor, "B G J C"]]:
     """What the cache holds when each block begins, and while its queries read it: places in the pool, oldest first; -1
-    is nothing. By `worth`, or by what `readers` read; for the first `roomy` blocks there is room for all.
+    is nothing. By what `readers` read, or else by `worth`; for the first `roomy` blocks there is room for all.
     """
     held = torch.arange(size, device=k.device).expand(*position.shape[:2], -1)
     held = torch.where(position[:, :, :size] >= 0, held, -1)
+    # One more place, the last, which is also -1: none.
+    at = torch.nn.functional.pad(position, (0, 1), value=-1)
+    pairs = None if worth is None else torch.nn.functional.pad(worth.pairs(k, v), (0, 0, 0, 1))
+    row, head = (torch.arange(n, device=k.device) for n in position.shape[:2])
+    row, head = row[:, None, None], head[:, None]
     before, after = [], []
     for index in range(leaves.shape[2]):
         held = torch.where(fresh[:, index, None, None], -1, held)
         before.append(held)
-        both = torch.cat([held, leaves[:, :, index]], dim=2)
-        rank = None if index < roomy else worth if readers is None else readers.worth(both)
-        held = best(k, v, position, both, size, rank)
+        both, scores = torch.cat([held, leaves[:, :, index]], dim=2), None
+        if index >= roomy and readers is not None:
+            scores = readers.received(both)
+        elif index >= roomy and worth is not None and pairs is not None:
+            scores = worth.compare(pairs[row, head, both], at[row, head, both])
+        held = best(both, scores, size)
         if readers is not None:
             readers.read(index, held)
         after.append(held)
@@ -153,22 +170,13 @@ def _among(ordered: Int[Tensor, "*rows C"], places: Int[Tensor, "*rows M"]) -> B
     return (ordered.gather(-1, at) == places) & (places >= 0)
 
 
-def best(
-    k: Float[Tensor, "B G P D"],
-    v: Float[Tensor, "B G P D"],
-    position: Int[Tensor, "B G P"],
-    candidates: Int[Tensor, "B G M"],
-    size: int,
-    worth: Worth | None,
-) -> Int[Tensor, "B G C"]:
-    """The `size` candidates that are worth most, in the order of the candidates; -1 is none. No `worth`: all there are,
-    which are no more than `size`.
+def best(candidates: Int[Tensor, "B G M"], scores: Float[Tensor, "B G M"] | None, size: int) -> Int[Tensor, "B G C"]:
+    """The `size` candidates that are worth most, in the order of the candidates; -1 is none. No `scores`: all there
+    are, which are no more than `size`.
     """
-    there = scores = candidates >= 0
-    if worth is not None:
-        scores = worth(_rows(k, candidates), _rows(v, candidates), _taken(position, candidates))
-        scores = scores.masked_fill(~there, -torch.inf)
-    order = scores.argsort(dim=2, descending=True, stable=True)
+    there = candidates >= 0
+    order = there.to(torch.int8) if scores is None else scores.masked_fill(~there, -torch.inf)
+    order = order.argsort(dim=2, descending=True, stable=True)
     return candidates.gather(2, order[:, :, :size].sort(2).values)
 
 
