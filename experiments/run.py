@@ -34,7 +34,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from linearize.base import DivergedError, UserError
 from linearize.data.load import load_dataset, load_processor
-from linearize.data.packing import Dataset
+from linearize.data.packing import Dataset, fingerprint
 from linearize.data.rows import PackedRows
 from linearize.data.selection import reach_by
 from linearize.evaluation.answers import answering
@@ -175,7 +175,8 @@ def run_cell(recipe: Recipe, place: Place, dataset: Callable[[Recipe], Dataset])
             shutil.rmtree(scratch)
     kept, found = measure_cell(run, data)
     outcomes.write(kept, folder)
-    found |= {"seconds": time.perf_counter() - started, "tokens": data.test.num_tokens, "data": data.fingerprint}
+    found |= {"seconds": time.perf_counter() - started, "tokens": data.test.num_tokens}
+    found |= {"data": data.fingerprint, "test": fingerprint(data.test)}
     write_json(folder / "cell.json", found)
     return found, folder
 
@@ -463,15 +464,18 @@ def described(grid: Grid, results: list[dict[str, Any]]) -> str:
     if not measured:
         return ""
     first = next(iter(measured.values()))
-    drawn = ", which each seed draws anew" if len(measured) > 1 else ""
+    tests = [result.get("test") for result in measured.values()]
+    drawn = "" if len(tests) == 1 or (None not in tests and len({*tests}) == 1) else ", which each seed draws anew"
     text = ""
     if "loss" in first:
         tokens = f"{first['tokens']:,} held-out tokens"
         tokens += f" of {first['documents']:,} documents" if "documents" in first else ""
         from_scratch = all(Recipe.load(cell.recipe).weights == "random" for cell in grid.cells)
         if "teacher" in first["loss"] and not from_scratch:  # which read nothing of it but its shape
-            teachers = ", ".join(_number(math.exp(result["loss"]["teacher"]["mean"])) for result in measured.values())
-            text += f"Teacher: perplexity {teachers} on the same {tokens}{drawn}. "
+            teachers = [_number(math.exp(result["loss"]["teacher"]["mean"])) for result in measured.values()]
+            text += (
+                f"Teacher: perplexity {', '.join(teachers if drawn else teachers[:1])} on the same {tokens}{drawn}. "
+            )
         else:
             text += f"On the same {tokens}{drawn}. "
         if "documents" not in first:

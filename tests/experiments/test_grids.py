@@ -162,11 +162,14 @@ def test_a_grid(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(set(map(str, r["by_position"]["student"]))) > 2 for r in results] == [True] * 4
     text = grid.with_suffix(".small.md").read_text()
     assert "| **first** | 0 |" in text and "| 12.5 |" in text
-    teachers = [math.exp(result["loss"]["teacher"]["mean"]) for result in (first, results[3])]
-    assert teachers[0] != teachers[1], "of each seed's own held-out rows"
-    named = ", ".join(f"{perplexity:.2f}" for perplexity in teachers)
-    assert f"Teacher: perplexity {named} on the same {first['tokens']:,} held-out tokens of " in text
-    assert " documents, which each seed draws anew" in text
+    seeds = third, results[3]
+    assert seeds[0]["test"] == seeds[1]["test"] and seeds[0]["data"] != seeds[1]["data"], "other rows to train on alone"
+    assert seeds[0]["loss"]["teacher"] == seeds[1]["loss"]["teacher"] and seeds[0]["loss"] != seeds[1]["loss"]
+    teacher = f"{math.exp(first['loss']['teacher']['mean']):.2f}"
+    assert f"Teacher: perplexity {teacher} on the same {first['tokens']:,} held-out tokens of " in text
+    before = [{name: x for name, x in result.items() if name != "test"} for result in results]
+    assert "anew" not in text and f"perplexity {teacher}, {teacher} on" in run.described(run.Grid.load(grid), before)
+    assert " documents, which each seed draws anew" in run.described(run.Grid.load(grid), before)
 
     updates.clear()
     assert go(grid, monkeypatch)["results"] == results and not updates, "the same again trains nothing"

@@ -186,21 +186,21 @@ def build_examples(
 def split_examples(
     config: DataConfig, read: Callable[[DataConfig], list[Any]], key: Callable[[Any], bytes], seed: int
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """What to train on, what chooses checkpoints and what is tested on, in the orders that the seed gives.
+    """What to train on, what chooses checkpoints and what is tested on, the first in the order that the seed gives.
 
     Raises:
         UserError: nothing to train on, or fewer to test on than an interval needs.
     """
     everything = read(config)
     if config.validation_dataset is None:
-        train, held_out = split(everything, key, config.validation_fraction, seed)
+        train, held_out = split(everything, key, config.validation_fraction)
     else:
         held_out = read(config.model_copy(update={"dataset": config.validation_dataset, "max_documents": None}))
         train = without(everything, held_out, key)
     if not train:
         raise UserError("data: expected examples to train on, found none that are not held out; use more data")
     wanted = config.validation_rows
-    validation, test = validation_and_test(held_out, key, size=lambda _: 1, wanted=wanted, seed=seed)
+    validation, test = validation_and_test(held_out, key, size=lambda _: 1, wanted=wanted)
     require_enough(len(test := test[:wanted]), "examples")
     return shuffled(train, f"train {seed}"), validation, test
 

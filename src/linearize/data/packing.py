@@ -48,12 +48,16 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for part in (self.train, self.validation, self.test):
-            for tensor in part.tensors():
-                digest.update(f"{tuple(tensor.shape)}".encode())
-                digest.update(tensor.contiguous().numpy().data)
-        return digest.hexdigest()
+        return fingerprint(self.train, self.validation, self.test)
+
+
+def fingerprint(*parts: Rows) -> str:
+    """The sha256 of what is in these rows."""
+    digest = hashlib.sha256()
+    for tensor in (tensor for part in parts for tensor in part.tensors()):
+        digest.update(f"{tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 Score = Callable[[PackedRows], Float[Tensor, " N"]]
@@ -82,7 +86,7 @@ def build_dataset(
     """
     documents = _read(config, tokenizer, "data.dataset")
     if config.validation_dataset is None:
-        train, held_out = _split(documents, config, seed)
+        train, held_out = _split(documents, config)
     else:
         source = _held_out_source(config, config.validation_dataset)
         held_out = _read(source, tokenizer, "data.validation_dataset", least=2 * ENOUGH)
@@ -147,7 +151,7 @@ def _dataset(
     score: Score | None,
 ) -> Dataset:
     wanted = config.validation_rows * config.sequence_length
-    validation, test = validation_and_test(held_out, _digest, size=len, wanted=wanted, seed=seed)
+    validation, test = validation_and_test(held_out, _digest, size=len, wanted=wanted)
     require_enough(len(test), "documents")
     train_rows = _rows(shuffled(train, f"train {seed}"), config, "training", "use more data")
     vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
@@ -198,11 +202,9 @@ def _chosen(rows: PackedRows, config: DataConfig, score: Score | None) -> Packed
     return rows.rows(best.sort().values)
 
 
-def _split(
-    documents: list[TokenDocument], config: DataConfig, seed: int
-) -> tuple[list[TokenDocument], list[TokenDocument]]:
+def _split(documents: list[TokenDocument], config: DataConfig) -> tuple[list[TokenDocument], list[TokenDocument]]:
     if len(copies(documents, _digest)) > 1:
-        return split(documents, _digest, config.validation_fraction, seed)
+        return split(documents, _digest, config.validation_fraction)
     length = len(documents[0])
     cuts = [document.cut(length - max(1, round(config.validation_fraction * length))) for document in documents]
     rows, rest = [], cuts[0][1]
