@@ -16,7 +16,7 @@ from linearize.data.examples import ClassifiedTexts
 from linearize.data.labels import Classes
 from linearize.data.rows import PackedRows
 from linearize.data.synthetic import CLS, TOKENS, build_generated, expressions, recall_rows
-from linearize.data.tasks import AssociativeRecall, ListOps
+from linearize.data.tasks import AnyTask, AssociativeRecall, ListOps
 from linearize.hf.teacher import TeacherShape
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
@@ -128,3 +128,20 @@ def test_listops_of_a_table(tmp_path: Path) -> None:
     path.write_text("Source\tValue\n[MAX 1 2 ]\t2\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"a column 'Target' .* found Source, Value; set data\.columns$"):
         build_generated(config, DECODER, TEN, seed=0, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        AssociativeRecall(vocabulary_size=12, length=16, train_examples=40, held_out_examples=20),
+        ListOps(train_examples=40, held_out_examples=20, min_length=4, max_length=40),
+    ],
+    ids=lambda task: task.type,
+)
+def test_seeds_are_examined_on_the_same_examples(task: AnyTask) -> None:
+    one, two = (
+        build_generated(DataConfig(task=task), DECODER, TEN, seed=seed, use_cache=False).__dict__ for seed in (0, 1)
+    )
+    for part in ("validation", "test"):
+        for x, y in zip(one[part].tensors(), two[part].tensors(), strict=True):
+            assert torch.equal(x, y)
