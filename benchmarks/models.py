@@ -3,8 +3,9 @@
     python benchmarks/models.py --model src/linearize/demo/teacher --lengths 128 512
     python benchmarks/models.py --model llama-1b --dtype bfloat16 --device cuda --batch 1 16
 
-`--model` is a folder, a hub id, or a shape whose weights are random: no time depends on them. Conversions are not
-trained. Prefill is of random tokens, with the last one's logits only. A step is of one more token of every sequence:
+`--model` is a folder, a hub id, or a shape whose weights are random. Conversions are not trained. No time depends on
+weights, but by what heads get where they share a budget: that is measured on them, and of random ones it is chance.
+Prefill is of random tokens, with the last one's logits only. A step is of one more token of every sequence:
 behind random keys and values of that length for the teacher (a prompt would cost the square of it and change nothing),
 behind a real prompt of that length for students, read once and repeated for every sequence of the batch. The teacher's
 cache is the one that generate() has by default, which copies keys and values to append to them.
