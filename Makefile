@@ -45,6 +45,7 @@ test-gpu: setup ## a smoke of some minutes on a CUDA device: tests, then the dem
 test-fla: setup ## the operators against flash-linear-attention's, which is installed for it (the extra `gpu`)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gpu]'
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_fla.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_fla_kernels.py
 
 # Each in an environment of its own. What transformers pins itself is left to it.
 test-matrix: $(TRANSFORMERS:%=test-transformers-%) ## what touches transformers, with the oldest and the newest that are supported

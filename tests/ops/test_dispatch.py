@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linearize.base import UserError
-from linearize.ops import chunked, dense, dispatch, reference
+from linearize.ops import chunked, dense, dispatch, fla, reference
 from linearize.ops.layout import Layout, NoSpan, SlidingSpan
 from linearize.ops.partial import Partial
 from tests.ops.cases import make_case
@@ -62,7 +62,7 @@ def _noted(called: list[ModuleType], ops: ModuleType, work: Callable[..., Partia
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.ENVIRONMENT, "fused")
-    with pytest.raises(UserError, match=r"chunked, dense, reference.*'fused'"):
+    with pytest.raises(UserError, match=r"chunked, dense, fla, reference.*'fused'"):
         both_parts(dispatch, make_case(SpanSpec("none"), ("full",), 3))
 
 
@@ -72,6 +72,18 @@ def test_one_that_cannot_serve_the_device_is_passed_over_and_refused_by_name(mon
     assert [dispatch.choose(torch.device(x), None).name for x in ("cpu", "cuda")] == ["chunked", "fused"]
     with pytest.raises(UserError, match=r"cpu.*fused: needs a GPU"):
         dispatch.choose(CPU, "fused")
+
+
+def test_kernels_for_devices_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    assert dispatch.choose(device, None).ops is chunked
+    with pytest.raises(UserError, match=r"cpu; found fla: its kernels are for CUDA devices; unset it"):
+        dispatch.choose(CPU, "fla")
+    monkeypatch.setattr(fla, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"fla: fla-core is not installed \(pip install 'linearize\[gpu\]'\)"):
+        dispatch.choose(device, "fla")
+    monkeypatch.setattr(fla, "find_spec", lambda name: name)
+    assert dispatch.choose(device, "fla").ops is fla
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linearize.base import UserError
-from linearize.ops import chunked, dense, reference
+from linearize.ops import chunked, dense, fla, reference
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout, Span
 from linearize.ops.linear_state import LinearState
@@ -39,9 +39,9 @@ class Impl:
     supports: Callable[[torch.device], str | None] = lambda device: None
 
 
-# In order of preference; the first serves short rows, the last one every call.
+# In order of preference; the second serves short rows. `fla` must be asked for: nobody has measured it on a device yet.
 SHORT = Impl("dense", dense)
-IMPLS = (Impl("chunked", chunked), SHORT, Impl("reference", reference))
+IMPLS = (Impl("chunked", chunked), SHORT, Impl("fla", fla, fla.missing), Impl("reference", reference))
 
 
 @functools.cache
