@@ -10,6 +10,7 @@ import builtins
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,7 +118,9 @@ def test_the_rest_is_the_chunked_form(span: SpanSpec, styles: tuple[str, ...], r
     check(make_case(span, styles, 70, heads=(4, 2, 2), rule=rule).to(torch.float32))
 
 
-def test_documents_that_begin_behind_a_carried_one_are_the_chunked_form() -> None:
-    case = make_case(SpanSpec("sliding", 7), ("packed", "full"), 110, heads=(4, 2, 4), seed=2).to(torch.float32)
+@pytest.mark.parametrize("begins", [40, 60], ids=["with this call", "within it"])
+def test_documents_that_begin_behind_a_carried_one_are_the_chunked_form(begins: int) -> None:
+    case = make_case(SpanSpec("sliding", 7), ("full", "full"), 110, heads=(4, 2, 4), seed=2).to(torch.float32)
+    case = replace(case, documents=[[[*range(begins)], [*range(begins, 110)]], [[*range(110)]]])
     first, layout = part_of(case, 0, 40)
     check(*part_of(case, 40, 110), linear_state(first.phi_k, first.v, span=case.package_span, layout=layout))
