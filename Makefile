@@ -40,6 +40,7 @@ test-faults: setup ## kills, broken disks and input nobody meant: some minutes
 
 test-gpu: setup ## a smoke of some minutes on a CUDA device: tests, then the demo
 	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
+	$(BIN)/python -m pytest tests/ops/test_fla_kernels.py
 	$(BIN)/linearize demo --device cuda --output-dir $(OUTPUT_DIR)-cuda
 
 test-fla: setup ## the operators against flash-linear-attention's, which is installed for it (the extra `gpu`)

@@ -114,7 +114,7 @@ def outputs_and_gradients(
     generator = torch.Generator().manual_seed(2)
     loss = torch.zeros((), dtype=linear.den.dtype)
     for x in (linear.num, linear.den, window.num, window.den, window.log_scale):
-        loss = loss + (x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)).sum()
+        loss = loss + (x * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)).sum()
     gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     named = zip(leaves.items(), gradients, strict=True)
     return (linear, window), {name: torch.zeros_like(x) if g is None else g for (name, x), g in named}

@@ -18,12 +18,14 @@ import torch
 
 from linearize.ops import chunked, fla, reference
 from linearize.ops.layout import Layout
-from linearize.ops.linear_state import linear_state
+from linearize.ops.linear_state import LinearState, linear_state
 from tests.ops.cases import Case, make_case
 from tests.ops.parity import FP32_DECAYED, assert_near, assert_partials_near, outputs_and_gradients, part_of
 from tests.oracles.spans import SpanSpec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+TOLERANCE = FP32_DECAYED if INTERPRETED else 3e-3  # on a device they multiply in TF32
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("there is no CUDA device; `make test-fla` runs this by Triton's interpreter", allow_module_level=True)
 pytest.importorskip("fla.ops", reason="fla is not installed; `make test-fla` installs the extra `gpu` and runs this")
@@ -69,14 +71,16 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "linear_scan", other)
 
 
-def check(case: Case, layout: Layout | None = None, state: Any = None) -> None:
+def check(case: Case, layout: Layout | None = None, state: LinearState | None = None) -> None:
     """Outputs and the gradients of all inputs are those of the definition."""
-    layout = case.layout if layout is None else layout
+    layout = (case.layout if layout is None else layout).to(DEVICE)
+    case = replace(case, **{name: x.to(DEVICE) for name, x in case.tensors.items()})
+    state = None if state is None else LinearState(state.S.to(DEVICE), state.z.to(DEVICE))
     (found, _), found_gradients = outputs_and_gradients(fla, case, layout, state)
     (expected, _), gradients = outputs_and_gradients(reference, case, layout, state)
-    assert_partials_near([found], [expected], FP32_DECAYED)
+    assert_partials_near([found], [expected], TOLERANCE)
     for name, gradient in gradients.items():
-        assert_near(found_gradients[name], gradient, FP32_DECAYED, f"gradient of {name}")
+        assert_near(found_gradients[name], gradient, TOLERANCE, f"gradient of {name}")
 
 
 @each_span
