@@ -136,10 +136,12 @@ def choose(
         held = torch.where(fresh[:, index, None, None], -1, held)
         before.append(held)
         both, scores = torch.cat([held, leaves[:, :, index]], dim=2), None
-        if index >= roomy and readers is not None:
-            scores = readers.received(both)
-        elif index >= roomy and worth is not None and pairs is not None:
-            scores = worth.compare(pairs[row, head, both], at[row, head, both])
+        if index >= roomy:
+            if readers is not None:
+                scores = readers.received(both)
+            elif worth is not None:
+                assert pairs is not None
+                scores = worth.compare(pairs[row, head, both], at[row, head, both])
         held = best(both, scores, size)
         if readers is not None:
             readers.read(index, held)
