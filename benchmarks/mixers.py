@@ -7,6 +7,10 @@ forward and backward, with the gradients of all inputs and parameters.
     python benchmarks/mixers.py                                       # an hour or so: every recipe, 1k to 32k tokens
     python benchmarks/mixers.py --recipes lolcats gla --lengths 4096  # seconds
     python benchmarks/mixers.py --json benchmarks/results/mixers.json # keep the numbers
+    python benchmarks/mixers.py --recipes lolcats gla --dtype bfloat16 --device cuda --implementations chunked fla
+
+With `--implementations`, every recipe is timed by each of them (`LINEARIZE_IMPL`), else by the one that users get.
+Parameters are of the inputs' dtype, as in a converted model.
 
 All take turns, round by round; a first round is not counted. Times are medians over rounds, with the least and the
 greatest; "times faster" is the median over rounds of softmax time / ours in the same round. Memory is the most that was
@@ -34,6 +38,7 @@ from linearize.evaluation.speed import Spread, peak_bytes, seconds_in_turns
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
+from linearize.ops.dispatch import ENVIRONMENT
 from linearize.recipe import Recipe, recipe_names
 
 SOFTMAX = "softmax"
@@ -54,16 +59,30 @@ class Result:
     softmax_peak_bytes: int
 
 
-def make_mixer(recipe: str, shape: LayerShape) -> LinearMixer:
-    return LinearMixer(Recipe.load(recipe).mixer.resolved(shape), shape)
+def make_mixer(recipe: str, shape: LayerShape, dtype: torch.dtype) -> LinearMixer:
+    return LinearMixer(Recipe.load(recipe).mixer.resolved(shape), shape).to(dtype)
 
 
-def make_inputs(shape: LayerShape, length: int) -> AttnInputs:
+def by_implementation(name: str | None, call: Callable[[], object]) -> Callable[[], object]:
+    """`call`, by this implementation of the primitives; None: the one that is chosen."""
+
+    def forced() -> object:
+        before = os.environ.get(ENVIRONMENT)
+        os.environ[ENVIRONMENT] = name or ""
+        try:
+            return call()
+        finally:
+            os.environ.pop(ENVIRONMENT) if before is None else os.environ.update({ENVIRONMENT: before})
+
+    return call if name is None else forced
+
+
+def make_inputs(shape: LayerShape, length: int, dtype: torch.dtype = torch.float32) -> AttnInputs:
     """Random inputs of one sequence; unrotated q and k are others than the rotated ones, which no time depends on."""
     queries, keys = (1, shape.num_heads, length, shape.head_dim), (1, shape.num_kv_heads, length, shape.head_dim)
-    q, k, v, q0, k0 = (torch.randn(size) for size in (queries, keys, keys, queries, keys))
-    cos, sin = (torch.randn(1, length, shape.head_dim) for _ in range(2))
-    hidden = torch.randn(1, length, shape.hidden_size)
+    q, k, v, q0, k0 = (torch.randn(size, dtype=dtype) for size in (queries, keys, keys, queries, keys))
+    cos, sin = (torch.randn(1, length, shape.head_dim, dtype=dtype) for _ in range(2))
+    hidden = torch.randn(1, length, shape.hidden_size, dtype=dtype)
     return AttnInputs(q, k, v, shape.head_dim**-0.5, None, hidden, (q0, k0), (cos, sin))
 
 
@@ -89,14 +108,26 @@ def softmax_call(inputs: AttnInputs, grad: Tensor, backward: bool) -> Callable[[
 
 
 def measure(
-    recipes: Sequence[str], shape: LayerShape, length: int, backward: bool, repeats: int, advance: Callable[[], None]
+    recipes: Sequence[str],
+    implementations: Sequence[str | None],
+    shape: LayerShape,
+    length: int,
+    dtype: torch.dtype,
+    backward: bool,
+    repeats: int,
+    advance: Callable[[], None],
 ) -> list[Result]:
     """Rounds of softmax attention and of every recipe's mixer, in alternating order."""
-    inputs = make_inputs(shape, length)
+    inputs = make_inputs(shape, length, dtype)
     grad = torch.randn_like(inputs.q)
-    mixers = {name: make_mixer(name, shape) for name in recipes}
-    calls = {SOFTMAX: softmax_call(inputs, grad, backward)}
-    calls |= {name: mixer_call(mixer, inputs, grad, backward) for name, mixer in mixers.items()}
+    calls, features = {SOFTMAX: softmax_call(inputs, grad, backward)}, {}
+    for recipe in recipes:
+        mixer = make_mixer(recipe, shape, dtype)
+        call = mixer_call(mixer, inputs, grad, backward)
+        for implementation in implementations:
+            name = recipe if implementation is None else f"{recipe}, {implementation}"
+            calls[name] = by_implementation(implementation, call)
+            features[name] = 0 if mixer.feature_map is None else mixer.feature_map.feature_dim
     with torch.set_grad_enabled(backward):
         seconds = seconds_in_turns(calls, repeats, advance)
         peaks = {}
@@ -106,10 +137,8 @@ def measure(
     softmax, results = seconds.pop(SOFTMAX), []
     for name, ours in seconds.items():
         faster = Spread.of([theirs / mine for theirs, mine in zip(softmax, ours, strict=True)])
-        phi = mixers[name].feature_map
-        features = 0 if phi is None else phi.feature_dim
         times = Spread.of(ours), Spread.of(softmax), faster
-        results.append(Result(name, features, length, backward, *times, peaks[name], peaks[SOFTMAX]))
+        results.append(Result(name, features[name], length, backward, *times, peaks[name], peaks[SOFTMAX]))
     return results
 
 
@@ -154,6 +183,10 @@ def main() -> None:
         "--lengths", type=int, nargs="+", default=lengths, metavar="T", help="tokens (default: 1k to 32k)"
     )
     parser.add_argument("--passes", nargs="+", choices=["forward", "both"], default=["forward", "both"], help="to time")
+    parser.add_argument(
+        "--implementations", nargs="+", default=[None], metavar="NAME", help="of the primitives: chunked, fla, ..."
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
     parser.add_argument("--heads", type=int, default=8, metavar="H", help="query heads (default: 8)")
     parser.add_argument("--kv-heads", type=int, default=8, metavar="G", help="KV heads (default: 8)")
     parser.add_argument("--head-dim", type=int, default=64, metavar="D", help="default: 64")
@@ -170,15 +203,18 @@ def main() -> None:
     heads, head_dim = arguments.heads, arguments.head_dim
     shape = LayerShape(heads, arguments.kv_heads, head_dim, heads * head_dim, max(arguments.lengths))
     results, load, console = [], [os.getloadavg()[0]], Console(stderr=True)
-    total = len(arguments.lengths) * len(arguments.passes) * (len(arguments.recipes) + 1) * (arguments.repeats + 2)
+    calls = len(arguments.recipes) * len(arguments.implementations) + 1
+    total = len(arguments.lengths) * len(arguments.passes) * calls * (arguments.repeats + 2)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("mixers", total=total)
         for length in arguments.lengths:
             for which in arguments.passes:
                 results += measure(
                     arguments.recipes,
+                    arguments.implementations,
                     shape,
                     length,
+                    getattr(torch, arguments.dtype),
                     which == "both",
                     arguments.repeats,
                     lambda: progress.advance(task),

@@ -17,30 +17,31 @@ from linearize.training.memory import candidate_bytes
 
 
 def llama_config(
-    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocabulary: int
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocabulary: int, tied: bool = True
 ) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        head_dim=64,
+        head_dim=hidden // heads,
         intermediate_size=intermediate,
         vocab_size=vocabulary,
-        max_position_embeddings=65536,
-        tie_word_embeddings=True,
+        max_position_embeddings=2**18,
+        tie_word_embeddings=tied,
     )
 
 
 SHAPES = {
     "llama-135m": llama_config(576, 30, 9, 3, 1536, 49152),  # SmolLM-135M
     "llama-1b": llama_config(2048, 16, 32, 8, 8192, 128256),  # Llama-3.2-1B
+    "llama-8b": llama_config(4096, 32, 32, 8, 14336, 128256, tied=False),  # Llama-3.1-8B
 }
 
 
 def model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which teacher, which students of it, and in which numbers."""
-    parser.add_argument("--model", required=True, help=f"a softmax model: a folder, a hub id, or {' or '.join(SHAPES)}")
+    parser.add_argument("--model", required=True, help=f"a softmax model: a folder, a hub id, or {', '.join(SHAPES)}")
     recipes = ["lolcats", "recommended", "absolute-scale"]
     parser.add_argument("--recipes", nargs="+", default=recipes, metavar="NAME", help="default: %(default)s")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
