@@ -82,12 +82,13 @@ def test_every_mixer_in_every_form(name: str, monkeypatch: pytest.MonkeyPatch) -
         rope=(angle.cos(), angle.sin()),
     )
     mixer = LinearMixer(Recipe.load(name).mixer.resolved(shape), shape).cuda()
-    results = {}
+    # Of squares, a normalizer's outputs have next to no gradient: they sum to the same whatever the inputs.
+    results, weights = {}, normal(4)
     for implementation in ("reference", "chunked"):
         monkeypatch.setenv(ENVIRONMENT, implementation)
         leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.hidden)]
         y = mixer(replace(inputs, **dict(zip(("q", "k", "v", "hidden"), leaves, strict=True))))
-        results[implementation] = y, torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)
+        results[implementation] = y, torch.autograd.grad((y * weights).sum(), leaves, allow_unused=True)
     (y, gradients), (expected, expected_gradients) = results["chunked"], results["reference"]
     torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
     for found, gradient in zip(gradients, expected_gradients, strict=True):
@@ -95,7 +96,9 @@ def test_every_mixer_in_every_form(name: str, monkeypatch: pytest.MonkeyPatch) -
         if found is not None and gradient is not None:
             scale = gradient.abs().max().clamp_min(1e-6)
             torch.testing.assert_close(found / scale, gradient / scale, rtol=2e-2, atol=2e-2)
+    monkeypatch.delenv(ENVIRONMENT)
     with torch.no_grad():
+        torch.testing.assert_close(mixer(inputs), expected, rtol=1e-2, atol=1e-2)
         state, pieces = None, []
         for start, stop in [(0, prompt), *((n, n + 1) for n in range(prompt, length))]:
             q, k, v, q0, k0 = (x[:, :, start:stop] for x in (inputs.q, inputs.k, inputs.v, *(inputs.unrotated or ())))
@@ -118,6 +121,33 @@ def test_cached_equals_uncached(dtype: torch.dtype, tolerance: float) -> None:
     error = (torch.cat(parts, 1) - whole).float().abs().max() / whole.float().abs().max()
     assert error < tolerance
     assert student.generate(tokens[:, :50], max_new_tokens=20, do_sample=False).shape == (2, 70)
+
+
+CACHE = {"mixer.span": {"type": "terraced", "window_size": 16, "blocks": 2}, "mixer.feature_map": None}
+CACHE |= {"mixer.combine": {"type": "window_only"}, "mixer.cache": {"size": 48}, "transfer": None}
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"mixer.span": {"type": "terraced"}}, CACHE], ids=["window", "terraces", "cache"]
+)
+@pytest.mark.parametrize("padding", [0, 37])
+def test_prompts_by_kernels_are_those_of_the_chunked_form(
+    overrides: dict[str, object], padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits, and those of a token behind the prompt: of rows with padding on the left too."""
+    student = _student(torch.float32, **overrides)
+    tokens = torch.randint(128, (2, 301), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[1, :padding] = 0
+    found = []
+    for implementation in ("triton", "chunked"):
+        monkeypatch.setenv(ENVIRONMENT, implementation)
+        with torch.no_grad():
+            cache = DynamicCache(config=student.config)
+            prompt = student(tokens[:, :300], attention_mask=mask[:, :300], past_key_values=cache, use_cache=True)
+            step = student(tokens[:, 300:], attention_mask=mask, past_key_values=cache, use_cache=True)
+        found.append(torch.cat([prompt.logits, step.logits], 1)[mask.bool()])
+    torch.testing.assert_close(*found, rtol=2e-3, atol=2e-3)
 
 
 def test_training_memory_is_linear() -> None:

@@ -13,6 +13,7 @@ from linearize.mixers.exact_cache import ExactCache
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import MixerState, Tokens
 from linearize.ops.attention_received import Attention, received
+from linearize.ops.dispatch import has_kernels
 from linearize.ops.exact_cache import Blocks, Worth, best, choose, cut, leaving, taken, written
 from linearize.ops.layout import Layout, TerracedSpan, context_positions
 from linearize.ops.partial import accumulation_dtype
@@ -79,7 +80,7 @@ def cached_keys(
     held = empty_cache(tokens, cache.size) if state is None else state.exact
     assert held is not None
     pool = _pooled(held, tokens, layout.key_position)
-    position, blocks = pool["position"], cut(layout, span)
+    position, blocks = pool["position"], layout.once(("blocks", span), lambda: cut(layout, span))
     readers = None
     if cache.keeps is not None:
         how = {"layout": layout, "span": span, "size": cache.size, "keeps": cache.keeps}
@@ -88,7 +89,7 @@ def cached_keys(
     leaves = leaving(blocks, span, position, cache.size)
     given = pool["keys"], pool["values"], position, leaves, blocks.fresh, cache.size
     roomy = room(config) // span.window_size if state is None else 0
-    before, after = choose(*given, worth, readers, roomy)
+    before, after = choose(*given, worth, readers, roomy, kernels=has_kernels(position.device))
     if readers is not None:
         pool[RECEIVED] = readers.sums[..., None]
     return CachedKeys(pool, blocks, leaves, before, after)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from linearize.base import Config
 from linearize.mixers.shape import LayerShape
-from linearize.ops.exact_cache import Worth
+from linearize.ops import fused
+from linearize.ops.exact_cache import Chooser, Worth
 from linearize.ops.partial import accumulation_dtype
 
 Score = Literal[
@@ -79,6 +81,7 @@ class OfPairs:
 
     pairs: Callable[[Float[Tensor, "B G P D"], Float[Tensor, "B G P D"]], Float[Tensor, "B G P X"]]
     compare: Callable[[Float[Tensor, "B G M X"], Int[Tensor, "B G M"]], Float[Tensor, "B G M"]]
+    fused: Chooser | None = None
 
 
 def _directions(k: Float[Tensor, "B G P D"], v: Float[Tensor, "B G P D"]) -> Float[Tensor, "B G P D"]:
@@ -192,6 +195,8 @@ class ExpectedAttention(nn.Module):
     mean: Tensor
     covariance: Tensor
 
+    fused = None
+
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
         heads, width = shape.num_heads, shape.head_dim
@@ -233,6 +238,8 @@ class Learned(nn.Module):
     """
 
     weight: Tensor
+
+    fused = None
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -276,7 +283,9 @@ CALIBRATED: dict[Score, type[ExpectedAttention | Learned]] = {
 SCORES: dict[Score, OfPairs] = {
     "redundancy_and_age": OfPairs(_directions, redundancy_and_age),
     "redundancy": OfPairs(_directions, redundancy),
-    "recall_redundancy_and_age": OfPairs(_both, recall_redundancy_and_age),
+    "recall_redundancy_and_age": OfPairs(
+        _both, recall_redundancy_and_age, partial(fused.choose_by_recall, per_doubling=BESIDE_RECALL)
+    ),
     "self_recall": OfPairs(_both, self_recall),
     "value_norm": OfPairs(_value_length, _itself),
     "key_norm": OfPairs(_key_length, _itself),

@@ -18,8 +18,8 @@ from linearize.mixers.mixer_state import STATE_DTYPES, Clock, MixerState, Tokens
 from linearize.mixers.one_token import one_token
 from linearize.mixers.running_maximum import running_maximum
 from linearize.ops.block_sizes import kind
-from linearize.ops.dispatch import delta_values, linear_scan, window_softmax
-from linearize.ops.exact_cache import cached_softmax, merged
+from linearize.ops.dispatch import cached_softmax, delta_values, has_kernels, linear_scan, window_softmax
+from linearize.ops.exact_cache import merged
 from linearize.ops.full import full_softmax
 from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.linear_state import LinearState, linear_state
@@ -81,8 +81,9 @@ class LinearMixer(CausalMixer):
         with torch.autocast(inputs.autocast_device, enabled=False):
             if state is not None and layout is None and length == 1:
                 return one_token(self, inputs, state)
-            # Up to where a cache is full it is softmax over all keys, which is faster by itself.
-            first = room(self.config) if state is None and self._pairs_alone() else 0
+            # Up to where a cache is full it is softmax over all keys, which is faster by itself; not than few launches.
+            alone = state is None and self._pairs_alone() and not has_kernels(inputs.q.device)
+            first = room(self.config) if alone else 0
             first = first if 0 < first < length else segment
             if layout is not None or first >= length:
                 return self._prefill(inputs, state, layout)

@@ -15,11 +15,12 @@ from types import ModuleType
 from typing import TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from linearize.base import UserError
-from linearize.ops import chunked, dense, fla, reference
+from linearize.ops import chunked, dense, exact_cache, fla, fused, reference
+from linearize.ops.exact_cache import Blocks
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout, Span
 from linearize.ops.linear_state import LinearState
@@ -32,16 +33,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Impl:
-    """One implementation: `ops` has the three functions; `supports(device)` says why it cannot serve one, or None."""
+    """One implementation: `ops` has the primitives, but for those of exact caches, which few have; `supports(device)`
+    says why it cannot serve one, or None.
+    """
 
     name: str
     ops: ModuleType
     supports: Callable[[torch.device], str | None] = lambda device: None
 
 
-# In order of preference; the second serves short rows. `fla` must be asked for: nobody has measured it on a device yet.
+# In order of preference. Where the first one does not serve, `SHORT` serves short rows. `fla` must be asked for: on a
+# device it measures its kernels for each new shape, which takes minutes.
 SHORT = Impl("dense", dense)
-IMPLS = (Impl("chunked", chunked), SHORT, Impl("fla", fla, fla.missing), Impl("reference", reference))
+KERNELS = Impl("triton", fused, fused.missing)
+IMPLS = (KERNELS, Impl("chunked", chunked), SHORT, Impl("fla", fla, fla.missing), Impl("reference", reference))
 
 
 @functools.cache
@@ -68,9 +73,10 @@ def _ops(keys: Tensor, layout: Layout, queries: Tensor | None = None) -> ModuleT
     expected = keys.shape[2], layout.length if queries is None else queries.shape[2]
     assert found == expected, f"layout: expected (keys, queries) {expected}, found {found}"
     forced = os.environ.get(ENVIRONMENT)
-    if forced is None and queries is not None and dense.pays(queries.shape, keys.shape[2]):
+    ops = choose(keys.device, forced).ops
+    if forced is None and ops is not fused and queries is not None and dense.pays(queries.shape, keys.shape[2]):
         return SHORT.ops
-    return choose(keys.device, forced).ops
+    return ops
 
 
 def _uncompiled(function: Operation) -> Operation:
@@ -130,3 +136,25 @@ def window_softmax(
     """The softmax part of every query, as `reference.window_softmax` defines it."""
     options = {"span": span, "scaling": scaling, "softcap": softcap, "layout": layout}
     return _ops(v, layout, q).window_softmax(q, k, v, **options)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels of our own serve `device`, also what an exact cache holds."""
+    return choose(device, os.environ.get(ENVIRONMENT)).ops is fused
+
+
+@_uncompiled
+def cached_softmax(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G P D"],
+    v: Float[Tensor, "B G P D"],
+    blocks: Blocks,
+    held: Int[Tensor, "B G J C"],
+    *,
+    scaling: float,
+    softcap: float | None,
+    layout: Layout,
+) -> Partial:
+    """Softmax of every query over what its block's cache holds, as `exact_cache.cached_softmax` defines it."""
+    ops = fused if has_kernels(v.device) else exact_cache
+    return ops.cached_softmax(q, k, v, blocks, held, scaling=scaling, softcap=softcap, layout=layout)

@@ -9,6 +9,7 @@ then the K slots.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -24,9 +25,21 @@ from linearize.ops.partial import Partial, accumulation_dtype
 SCORES_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # of queries with cached keys
 
 
+# All that `choose` does behind `Worth.pairs`, of these and positions with one place more, what leaves, where documents
+# begin, and what is held; None where it cannot.
+Chooser = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None]
+
+
 @runtime_checkable
 class Worth(Protocol):
-    """How much each candidate is worth; those worth least go."""
+    """How much each candidate is worth; those worth least go.
+
+    Attributes:
+        fused: the same choice by a kernel, where there is one.
+    """
+
+    @property
+    def fused(self) -> Chooser | None: ...
 
     def pairs(self, k: Float[Tensor, "B G P D"], v: Float[Tensor, "B G P D"], /) -> Float[Tensor, "B G P X"]:
         """What it asks of a pair by itself: worked out once, however often the pair is a candidate."""
@@ -105,6 +118,8 @@ def leaving(blocks: Blocks, span: TerracedSpan, position: Int[Tensor, "B G P"], 
     back = torch.nn.functional.pad(blocks.slots, (0, 0, span.blocks, 0), value=-1)[:, : blocks.slots.shape[1]]
     places = torch.where((back >= 0) & blocks.leaves[..., None], back + size, -1)
     places = places[:, None].expand(*position.shape[:2], -1, -1)
+    if not span.sinks:
+        return places
     at = _taken(position, places.flatten(2)).view_as(places)
     return torch.where(at >= span.sinks, places, -1)
 
@@ -120,6 +135,7 @@ def choose(
     worth: Worth | None,
     readers: Readers | None = None,
     roomy: int = 0,
+    kernels: bool = False,
 ) -> tuple[Int[Tensor, "B G J C"], Int[Tensor, "B G J C"]]:
     """What the cache holds when each block begins, and while its queries read it: places in the pool, oldest first; -1
     is nothing. By what `readers` read, or else by `worth`; for the first `roomy` blocks there is room for all.
@@ -129,6 +145,10 @@ def choose(
     # One more place, the last, which is also -1: none.
     at = torch.nn.functional.pad(position, (0, 1), value=-1)
     pairs = None if worth is None else torch.nn.functional.pad(worth.pairs(k, v), (0, 0, 0, 1))
+    if kernels and readers is None and worth is not None and worth.fused is not None and pairs is not None:
+        chosen = worth.fused(pairs, at, leaves, fresh, held)
+        if chosen is not None:
+            return chosen
     row, head = (torch.arange(n, device=k.device) for n in position.shape[:2])
     row, head = row[:, None, None], head[:, None]
     before, after = [], []

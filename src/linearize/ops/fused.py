@@ -1,0 +1,237 @@
+"""Prompts in few launches, by Triton kernels of our own: the window, the additive linear part, and exact caches.
+
+Forward alone. A GPU works on one operation of a short prompt for less time than it takes to launch it, and the chunked
+forms make hundreds of them per layer. Where gradients are wanted, and what the kernels do not define (decays, kernels
+in closed form, the delta rule, float64, sinks beside a window, padding within a document, more than one document in
+front of a linear part), is served by the dense and chunked forms.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from linearize.ops import chunked, dense, exact_cache
+from linearize.ops.delta import delta_values
+from linearize.ops.exact_cache import Blocks
+from linearize.ops.kernel import Kernel
+from linearize.ops.layout import Layout, Span
+from linearize.ops.linear_state import LinearState
+from linearize.ops.partial import Partial
+from linearize.ops.window import LOG2_E
+
+__all__ = ["cached_softmax", "choose_by_recall", "delta_values", "linear_scan", "missing", "window_softmax"]
+
+WIDEST = 128  # features, and values of a head
+MOST_CANDIDATES = 1024
+CHUNK = 64  # queries of a program
+PRECISION = {"PRECISION": "tf32x3"}  # of products of float32: three of TF32, which come near to it
+
+
+def missing(device: torch.device) -> str | None:
+    """Why the kernels cannot run on a device; None: they can."""
+    if device.type != "cuda":
+        return "its kernels are for CUDA devices"
+    return None if find_spec("triton") else "triton is not installed (pip install 'linearize[gpu]')"
+
+
+def window_softmax(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G K D"],
+    v: Float[Tensor, "B G K D"],
+    *,
+    span: Span,
+    scaling: float,
+    softcap: float | None = None,
+    layout: Layout,
+) -> Partial:
+    """The softmax part (`reference.window_softmax`)."""
+    if _wants_more((q, k, v), layout) or span.sinks or not span.max_lag or v.shape[3] > WIDEST:
+        options = {"span": span, "scaling": scaling, "softcap": softcap, "layout": layout}
+        return _others(q, k).window_softmax(q, k, v, **options)
+    from linearize.ops import triton_kernels
+
+    q, k, v = (_rows_of_numbers(x) for x in (q, k.to(q.dtype), v.to(q.dtype)))
+    (batch, heads, length, width), block = q.shape, min(64, _power_of_2(span.max_lag))
+    part, (queries, keys), lowest = _empty_part(q), _positions(layout), _lowest(span, layout)
+    triton_kernels.window[(-(-length // CHUNK), batch * heads)](
+        *(q, k, v, lowest, *queries, *keys, part.num, part.den, part.log_scale),
+        *(*_strides(q), *_strides(k), *_strides(v), *map(_between_rows, (lowest, queries[0], keys[0]))),
+        *(heads, length, k.shape[2], scaling * LOG2_E, 1.0 if softcap is None else softcap),
+        GROUP=heads // k.shape[1], D=width, BLOCK_D=_power_of_2(width), LAG=span.max_lag, SOFTCAP=softcap is not None,
+        M=CHUNK, N=block, **PRECISION,
+    )  # fmt: skip
+    return part
+
+
+def linear_scan(
+    phi_q: Float[Tensor, "B H T F"],
+    phi_k: Float[Tensor, "B Hk K F"],
+    v: Float[Tensor, "B G K D"],
+    *,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
+    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
+    kernel: Kernel | None = None,
+    span: Span,
+    layout: Layout,
+    state: LinearState | None = None,
+) -> Partial:
+    """The linear part (`reference.linear_scan`)."""
+    before = phi_k.shape[2] - phi_q.shape[2]
+    other = any(x is not None for x in (log_decay_k, log_decay_v, kernel)) or max(phi_k.shape[3], v.shape[3]) > WIDEST
+    other |= before > span.max_lag + CHUNK - 1 or v.shape[3] == 0
+    if other or _wants_more((phi_q, phi_k, v), layout) or not _one_document(layout, state is not None):
+        options = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v, "kernel": kernel, "state": state}
+        return _others(phi_q, phi_k).linear_scan(phi_q, phi_k, v, span=span, layout=layout, **options)
+    from linearize.ops import triton_kernels
+
+    phi_q, phi_k, v = (_rows_of_numbers(x) for x in (phi_q, phi_k, v))
+    (batch, heads, length, features), (key_heads, slots), width = phi_q.shape, phi_k.shape[1:3], v.shape[3]
+    chunks, (_, (position, _)) = -(-length // CHUNK), _positions(layout)
+    S = phi_q.new_empty(batch, key_heads, chunks, features, width, dtype=torch.float32)
+    z = phi_q.new_empty(batch, key_heads, chunks, features, dtype=torch.float32)
+    for all_chunks, first in zip((S, z), (0, 0) if state is None else (state.S, state.z), strict=True):
+        all_chunks[:, :, 0] = first
+    blocks = {"F": features, "BLOCK_F": _power_of_2(features), "D": width}
+    part = _empty_part(phi_q[..., :1].expand(-1, -1, -1, width))
+    side = min(64, _power_of_2(width))
+    triton_kernels.linear_states[(batch * key_heads, -(-width // side))](
+        *(phi_k, v, position, S, z, *_strides(phi_k), *_strides(v), _between_rows(position)),
+        *(key_heads, slots, before, chunks, span.max_lag, span.sinks),
+        V_GROUP=key_heads // v.shape[1], BLOCK_D=side, C=CHUNK, **blocks, **PRECISION,
+    )  # fmt: skip
+    lowest = _lowest(span, layout)
+    triton_kernels.linear_outputs[(chunks, batch * heads)](
+        *(phi_q, phi_k, v, lowest, position, S, z, part.num, part.den),
+        *(*_strides(phi_q), *_strides(phi_k), *_strides(v), _between_rows(lowest), _between_rows(position)),
+        *(heads, length, slots, chunks, span.sinks),
+        K_GROUP=heads // key_heads, V_GROUP=heads // v.shape[1], BLOCK_D=_power_of_2(width),
+        LAG=span.max_lag, LATE=span.fold_lag, C=CHUNK, **blocks, **PRECISION,
+    )  # fmt: skip
+    return Partial(part.num, part.den, part.log_scale.zero_())
+
+
+def cached_softmax(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G P D"],
+    v: Float[Tensor, "B G P D"],
+    blocks: Blocks,
+    held: Int[Tensor, "B G J C"],
+    *,
+    scaling: float,
+    softcap: float | None,
+    layout: Layout,
+) -> Partial:
+    """Softmax of every query over what its block's cache holds (`exact_cache.cached_softmax`)."""
+    group, block = q.shape[1] // k.shape[1], blocks.slots.shape[2]
+    rows = _power_of_2(group * block)
+    if _wants_more((q, k, v), None) or v.shape[3] > WIDEST or rows > 2 * CHUNK:
+        options = {"scaling": scaling, "softcap": softcap, "layout": layout}
+        return exact_cache.cached_softmax(q, k, v, blocks, held, **options)
+    from linearize.ops import triton_kernels
+
+    q, k, v = (_rows_of_numbers(x) for x in (q, k.to(q.dtype), v.to(q.dtype)))
+    batch, length, width, size = len(q), *q.shape[2:], held.shape[3]
+    before = layout.key_position.shape[1] - length
+    at, held = torch.where(blocks.slots >= before, blocks.slots - before, -1), held.contiguous()
+    part = Partial(*(x.zero_() for x in vars(_empty_part(q)).values()))  # what no block holds reads nothing
+    triton_kernels.cached[(held.shape[2], batch * k.shape[1])](
+        *(q, k, v, at, held, part.num, part.den, part.log_scale),
+        *(*_strides(q), *_strides(k), *_strides(v), _between_rows(at)),
+        *(k.shape[1], length, held.shape[2], block, scaling * LOG2_E, 1.0 if softcap is None else softcap),
+        GROUP=group, C=size, D=width, BLOCK_D=_power_of_2(width), SOFTCAP=softcap is not None,
+        M=rows, N=min(64, _power_of_2(size)), **PRECISION,
+    )  # fmt: skip
+    return part
+
+
+def choose_by_recall(
+    pairs: Float[Tensor, "B G P X"],
+    position: Int[Tensor, "B G P"],
+    leaves: Int[Tensor, "B G J w"],
+    fresh: Bool[Tensor, "#B J"],
+    held: Int[Tensor, "B G C"],
+    per_doubling: float,
+) -> tuple[Int[Tensor, "B G J C"], Int[Tensor, "B G J C"]] | None:
+    """`exact_cache.choose` by self-recall, redundancy and age; None: not by this kernel.
+
+    `pairs` are directions and values of the pool, X = 2 D, `held` what the cache holds before the first block.
+    """
+    (batch, heads, pool, width), (size, count) = pairs.shape, (held.shape[2], leaves.shape[3])
+    if pairs.dtype != torch.float32 or width > 2 * WIDEST or size + count > MOST_CANDIDATES:
+        return None
+    from linearize.ops import triton_kernels
+
+    blocks, every = leaves.shape[2], _power_of_2(size + count)
+    before, after = (leaves.new_empty(batch, heads, blocks, size) for _ in range(2))
+    before[:, :, 0] = held
+    scores = pairs.new_empty(batch * heads, every)
+    triton_kernels.choose_by_recall[(batch * heads,)](
+        *(pairs.contiguous(), position.contiguous(), leaves.contiguous(), fresh.to(torch.int32), before, after, scores),
+        *(_between_rows(fresh), heads, blocks, pool, per_doubling),
+        C=size, W=count, D=width // 2, BLOCK_D=_power_of_2(width // 2), ALL=every, N=min(64, every), **PRECISION,
+        num_warps=4 if every <= 256 else 8,
+    )  # fmt: skip
+    return before, after
+
+
+def _wants_more(inputs: tuple[Tensor, ...], layout: Layout | None) -> bool:
+    """Gradients, numbers of double precision, or padding within a document."""
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    doubles = any(x.dtype == torch.float64 for x in inputs)
+    return wanted or doubles or (layout is not None and layout.compaction is not None)
+
+
+def _others(queries: Tensor, keys: Tensor) -> ModuleType:
+    return dense if dense.pays(queries.shape, keys.shape[2]) else chunked
+
+
+def _one_document(layout: Layout, carried: bool) -> bool:
+    """Whether all tokens of a row are of one document, the carried one where there is a state."""
+    if layout.uniform:
+        return True
+
+    def found() -> bool:
+        document = torch.where(layout.key_position >= 0, layout.key_document, layout.last_document)
+        alone = document == (torch.zeros_like(layout.last_document) if carried else layout.last_document)
+        return bool(alone.all())
+
+    return layout.once(("one document", carried), found)
+
+
+def _positions(layout: Layout) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Positions and documents of the queries, then of the keys."""
+    queries = layout.query_position, layout.query_document
+    return queries, (layout.key_position, layout.key_document)
+
+
+def _lowest(span: Span, layout: Layout) -> Int[Tensor, "B T"]:
+    """lo(n) of each query, -1 for padding."""
+    position = layout.query_position
+    return layout.once(("lowest", span), lambda: torch.where(position >= 0, span.lo(position), -1))
+
+
+def _empty_part(q: Float[Tensor, "B H T D"]) -> Partial:
+    num = q.new_empty(q.shape, dtype=torch.float32)
+    return Partial(num, *(num.new_empty(q.shape[:3]) for _ in range(2)))
+
+
+def _rows_of_numbers(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x: Float[Tensor, "B h K X"]) -> tuple[int, ...]:
+    return x.stride()[:3]
+
+
+def _between_rows(x: Tensor) -> int:
+    return x.stride(0) if len(x) > 1 else 0
+
+
+def _power_of_2(number: int) -> int:
+    """The least one that is no less, and no less than 16, which products take at least."""
+    return max(16, 1 << (number - 1).bit_length())

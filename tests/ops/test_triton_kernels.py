@@ -1,0 +1,172 @@
+"""The kernels of `fused`, held to the definition, and an exact cache's to its own.
+
+On a CUDA device, or on a CPU by Triton's interpreter (`make test-kernels`), which `TRITON_INTERPRET=1` turns on before
+triton is imported: so these tests have a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from linearize.mixers.exact_cache import BESIDE_RECALL, SCORES
+from linearize.ops import chunked, dense, exact_cache, fused, reference
+from linearize.ops.layout import Layout, TerracedSpan
+from linearize.ops.linear_state import LinearState, linear_state
+from tests.ops.cases import Case, make_case
+from tests.ops.parity import assert_partials_near, part_of
+from tests.oracles.spans import SpanSpec
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+TOLERANCE = 1e-5
+if not (INTERPRETED or torch.cuda.is_available()):
+    pytest.skip(
+        "there is no CUDA device; `make test-kernels` runs this by Triton's interpreter", allow_module_level=True
+    )
+pytest.importorskip("triton", reason="triton is not installed; `make test-kernels` installs the extra `gpu`")
+
+SPANS = [SpanSpec("none"), SpanSpec("sliding", 1), SpanSpec("sliding", 7), SpanSpec("sliding", 100)]
+SPANS += [SpanSpec("terraced", 64, 1), SpanSpec("terraced", 16, 2), SpanSpec("terraced", 7, 3)]
+each_span = pytest.mark.parametrize("span", SPANS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def kernels_alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Nothing else serves a call, but where the test is of that."""
+    if "others" in request.keywords:
+        return
+
+    def other(*args: Any, **options: Any) -> None:
+        pytest.fail("not served by a kernel")
+
+    for module, names in ((chunked, ("linear_scan", "window_softmax")), (dense, ("linear_scan", "window_softmax"))):
+        for name in names:
+            monkeypatch.setattr(module, name, other)
+    monkeypatch.setattr(exact_cache, "cached_softmax", other)
+
+
+def check(case: Case, layout: Layout | None = None, state: LinearState | None = None, part: str = "both") -> None:
+    """Both parts, or one of them, are those of the definition."""
+    layout, span = (case.layout if layout is None else layout).to(DEVICE), case.package_span
+    case = replace(case, **{name: x.float().to(DEVICE) for name, x in case.tensors.items()})
+    state = None if state is None else LinearState(state.S.float().to(DEVICE), state.z.float().to(DEVICE))
+    found = []
+    for ops in (fused, reference):
+        own = []
+        if part != "window":
+            own.append(ops.linear_scan(case.phi_q, case.phi_k, case.v, span=span, layout=layout, state=state))
+        if part != "linear" and span.max_lag:
+            how = {"scaling": case.scaling, "softcap": case.softcap, "layout": layout}
+            own.append(ops.window_softmax(case.q, case.k, case.v, span=span, **how))
+        found.append(own)
+    assert_partials_near(*found, TOLERANCE)
+
+
+@each_span
+@pytest.mark.parametrize("heads", [(4, 2, 2), (4, 1, 4)], ids=str)
+def test_one_document_padded_on_a_side_or_not(span: SpanSpec, heads: tuple[int, int, int]) -> None:
+    for length in (5, 150):
+        check(make_case(span, ("full", "left", "right"), length, heads=heads, seed=length))
+
+
+@each_span
+def test_rows_that_are_known_to_be_full(span: SpanSpec) -> None:
+    check(make_case(span, ("full", "full"), 130, heads=(2, 1, 2)), Layout.full(130))
+
+
+@each_span
+@pytest.mark.parametrize("start", [4, 90])
+def test_a_carried_document_goes_on(span: SpanSpec, start: int) -> None:
+    """From the state that the first tokens leave, before and after the window is full."""
+    case = make_case(span, ("full", "full"), 170, heads=(4, 2, 4), seed=start)
+    first, layout = part_of(case, 0, start)
+    state = linear_state(first.phi_k, first.v, span=case.package_span, layout=layout)
+    check(*part_of(case, start, 170), LinearState(state.S, state.z))
+
+
+@pytest.mark.parametrize("span", [span for span in SPANS if span.kind != "none"], ids=str)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_windows_of_packed_documents(span: SpanSpec, softcap: float | None) -> None:
+    case = make_case(span, ("packed", "packed", "left"), 150, heads=(4, 2, 2), seed=3, softcap=softcap)
+    check(case, part="window")
+
+
+def test_linear_parts_beside_sinks() -> None:
+    check(make_case(SpanSpec("sliding", 7, sinks=9), ("full", "left"), 150, heads=(2, 1, 2)), part="linear")
+
+
+@pytest.mark.parametrize(
+    "span, styles, rule, part",
+    [
+        (SpanSpec("sliding", 7, sinks=2), ("full",), "none", "window"),
+        (SpanSpec("sliding", 7), ("packed",), "none", "linear"),
+        (SpanSpec("sliding", 7), ("mixed",), "none", "both"),
+    ],
+    ids=["sinks", "documents", "padding"],
+)
+@pytest.mark.others
+def test_the_rest_is_the_dense_and_chunked_forms(span: SpanSpec, styles: tuple[str, ...], rule: str, part: str) -> None:
+    check(make_case(span, styles, 300, heads=(4, 2, 2), rule=rule), part=part)
+
+
+# --- exact caches -----------------------------------------------------------------------------------------------------
+
+
+class Pool:
+    """Keys and values behind what a cache holds of an earlier call, in rows of several documents."""
+
+    def __init__(self, style: str, length: int, size: int, span: TerracedSpan, seed: int = 0) -> None:
+        case = make_case(
+            SpanSpec("terraced", span.window_size, span.blocks), (style, style), length, heads=(4, 2, 2), seed=seed
+        )
+        self.layout = Layout.full(length) if style == "full" else case.layout
+        self.q, k, v = (x.float().to(DEVICE) for x in (case.q, case.k, case.v))
+        self.k, self.v = (torch.nn.functional.pad(x, (0, 0, size, 0)) for x in (k, v))
+        position = self.layout.key_position.expand(2, -1)[:, None].expand(-1, 2, -1)
+        self.position = torch.nn.functional.pad(position, (size, 0), value=-1)
+        self.blocks = exact_cache.cut(self.layout, span)
+        self.leaves = exact_cache.leaving(self.blocks, span, self.position, size)
+        self.fresh = self.blocks.fresh
+
+    def chosen(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """By the definition."""
+        worth = SCORES["recall_redundancy_and_age"]
+        given = self.k.cpu(), self.v.cpu(), self.position, self.leaves, self.fresh, size
+        return exact_cache.choose(*given, worth)
+
+
+@pytest.mark.parametrize("style", ["full", "packed", "left"])
+@pytest.mark.parametrize("size", [16, 40, 100])
+def test_what_a_cache_holds(style: str, size: int) -> None:
+    pool = Pool(style, 300, size, TerracedSpan(window_size=16, blocks=2))
+    expected = pool.chosen(size)
+    candidates = (expected[0] >= 0).sum(-1) + (pool.leaves >= 0).sum(-1)
+    assert (candidates > size).any() or not (style == "full" or size == 16), "some must go"
+    pairs = torch.nn.functional.pad(SCORES["recall_redundancy_and_age"].pairs(pool.k, pool.v), (0, 0, 0, 1))
+    at, held = torch.nn.functional.pad(pool.position, (0, 1), value=-1), torch.full((2, 2, size), -1)
+    given = (x.to(DEVICE) for x in (pairs, at, pool.leaves, pool.fresh, held))
+    found = fused.choose_by_recall(*given, BESIDE_RECALL)
+    assert found is not None
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.parametrize("style", ["full", "packed", "left"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_what_queries_read_of_a_cache(style: str, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 40
+    pool = Pool(style, 300, size, TerracedSpan(window_size=16, blocks=2), seed=1)
+    _, held = pool.chosen(size)
+    layout, blocks = pool.layout.to(DEVICE), exact_cache.Blocks(*(x.to(DEVICE) for x in vars(pool.blocks).values()))
+    given, how = (
+        (pool.q, pool.k, pool.v, blocks, held.to(DEVICE)),
+        {"scaling": 0.4, "softcap": softcap, "layout": layout},
+    )
+    found = fused.cached_softmax(*given, **how)
+    monkeypatch.undo()
+    assert_partials_near([found], [exact_cache.cached_softmax(*given, **how)], TOLERANCE)
