@@ -63,7 +63,7 @@ def window_softmax(
         *(*_strides(q), *_strides(k), *_strides(v), *map(_between_rows, (lowest, queries[0], keys[0]))),
         *(heads, length, k.shape[2], scaling * LOG2_E, 1.0 if softcap is None else softcap),
         GROUP=heads // k.shape[1], D=width, BLOCK_D=_power_of_2(width), LAG=span.max_lag, SOFTCAP=softcap is not None,
-        M=CHUNK, N=block, **PRECISION,
+        M=CHUNK, N=block, **PRECISION, num_stages=2,
     )  # fmt: skip
     return part
 
@@ -102,7 +102,7 @@ def linear_scan(
     triton_kernels.linear_states[(batch * key_heads, -(-width // side))](
         *(phi_k, v, position, S, z, *_strides(phi_k), *_strides(v), _between_rows(position)),
         *(key_heads, slots, before, chunks, span.max_lag, span.sinks),
-        V_GROUP=key_heads // v.shape[1], BLOCK_D=side, C=CHUNK, **blocks, **PRECISION,
+        V_GROUP=key_heads // v.shape[1], BLOCK_D=side, C=CHUNK, **blocks, **PRECISION, num_stages=1,
     )  # fmt: skip
     lowest = _lowest(span, layout)
     triton_kernels.linear_outputs[(chunks, batch * heads)](
@@ -110,7 +110,7 @@ def linear_scan(
         *(*_strides(phi_q), *_strides(phi_k), *_strides(v), _between_rows(lowest), _between_rows(position)),
         *(heads, length, slots, chunks, span.sinks),
         K_GROUP=heads // key_heads, V_GROUP=heads // v.shape[1], BLOCK_D=_power_of_2(width),
-        LAG=span.max_lag, LATE=span.fold_lag, C=CHUNK, **blocks, **PRECISION,
+        LAG=span.max_lag, LATE=span.fold_lag, C=CHUNK, **blocks, **PRECISION, num_stages=1,
     )  # fmt: skip
     return Partial(part.num, part.den, part.log_scale.zero_())
 
@@ -144,7 +144,7 @@ def cached_softmax(
         *(*_strides(q), *_strides(k), *_strides(v), _between_rows(at)),
         *(k.shape[1], length, held.shape[2], block, scaling * LOG2_E, 1.0 if softcap is None else softcap),
         GROUP=group, C=size, D=width, BLOCK_D=_power_of_2(width), SOFTCAP=softcap is not None,
-        M=rows, N=min(64, _power_of_2(size)), **PRECISION,
+        M=rows, N=min(64, _power_of_2(size)), **PRECISION, num_stages=2,
     )  # fmt: skip
     return part
 
@@ -174,7 +174,7 @@ def choose_by_recall(
         *(pairs.contiguous(), position.contiguous(), leaves.contiguous(), fresh.to(torch.int32), before, after, scores),
         *(_between_rows(fresh), heads, blocks, pool, per_doubling),
         C=size, W=count, D=width // 2, BLOCK_D=_power_of_2(width // 2), ALL=every, N=min(64, every), **PRECISION,
-        num_warps=4 if every <= 256 else 8,
+        num_warps=4 if every <= 256 else 8, num_stages=1,
     )  # fmt: skip
     return before, after
 
