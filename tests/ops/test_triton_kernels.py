@@ -17,6 +17,7 @@ from linearize.mixers.exact_cache import BESIDE_RECALL, SCORES
 from linearize.ops import chunked, dense, exact_cache, fused, reference
 from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.linear_state import LinearState, linear_state
+from linearize.ops.partial import Partial
 from tests.ops.cases import Case, make_case
 from tests.ops.parity import assert_partials_near, part_of
 from tests.oracles.spans import SpanSpec
@@ -47,7 +48,6 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
     for module, names in ((chunked, ("linear_scan", "window_softmax")), (dense, ("linear_scan", "window_softmax"))):
         for name in names:
             monkeypatch.setattr(module, name, other)
-    monkeypatch.setattr(exact_cache, "cached_softmax", other)
 
 
 def check(case: Case, layout: Layout | None = None, state: LinearState | None = None, part: str = "both") -> None:
@@ -124,6 +124,7 @@ class Pool:
         case = make_case(
             SpanSpec("terraced", span.window_size, span.blocks), (style, style), length, heads=(4, 2, 2), seed=seed
         )
+        self.span = span
         self.layout = Layout.full(length) if style == "full" else case.layout
         self.q, k, v = (x.float().to(DEVICE) for x in (case.q, case.k, case.v))
         self.k, self.v = (torch.nn.functional.pad(x, (0, 0, size, 0)) for x in (k, v))
@@ -167,6 +168,8 @@ def test_what_queries_read_of_a_cache(style: str, softcap: float | None, monkeyp
         (pool.q, pool.k, pool.v, blocks, held.to(DEVICE)),
         {"scaling": 0.4, "softcap": softcap, "layout": layout},
     )
-    found = fused.cached_softmax(*given, **how)
-    monkeypatch.undo()
-    assert_partials_near([found], [exact_cache.cached_softmax(*given, **how)], TOLERANCE)
+    window = reference.window_softmax(pool.q, pool.k[:, :, size:], pool.v[:, :, size:], span=pool.span, **how)
+    expected = exact_cache.merged(window, exact_cache.cached_softmax(*given, **how))
+    monkeypatch.setattr(exact_cache, "cached_softmax", None)
+    copy = Partial(window.num.clone(), window.den.clone(), window.log_scale.clone())
+    assert_partials_near([fused.with_cached(*given, copy, **how)], [expected], TOLERANCE)

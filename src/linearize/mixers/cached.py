@@ -86,7 +86,11 @@ def cached_keys(
         how = {"layout": layout, "span": span, "size": cache.size, "keeps": cache.keeps}
         how |= {"scaling": inputs.scaling, "softcap": inputs.softcap}
         readers = Attention(inputs.q, pool["keys"], pool[RECEIVED][..., 0], blocks, **how)
-    leaves = leaving(blocks, span, position, cache.size)
+    if span.sinks:
+        leaves = leaving(blocks, span, position, cache.size)
+    else:  # which are of no single layer's keys
+        known = "leaves", span, cache.size, position.shape[:2]
+        leaves = layout.once(known, lambda: leaving(blocks, span, position, cache.size))
     given = pool["keys"], pool["values"], position, leaves, blocks.fresh, cache.size
     roomy = room(config) // span.window_size if state is None else 0
     before, after = choose(*given, worth, readers, roomy, kernels=has_kernels(position.device))

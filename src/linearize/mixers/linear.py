@@ -18,8 +18,7 @@ from linearize.mixers.mixer_state import STATE_DTYPES, Clock, MixerState, Tokens
 from linearize.mixers.one_token import one_token
 from linearize.mixers.running_maximum import running_maximum
 from linearize.ops.block_sizes import kind
-from linearize.ops.dispatch import cached_softmax, delta_values, has_kernels, linear_scan, window_softmax
-from linearize.ops.exact_cache import merged
+from linearize.ops.dispatch import delta_values, has_kernels, linear_scan, window_softmax, with_cached
 from linearize.ops.full import full_softmax
 from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.linear_state import LinearState, linear_state
@@ -177,7 +176,7 @@ class LinearMixer(CausalMixer):
             window = window_softmax(inputs.q, tokens["keys"], tokens["values"], span=self.span, **softmax)
             if cached is not None:
                 k, v = cached.pool["keys"], cached.pool["values"]
-                window = merged(window, cached_softmax(inputs.q, k, v, cached.blocks, cached.held, **softmax))
+                window = with_cached(inputs.q, k, v, cached.blocks, cached.held, window, **softmax)
         if phi_k is not None:
             before = None if state is None else state.linear
             how: dict[str, Any] = self.how(tokens) | {"span": self.span, "layout": layout, "state": before}

@@ -144,17 +144,18 @@ def has_kernels(device: torch.device) -> bool:
 
 
 @_uncompiled
-def cached_softmax(
+def with_cached(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G P D"],
     v: Float[Tensor, "B G P D"],
     blocks: Blocks,
     held: Int[Tensor, "B G J C"],
+    window: Partial,
     *,
     scaling: float,
     softcap: float | None,
     layout: Layout,
 ) -> Partial:
-    """Softmax of every query over what its block's cache holds, as `exact_cache.cached_softmax` defines it."""
+    """`window` with what the block's cache holds, as `exact_cache.with_cached` defines it; may overwrite `window`."""
     ops = fused if has_kernels(v.device) else exact_cache
-    return ops.cached_softmax(q, k, v, blocks, held, scaling=scaling, softcap=softcap, layout=layout)
+    return ops.with_cached(q, k, v, blocks, held, window, scaling=scaling, softcap=softcap, layout=layout)

@@ -285,6 +285,22 @@ def _of_blocks(
     return tuple(x.unflatten(3, (-1, at.shape[2])).transpose(2, 3).flatten(1, 2) for x in found)
 
 
+def with_cached(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G P D"],
+    v: Float[Tensor, "B G P D"],
+    blocks: Blocks,
+    held: Int[Tensor, "B G J C"],
+    window: Partial,
+    *,
+    scaling: float,
+    softcap: float | None,
+    layout: Layout,
+) -> Partial:
+    """`window` and the `cached_softmax`, of different keys, as one."""
+    return merged(window, cached_softmax(q, k, v, blocks, held, scaling=scaling, softcap=softcap, layout=layout))
+
+
 def merged(a: Partial, b: Partial) -> Partial:
     """Both parts, of different keys, as one softmax."""
     top = torch.maximum(_top(a), _top(b))

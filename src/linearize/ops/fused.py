@@ -24,12 +24,15 @@ from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial
 from linearize.ops.window import LOG2_E
 
-__all__ = ["cached_softmax", "choose_by_recall", "delta_values", "linear_scan", "missing", "window_softmax"]
+__all__ = ["choose_by_recall", "delta_values", "linear_scan", "missing", "window_softmax", "with_cached"]
 
 WIDEST = 128  # features, and values of a head
 MOST_CANDIDATES = 1024
+MOST_BYTES = 2**15  # of the queries of a program
 CHUNK = 64  # queries of a program
-PRECISION = {"PRECISION": "tf32x3"}  # of products of float32: three of TF32, which come near to it
+# Products of float32 are three of TF32, which come near to it. No loads ahead: then 99 KiB of shared memory are enough,
+# which GPUs have since Ampere.
+HOW = {"PRECISION": "tf32x3", "num_stages": 1}
 
 
 def missing(device: torch.device) -> str | None:
@@ -56,14 +59,14 @@ def window_softmax(
     from linearize.ops import triton_kernels
 
     q, k, v = (_rows_of_numbers(x) for x in (q, k.to(q.dtype), v.to(q.dtype)))
-    (batch, heads, length, width), block = q.shape, min(64, _power_of_2(span.max_lag))
+    batch, heads, length, width = q.shape
     part, (queries, keys), lowest = _empty_part(q), _positions(layout), _lowest(span, layout)
     triton_kernels.window[(-(-length // CHUNK), batch * heads)](
         *(q, k, v, lowest, *queries, *keys, part.num, part.den, part.log_scale),
         *(*_strides(q), *_strides(k), *_strides(v), *map(_between_rows, (lowest, queries[0], keys[0]))),
-        *(heads, length, k.shape[2], scaling * LOG2_E, 1.0 if softcap is None else softcap),
-        GROUP=heads // k.shape[1], D=width, BLOCK_D=_power_of_2(width), LAG=span.max_lag, SOFTCAP=softcap is not None,
-        M=CHUNK, N=block, **PRECISION, num_stages=2,
+        *(heads, heads // k.shape[1], length, k.shape[2], span.max_lag),
+        *(scaling * LOG2_E, 1.0 if softcap is None else softcap),
+        D=width, BLOCK_D=_power_of_2(width), SOFTCAP=softcap is not None, M=CHUNK, N=32, **HOW,
     )  # fmt: skip
     return part
 
@@ -101,50 +104,54 @@ def linear_scan(
     side = min(64, _power_of_2(width))
     triton_kernels.linear_states[(batch * key_heads, -(-width // side))](
         *(phi_k, v, position, S, z, *_strides(phi_k), *_strides(v), _between_rows(position)),
-        *(key_heads, slots, before, chunks, span.max_lag, span.sinks),
-        V_GROUP=key_heads // v.shape[1], BLOCK_D=side, C=CHUNK, **blocks, **PRECISION, num_stages=1,
+        *(key_heads, key_heads // v.shape[1], slots, before, chunks, span.max_lag, span.sinks),
+        BLOCK_D=side, C=CHUNK, **blocks, **HOW,
     )  # fmt: skip
     lowest = _lowest(span, layout)
-    triton_kernels.linear_outputs[(chunks, batch * heads)](
+    triton_kernels.linear_outputs[(chunks, batch * heads, -(-width // side))](
         *(phi_q, phi_k, v, lowest, position, S, z, part.num, part.den),
         *(*_strides(phi_q), *_strides(phi_k), *_strides(v), _between_rows(lowest), _between_rows(position)),
-        *(heads, length, slots, chunks, span.sinks),
-        K_GROUP=heads // key_heads, V_GROUP=heads // v.shape[1], BLOCK_D=_power_of_2(width),
-        LAG=span.max_lag, LATE=span.fold_lag, C=CHUNK, **blocks, **PRECISION, num_stages=1,
+        *(heads, heads // key_heads, heads // v.shape[1], length, slots, chunks),
+        *(span.max_lag, span.fold_lag, span.sinks),
+        BLOCK_D=side, C=CHUNK, **blocks, **HOW,
     )  # fmt: skip
     return Partial(part.num, part.den, part.log_scale.zero_())
 
 
-def cached_softmax(
+def with_cached(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G P D"],
     v: Float[Tensor, "B G P D"],
     blocks: Blocks,
     held: Int[Tensor, "B G J C"],
+    window: Partial,
     *,
     scaling: float,
     softcap: float | None,
     layout: Layout,
 ) -> Partial:
-    """Softmax of every query over what its block's cache holds (`exact_cache.cached_softmax`)."""
+    """Softmax of every query over window and what its block's cache holds (`exact_cache.with_cached`).
+
+    Overwrites `window`.
+    """
     group, block = q.shape[1] // k.shape[1], blocks.slots.shape[2]
     rows = _power_of_2(group * block)
-    if _wants_more((q, k, v), None) or v.shape[3] > WIDEST or rows > 2 * CHUNK:
+    if _wants_more((q, k, v), None) or rows * v.shape[3] * q.element_size() > MOST_BYTES:
         options = {"scaling": scaling, "softcap": softcap, "layout": layout}
-        return exact_cache.cached_softmax(q, k, v, blocks, held, **options)
+        return exact_cache.with_cached(q, k, v, blocks, held, window, **options)
     from linearize.ops import triton_kernels
 
     q, k, v = (_rows_of_numbers(x) for x in (q, k.to(q.dtype), v.to(q.dtype)))
     batch, length, width, size = len(q), *q.shape[2:], held.shape[3]
     before = layout.key_position.shape[1] - length
     at, held = torch.where(blocks.slots >= before, blocks.slots - before, -1), held.contiguous()
-    part = Partial(*(x.zero_() for x in vars(_empty_part(q)).values()))  # what no block holds reads nothing
+    part = Partial(*(x.contiguous() for x in (window.num, window.den, window.log_scale)))
     triton_kernels.cached[(held.shape[2], batch * k.shape[1])](
         *(q, k, v, at, held, part.num, part.den, part.log_scale),
         *(*_strides(q), *_strides(k), *_strides(v), _between_rows(at)),
-        *(k.shape[1], length, held.shape[2], block, scaling * LOG2_E, 1.0 if softcap is None else softcap),
-        GROUP=group, C=size, D=width, BLOCK_D=_power_of_2(width), SOFTCAP=softcap is not None,
-        M=rows, N=min(64, _power_of_2(size)), **PRECISION, num_stages=2,
+        *(k.shape[1], group, length, held.shape[2], block, size),
+        *(scaling * LOG2_E, 1.0 if softcap is None else softcap),
+        D=width, BLOCK_D=_power_of_2(width), SOFTCAP=softcap is not None, M=rows, N=32, **HOW,
     )  # fmt: skip
     return part
 
@@ -172,9 +179,9 @@ def choose_by_recall(
     scores = pairs.new_empty(batch * heads, every)
     triton_kernels.choose_by_recall[(batch * heads,)](
         *(pairs.contiguous(), position.contiguous(), leaves.contiguous(), fresh.to(torch.int32), before, after, scores),
-        *(_between_rows(fresh), heads, blocks, pool, per_doubling),
-        C=size, W=count, D=width // 2, BLOCK_D=_power_of_2(width // 2), ALL=every, N=min(64, every), **PRECISION,
-        num_warps=4 if every <= 256 else 8, num_stages=1,
+        *(_between_rows(fresh), heads, blocks, pool, size, count, per_doubling),
+        D=width // 2, BLOCK_D=_power_of_2(width // 2), ALL=every, N=32, **HOW,
+        num_warps=4 if every <= 256 else 8,
     )  # fmt: skip
     return before, after
 

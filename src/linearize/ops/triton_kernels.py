@@ -14,6 +14,10 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+# What differs between calls of one model, and is not worth a kernel of its own for each kind of number.
+SIZES = ["q_row", "k_row", "v_row", "lo_row", "queries_row", "keys_row", "at_row", "fresh_row"]
+SIZES += ["length", "slots", "before", "chunks", "blocks", "pool", "lag", "late", "sinks", "size"]
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal number
 NOBODY = tl.constexpr(-1e4)  # as mixers.exact_cache has it: in the place of a cosine where there is no other key
@@ -41,23 +45,23 @@ def _added(scores, seen, values, top, total, num, PRECISION: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _candidate(held, leaves, number, C: tl.constexpr, W: tl.constexpr):
+def _candidate(held, leaves, number, size, width):
     """Places of the candidates of these numbers: first what is held, then what leaves; -1 is none."""
-    old = tl.load(held + number, number < C, -1)
-    new = tl.load(leaves + number - C, (number >= C) & (number < C + W), -1)
-    return tl.where(number < C, old, new)
+    old = tl.load(held + number, number < size, -1)
+    new = tl.load(leaves + number - size, (number >= size) & (number < size + width), -1)
+    return tl.where(number < size, old, new)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def window(
     q, k, v, lo, q_position, q_document, k_position, k_document, num, den, log_scale,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot, lo_row, queries_row, keys_row,
-    heads, length, slots, factor, softcap,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, LAG: tl.constexpr, SOFTCAP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    heads, group, length, slots, lag, factor, softcap,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the keys from `lo` on: of M queries over the LAG slots that end with each, N at a time."""
+    """Softmax over the keys from `lo` on: of M queries over the `lag` slots that end with each, N at a time."""
     start, row, head = tl.program_id(0) * M, tl.program_id(1) // heads, tl.program_id(1) % heads
     t, d = start + tl.arange(0, M), tl.arange(0, BLOCK_D)
     there, wide = t < length, d < D
@@ -69,10 +73,10 @@ def window(
     top = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, BLOCK_D], tl.float32)
-    k_at = row.to(tl.int64) * k_row + (head // GROUP) * k_head
-    v_at = row.to(tl.int64) * v_row + (head // GROUP) * v_head
-    first = slots - length + start - LAG + 1
-    for i in range((LAG + M - 2) // N + 1):
+    k_at = row.to(tl.int64) * k_row + (head // group) * k_head
+    v_at = row.to(tl.int64) * v_row + (head // group) * v_head
+    first = slots - length + start - lag + 1
+    for i in range((lag + M - 2) // N + 1):
         j = first + i * N + tl.arange(0, N)
         inside = (j >= 0) & (j < slots)
         its = tl.load(k_position + row * keys_row + j, inside, -1)[None]
@@ -90,14 +94,14 @@ def window(
     tl.store(log_scale + out, tl.where(top == -float("inf"), 0.0, top) / LOG2_E, there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def linear_states(
     phi_k, v, k_position, S, z,
     k_row, k_head, k_slot, v_row, v_head, v_slot, keys_row,
-    heads, slots, before, chunks, lag, sinks,
-    V_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    C: tl.constexpr, PRECISION: tl.constexpr,
+    heads, v_group, slots, before, chunks, lag, sinks,
+    F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """S and z of the keys up to `lag` slots before each chunk of C queries: added, in place, to what stands in the
     first one's. BLOCK_D of the values at a time.
@@ -106,7 +110,7 @@ def linear_states(
     f, d = tl.arange(0, BLOCK_F), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     tall, wide = f < F, d < D
     k_at = row.to(tl.int64) * k_row + head * k_head
-    v_at = row.to(tl.int64) * v_row + (head // V_GROUP) * v_head
+    v_at = row.to(tl.int64) * v_row + (head // v_group) * v_head
     out = tl.program_id(0).to(tl.int64) * chunks
     inside = tall[:, None] & wide[None]
     state = tl.load(S + out * F * D + f[:, None] * D + d[None], inside, 0.0)
@@ -125,32 +129,34 @@ def linear_states(
             tl.store(z + (out + c) * F + f, norm, tall)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def linear_outputs(
     phi_q, phi_k, v, lo, k_position, S, z, num, den,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot, lo_row, keys_row,
-    heads, length, slots, chunks, sinks,
-    K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, LAG: tl.constexpr, LATE: tl.constexpr, C: tl.constexpr,
+    heads, k_group, v_group, length, slots, chunks, lag, late, sinks,
+    F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What C queries read: the state before them, and below `lo` of the keys from LAG - 1 to LATE slots before them."""
+    """What C queries read: the state before them, and keys below `lo` of those from `lag` - 1 to `late` slots before.
+
+    BLOCK_D of the values at a time.
+    """
     c, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
-    t, f, d = c * C + tl.arange(0, C), tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_D)
+    t, f, d = c * C + tl.arange(0, C), tl.arange(0, BLOCK_F), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     there, tall, wide = t < length, f < F, d < D
     lowest = tl.load(lo + row * lo_row + t, there, -1)[:, None]  # -1: padding, which reads nothing
     at = row.to(tl.int64) * q_row + head * q_head
     x = tl.load(phi_q + at + t[:, None] * q_slot + f[None], (lowest >= 0) & tall[None], 0.0).to(tl.float32)
-    key_head = head // K_GROUP
-    state = (row.to(tl.int64) * (heads // K_GROUP) + key_head) * chunks + c
+    key_head = head // k_group
+    state = (row.to(tl.int64) * (heads // k_group) + key_head) * chunks + c
     tile = tl.load(S + state * F * D + f[:, None] * D + d[None], tall[:, None] & wide[None], 0.0)
     sums = tl.dot(x, tile, input_precision=PRECISION)
     total = tl.sum(x * tl.load(z + state * F + f, tall, 0.0)[None], 1)
     k_at = row.to(tl.int64) * k_row + key_head * k_head
-    v_at = row.to(tl.int64) * v_row + (head // V_GROUP) * v_head
-    first = slots - length + c * C - LAG + 1
-    for i in range((LAG - LATE + C - 2) // C + 1):
+    v_at = row.to(tl.int64) * v_row + (head // v_group) * v_head
+    first = slots - length + c * C - lag + 1
+    for i in range((lag - late + C - 2) // C + 1):
         j = first + i * C + tl.arange(0, C)
         inside = (j >= 0) & (j < slots)
         its = tl.load(k_position + row * keys_row + j, inside, -1)
@@ -163,34 +169,39 @@ def linear_outputs(
         sums += tl.dot(weights, values, input_precision=PRECISION)
     out = tl.program_id(1).to(tl.int64) * length + t
     tl.store(num + out[:, None] * D + d[None], sums, there[:, None] & wide[None])
-    tl.store(den + out, total, there)
+    if tl.program_id(2) == 0:
+        tl.store(den + out, total, there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def cached(
     q, k, v, at, held, num, den, log_scale,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot, at_row,
-    heads, length, blocks, width, factor, softcap,
-    GROUP: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    heads, group, length, blocks, width, size, factor, softcap,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of a block's queries, all query heads of a KV head together, over the C keys that it holds."""
+    """Softmax of a block's queries over the `size` keys that it holds besides those whose sums there are: in place.
+
+    All query heads of a KV head together.
+    """
     block, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads  # KV head
     m, d = tl.arange(0, M), tl.arange(0, BLOCK_D)
-    wide, of, own = d < D, head * GROUP + m // width, m < GROUP * width
+    wide, of, own = d < D, head * group + m // width, m < group * width
     t = tl.load(at + row * at_row + block * width + m % width, own, -1)
     there = own & (t >= 0)
     q_at = row.to(tl.int64) * q_row + of * q_head + t * q_slot
     x = tl.load(q + q_at[:, None] + d[None], there[:, None] & wide[None], 0.0)
-    top = tl.full([M], -float("inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    sums = tl.zeros([M, BLOCK_D], tl.float32)
+    out = (row.to(tl.int64) * heads * group + of) * length + t
+    total = tl.load(den + out, there, 0.0)
+    top = tl.where(total > 0, tl.load(log_scale + out, there, 0.0) * LOG2_E, -float("inf"))
+    sums = tl.load(num + out[:, None] * D + d[None], there[:, None] & wide[None], 0.0)
     k_at, v_at = row.to(tl.int64) * k_row + head * k_head, row.to(tl.int64) * v_row + head * v_head
-    holds = held + (tl.program_id(1).to(tl.int64) * blocks + block) * C
-    for i in range((C - 1) // N + 1):
+    holds = held + (tl.program_id(1).to(tl.int64) * blocks + block) * size
+    for i in range((size - 1) // N + 1):
         c = i * N + tl.arange(0, N)
-        j = tl.load(holds + c, c < C, -1)
+        j = tl.load(holds + c, c < size, -1)
         inside = j >= 0
         keys = tl.load(k + k_at + j[None] * k_slot + d[:, None], inside[None] & wide[:, None], 0.0)
         scores = tl.dot(x, keys, input_precision=PRECISION) * factor
@@ -198,47 +209,45 @@ def cached(
             scores = _capped(scores, softcap)
         values = tl.load(v + v_at + j[:, None] * v_slot + d[None], inside[:, None] & wide[None], 0.0)
         top, total, sums = _added(scores, inside[None] & there[:, None], values, top, total, sums, PRECISION)
-    out = (row.to(tl.int64) * heads * GROUP + of) * length + t
     tl.store(num + out[:, None] * D + d[None], sums, there[:, None] & wide[None])
     tl.store(den + out, total, there)
     tl.store(log_scale + out, tl.where(top == -float("inf"), 0.0, top) / LOG2_E, there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def choose_by_recall(
     pairs, position, leaves, fresh, before, after, scores,
-    fresh_row, heads, blocks, pool, per_doubling,
-    C: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ALL: tl.constexpr, N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    fresh_row, heads, blocks, pool, size, width, per_doubling,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ALL: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a cache of C pairs holds, one block of W keys after the other. `pairs`: directions, then values, of a pool.
+    """What a cache of `size` pairs holds, one block of `width` keys after the other.
 
-    `after` is read back as what was held before; `scores` is room for those of all C + W candidates, of which there are
-    ALL or fewer.
+    `pairs` are directions, then values, of a pool. `after` is read back as what was held before; `scores` is room for
+    those of all candidates, of which there are ALL or fewer.
     """
     program = tl.program_id(0).to(tl.int64)
     row = tl.program_id(0) // heads
     every, d, n = tl.arange(0, ALL), tl.arange(0, BLOCK_D), tl.arange(0, N)
-    wide, candidate = d < D, every < C + W
+    wide, candidate = d < D, every < size + width
     pairs, position = pairs + program * pool * 2 * D, position + program * pool
-    leaves, scores = leaves + program * blocks * W, scores + program * ALL
-    before, after = before + program * blocks * C, after + program * blocks * C
+    leaves, scores = leaves + program * blocks * width, scores + program * ALL
+    before, after = before + program * blocks * size, after + program * blocks * size
     for index in range(blocks):
         begins = tl.load(fresh + row * fresh_row + index) != 0
-        kept = tl.load(after + (index - 1) * C + every, (every < C) & (index > 0) & (begins == 0), -1)
-        first = tl.load(before + every, (every < C) & (index == 0) & (begins == 0), -1)
-        new = tl.load(leaves + index * W + every - C, (every >= C) & candidate, -1)
-        held = tl.where(every < C, tl.where(index == 0, first, kept), new)
+        kept = tl.load(after + (index - 1) * size + every, (every < size) & (index > 0) & (begins == 0), -1)
+        first = tl.load(before + every, (every < size) & (index == 0) & (begins == 0), -1)
+        new = tl.load(leaves + index * width + every - size, (every >= size) & candidate, -1)
+        held = tl.where(every < size, tl.where(index == 0, first, kept), new)
+        tl.store(before + index * size + every, held, every < size)
         tl.debug_barrier()
-        tl.store(before + index * C + every, held, every < C)
         there = held >= 0
         own = tl.where(there, 1.0, 0.0)
-        if tl.sum(own) > C:  # or there is room for all
+        if tl.sum(own) > size:  # or there is room for all
             youngest = tl.max(tl.load(position + held, there, -1))
-            for i in range((C + W - 1) // N + 1):
+            for i in range((size + width - 1) // N + 1):
                 mine = i * N + n
-                mine_at = _candidate(before + index * C, leaves + index * W, mine, C, W)
+                mine_at = _candidate(before + index * size, leaves + index * width, mine, size, width)
                 is_one = mine_at >= 0
                 rows = pairs + mine_at[:, None] * 2 * D + d[None]
                 unit = tl.load(rows, is_one[:, None] & wide[None], 0.0)
@@ -246,9 +255,9 @@ def choose_by_recall(
                 top = tl.full([N], -float("inf"), tl.float32)
                 total = tl.zeros([N], tl.float32)
                 recalled = tl.zeros([N, BLOCK_D], tl.float32)
-                for o in range((C + W - 1) // N + 1):
+                for o in range((size + width - 1) // N + 1):
                     other = o * N + n
-                    other_at = _candidate(before + index * C, leaves + index * W, other, C, W)
+                    other_at = _candidate(before + index * size, leaves + index * width, other, size, width)
                     is_other = other_at >= 0
                     keys = tl.load(pairs + other_at[None] * 2 * D + d[:, None], is_other[None] & wide[:, None], 0.0)
                     cosines = tl.dot(unit, keys, input_precision=PRECISION) + tl.where(is_other, 0.0, NOBODY)[None]
@@ -259,14 +268,16 @@ def choose_by_recall(
                         pairs + other_at[:, None] * 2 * D + D + d[None], is_other[:, None] & wide[None], 0.0
                     )
                     top, total, recalled = _added(
-                        cosines * LOG2_E, (other < C + W)[None], values, top, total, recalled, PRECISION
+                        cosines * LOG2_E, (other < size + width)[None], values, top, total, recalled, PRECISION
                     )
                 value = tl.load(rows + D, is_one[:, None] & wide[None], 0.0)
                 error = tl.sqrt(tl.sum((value - recalled / total[:, None]) * (value - recalled / total[:, None]), 1))
                 age = (youngest - tl.load(position + mine_at, is_one, -1) + 1).to(tl.float32)
                 score = tl.log2(tl.maximum(error, 1.1754943508222875e-38)) - tl.maximum(alike, -8.0) / 8
                 tl.store(
-                    scores + mine, tl.where(is_one, score - per_doubling * tl.log2(age), -float("inf")), mine < C + W
+                    scores + mine,
+                    tl.where(is_one, score - per_doubling * tl.log2(age), -float("inf")),
+                    mine < size + width,
                 )
             tl.debug_barrier()
             own = tl.load(scores + every, candidate, -float("inf"))
@@ -275,12 +286,12 @@ def choose_by_recall(
         tl.store(scores + every, own, candidate)
         tl.debug_barrier()
         better = tl.zeros([ALL], tl.int32)  # how many candidates go before it
-        for o in range((C + W - 1) // N + 1):
+        for o in range((size + width - 1) // N + 1):
             other = o * N + n
-            theirs = tl.load(scores + other, other < C + W, -float("inf"))[None]
+            theirs = tl.load(scores + other, other < size + width, -float("inf"))[None]
             first_of = (theirs == own[:, None]) & (other[None] < every[:, None])
-            better += tl.sum((((theirs > own[:, None]) | first_of) & (other < C + W)[None]).to(tl.int32), 1)
-        stays = (better < C) & candidate
+            better += tl.sum((((theirs > own[:, None]) | first_of) & (other < size + width)[None]).to(tl.int32), 1)
+        stays = (better < size) & candidate
         place = tl.cumsum(stays.to(tl.int32), 0) - 1
-        tl.store(after + index * C + place, held, stays)
+        tl.store(after + index * size + place, held, stays)
         tl.debug_barrier()

@@ -1,0 +1,52 @@
+"""The kernels of `fused` compile for GPUs, and fit them, where there is none: by Triton's compiler alone."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is not installed; `make test-kernels` installs the extra `gpu`")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from linearize.ops import fused, triton_kernels  # noqa: E402
+
+SHARED_MEMORY = 99 * 2**10  # bytes that a program can have on every GPU since Ampere
+INTEGERS = ["lo", "q_position", "q_document", "k_position", "k_document", "position", "at", "held", "leaves"]
+POINTERS = dict.fromkeys([*INTEGERS, "before", "after"], "*i64") | {"fresh": "*i32"}
+POINTERS |= dict.fromkeys(["num", "den", "log_scale", "S", "z", "phi_q", "phi_k", "pairs", "scores"], "*fp32")
+SCALARS = dict.fromkeys(["factor", "softcap", "per_doubling"], "fp32")
+
+
+def cases() -> list[Any]:
+    """Kernel, constants and the type of q, k and v: the widest heads and blocks, and common ones."""
+    found = []
+    for D in (64, 128):
+        wide, side = {"D": D, "BLOCK_D": D}, {"F": D, "BLOCK_F": D, "D": D, "BLOCK_D": 64, "C": fused.CHUNK}
+        for dtype, size in (("bf16", 2), ("fp32", 4)):
+            found += [("window", wide | {"SOFTCAP": x, "M": fused.CHUNK, "N": 32}, dtype) for x in (False, True)]
+            found.append(("cached", wide | {"SOFTCAP": True, "M": fused.MOST_BYTES // D // size, "N": 32}, dtype))
+            found += [(name, side, dtype) for name in ("linear_states", "linear_outputs")]
+        found += [("choose_by_recall", wide | {"ALL": x, "N": 32}, "fp32") for x in (32, 256, fused.MOST_CANDIDATES)]
+    return [pytest.param(*case, id="-".join(map(str, (case[0], *case[1].values(), case[2])))) for case in found]
+
+
+@pytest.mark.parametrize("name, constants, dtype", cases())
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_and_fit(name: str, constants: dict[str, Any], dtype: str, capability: int) -> None:
+    kernel, constants = getattr(triton_kernels, name), constants | {"PRECISION": fused.HOW["PRECISION"]}
+    types = POINTERS | SCALARS | dict.fromkeys("qkv", f"*{dtype}")
+    if name == "linear_states":
+        types = {x: y for x, y in types.items() if x != "before"}  # there a number
+    signature = {x: "constexpr" if x in constants else types.get(x, "i32") for x in kernel.arg_names}
+    at = {(kernel.arg_names.index(x),): value for x, value in constants.items()}
+    warps = 8 if constants.get("ALL", 0) > 256 else 4
+    source = ASTSource(fn=kernel, signature=signature, constexprs=at)
+    options = {"num_stages": fused.HOW["num_stages"], "num_warps": warps}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert compiled.metadata.shared <= SHARED_MEMORY
