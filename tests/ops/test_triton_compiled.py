@@ -32,21 +32,21 @@ def cases() -> list[Any]:
             found += [("window", wide | {"SOFTCAP": x, "M": fused.CHUNK, "N": 32}, dtype) for x in (False, True)]
             found.append(("cached", wide | {"SOFTCAP": True, "M": fused.MOST_BYTES // D // size, "N": 32}, dtype))
             found += [(name, side, dtype) for name in ("linear_states", "linear_outputs")]
-        found += [("choose_by_recall", wide | {"ALL": x, "N": 32}, "fp32") for x in (32, 256, fused.MOST_CANDIDATES)]
+        for every in (32, 256, fused.MOST_CANDIDATES):
+            found.append(("choose_by_recall", wide | {"ALL": every} | fused._tiles(D, every), "fp32"))
     return [pytest.param(*case, id="-".join(map(str, (case[0], *case[1].values(), case[2])))) for case in found]
 
 
 @pytest.mark.parametrize("name, constants, dtype", cases())
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_and_fit(name: str, constants: dict[str, Any], dtype: str, capability: int) -> None:
-    kernel, constants = getattr(triton_kernels, name), constants | {"PRECISION": fused.HOW["PRECISION"]}
+    kernel, constants = getattr(triton_kernels, name), constants | fused.HOW
+    options = {key: constants.pop(key) for key in ("num_stages", "num_warps") if key in constants}
     types = POINTERS | SCALARS | dict.fromkeys("qkv", f"*{dtype}")
     if name == "linear_states":
         types = {x: y for x, y in types.items() if x != "before"}  # there a number
     signature = {x: "constexpr" if x in constants else types.get(x, "i32") for x in kernel.arg_names}
     at = {(kernel.arg_names.index(x),): value for x, value in constants.items()}
-    warps = 8 if constants.get("ALL", 0) > 256 else 4
     source = ASTSource(fn=kernel, signature=signature, constexprs=at)
-    options = {"num_stages": fused.HOW["num_stages"], "num_warps": warps}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert compiled.metadata.shared <= SHARED_MEMORY

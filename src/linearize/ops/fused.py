@@ -97,23 +97,26 @@ def linear_scan(
     chunks, (_, (position, _)) = -(-length // CHUNK), _positions(layout)
     S = phi_q.new_empty(batch, key_heads, chunks, features, width, dtype=torch.float32)
     z = phi_q.new_empty(batch, key_heads, chunks, features, dtype=torch.float32)
-    for all_chunks, first in zip((S, z), (0, 0) if state is None else (state.S, state.z), strict=True):
-        all_chunks[:, :, 0] = first
-    blocks = {"F": features, "BLOCK_F": _power_of_2(features), "D": width}
-    part = _empty_part(phi_q[..., :1].expand(-1, -1, -1, width))
     side = min(64, _power_of_2(width))
-    triton_kernels.linear_states[(batch * key_heads, -(-width // side))](
+    blocks = {"F": features, "BLOCK_F": _power_of_2(features), "D": width, "BLOCK_D": side, "C": CHUNK} | HOW
+    if v.dtype != torch.float32:  # values are rounded more than these products
+        blocks["PRECISION"] = "tf32"
+    part = _empty_part(phi_q[..., :1].expand(-1, -1, -1, width))
+    triton_kernels.linear_states[(chunks, batch * key_heads, -(-width // side))](
         *(phi_k, v, position, S, z, *_strides(phi_k), *_strides(v), _between_rows(position)),
         *(key_heads, key_heads // v.shape[1], slots, before, chunks, span.max_lag, span.sinks),
-        BLOCK_D=side, C=CHUNK, **blocks, **HOW,
+        **blocks,
     )  # fmt: skip
-    lowest = _lowest(span, layout)
+    if state is not None:
+        S[:, :, 0] += state.S
+        z[:, :, 0] += state.z
+    S, z, lowest = S.cumsum(2), z.cumsum(2), _lowest(span, layout)
     triton_kernels.linear_outputs[(chunks, batch * heads, -(-width // side))](
         *(phi_q, phi_k, v, lowest, position, S, z, part.num, part.den),
         *(*_strides(phi_q), *_strides(phi_k), *_strides(v), _between_rows(lowest), _between_rows(position)),
         *(heads, heads // key_heads, heads // v.shape[1], length, slots, chunks),
         *(span.max_lag, span.fold_lag, span.sinks),
-        BLOCK_D=side, C=CHUNK, **blocks, **HOW,
+        **blocks,
     )  # fmt: skip
     return Partial(part.num, part.den, part.log_scale.zero_())
 
@@ -180,10 +183,15 @@ def choose_by_recall(
     triton_kernels.choose_by_recall[(batch * heads,)](
         *(pairs.contiguous(), position.contiguous(), leaves.contiguous(), fresh.to(torch.int32), before, after, scores),
         *(_between_rows(fresh), heads, blocks, pool, size, count, per_doubling),
-        D=width // 2, BLOCK_D=_power_of_2(width // 2), ALL=every, N=32, **HOW,
-        num_warps=4 if every <= 256 else 8,
+        D=width // 2, BLOCK_D=_power_of_2(width // 2), ALL=every, **_tiles(width // 2, every), **HOW,
     )  # fmt: skip
     return before, after
+
+
+def _tiles(width: int, candidates: int) -> dict[str, int]:
+    """How many candidates are compared with how many at a time, and by how many warps: what fits shared memory."""
+    most, others = (128, 64) if width <= 64 else (32, 32)
+    return {"M": min(candidates, most), "N": others, "num_warps": 4 if candidates <= 64 else 8}
 
 
 def _wants_more(inputs: tuple[Tensor, ...], layout: Layout | None) -> bool:

@@ -103,30 +103,25 @@ def linear_states(
     F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """S and z of the keys up to `lag` slots before each chunk of C queries: added, in place, to what stands in the
-    first one's. BLOCK_D of the values at a time.
+    """What is added to S and z before each chunk of C queries: C keys, up to `lag` slots before it.
+
+    BLOCK_D of the values at a time.
     """
-    row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    f, d = tl.arange(0, BLOCK_F), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    c, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+    f, d = tl.arange(0, BLOCK_F), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     tall, wide = f < F, d < D
     k_at = row.to(tl.int64) * k_row + head * k_head
     v_at = row.to(tl.int64) * v_row + (head // v_group) * v_head
-    out = tl.program_id(0).to(tl.int64) * chunks
-    inside = tall[:, None] & wide[None]
-    state = tl.load(S + out * F * D + f[:, None] * D + d[None], inside, 0.0)
-    norm = tl.load(z + out * F + f, tall & (tl.program_id(1) == 0), 0.0)
-    tl.debug_barrier()
-    for c in range(chunks):
-        j = before + (c - 1) * C - lag + 1 + tl.arange(0, C)
-        there = (j >= 0) & (j < slots)
-        there = there & (tl.load(k_position + row * keys_row + j, there, -1) >= sinks)
-        keys = tl.load(phi_k + k_at + j[None] * k_slot + f[:, None], there[None] & tall[:, None], 0.0).to(tl.float32)
-        values = tl.load(v + v_at + j[:, None] * v_slot + d[None], there[:, None] & wide[None], 0.0).to(tl.float32)
-        state += tl.dot(keys, values, input_precision=PRECISION)
-        norm += tl.sum(keys, 1)
-        tl.store(S + (out + c) * F * D + f[:, None] * D + d[None], state, inside)
-        if tl.program_id(1) == 0:
-            tl.store(z + (out + c) * F + f, norm, tall)
+    j = before + (c - 1) * C - lag + 1 + tl.arange(0, C)
+    there = (j >= 0) & (j < slots)
+    there = there & (tl.load(k_position + row * keys_row + j, there, -1) >= sinks)
+    keys = tl.load(phi_k + k_at + j[None] * k_slot + f[:, None], there[None] & tall[:, None], 0.0).to(tl.float32)
+    values = tl.load(v + v_at + j[:, None] * v_slot + d[None], there[:, None] & wide[None], 0.0).to(tl.float32)
+    out = tl.program_id(1).to(tl.int64) * chunks + c
+    added = tl.dot(keys, values, input_precision=PRECISION)
+    tl.store(S + out * F * D + f[:, None] * D + d[None], added, tall[:, None] & wide[None])
+    if tl.program_id(2) == 0:
+        tl.store(z + out * F + f, tl.sum(keys, 1), tall)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -219,16 +214,18 @@ def cached(
 def choose_by_recall(
     pairs, position, leaves, fresh, before, after, scores,
     fresh_row, heads, blocks, pool, size, width, per_doubling,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ALL: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ALL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a cache of `size` pairs holds, one block of `width` keys after the other.
 
     `pairs` are directions, then values, of a pool. `after` is read back as what was held before; `scores` is room for
-    those of all candidates, of which there are ALL or fewer.
+    those of all candidates, of which there are ALL or fewer. M of them are compared with N at a time.
     """
     program = tl.program_id(0).to(tl.int64)
     row = tl.program_id(0) // heads
-    every, d, n = tl.arange(0, ALL), tl.arange(0, BLOCK_D), tl.arange(0, N)
+    every, d = tl.arange(0, ALL), tl.arange(0, BLOCK_D)
+    m, n = tl.arange(0, M), tl.arange(0, N)
     wide, candidate = d < D, every < size + width
     pairs, position = pairs + program * pool * 2 * D, position + program * pool
     leaves, scores = leaves + program * blocks * width, scores + program * ALL
@@ -245,16 +242,16 @@ def choose_by_recall(
         own = tl.where(there, 1.0, 0.0)
         if tl.sum(own) > size:  # or there is room for all
             youngest = tl.max(tl.load(position + held, there, -1))
-            for i in range((size + width - 1) // N + 1):
-                mine = i * N + n
+            for i in range((size + width - 1) // M + 1):
+                mine = i * M + m
                 mine_at = _candidate(before + index * size, leaves + index * width, mine, size, width)
                 is_one = mine_at >= 0
                 rows = pairs + mine_at[:, None] * 2 * D + d[None]
                 unit = tl.load(rows, is_one[:, None] & wide[None], 0.0)
-                alike = tl.full([N], -float("inf"), tl.float32)  # the newer one most like it
-                top = tl.full([N], -float("inf"), tl.float32)
-                total = tl.zeros([N], tl.float32)
-                recalled = tl.zeros([N, BLOCK_D], tl.float32)
+                alike = tl.full([M], -float("inf"), tl.float32)  # the newer one most like it
+                top = tl.full([M], -float("inf"), tl.float32)
+                total = tl.zeros([M], tl.float32)
+                recalled = tl.zeros([M, BLOCK_D], tl.float32)
                 for o in range((size + width - 1) // N + 1):
                     other = o * N + n
                     other_at = _candidate(before + index * size, leaves + index * width, other, size, width)
@@ -286,8 +283,8 @@ def choose_by_recall(
         tl.store(scores + every, own, candidate)
         tl.debug_barrier()
         better = tl.zeros([ALL], tl.int32)  # how many candidates go before it
-        for o in range((size + width - 1) // N + 1):
-            other = o * N + n
+        for o in range((size + width - 1) // 16 + 1):  # few at a time: ALL times as many comparisons are held
+            other = o * 16 + tl.arange(0, 16)
             theirs = tl.load(scores + other, other < size + width, -float("inf"))[None]
             first_of = (theirs == own[:, None]) & (other[None] < every[:, None])
             better += tl.sum((((theirs > own[:, None]) | first_of) & (other < size + width)[None]).to(tl.int32), 1)
