@@ -11,7 +11,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-faults test-gpu test-fla test-matrix test-quantized test-vllm test-browser test-serve figures chromium lint quick-lint format clean
+.PHONY: help setup demo test test-slow test-faults test-gpu test-kernels test-fla test-matrix test-quantized test-vllm test-browser test-serve figures chromium lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,8 +40,15 @@ test-faults: setup ## kills, broken disks and input nobody meant: some minutes
 
 test-gpu: setup ## a smoke of some minutes on a CUDA device: tests, then the demo
 	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
-	$(BIN)/python -m pytest tests/ops/test_fla_kernels.py
+	$(BIN)/python -m pytest tests/ops/test_triton_kernels.py tests/ops/test_fla_kernels.py
 	$(BIN)/linearize demo --device cuda --output-dir $(OUTPUT_DIR)-cuda
+
+# Not into .venv itself: torch looks for triton wherever it finds it.
+test-kernels: setup ## our Triton kernels, by its interpreter and its compiler, on any machine; triton is installed for it
+	@test -d .venv/kernels/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    --target .venv/kernels -c constraints.txt triton
+	TRITON_INTERPRET=1 PYTHONPATH=.venv/kernels $(BIN)/python -m pytest $(PYTEST_ARGS) --dist load tests/ops/test_triton_kernels.py
+	PYTHONPATH=.venv/kernels $(BIN)/python -m pytest $(PYTEST_ARGS) --dist load tests/ops/test_triton_compiled.py
 
 test-fla: setup ## the operators against flash-linear-attention's, which is installed for it (the extra `gpu`)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gpu]'

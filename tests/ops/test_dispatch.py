@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from linearize.base import UserError
-from linearize.ops import chunked, dense, dispatch, fla, reference
+from linearize.ops import chunked, dense, dispatch, fla, fused, reference
 from linearize.ops.layout import Layout, NoSpan, SlidingSpan
 from linearize.ops.partial import Partial
 from tests.ops.cases import make_case
@@ -74,16 +74,24 @@ def test_one_that_cannot_serve_the_device_is_passed_over_and_refused_by_name(mon
         dispatch.choose(CPU, "fused")
 
 
-def test_kernels_for_devices_are_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_for_devices_serve_them_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own by themselves, others' where they are asked for by name."""
     device = torch.device("cuda")
+    for module, package in ((fla, "fla-core"), (fused, "triton")):
+        name = "triton" if module is fused else "fla"
+        dispatch.choose.cache_clear()
+        with pytest.raises(UserError, match=rf"cpu; found {name}: its kernels are for CUDA devices; unset it"):
+            dispatch.choose(CPU, name)
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+        with pytest.raises(UserError, match=rf"{name}: {package} is not installed \(pip install 'linearize\[gpu\]'\)"):
+            dispatch.choose(device, name)
     assert dispatch.choose(device, None).ops is chunked
-    with pytest.raises(UserError, match=r"cpu; found fla: its kernels are for CUDA devices; unset it"):
-        dispatch.choose(CPU, "fla")
-    monkeypatch.setattr(fla, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"fla: fla-core is not installed \(pip install 'linearize\[gpu\]'\)"):
-        dispatch.choose(device, "fla")
-    monkeypatch.setattr(fla, "find_spec", lambda name: name)
-    assert dispatch.choose(device, "fla").ops is fla
+    for module, name in ((fla, "fla"), (fused, "triton")):
+        monkeypatch.setattr(module, "find_spec", lambda name: name)
+        assert dispatch.choose(device, name).ops is module
+    dispatch.choose.cache_clear()
+    assert dispatch.choose(device, None).ops is fused
+    assert dispatch.choose(CPU, None).ops is chunked
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
