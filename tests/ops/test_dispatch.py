@@ -92,6 +92,11 @@ def test_kernels_for_devices_serve_them_where_they_are_installed(monkeypatch: py
     dispatch.choose.cache_clear()
     assert dispatch.choose(device, None).ops is fused
     assert dispatch.choose(CPU, None).ops is chunked
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, expected in (((7, 5), chunked), ((8, 0), fused)):
+        dispatch.choose.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert dispatch.choose(device, None).ops is expected
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------

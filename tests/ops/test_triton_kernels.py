@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+import linearize
 from linearize.mixers.exact_cache import BESIDE_RECALL, SCORES
-from linearize.ops import chunked, dense, exact_cache, fused, reference
+from linearize.ops import chunked, dense, dispatch, exact_cache, fused, reference
 from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial
+from linearize.recipe import Recipe
 from tests.ops.cases import Case, make_case
 from tests.ops.parity import assert_partials_near, part_of
 from tests.oracles.spans import SpanSpec
@@ -173,3 +176,52 @@ def test_what_queries_read_of_a_cache(style: str, softcap: float | None, monkeyp
     monkeypatch.setattr(exact_cache, "cached_softmax", None)
     copy = Partial(window.num.clone(), window.den.clone(), window.log_scale.clone())
     assert_partials_near([fused.with_cached(*given, copy, **how)], [expected], TOLERANCE)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+ALONE = {"mixer.feature_map": None, "mixer.combine": {"type": "window_only"}, "transfer": None}
+BLOCKS = {"mixer.span": {"type": "terraced", "window_size": 16, "blocks": 2}}
+MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "a window and a linear part": ({"mixer.span.window_size": 16}, {"window", "linear_states", "linear_outputs"}),
+    "a window": (ALONE | {"mixer.span.window_size": 16}, {"window"}),
+    "an exact cache": (ALONE | BLOCKS | {"mixer.cache": {"size": 32}}, {"window", "choose_by_recall", "cached"}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("padding", [0, 21])
+@pytest.mark.others
+def test_a_model_reads_its_prompt_by_kernels(name: str, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of the prompt and of a token behind it, with rows padded on the left too, are those of other forms."""
+    overrides, kernels = MODELS[name]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3,
+    )  # fmt: skip
+    teacher = LlamaForCausalLM(config).to(DEVICE).eval()
+    student = linearize.convert(teacher, Recipe.load("lolcats", overrides))
+    tokens = torch.randint(50, (2, 131), device=DEVICE)
+    mask = torch.ones_like(tokens)
+    mask[1, :padding] = 0
+    monkeypatch.setattr(dispatch, "IMPLS", (dispatch.Impl("triton", fused), *dispatch.IMPLS[1:]))
+    launch, launched, found = fused._launch, set(), []
+
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.add(kernel.fn.__name__)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(fused, "_launch", noted)
+    for implementation in ("chunked", "triton"):
+        assert not launched
+        monkeypatch.setenv(dispatch.ENVIRONMENT, implementation)
+        dispatch.choose.cache_clear()
+        with torch.no_grad():
+            cache = DynamicCache(config=student.config)
+            prompt = student(tokens[:, :130], attention_mask=mask[:, :130], past_key_values=cache, use_cache=True)
+            step = student(tokens[:, 130:], attention_mask=mask, past_key_values=cache, use_cache=True)
+        found.append(torch.cat([prompt.logits, step.logits], 1)[mask.bool()])
+    dispatch.choose.cache_clear()
+    assert launched == kernels
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,6 +40,8 @@ def missing(device: torch.device) -> str | None:
     """Why the kernels cannot run on a device; None: they can."""
     if device.type != "cuda":
         return "its kernels are for CUDA devices"
+    if torch.version.hip or (torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)):
+        return "its kernels are for NVIDIA's GPUs since Ampere"
     return None if find_spec("triton") else "triton is not installed (pip install 'linearize[gpu]')"
 
 
@@ -61,7 +64,8 @@ def window_softmax(
     q, k, v = (_rows_of_numbers(x) for x in (q, k.to(q.dtype), v.to(q.dtype)))
     batch, heads, length, width = q.shape
     part, (queries, keys), lowest = _empty_part(q), _positions(layout), _lowest(span, layout)
-    triton_kernels.window[(-(-length // CHUNK), batch * heads)](
+    _launch(
+        triton_kernels.window, (-(-length // CHUNK), batch * heads),
         *(q, k, v, lowest, *queries, *keys, part.num, part.den, part.log_scale),
         *(*_strides(q), *_strides(k), *_strides(v), *map(_between_rows, (lowest, queries[0], keys[0]))),
         *(heads, heads // k.shape[1], length, k.shape[2], span.max_lag),
@@ -102,7 +106,8 @@ def linear_scan(
     if v.dtype != torch.float32:  # values are rounded more than these products
         blocks["PRECISION"] = "tf32"
     part = _empty_part(phi_q[..., :1].expand(-1, -1, -1, width))
-    triton_kernels.linear_states[(chunks, batch * key_heads, -(-width // side))](
+    _launch(
+        triton_kernels.linear_states, (chunks, batch * key_heads, -(-width // side)),
         *(phi_k, v, position, S, z, *_strides(phi_k), *_strides(v), _between_rows(position)),
         *(key_heads, key_heads // v.shape[1], slots, before, chunks, span.max_lag, span.sinks),
         **blocks,
@@ -111,7 +116,8 @@ def linear_scan(
         S[:, :, 0] += state.S
         z[:, :, 0] += state.z
     S, z, lowest = S.cumsum(2), z.cumsum(2), _lowest(span, layout)
-    triton_kernels.linear_outputs[(chunks, batch * heads, -(-width // side))](
+    _launch(
+        triton_kernels.linear_outputs, (chunks, batch * heads, -(-width // side)),
         *(phi_q, phi_k, v, lowest, position, S, z, part.num, part.den),
         *(*_strides(phi_q), *_strides(phi_k), *_strides(v), _between_rows(lowest), _between_rows(position)),
         *(heads, heads // key_heads, heads // v.shape[1], length, slots, chunks),
@@ -149,7 +155,8 @@ def with_cached(
     before = layout.key_position.shape[1] - length
     at, held = torch.where(blocks.slots >= before, blocks.slots - before, -1), held.contiguous()
     part = Partial(*(x.contiguous() for x in (window.num, window.den, window.log_scale)))
-    triton_kernels.cached[(held.shape[2], batch * k.shape[1])](
+    _launch(
+        triton_kernels.cached, (held.shape[2], batch * k.shape[1]),
         *(q, k, v, at, held, part.num, part.den, part.log_scale),
         *(*_strides(q), *_strides(k), *_strides(v), _between_rows(at)),
         *(k.shape[1], group, length, held.shape[2], block, size),
@@ -180,12 +187,19 @@ def choose_by_recall(
     before, after = (leaves.new_empty(batch, heads, blocks, size) for _ in range(2))
     before[:, :, 0] = held
     scores = pairs.new_empty(batch * heads, every)
-    triton_kernels.choose_by_recall[(batch * heads,)](
+    _launch(
+        triton_kernels.choose_by_recall, (batch * heads,),
         *(pairs.contiguous(), position.contiguous(), leaves.contiguous(), fresh.to(torch.int32), before, after, scores),
         *(_between_rows(fresh), heads, blocks, pool, size, count, per_doubling),
         D=width // 2, BLOCK_D=_power_of_2(width // 2), ALL=every, **_tiles(width // 2, every), **HOW,
     )  # fmt: skip
     return before, after
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], *inputs: Any, **options: Any) -> None:
+    """On the device of the inputs, whichever is the current one."""
+    with torch.cuda.device_of(inputs[0]):
+        kernel[grid](*inputs, **options)
 
 
 def _tiles(width: int, candidates: int) -> dict[str, int]:

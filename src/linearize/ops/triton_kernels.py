@@ -11,8 +11,8 @@ This module imports triton, which not every machine has.
 # these would wrap functions that Triton takes for what their source says.
 from typing import no_type_check
 
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
 
 # What differs between calls of one model, and is not worth a kernel of its own for each kind of number.
 SIZES = ["q_row", "k_row", "v_row", "lo_row", "queries_row", "keys_row", "at_row", "fresh_row"]
