@@ -63,7 +63,7 @@ def window(
 ):  # fmt: skip
     """Softmax over the keys from `lo` on: of M queries over the `lag` slots that end with each, N at a time."""
     start, row, head = tl.program_id(0) * M, tl.program_id(1) // heads, tl.program_id(1) % heads
-    t, d = start + tl.arange(0, M), tl.arange(0, BLOCK_D)
+    t, d = (start + tl.arange(0, M)).to(tl.int64), tl.arange(0, BLOCK_D)  # T H D can be more than 2**31
     there, wide = t < length, d < D
     position = tl.load(q_position + row * queries_row + t, there, -1)[:, None]
     document = tl.load(q_document + row * queries_row + t, there, -1)[:, None]
@@ -77,7 +77,7 @@ def window(
     v_at = row.to(tl.int64) * v_row + (head // group) * v_head
     first = slots - length + start - lag + 1
     for i in range((lag + M - 2) // N + 1):
-        j = first + i * N + tl.arange(0, N)
+        j = (first + i * N + tl.arange(0, N)).to(tl.int64)
         inside = (j >= 0) & (j < slots)
         its = tl.load(k_position + row * keys_row + j, inside, -1)[None]
         of = tl.load(k_document + row * keys_row + j, inside, -1)[None]
@@ -112,7 +112,7 @@ def linear_states(
     tall, wide = f < F, d < D
     k_at = row.to(tl.int64) * k_row + head * k_head
     v_at = row.to(tl.int64) * v_row + (head // v_group) * v_head
-    j = before + (c - 1) * C - lag + 1 + tl.arange(0, C)
+    j = (before + (c - 1) * C - lag + 1 + tl.arange(0, C)).to(tl.int64)
     there = (j >= 0) & (j < slots)
     there = there & (tl.load(k_position + row * keys_row + j, there, -1) >= sinks)
     keys = tl.load(phi_k + k_at + j[None] * k_slot + f[:, None], there[None] & tall[:, None], 0.0).to(tl.float32)
@@ -138,7 +138,8 @@ def linear_outputs(
     BLOCK_D of the values at a time.
     """
     c, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
-    t, f, d = c * C + tl.arange(0, C), tl.arange(0, BLOCK_F), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    t, f = (c * C + tl.arange(0, C)).to(tl.int64), tl.arange(0, BLOCK_F)
+    d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     there, tall, wide = t < length, f < F, d < D
     lowest = tl.load(lo + row * lo_row + t, there, -1)[:, None]  # -1: padding, which reads nothing
     at = row.to(tl.int64) * q_row + head * q_head
@@ -152,7 +153,7 @@ def linear_outputs(
     v_at = row.to(tl.int64) * v_row + (head // v_group) * v_head
     first = slots - length + c * C - lag + 1
     for i in range((lag - late + C - 2) // C + 1):
-        j = first + i * C + tl.arange(0, C)
+        j = (first + i * C + tl.arange(0, C)).to(tl.int64)
         inside = (j >= 0) & (j < slots)
         its = tl.load(k_position + row * keys_row + j, inside, -1)
         inside = inside & (its >= sinks)
