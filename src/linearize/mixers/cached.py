@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.exact_cache import ExactCache
+from linearize.mixers.exact_cache import ExactCache, OfPairs
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import MixerState, Tokens
 from linearize.ops.attention_received import Attention, received
@@ -93,7 +93,8 @@ def cached_keys(
         leaves = layout.once(known, lambda: leaving(blocks, span, position, cache.size))
     given = pool["keys"], pool["values"], position, leaves, blocks.fresh, cache.size
     roomy = room(config) // span.window_size if state is None else 0
-    before, after = choose(*given, worth, readers, roomy, kernels=has_kernels(position.device))
+    chooser = worth.fused if isinstance(worth, OfPairs) and has_kernels(position.device) else None
+    before, after = choose(*given, worth, readers, roomy, chooser)
     if readers is not None:
         pool[RECEIVED] = readers.sums[..., None]
     return CachedKeys(pool, blocks, leaves, before, after)

@@ -77,7 +77,11 @@ def copy_worth(source: Any, target: Any) -> None:
 
 @dataclass(frozen=True)
 class OfPairs:
-    """A `Worth` that knows nothing but the pairs."""
+    """A `Worth` that knows nothing but the pairs.
+
+    Attributes:
+        fused: the choice by it in one kernel, where there is one.
+    """
 
     pairs: Callable[[Float[Tensor, "B G P D"], Float[Tensor, "B G P D"]], Float[Tensor, "B G P X"]]
     compare: Callable[[Float[Tensor, "B G M X"], Int[Tensor, "B G M"]], Float[Tensor, "B G M"]]
@@ -195,8 +199,6 @@ class ExpectedAttention(nn.Module):
     mean: Tensor
     covariance: Tensor
 
-    fused = None
-
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
         heads, width = shape.num_heads, shape.head_dim
@@ -238,8 +240,6 @@ class Learned(nn.Module):
     """
 
     weight: Tensor
-
-    fused = None
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()

@@ -32,14 +32,7 @@ Chooser = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tenso
 
 @runtime_checkable
 class Worth(Protocol):
-    """How much each candidate is worth; those worth least go.
-
-    Attributes:
-        fused: the same choice by a kernel, where there is one.
-    """
-
-    @property
-    def fused(self) -> Chooser | None: ...
+    """How much each candidate is worth; those worth least go."""
 
     def pairs(self, k: Float[Tensor, "B G P D"], v: Float[Tensor, "B G P D"], /) -> Float[Tensor, "B G P X"]:
         """What it asks of a pair by itself: worked out once, however often the pair is a candidate."""
@@ -135,20 +128,20 @@ def choose(
     worth: Worth | None,
     readers: Readers | None = None,
     roomy: int = 0,
-    kernels: bool = False,
+    chooser: Chooser | None = None,
 ) -> tuple[Int[Tensor, "B G J C"], Int[Tensor, "B G J C"]]:
     """What the cache holds when each block begins, and while its queries read it: places in the pool, oldest first; -1
     is nothing. By what `readers` read, or else by `worth`; for the first `roomy` blocks there is room for all.
+    A `chooser` goes by `worth`, too, in its own way.
     """
     held = torch.arange(size, device=k.device).expand(*position.shape[:2], -1)
     held = torch.where(position[:, :, :size] >= 0, held, -1)
     # One more place, the last, which is also -1: none.
     at = torch.nn.functional.pad(position, (0, 1), value=-1)
     pairs = None if worth is None else torch.nn.functional.pad(worth.pairs(k, v), (0, 0, 0, 1))
-    if kernels and readers is None and worth is not None and worth.fused is not None and pairs is not None:
-        chosen = worth.fused(pairs, at, leaves, fresh, held)
-        if chosen is not None:
-            return chosen
+    chosen = None if chooser is None or pairs is None else chooser(pairs, at, leaves, fresh, held)
+    if chosen is not None:
+        return chosen
     row, head = (torch.arange(n, device=k.device) for n in position.shape[:2])
     row, head = row[:, None, None], head[:, None]
     before, after = [], []
