@@ -10,7 +10,7 @@ forward and backward, with the gradients of all inputs and parameters.
     python benchmarks/mixers.py --recipes lolcats gla --dtype bfloat16 --device cuda --implementations chunked fla
 
 With `--implementations`, every recipe is timed by each of them (`LINEARIZE_IMPL`), else by the one that users get.
-Parameters are of the inputs' dtype, as in a converted model.
+`--dtype` is of the inputs; parameters are fp32, as in a converted model.
 
 All take turns, round by round; a first round is not counted. Times are medians over rounds, with the least and the
 greatest; "times faster" is the median over rounds of softmax time / ours in the same round. Memory is the most that was
@@ -59,8 +59,8 @@ class Result:
     softmax_peak_bytes: int
 
 
-def make_mixer(recipe: str, shape: LayerShape, dtype: torch.dtype) -> LinearMixer:
-    return LinearMixer(Recipe.load(recipe).mixer.resolved(shape), shape).to(dtype)
+def make_mixer(recipe: str, shape: LayerShape) -> LinearMixer:
+    return LinearMixer(Recipe.load(recipe).mixer.resolved(shape), shape)
 
 
 def by_implementation(name: str | None, call: Callable[[], object]) -> Callable[[], object]:
@@ -122,7 +122,7 @@ def measure(
     grad = torch.randn_like(inputs.q)
     calls, features = {SOFTMAX: softmax_call(inputs, grad, backward)}, {}
     for recipe in recipes:
-        mixer = make_mixer(recipe, shape, dtype)
+        mixer = make_mixer(recipe, shape)
         call = mixer_call(mixer, inputs, grad, backward)
         for implementation in implementations:
             name = recipe if implementation is None else f"{recipe}, {implementation}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-triton = pytest.importorskip("triton", reason="triton is not installed; `make test-kernels` installs the extra `gpu`")
+triton = pytest.importorskip("triton", reason="triton is not installed; `make test-kernels` installs it")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 

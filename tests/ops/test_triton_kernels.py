@@ -22,7 +22,7 @@ from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial
 from linearize.recipe import Recipe
 from tests.ops.cases import Case, make_case
-from tests.ops.parity import assert_partials_near, part_of
+from tests.ops.parity import FP32_DECAYED, assert_partials_near, part_of
 from tests.oracles.spans import SpanSpec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -32,7 +32,7 @@ if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip(
         "there is no CUDA device; `make test-kernels` runs this by Triton's interpreter", allow_module_level=True
     )
-pytest.importorskip("triton", reason="triton is not installed; `make test-kernels` installs the extra `gpu`")
+pytest.importorskip("triton", reason="triton is not installed; `make test-kernels` installs it")
 
 SPANS = [SpanSpec("none"), SpanSpec("sliding", 1), SpanSpec("sliding", 7), SpanSpec("sliding", 100)]
 SPANS += [SpanSpec("terraced", 64, 1), SpanSpec("terraced", 16, 2), SpanSpec("terraced", 7, 3)]
@@ -53,7 +53,13 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
             monkeypatch.setattr(module, name, other)
 
 
-def check(case: Case, layout: Layout | None = None, state: LinearState | None = None, part: str = "both") -> None:
+def check(
+    case: Case,
+    layout: Layout | None = None,
+    state: LinearState | None = None,
+    part: str = "both",
+    tolerance: float = TOLERANCE,
+) -> None:
     """Both parts, or one of them, are those of the definition."""
     layout, span = (case.layout if layout is None else layout).to(DEVICE), case.package_span
     case = replace(case, **{name: x.float().to(DEVICE) for name, x in case.tensors.items()})
@@ -62,12 +68,13 @@ def check(case: Case, layout: Layout | None = None, state: LinearState | None = 
     for ops in (fused, reference):
         own = []
         if part != "window":
-            own.append(ops.linear_scan(case.phi_q, case.phi_k, case.v, span=span, layout=layout, state=state))
+            how: dict[str, Any] = {"span": span, "layout": layout, "state": state}
+            own.append(ops.linear_scan(case.phi_q, case.phi_k, case.v, **case.decays, **how))
         if part != "linear" and span.max_lag:
             how = {"scaling": case.scaling, "softcap": case.softcap, "layout": layout}
             own.append(ops.window_softmax(case.q, case.k, case.v, span=span, **how))
         found.append(own)
-    assert_partials_near(*found, TOLERANCE)
+    assert_partials_near(*found, tolerance)
 
 
 @each_span
@@ -109,12 +116,15 @@ def test_linear_parts_beside_sinks() -> None:
         (SpanSpec("sliding", 7, sinks=2), ("full",), "none", "window"),
         (SpanSpec("sliding", 7), ("packed",), "none", "linear"),
         (SpanSpec("sliding", 7), ("mixed",), "none", "both"),
+        (SpanSpec("sliding", 7), ("full",), "scalar", "linear"),
+        (SpanSpec("sliding", 7), ("full",), "values", "linear"),
     ],
-    ids=["sinks", "documents", "padding"],
+    ids=["sinks", "documents", "padding", "decays", "decays of values"],
 )
 @pytest.mark.others
 def test_the_rest_is_the_dense_and_chunked_forms(span: SpanSpec, styles: tuple[str, ...], rule: str, part: str) -> None:
-    check(make_case(span, styles, 300, heads=(4, 2, 2), rule=rule), part=part)
+    tolerance = TOLERANCE if rule == "none" else FP32_DECAYED
+    check(make_case(span, styles, 300, heads=(4, 2, 2), rule=rule), part=part, tolerance=tolerance)
 
 
 # --- exact caches -----------------------------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ def window_softmax(
 
     q, k, v = (_rows_of_numbers(x) for x in (q, k.to(q.dtype), v.to(q.dtype)))
     batch, heads, length, width = q.shape
-    part, (queries, keys), lowest = _empty_part(q), _positions(layout), _lowest(span, layout)
+    part, lowest, queries = _empty_part(q), _lowest(span, layout), (layout.query_position, layout.query_document)
+    keys = layout.key_position, layout.key_document
     _launch(
         triton_kernels.window, (-(-length // CHUNK), batch * heads),
         *(q, k, v, lowest, *queries, *keys, part.num, part.den, part.log_scale),
@@ -98,7 +99,7 @@ def linear_scan(
 
     phi_q, phi_k, v = (_rows_of_numbers(x) for x in (phi_q, phi_k, v))
     (batch, heads, length, features), (key_heads, slots), width = phi_q.shape, phi_k.shape[1:3], v.shape[3]
-    chunks, (_, (position, _)) = -(-length // CHUNK), _positions(layout)
+    chunks, position = -(-length // CHUNK), layout.key_position
     S = phi_q.new_empty(batch, key_heads, chunks, features, width, dtype=torch.float32)
     z = phi_q.new_empty(batch, key_heads, chunks, features, dtype=torch.float32)
     side = min(64, _power_of_2(width))
@@ -230,12 +231,6 @@ def _one_document(layout: Layout, carried: bool) -> bool:
         return bool(alone.all())
 
     return layout.once(("one document", carried), found)
-
-
-def _positions(layout: Layout) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Positions and documents of the queries, then of the keys."""
-    queries = layout.query_position, layout.query_document
-    return queries, (layout.key_position, layout.key_document)
 
 
 def _lowest(span: Span, layout: Layout) -> Int[Tensor, "B T"]:

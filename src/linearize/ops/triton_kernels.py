@@ -271,7 +271,7 @@ def choose_by_recall(
                 value = tl.load(rows + D, is_one[:, None] & wide[None], 0.0)
                 error = tl.sqrt(tl.sum((value - recalled / total[:, None]) * (value - recalled / total[:, None]), 1))
                 age = (youngest - tl.load(position + mine_at, is_one, -1) + 1).to(tl.float32)
-                score = tl.log2(tl.maximum(error, 1.1754943508222875e-38)) - tl.maximum(alike, -8.0) / 8
+                score = tl.log2(tl.maximum(error, TINY)) - tl.maximum(alike, -8.0) / 8
                 tl.store(
                     scores + mine,
                     tl.where(is_one, score - per_doubling * tl.log2(age), -float("inf")),
