@@ -141,7 +141,10 @@ def test_half_precision_and_autocast_stay_outside() -> None:
     y = half.mixer(half.inputs)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-5)
-    step, _ = half.mixer.step(half.part(79, 80), half.mixer.step(half.part(0, 79), None)[1])
+    prompt, state = half.mixer.step(half.part(0, 79), None)
+    assert prompt.dtype == torch.bfloat16
+    torch.testing.assert_close(prompt.double(), expected[:, :, :79], rtol=2**-8, atol=1e-5)
+    step, _ = half.mixer.step(half.part(79, 80), state)
     torch.testing.assert_close(step.double(), expected[:, :, 79:], rtol=2**-8, atol=1e-5)
     single = half.to(torch.float32)
     expected = single.mixer(single.inputs)

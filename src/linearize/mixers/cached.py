@@ -15,6 +15,7 @@ from linearize.mixers.mixer_state import MixerState, Tokens
 from linearize.ops.attention_received import Attention, received
 from linearize.ops.dispatch import has_kernels
 from linearize.ops.exact_cache import Blocks, Worth, best, choose, cut, leaving, taken, written
+from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout, TerracedSpan, context_positions
 from linearize.ops.partial import accumulation_dtype
 from linearize.ops.recurrent import NextToken
@@ -208,5 +209,5 @@ def _as_written(pool: Tokens, places: Int[Tensor, "B G N"], own: Int[Tensor, " N
     tokens = taken(pool, torch.where(places >= 0, places, own))
     there = (places >= 0)[..., None].to(tokens["values"].dtype)
     scale = tokens.get("input_scale", there)
-    tokens["input_scale"] = scale * there.repeat_interleave(scale.shape[1] // there.shape[1], dim=1)
+    tokens["input_scale"] = scale * repeat_kv(there, scale.shape[1])
     return tokens

@@ -23,7 +23,7 @@ from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaRule, DeltaUpdate
 from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout
-from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
+from linearize.ops.partial import Partial, accumulation_dtype
 
 
 class CausalMixer(Mixer):
@@ -111,8 +111,11 @@ class CausalMixer(Mixer):
         self, inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
         """The output, in the inputs' dtype, from the parts, which may be overwritten where no gradient is wanted."""
-        y = self.combine(window, linear, lambda sums: self.normalized(sums, inputs), has_linear)
-        return in_dtype(y, inputs.v.dtype)
+        y, dtype = self.combine(window, linear, lambda sums: self.normalized(sums, inputs), has_linear), inputs.v.dtype
+        # A copy lies as it is read next: the heads of a token side by side.
+        if y.dtype == dtype:
+            return y
+        return y.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).transpose(1, 2)
 
     def how(self, tokens: Tokens) -> dict[str, Any]:
         """Decays of the tokens and the kernel, as the ops take them."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from linearize.ops.block_sizes import kind
+from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.partial import Partial, accumulation_dtype
 
@@ -199,7 +200,7 @@ def taken(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Te
     """These slots of a pool of `keys`, `values`, their `position` and more; 0 and -1 where a place is none."""
     there = (places >= 0)[..., None]
     found = {name: _rows(x, places) for name, x in pool.items() if name != "position"}
-    found = {name: x * there.repeat_interleave(x.shape[1] // there.shape[1], dim=1) for name, x in found.items()}
+    found = {name: x * repeat_kv(there, x.shape[1]) for name, x in found.items()}
     return found | {"position": _taken(pool["position"], places)}
 
 
@@ -212,8 +213,8 @@ def _taken(position: Int[Tensor, "b g P"], places: Int[Tensor, "B G M"]) -> Int[
 def _rows(x: Float[Tensor, "B h P X"], places: Int[Tensor, "B G M"]) -> Float[Tensor, "B H M X"]:
     """Places of each KV head; of what all heads share, or of each of a KV head's own heads."""
     heads = max(x.shape[1], places.shape[1])
-    places = places.clamp_min(0).repeat_interleave(heads // places.shape[1], dim=1)
-    return x.expand(-1, heads, -1, -1).gather(2, places[..., None].expand(-1, -1, -1, x.shape[3]))
+    index = repeat_kv(places.clamp_min(0)[..., None], heads).expand(-1, -1, -1, x.shape[3])
+    return x.expand(-1, heads, -1, -1).gather(2, index)
 
 
 def cached_softmax(

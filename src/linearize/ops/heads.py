@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jaxtyping import Float
+from jaxtyping import Shaped
 from torch import Tensor
 
 
-def repeat_kv(x: Float[Tensor, "B h K X"], heads: int) -> Float[Tensor, "B H K X"]:
+def repeat_kv(x: Shaped[Tensor, "B h K X"], heads: int) -> Shaped[Tensor, "B H K X"]:
     """Each head repeated for those that share it: KV heads for query heads (GQA), values for heads of keys."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -171,11 +171,14 @@ class Layout:
 
     @property
     def query_position(self) -> Int[Tensor, "B T"]:
-        return self.key_position[:, self.key_position.shape[1] - self.length :]
+        return self._of_queries(self.key_position)
 
     @property
     def query_document(self) -> Int[Tensor, "B T"]:
-        return self.key_document[:, self.key_document.shape[1] - self.length :]
+        return self._of_queries(self.key_document)
+
+    def _of_queries(self, x: Int[Tensor, "B K"]) -> Int[Tensor, "B T"]:
+        return x if x.shape[1] == self.length else x[:, x.shape[1] - self.length :]
 
     @property
     def compaction(self) -> Int[Tensor, "B K"] | None:

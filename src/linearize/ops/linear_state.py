@@ -53,24 +53,37 @@ def linear_state(
     `state` counts only where a row is still in the carried document. For the delta rule, v are its `delta_values`.
     With a `kernel`, phi_k is what it makes features of.
     """
-    last = layout.count[:, None] - 1
-    mine = layout.key_document == layout.last_document
-    if state is not None:
-        goes_on = (layout.last_document == 0)[:, :, None].to(state.z.dtype)
-        state = LinearState(state.S * goes_on[..., None], state.z * goes_on)
-    given: dict[str, Any] = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v, "kernel": kernel, "state": state}
-    given |= {"span": span, "layout": layout}
-    readable = with_keys(phi_k, v, mine & (layout.key_position < span.lo(last)), **given)
-    if not isinstance(span, TerracedSpan):
-        return readable
-    following = with_keys(phi_k, v, mine & (layout.key_position <= last - span.fold_lag), **given)
-    return LinearState(readable.S, readable.z, following.S, following.z)
+    keys: dict[str, Any] = {"phi_k": phi_k, "v": v, "log_decay_k": log_decay_k, "log_decay_v": log_decay_v}
+    given: dict[str, Any] = {"kernel": kernel, "span": span, "layout": layout}
+    terraced = isinstance(span, TerracedSpan)
+    if layout.uniform:  # the keys lie side by side, and what is readable later begins where that which is now ends
+        last = layout.length - 1
+        lowest = max(span.sinks, int(span.lo(torch.tensor(last))))
+        readable = with_keys(**_slots(keys, span.sinks, lowest), which=None, **given, state=state)
+        if terraced:
+            ends = last - span.fold_lag + 1
+            following = with_keys(**_slots(keys, lowest, ends), which=None, **given, state=readable)
+    else:
+        last = layout.count[:, None] - 1
+        mine = layout.key_document == layout.last_document
+        if state is not None:
+            goes_on = (layout.last_document == 0)[:, :, None].to(state.z.dtype)
+            state = LinearState(state.S * goes_on[..., None], state.z * goes_on)
+        readable = with_keys(**keys, which=mine & (layout.key_position < span.lo(last)), **given, state=state)
+        if terraced:
+            which = mine & (layout.key_position <= last - span.fold_lag)
+            following = with_keys(**keys, which=which, **given, state=state)
+    return LinearState(readable.S, readable.z, following.S, following.z) if terraced else readable
+
+
+def _slots(keys: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    return {name: x if x is None else x[:, :, start : max(start, stop)] for name, x in keys.items()}
 
 
 def with_keys(
     phi_k: Float[Tensor, "B Hk K F"],
     v: Float[Tensor, "B G K D"],
-    which: Bool[Tensor, "#B K"],
+    which: Bool[Tensor, "#B K"] | None,
     *,
     log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
     log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
@@ -79,15 +92,18 @@ def with_keys(
     layout: Layout,
     state: LinearState | None = None,
 ) -> LinearState:
-    """S and z with these of the keys, but for sinks, and the decays of their steps alone."""
+    """S and z with these of the keys, but for sinks, and the decays of their steps alone.
+
+    `which` None: all of them; none is a sink.
+    """
     dtype = accumulation_dtype(v.dtype)
     phi_k, v = phi_k.to(dtype), repeat_kv(v, phi_k.shape[1]).to(dtype)
-    counts = (which & (layout.key_position >= span.sinks))[:, None, :, None]
+    counts = None if which is None else (which & (layout.key_position >= span.sinks))[:, None, :, None]
     S, z = (None, None) if state is None else (state.S, state.z[..., None])
     if kernel is not None:
         added_S, added_z = _sums_of_features(kernel, phi_k, counts, v)
     else:
-        keys, values = phi_k * counts, v
+        keys, values = phi_k if counts is None else phi_k * counts, v
         if log_decay_k is not None:
             after, total = remaining(log_decay_k, span, layout, which)
             keys = keys * after.exp().to(dtype)
@@ -104,12 +120,14 @@ def with_keys(
 
 
 def _sums_of_features(
-    kernel: Kernel, x: Float[Tensor, "B Hk K X"], counts: Bool[Tensor, "#B 1 K 1"], v: Float[Tensor, "B Hk K D"]
+    kernel: Kernel, x: Float[Tensor, "B Hk K X"], counts: Bool[Tensor, "#B 1 K 1"] | None, v: Float[Tensor, "B Hk K D"]
 ) -> tuple[Float[Tensor, "B Hk F D"], Float[Tensor, "B Hk F"]]:
     """The sums over the keys that count of phi(x) v^T and of phi(x); no more than some features exist at a time."""
     S = z = None
-    for some, which, values in zip(*(y.split(SLOTS_AT_ONCE, dim=2) for y in (x, counts, v)), strict=True):
-        keys = kernel.features(some) * which
+    for start in range(0, max(1, x.shape[2]), SLOTS_AT_ONCE):
+        some = slice(start, start + SLOTS_AT_ONCE)
+        keys, values = kernel.features(x[:, :, some]), v[:, :, some]
+        keys = keys if counts is None else keys * counts[:, :, some]
         added_S, added_z = keys.mT @ values, keys.sum(2)
         S, z = (added_S, added_z) if S is None or z is None else (S + added_S, z + added_z)
     assert S is not None and z is not None
@@ -130,9 +148,11 @@ def cumulative(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: Layout
 
 
 def remaining(
-    log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: Layout, until: Bool[Tensor, "#B K"]
+    log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: Layout, until: Bool[Tensor, "#B K"] | None
 ) -> tuple[Float[Tensor, "B Hk K X"], Float[Tensor, "B Hk 1 X"]]:
-    """Sums of the log decays of the steps `until` after each slot, and of all of them, in float64."""
-    steps = torch.where(until[:, None, :, None], ticking(log_decay, span, layout).double(), 0)
+    """Sums of the log decays of the steps `until` after each slot, and of all of them, in float64. None: all tick."""
+    steps = log_decay.double()
+    if until is not None:
+        steps = torch.where(until[:, None, :, None], ticking(log_decay, span, layout).double(), 0)
     total = steps.sum(2, keepdim=True)
     return total - steps.cumsum(2), total
