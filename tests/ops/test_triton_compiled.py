@@ -20,7 +20,8 @@ SHARED_MEMORY = 99 * 2**10  # bytes that a program can have on every GPU since A
 INTEGERS = ["lo", "q_position", "q_document", "k_position", "k_document", "position", "at", "held", "leaves"]
 POINTERS = dict.fromkeys([*INTEGERS, "before", "after"], "*i64") | {"fresh": "*i32"}
 POINTERS |= dict.fromkeys(["num", "den", "log_scale", "S", "z", "phi_q", "phi_k", "pairs", "scores"], "*fp32")
-SCALARS = dict.fromkeys(["factor", "softcap", "per_doubling"], "fp32")
+POINTERS |= dict.fromkeys(["phi", "weight", "bias"], "*fp32")
+SCALARS = dict.fromkeys(["factor", "softcap", "per_doubling", "least"], "fp32")
 
 
 def cases() -> list[Any]:
@@ -32,6 +33,8 @@ def cases() -> list[Any]:
             found += [("window", wide | {"SOFTCAP": x, "M": fused.CHUNK, "N": 32}, dtype) for x in (False, True)]
             found.append(("cached", wide | {"SOFTCAP": True, "M": fused.MOST_BYTES // D // size, "N": 32}, dtype))
             found += [(name, side, dtype) for name in ("linear_states", "linear_outputs")]
+            square = {"D": D, "BLOCK_D": 64, "N": D, "BLOCK_N": D, "M": fused.CHUNK}
+            found.append(("hedgehog", square | {"BIAS": True, "SOFTMAX": True, "HALVES": True}, dtype))
         for every in (32, 256, fused.MOST_CANDIDATES):
             found.append(("choose_by_recall", wide | {"ALL": every} | fused._tiles(D, every), "fp32"))
     return [pytest.param(*case, id="-".join(map(str, (case[0], *case[1].values(), case[2])))) for case in found]
@@ -42,7 +45,7 @@ def cases() -> list[Any]:
 def test_kernels_compile_and_fit(name: str, constants: dict[str, Any], dtype: str, capability: int) -> None:
     kernel, constants = getattr(triton_kernels, name), constants | fused.HOW
     options = {key: constants.pop(key) for key in ("num_stages", "num_warps") if key in constants}
-    types = POINTERS | SCALARS | dict.fromkeys("qkv", f"*{dtype}")
+    types = POINTERS | SCALARS | dict.fromkeys("qkvx", f"*{dtype}")
     if name == "linear_states":
         types = {x: y for x, y in types.items() if x != "before"}  # there a number
     signature = {x: "constexpr" if x in constants else types.get(x, "i32") for x in kernel.arg_names}

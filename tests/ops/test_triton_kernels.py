@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import linearize
 from linearize.mixers.exact_cache import BESIDE_RECALL, SCORES
+from linearize.mixers.feature_maps import hedgehog
+from linearize.mixers.feature_maps.hedgehog import Hedgehog, HedgehogMap
+from linearize.mixers.shape import LayerShape
 from linearize.ops import chunked, dense, dispatch, exact_cache, fused, reference
 from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.linear_state import LinearState, linear_state
@@ -75,6 +79,28 @@ def check(
             own.append(ops.window_softmax(case.q, case.k, case.v, span=span, **how))
         found.append(own)
     assert_partials_near(*found, tolerance)
+
+
+@pytest.mark.parametrize("activation", ["softmax_halves", "softmax", "exp"])
+@pytest.mark.parametrize("tied, per", [(False, "query_head"), (False, "kv_head"), (True, "kv_head")])
+@pytest.mark.parametrize("tokens, dtype", [(70, torch.float32), (1, torch.bfloat16)], ids=str)
+def test_hedgehogs_maps(
+    activation: str, tied: bool, per: str, tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of queries and keys, the heads of an odd width: those of torch's operations."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"activation": activation, "tied": tied, "per": per, "bias": True, "init": "kaiming"}
+    map_ = Hedgehog(HedgehogMap(**options), LayerShape(4, 2, 72, 64, 128)).to(DEVICE).requires_grad_(False)
+    for bias in (map_.query_bias, map_.key_bias):
+        if bias is not None:
+            torch.nn.init.normal_(bias)
+    x = 20 * torch.randn(2, tokens, 4, 72, device=DEVICE, dtype=dtype).transpose(1, 2)
+    k, position = x[:, ::2], torch.arange(tokens, device=DEVICE)[None]
+    expected = map_.q(x, position), map_.k(k, position)
+    monkeypatch.setattr(hedgehog, "has_kernels", lambda device: True)
+    monkeypatch.setattr(Hedgehog, "_project", lambda *args: pytest.fail("not served by a kernel"))
+    for found, right in zip((map_.q(x, position), map_.k(k, position)), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-3, atol=2e-5 if activation == "exp" else 0)
 
 
 @each_span
@@ -193,10 +219,23 @@ def test_what_queries_read_of_a_cache(style: str, softcap: float | None, monkeyp
 ALONE = {"mixer.feature_map": None, "mixer.combine": {"type": "window_only"}, "transfer": None}
 BLOCKS = {"mixer.span": {"type": "terraced", "window_size": 16, "blocks": 2}}
 MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "a window and a linear part": ({"mixer.span.window_size": 16}, {"window", "linear_states", "linear_outputs"}),
+    "a window and a linear part": (
+        {"mixer.span.window_size": 16},
+        {"hedgehog", "window", "linear_states", "linear_outputs"},
+    ),
     "a window": (ALONE | {"mixer.span.window_size": 16}, {"window"}),
     "an exact cache": (ALONE | BLOCKS | {"mixer.cache": {"size": 32}}, {"window", "choose_by_recall", "cached"}),
 }
+
+
+def teacher() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3,
+    )  # fmt: skip
+    model: torch.nn.Module = LlamaForCausalLM(config)
+    return model.to(DEVICE).eval()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -205,13 +244,7 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
 def test_a_model_reads_its_prompt_by_kernels(name: str, padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of the prompt and of a token behind it, with rows padded on the left too, are those of other forms."""
     overrides, kernels = MODELS[name]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3,
-    )  # fmt: skip
-    teacher = LlamaForCausalLM(config).to(DEVICE).eval()
-    student = linearize.convert(teacher, Recipe.load("lolcats", overrides))
+    student = linearize.convert(teacher(), Recipe.load("lolcats", overrides))
     tokens = torch.randint(50, (2, 131), device=DEVICE)
     mask = torch.ones_like(tokens)
     mask[1, :padding] = 0
@@ -235,3 +268,42 @@ def test_a_model_reads_its_prompt_by_kernels(name: str, padding: int, monkeypatc
     dispatch.choose.cache_clear()
     assert launched == kernels
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+class Operations(TorchDispatchMode):
+    """How many of torch's there were, views among them, and kernels of our own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.launching = 0, False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not self.launching
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "name, most", [("a window and a linear part", 1.6), ("a window", 1.15), ("an exact cache", 2.0)]
+)
+@pytest.mark.others
+def test_a_prompt_by_kernels_is_few_operations(name: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are what a short prompt costs a GPU: so many times the teacher's."""
+    softmax = teacher()
+    monkeypatch.setattr(dispatch, "IMPLS", (dispatch.Impl("triton", fused), *dispatch.IMPLS[1:]))
+    dispatch.choose.cache_clear()
+    launch, found = fused._launch, []
+
+    def counted(*args: Any, **options: Any) -> None:
+        operations.count, operations.launching = operations.count + 1, True
+        launch(*args, **options)
+        operations.launching = False
+
+    monkeypatch.setattr(fused, "_launch", counted)
+    for model in (softmax, linearize.convert(softmax, Recipe.load("lolcats", MODELS[name][0]))):
+        for _ in range(2):  # what layers share is worked out once
+            with torch.no_grad(), Operations() as operations:
+                tokens = torch.randint(50, (1, 130), device=DEVICE)
+                model(tokens, past_key_values=DynamicCache(config=model.config), use_cache=True)
+        found.append(operations.count)
+    dispatch.choose.cache_clear()
+    assert found[1] < most * found[0], found

@@ -1,4 +1,4 @@
-"""Prompts in few launches, by Triton kernels of our own: the window, the additive linear part, and exact caches.
+"""Prompts in few launches, by Triton kernels of our own: Hedgehog's maps, window, additive linear part, exact caches.
 
 Forward alone. A GPU works on one operation of a short prompt for less time than it takes to launch it, and the chunked
 forms make hundreds of them per layer. Where gradients are wanted, and what the kernels do not define (decays, kernels
@@ -25,7 +25,7 @@ from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial
 from linearize.ops.window import LOG2_E
 
-__all__ = ["choose_by_recall", "delta_values", "linear_scan", "missing", "window_softmax", "with_cached"]
+__all__ = ["choose_by_recall", "delta_values", "hedgehog", "linear_scan", "missing", "window_softmax", "with_cached"]
 
 WIDEST = 128  # features, and values of a head
 MOST_CANDIDATES = 1024
@@ -43,6 +43,33 @@ def missing(device: torch.device) -> str | None:
     if torch.version.hip or (torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)):
         return "its kernels are for NVIDIA's GPUs since Ampere"
     return None if find_spec("triton") else "triton is not installed (pip install 'linearize[gpu]')"
+
+
+def hedgehog(
+    x: Float[Tensor, "B h T D"],
+    weight: Float[Tensor, "M D N"],
+    bias: Float[Tensor, "M N"] | None,
+    activation: str,
+    least: float,
+) -> Float[Tensor, "B H T F"] | None:
+    """y = x W + b and -y side by side, F = 2 N: `exp` as they are, `softmax_halves` and `softmax` each one's or over
+    both, no less than `least`. None: not by this kernel.
+    """
+    given = (x, weight) if bias is None else (x, weight, bias)
+    if _wants_more(given, None) or max(weight.shape[1:]) > WIDEST or torch.compiler.is_compiling():
+        return None
+    from linearize.ops import triton_kernels
+
+    x, weight, bias = _rows_of_numbers(x), weight.contiguous(), weight if bias is None else bias.contiguous()
+    (batch, _, length, width), outputs, heads = x.shape, weight.shape[2], max(x.shape[1], len(weight))
+    phi, rows = x.new_empty(batch, heads, length, 2 * outputs, dtype=torch.float32), min(CHUNK, _power_of_2(length))
+    _launch(
+        triton_kernels.hedgehog, (-(-length // rows), batch * heads),
+        *(x, weight, bias, phi, *_strides(x), heads, heads // x.shape[1], heads // len(weight), length, least),
+        D=width, BLOCK_D=min(64, _power_of_2(width)), N=outputs, BLOCK_N=_power_of_2(outputs), M=rows,
+        BIAS=len(given) > 2, SOFTMAX=activation != "exp", HALVES=activation == "softmax_halves", **HOW,
+    )  # fmt: skip
+    return phi
 
 
 def window_softmax(
@@ -63,7 +90,9 @@ def window_softmax(
 
     q, k, v = (_rows_of_numbers(x) for x in (q, k.to(q.dtype), v.to(q.dtype)))
     batch, heads, length, width = q.shape
-    part, lowest, queries = _empty_part(q), _lowest(span, layout), (layout.query_position, layout.query_document)
+    num = q.new_empty(q.shape, dtype=torch.float32)
+    part = Partial(num, *(num.new_empty(q.shape[:3]) for _ in range(2)))
+    lowest, queries = _lowest(span, layout), (layout.query_position, layout.query_document)
     keys = layout.key_position, layout.key_document
     _launch(
         triton_kernels.window, (-(-length // CHUNK), batch * heads),
@@ -106,7 +135,8 @@ def linear_scan(
     blocks = {"F": features, "BLOCK_F": _power_of_2(features), "D": width, "BLOCK_D": side, "C": CHUNK} | HOW
     if v.dtype != torch.float32:  # values are rounded more than these products
         blocks["PRECISION"] = "tf32"
-    part = _empty_part(phi_q[..., :1].expand(-1, -1, -1, width))
+    num = phi_q.new_empty(batch, heads, length, width, dtype=torch.float32)
+    den = num.new_empty(num.shape[:3])
     _launch(
         triton_kernels.linear_states, (chunks, batch * key_heads, -(-width // side)),
         *(phi_k, v, position, S, z, *_strides(phi_k), *_strides(v), _between_rows(position)),
@@ -119,13 +149,14 @@ def linear_scan(
     S, z, lowest = S.cumsum(2), z.cumsum(2), _lowest(span, layout)
     _launch(
         triton_kernels.linear_outputs, (chunks, batch * heads, -(-width // side)),
-        *(phi_q, phi_k, v, lowest, position, S, z, part.num, part.den),
+        *(phi_q, phi_k, v, lowest, position, S, z, num, den),
         *(*_strides(phi_q), *_strides(phi_k), *_strides(v), _between_rows(lowest), _between_rows(position)),
         *(heads, heads // key_heads, heads // v.shape[1], length, slots, chunks),
         *(span.max_lag, span.fold_lag, span.sinks),
         **blocks,
     )  # fmt: skip
-    return Partial(part.num, part.den, part.log_scale.zero_())
+    scale = layout.once("no scale", lambda: torch.zeros((), device=v.device))
+    return Partial(num, den, scale.expand_as(den))
 
 
 def with_cached(
@@ -237,11 +268,6 @@ def _lowest(span: Span, layout: Layout) -> Int[Tensor, "B T"]:
     """lo(n) of each query, -1 for padding."""
     position = layout.query_position
     return layout.once(("lowest", span), lambda: torch.where(position >= 0, span.lo(position), -1))
-
-
-def _empty_part(q: Float[Tensor, "B H T D"]) -> Partial:
-    num = q.new_empty(q.shape, dtype=torch.float32)
-    return Partial(num, *(num.new_empty(q.shape[:3]) for _ in range(2)))
 
 
 def _rows_of_numbers(x: Tensor) -> Tensor:

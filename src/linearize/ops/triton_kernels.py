@@ -1,4 +1,5 @@
-"""Triton kernels: the window, the additive linear part, and an exact cache's choice and reading, forward alone.
+"""Triton kernels: Hedgehog's maps, the window, the additive linear part, and an exact cache's choice and reading,
+forward alone.
 
 Each is what its caller in `fused` says. Rows are slots of keys, whose last ones are those of the queries; positions and
 documents are int64, with a stride of 0 between rows that are alike. Logarithms are to base 2. A program is of one head,
@@ -15,7 +16,7 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 
 # What differs between calls of one model, and is not worth a kernel of its own for each kind of number.
-SIZES = ["q_row", "k_row", "v_row", "lo_row", "queries_row", "keys_row", "at_row", "fresh_row"]
+SIZES = ["x_row", "q_row", "k_row", "v_row", "lo_row", "queries_row", "keys_row", "at_row", "fresh_row"]
 SIZES += ["length", "slots", "before", "chunks", "blocks", "pool", "lag", "late", "sinks", "size"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -50,6 +51,49 @@ def _candidate(held, leaves, number, size, width):
     old = tl.load(held + number, number < size, -1)
     new = tl.load(leaves + number - size, (number >= size) & (number < size + width), -1)
     return tl.where(number < size, old, new)
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def hedgehog(
+    x, weight, bias, phi, x_row, x_head, x_slot, heads, x_group, weight_group, length, least,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, M: tl.constexpr,
+    BIAS: tl.constexpr, SOFTMAX: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y = x W + b and -y side by side; or softmax of both, each by itself or over both, no less than `least`.
+
+    BLOCK_D rows of W at a time.
+    """
+    row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    t = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)
+    there, n = t < length, tl.arange(0, BLOCK_N)
+    wide, at = n < N, row.to(tl.int64) * x_row + (head // x_group) * x_head
+    y = tl.zeros([M, BLOCK_N], tl.float32)
+    for i in range((D - 1) // BLOCK_D + 1):
+        d = i * BLOCK_D + tl.arange(0, BLOCK_D)
+        tall = d < D
+        tile = tl.load(x + at + t[:, None] * x_slot + d[None], there[:, None] & tall[None], 0.0).to(tl.float32)
+        rows = weight + (head // weight_group) * D * N + d[:, None] * N + n[None]
+        rows = tl.load(rows, tall[:, None] & wide[None], 0.0).to(tl.float32)
+        y += tl.dot(tile, rows, input_precision=PRECISION)
+    if BIAS:
+        y += tl.load(bias + (head // weight_group) * N + n, wide, 0.0).to(tl.float32)[None]
+    negative = -y
+    if SOFTMAX:
+        y, negative = tl.where(wide[None], y, -float("inf")), tl.where(wide[None], negative, -float("inf"))
+        top, other = tl.max(y, 1), tl.max(negative, 1)
+        if not HALVES:
+            top = tl.maximum(top, other)
+            other = top
+        y, negative = tl.exp2((y - top[:, None]) * LOG2_E), tl.exp2((negative - other[:, None]) * LOG2_E)
+        total, others = tl.sum(y, 1), tl.sum(negative, 1)
+        if not HALVES:
+            total += others
+            others = total
+        y, negative = tl.maximum(y / total[:, None], least), tl.maximum(negative / others[:, None], least)
+    out = phi + (tl.program_id(1).to(tl.int64) * length + t)[:, None] * 2 * N + n[None]
+    tl.store(out, y, there[:, None] & wide[None])
+    tl.store(out + N, negative, there[:, None] & wide[None])
 
 
 @triton.jit(do_not_specialize=SIZES)

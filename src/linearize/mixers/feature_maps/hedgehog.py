@@ -14,6 +14,8 @@ from linearize.base import UserError
 from linearize.mixers.feature_maps.base import Even, FeatureMapConfig
 from linearize.mixers.feature_maps.learned import Learned, LearnedMap
 from linearize.mixers.shape import LayerShape
+from linearize.ops import fused
+from linearize.ops.dispatch import has_kernels
 
 MIN_FEATURE = 1e-12  # LoLCATs' clamp
 
@@ -58,6 +60,15 @@ class Hedgehog(Learned):
     """Features of a softmax are at least 1e-12."""
 
     config: HedgehogMap
+
+    def _features(
+        self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
+    ) -> Float[Tensor, "B h2 T F"]:
+        if self.config.per != "model" and has_kernels(x.device):
+            found = fused.hedgehog(x, weight, bias, self.config.activation, MIN_FEATURE)
+            if found is not None:
+                return found
+        return super()._features(x, weight, bias)
 
     def _project(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None

@@ -115,12 +115,17 @@ class Learned(FeatureMap):
             weight.zero_()
 
     def _queries(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
-        return self._activate(self._project(x, self.query_weight, self.query_bias))
+        return self._features(x, self.query_weight, self.query_bias)
 
     def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
         if self.key_weight is None:
-            return self._activate(self._project(x, self.query_weight, self.query_bias))
-        return self._activate(self._project(x, self.key_weight, self.key_bias))
+            return self._features(x, self.query_weight, self.query_bias)
+        return self._features(x, self.key_weight, self.key_bias)
+
+    def _features(
+        self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
+    ) -> Float[Tensor, "B h2 T F"]:
+        return self._activate(self._project(x, weight, bias))
 
     def _project(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
