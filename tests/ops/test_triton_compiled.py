@@ -18,8 +18,10 @@ from linearize.ops import fused, triton_kernels  # noqa: E402
 
 SHARED_MEMORY = 99 * 2**10  # bytes that a program can have on every GPU since Ampere
 INTEGERS = ["lo", "q_position", "q_document", "k_position", "k_document", "position", "at", "held", "leaves"]
-POINTERS = dict.fromkeys([*INTEGERS, "before", "after"], "*i64") | {"fresh": "*i32"}
-POINTERS |= dict.fromkeys(["num", "den", "log_scale", "S", "z", "phi_q", "phi_k", "pairs", "scores"], "*fp32")
+POINTERS = dict.fromkeys([*INTEGERS, "before", "after", "place", "seat"], "*i64") | {"fresh": "*i32"}
+POINTERS |= dict.fromkeys(
+    ["num", "den", "log_scale", "S", "z", "phi_q", "phi_k", "pairs", "scores", "total", "recalled", "cosines"], "*fp32"
+)
 POINTERS |= dict.fromkeys(["phi", "weight", "bias"], "*fp32")
 SCALARS = dict.fromkeys(["factor", "softcap", "per_doubling", "least"], "fp32")
 
@@ -36,7 +38,8 @@ def cases() -> list[Any]:
             square = {"D": D, "BLOCK_D": 64, "N": D, "BLOCK_N": D, "M": fused.CHUNK}
             found.append(("hedgehog", square | {"BIAS": True, "SOFTMAX": True, "HALVES": True}, dtype))
         for every in (32, 256, fused.MOST_CANDIDATES):
-            found.append(("choose_by_recall", wide | {"ALL": every} | fused._tiles(D, every), "fp32"))
+            seats = {"ALL": every, "W": 16, "M": fused.SEATS, "num_warps": 8}
+            found.append(("choose_by_recall", wide | seats, "fp32"))
     return [pytest.param(*case, id="-".join(map(str, (case[0], *case[1].values(), case[2])))) for case in found]
 
 

@@ -179,6 +179,15 @@ class Pool:
         given = self.k.cpu(), self.v.cpu(), self.position, self.leaves, self.fresh, size
         return exact_cache.choose(*given, worth)
 
+    def chosen_by_the_kernel(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = torch.nn.functional.pad(SCORES["recall_redundancy_and_age"].pairs(self.k, self.v), (0, 0, 0, 1))
+        held = torch.where(self.position[:, :, :size] >= 0, torch.arange(size), -1)
+        at = torch.nn.functional.pad(self.position, (0, 1), value=-1)
+        given = (x.to(DEVICE) for x in (pairs, at, self.leaves, self.fresh, held))
+        found = fused.choose_by_recall(*given, BESIDE_RECALL)
+        assert found is not None
+        return found
+
 
 @pytest.mark.parametrize("style", ["full", "packed", "left"])
 @pytest.mark.parametrize("size", [16, 40, 100])
@@ -187,12 +196,31 @@ def test_what_a_cache_holds(style: str, size: int) -> None:
     expected = pool.chosen(size)
     candidates = (expected[0] >= 0).sum(-1) + (pool.leaves >= 0).sum(-1)
     assert (candidates > size).any() or not (style == "full" or size == 16), "some must go"
-    pairs = torch.nn.functional.pad(SCORES["recall_redundancy_and_age"].pairs(pool.k, pool.v), (0, 0, 0, 1))
-    at, held = torch.nn.functional.pad(pool.position, (0, 1), value=-1), torch.full((2, 2, size), -1)
-    given = (x.to(DEVICE) for x in (pairs, at, pool.leaves, pool.fresh, held))
-    found = fused.choose_by_recall(*given, BESIDE_RECALL)
-    assert found is not None
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(pool.chosen_by_the_kernel(size), expected, strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.parametrize("there", [0, 25, 40])
+def test_what_a_cache_held_before_is_a_candidate_too(there: int) -> None:
+    """In rows that go on behind 300 tokens, of which the cache holds so many, some of them nearly alike."""
+    size = 40
+    pool = Pool("full", 120, size, TerracedSpan(window_size=16, blocks=2))
+    pool.position = torch.where(pool.position >= 0, pool.position + 300, -1)
+    pool.position[:, :, size - there : size] = torch.arange(300 - 3 * there, 300, 3)
+    pool.fresh = torch.zeros_like(pool.fresh)
+    pool.k[:, :, :size], pool.v[:, :, :size] = (torch.randn_like(x[:, :, :size]) for x in (pool.k, pool.v))
+    pool.k[:, :, size - 5 : size] = pool.k[:, :, 50:55] + 1e-3
+    for one, other in zip(pool.chosen_by_the_kernel(size), pool.chosen(size), strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+def test_what_a_cache_holds_after_a_long_time() -> None:
+    """Its sums, to which most was added and taken out again, are those of who is there: of keys nearly alike, too."""
+    size, length = 24, 1500
+    pool = Pool("full", length, size, TerracedSpan(window_size=16, blocks=2))
+    kinds = torch.randn(10, pool.k.shape[3], generator=torch.Generator().manual_seed(0))
+    pool.k[:, :, size:] = kinds.to(DEVICE)[torch.arange(length) * 7 % 10] + 0.1 * pool.k[:, :, size:]
+    for one, other in zip(pool.chosen_by_the_kernel(size), pool.chosen(size), strict=True):
         assert torch.equal(one.cpu(), other)
 
 

@@ -31,6 +31,7 @@ WIDEST = 128  # features, and values of a head
 MOST_CANDIDATES = 1024
 MOST_BYTES = 2**15  # of the queries of a program
 CHUNK = 64  # queries of a program
+SEATS = 32  # of an exact cache's candidates, at a time
 # Products of float32 are three of TF32, which come near to it. No loads ahead: then 99 KiB of shared memory are enough,
 # which GPUs have since Ampere.
 HOW = {"PRECISION": "tf32x3", "num_stages": 1}
@@ -215,15 +216,18 @@ def choose_by_recall(
         return None
     from linearize.ops import triton_kernels
 
-    blocks, every = leaves.shape[2], _power_of_2(size + count)
+    blocks, every, batches = leaves.shape[2], _power_of_2(size + count), -(-size // count)
     before, after = (leaves.new_empty(batch, heads, blocks, size) for _ in range(2))
-    before[:, :, 0] = held
-    scores = pairs.new_empty(batch * heads, every)
+    place, seat = (leaves.new_empty(batch * heads, every) for _ in range(2))
+    sizes = (every,), (every,), (every, width // 2), (every, every)
+    scores, total, recalled, cosines = (pairs.new_empty(batch * heads, *x) for x in sizes)
     _launch(
         triton_kernels.choose_by_recall, (batch * heads,),
-        *(pairs.contiguous(), position.contiguous(), leaves.contiguous(), fresh.to(torch.int32), before, after, scores),
-        *(_between_rows(fresh), heads, blocks, pool, size, count, per_doubling),
-        D=width // 2, BLOCK_D=_power_of_2(width // 2), ALL=every, **_tiles(width // 2, every), **HOW,
+        *(pairs.contiguous(), position.contiguous(), leaves.contiguous(), fresh.to(torch.int32), held.contiguous()),
+        *(before, after, place, seat, scores, total, recalled, cosines),
+        *(_between_rows(fresh), heads, blocks, pool, size, count, batches, per_doubling),
+        D=width // 2, BLOCK_D=_power_of_2(width // 2), ALL=every, W=_power_of_2(count), M=min(SEATS, every),
+        num_warps=8, **HOW,
     )  # fmt: skip
     return before, after
 
@@ -232,12 +236,6 @@ def _launch(kernel: Any, grid: tuple[int, ...], *inputs: Any, **options: Any) ->
     """On the device of the inputs, whichever is the current one."""
     with torch.cuda.device_of(inputs[0]):
         kernel[grid](*inputs, **options)
-
-
-def _tiles(width: int, candidates: int) -> dict[str, int]:
-    """How many candidates are compared with how many at a time, and by how many warps: what fits shared memory."""
-    most, others = (128, 64) if width <= 64 else (32, 32)
-    return {"M": min(candidates, most), "N": others, "num_warps": 4 if candidates <= 64 else 8}
 
 
 def _wants_more(inputs: tuple[Tensor, ...], layout: Layout | None) -> bool:

@@ -17,7 +17,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 
 # What differs between calls of one model, and is not worth a kernel of its own for each kind of number.
 SIZES = ["x_row", "q_row", "k_row", "v_row", "lo_row", "queries_row", "keys_row", "at_row", "fresh_row"]
-SIZES += ["length", "slots", "before", "chunks", "blocks", "pool", "lag", "late", "sinks", "size"]
+SIZES += ["length", "slots", "before", "chunks", "blocks", "pool", "lag", "late", "sinks", "size", "carried"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal number
@@ -42,15 +42,6 @@ def _added(scores, seen, values, top, total, num, PRECISION: tl.constexpr):
     total = total * before + tl.sum(weights, 1)
     num = num * before[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
     return larger, total, num
-
-
-@triton.jit
-@no_type_check
-def _candidate(held, leaves, number, size, width):
-    """Places of the candidates of these numbers: first what is held, then what leaves; -1 is none."""
-    old = tl.load(held + number, number < size, -1)
-    new = tl.load(leaves + number - size, (number >= size) & (number < size + width), -1)
-    return tl.where(number < size, old, new)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -257,83 +248,132 @@ def cached(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def choose_by_recall(
-    pairs, position, leaves, fresh, before, after, scores,
-    fresh_row, heads, blocks, pool, size, width, per_doubling,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ALL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    pairs, position, leaves, fresh, held, before, after, place, seat, scores, total, recalled, cosines,
+    fresh_row, heads, blocks, pool, size, width, carried, per_doubling,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ALL: tl.constexpr, W: tl.constexpr, M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a cache of `size` pairs holds, one block of `width` keys after the other.
 
-    `pairs` are directions, then values, of a pool. `after` is read back as what was held before; `scores` is room for
-    those of all candidates, of which there are ALL or fewer. M of them are compared with N at a time.
+    `pairs` are directions, then values, of a pool. Each candidate, of which there are `size` + `width`, has a seat with
+    the sums of e^cosine, and of that times the value, over the others, and the cosines with them: so that a block takes
+    the products of its own keys with the candidates, and not those of all with all. `seat` is which a candidate has,
+    oldest first; who leaves gives it to who comes. First come, `carried` times `width`, those that are held before.
     """
     program = tl.program_id(0).to(tl.int64)
     row = tl.program_id(0) // heads
-    every, d = tl.arange(0, ALL), tl.arange(0, BLOCK_D)
-    m, n = tl.arange(0, M), tl.arange(0, N)
-    wide, candidate = d < D, every < size + width
+    every, w, m, d = tl.arange(0, ALL), tl.arange(0, W), tl.arange(0, M), tl.arange(0, BLOCK_D)
+    seats, wide, candidate, some = size + width, d < D, every < size + width, w < width
     pairs, position = pairs + program * pool * 2 * D, position + program * pool
-    leaves, scores = leaves + program * blocks * width, scores + program * ALL
+    leaves, held = leaves + program * blocks * width, held + program * size
     before, after = before + program * blocks * size, after + program * blocks * size
-    for index in range(blocks):
-        begins = tl.load(fresh + row * fresh_row + index) != 0
-        kept = tl.load(after + (index - 1) * size + every, (every < size) & (index > 0) & (begins == 0), -1)
-        first = tl.load(before + every, (every < size) & (index == 0) & (begins == 0), -1)
-        new = tl.load(leaves + index * width + every - size, (every >= size) & candidate, -1)
-        held = tl.where(every < size, tl.where(index == 0, first, kept), new)
-        tl.store(before + index * size + every, held, every < size)
+    place, seat, scores, total = (
+        place + program * ALL,
+        seat + program * ALL,
+        scores + program * ALL,
+        total + program * ALL,
+    )
+    recalled, cosines = recalled + program * ALL * D, cosines + program * ALL * ALL
+    tl.store(place + every, tl.full([ALL], -1, tl.int64))
+    tl.store(seat + every, every)
+    for index in range(-carried, blocks):
+        number = (index + carried) * width + w
+        first = index < 0
+        begins = (index == -carried) | ((index >= 0) & (tl.load(fresh + row * fresh_row + index, index >= 0, 0) != 0))
         tl.debug_barrier()
-        there = held >= 0
-        own = tl.where(there, 1.0, 0.0)
-        if tl.sum(own) > size:  # or there is room for all
-            youngest = tl.max(tl.load(position + held, there, -1))
-            for i in range((size + width - 1) // M + 1):
-                mine = i * M + m
-                mine_at = _candidate(before + index * size, leaves + index * width, mine, size, width)
-                is_one = mine_at >= 0
-                rows = pairs + mine_at[:, None] * 2 * D + d[None]
-                unit = tl.load(rows, is_one[:, None] & wide[None], 0.0)
-                alike = tl.full([M], -float("inf"), tl.float32)  # the newer one most like it
-                top = tl.full([M], -float("inf"), tl.float32)
-                total = tl.zeros([M], tl.float32)
-                recalled = tl.zeros([M, BLOCK_D], tl.float32)
-                for o in range((size + width - 1) // N + 1):
-                    other = o * N + n
-                    other_at = _candidate(before + index * size, leaves + index * width, other, size, width)
-                    is_other = other_at >= 0
-                    keys = tl.load(pairs + other_at[None] * 2 * D + d[:, None], is_other[None] & wide[:, None], 0.0)
-                    cosines = tl.dot(unit, keys, input_precision=PRECISION) + tl.where(is_other, 0.0, NOBODY)[None]
-                    newer = other[None] > mine[:, None]
-                    alike = tl.maximum(alike, tl.max(tl.where(newer, cosines, NOBODY), 1))
-                    cosines = tl.where(other[None] == mine[:, None], NOBODY, cosines)
-                    values = tl.load(
-                        pairs + other_at[:, None] * 2 * D + D + d[None], is_other[:, None] & wide[None], 0.0
-                    )
-                    top, total, recalled = _added(
-                        cosines * LOG2_E, (other < size + width)[None], values, top, total, recalled, PRECISION
-                    )
-                value = tl.load(rows + D, is_one[:, None] & wide[None], 0.0)
-                error = tl.sqrt(tl.sum((value - recalled / total[:, None]) * (value - recalled / total[:, None]), 1))
-                age = (youngest - tl.load(position + mine_at, is_one, -1) + 1).to(tl.float32)
-                score = tl.log2(tl.maximum(error, TINY)) - tl.maximum(alike, -8.0) / 8
-                tl.store(
-                    scores + mine,
-                    tl.where(is_one, score - per_doubling * tl.log2(age), -float("inf")),
-                    mine < size + width,
-                )
+        old = tl.load(place + tl.load(seat + every, candidate, 0), candidate & (begins == 0), -1)
+        tl.store(before + index * size + every, old, (every < size) & (index >= 0))
+        tl.debug_barrier()
+        if begins:
+            tl.store(place + every, tl.full([ALL], -1, tl.int64))
+        its = tl.where(first, number, tl.load(seat + size + w, some, 0))
+        new = tl.load(leaves + index * width + w, some & (index >= 0), -1)
+        new = tl.where(first, tl.load(held + number, first & some & (number < size), -1), new)
+        tl.debug_barrier()
+        tl.store(place + its, new, some)
+        tl.debug_barrier()
+        # The sums of who comes, and what they add to those of the others.
+        if (index >= 0) | begins | (tl.max(new) >= 0):
+            keys = tl.load(pairs + new[None] * 2 * D + d[:, None], (new >= 0)[None] & wide[:, None], 0.0)
+            values = tl.load(pairs + new[:, None] * 2 * D + D + d[None], (new >= 0)[:, None] & wide[None], 0.0)
+            own, sums = tl.zeros([W], tl.float32), tl.zeros([W, BLOCK_D], tl.float32)
+            for i in range((seats - 1) // M + 1):
+                at = i * M + m
+                of = tl.load(place + at, at < seats, -1)
+                rows = pairs + of[:, None] * 2 * D + d[None]
+                unit = tl.load(rows, (of >= 0)[:, None] & wide[None], 0.0)
+                alike = tl.dot(unit, keys, input_precision=PRECISION)
+                here = (at < seats)[:, None] & some[None]
+                tl.store(cosines + at[:, None] * ALL + its[None], alike, here)
+                same = at[:, None] == its[None]
+                others = (at < seats) & (tl.sum((same & some[None]).to(tl.int32), 1) == 0)
+                tl.store(cosines + its[None] * ALL + at[:, None], alike, here & others[:, None])
+                weights = tl.where((of >= 0)[:, None] & (new >= 0)[None] & (same == 0), tl.exp2(alike * LOG2_E), 0.0)
+                value = tl.load(rows + D, (of >= 0)[:, None] & wide[None], 0.0)
+                own += tl.sum(weights, 0)
+                sums += tl.dot(tl.trans(weights), value, input_precision=PRECISION)
+                so_far = others & (begins == 0)
+                row_at = recalled + at[:, None] * D + d[None]
+                one = tl.load(total + at, so_far, 0.0) + tl.sum(weights, 1)
+                all_of = tl.load(row_at, so_far[:, None] & wide[None], 0.0)
+                all_of += tl.dot(weights, values, input_precision=PRECISION)
+                tl.store(total + at, one, others)
+                tl.store(row_at, all_of, others[:, None] & wide[None])
+            tl.store(total + its, own, some)
+            tl.store(recalled + its[:, None] * D + d[None], sums, some[:, None] & wide[None])
             tl.debug_barrier()
-            own = tl.load(scores + every, candidate, -float("inf"))
-        own = tl.where(candidate, own, -float("inf"))
-        tl.debug_barrier()
-        tl.store(scores + every, own, candidate)
-        tl.debug_barrier()
-        better = tl.zeros([ALL], tl.int32)  # how many candidates go before it
-        for o in range((size + width - 1) // 16 + 1):  # few at a time: ALL times as many comparisons are held
-            other = o * 16 + tl.arange(0, 16)
-            theirs = tl.load(scores + other, other < size + width, -float("inf"))[None]
-            first_of = (theirs == own[:, None]) & (other[None] < every[:, None])
-            better += tl.sum((((theirs > own[:, None]) | first_of) & (other < size + width)[None]).to(tl.int32), 1)
-        stays = (better < size) & candidate
-        place = tl.cumsum(stays.to(tl.int32), 0) - 1
-        tl.store(after + index * size + place, held, stays)
-        tl.debug_barrier()
+        if index >= 0:
+            whose = tl.load(seat + every, candidate, 0)
+            which = tl.load(place + whose, candidate, -1)
+            score = tl.where(which >= 0, 1.0, 0.0)
+            if tl.sum(score) > size:  # or there is room for all
+                youngest = tl.max(tl.load(position + which, which >= 0, -1))
+                for i in range((seats - 1) // M + 1):
+                    at = i * M + m
+                    of = tl.load(place + at, at < seats, -1)
+                    alike = tl.full([M], NOBODY, tl.float32)  # the newer one most like it
+                    for o in range((seats - 1) // M + 1):
+                        other = o * M + m
+                        newer = tl.load(place + other, other < seats, -1)[None] > of[:, None]
+                        cosine = tl.load(cosines + at[:, None] * ALL + other[None], newer & (of >= 0)[:, None], NOBODY)
+                        alike = tl.maximum(alike, tl.max(cosine, 1))
+                    inside = (of >= 0)[:, None] & wide[None]
+                    error = tl.load(recalled + at[:, None] * D + d[None], inside, 0.0)
+                    error = error / tl.load(total + at, of >= 0, 1.0)[:, None]
+                    error -= tl.load(pairs + of[:, None] * 2 * D + D + d[None], inside, 0.0)
+                    error = tl.sqrt(tl.sum(error * error, 1))
+                    age = (youngest - tl.load(position + of, of >= 0, -1) + 1).to(tl.float32)
+                    found = tl.log2(tl.maximum(error, TINY)) - tl.maximum(alike, -8.0) / 8
+                    found = tl.where(of >= 0, found - per_doubling * tl.log2(age), -float("inf"))
+                    tl.store(scores + at, found, at < seats)
+                tl.debug_barrier()
+                score = tl.load(scores + whose, candidate, -float("inf"))
+            score = tl.where(candidate, score, -float("inf"))
+            tl.debug_barrier()
+            tl.store(scores + every, score, candidate)
+            tl.debug_barrier()
+            better = tl.zeros([ALL], tl.int32)  # how many candidates go before it
+            for o in range((seats - 1) // 16 + 1):  # few at a time: ALL times as many comparisons are held
+                other = o * 16 + tl.arange(0, 16)
+                theirs = tl.load(scores + other, other < seats, -float("inf"))[None]
+                first_of = (theirs == score[:, None]) & (other[None] < every[:, None])
+                better += tl.sum((((theirs > score[:, None]) | first_of) & (other < seats)[None]).to(tl.int32), 1)
+            stays, goes = (better < size) & candidate, (better >= size) & candidate
+            nth, nth_gone = tl.cumsum(stays.to(tl.int32), 0) - 1, tl.cumsum(goes.to(tl.int32), 0) - 1
+            tl.store(after + index * size + nth, which, stays)
+            tl.store(seat + tl.where(stays, nth, size + nth_gone), whose, candidate)
+            tl.debug_barrier()
+            # What who leaves takes out of the sums of the others.
+            its = tl.load(seat + size + w, some, 0)
+            gone = tl.load(place + its, some, -1)
+            values = tl.load(pairs + gone[:, None] * 2 * D + D + d[None], (gone >= 0)[:, None] & wide[None], 0.0)
+            for i in range((seats - 1) // M + 1):
+                at = i * M + m
+                of = tl.load(place + at, at < seats, -1)
+                both = (of >= 0)[:, None] & (gone >= 0)[None] & (at[:, None] != its[None])
+                weights = tl.load(cosines + at[:, None] * ALL + its[None], both, -float("inf"))
+                weights = tl.exp2(weights * LOG2_E)
+                row_at, inside = recalled + at[:, None] * D + d[None], (of >= 0)[:, None] & wide[None]
+                tl.store(total + at, tl.load(total + at, of >= 0, 0.0) - tl.sum(weights, 1), of >= 0)
+                all_of = tl.load(row_at, inside, 0.0) - tl.dot(weights, values, input_precision=PRECISION)
+                tl.store(row_at, all_of, inside)
