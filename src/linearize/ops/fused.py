@@ -25,7 +25,8 @@ from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial
 from linearize.ops.window import LOG2_E
 
-__all__ = ["choose_by_recall", "delta_values", "hedgehog", "linear_scan", "missing", "window_softmax", "with_cached"]
+__all__ = ["choose_by_recall", "delta_values", "hedgehog", "linear_scan", "missing", "serves_hedgehog"]
+__all__ += ["window_softmax", "with_cached"]
 
 WIDEST = 128  # features, and values of a head
 MOST_CANDIDATES = 1024
@@ -46,29 +47,32 @@ def missing(device: torch.device) -> str | None:
     return None if find_spec("triton") else "triton is not installed (pip install 'linearize[gpu]')"
 
 
+def serves_hedgehog(x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M D N"]) -> bool:
+    """Whether `hedgehog` is for these inputs: no gradient is wanted, and no compiler makes kernels of its own."""
+    return not (_wants_more((x, weight), None) or max(weight.shape[1:]) > WIDEST or torch.compiler.is_compiling())
+
+
 def hedgehog(
     x: Float[Tensor, "B h T D"],
     weight: Float[Tensor, "M D N"],
     bias: Float[Tensor, "M N"] | None,
     activation: str,
     least: float,
-) -> Float[Tensor, "B H T F"] | None:
+) -> Float[Tensor, "B H T F"]:
     """y = x W + b and -y side by side, F = 2 N: `exp` as they are, `softmax_halves` and `softmax` each one's or over
-    both, no less than `least`. None: not by this kernel.
+    both, no less than `least`.
     """
-    given = (x, weight) if bias is None else (x, weight, bias)
-    if _wants_more(given, None) or max(weight.shape[1:]) > WIDEST or torch.compiler.is_compiling():
-        return None
     from linearize.ops import triton_kernels
 
-    x, weight, bias = _rows_of_numbers(x), weight.contiguous(), weight if bias is None else bias.contiguous()
+    x, weight, biased = _rows_of_numbers(x), weight.contiguous(), bias is not None
+    bias = weight if bias is None else bias.contiguous()
     (batch, _, length, width), outputs, heads = x.shape, weight.shape[2], max(x.shape[1], len(weight))
     phi, rows = x.new_empty(batch, heads, length, 2 * outputs, dtype=torch.float32), min(CHUNK, _power_of_2(length))
     _launch(
         triton_kernels.hedgehog, (-(-length // rows), batch * heads),
         *(x, weight, bias, phi, *_strides(x), heads, heads // x.shape[1], heads // len(weight), length, least),
         D=width, BLOCK_D=min(64, _power_of_2(width)), N=outputs, BLOCK_N=_power_of_2(outputs), M=rows,
-        BIAS=len(given) > 2, SOFTMAX=activation != "exp", HALVES=activation == "softmax_halves", **HOW,
+        BIAS=biased, SOFTMAX=activation != "exp", HALVES=activation == "softmax_halves", **HOW,
     )  # fmt: skip
     return phi
 

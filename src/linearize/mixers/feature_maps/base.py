@@ -126,7 +126,7 @@ class FeatureMap(nn.Module, ABC):
         `level`: that logarithm less the query's largest; without meaning for other maps. Where it is a tensor, features
         are at most 1 / min_denominator: those that would be larger belong to sums of keys too small for the dtype.
         """
-        x = accumulated(x)
+        x = self._inputs(x)
         logs = self._queries(x, position)
         if not self.exponential:
             return logs, None
@@ -143,11 +143,15 @@ class FeatureMap(nn.Module, ABC):
         Logarithms may be fp64 where fp32 cannot hold their differences (Performer): subtract the maximum in the dtype
         they come in, and only then round.
         """
-        return self._keys(accumulated(x), position)
+        return self._keys(self._inputs(x), position)
 
     def kernel_input(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T X"]:
         """What `kernel` makes the same features of as `q` and `k`, for a map with one."""
         raise NotImplementedError(type(self).__name__)
+
+    def _inputs(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T D"]:
+        """x as `_queries` and `_keys` read it."""
+        return accumulated(x)
 
     def _query_constant(self, x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T"] | float:
         """What the logarithms of `_queries` leave out, the same for all features of a query."""
@@ -155,11 +159,11 @@ class FeatureMap(nn.Module, ABC):
 
     @abstractmethod
     def _queries(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
-        """Features, or logarithms (up to a constant per query), of x in the dtype of the features."""
+        """Features, or logarithms (up to a constant per query), of x as `_inputs` gives it."""
 
     @abstractmethod
     def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
-        """Features, or logarithms, of x in the dtype of the features."""
+        """Features, or logarithms, of x as `_inputs` gives it."""
 
 
 class Symmetric(FeatureMap):

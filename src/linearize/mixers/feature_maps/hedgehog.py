@@ -61,13 +61,18 @@ class Hedgehog(Learned):
 
     config: HedgehogMap
 
+    def _inputs(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T D"]:
+        return x if self._has_kernel(x) else super()._inputs(x)
+
+    def _has_kernel(self, x: Float[Tensor, "B h T D"]) -> bool:
+        given = x, self.query_weight if self.key_weight is None else self.key_weight
+        return self.config.per != "model" and has_kernels(x.device) and fused.serves_hedgehog(*given)
+
     def _features(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
     ) -> Float[Tensor, "B h2 T F"]:
-        if self.config.per != "model" and has_kernels(x.device):
-            found = fused.hedgehog(x, weight, bias, self.config.activation, MIN_FEATURE)
-            if found is not None:
-                return found
+        if self._has_kernel(x):
+            return fused.hedgehog(x, weight, bias, self.config.activation, MIN_FEATURE)
         return super()._features(x, weight, bias)
 
     def _project(
