@@ -220,7 +220,7 @@ def choose_by_recall(
         return None
     from linearize.ops import triton_kernels
 
-    blocks, every, batches = leaves.shape[2], _power_of_2(size + count), -(-size // count)
+    blocks, every = leaves.shape[2], _power_of_2(size + count)
     before, after = (leaves.new_empty(batch, heads, blocks, size) for _ in range(2))
     place, seat = (leaves.new_empty(batch * heads, every) for _ in range(2))
     sizes = (every,), (every,), (every, width // 2), (every, every)
@@ -229,8 +229,8 @@ def choose_by_recall(
         triton_kernels.choose_by_recall, (batch * heads,),
         *(pairs.contiguous(), position.contiguous(), leaves.contiguous(), fresh.to(torch.int32), held.contiguous()),
         *(before, after, place, seat, scores, total, recalled, cosines),
-        *(_between_rows(fresh), heads, blocks, pool, size, count, batches, per_doubling),
-        D=width // 2, BLOCK_D=_power_of_2(width // 2), ALL=every, W=_power_of_2(count), M=min(SEATS, every),
+        *(_between_rows(fresh), heads, blocks, pool, size, count, per_doubling),
+        D=width // 2, BLOCK_D=_power_of_2(width // 2), ALL=every, W=16, M=min(SEATS, every),
         num_warps=8, **HOW,
     )  # fmt: skip
     return before, after
