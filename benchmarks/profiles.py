@@ -69,14 +69,19 @@ def flops(call: Callable[[], object]) -> int:
 
 
 def times_by_operation(call: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Seconds in each operation itself, the longest first; on a GPU those of its kernels."""
+    """Seconds in each operation itself, the longest first; on a GPU those of its kernels, and of our own."""
     cuda = device.type == "cuda"
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports its start and stop on standard error
     with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as recorded:
         call()
         if cuda:
             torch.cuda.synchronize()
-    events = [event for event in recorded.key_averages() if event.key.startswith("aten::")]
+    found, ours = recorded.key_averages(), set[str]()
+    if cuda:
+        from linearize.ops import triton_kernels
+
+        ours = {name for name, x in vars(triton_kernels).items() if hasattr(x, "fn")}
+    events = [event for event in found if event.key.startswith("aten::") or event.key in ours]
     own = {event.key: 1e-6 * (event.self_device_time_total if cuda else event.self_cpu_time_total) for event in events}
     return dict(sorted(own.items(), key=lambda item: -item[1]))
 
