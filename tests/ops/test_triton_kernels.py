@@ -103,6 +103,17 @@ def test_hedgehogs_maps(
         torch.testing.assert_close(found, right, rtol=1e-3, atol=2e-5 if activation == "exp" else 0)
 
 
+@pytest.mark.parametrize("trained", ["query_weight", "key_weight"])
+def test_maps_that_learn_are_not_by_the_kernel(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    map_ = Hedgehog(HedgehogMap(), LayerShape(2, 2, 16, 32, 64)).to(DEVICE).requires_grad_(False)
+    getattr(map_, trained).requires_grad_(True)
+    monkeypatch.setattr(hedgehog, "has_kernels", lambda device: True)
+    monkeypatch.setattr(fused, "_launch", lambda *args, **options: pytest.fail("served by a kernel"))
+    x, position = torch.randn(1, 2, 5, 16, device=DEVICE), torch.arange(5, device=DEVICE)[None]
+    (map_.q(x, position).square().sum() + map_.k(x, position).square().sum()).backward()
+    assert getattr(map_, trained).grad.abs().sum() > 0
+
+
 @each_span
 @pytest.mark.parametrize("heads", [(4, 2, 2), (4, 1, 4)], ids=str)
 def test_one_document_padded_on_a_side_or_not(span: SpanSpec, heads: tuple[int, int, int]) -> None:

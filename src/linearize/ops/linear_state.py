@@ -58,7 +58,7 @@ def linear_state(
     terraced = isinstance(span, TerracedSpan)
     if layout.uniform:  # the keys lie side by side, and what is readable later begins where that which is now ends
         last = layout.length - 1
-        lowest = max(span.sinks, int(span.lo(torch.tensor(last))))
+        lowest = max(span.sinks, int(span.lo(torch.tensor(last, device="cpu"))))
         readable = with_keys(**_slots(keys, span.sinks, lowest), which=None, **given, state=state)
         if terraced:
             ends = last - span.fold_lag + 1

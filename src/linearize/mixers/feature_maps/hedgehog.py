@@ -65,8 +65,8 @@ class Hedgehog(Learned):
         return x if self._has_kernel(x) else super()._inputs(x)
 
     def _has_kernel(self, x: Float[Tensor, "B h T D"]) -> bool:
-        given = x, self.query_weight if self.key_weight is None else self.key_weight
-        return self.config.per != "model" and has_kernels(x.device) and fused.serves_hedgehog(*given)
+        weights = [weight for weight in (self.query_weight, self.key_weight) if weight is not None]
+        return self.config.per != "model" and has_kernels(x.device) and fused.serves_hedgehog(x, *weights)
 
     def _features(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
