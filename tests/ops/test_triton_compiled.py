@@ -35,8 +35,8 @@ def cases() -> list[Any]:
             found += [("window", wide | {"SOFTCAP": x, "M": fused.CHUNK, "N": 32}, dtype) for x in (False, True)]
             found.append(("cached", wide | {"SOFTCAP": True, "M": fused.MOST_BYTES // D // size, "N": 32}, dtype))
             found += [(name, side, dtype) for name in ("linear_states", "linear_outputs")]
-            square = {"D": D, "BLOCK_D": 64, "N": D, "BLOCK_N": D, "M": fused.CHUNK}
-            found.append(("hedgehog", square | {"BIAS": True, "SOFTMAX": True, "HALVES": True}, dtype))
+            square = {"D": D, "BLOCK_D": 64, "N": D, "BLOCK_N": D, "BIAS": True, "SOFTMAX": True, "HALVES": True}
+            found += [("hedgehog", square | {"M": rows}, dtype) for rows in (16, fused.CHUNK)]
         for every in (32, 256, fused.MOST_CANDIDATES):
             seats = {"ALL": every, "W": 16, "M": fused.SEATS, "num_warps": 8}
             found.append(("choose_by_recall", wide | seats, "fp32"))

@@ -87,7 +87,7 @@ def check(
 def test_hedgehogs_maps(
     activation: str, tied: bool, per: str, tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of queries and keys, the heads of an odd width: those of torch's operations."""
+    """Of queries and keys of heads that are no power of 2 wide: those of torch's operations."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"activation": activation, "tied": tied, "per": per, "bias": True, "init": "kaiming"}
     map_ = Hedgehog(HedgehogMap(**options), LayerShape(4, 2, 72, 64, 128)).to(DEVICE).requires_grad_(False)
@@ -214,6 +214,7 @@ def test_what_a_cache_holds(style: str, size: int, width: int) -> None:
 @pytest.mark.parametrize("there", [0, 25, 40])
 def test_what_a_cache_held_before_is_a_candidate_too(there: int) -> None:
     """In rows that go on behind 300 tokens, of which the cache holds so many, some of them nearly alike."""
+    torch.manual_seed(0)
     size = 40
     pool = Pool("full", 120, size, TerracedSpan(window_size=16, blocks=2))
     pool.position = torch.where(pool.position >= 0, pool.position + 300, -1)
@@ -273,8 +274,7 @@ def teacher() -> LlamaForCausalLM:
         vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3,
     )  # fmt: skip
-    model: torch.nn.Module = LlamaForCausalLM(config)
-    return model.to(DEVICE).eval()
+    return LlamaForCausalLM(config).to(DEVICE).eval()
 
 
 @pytest.mark.parametrize("name", MODELS)
