@@ -104,14 +104,22 @@ def test_hedgehogs_maps(
 
 
 @pytest.mark.parametrize("trained", ["query_weight", "key_weight"])
-def test_maps_that_learn_are_not_by_the_kernel(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_map_that_learns_is_not_by_the_kernel(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one is."""
     map_ = Hedgehog(HedgehogMap(), LayerShape(2, 2, 16, 32, 64)).to(DEVICE).requires_grad_(False)
     getattr(map_, trained).requires_grad_(True)
     monkeypatch.setattr(hedgehog, "has_kernels", lambda device: True)
-    monkeypatch.setattr(fused, "_launch", lambda *args, **options: pytest.fail("served by a kernel"))
+    launch, weights = fused._launch, []
+
+    def noted(kernel: Any, grid: Any, x: Any, weight: torch.Tensor, *args: Any, **options: Any) -> None:
+        weights.append(weight)
+        launch(kernel, grid, x, weight, *args, **options)
+
+    monkeypatch.setattr(fused, "_launch", noted)
     x, position = torch.randn(1, 2, 5, 16, device=DEVICE), torch.arange(5, device=DEVICE)[None]
     (map_.q(x, position).square().sum() + map_.k(x, position).square().sum()).backward()
     assert getattr(map_, trained).grad.abs().sum() > 0
+    assert len(weights) == 1 and not weights[0].requires_grad
 
 
 @each_span
@@ -224,6 +232,27 @@ def test_what_a_cache_held_before_is_a_candidate_too(there: int) -> None:
     pool.k[:, :, size - 5 : size] = pool.k[:, :, 50:55] + 1e-3
     for one, other in zip(pool.chosen_by_the_kernel(size), pool.chosen(size), strict=True):
         assert torch.equal(one.cpu(), other)
+
+
+def test_a_key_that_is_no_number_takes_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is worth no number is worth the most, as where scores are sorted; nothing is written beyond the cache."""
+    size, launch = 24, fused._launch
+
+    def with_room_behind(kernel: Any, grid: Any, *inputs: Any, **options: Any) -> None:
+        room = [torch.full((x.numel() + 64,), -7, device=DEVICE) for x in inputs[5:7]]  # before and after
+        launch(kernel, grid, *inputs[:5], *room, *inputs[7:], **options)
+        for x, wider in zip(inputs[5:7], room, strict=True):
+            x.copy_(wider[:-64].view_as(x))
+            assert (wider[-64:] == -7).all()
+
+    monkeypatch.setattr(fused, "_launch", with_room_behind)
+    pool = Pool("full", 200, size, TerracedSpan(window_size=16, blocks=2))
+    pool.k[:, :, size + 60] = torch.nan
+    before, after = pool.chosen_by_the_kernel(size)
+    expected = pool.chosen(size)[1]
+    assert torch.equal(after[:, :, :6].cpu(), expected[:, :, :6])  # the key is a candidate from block 5 on
+    assert torch.equal(before[:, :, 1:], after[:, :, :-1])
+    assert (after[:, :, 3:].diff(dim=-1) > 0).all()
 
 
 def test_what_a_cache_holds_after_a_long_time() -> None:

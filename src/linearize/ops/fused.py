@@ -47,10 +47,10 @@ def missing(device: torch.device) -> str | None:
     return None if find_spec("triton") else "triton is not installed (pip install 'linearize[gpu]')"
 
 
-def serves_hedgehog(x: Float[Tensor, "B h T D"], *weights: Float[Tensor, "_ D N"]) -> bool:
+def serves_hedgehog(x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M D N"]) -> bool:
     """Whether `hedgehog` is for these inputs: no gradient is wanted, and no compiler makes kernels of its own."""
-    too_wide = max(weights[0].shape[1:]) > WIDEST
-    return not (too_wide or _wants_more((x, *weights), None) or torch.compiler.is_compiling())
+    too_wide = max(weight.shape[1:]) > WIDEST
+    return not (too_wide or _wants_more((x, weight), None) or torch.compiler.is_compiling())
 
 
 def hedgehog(

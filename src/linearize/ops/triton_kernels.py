@@ -267,12 +267,8 @@ def choose_by_recall(
     pairs, position = pairs + program * pool * 2 * D, position + program * pool
     leaves, held = leaves + program * blocks * width, held + program * size
     before, after = before + program * blocks * size, after + program * blocks * size
-    place, seat, scores, total = (
-        place + program * ALL,
-        seat + program * ALL,
-        scores + program * ALL,
-        total + program * ALL,
-    )
+    place, seat = place + program * ALL, seat + program * ALL
+    scores, total = scores + program * ALL, total + program * ALL
     recalled, cosines = recalled + program * ALL * D, cosines + program * ALL * ALL
     tl.store(place + every, tl.full([ALL], -1, tl.int64))
     tl.store(seat + every, every)
@@ -348,7 +344,9 @@ def choose_by_recall(
                     error = tl.sqrt(tl.sum(error * error, 1))
                     age = (youngest - tl.load(position + of, of >= 0, -1) + 1).to(tl.float32)
                     found = tl.log2(tl.maximum(error, TINY)) - tl.maximum(alike, -8.0) / 8
-                    found = tl.where(of >= 0, found - per_doubling * tl.log2(age), -float("inf"))
+                    found -= per_doubling * tl.log2(age)
+                    found = tl.where(found == found, found, float("inf"))  # as sorting has it, that all have a place
+                    found = tl.where(of >= 0, found, -float("inf"))
                     tl.store(scores + at, found, at < seats)
                 tl.debug_barrier()
                 score = tl.load(scores + whose, candidate, -float("inf"))

@@ -61,17 +61,10 @@ class Hedgehog(Learned):
 
     config: HedgehogMap
 
-    def _inputs(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T D"]:
-        return x if self._has_kernel(x) else super()._inputs(x)
-
-    def _has_kernel(self, x: Float[Tensor, "B h T D"]) -> bool:
-        weights = [weight for weight in (self.query_weight, self.key_weight) if weight is not None]
-        return self.config.per != "model" and has_kernels(x.device) and fused.serves_hedgehog(x, *weights)
-
     def _features(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
     ) -> Float[Tensor, "B h2 T F"]:
-        if self._has_kernel(x):
+        if self.config.per != "model" and has_kernels(x.device) and fused.serves_hedgehog(x, weight):
             return fused.hedgehog(x, weight, bias, self.config.activation, MIN_FEATURE)
         return super()._features(x, weight, bias)
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from linearize.base import UserError
-from linearize.mixers.feature_maps.base import FeatureMap, FeatureMapConfig
+from linearize.mixers.feature_maps.base import FeatureMap, FeatureMapConfig, accumulated
 from linearize.mixers.shape import LayerShape
 from linearize.ops.heads import repeat_kv
 from linearize.ops.partial import in_dtype
@@ -125,7 +125,10 @@ class Learned(FeatureMap):
     def _features(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
     ) -> Float[Tensor, "B h2 T F"]:
-        return self._activate(self._project(x, weight, bias))
+        return self._activate(self._project(accumulated(x), weight, bias))
+
+    def _inputs(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T D"]:
+        return x  # as it is: `_features` may have a kernel that reads it
 
     def _project(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
