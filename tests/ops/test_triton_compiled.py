@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from linearize.ops import fused, triton_kernels  # noqa: E402
+from linearize.ops import fused, triton_kernels, triton_step  # noqa: E402
 
 SHARED_MEMORY = 99 * 2**10  # bytes that a program can have on every GPU since Ampere
 INTEGERS = ["lo", "q_position", "q_document", "k_position", "k_document", "position", "at", "held", "leaves"]
@@ -22,7 +22,9 @@ POINTERS = dict.fromkeys([*INTEGERS, "before", "after", "place", "seat"], "*i64"
 POINTERS |= dict.fromkeys(
     ["num", "den", "log_scale", "S", "z", "phi_q", "phi_k", "pairs", "scores", "total", "recalled", "cosines"], "*fp32"
 )
-POINTERS |= dict.fromkeys(["phi", "weight", "bias"], "*fp32")
+POINTERS |= dict.fromkeys(["phi", "weight", "bias", "enters", "next_S", "next_z", "window_factor"], "*fp32")
+POINTERS |= {"held_position": "*i64"}
+TOKENS = ["new_k", "new_v", "held_k", "held_v", "next_k", "next_v"]  # in the inputs' dtype
 SCALARS = dict.fromkeys(["factor", "softcap", "per_doubling", "least"], "fp32")
 
 
@@ -37,6 +39,9 @@ def cases() -> list[Any]:
             found += [(name, side, dtype) for name in ("linear_states", "linear_outputs")]
             square = {"D": D, "BLOCK_D": 64, "N": D, "BLOCK_N": D, "BIAS": True, "SOFTMAX": True, "HALVES": True}
             found += [("hedgehog", square | {"M": rows}, dtype) for rows in (16, fused.CHUNK)]
+            one = wide | {"F": D, "BLOCK_F": D, "SIDE": 64, "N": 32, "WINDOW": True, "LINEAR": True, "SOFTCAP": True}
+            for cache, rows in ((False, 16), (True, 16), (True, 64)):
+                found.append(("one_token", one | {"CACHE": cache, "WRITES": not cache, "M": rows}, dtype))
         for every in (32, 256, fused.MOST_CANDIDATES):
             seats = {"ALL": every, "W": 16, "M": fused.SEATS, "num_warps": 8}
             found.append(("choose_by_recall", wide | seats, "fp32"))
@@ -46,11 +51,12 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize("name, constants, dtype", cases())
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_and_fit(name: str, constants: dict[str, Any], dtype: str, capability: int) -> None:
-    kernel, constants = getattr(triton_kernels, name), constants | fused.HOW
+    kernel = getattr(triton_step if name == "one_token" else triton_kernels, name)
+    constants = constants | fused.HOW
     options = {key: constants.pop(key) for key in ("num_stages", "num_warps") if key in constants}
-    types = POINTERS | SCALARS | dict.fromkeys("qkvx", f"*{dtype}")
-    if name == "linear_states":
-        types = {x: y for x, y in types.items() if x != "before"}  # there a number
+    types = POINTERS | SCALARS | dict.fromkeys([*"qkvxy", *TOKENS], f"*{dtype}")
+    if name in ("linear_states", "one_token"):
+        types = {x: y for x, y in types.items() if x not in ("before", "held")}  # there numbers
     signature = {x: "constexpr" if x in constants else types.get(x, "i32") for x in kernel.arg_names}
     at = {(kernel.arg_names.index(x),): value for x, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=at)

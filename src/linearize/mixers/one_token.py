@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,16 +11,20 @@ from torch import Tensor
 
 from linearize.mixers.cached import Dropped, cache_of_next, with_received
 from linearize.mixers.causal import CausalMixer
+from linearize.mixers.combine import SharedDenominatorCombine
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import without_lost
 from linearize.mixers.mixer_state import MixerState, Tokens, push_slot
 from linearize.mixers.running_maximum import running_maximum
+from linearize.ops import fused
+from linearize.ops.dispatch import has_kernels
 from linearize.ops.layout import Layout, NoSpan
 from linearize.ops.linear_state import LinearState, with_keys
 from linearize.ops.partial import accumulation_dtype, in_dtype
 from linearize.ops.recurrent import NextToken, linear_read, linear_step, softmax_step, window_step
 from linearize.ops.reference import delta_values
 
+PAIR = "keys", "values"
 EVERY_KEY = NoSpan()  # once: compilers do not make them
 
 
@@ -33,10 +38,12 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
         top = mixer.map_keys(new, at.column).amax(-1)
         offset, log_decay, maximum = running_maximum(top, Layout.full(1, top.device), state.maximum)
         new["offset"], new["log_decay_k"] = offset[..., None], mixer.with_step(new, log_decay)
-    tokens = {name: torch.cat([in_dtype(state.slots[name], x.dtype), x], dim=2) for name, x in new.items()}
     exact, before, dropped = state.exact, state.linear, cache_of_next(mixer.config, mixer.worth, state, at)
     if dropped is not None:
         exact, before = dropped.exact, folded(mixer, state.linear, dropped)
+    if has_kernels(inputs.q.device) and _in_one_pass(mixer, inputs, new, before):
+        return _by_kernel(mixer, inputs, replace(state, exact=exact, linear=before), new, at)
+    tokens = {name: torch.cat([in_dtype(state.slots[name], x.dtype), x], dim=2) for name, x in new.items()}
     if mixer.feature_map is None and inputs.softcap is None:
         k, v, bias = _read(tokens, exact, at, inputs.q.dtype)
         y = softmax_step(inputs.q, k, v, bias=bias, scaling=inputs.scaling)
@@ -64,6 +71,45 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
     name = span, mixer.config.cache
     y = mixer.combined(inputs, window, linear, lambda: clock.once(name, lambda _: mixer.has_linear(at.column)))
     return y, MixerState(push_slot(tokens, span, at.position), clock.next(), after, maximum, exact)
+
+
+def _in_one_pass(mixer: CausalMixer, inputs: AttnInputs, new: Tokens, state: LinearState | None) -> bool:
+    """Whether a token is all in what `fused.one_token` defines: keys and values, a window, sums that nothing decays."""
+    map_, window = mixer.feature_map, mixer.span.max_lag > 0
+    if len(new) > len(PAIR) or mixer.span.sinks or not fused.serves_one_token(inputs.q, inputs.k.shape[1], state):
+        return False
+    if map_ is None:
+        return window
+    early = state is not None and state.next_S is not None
+    if early or map_.exponential or mixer.kernel is not None or not mixer.config.sums:
+        return False
+    return not window or isinstance(mixer.combine, SharedDenominatorCombine)
+
+
+def _by_kernel(
+    mixer: CausalMixer, inputs: AttnInputs, state: MixerState, new: Tokens, at: NextToken
+) -> tuple[Tensor, MixerState]:
+    """`one_token` in one launch besides those of the maps."""
+    span, before, exact, linear = mixer.span, state.linear, state.exact, None
+    if mixer.feature_map is not None:
+        assert before is not None
+        phi_k, slot = None, span.context - span.fold_lag
+        if exact is None:
+            old = {name: x[:, :, slot : slot + 1] for name, x in state.slots.items()}
+            entering = new if slot == span.context else old
+            phi_k = mixer.key_features(entering, mixer.map_keys(entering, at.entering), None)
+        phi_q, _ = mixer.query_features(inputs, at.column)
+        shared = mixer.combine if span.max_lag else None
+        factor = shared.window_factor if isinstance(shared, SharedDenominatorCombine) else None
+        least = mixer.feature_map.min_denominator(phi_q.dtype)
+        linear = fused.LinearStep(phi_q, before, least, phi_k, at.enters, slot, factor)
+    pair, slots = ((tokens["keys"], tokens["values"]) for tokens in (new, state.slots))
+    bias = at.bias(1, accumulation_dtype(inputs.v.dtype)) if span.max_lag else None
+    held = None if exact is None else (exact["keys"], exact["values"], exact["position"])
+    y, slots, after = fused.one_token(
+        inputs.q, pair, slots, bias, held, linear, scaling=inputs.scaling, softcap=inputs.softcap
+    )
+    return y, MixerState(dict(zip(PAIR, slots, strict=True)), state.clock.next(), after, None, exact)
 
 
 def _read(tokens: Tokens, exact: Tokens | None, at: NextToken, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Prompts in few launches, by Triton kernels of our own: Hedgehog's maps, window, additive linear part, exact caches.
+"""In few launches, by Triton kernels of our own: Hedgehog's maps, window, additive linear part, exact caches; a step.
 
 Forward alone. A GPU works on one operation of a short prompt for less time than it takes to launch it, and the chunked
 forms make hundreds of them per layer. Where gradients are wanted, and what the kernels do not define (decays, kernels
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,13 +25,14 @@ from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial
 from linearize.ops.window import LOG2_E
 
-__all__ = ["choose_by_recall", "delta_values", "hedgehog", "linear_scan", "missing", "serves_hedgehog"]
-__all__ += ["window_softmax", "with_cached"]
+__all__ = ["LinearStep", "choose_by_recall", "delta_values", "hedgehog", "linear_scan", "missing", "one_token"]
+__all__ += ["serves_hedgehog", "serves_one_token", "window_softmax", "with_cached"]
 
 WIDEST = 128  # features, and values of a head
 MOST_CANDIDATES = 1024
 MOST_BYTES = 2**15  # of the queries of a program
 CHUNK = 64  # queries of a program
+MOST_GROUPED = 64  # query heads of one program
 SEATS = 32  # of an exact cache's candidates, at a time
 # Products of float32 are three of TF32, which come near to it. No loads ahead: then 99 KiB of shared memory are enough,
 # which GPUs have since Ampere.
@@ -235,6 +236,88 @@ def choose_by_recall(
         num_warps=8, **HOW,
     )  # fmt: skip
     return before, after
+
+
+class LinearStep(NamedTuple):
+    """The linear part of one more token.
+
+    Attributes:
+        phi_q, state: what is read, after what enters.
+        least: the denominator is no less.
+        phi_k, enters, slot: what enters the state, times 1 or 0, and the slot of its value; None: nothing does.
+        window_factor: before the sigmoid, in front of the window's sums where there is a window.
+    """
+
+    phi_q: Float[Tensor, "B H 1 F"]
+    state: LinearState
+    least: float
+    phi_k: Float[Tensor, "B Hk 1 F"] | None
+    enters: Float[Tensor, "B 1 1 1"]
+    slot: int
+    window_factor: Float[Tensor, " H"] | None
+
+
+def serves_one_token(q: Float[Tensor, "B H 1 D"], heads: int, state: LinearState | None) -> bool:
+    """Whether `one_token` is for these inputs, of so many KV heads: no gradient is wanted, and no compiler makes
+    kernels of its own.
+    """
+    widest, units = (q.shape[3], heads) if state is None else (max(state.S.shape[2:]), state.S.shape[1])
+    wanted = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    return not (wanted or widest > WIDEST or q.shape[1] > MOST_GROUPED * units or q.dtype == torch.float64)
+
+
+def one_token(
+    q: Float[Tensor, "B H 1 D"],
+    new: tuple[Float[Tensor, "B G 1 D"], Float[Tensor, "B G 1 D"]],
+    slots: tuple[Float[Tensor, "B G S D"], Float[Tensor, "B G S D"]],
+    bias: Float[Tensor, "B 1 S_and_1"] | None,
+    held: tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C D"], Int[Tensor, "B G C"]] | None,
+    linear: LinearStep | None,
+    *,
+    scaling: float,
+    softcap: float | None,
+) -> tuple[Float[Tensor, "B H 1 D"], tuple[Tensor, Tensor], LinearState | None]:
+    """The output of one more token, the slots behind it, and the linear state: in one launch.
+
+    Softmax is over the slots, whose scores get `bias`, the token itself, and what a cache holds, -1 being the position
+    of nothing. Its sums, times a factor, and those of the linear part stand over one denominator (LoLCATs eq. 7); or
+    one part alone over its own. `bias` None: there is no window.
+    """
+    from linearize.ops import triton_step
+
+    q, new_k, new_v, k, v = (_rows_of_numbers(x.to(q.dtype)) for x in (q, *new, *slots))
+    (batch, heads, _, width), units, features, window = q.shape, k.shape[1], 16, bias is not None
+    unread: Tensor = q  # in the place of what there is none of
+    held_k, held_v, position = (k, v, unread) if held is None else (*map(_rows_of_numbers, held[:2]), held[2])
+    phi_q = phi_k = enters = S = z = factor = next_S = next_z = unread
+    after, writes, slot, least = None, False, 0, 0.0
+    if linear is not None:
+        phi_q, S, z, enters = (x.contiguous() for x in (linear.phi_q, linear.state.S, linear.state.z, linear.enters))
+        slot, least, (units, features), after = linear.slot, linear.least, z.shape[1:], linear.state
+        factor = unread if linear.window_factor is None else linear.window_factor
+        if linear.phi_k is not None:
+            writes, phi_k, next_S, next_z = (
+                True,
+                _rows_of_numbers(linear.phi_k),
+                S.new_empty(S.shape),
+                z.new_empty(z.shape),
+            )
+            after = LinearState(next_S, next_z)
+    y, next_k, next_v = q.new_empty(q.shape), *(x.new_empty(x.shape) if window else x for x in (k, v))
+    side, group = min(64, _power_of_2(width)), heads // units
+    _launch(
+        triton_step.one_token, (-(-width // side), batch * units),
+        *(q, new_k, new_v, k, v, unread if bias is None else bias, held_k, held_v, position.contiguous()),
+        *(phi_q, phi_k, enters, S, z, factor, y, next_k, next_v, next_S, next_z),
+        *(*q.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], *_strides(k), *_strides(v)),
+        *(*_strides(held_k), *_strides(held_v), *phi_k.stride()[:2], 0 if bias is None else _between_rows(bias)),
+        *(units, group, units // k.shape[1], k.shape[2], slot, held_k.shape[2]),
+        *(scaling * LOG2_E, 1.0 if softcap is None else softcap, least),
+        WINDOW=window, CACHE=held is not None, LINEAR=linear is not None, WRITES=writes, SOFTCAP=softcap is not None,
+        D=width, BLOCK_D=_power_of_2(width), SIDE=side, F=features, BLOCK_F=_power_of_2(features),
+        M=_power_of_2(group), N=32, **HOW,
+    )  # fmt: skip
+    return y, (next_k, next_v), after
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *inputs: Any, **options: Any) -> None:

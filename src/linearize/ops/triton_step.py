@@ -1,0 +1,112 @@
+"""The Triton kernel of one more token: its window, an exact cache beside it, and the additive linear part, in one pass.
+
+Forward alone. Logarithms are to base 2. Blocks are powers of 2, as Triton wants them.
+
+This module imports triton, which not every machine has.
+"""
+
+# No `from __future__ import annotations`, and no checks of types: as in `triton_kernels`.
+from typing import no_type_check
+
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+
+from linearize.ops.triton_kernels import _added, _capped
+
+# What differs between calls of one model, and is not worth a kernel of its own for each kind of number.
+SIZES = ["q_row", "new_k_row", "new_v_row", "k_row", "v_row", "held_k_row", "held_v_row", "phi_k_row", "bias_row"]
+SIZES += ["slots", "entering", "held"]
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LEAST_WINDOW = tl.constexpr(1e-6)  # the largest weight is 1: less is there where no key is seen
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def one_token(
+    q, new_k, new_v, k, v, bias, held_k, held_v, held_position, phi_q, phi_k, enters, S, z, window_factor,
+    y, next_k, next_v, next_S, next_z,
+    q_row, q_head, new_k_row, new_k_head, new_v_row, new_v_head, k_row, k_head, k_slot, v_row, v_head, v_slot,
+    held_k_row, held_k_head, held_k_slot, held_v_row, held_v_head, held_v_slot, phi_k_row, phi_k_head, bias_row,
+    units, group, shared, slots, entering, held, factor, softcap, least,
+    WINDOW: tl.constexpr, CACHE: tl.constexpr, LINEAR: tl.constexpr, WRITES: tl.constexpr, SOFTCAP: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y = (g num_w + num_l) / (g den_w + den_l), g = sigmoid(window_factor), or of the one part that there is.
+
+    A program is of one row, of a unit (a head of the state; without a linear part, a KV head), whose `group` of query
+    heads lie side by side, and of SIDE columns of the values. `bias` is added to the scores of the slots, the token's
+    own behind them. `entering` is the slot whose key, times `enters`, is written to the state before that is read.
+    """
+    unit, row = tl.program_id(1) % units, (tl.program_id(1) // units).to(tl.int64)
+    head, m, d = unit // shared, tl.arange(0, M), tl.arange(0, BLOCK_D)
+    c = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    own, wide, column, of = m < group, d < D, c < D, unit * group + m
+    writer = unit % shared == 0  # of the slots, which units can share
+    top = tl.full([M], -float("inf"), tl.float32)
+    total, sums = tl.zeros([M], tl.float32), tl.zeros([M, SIDE], tl.float32)
+    new_v_at = new_v + row * new_v_row + head * new_v_head + c
+    v_at = v + row * v_row + head * v_head + c
+    if WINDOW:
+        x = tl.load(q + row * q_row + of[:, None] * q_head + d[None], own[:, None] & wide[None], 0.0)
+        new_key = tl.load(new_k + row * new_k_row + head * new_k_head + d, wide, 0.0)
+        new_value = tl.load(new_v_at, column, 0.0)
+        k_at = k + row * k_row + head * k_head + d[:, None]
+        next_at = (row * (units // shared) + head) * slots
+        for i in range(slots // N + 1):
+            j = i * N + tl.arange(0, N)
+            old, new = j < slots, j == slots
+            keys = tl.load(k_at + j[None] * k_slot, old[None] & wide[:, None], 0.0)
+            keys = tl.where(new[None], new_key[:, None], keys)
+            values = tl.load(v_at[None] + j[:, None] * v_slot, old[:, None] & column[None], 0.0)
+            values = tl.where(new[:, None], new_value[None], values)
+            scores = tl.dot(x, keys, input_precision=PRECISION) * factor
+            if SOFTCAP:
+                scores = _capped(scores, softcap)
+            seen = tl.load(bias + row * bias_row + j, j <= slots, -float("inf")) == 0
+            top, total, sums = _added(scores, seen[None] & own[:, None], values, top, total, sums, PRECISION)
+            moved = (j >= 1) & (j <= slots) & writer  # the oldest makes room for the new one
+            places = (next_at + j - 1) * D
+            if tl.program_id(0) == 0:
+                tl.store(next_k + places[None] + d[:, None], keys, moved[None] & wide[:, None])
+            tl.store(next_v + places[:, None] + c[None], values, moved[:, None] & column[None])
+        if CACHE:
+            held_k_at = held_k + row * held_k_row + head * held_k_head + d[:, None]
+            held_v_at = held_v + row * held_v_row + head * held_v_head + c[None]
+            for i in range((held - 1) // N + 1):
+                j = i * N + tl.arange(0, N)
+                inside = j < held
+                its = tl.load(held_position + (row * (units // shared) + head) * held + j, inside, -1)
+                keys = tl.load(held_k_at + j[None] * held_k_slot, inside[None] & wide[:, None], 0.0)
+                values = tl.load(held_v_at + j[:, None] * held_v_slot, inside[:, None] & column[None], 0.0)
+                scores = tl.dot(x, keys.to(x.dtype), input_precision=PRECISION) * factor
+                if SOFTCAP:
+                    scores = _capped(scores, softcap)
+                seen = (its >= 0)[None] & own[:, None]
+                top, total, sums = _added(scores, seen, values.to(x.dtype), top, total, sums, PRECISION)
+    if LINEAR:
+        f, state = tl.arange(0, BLOCK_F), row * units + unit
+        tall = f < F
+        S_at, inside = state * F * D + f[:, None] * D + c[None], tall[:, None] & column[None]
+        matrix, vector = tl.load(S + S_at, inside, 0.0), tl.load(z + state * F + f, tall, 0.0)
+        if WRITES:
+            key = tl.load(phi_k + row * phi_k_row + unit * phi_k_head + f, tall, 0.0) * tl.load(enters + row)
+            if entering < slots:
+                value = tl.load(v_at + entering * v_slot, column, 0.0).to(tl.float32)
+            else:
+                value = tl.load(new_v_at, column, 0.0).to(tl.float32)
+            matrix, vector = matrix + key[:, None] * value[None], vector + key
+            tl.store(next_S + S_at, matrix, inside)
+            if tl.program_id(0) == 0:
+                tl.store(next_z + state * F + f, vector, tall)
+        phi = tl.load(phi_q + (row * units * group + of)[:, None] * F + f[None], own[:, None] & tall[None], 0.0)
+        den = tl.sum(phi * vector[None], 1)
+        num = tl.dot(phi, matrix, input_precision=PRECISION)
+        if WINDOW:
+            g = 1 / (1 + tl.exp2(-tl.load(window_factor + of, own, 0.0).to(tl.float32) * LOG2_E))
+            num, den = g[:, None] * sums + num, g * total + den
+        out = num / tl.maximum(den, least)[:, None]
+    else:
+        out = sums / tl.maximum(total, LEAST_WINDOW)[:, None]
+    tl.store(y + (row * units * group + of)[:, None] * D + c[None], out, own[:, None] & column[None])
