@@ -351,6 +351,46 @@ def test_one_more_token_by_one_kernel(
     assert launched == ["one_token"] * 10
 
 
+OTHER = {"span": {"type": "none"}, "normalizer": {"type": "group_norm"}, "combine": {"type": "add"}}
+TORCHS: dict[str, dict[str, Any]] = {
+    "sinks": ALONE | {"span": {"type": "sliding", "window_size": 7, "sinks": 2}},
+    "a linear part below blocks": {"span": {"type": "terraced", "window_size": 8}},
+    "exponential features": {"feature_map": {"type": "hedgehog", "activation": "exp"}},
+    "a decay": {"decay": {"type": "fixed"}},
+    "the delta rule": OTHER | {"update": {"type": "delta"}},
+    "unrotated features": {"feature_map": {"type": "hedgehog", "rotation": "none"}},
+    "a kernel in closed form": {"feature_map": {"type": "taylor2"}},
+    "another norm": OTHER,
+    "another combination": {"combine": {"type": "mix"}},
+    "attention received": ALONE | CACHE | {"cache": {"size": 40, "score": "attention_received"}},
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.others
+def test_one_more_token_of_what_the_kernel_does_not_define(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = LinearMixer(MixerConfig.model_validate(TORCHS[name]), LayerShape(6, 2, 16, 64, 128)).to(DEVICE)
+    q, k, v, hidden = (torch.randn(2, 20, *size, device=DEVICE) for size in ((6, 16), (2, 16), (2, 16), (64,)))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    inputs = AttnInputs(q, k, v, 0.25, hidden=hidden, unrotated=(k.repeat_interleave(3, 1), q[:, ::3]))
+    launched = noted(monkeypatch)
+    with torch.no_grad():
+        state = mixer.step(inputs.tokens(0, 19), None)[1]
+        monkeypatch.setattr(one_token, "has_kernels", lambda device: True)
+        found = mixer.step(inputs.tokens(19, 20), state)[0]
+    torch.testing.assert_close(found, mixer(inputs)[:, :, 19:].detach(), rtol=1e-4, atol=1e-4)
+    assert not launched
+
+
+def test_gradients_are_not_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = LinearMixer(MixerConfig(), LayerShape(2, 2, 16, 64, 128)).to(DEVICE)
+    inputs = AttnInputs(*(torch.randn(1, 2, 1, 16, device=DEVICE) for _ in range(3)), 0.25)
+    launched = noted(monkeypatch)
+    monkeypatch.setattr(one_token, "has_kernels", lambda device: True)
+    mixer.step(inputs, mixer.state_like(inputs))[0].sum().backward()
+    assert mixer.combine.window_factor.grad is not None and not launched
+
+
 # --- models -----------------------------------------------------------------------------------------------------------
 
 WINDOWS = {"mixer.feature_map": None, "mixer.combine": {"type": "window_only"}, "transfer": None}
