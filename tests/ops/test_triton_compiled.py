@@ -22,8 +22,9 @@ POINTERS = dict.fromkeys([*INTEGERS, "before", "after", "place", "seat"], "*i64"
 POINTERS |= dict.fromkeys(
     ["num", "den", "log_scale", "S", "z", "phi_q", "phi_k", "pairs", "scores", "total", "recalled", "cosines"], "*fp32"
 )
-POINTERS |= dict.fromkeys(["phi", "weight", "bias", "enters", "next_S", "next_z", "window_factor"], "*fp32")
-POINTERS |= {"held_position": "*i64"}
+POINTERS |= dict.fromkeys(["phi", "weight", "bias", "enters", "window_factor"], "*fp32")
+POINTERS |= dict.fromkeys(["ahead_S", "ahead_z", "next_S", "next_z", "next_ahead_S", "next_ahead_z"], "*fp32")
+POINTERS |= {"held_position": "*i64", "begins": "*i1"}
 TOKENS = ["new_k", "new_v", "held_k", "held_v", "next_k", "next_v"]  # in the inputs' dtype
 SCALARS = dict.fromkeys(["factor", "softcap", "per_doubling", "least"], "fp32")
 
@@ -40,8 +41,9 @@ def cases() -> list[Any]:
             square = {"D": D, "BLOCK_D": 64, "N": D, "BLOCK_N": D, "BIAS": True, "SOFTMAX": True, "HALVES": True}
             found += [("hedgehog", square | {"M": rows}, dtype) for rows in (16, fused.CHUNK)]
             one = wide | {"F": D, "BLOCK_F": D, "SIDE": 64, "N": 32, "WINDOW": True, "LINEAR": True, "SOFTCAP": True}
-            for cache, rows in ((False, 16), (True, 16), (True, 64)):
-                found.append(("one_token", one | {"CACHE": cache, "WRITES": not cache, "M": rows}, dtype))
+            for cache, ahead, rows in ((False, False, 16), (False, True, 64), (True, False, 64)):
+                part = {"CACHE": cache, "WRITES": not cache, "AHEAD": ahead, "M": rows}
+                found.append(("one_token", one | part, dtype))
         for every in (32, 256, fused.MOST_CANDIDATES):
             seats = {"ALL": every, "W": 16, "M": fused.SEATS, "num_warps": 8}
             found.append(("choose_by_recall", wide | seats, "fp32"))

@@ -308,6 +308,8 @@ STEPS: dict[str, dict[str, Any]] = {
     "a window and a linear part": {"span": {"type": "sliding", "window_size": 7}},
     "a state per KV head": {"span": {"type": "sliding", "window_size": 70}, "feature_map": T2R | {"per": "kv_head"}},
     "a linear part": {"span": {"type": "none"}, "feature_map": T2R, "scale": "head_dim"},
+    "a linear part below blocks": {"span": {"type": "terraced", "window_size": 8, "blocks": 2}},
+    "a linear part below the own block": {"span": {"type": "terraced", "window_size": 8, "blocks": 1}},
     "a window": ALONE | {"span": {"type": "sliding", "window_size": 33}},
     "a window of blocks": ALONE | {"span": {"type": "terraced", "window_size": 8, "blocks": 3}},
     "an exact cache": ALONE | CACHE,
@@ -354,7 +356,6 @@ def test_one_more_token_by_one_kernel(
 OTHER = {"span": {"type": "none"}, "normalizer": {"type": "group_norm"}, "combine": {"type": "add"}}
 TORCHS: dict[str, dict[str, Any]] = {
     "sinks": ALONE | {"span": {"type": "sliding", "window_size": 7, "sinks": 2}},
-    "a linear part below blocks": {"span": {"type": "terraced", "window_size": 8}},
     "exponential features": {"feature_map": {"type": "hedgehog", "activation": "exp"}},
     "a decay": {"decay": {"type": "fixed"}},
     "the delta rule": OTHER | {"update": {"type": "delta"}},
@@ -369,8 +370,8 @@ TORCHS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", TORCHS)
 @pytest.mark.others
 def test_one_more_token_of_what_the_kernel_does_not_define(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mixer = LinearMixer(MixerConfig.model_validate(TORCHS[name]), LayerShape(6, 2, 16, 64, 128)).to(DEVICE)
-    q, k, v, hidden = (torch.randn(2, 20, *size, device=DEVICE) for size in ((6, 16), (2, 16), (2, 16), (64,)))
+    mixer = LinearMixer(MixerConfig.model_validate(TORCHS[name]), LayerShape(6, 2, 8, 64, 128)).to(DEVICE)
+    q, k, v, hidden = (torch.randn(2, 20, *size, device=DEVICE) for size in ((6, 8), (2, 8), (2, 8), (64,)))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     inputs = AttnInputs(q, k, v, 0.25, hidden=hidden, unrotated=(k.repeat_interleave(3, 1), q[:, ::3]))
     launched = noted(monkeypatch)

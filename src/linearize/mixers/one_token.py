@@ -80,8 +80,7 @@ def _in_one_pass(mixer: CausalMixer, inputs: AttnInputs, new: Tokens, state: Lin
         return False
     if map_ is None:
         return window
-    early = state is not None and state.next_S is not None
-    if early or map_.exponential or mixer.kernel is not None or not mixer.config.sums:
+    if mixer.kernel is not None or not mixer.config.sums:
         return False
     return not window or isinstance(mixer.combine, SharedDenominatorCombine)
 
@@ -102,7 +101,8 @@ def _by_kernel(
         shared = mixer.combine if span.max_lag else None
         factor = shared.window_factor if isinstance(shared, SharedDenominatorCombine) else None
         least = mixer.feature_map.min_denominator(phi_q.dtype)
-        linear = fused.LinearStep(phi_q, before, least, phi_k, at.enters, slot, factor)
+        begins = None if before.next_S is None else at.flushes
+        linear = fused.LinearStep(phi_q, before, least, phi_k, at.enters, slot, begins, factor)
     pair, slots = ((tokens["keys"], tokens["values"]) for tokens in (new, state.slots))
     bias = at.bias(1, accumulation_dtype(inputs.v.dtype)) if span.max_lag else None
     held = None if exact is None else (exact["keys"], exact["values"], exact["position"])

@@ -245,6 +245,7 @@ class LinearStep(NamedTuple):
         phi_q, state: what is read, after what enters.
         least: the denominator is no less.
         phi_k, enters, slot: what enters the state, times 1 or 0, and the slot of its value; None: nothing does.
+        begins: whether a block does, where the state has a `next_S`.
         window_factor: before the sigmoid, in front of the window's sums where there is a window.
     """
 
@@ -254,6 +255,7 @@ class LinearStep(NamedTuple):
     phi_k: Float[Tensor, "B Hk 1 F"] | None
     enters: Float[Tensor, "B 1 1 1"]
     slot: int
+    begins: Bool[Tensor, "B 1 1"] | None
     window_factor: Float[Tensor, " H"] | None
 
 
@@ -289,35 +291,32 @@ def one_token(
     (batch, heads, _, width), units, features, window = q.shape, k.shape[1], 16, bias is not None
     unread: Tensor = q  # in the place of what there is none of
     held_k, held_v, position = (k, v, unread) if held is None else (*map(_rows_of_numbers, held[:2]), held[2])
-    phi_q = phi_k = enters = S = z = factor = next_S = next_z = unread
-    after, writes, slot, least = None, False, 0, 0.0
+    phi_q = phi_k = enters = begins = factor = unread
+    before, after, state, slot, least = [unread] * 4, [unread] * 4, None, 0, 0.0
     if linear is not None:
-        phi_q, S, z, enters = (x.contiguous() for x in (linear.phi_q, linear.state.S, linear.state.z, linear.enters))
-        slot, least, (units, features), after = linear.slot, linear.least, z.shape[1:], linear.state
-        factor = unread if linear.window_factor is None else linear.window_factor
+        phi_q, enters = linear.phi_q.contiguous(), linear.enters.contiguous()
+        found = [x.contiguous() for x in linear.state.named_tensors().values()]
+        (units, features), state, slot, least = found[1].shape[1:], linear.state, linear.slot, linear.least
+        begins, factor = (unread if x is None else x for x in (linear.begins, linear.window_factor))
+        before[: len(found)] = found
         if linear.phi_k is not None:
-            writes, phi_k, next_S, next_z = (
-                True,
-                _rows_of_numbers(linear.phi_k),
-                S.new_empty(S.shape),
-                z.new_empty(z.shape),
-            )
-            after = LinearState(next_S, next_z)
+            phi_k, made = _rows_of_numbers(linear.phi_k), [torch.empty_like(x) for x in found]
+            after[: len(made)], state = made, LinearState(*made)
     y, next_k, next_v = q.new_empty(q.shape), *(x.new_empty(x.shape) if window else x for x in (k, v))
     side, group = min(64, _power_of_2(width)), heads // units
     _launch(
         triton_step.one_token, (-(-width // side), batch * units),
         *(q, new_k, new_v, k, v, unread if bias is None else bias, held_k, held_v, position.contiguous()),
-        *(phi_q, phi_k, enters, S, z, factor, y, next_k, next_v, next_S, next_z),
+        *(phi_q, phi_k, enters, *before, begins, factor, y, next_k, next_v, *after),
         *(*q.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], *_strides(k), *_strides(v)),
         *(*_strides(held_k), *_strides(held_v), *phi_k.stride()[:2], 0 if bias is None else _between_rows(bias)),
         *(units, group, units // k.shape[1], k.shape[2], slot, held_k.shape[2]),
         *(scaling * LOG2_E, 1.0 if softcap is None else softcap, least),
-        WINDOW=window, CACHE=held is not None, LINEAR=linear is not None, WRITES=writes, SOFTCAP=softcap is not None,
-        D=width, BLOCK_D=_power_of_2(width), SIDE=side, F=features, BLOCK_F=_power_of_2(features),
-        M=_power_of_2(group), N=32, **HOW,
+        WINDOW=window, CACHE=held is not None, LINEAR=linear is not None, WRITES=phi_k is not unread,
+        AHEAD=begins is not unread, SOFTCAP=softcap is not None, D=width, BLOCK_D=_power_of_2(width), SIDE=side,
+        F=features, BLOCK_F=_power_of_2(features), M=_power_of_2(group), N=32, **HOW,
     )  # fmt: skip
-    return y, (next_k, next_v), after
+    return y, (next_k, next_v), state
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *inputs: Any, **options: Any) -> None:

@@ -26,14 +26,14 @@ NOBODY = tl.constexpr(-1e4)  # as mixers.exact_cache has it: in the place of a c
 
 @triton.jit
 @no_type_check
-def _capped(scores, softcap):
+def capped(scores, softcap):
     """softcap tanh(scores / softcap), both in base 2."""
     return softcap * LOG2_E * (1 - 2 / (tl.exp(2 * scores / (softcap * LOG2_E)) + 1))
 
 
 @triton.jit
 @no_type_check
-def _added(scores, seen, values, top, total, num, PRECISION: tl.constexpr):
+def added(scores, seen, values, top, total, num, PRECISION: tl.constexpr):
     """Online softmax: what was summed so far, and these keys where they are seen."""
     scores = tl.where(seen, scores, -float("inf"))
     larger = tl.maximum(top, tl.max(scores, 1))
@@ -119,10 +119,10 @@ def window(
         keys = tl.load(k + k_at + j[None] * k_slot + d[:, None], inside[None] & wide[:, None], 0.0)
         scores = tl.dot(x, keys, input_precision=PRECISION) * factor
         if SOFTCAP:
-            scores = _capped(scores, softcap)
+            scores = capped(scores, softcap)
         seen = (its >= lowest) & (its <= position) & (its >= 0) & (of == document)
         values = tl.load(v + v_at + j[:, None] * v_slot + d[None], inside[:, None] & wide[None], 0.0)
-        top, total, sums = _added(scores, seen, values, top, total, sums, PRECISION)
+        top, total, sums = added(scores, seen, values, top, total, sums, PRECISION)
     out = tl.program_id(1).to(tl.int64) * length + t
     tl.store(num + out[:, None] * D + d[None], sums, there[:, None] & wide[None])
     tl.store(den + out, total, there)
@@ -237,9 +237,9 @@ def cached(
         keys = tl.load(k + k_at + j[None] * k_slot + d[:, None], inside[None] & wide[:, None], 0.0)
         scores = tl.dot(x, keys, input_precision=PRECISION) * factor
         if SOFTCAP:
-            scores = _capped(scores, softcap)
+            scores = capped(scores, softcap)
         values = tl.load(v + v_at + j[:, None] * v_slot + d[None], inside[:, None] & wide[None], 0.0)
-        top, total, sums = _added(scores, inside[None] & there[:, None], values, top, total, sums, PRECISION)
+        top, total, sums = added(scores, inside[None] & there[:, None], values, top, total, sums, PRECISION)
     tl.store(num + out[:, None] * D + d[None], sums, there[:, None] & wide[None])
     tl.store(den + out, total, there)
     tl.store(log_scale + out, tl.where(top == -float("inf"), 0.0, top) / LOG2_E, there)

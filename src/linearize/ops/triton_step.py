@@ -11,7 +11,7 @@ from typing import no_type_check
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 
-from linearize.ops.triton_kernels import _added, _capped
+from linearize.ops.triton_kernels import added, capped
 
 # What differs between calls of one model, and is not worth a kernel of its own for each kind of number.
 SIZES = ["q_row", "new_k_row", "new_v_row", "k_row", "v_row", "held_k_row", "held_v_row", "phi_k_row", "bias_row"]
@@ -24,20 +24,21 @@ LEAST_WINDOW = tl.constexpr(1e-6)  # the largest weight is 1: less is there wher
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def one_token(
-    q, new_k, new_v, k, v, bias, held_k, held_v, held_position, phi_q, phi_k, enters, S, z, window_factor,
-    y, next_k, next_v, next_S, next_z,
+    q, new_k, new_v, k, v, bias, held_k, held_v, held_position, phi_q, phi_k, enters, S, z, ahead_S, ahead_z, begins,
+    window_factor, y, next_k, next_v, next_S, next_z, next_ahead_S, next_ahead_z,
     q_row, q_head, new_k_row, new_k_head, new_v_row, new_v_head, k_row, k_head, k_slot, v_row, v_head, v_slot,
     held_k_row, held_k_head, held_k_slot, held_v_row, held_v_head, held_v_slot, phi_k_row, phi_k_head, bias_row,
     units, group, shared, slots, entering, held, factor, softcap, least,
-    WINDOW: tl.constexpr, CACHE: tl.constexpr, LINEAR: tl.constexpr, WRITES: tl.constexpr, SOFTCAP: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, CACHE: tl.constexpr, LINEAR: tl.constexpr, WRITES: tl.constexpr, AHEAD: tl.constexpr,
+    SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, F: tl.constexpr,
+    BLOCK_F: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y = (g num_w + num_l) / (g den_w + den_l), g = sigmoid(window_factor), or of the one part that there is.
 
     A program is of one row, of a unit (a head of the state; without a linear part, a KV head), whose `group` of query
     heads lie side by side, and of SIDE columns of the values. `bias` is added to the scores of the slots, the token's
-    own behind them. `entering` is the slot whose key, times `enters`, is written to the state before that is read.
+    own behind them. `entering` is the slot whose key, times `enters`, is written to the state before that is read; of
+    blocks to the state `ahead`, which is read from when one `begins`.
     """
     unit, row = tl.program_id(1) % units, (tl.program_id(1) // units).to(tl.int64)
     head, m, d = unit // shared, tl.arange(0, M), tl.arange(0, BLOCK_D)
@@ -63,9 +64,9 @@ def one_token(
             values = tl.where(new[:, None], new_value[None], values)
             scores = tl.dot(x, keys, input_precision=PRECISION) * factor
             if SOFTCAP:
-                scores = _capped(scores, softcap)
+                scores = capped(scores, softcap)
             seen = tl.load(bias + row * bias_row + j, j <= slots, -float("inf")) == 0
-            top, total, sums = _added(scores, seen[None] & own[:, None], values, top, total, sums, PRECISION)
+            top, total, sums = added(scores, seen[None] & own[:, None], values, top, total, sums, PRECISION)
             moved = (j >= 1) & (j <= slots) & writer  # the oldest makes room for the new one
             places = (next_at + j - 1) * D
             if tl.program_id(0) == 0:
@@ -82,9 +83,9 @@ def one_token(
                 values = tl.load(held_v_at + j[:, None] * held_v_slot, inside[:, None] & column[None], 0.0)
                 scores = tl.dot(x, keys.to(x.dtype), input_precision=PRECISION) * factor
                 if SOFTCAP:
-                    scores = _capped(scores, softcap)
+                    scores = capped(scores, softcap)
                 seen = (its >= 0)[None] & own[:, None]
-                top, total, sums = _added(scores, seen, values.to(x.dtype), top, total, sums, PRECISION)
+                top, total, sums = added(scores, seen, values.to(x.dtype), top, total, sums, PRECISION)
     if LINEAR:
         f, state = tl.arange(0, BLOCK_F), row * units + unit
         tall = f < F
@@ -96,7 +97,16 @@ def one_token(
                 value = tl.load(v_at + entering * v_slot, column, 0.0).to(tl.float32)
             else:
                 value = tl.load(new_v_at, column, 0.0).to(tl.float32)
-            matrix, vector = matrix + key[:, None] * value[None], vector + key
+            added_S = key[:, None] * value[None]
+            if AHEAD:
+                later, later_z = tl.load(ahead_S + S_at, inside, 0.0), tl.load(ahead_z + state * F + f, tall, 0.0)
+                now = tl.load(begins + row) != 0
+                matrix, vector = tl.where(now, later, matrix), tl.where(now, later_z, vector)
+                tl.store(next_ahead_S + S_at, later + added_S, inside)
+                if tl.program_id(0) == 0:
+                    tl.store(next_ahead_z + state * F + f, later_z + key, tall)
+            else:
+                matrix, vector = matrix + added_S, vector + key
             tl.store(next_S + S_at, matrix, inside)
             if tl.program_id(0) == 0:
                 tl.store(next_z + state * F + f, vector, tall)
