@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from linearize.ops import fused, triton_kernels, triton_step  # noqa: E402
+from linearize.ops import fused, triton_kernels, triton_outputs  # noqa: E402
 
 SHARED_MEMORY = 99 * 2**10  # bytes that a program can have on every GPU since Ampere
 INTEGERS = ["lo", "q_position", "q_document", "k_position", "k_document", "position", "at", "held", "leaves"]
@@ -23,6 +23,7 @@ POINTERS |= dict.fromkeys(
     ["num", "den", "log_scale", "S", "z", "phi_q", "phi_k", "pairs", "scores", "total", "recalled", "cosines"], "*fp32"
 )
 POINTERS |= dict.fromkeys(["phi", "weight", "bias", "enters", "window_factor"], "*fp32")
+POINTERS |= dict.fromkeys(["num_w", "den_w", "num_l", "den_l"], "*fp32")
 POINTERS |= dict.fromkeys(["ahead_S", "ahead_z", "next_S", "next_z", "next_ahead_S", "next_ahead_z"], "*fp32")
 POINTERS |= {"held_position": "*i64", "begins": "*i1"}
 TOKENS = ["new_k", "new_v", "held_k", "held_v", "next_k", "next_v"]  # in the inputs' dtype
@@ -41,6 +42,7 @@ def cases() -> list[Any]:
             square = {"D": D, "BLOCK_D": 64, "N": D, "BLOCK_N": D, "BIAS": True, "SOFTMAX": True, "HALVES": True}
             found += [("hedgehog", square | {"M": rows}, dtype) for rows in (16, fused.CHUNK)]
             one = wide | {"F": D, "BLOCK_F": D, "SIDE": 64, "N": 32, "WINDOW": True, "LINEAR": True, "SOFTCAP": True}
+            found.append(("quotient", wide | {"WINDOW": True, "LINEAR": True, "M": 32}, dtype))
             for cache, ahead, rows in ((False, False, 16), (False, True, 64), (True, False, 64)):
                 part = {"CACHE": cache, "WRITES": not cache, "AHEAD": ahead, "M": rows}
                 found.append(("one_token", one | part, dtype))
@@ -53,8 +55,8 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize("name, constants, dtype", cases())
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_and_fit(name: str, constants: dict[str, Any], dtype: str, capability: int) -> None:
-    kernel = getattr(triton_step if name == "one_token" else triton_kernels, name)
-    constants = constants | fused.HOW
+    kernel = getattr(triton_outputs if hasattr(triton_outputs, name) else triton_kernels, name)
+    constants = constants | {x: how for x, how in fused.HOW.items() if x in kernel.arg_names or x == "num_stages"}
     options = {key: constants.pop(key) for key in ("num_stages", "num_warps") if key in constants}
     types = POINTERS | SCALARS | dict.fromkeys([*"qkvxy", *TOKENS], f"*{dtype}")
     if name in ("linear_states", "one_token"):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import linearize
-from linearize.mixers import one_token
+from linearize.mixers import causal, one_token
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.exact_cache import BESIDE_RECALL, SCORES
 from linearize.mixers.feature_maps import hedgehog
@@ -59,6 +59,18 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
     for module, names in ((chunked, ("linear_scan", "window_softmax")), (dense, ("linear_scan", "window_softmax"))):
         for name in names:
             monkeypatch.setattr(module, name, other)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are launched from here on."""
+    launch, names = fused.launch, list[str]()
+
+    def with_note(kernel: Any, *args: Any, **options: Any) -> None:
+        names.append(kernel.fn.__name__)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(fused, "launch", with_note)
+    return names
 
 
 def check(
@@ -113,13 +125,13 @@ def test_a_map_that_learns_is_not_by_the_kernel(trained: str, monkeypatch: pytes
     map_ = Hedgehog(HedgehogMap(), LayerShape(2, 2, 16, 32, 64)).to(DEVICE).requires_grad_(False)
     getattr(map_, trained).requires_grad_(True)
     monkeypatch.setattr(hedgehog, "has_kernels", lambda device: True)
-    launch, weights = fused._launch, []
+    launch, weights = fused.launch, []
 
     def noted(kernel: Any, grid: Any, x: Any, weight: torch.Tensor, *args: Any, **options: Any) -> None:
         weights.append(weight)
         launch(kernel, grid, x, weight, *args, **options)
 
-    monkeypatch.setattr(fused, "_launch", noted)
+    monkeypatch.setattr(fused, "launch", noted)
     x, position = torch.randn(1, 2, 5, 16, device=DEVICE), torch.arange(5, device=DEVICE)[None]
     (map_.q(x, position).square().sum() + map_.k(x, position).square().sum()).backward()
     assert getattr(map_, trained).grad.abs().sum() > 0
@@ -240,7 +252,7 @@ def test_what_a_cache_held_before_is_a_candidate_too(there: int) -> None:
 
 def test_a_key_that_is_no_number_takes_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is worth no number is worth the most, as where scores are sorted; nothing is written beyond the cache."""
-    size, launch = 24, fused._launch
+    size, launch = 24, fused.launch
 
     def with_room_behind(kernel: Any, grid: Any, *inputs: Any, **options: Any) -> None:
         room = [torch.full((x.numel() + 64,), -7, device=DEVICE) for x in inputs[5:7]]  # before and after
@@ -249,7 +261,7 @@ def test_a_key_that_is_no_number_takes_one_place(monkeypatch: pytest.MonkeyPatch
             x.copy_(wider[:-64].view_as(x))
             assert (wider[-64:] == -7).all()
 
-    monkeypatch.setattr(fused, "_launch", with_room_behind)
+    monkeypatch.setattr(fused, "launch", with_room_behind)
     pool = Pool("full", 200, size, TerracedSpan(window_size=16, blocks=2))
     pool.k[:, :, size + 60] = torch.nan
     before, after = pool.chosen_by_the_kernel(size)
@@ -287,21 +299,37 @@ def test_what_queries_read_of_a_cache(style: str, softcap: float | None, monkeyp
     assert_partials_near([fused.with_cached(*given, copy, **how)], [expected], TOLERANCE)
 
 
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that are launched from here on."""
-    launch, names = fused._launch, list[str]()
+# --- outputs from sums ------------------------------------------------------------------------------------------------
 
-    def with_note(kernel: Any, *args: Any, **options: Any) -> None:
-        names.append(kernel.fn.__name__)
-        launch(kernel, *args, **options)
+ALONE = {"feature_map": None, "combine": {"type": "window_only"}}
 
-    monkeypatch.setattr(fused, "_launch", with_note)
-    return names
+
+@pytest.mark.parametrize("name", ["both", "a window", "a linear part"])
+@pytest.mark.parametrize("dtype, tokens, head_dim", [(torch.float32, 70, 24), (torch.float16, 3, 64)], ids=str)
+def test_what_sums_make_together(
+    name: str, dtype: torch.dtype, tokens: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's operations do, 0 where a query sees no key."""
+    span, alone = {"type": "sliding" if name != "a linear part" else "none"}, ALONE if name == "a window" else {}
+    mixer = LinearMixer(MixerConfig.model_validate(alone | {"span": span}), LayerShape(4, 2, head_dim, 64, 128))
+    for weight in mixer.requires_grad_(False).to(DEVICE).parameters():
+        weight.normal_()
+    inputs = AttnInputs(*torch.zeros(3, 2, 4, tokens, head_dim, device=DEVICE, dtype=dtype), 1.0)
+    found, launched = [], noted(monkeypatch)
+    for by_kernel in (False, True):
+        monkeypatch.setattr(causal, "has_kernels", lambda device, it=by_kernel: it)
+        torch.manual_seed(0)
+        num, den = torch.randn(2, 2, 4, tokens, head_dim, device=DEVICE), torch.rand(2, 2, 4, tokens, device=DEVICE)
+        num[..., 0, :], den[..., 0] = 0, 0
+        window, linear = (Partial(x, total, torch.zeros_like(total)) for x, total in zip(num, den, strict=True))
+        given = None if name == "a linear part" else window, None if name == "a window" else linear
+        found.append(mixer.combined(inputs, *given, lambda: pytest.fail("nobody asks")))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
+    assert launched == ["quotient"] and not found[1][:, :, 0].any()
 
 
 # --- one more token ---------------------------------------------------------------------------------------------------
 
-ALONE = {"feature_map": None, "combine": {"type": "window_only"}}
 CACHE = {"span": {"type": "terraced", "window_size": 8, "blocks": 2}, "cache": {"size": 40}}
 T2R = {"type": "t2r", "feature_dim": 20, "bias": True, "init": "kaiming"}
 STEPS: dict[str, dict[str, Any]] = {
@@ -399,12 +427,12 @@ BLOCKS = {"mixer.span": {"type": "terraced", "window_size": 16, "blocks": 2}}
 MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "a window and a linear part": (
         {"mixer.span.window_size": 16},
-        {"hedgehog", "window", "linear_states", "linear_outputs", "one_token"},
+        {"hedgehog", "window", "linear_states", "linear_outputs", "quotient", "one_token"},
     ),
-    "a window": (WINDOWS | {"mixer.span.window_size": 16}, {"window", "one_token"}),
+    "a window": (WINDOWS | {"mixer.span.window_size": 16}, {"window", "quotient", "one_token"}),
     "an exact cache": (
         WINDOWS | BLOCKS | {"mixer.cache": {"size": 32}},
-        {"window", "choose_by_recall", "cached", "one_token"},
+        {"window", "choose_by_recall", "cached", "quotient", "one_token"},
     ),
 }
 
@@ -458,7 +486,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "name, prompt, step",
-    [("a window and a linear part", 1.6, 1.25), ("a window", 1.15, 1.1), ("an exact cache", 1.85, 1.2)],
+    [("a window and a linear part", 1.5, 1.25), ("a window", 1.15, 1.1), ("an exact cache", 1.85, 1.2)],
 )
 @pytest.mark.others
 def test_by_kernels_it_is_few_operations(
@@ -468,14 +496,14 @@ def test_by_kernels_it_is_few_operations(
     softmax = teacher()
     monkeypatch.setattr(dispatch, "IMPLS", (dispatch.Impl("triton", fused), *dispatch.IMPLS[1:]))
     dispatch.choose.cache_clear()
-    launch, found = fused._launch, []
+    launch, found = fused.launch, []
 
     def counted(*args: Any, **options: Any) -> None:
         operations.count, operations.launching = operations.count + 1, True
         launch(*args, **options)
         operations.launching = False
 
-    monkeypatch.setattr(fused, "_launch", counted)
+    monkeypatch.setattr(fused, "launch", counted)
     for model in (softmax, linearize.convert(softmax, Recipe.load("lolcats", MODELS[name][0]))):
         for _ in range(2):  # what layers share is worked out once
             cache, counts = DynamicCache(config=model.config), []

@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from linearize.mixers.cached import new_sums
-from linearize.mixers.combine import COMBINES, HasLinear
+from linearize.mixers.combine import COMBINES, HasLinear, SharedDenominatorCombine
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps.base import exponentials
+from linearize.mixers.feature_maps.base import MIN_DENOMINATOR, exponentials
 from linearize.mixers.gates import DECAYS
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
@@ -21,6 +21,8 @@ from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.rope import rotated
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaRule, DeltaUpdate
+from linearize.ops.dispatch import has_kernels
+from linearize.ops.fused_outputs import OneQuotient, quotient, serves_quotient
 from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial, accumulation_dtype
@@ -49,6 +51,19 @@ class CausalMixer(Mixer):
         self.worth = None if config.cache is None else config.cache.worth(shape)
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
+
+    @property
+    def one_quotient(self) -> OneQuotient | None:
+        """How the output is one quotient of sums; None: it is not."""
+        if self.feature_map is None:
+            return OneQuotient(None, MIN_DENOMINATOR)
+        least = self.feature_map.min_denominator(torch.float32)
+        if not self.config.sums:
+            return None
+        if not self.span.max_lag:
+            return OneQuotient(None, least)
+        combine = self.combine
+        return OneQuotient(combine.window_factor, least) if isinstance(combine, SharedDenominatorCombine) else None
 
     def new_tokens(self, inputs: AttnInputs) -> Tokens:
         """What the inputs say of their tokens."""
@@ -111,6 +126,9 @@ class CausalMixer(Mixer):
         self, inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
         """The output, in the inputs' dtype, from the parts, which may be overwritten where no gradient is wanted."""
+        how = self.one_quotient if has_kernels(inputs.q.device) else None
+        if how is not None and serves_quotient(window, linear):
+            return quotient(window, linear, how, inputs.v.dtype)
         y, dtype = self.combine(window, linear, lambda sums: self.normalized(sums, inputs), has_linear), inputs.v.dtype
         # A copy lies as it is read next: the heads of a token side by side.
         if y.dtype == dtype:

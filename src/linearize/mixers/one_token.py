@@ -11,12 +11,11 @@ from torch import Tensor
 
 from linearize.mixers.cached import Dropped, cache_of_next, with_received
 from linearize.mixers.causal import CausalMixer
-from linearize.mixers.combine import SharedDenominatorCombine
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import without_lost
 from linearize.mixers.mixer_state import MixerState, Tokens, push_slot
 from linearize.mixers.running_maximum import running_maximum
-from linearize.ops import fused
+from linearize.ops import fused_outputs
 from linearize.ops.dispatch import has_kernels
 from linearize.ops.layout import Layout, NoSpan
 from linearize.ops.linear_state import LinearState, with_keys
@@ -74,15 +73,10 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
 
 
 def _in_one_pass(mixer: CausalMixer, inputs: AttnInputs, new: Tokens, state: LinearState | None) -> bool:
-    """Whether a token is all in what `fused.one_token` defines: keys and values, a window, sums that nothing decays."""
-    map_, window = mixer.feature_map, mixer.span.max_lag > 0
-    if len(new) > len(PAIR) or mixer.span.sinks or not fused.serves_one_token(inputs.q, inputs.k.shape[1], state):
+    """Whether `fused_outputs.one_token` defines it: keys and values are all of a token, and nothing decays the sums."""
+    if len(new) > len(PAIR) or mixer.span.sinks or mixer.kernel is not None or mixer.one_quotient is None:
         return False
-    if map_ is None:
-        return window
-    if mixer.kernel is not None or not mixer.config.sums:
-        return False
-    return not window or isinstance(mixer.combine, SharedDenominatorCombine)
+    return fused_outputs.serves_one_token(inputs.q, inputs.k.shape[1], state)
 
 
 def _by_kernel(
@@ -98,17 +92,15 @@ def _by_kernel(
             entering = new if slot == span.context else old
             phi_k = mixer.key_features(entering, mixer.map_keys(entering, at.entering), None)
         phi_q, _ = mixer.query_features(inputs, at.column)
-        shared = mixer.combine if span.max_lag else None
-        factor = shared.window_factor if isinstance(shared, SharedDenominatorCombine) else None
-        least = mixer.feature_map.min_denominator(phi_q.dtype)
         begins = None if before.next_S is None else at.flushes
-        linear = fused.LinearStep(phi_q, before, least, phi_k, at.enters, slot, begins, factor)
+        linear = fused_outputs.LinearStep(phi_q, before, phi_k, at.enters, slot, begins)
     pair, slots = ((tokens["keys"], tokens["values"]) for tokens in (new, state.slots))
     bias = at.bias(1, accumulation_dtype(inputs.v.dtype)) if span.max_lag else None
     held = None if exact is None else (exact["keys"], exact["values"], exact["position"])
-    y, slots, after = fused.one_token(
-        inputs.q, pair, slots, bias, held, linear, scaling=inputs.scaling, softcap=inputs.softcap
-    )
+    how = mixer.one_quotient
+    assert how is not None
+    given = inputs.q, pair, slots, bias, held, linear, how
+    y, slots, after = fused_outputs.one_token(*given, scaling=inputs.scaling, softcap=inputs.softcap)
     return y, MixerState(dict(zip(PAIR, slots, strict=True)), state.clock.next(), after, None, exact)
 
 

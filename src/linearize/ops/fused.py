@@ -1,4 +1,4 @@
-"""In few launches, by Triton kernels of our own: Hedgehog's maps, window, additive linear part, exact caches; a step.
+"""Prompts in few launches, by Triton kernels of our own: Hedgehog's maps, window, additive linear part, exact caches.
 
 Forward alone. A GPU works on one operation of a short prompt for less time than it takes to launch it, and the chunked
 forms make hundreds of them per layer. Where gradients are wanted, and what the kernels do not define (decays, kernels
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,14 +25,13 @@ from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial
 from linearize.ops.window import LOG2_E
 
-__all__ = ["LinearStep", "choose_by_recall", "delta_values", "hedgehog", "linear_scan", "missing", "one_token"]
-__all__ += ["serves_hedgehog", "serves_one_token", "window_softmax", "with_cached"]
+__all__ = ["choose_by_recall", "delta_values", "hedgehog", "linear_scan", "missing", "serves_hedgehog"]
+__all__ += ["window_softmax", "with_cached"]
 
 WIDEST = 128  # features, and values of a head
 MOST_CANDIDATES = 1024
 MOST_BYTES = 2**15  # of the queries of a program
 CHUNK = 64  # queries of a program
-MOST_GROUPED = 64  # query heads of one program
 SEATS = 32  # of an exact cache's candidates, at a time
 # Products of float32 are three of TF32, which come near to it. No loads ahead: then 99 KiB of shared memory are enough,
 # which GPUs have since Ampere.
@@ -51,7 +50,7 @@ def missing(device: torch.device) -> str | None:
 def serves_hedgehog(x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M D N"]) -> bool:
     """Whether `hedgehog` is for these inputs: no gradient is wanted, and no compiler makes kernels of its own."""
     too_wide = max(weight.shape[1:]) > WIDEST
-    return not (too_wide or _wants_more((x, weight), None) or torch.compiler.is_compiling())
+    return not (too_wide or wants_more((x, weight), None) or torch.compiler.is_compiling())
 
 
 def hedgehog(
@@ -66,14 +65,14 @@ def hedgehog(
     """
     from linearize.ops import triton_kernels
 
-    x, weight, biased = _rows_of_numbers(x), weight.contiguous(), bias is not None
+    x, weight, biased = rows_of_numbers(x), weight.contiguous(), bias is not None
     bias = weight if bias is None else bias.contiguous()
     (batch, _, length, width), outputs, heads = x.shape, weight.shape[2], max(x.shape[1], len(weight))
-    phi, rows = x.new_empty(batch, heads, length, 2 * outputs, dtype=torch.float32), min(CHUNK, _power_of_2(length))
-    _launch(
+    phi, rows = x.new_empty(batch, heads, length, 2 * outputs, dtype=torch.float32), min(CHUNK, power_of_2(length))
+    launch(
         triton_kernels.hedgehog, (-(-length // rows), batch * heads),
-        *(x, weight, bias, phi, *_strides(x), heads, heads // x.shape[1], heads // len(weight), length, least),
-        D=width, BLOCK_D=min(64, _power_of_2(width)), N=outputs, BLOCK_N=_power_of_2(outputs), M=rows,
+        *(x, weight, bias, phi, *strides(x), heads, heads // x.shape[1], heads // len(weight), length, least),
+        D=width, BLOCK_D=min(64, power_of_2(width)), N=outputs, BLOCK_N=power_of_2(outputs), M=rows,
         BIAS=biased, SOFTMAX=activation != "exp", HALVES=activation == "softmax_halves", **HOW,
     )  # fmt: skip
     return phi
@@ -90,24 +89,24 @@ def window_softmax(
     layout: Layout,
 ) -> Partial:
     """The softmax part (`reference.window_softmax`)."""
-    if _wants_more((q, k, v), layout) or span.sinks or not span.max_lag or v.shape[3] > WIDEST:
+    if wants_more((q, k, v), layout) or span.sinks or not span.max_lag or v.shape[3] > WIDEST:
         options = {"span": span, "scaling": scaling, "softcap": softcap, "layout": layout}
         return _others(q, k).window_softmax(q, k, v, **options)
     from linearize.ops import triton_kernels
 
-    q, k, v = (_rows_of_numbers(x) for x in (q, k.to(q.dtype), v.to(q.dtype)))
+    q, k, v = (rows_of_numbers(x) for x in (q, k.to(q.dtype), v.to(q.dtype)))
     batch, heads, length, width = q.shape
     num = q.new_empty(q.shape, dtype=torch.float32)
     part = Partial(num, *(num.new_empty(q.shape[:3]) for _ in range(2)))
     lowest, queries = _lowest(span, layout), (layout.query_position, layout.query_document)
     keys = layout.key_position, layout.key_document
-    _launch(
+    launch(
         triton_kernels.window, (-(-length // CHUNK), batch * heads),
         *(q, k, v, lowest, *queries, *keys, part.num, part.den, part.log_scale),
-        *(*_strides(q), *_strides(k), *_strides(v), *map(_between_rows, (lowest, queries[0], keys[0]))),
+        *(*strides(q), *strides(k), *strides(v), *map(between_rows, (lowest, queries[0], keys[0]))),
         *(heads, heads // k.shape[1], length, k.shape[2], span.max_lag),
         *(scaling * LOG2_E, 1.0 if softcap is None else softcap),
-        D=width, BLOCK_D=_power_of_2(width), SOFTCAP=softcap is not None, M=CHUNK, N=32, **HOW,
+        D=width, BLOCK_D=power_of_2(width), SOFTCAP=softcap is not None, M=CHUNK, N=32, **HOW,
     )  # fmt: skip
     return part
 
@@ -128,25 +127,25 @@ def linear_scan(
     before = phi_k.shape[2] - phi_q.shape[2]
     other = any(x is not None for x in (log_decay_k, log_decay_v, kernel)) or max(phi_k.shape[3], v.shape[3]) > WIDEST
     other |= before > span.max_lag + CHUNK - 1 or v.shape[3] == 0
-    if other or _wants_more((phi_q, phi_k, v), layout) or not _one_document(layout, state is not None):
+    if other or wants_more((phi_q, phi_k, v), layout) or not _one_document(layout, state is not None):
         options = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v, "kernel": kernel, "state": state}
         return _others(phi_q, phi_k).linear_scan(phi_q, phi_k, v, span=span, layout=layout, **options)
     from linearize.ops import triton_kernels
 
-    phi_q, phi_k, v = (_rows_of_numbers(x) for x in (phi_q, phi_k, v))
+    phi_q, phi_k, v = (rows_of_numbers(x) for x in (phi_q, phi_k, v))
     (batch, heads, length, features), (key_heads, slots), width = phi_q.shape, phi_k.shape[1:3], v.shape[3]
     chunks, position = -(-length // CHUNK), layout.key_position
     S = phi_q.new_empty(batch, key_heads, chunks, features, width, dtype=torch.float32)
     z = phi_q.new_empty(batch, key_heads, chunks, features, dtype=torch.float32)
-    side = min(64, _power_of_2(width))
-    blocks = {"F": features, "BLOCK_F": _power_of_2(features), "D": width, "BLOCK_D": side, "C": CHUNK} | HOW
+    side = min(64, power_of_2(width))
+    blocks = {"F": features, "BLOCK_F": power_of_2(features), "D": width, "BLOCK_D": side, "C": CHUNK} | HOW
     if v.dtype != torch.float32:  # values are rounded more than these products
         blocks["PRECISION"] = "tf32"
     num = phi_q.new_empty(batch, heads, length, width, dtype=torch.float32)
     den = num.new_empty(num.shape[:3])
-    _launch(
+    launch(
         triton_kernels.linear_states, (chunks, batch * key_heads, -(-width // side)),
-        *(phi_k, v, position, S, z, *_strides(phi_k), *_strides(v), _between_rows(position)),
+        *(phi_k, v, position, S, z, *strides(phi_k), *strides(v), between_rows(position)),
         *(key_heads, key_heads // v.shape[1], slots, before, chunks, span.max_lag, span.sinks),
         **blocks,
     )  # fmt: skip
@@ -154,10 +153,10 @@ def linear_scan(
         S[:, :, 0] += state.S
         z[:, :, 0] += state.z
     S, z, lowest = S.cumsum(2), z.cumsum(2), _lowest(span, layout)
-    _launch(
+    launch(
         triton_kernels.linear_outputs, (chunks, batch * heads, -(-width // side)),
         *(phi_q, phi_k, v, lowest, position, S, z, num, den),
-        *(*_strides(phi_q), *_strides(phi_k), *_strides(v), _between_rows(lowest), _between_rows(position)),
+        *(*strides(phi_q), *strides(phi_k), *strides(v), between_rows(lowest), between_rows(position)),
         *(heads, heads // key_heads, heads // v.shape[1], length, slots, chunks),
         *(span.max_lag, span.fold_lag, span.sinks),
         **blocks,
@@ -183,24 +182,24 @@ def with_cached(
     Overwrites `window`.
     """
     group, block = q.shape[1] // k.shape[1], blocks.slots.shape[2]
-    rows = _power_of_2(group * block)
-    if _wants_more((q, k, v), None) or rows * v.shape[3] * q.element_size() > MOST_BYTES:
+    rows = power_of_2(group * block)
+    if wants_more((q, k, v), None) or rows * v.shape[3] * q.element_size() > MOST_BYTES:
         options = {"scaling": scaling, "softcap": softcap, "layout": layout}
         return exact_cache.with_cached(q, k, v, blocks, held, window, **options)
     from linearize.ops import triton_kernels
 
-    q, k, v = (_rows_of_numbers(x) for x in (q, k.to(q.dtype), v.to(q.dtype)))
+    q, k, v = (rows_of_numbers(x) for x in (q, k.to(q.dtype), v.to(q.dtype)))
     batch, length, width, size = len(q), *q.shape[2:], held.shape[3]
     before = layout.key_position.shape[1] - length
     at, held = torch.where(blocks.slots >= before, blocks.slots - before, -1), held.contiguous()
     part = Partial(*(x.contiguous() for x in (window.num, window.den, window.log_scale)))
-    _launch(
+    launch(
         triton_kernels.cached, (held.shape[2], batch * k.shape[1]),
         *(q, k, v, at, held, part.num, part.den, part.log_scale),
-        *(*_strides(q), *_strides(k), *_strides(v), _between_rows(at)),
+        *(*strides(q), *strides(k), *strides(v), between_rows(at)),
         *(k.shape[1], group, length, held.shape[2], block, size),
         *(scaling * LOG2_E, 1.0 if softcap is None else softcap),
-        D=width, BLOCK_D=_power_of_2(width), SOFTCAP=softcap is not None, M=rows, N=32, **HOW,
+        D=width, BLOCK_D=power_of_2(width), SOFTCAP=softcap is not None, M=rows, N=32, **HOW,
     )  # fmt: skip
     return part
 
@@ -222,110 +221,29 @@ def choose_by_recall(
         return None
     from linearize.ops import triton_kernels
 
-    blocks, every = leaves.shape[2], _power_of_2(size + count)
+    blocks, every = leaves.shape[2], power_of_2(size + count)
     before, after = (leaves.new_empty(batch, heads, blocks, size) for _ in range(2))
     place, seat = (leaves.new_empty(batch * heads, every) for _ in range(2))
     sizes = (every,), (every,), (every, width // 2), (every, every)
     scores, total, recalled, cosines = (pairs.new_empty(batch * heads, *x) for x in sizes)
-    _launch(
+    launch(
         triton_kernels.choose_by_recall, (batch * heads,),
         *(pairs.contiguous(), position.contiguous(), leaves.contiguous(), fresh.to(torch.int32), held.contiguous()),
         *(before, after, place, seat, scores, total, recalled, cosines),
-        *(_between_rows(fresh), heads, blocks, pool, size, count, per_doubling),
-        D=width // 2, BLOCK_D=_power_of_2(width // 2), ALL=every, W=16, M=min(SEATS, every),
+        *(between_rows(fresh), heads, blocks, pool, size, count, per_doubling),
+        D=width // 2, BLOCK_D=power_of_2(width // 2), ALL=every, W=16, M=min(SEATS, every),
         num_warps=8, **HOW,
     )  # fmt: skip
     return before, after
 
 
-class LinearStep(NamedTuple):
-    """The linear part of one more token.
-
-    Attributes:
-        phi_q, state: what is read, after what enters.
-        least: the denominator is no less.
-        phi_k, enters, slot: what enters the state, times 1 or 0, and the slot of its value; None: nothing does.
-        begins: whether a block does, where the state has a `next_S`.
-        window_factor: before the sigmoid, in front of the window's sums where there is a window.
-    """
-
-    phi_q: Float[Tensor, "B H 1 F"]
-    state: LinearState
-    least: float
-    phi_k: Float[Tensor, "B Hk 1 F"] | None
-    enters: Float[Tensor, "B 1 1 1"]
-    slot: int
-    begins: Bool[Tensor, "B 1 1"] | None
-    window_factor: Float[Tensor, " H"] | None
-
-
-def serves_one_token(q: Float[Tensor, "B H 1 D"], heads: int, state: LinearState | None) -> bool:
-    """Whether `one_token` is for these inputs, of so many KV heads: no gradient is wanted, and no compiler makes
-    kernels of its own.
-    """
-    widest, units = (q.shape[3], heads) if state is None else (max(state.S.shape[2:]), state.S.shape[1])
-    wanted = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    return not (wanted or widest > WIDEST or q.shape[1] > MOST_GROUPED * units or q.dtype == torch.float64)
-
-
-def one_token(
-    q: Float[Tensor, "B H 1 D"],
-    new: tuple[Float[Tensor, "B G 1 D"], Float[Tensor, "B G 1 D"]],
-    slots: tuple[Float[Tensor, "B G S D"], Float[Tensor, "B G S D"]],
-    bias: Float[Tensor, "B 1 S_and_1"] | None,
-    held: tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C D"], Int[Tensor, "B G C"]] | None,
-    linear: LinearStep | None,
-    *,
-    scaling: float,
-    softcap: float | None,
-) -> tuple[Float[Tensor, "B H 1 D"], tuple[Tensor, Tensor], LinearState | None]:
-    """The output of one more token, the slots behind it, and the linear state: in one launch.
-
-    Softmax is over the slots, whose scores get `bias`, the token itself, and what a cache holds, -1 being the position
-    of nothing. Its sums, times a factor, and those of the linear part stand over one denominator (LoLCATs eq. 7); or
-    one part alone over its own. `bias` None: there is no window.
-    """
-    from linearize.ops import triton_step
-
-    q, new_k, new_v, k, v = (_rows_of_numbers(x.to(q.dtype)) for x in (q, *new, *slots))
-    (batch, heads, _, width), units, features, window = q.shape, k.shape[1], 16, bias is not None
-    unread: Tensor = q  # in the place of what there is none of
-    held_k, held_v, position = (k, v, unread) if held is None else (*map(_rows_of_numbers, held[:2]), held[2])
-    phi_q = phi_k = enters = begins = factor = unread
-    before, after, state, slot, least = [unread] * 4, [unread] * 4, None, 0, 0.0
-    if linear is not None:
-        phi_q, enters = linear.phi_q.contiguous(), linear.enters.contiguous()
-        found = [x.contiguous() for x in linear.state.named_tensors().values()]
-        (units, features), state, slot, least = found[1].shape[1:], linear.state, linear.slot, linear.least
-        begins, factor = (unread if x is None else x for x in (linear.begins, linear.window_factor))
-        before[: len(found)] = found
-        if linear.phi_k is not None:
-            phi_k, made = _rows_of_numbers(linear.phi_k), [torch.empty_like(x) for x in found]
-            after[: len(made)], state = made, LinearState(*made)
-    y, next_k, next_v = q.new_empty(q.shape), *(x.new_empty(x.shape) if window else x for x in (k, v))
-    side, group = min(64, _power_of_2(width)), heads // units
-    _launch(
-        triton_step.one_token, (-(-width // side), batch * units),
-        *(q, new_k, new_v, k, v, unread if bias is None else bias, held_k, held_v, position.contiguous()),
-        *(phi_q, phi_k, enters, *before, begins, factor, y, next_k, next_v, *after),
-        *(*q.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], *_strides(k), *_strides(v)),
-        *(*_strides(held_k), *_strides(held_v), *phi_k.stride()[:2], 0 if bias is None else _between_rows(bias)),
-        *(units, group, units // k.shape[1], k.shape[2], slot, held_k.shape[2]),
-        *(scaling * LOG2_E, 1.0 if softcap is None else softcap, least),
-        WINDOW=window, CACHE=held is not None, LINEAR=linear is not None, WRITES=phi_k is not unread,
-        AHEAD=begins is not unread, SOFTCAP=softcap is not None, D=width, BLOCK_D=_power_of_2(width), SIDE=side,
-        F=features, BLOCK_F=_power_of_2(features), M=_power_of_2(group), N=32, **HOW,
-    )  # fmt: skip
-    return y, (next_k, next_v), state
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *inputs: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *inputs: Any, **options: Any) -> None:
     """On the device of the inputs, whichever is the current one."""
     with torch.cuda.device_of(inputs[0]):
         kernel[grid](*inputs, **options)
 
 
-def _wants_more(inputs: tuple[Tensor, ...], layout: Layout | None) -> bool:
+def wants_more(inputs: tuple[Tensor, ...], layout: Layout | None) -> bool:
     """Gradients, numbers of double precision, or padding within a document."""
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     doubles = any(x.dtype == torch.float64 for x in inputs)
@@ -355,18 +273,18 @@ def _lowest(span: Span, layout: Layout) -> Int[Tensor, "B T"]:
     return layout.once(("lowest", span), lambda: torch.where(position >= 0, span.lo(position), -1))
 
 
-def _rows_of_numbers(x: Tensor) -> Tensor:
+def rows_of_numbers(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _strides(x: Float[Tensor, "B h K X"]) -> tuple[int, ...]:
+def strides(x: Float[Tensor, "B h K X"]) -> tuple[int, ...]:
     return x.stride()[:3]
 
 
-def _between_rows(x: Tensor) -> int:
+def between_rows(x: Tensor) -> int:
     return x.stride(0) if len(x) > 1 else 0
 
 
-def _power_of_2(number: int) -> int:
+def power_of_2(number: int) -> int:
     """The least one that is no less, and no less than 16, which products take at least."""
     return max(16, 1 << (number - 1).bit_length())

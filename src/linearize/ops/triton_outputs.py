@@ -1,4 +1,4 @@
-"""The Triton kernel of one more token: its window, an exact cache beside it, and the additive linear part, in one pass.
+"""Triton kernels that end in a mixer's output: of the sums of a prompt's window and linear part, and of one more token.
 
 Forward alone. Logarithms are to base 2. Blocks are powers of 2, as Triton wants them.
 
@@ -15,10 +15,47 @@ from linearize.ops.triton_kernels import added, capped
 
 # What differs between calls of one model, and is not worth a kernel of its own for each kind of number.
 SIZES = ["q_row", "new_k_row", "new_v_row", "k_row", "v_row", "held_k_row", "held_v_row", "phi_k_row", "bias_row"]
-SIZES += ["slots", "entering", "held"]
+SIZES += ["slots", "entering", "held", "length"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LEAST_WINDOW = tl.constexpr(1e-6)  # the largest weight is 1: less is there where no key is seen
+
+
+@triton.jit
+@no_type_check
+def _quotient(window, window_den, linear, linear_den, factor, least, WINDOW: tl.constexpr, LINEAR: tl.constexpr):
+    """(g num_w + num_l) / (g den_w + den_l), g = sigmoid(factor), or of the one part that there is."""
+    num, den = window, window_den
+    if LINEAR:
+        if WINDOW:
+            g = 1 / (1 + tl.exp2(-factor * LOG2_E))
+            num, den = g[:, None] * window + linear, g * window_den + linear_den
+        else:
+            num, den = linear, linear_den
+    return num / tl.maximum(den, least)[:, None]
+
+
+@triton.jit(do_not_specialize=SIZES)
+@no_type_check
+def quotient(
+    num_w, den_w, num_l, den_l, window_factor, y, heads, length, least,
+    WINDOW: tl.constexpr, LINEAR: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """The output of M tokens of a head, the heads of a token side by side."""
+    row, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    t, d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, BLOCK_D)
+    there, at = t < length, tl.program_id(1).to(tl.int64) * length + t
+    inside = there[:, None] & (d < D)[None]
+    window, window_den = tl.zeros([M, BLOCK_D], tl.float32), tl.zeros([M], tl.float32)
+    linear, linear_den = window, window_den
+    if WINDOW:
+        window, window_den = tl.load(num_w + at[:, None] * D + d[None], inside, 0.0), tl.load(den_w + at, there, 0.0)
+    if LINEAR:
+        linear, linear_den = tl.load(num_l + at[:, None] * D + d[None], inside, 0.0), tl.load(den_l + at, there, 0.0)
+    factor = window_den
+    if WINDOW and LINEAR:
+        factor = tl.load(window_factor + head + t * 0).to(tl.float32)
+    out = _quotient(window, window_den, linear, linear_den, factor, least, WINDOW, LINEAR)
+    tl.store(y + ((row * length + t) * heads + head)[:, None] * D + d[None], out, inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -47,6 +84,7 @@ def one_token(
     writer = unit % shared == 0  # of the slots, which units can share
     top = tl.full([M], -float("inf"), tl.float32)
     total, sums = tl.zeros([M], tl.float32), tl.zeros([M, SIDE], tl.float32)
+    den, num = total, sums
     new_v_at = new_v + row * new_v_row + head * new_v_head + c
     v_at = v + row * v_row + head * v_head + c
     if WINDOW:
@@ -113,10 +151,8 @@ def one_token(
         phi = tl.load(phi_q + (row * units * group + of)[:, None] * F + f[None], own[:, None] & tall[None], 0.0)
         den = tl.sum(phi * vector[None], 1)
         num = tl.dot(phi, matrix, input_precision=PRECISION)
-        if WINDOW:
-            g = 1 / (1 + tl.exp2(-tl.load(window_factor + of, own, 0.0).to(tl.float32) * LOG2_E))
-            num, den = g[:, None] * sums + num, g * total + den
-        out = num / tl.maximum(den, least)[:, None]
-    else:
-        out = sums / tl.maximum(total, LEAST_WINDOW)[:, None]
+    shares = total
+    if WINDOW and LINEAR:
+        shares = tl.load(window_factor + of, own, 0.0).to(tl.float32)
+    out = _quotient(sums, total, num, den, shares, least, WINDOW, LINEAR)
     tl.store(y + (row * units * group + of)[:, None] * D + c[None], out, own[:, None] & column[None])
