@@ -411,11 +411,14 @@ def test_one_more_token_of_what_the_kernel_does_not_define(name: str, monkeypatc
     assert not launched
 
 
-def test_gradients_are_not_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.others
+def test_gradients_are_not_by_kernels(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mixer = LinearMixer(MixerConfig(), LayerShape(2, 2, 16, 64, 128)).to(DEVICE)
-    inputs = AttnInputs(*(torch.randn(1, 2, 1, 16, device=DEVICE) for _ in range(3)), 0.25)
+    inputs = AttnInputs(*torch.randn(3, 1, 2, tokens, 16, device=DEVICE), 0.25)
     launched = noted(monkeypatch)
-    monkeypatch.setattr(one_token, "has_kernels", lambda device: True)
+    for module in (one_token, causal):
+        monkeypatch.setattr(module, "has_kernels", lambda device: True)
     mixer.step(inputs, mixer.state_like(inputs))[0].sum().backward()
     assert mixer.combine.window_factor.grad is not None and not launched
 
