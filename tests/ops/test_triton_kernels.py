@@ -423,6 +423,24 @@ def test_gradients_are_not_by_kernels(tokens: int, monkeypatch: pytest.MonkeyPat
     assert mixer.combine.window_factor.grad is not None and not launched
 
 
+def test_a_compiled_step_is_not_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But by the compiler's."""
+    mixer = LinearMixer(MixerConfig(), LayerShape(2, 2, 16, 64, 128)).to(DEVICE)
+    inputs = AttnInputs(*torch.randn(3, 1, 2, 1, 16, device=DEVICE), 0.25)
+    launched = noted(monkeypatch)
+    for module in (one_token, causal, hedgehog):
+        monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    with torch.no_grad():
+        state = mixer.state_like(inputs)
+        expected = mixer.step(inputs, state)[0]
+        assert launched == ["hedgehog", "hedgehog", "one_token"]
+        launched.clear()
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        found = mixer.step(inputs, state)[0]
+    assert not launched
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 # --- models -----------------------------------------------------------------------------------------------------------
 
 WINDOWS = {"mixer.feature_map": None, "mixer.combine": {"type": "window_only"}, "transfer": None}
