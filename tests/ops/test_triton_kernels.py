@@ -535,3 +535,21 @@ def test_by_kernels_it_is_few_operations(
         found.append(counts)
     dispatch.choose.cache_clear()
     assert found[1][0] < prompt * found[0][0] and found[1][2] < step * found[0][2], found
+
+
+@pytest.mark.others
+def test_more_rows_than_a_grids_other_axes_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's grids have 65,535 programs on all axes but the first."""
+    grids = dict[str, tuple[int, ...]]()
+    monkeypatch.setattr(fused, "launch", lambda kernel, grid, *args, **how: grids.update({kernel.fn.__name__: grid}))
+    monkeypatch.setattr(dispatch, "IMPLS", (dispatch.Impl("triton", fused), *dispatch.IMPLS[1:]))
+    dispatch.choose.cache_clear()
+    short = MixerConfig.model_validate({"span": {"type": "sliding", "window_size": 1}})
+    mixer = LinearMixer(short, LayerShape(1, 1, 8, 8, 16)).to(DEVICE)
+    inputs = AttnInputs(*torch.zeros(3, 65_536, 1, 3, 8, device=DEVICE), 1.0)
+    with torch.no_grad():
+        _, state = mixer.step(inputs.tokens(0, 2), None)
+        mixer.step(inputs.tokens(2, 3), state)
+    dispatch.choose.cache_clear()
+    assert grids.keys() == {"hedgehog", "window", "linear_states", "linear_outputs", "quotient", "one_token"}
+    assert all(grid[0] == 65_536 and max(grid[1:]) < 65_536 for grid in grids.values()), grids

@@ -70,7 +70,7 @@ def hedgehog(
     (batch, _, length, width), outputs, heads = x.shape, weight.shape[2], max(x.shape[1], len(weight))
     phi, rows = x.new_empty(batch, heads, length, 2 * outputs, dtype=torch.float32), min(CHUNK, power_of_2(length))
     launch(
-        triton_kernels.hedgehog, (-(-length // rows), batch * heads),
+        triton_kernels.hedgehog, (batch * heads, -(-length // rows)),
         *(x, weight, bias, phi, *strides(x), heads, heads // x.shape[1], heads // len(weight), length, least),
         D=width, BLOCK_D=min(64, power_of_2(width)), N=outputs, BLOCK_N=power_of_2(outputs), M=rows,
         BIAS=biased, SOFTMAX=activation != "exp", HALVES=activation == "softmax_halves", **HOW,
@@ -101,7 +101,7 @@ def window_softmax(
     lowest, queries = _lowest(span, layout), (layout.query_position, layout.query_document)
     keys = layout.key_position, layout.key_document
     launch(
-        triton_kernels.window, (-(-length // CHUNK), batch * heads),
+        triton_kernels.window, (batch * heads, -(-length // CHUNK)),
         *(q, k, v, lowest, *queries, *keys, part.num, part.den, part.log_scale),
         *(*strides(q), *strides(k), *strides(v), *map(between_rows, (lowest, queries[0], keys[0]))),
         *(heads, heads // k.shape[1], length, k.shape[2], span.max_lag),
@@ -144,7 +144,7 @@ def linear_scan(
     num = phi_q.new_empty(batch, heads, length, width, dtype=torch.float32)
     den = num.new_empty(num.shape[:3])
     launch(
-        triton_kernels.linear_states, (chunks, batch * key_heads, -(-width // side)),
+        triton_kernels.linear_states, (batch * key_heads, chunks, -(-width // side)),
         *(phi_k, v, position, S, z, *strides(phi_k), *strides(v), between_rows(position)),
         *(key_heads, key_heads // v.shape[1], slots, before, chunks, span.max_lag, span.sinks),
         **blocks,
@@ -154,7 +154,7 @@ def linear_scan(
         z[:, :, 0] += state.z
     S, z, lowest = S.cumsum(2), z.cumsum(2), _lowest(span, layout)
     launch(
-        triton_kernels.linear_outputs, (chunks, batch * heads, -(-width // side)),
+        triton_kernels.linear_outputs, (batch * heads, chunks, -(-width // side)),
         *(phi_q, phi_k, v, lowest, position, S, z, num, den),
         *(*strides(phi_q), *strides(phi_k), *strides(v), between_rows(lowest), between_rows(position)),
         *(heads, heads // key_heads, heads // v.shape[1], length, slots, chunks),
@@ -194,7 +194,7 @@ def with_cached(
     at, held = torch.where(blocks.slots >= before, blocks.slots - before, -1), held.contiguous()
     part = Partial(*(x.contiguous() for x in (window.num, window.den, window.log_scale)))
     launch(
-        triton_kernels.cached, (held.shape[2], batch * k.shape[1]),
+        triton_kernels.cached, (batch * k.shape[1], held.shape[2]),
         *(q, k, v, at, held, part.num, part.den, part.log_scale),
         *(*strides(q), *strides(k), *strides(v), between_rows(at)),
         *(k.shape[1], group, length, held.shape[2], block, size),

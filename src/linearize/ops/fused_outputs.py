@@ -48,7 +48,7 @@ def quotient(
     (batch, heads, length, width), rows = num_w.shape, min(32, fused.power_of_2(num_w.shape[2]))
     y = num_w.new_empty(batch, length, heads, width, dtype=dtype)
     fused.launch(
-        triton_outputs.quotient, (-(-length // rows), batch * heads),
+        triton_outputs.quotient, (batch * heads, -(-length // rows)),
         *(num_w, den_w, num_l, den_l, num_w if how.factor is None else how.factor, y, heads, length, how.least),
         WINDOW=window is not None, LINEAR=linear is not None, D=width, BLOCK_D=fused.power_of_2(width), M=rows,
     )  # fmt: skip
@@ -117,7 +117,7 @@ def one_token(
     y, next_k, next_v = q.new_empty(q.shape), *(x.new_empty(x.shape) if window else x for x in (k, v))
     side, group = min(64, fused.power_of_2(width)), heads // units
     fused.launch(
-        triton_outputs.one_token, (-(-width // side), batch * units),
+        triton_outputs.one_token, (batch * units, -(-width // side)),
         *(q, new_k, new_v, k, v, unread if bias is None else bias, held_k, held_v, position.contiguous()),
         *(phi_q, phi_k, enters, *before, begins, unread if how.factor is None else how.factor),
         *(y, next_k, next_v, *after),

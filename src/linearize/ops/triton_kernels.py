@@ -3,7 +3,8 @@ forward alone.
 
 Each is what its caller in `fused` says. Rows are slots of keys, whose last ones are those of the queries; positions and
 documents are int64, with a stride of 0 between rows that are alike. Logarithms are to base 2. A program is of one head,
-or one KV head, of one row: `programs` are numbered row by row. Blocks are powers of 2, as Triton wants them.
+or one KV head, of one row: `programs` are numbered row by row, on the first axis, which alone can have more than
+65,535. Blocks are powers of 2, as Triton wants them.
 
 This module imports triton, which not every machine has.
 """
@@ -55,8 +56,8 @@ def hedgehog(
 
     BLOCK_D rows of W at a time.
     """
-    row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    t = (tl.program_id(0) * M + tl.arange(0, M)).to(tl.int64)
+    row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    t = (tl.program_id(1) * M + tl.arange(0, M)).to(tl.int64)
     there, n = t < length, tl.arange(0, BLOCK_N)
     wide, at = n < N, row.to(tl.int64) * x_row + (head // x_group) * x_head
     y = tl.zeros([M, BLOCK_N], tl.float32)
@@ -82,7 +83,7 @@ def hedgehog(
             total += others
             others = total
         y, negative = tl.maximum(y / total[:, None], least), tl.maximum(negative / others[:, None], least)
-    out = phi + (tl.program_id(1).to(tl.int64) * length + t)[:, None] * 2 * N + n[None]
+    out = phi + (tl.program_id(0).to(tl.int64) * length + t)[:, None] * 2 * N + n[None]
     tl.store(out, y, there[:, None] & wide[None])
     tl.store(out + N, negative, there[:, None] & wide[None])
 
@@ -97,7 +98,7 @@ def window(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the keys from `lo` on: of M queries over the `lag` slots that end with each, N at a time."""
-    start, row, head = tl.program_id(0) * M, tl.program_id(1) // heads, tl.program_id(1) % heads
+    row, head, start = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1) * M
     t, d = (start + tl.arange(0, M)).to(tl.int64), tl.arange(0, BLOCK_D)  # T H D can be more than 2**31
     there, wide = t < length, d < D
     position = tl.load(q_position + row * queries_row + t, there, -1)[:, None]
@@ -123,7 +124,7 @@ def window(
         seen = (its >= lowest) & (its <= position) & (its >= 0) & (of == document)
         values = tl.load(v + v_at + j[:, None] * v_slot + d[None], inside[:, None] & wide[None], 0.0)
         top, total, sums = added(scores, seen, values, top, total, sums, PRECISION)
-    out = tl.program_id(1).to(tl.int64) * length + t
+    out = tl.program_id(0).to(tl.int64) * length + t
     tl.store(num + out[:, None] * D + d[None], sums, there[:, None] & wide[None])
     tl.store(den + out, total, there)
     tl.store(log_scale + out, tl.where(top == -float("inf"), 0.0, top) / LOG2_E, there)
@@ -142,7 +143,7 @@ def linear_states(
 
     BLOCK_D of the values at a time.
     """
-    c, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+    row, head, c = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
     f, d = tl.arange(0, BLOCK_F), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     tall, wide = f < F, d < D
     k_at = row.to(tl.int64) * k_row + head * k_head
@@ -152,7 +153,7 @@ def linear_states(
     there = there & (tl.load(k_position + row * keys_row + j, there, -1) >= sinks)
     keys = tl.load(phi_k + k_at + j[None] * k_slot + f[:, None], there[None] & tall[:, None], 0.0).to(tl.float32)
     values = tl.load(v + v_at + j[:, None] * v_slot + d[None], there[:, None] & wide[None], 0.0).to(tl.float32)
-    out = tl.program_id(1).to(tl.int64) * chunks + c
+    out = tl.program_id(0).to(tl.int64) * chunks + c
     added = tl.dot(keys, values, input_precision=PRECISION)
     tl.store(S + out * F * D + f[:, None] * D + d[None], added, tall[:, None] & wide[None])
     if tl.program_id(2) == 0:
@@ -172,7 +173,7 @@ def linear_outputs(
 
     BLOCK_D of the values at a time.
     """
-    c, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+    row, head, c = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
     t, f = (c * C + tl.arange(0, C)).to(tl.int64), tl.arange(0, BLOCK_F)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     there, tall, wide = t < length, f < F, d < D
@@ -198,7 +199,7 @@ def linear_outputs(
         values = tl.load(v + v_at + j[:, None] * v_slot + d[None], inside[:, None] & wide[None], 0.0).to(tl.float32)
         total += tl.sum(weights, 1)
         sums += tl.dot(weights, values, input_precision=PRECISION)
-    out = tl.program_id(1).to(tl.int64) * length + t
+    out = tl.program_id(0).to(tl.int64) * length + t
     tl.store(num + out[:, None] * D + d[None], sums, there[:, None] & wide[None])
     if tl.program_id(2) == 0:
         tl.store(den + out, total, there)
@@ -217,7 +218,7 @@ def cached(
 
     All query heads of a KV head together.
     """
-    block, row, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads  # KV head
+    row, head, block = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)  # KV head
     m, d = tl.arange(0, M), tl.arange(0, BLOCK_D)
     wide, of, own = d < D, head * group + m // width, m < group * width
     t = tl.load(at + row * at_row + block * width + m % width, own, -1)
@@ -229,7 +230,7 @@ def cached(
     top = tl.where(total > 0, tl.load(log_scale + out, there, 0.0) * LOG2_E, -float("inf"))
     sums = tl.load(num + out[:, None] * D + d[None], there[:, None] & wide[None], 0.0)
     k_at, v_at = row.to(tl.int64) * k_row + head * k_head, row.to(tl.int64) * v_row + head * v_head
-    holds = held + (tl.program_id(1).to(tl.int64) * blocks + block) * size
+    holds = held + (tl.program_id(0).to(tl.int64) * blocks + block) * size
     for i in range((size - 1) // N + 1):
         c = i * N + tl.arange(0, N)
         j = tl.load(holds + c, c < size, -1)

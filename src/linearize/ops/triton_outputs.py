@@ -41,9 +41,9 @@ def quotient(
     WINDOW: tl.constexpr, LINEAR: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """The output of M tokens of a head, the heads of a token side by side."""
-    row, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    t, d = tl.program_id(0) * M + tl.arange(0, M), tl.arange(0, BLOCK_D)
-    there, at = t < length, tl.program_id(1).to(tl.int64) * length + t
+    row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    t, d = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, BLOCK_D)
+    there, at = t < length, tl.program_id(0).to(tl.int64) * length + t
     inside = there[:, None] & (d < D)[None]
     window, window_den = tl.zeros([M, BLOCK_D], tl.float32), tl.zeros([M], tl.float32)
     linear, linear_den = window, window_den
@@ -77,9 +77,9 @@ def one_token(
     own behind them. `entering` is the slot whose key, times `enters`, is written to the state before that is read; of
     blocks to the state `ahead`, which is read from when one `begins`.
     """
-    unit, row = tl.program_id(1) % units, (tl.program_id(1) // units).to(tl.int64)
+    unit, row = tl.program_id(0) % units, (tl.program_id(0) // units).to(tl.int64)
     head, m, d = unit // shared, tl.arange(0, M), tl.arange(0, BLOCK_D)
-    c = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
+    c = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     own, wide, column, of = m < group, d < D, c < D, unit * group + m
     writer = unit % shared == 0  # of the slots, which units can share
     top = tl.full([M], -float("inf"), tl.float32)
@@ -107,7 +107,7 @@ def one_token(
             top, total, sums = added(scores, seen[None] & own[:, None], values, top, total, sums, PRECISION)
             moved = (j >= 1) & (j <= slots) & writer  # the oldest makes room for the new one
             places = (next_at + j - 1) * D
-            if tl.program_id(0) == 0:
+            if tl.program_id(1) == 0:
                 tl.store(next_k + places[None] + d[:, None], keys, moved[None] & wide[:, None])
             tl.store(next_v + places[:, None] + c[None], values, moved[:, None] & column[None])
         if CACHE:
@@ -141,12 +141,12 @@ def one_token(
                 now = tl.load(begins + row) != 0
                 matrix, vector = tl.where(now, later, matrix), tl.where(now, later_z, vector)
                 tl.store(next_ahead_S + S_at, later + added_S, inside)
-                if tl.program_id(0) == 0:
+                if tl.program_id(1) == 0:
                     tl.store(next_ahead_z + state * F + f, later_z + key, tall)
             else:
                 matrix, vector = matrix + added_S, vector + key
             tl.store(next_S + S_at, matrix, inside)
-            if tl.program_id(0) == 0:
+            if tl.program_id(1) == 0:
                 tl.store(next_z + state * F + f, vector, tall)
         phi = tl.load(phi_q + (row * units * group + of)[:, None] * F + f[None], own[:, None] & tall[None], 0.0)
         den = tl.sum(phi * vector[None], 1)
