@@ -154,8 +154,8 @@ def linear_states(
     keys = tl.load(phi_k + k_at + j[None] * k_slot + f[:, None], there[None] & tall[:, None], 0.0).to(tl.float32)
     values = tl.load(v + v_at + j[:, None] * v_slot + d[None], there[:, None] & wide[None], 0.0).to(tl.float32)
     out = tl.program_id(0).to(tl.int64) * chunks + c
-    added = tl.dot(keys, values, input_precision=PRECISION)
-    tl.store(S + out * F * D + f[:, None] * D + d[None], added, tall[:, None] & wide[None])
+    tile = tl.dot(keys, values, input_precision=PRECISION)
+    tl.store(S + out * F * D + f[:, None] * D + d[None], tile, tall[:, None] & wide[None])
     if tl.program_id(2) == 0:
         tl.store(z + out * F + f, tl.sum(keys, 1), tall)
 
