@@ -378,7 +378,7 @@ def test_one_more_token_by_one_kernel(
             torch.testing.assert_close(y, right, **near)
             for part, x in expected.named_tensors().items():
                 torch.testing.assert_close(found.named_tensors()[part], x, **near)
-    assert launched == ["one_token"] * 10
+    assert launched.count("one_token") == 10
 
 
 OTHER = {"span": {"type": "none"}, "normalizer": {"type": "group_norm"}, "combine": {"type": "add"}}
@@ -408,7 +408,7 @@ def test_one_more_token_of_what_the_kernel_does_not_define(name: str, monkeypatc
         monkeypatch.setattr(one_token, "has_kernels", lambda device: True)
         found = mixer.step(inputs.tokens(19, 20), state)[0]
     torch.testing.assert_close(found, mixer(inputs)[:, :, 19:].detach(), rtol=1e-4, atol=1e-4)
-    assert not launched
+    assert "one_token" not in launched
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
