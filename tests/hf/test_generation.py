@@ -236,7 +236,7 @@ def graphs_of(backend: str, *names: str) -> int:
 
 
 def test_a_static_cache_keeps_its_place() -> None:
-    """What a compiled step needs to be one graph for all tokens; the slow tests compile it."""
+    """What a compiled step needs to be one graph for all tokens."""
     # A model of its own, because transformers remembers the greatest length that a static cache of a model has had.
     model = make_student(MIXED, teacher_of(MIXED))
     ids, mask, seen = random_tokens(2, 14), checks.left_padding([5, 0], 14), []
@@ -256,8 +256,12 @@ def test_a_static_cache_keeps_its_place() -> None:
     assert seen[1][0] == (2, 14 + generation.NEW - 1)
 
 
+def test_a_compiled_step_is_one_graph() -> None:
+    assert graphs_of("eager", MIXED.name, "llama-cache-linear") == 2
+
+
 @pytest.mark.slow
-def test_compiled_steps() -> None:
+def test_all_kinds_of_compiled_steps() -> None:
     names = ["llama-mixed", "llama-none", "gpt2-mixed", "llama-cache-linear", *KINDS]
     assert graphs_of("eager", *names) == len(names)
     # transformers counts the tokens of a sliding softmax layer by an int.

@@ -76,13 +76,13 @@ class LinearMixer(CausalMixer):
         return y, after.matrices_in(kept)
 
     def _step(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None) -> tuple[Tensor, MixerState]:
-        length, segment = inputs.q.shape[2], self._segment(inputs)
+        length = inputs.q.shape[2]
         with torch.autocast(inputs.autocast_device, enabled=False):
             if state is not None and layout is None and length == 1:
                 return one_token(self, inputs, state)
             # Up to where a cache is full it is softmax over all keys, which is faster by itself; not than few launches.
             alone = state is None and self._pairs_alone() and not has_kernels(inputs.q.device)
-            first = room(self.config) if alone else 0
+            first, segment = room(self.config) if alone else 0, self._segment(inputs)
             first = first if 0 < first < length else segment
             if layout is not None or first >= length:
                 return self._prefill(inputs, state, layout)

@@ -40,7 +40,7 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
     exact, before, dropped = state.exact, state.linear, cache_of_next(mixer.config, mixer.worth, state, at)
     if dropped is not None:
         exact, before = dropped.exact, folded(mixer, state.linear, dropped)
-    if has_kernels(inputs.q.device) and _in_one_pass(mixer, inputs, new, before):
+    if _in_one_pass(mixer, inputs, new, before) and has_kernels(inputs.q.device):
         return _by_kernel(mixer, inputs, replace(state, exact=exact, linear=before), new, at)
     tokens = {name: torch.cat([in_dtype(state.slots[name], x.dtype), x], dim=2) for name, x in new.items()}
     if mixer.feature_map is None and inputs.softcap is None:
