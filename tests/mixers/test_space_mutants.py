@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -57,20 +59,24 @@ def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(span, "lo", lambda self, position, lo=lo: (lo(self, position) + 1).clamp_min(0))
 
 
+def of_scans(patch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
+    """`change` gets the scan, with a state behind it or without, and what that is given."""
+    for name in ("linear_scan", "scan_with_state"):
+        patch.setattr(linear, name, partial(change, getattr(linear, name)))
+
+
 def state_dropped(patch: pytest.MonkeyPatch) -> None:
-    scan = linear.linear_scan
-    patch.setattr(linear, "linear_scan", lambda *args, **options: scan(*args, **options | {"state": None}))
+    of_scans(patch, lambda scan, *args, **options: scan(*args, **options | {"state": None}))
 
 
 def decays_to_the_wrong_power(patch: pytest.MonkeyPatch) -> None:
     """As if the step that writes a key decayed it too."""
-    scan = linear.linear_scan
 
-    def wrong(phi_q, phi_k, v, **options):
+    def wrong(scan, phi_q, phi_k, v, **options):
         decay = options["log_decay_k"]
         return scan(phi_q, phi_k * decay.exp(), v, **options)
 
-    patch.setattr(linear, "linear_scan", wrong)
+    of_scans(patch, wrong)
 
 
 def carry_lost(patch: pytest.MonkeyPatch) -> None:
@@ -79,12 +85,10 @@ def carry_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def sinks_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    scan = linear.linear_scan
-
-    def wrong(*args, **options):
+    def wrong(scan, *args, **options):
         return scan(*args, **options | {"span": options["span"].model_copy(update={"sinks": 0})})
 
-    patch.setattr(linear, "linear_scan", wrong)
+    of_scans(patch, wrong)
 
 
 def window_decays_lost(patch: pytest.MonkeyPatch) -> None:
@@ -94,13 +98,13 @@ def window_decays_lost(patch: pytest.MonkeyPatch) -> None:
 
 def terrace_lost(patch: pytest.MonkeyPatch) -> None:
     """The state that waits for the next terrace is lost between calls."""
-    fold = linear.linear_state
+    scan = linear.scan_with_state
 
     def wrong(*args, **options):
-        state = fold(*args, **options)
-        return replace(state, next_S=state.S, next_z=state.z)
+        linear_part, state = scan(*args, **options)
+        return linear_part, replace(state, next_S=state.S, next_z=state.z)
 
-    patch.setattr(linear, "linear_state", wrong)
+    patch.setattr(linear, "scan_with_state", wrong)
 
 
 def erasures_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from linearize.mixers.mixer_state import STATE_DTYPES, Clock, MixerState, Tokens
 from linearize.mixers.one_token import one_token
 from linearize.mixers.running_maximum import running_maximum
 from linearize.ops.block_sizes import kind
-from linearize.ops.dispatch import delta_values, has_kernels, linear_scan, window_softmax, with_cached
+from linearize.ops.dispatch import delta_values, has_kernels, linear_scan, scan_with_state, window_softmax, with_cached
 from linearize.ops.full import full_softmax
 from linearize.ops.layout import Layout, TerracedSpan
-from linearize.ops.linear_state import LinearState, linear_state
+from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial, accumulation_dtype
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
@@ -56,7 +56,7 @@ class LinearMixer(CausalMixer):
             return self.step(inputs, None)[0]
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         with torch.autocast(inputs.autocast_device, enabled=False):
-            dtype, inputs = inputs.v.dtype, inputs.accumulated()
+            dtype, inputs = inputs.v.dtype, inputs.accumulated() if torch.is_grad_enabled() else inputs
             window, linear = self.partials(inputs, layout)
             y = self.combined(inputs, window, linear, lambda: self.has_linear(layout.query_position))
         return y.to(dtype)
@@ -157,9 +157,10 @@ class LinearMixer(CausalMixer):
 
     def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
         with torch.autocast(inputs.autocast_device, enabled=False):
-            inputs = inputs.accumulated()
+            inputs = inputs.accumulated() if torch.is_grad_enabled() else inputs
             found = self.tokens(inputs, layout, layout, None)
-            return self._partials(inputs, found, self.written(found.written, found.phi_k, layout, None), layout, None)
+            written = self.written(found.written, found.phi_k, layout, None)
+            return self._partials(inputs, found, written, layout, None, keeps=False)[:2]
 
     def _partials(
         self,
@@ -168,8 +169,11 @@ class LinearMixer(CausalMixer):
         written: Tensor,
         layout: Layout,
         state: MixerState | None,
-    ) -> tuple[Partial | None, Partial | None]:
-        window = linear = None
+        *,
+        keeps: bool = True,
+    ) -> tuple[Partial | None, Partial | None, LinearState | None]:
+        """The parts, and the linear state after the last token, if it is kept."""
+        window = linear = after = None
         tokens, phi_k, cached = found.tokens, found.phi_k, found.cached
         if self.span.max_lag:
             softmax: dict[str, Any] = {"scaling": inputs.scaling, "softcap": inputs.softcap, "layout": layout}
@@ -181,14 +185,17 @@ class LinearMixer(CausalMixer):
             before = None if state is None else state.linear
             how: dict[str, Any] = self.how(tokens) | {"span": self.span, "layout": layout, "state": before}
             phi_q, log_scale = self.query_features(inputs, layout.query_position)
-            linear = linear_scan(phi_q, phi_k, written, **how)
+            if keeps:
+                linear, after = scan_with_state(phi_q, phi_k, written, **how)
+            else:
+                linear = linear_scan(phi_q, phi_k, written, **how)
             lost = self.lost(linear)
             if self.too_small(linear.den, layout.query_position):
                 phi_q, log_scale = self.query_features(inputs, layout.query_position, linear.den.detach())
                 linear = learnable(linear_scan(phi_q, phi_k, written, **how))
             own = {name: x[:, :, x.shape[2] - layout.length :] for name, x in tokens.items()}
             linear = self.in_scale(without_lost(linear, lost), log_scale, own)
-        return window, linear
+        return window, linear, after
 
     def _prefill(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> tuple[Tensor, MixerState]:
         batch, length = len(inputs.q), inputs.q.shape[2]
@@ -199,20 +206,13 @@ class LinearMixer(CausalMixer):
         found = self.tokens(inputs, own, layout, state)
         phi_k, cached, before = found.phi_k, found.cached, None if state is None else state.linear
         written = self.written(found.written, phi_k, layout, before)
-        linear = None
-        if phi_k is not None:
-            how = self.how(found.tokens)
-            linear = linear_state(phi_k, written, **how, span=self.span, layout=layout, state=before)
-            if cached is not None:  # what the next block's state is made of is chosen only when it begins
-                linear = LinearState(linear.S, linear.z)
-        y = self.combined(
-            inputs,
-            *self._partials(inputs, found, written, layout, state),
-            lambda: self.has_linear(layout.query_position),
-        )
+        window, linear, after = self._partials(inputs, found, written, layout, state)
+        if after is not None and cached is not None:  # what the next block's state is made of is chosen when it begins
+            after = LinearState(after.S, after.z)
+        y = self.combined(inputs, window, linear, lambda: self.has_linear(layout.query_position))
         slots = keep_slots(found.tokens | ({} if cached is None else cached.sums()), layout, self.span, batch)
         exact = None if cached is None else cached.last()
-        return y, MixerState(slots, Clock(layout.count.expand(batch).clone()), linear, found.maximum, exact)
+        return y, MixerState(slots, Clock(layout.count.expand(batch).clone()), after, found.maximum, exact)
 
     def _all_exact(self, layout: Layout) -> bool:
         """Whether every key of these rows is in window or cache, and softmax over all of them is all that is wanted."""

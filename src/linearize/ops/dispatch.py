@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -23,7 +23,7 @@ from linearize.ops import chunked, dense, exact_cache, fla, fused, reference
 from linearize.ops.exact_cache import Blocks
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout, Span
-from linearize.ops.linear_state import LinearState
+from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial
 
 ENVIRONMENT = "LINEARIZE_IMPL"
@@ -104,6 +104,28 @@ def linear_scan(
     """The linear part of every query, as `reference.linear_scan` defines it."""
     options = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v, "kernel": kernel, "state": state}
     return _ops(v, layout, phi_q).linear_scan(phi_q, phi_k, v, span=span, layout=layout, **options)
+
+
+@_uncompiled
+def scan_with_state(
+    phi_q: Float[Tensor, "B H T F"],
+    phi_k: Float[Tensor, "B Hk K F"],
+    v: Float[Tensor, "B G K D"],
+    *,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
+    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
+    kernel: Kernel | None = None,
+    span: Span,
+    layout: Layout,
+    state: LinearState | None = None,
+) -> tuple[Partial, LinearState]:
+    """The linear part, and what its state is after the last token (`linear_state.linear_state`)."""
+    ops = _ops(v, layout, phi_q)
+    given: dict[str, Any] = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v, "kernel": kernel, "state": state}
+    given |= {"span": span, "layout": layout}
+    if ops is fused:
+        return fused.scan_with_state(phi_q, phi_k, v, **given)
+    return ops.linear_scan(phi_q, phi_k, v, **given), linear_state(phi_k, v, **given)
 
 
 @_uncompiled

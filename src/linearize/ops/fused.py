@@ -20,13 +20,13 @@ from linearize.ops import chunked, dense, exact_cache
 from linearize.ops.delta import delta_values
 from linearize.ops.exact_cache import Blocks
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Layout, Span
-from linearize.ops.linear_state import LinearState
+from linearize.ops.layout import Layout, Span, TerracedSpan
+from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial
 from linearize.ops.window import LOG2_E
 
 __all__ = ["choose_by_recall", "delta_values", "hedgehog", "linear_scan", "missing", "serves_hedgehog"]
-__all__ += ["window_softmax", "with_cached"]
+__all__ += ["scan_with_state", "window_softmax", "with_cached"]
 
 WIDEST = 128  # features, and values of a head
 MOST_CANDIDATES = 1024
@@ -124,19 +124,50 @@ def linear_scan(
     state: LinearState | None = None,
 ) -> Partial:
     """The linear part (`reference.linear_scan`)."""
+    given: dict[str, Any] = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v, "kernel": kernel, "state": state}
+    given |= {"span": span, "layout": layout}
+    found = _scan(phi_q, phi_k, v, ends=False, **given)
+    return _others(phi_q, phi_k).linear_scan(phi_q, phi_k, v, **given) if found is None else found[0]
+
+
+def scan_with_state(
+    phi_q: Float[Tensor, "B H T F"], phi_k: Float[Tensor, "B Hk K F"], v: Float[Tensor, "B G K D"], **given: Any
+) -> tuple[Partial, LinearState]:
+    """The `linear_scan`, and the state after the last token (`linear_state.linear_state`)."""
+    found = _scan(phi_q, phi_k, v, ends=True, **given)
+    if found is None or found[1] is None:
+        return _others(phi_q, phi_k).linear_scan(phi_q, phi_k, v, **given), linear_state(phi_k, v, **given)
+    return found[0], found[1]
+
+
+def _scan(
+    phi_q: Float[Tensor, "B H T F"],
+    phi_k: Float[Tensor, "B Hk K F"],
+    v: Float[Tensor, "B G K D"],
+    *,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None,
+    log_decay_v: Float[Tensor, "#B Hk K D"] | None,
+    kernel: Kernel | None,
+    span: Span,
+    layout: Layout,
+    state: LinearState | None,
+    ends: bool,
+) -> tuple[Partial, LinearState | None] | None:
+    """The linear part, and where the `ends` are asked for the state behind it; None: the kernels do not define it."""
     before = phi_k.shape[2] - phi_q.shape[2]
     other = any(x is not None for x in (log_decay_k, log_decay_v, kernel)) or max(phi_k.shape[3], v.shape[3]) > WIDEST
     other |= before > span.max_lag + CHUNK - 1 or v.shape[3] == 0
     if other or wants_more((phi_q, phi_k, v), layout) or not _one_document(layout, state is not None):
-        options = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v, "kernel": kernel, "state": state}
-        return _others(phi_q, phi_k).linear_scan(phi_q, phi_k, v, span=span, layout=layout, **options)
+        return None
     from linearize.ops import triton_kernels
 
     phi_q, phi_k, v = (rows_of_numbers(x) for x in (phi_q, phi_k, v))
     (batch, heads, length, features), (key_heads, slots), width = phi_q.shape, phi_k.shape[1:3], v.shape[3]
     chunks, position = -(-length // CHUNK), layout.key_position
-    S = phi_q.new_empty(batch, key_heads, chunks, features, width, dtype=torch.float32)
-    z = phi_q.new_empty(batch, key_heads, chunks, features, dtype=torch.float32)
+    until = layout.once(("ends", span), lambda: _ends(span, layout))
+    states = chunks + (until.shape[1] if ends else 0)
+    S = phi_q.new_empty(batch, key_heads, states, features, width, dtype=torch.float32)
+    z = phi_q.new_empty(batch, key_heads, states, features, dtype=torch.float32)
     side = min(64, power_of_2(width))
     blocks = {"F": features, "BLOCK_F": power_of_2(features), "D": width, "BLOCK_D": side, "C": CHUNK} | HOW
     if v.dtype != torch.float32:  # values are rounded more than these products
@@ -144,9 +175,9 @@ def linear_scan(
     num = phi_q.new_empty(batch, heads, length, width, dtype=torch.float32)
     den = num.new_empty(num.shape[:3])
     launch(
-        triton_kernels.linear_states, (batch * key_heads, chunks, -(-width // side)),
-        *(phi_k, v, position, S, z, *strides(phi_k), *strides(v), between_rows(position)),
-        *(key_heads, key_heads // v.shape[1], slots, before, chunks, span.max_lag, span.sinks),
+        triton_kernels.linear_states, (batch * key_heads, states, -(-width // side)),
+        *(phi_k, v, position, until, S, z, *strides(phi_k), *strides(v), between_rows(position), between_rows(until)),
+        *(key_heads, key_heads // v.shape[1], slots, before, chunks, states, span.max_lag, span.sinks),
         **blocks,
     )  # fmt: skip
     if state is not None:
@@ -157,12 +188,13 @@ def linear_scan(
         triton_kernels.linear_outputs, (batch * heads, chunks, -(-width // side)),
         *(phi_q, phi_k, v, lowest, position, S, z, num, den),
         *(*strides(phi_q), *strides(phi_k), *strides(v), between_rows(lowest), between_rows(position)),
-        *(heads, heads // key_heads, heads // v.shape[1], length, slots, chunks),
+        *(heads, heads // key_heads, heads // v.shape[1], length, slots, states),
         *(span.max_lag, span.fold_lag, span.sinks),
         **blocks,
     )  # fmt: skip
     scale = layout.once("no scale", lambda: torch.zeros((), device=v.device))
-    return Partial(num, den, scale.expand_as(den))
+    behind = [x[:, :, i].clone() for i in range(chunks, states) for x in (S, z)]  # which do not hold on to all states
+    return Partial(num, den, scale.expand_as(den)), LinearState(*behind) if behind else None
 
 
 def with_cached(
@@ -271,6 +303,15 @@ def _lowest(span: Span, layout: Layout) -> Int[Tensor, "B T"]:
     """lo(n) of each query, -1 for padding."""
     position = layout.query_position
     return layout.once(("lowest", span), lambda: torch.where(position >= 0, span.lo(position), -1))
+
+
+def _ends(span: Span, layout: Layout) -> Int[Tensor, "B n"]:
+    """Below which positions keys are in the state after the last token, and in that of the next block if there is one
+    (`linear_state.linear_state`).
+    """
+    last = layout.count - 1
+    found = [span.lo(last), last - span.fold_lag + 1] if isinstance(span, TerracedSpan) else [span.lo(last)]
+    return torch.stack(found, dim=1)
 
 
 def rows_of_numbers(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 
 # What differs between calls of one model, and is not worth a kernel of its own for each kind of number.
 SIZES = ["x_row", "q_row", "k_row", "v_row", "lo_row", "queries_row", "keys_row", "at_row", "fresh_row"]
-SIZES += ["length", "slots", "before", "chunks", "blocks", "pool", "lag", "late", "sinks", "size"]
+SIZES += ["length", "slots", "before", "chunks", "states", "blocks", "pool", "lag", "late", "sinks", "size", "ends_row"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal number
@@ -133,31 +133,40 @@ def window(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def linear_states(
-    phi_k, v, k_position, S, z,
-    k_row, k_head, k_slot, v_row, v_head, v_slot, keys_row,
-    heads, v_group, slots, before, chunks, lag, sinks,
+    phi_k, v, k_position, ends, S, z,
+    k_row, k_head, k_slot, v_row, v_head, v_slot, keys_row, ends_row,
+    heads, v_group, slots, before, chunks, states, lag, sinks,
     F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What is added to S and z before each chunk of C queries: C keys, up to `lag` slots before it.
 
-    BLOCK_D of the values at a time.
+    And then, of `states` in all, by those that are left below each of a row's `ends`, which are positions. BLOCK_D of
+    the values at a time.
     """
     row, head, c = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
     f, d = tl.arange(0, BLOCK_F), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     tall, wide = f < F, d < D
     k_at = row.to(tl.int64) * k_row + head * k_head
     v_at = row.to(tl.int64) * v_row + (head // v_group) * v_head
-    j = (before + (c - 1) * C - lag + 1 + tl.arange(0, C)).to(tl.int64)
-    there = (j >= 0) & (j < slots)
-    there = there & (tl.load(k_position + row * keys_row + j, there, -1) >= sinks)
-    keys = tl.load(phi_k + k_at + j[None] * k_slot + f[:, None], there[None] & tall[:, None], 0.0).to(tl.float32)
-    values = tl.load(v + v_at + j[:, None] * v_slot + d[None], there[:, None] & wide[None], 0.0).to(tl.float32)
-    out = tl.program_id(0).to(tl.int64) * chunks + c
-    tile = tl.dot(keys, values, input_precision=PRECISION)
-    tl.store(S + out * F * D + f[:, None] * D + d[None], tile, tall[:, None] & wide[None])
+    first, tiles = before + (tl.minimum(c, chunks) - 1) * C - lag + 1, tl.where(c < chunks, 1, (C + lag - 2) // C + 1)
+    ends += row * ends_row
+    lowest = tl.maximum(tl.load(ends + c - chunks - 1, c > chunks, 0), sinks)
+    below = tl.load(ends + c - chunks, c >= chunks, 2**62)
+    sums, total = tl.zeros([BLOCK_F, BLOCK_D], tl.float32), tl.zeros([BLOCK_F], tl.float32)
+    for i in range(tiles):
+        j = (first + i * C + tl.arange(0, C)).to(tl.int64)
+        there = (j >= 0) & (j < slots)
+        its = tl.load(k_position + row * keys_row + j, there, -1)
+        there = there & (its >= lowest) & (its < below)
+        keys = tl.load(phi_k + k_at + j[None] * k_slot + f[:, None], there[None] & tall[:, None], 0.0).to(tl.float32)
+        values = tl.load(v + v_at + j[:, None] * v_slot + d[None], there[:, None] & wide[None], 0.0).to(tl.float32)
+        sums += tl.dot(keys, values, input_precision=PRECISION)
+        total += tl.sum(keys, 1)
+    out = tl.program_id(0).to(tl.int64) * states + c
+    tl.store(S + out * F * D + f[:, None] * D + d[None], sums, tall[:, None] & wide[None])
     if tl.program_id(2) == 0:
-        tl.store(z + out * F + f, tl.sum(keys, 1), tall)
+        tl.store(z + out * F + f, total, tall)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -165,7 +174,7 @@ def linear_states(
 def linear_outputs(
     phi_q, phi_k, v, lo, k_position, S, z, num, den,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot, lo_row, keys_row,
-    heads, k_group, v_group, length, slots, chunks, lag, late, sinks,
+    heads, k_group, v_group, length, slots, states, lag, late, sinks,
     F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -181,7 +190,7 @@ def linear_outputs(
     at = row.to(tl.int64) * q_row + head * q_head
     x = tl.load(phi_q + at + t[:, None] * q_slot + f[None], (lowest >= 0) & tall[None], 0.0).to(tl.float32)
     key_head = head // k_group
-    state = (row.to(tl.int64) * (heads // k_group) + key_head) * chunks + c
+    state = (row.to(tl.int64) * (heads // k_group) + key_head) * states + c
     tile = tl.load(S + state * F * D + f[:, None] * D + d[None], tall[:, None] & wide[None], 0.0)
     sums = tl.dot(x, tile, input_precision=PRECISION)
     total = tl.sum(x * tl.load(z + state * F + f, tall, 0.0)[None], 1)
