@@ -30,7 +30,7 @@ from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial
 from linearize.recipe import Recipe
 from tests.ops.cases import Case, make_case
-from tests.ops.parity import FP32_DECAYED, assert_partials_near, part_of
+from tests.ops.parity import FP32_DECAYED, assert_near, assert_partials_near, part_of
 from tests.oracles.spans import SpanSpec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -95,6 +95,15 @@ def check(
             own.append(ops.window_softmax(case.q, case.k, case.v, span=span, **how))
         found.append(own)
     assert_partials_near(*found, tolerance)
+    if part != "window":  # the state behind them comes with the outputs
+        given = {"log_decay_k": None, "log_decay_v": None, "kernel": None} | case.decays
+        given |= {"span": span, "layout": layout, "state": state}
+        own, after = fused.scan_with_state(case.phi_q, case.phi_k, case.v, **given)
+        assert_partials_near([own], found[1][:1], tolerance)
+        expected = linear_state(case.phi_k, case.v, **given).named_tensors()
+        for name, x in after.named_tensors().items():
+            assert_near(x, expected.pop(name), tolerance, f"state {name}")
+        assert not expected
 
 
 @pytest.mark.parametrize("activation", ["softmax_halves", "softmax", "exp"])
@@ -143,6 +152,7 @@ def test_a_map_that_learns_is_not_by_the_kernel(trained: str, monkeypatch: pytes
 def test_one_document_padded_on_a_side_or_not(span: SpanSpec, heads: tuple[int, int, int]) -> None:
     for length in (5, 150):
         check(make_case(span, ("full", "left", "right"), length, heads=heads, seed=length))
+    check(make_case(span, ("full", "left"), 150, heads=heads))  # all end in the last slot
 
 
 @each_span

@@ -134,10 +134,11 @@ def scan_with_state(
     phi_q: Float[Tensor, "B H T F"], phi_k: Float[Tensor, "B Hk K F"], v: Float[Tensor, "B G K D"], **given: Any
 ) -> tuple[Partial, LinearState]:
     """The `linear_scan`, and the state after the last token (`linear_state.linear_state`)."""
-    found = _scan(phi_q, phi_k, v, ends=True, **given)
-    if found is None or found[1] is None:
+    found = _scan(phi_q, phi_k, v, ends=_end_together(given["layout"]), **given)
+    if found is None:
         return _others(phi_q, phi_k).linear_scan(phi_q, phi_k, v, **given), linear_state(phi_k, v, **given)
-    return found[0], found[1]
+    linear, state = found
+    return linear, linear_state(phi_k, v, **given) if state is None else state
 
 
 def _scan(
@@ -170,8 +171,6 @@ def _scan(
     z = phi_q.new_empty(batch, key_heads, states, features, dtype=torch.float32)
     side = min(64, power_of_2(width))
     blocks = {"F": features, "BLOCK_F": power_of_2(features), "D": width, "BLOCK_D": side, "C": CHUNK} | HOW
-    if v.dtype != torch.float32:  # values are rounded more than these products
-        blocks["PRECISION"] = "tf32"
     num = phi_q.new_empty(batch, heads, length, width, dtype=torch.float32)
     den = num.new_empty(num.shape[:3])
     launch(
@@ -190,7 +189,7 @@ def _scan(
         *(*strides(phi_q), *strides(phi_k), *strides(v), between_rows(lowest), between_rows(position)),
         *(heads, heads // key_heads, heads // v.shape[1], length, slots, states),
         *(span.max_lag, span.fold_lag, span.sinks),
-        **blocks,
+        **(blocks if v.dtype == torch.float32 else blocks | {"PRECISION": "tf32"}),  # values are rounded more than that
     )  # fmt: skip
     scale = layout.once("no scale", lambda: torch.zeros((), device=v.device))
     behind = [x[:, :, i].clone() for i in range(chunks, states) for x in (S, z)]  # which do not hold on to all states
@@ -297,6 +296,12 @@ def _one_document(layout: Layout, carried: bool) -> bool:
         return bool(alone.all())
 
     return layout.once(("one document", carried), found)
+
+
+def _end_together(layout: Layout) -> bool:
+    """Whether every row's last token is in its last slot."""
+    last = layout.key_position[:, -1:]
+    return layout.uniform or layout.once("end together", lambda: bool((last == layout.count[:, None] - 1).all()))
 
 
 def _lowest(span: Span, layout: Layout) -> Int[Tensor, "B T"]:
