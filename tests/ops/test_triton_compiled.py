@@ -48,6 +48,7 @@ def cases() -> list[Any]:
                 found.append(("one_token", one | part, dtype))
         for every in (32, 256, fused.MOST_CANDIDATES):
             seats = {"ALL": every, "W": 16, "M": fused.SEATS, "num_warps": 8}
+            seats["ROWS"] = min(every, fused.COSINES // every)
             found.append(("choose_by_recall", wide | seats, "fp32"))
     return [pytest.param(*case, id="-".join(map(str, (case[0], *case[1].values(), case[2])))) for case in found]
 

@@ -33,6 +33,7 @@ MOST_CANDIDATES = 1024
 MOST_BYTES = 2**15  # of the queries of a program
 CHUNK = 64  # queries of a program
 SEATS = 32  # of an exact cache's candidates, at a time
+COSINES = 2**14  # of some of them with all, at a time
 # Products of float32 are three of TF32, which come near to it. No loads ahead: then 99 KiB of shared memory are enough,
 # which GPUs have since Ampere.
 HOW = {"PRECISION": "tf32x3", "num_stages": 1}
@@ -263,7 +264,7 @@ def choose_by_recall(
         *(before, after, place, seat, scores, total, recalled, cosines),
         *(between_rows(fresh), heads, blocks, pool, size, count, per_doubling),
         D=width // 2, BLOCK_D=power_of_2(width // 2), ALL=every, W=16, M=min(SEATS, every),
-        num_warps=8, **HOW,
+        ROWS=min(every, COSINES // every), num_warps=8, **HOW,
     )  # fmt: skip
     return before, after
 

@@ -260,7 +260,7 @@ def cached(
 def choose_by_recall(
     pairs, position, leaves, fresh, held, before, after, place, seat, scores, total, recalled, cosines,
     fresh_row, heads, blocks, pool, size, width, per_doubling,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ALL: tl.constexpr, W: tl.constexpr, M: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ALL: tl.constexpr, W: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a cache of `size` pairs holds, one block of `width` keys after the other.
@@ -338,15 +338,12 @@ def choose_by_recall(
             score = tl.where(which >= 0, 1.0, 0.0)
             if tl.sum(score) > size:  # or there is room for all
                 youngest = tl.max(tl.load(position + which, which >= 0, -1))
-                for i in range((seats - 1) // M + 1):
-                    at = i * M + m
+                theirs = tl.load(place + every, candidate, -1)[None]
+                for i in range((seats - 1) // ROWS + 1):
+                    at = i * ROWS + tl.arange(0, ROWS)
                     of = tl.load(place + at, at < seats, -1)
-                    alike = tl.full([M], NOBODY, tl.float32)  # the newer one most like it
-                    for o in range((seats - 1) // M + 1):
-                        other = o * M + m
-                        newer = tl.load(place + other, other < seats, -1)[None] > of[:, None]
-                        cosine = tl.load(cosines + at[:, None] * ALL + other[None], newer & (of >= 0)[:, None], NOBODY)
-                        alike = tl.maximum(alike, tl.max(cosine, 1))
+                    newer = (theirs > of[:, None]) & (of >= 0)[:, None]
+                    alike = tl.max(tl.load(cosines + at[:, None] * ALL + every[None], newer, NOBODY), 1)  # of the newer
                     inside = (of >= 0)[:, None] & wide[None]
                     error = tl.load(recalled + at[:, None] * D + d[None], inside, 0.0)
                     error = error / tl.load(total + at, of >= 0, 1.0)[:, None]
@@ -384,9 +381,9 @@ def choose_by_recall(
                 for i in range((seats - 1) // M + 1):
                     at = i * M + m
                     of = tl.load(place + at, at < seats, -1)
-                    both = (of >= 0)[:, None] & (gone >= 0)[None] & (at[:, None] != its[None])
-                    weights = tl.load(cosines + at[:, None] * ALL + its[None], both, -float("inf"))
-                    weights = tl.exp2(weights * LOG2_E)
+                    both = (of >= 0)[None] & (gone >= 0)[:, None] & (at[None] != its[:, None])
+                    weights = tl.load(cosines + its[:, None] * ALL + at[None], both, -float("inf"))
+                    weights = tl.trans(tl.exp2(weights * LOG2_E))
                     row_at, inside = recalled + at[:, None] * D + d[None], (of >= 0)[:, None] & wide[None]
                     tl.store(total + at, tl.load(total + at, of >= 0, 0.0) - tl.sum(weights, 1), of >= 0)
                     all_of = tl.load(row_at, inside, 0.0) - tl.dot(weights, values, input_precision=PRECISION)
