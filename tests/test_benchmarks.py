@@ -50,6 +50,25 @@ def test_whole_models(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> Non
     assert lines[2].startswith("| prefill | 1 | lolcats | ") and lines[-1].startswith("| decode | 3 | recommended | ")
 
 
+def test_batches(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--recipes", "lolcats", "--lengths", 8, 24, "--most", 5, "--repeats", 2]
+    found = benchmark("batches", "--model", tiny.teacher_folder(), *arguments)["results"]
+    assert [(row["model"], row["length"], row["batch"]) for row in found] == [
+        (name, length, 5) for length in (8, 24) for name in ("teacher", "lolcats")
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6 and lines[-1].startswith("| lolcats | 24 | 5 | ")
+
+
+def test_the_largest_batch(benchmark: Any) -> None:
+    largest = runpy.run_path(str(BENCHMARKS / "batches.py"))["largest"]
+    for size in (0, 1, 2, 3, 5, 16, 17, 31, 33, 100, 1000, 12345):
+        asked = []
+        found = largest(lambda batch, size=size, asked=asked: asked.append(batch) or batch <= size, 10_000)
+        assert min(size, 10_000) * 15 / 16 <= found <= min(size, 10_000)
+        assert max(asked) <= 10_000 and len(asked) == len(set(asked)) <= 20
+
+
 def test_training(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
     recipes, arguments = ["lolcats", "recommended"], ["--length", 48, "--batch", 2, "--repeats", 2]
     found = benchmark("training", "--model", tiny.teacher_folder(), "--recipes", *recipes, *arguments)
