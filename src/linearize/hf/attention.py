@@ -152,7 +152,7 @@ def _teacher_module(module: Any) -> Any:
 
 def layer_of(cache: Any, module: Any) -> LinearizedCacheLayer:
     """The layer of `cache` that belongs to a linearized attention module."""
-    return cache_layer(cache, module.layer_idx, module.model_config.state_dtype)
+    return cache_layer(cache, module.layer_idx, module.model_config)
 
 
 def _rotate(module: Any, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -216,10 +216,10 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
         """Nothing is recorded."""
 
 
-def cache_layer(cache: Cache, index: int, state_dtype: str | None = None) -> LinearizedCacheLayer:
+def cache_layer(cache: Cache, index: int, config: Any) -> LinearizedCacheLayer:
     """The linearized layer `index` of `cache`, put there if the layer is still empty.
 
-    `state_dtype` is the config's: in what a new layer keeps S between steps.
+    `config` says by its `state_dtype` in what a new layer keeps S between steps.
 
     Raises:
         ValueError: the layer already holds keys and values of a softmax model.
@@ -235,6 +235,7 @@ def cache_layer(cache: Cache, index: int, state_dtype: str | None = None) -> Lin
             f"cache layer {index}: expected an empty or a linearized layer, found {type(layer).__name__} with "
             f"{layer.get_seq_length()} tokens; a softmax model's cache cannot be continued, start from an empty one"
         )
+    state_dtype = config.state_dtype
     if state_dtype not in STATE_DTYPES:
         raise UserError(
             f"config.state_dtype: expected one of {', '.join(map(str, STATE_DTYPES))}; found {state_dtype!r}"

@@ -42,13 +42,13 @@ class BidirectionalMixer(Mixer):
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs, 0 for padding. `layout` None: one full document per row."""
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
-        with torch.autocast(inputs.autocast_device, enabled=False):
+        with inputs.outside_autocast():
             y = self.normalized(self.partials(inputs, layout)[1], inputs)
         return without_padding(y, layout).to(inputs.v.dtype)
 
     def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[None, Partial]:
         """No window, and the sums over each query's document; those of padding are anything."""
-        with torch.autocast(inputs.autocast_device, enabled=False):
+        with inputs.outside_autocast():
             found = self.linear_features(inputs, layout)
             return None, sum_over_documents(found.phi_q, found.phi_k, inputs.v, layout)
 

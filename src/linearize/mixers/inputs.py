@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -31,10 +33,10 @@ class AttnInputs:
     unrotated: tuple[Float[Tensor, "B H T D"], Float[Tensor, "B G T D"]] | None = None
     rope: tuple[Float[Tensor, "#B T R"], Float[Tensor, "#B T R"]] | None = None
 
-    @property
-    def autocast_device(self) -> str:
-        """The kind of device whose autocast may be on; the meta device, where costs are counted, has none."""
-        return "cpu" if self.q.is_meta else self.q.device.type
+    def outside_autocast(self) -> AbstractContextManager[Any]:
+        """Within, no operation is in autocast; the meta device, where costs are counted, has none."""
+        device = "cpu" if self.q.is_meta else self.q.device.type
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> AttnInputs:
         """The inputs with `fn` applied to every tensor."""

@@ -55,7 +55,7 @@ class LinearMixer(CausalMixer):
         if layout is None and self._segment(inputs) < inputs.q.shape[2]:
             return self.step(inputs, None)[0]
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
-        with torch.autocast(inputs.autocast_device, enabled=False):
+        with inputs.outside_autocast():
             dtype, inputs = inputs.v.dtype, inputs.accumulated() if torch.is_grad_enabled() else inputs
             window, linear = self.partials(inputs, layout)
             y = self.combined(inputs, window, linear, lambda: self.has_linear(layout.query_position))
@@ -77,7 +77,7 @@ class LinearMixer(CausalMixer):
 
     def _step(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None) -> tuple[Tensor, MixerState]:
         length = inputs.q.shape[2]
-        with torch.autocast(inputs.autocast_device, enabled=False):
+        with inputs.outside_autocast():
             if state is not None and layout is None and length == 1:
                 return one_token(self, inputs, state)
             # Up to where a cache is full it is softmax over all keys, which is faster by itself; not than few launches.
@@ -156,7 +156,7 @@ class LinearMixer(CausalMixer):
         return delta_values(phi_k, tokens["values"], tokens["beta"], log_decay_k=decay, **options)
 
     def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
-        with torch.autocast(inputs.autocast_device, enabled=False):
+        with inputs.outside_autocast():
             inputs = inputs.accumulated() if torch.is_grad_enabled() else inputs
             found = self.tokens(inputs, layout, layout, None)
             written = self.written(found.written, found.phi_k, layout, None)

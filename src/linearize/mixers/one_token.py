@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,8 +39,9 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
     exact, before, dropped = state.exact, state.linear, cache_of_next(mixer.config, mixer.worth, state, at)
     if dropped is not None:
         exact, before = dropped.exact, folded(mixer, state.linear, dropped)
-    if _in_one_pass(mixer, inputs, new, before) and has_kernels(inputs.q.device):
-        return _by_kernel(mixer, inputs, replace(state, exact=exact, linear=before), new, at)
+    how = _one_pass(mixer, inputs, new, before)
+    if how is not None and has_kernels(inputs.q.device):
+        return _by_kernel(mixer, inputs, state, exact, before, new, at, how)
     tokens = {name: torch.cat([in_dtype(state.slots[name], x.dtype), x], dim=2) for name, x in new.items()}
     if mixer.feature_map is None and inputs.softcap is None:
         k, v, bias = _read(tokens, exact, at, inputs.q.dtype)
@@ -72,18 +72,29 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
     return y, MixerState(push_slot(tokens, span, at.position), clock.next(), after, maximum, exact)
 
 
-def _in_one_pass(mixer: CausalMixer, inputs: AttnInputs, new: Tokens, state: LinearState | None) -> bool:
-    """Whether `fused_outputs.one_token` defines it: keys and values are all of a token, and nothing decays the sums."""
-    if len(new) > len(PAIR) or mixer.span.sinks or mixer.kernel is not None or mixer.one_quotient is None:
-        return False
-    return fused_outputs.serves_one_token(inputs.q, inputs.k.shape[1], state)
+def _one_pass(
+    mixer: CausalMixer, inputs: AttnInputs, new: Tokens, state: LinearState | None
+) -> fused_outputs.OneQuotient | None:
+    """How `fused_outputs.one_token` makes the output; None: it does not, as keys and values are not all of a token, or
+    something decays the sums.
+    """
+    if len(new) > len(PAIR) or mixer.span.sinks or mixer.kernel is not None:
+        return None
+    return mixer.one_quotient if fused_outputs.serves_one_token(inputs.q, inputs.k.shape[1], state) else None
 
 
 def _by_kernel(
-    mixer: CausalMixer, inputs: AttnInputs, state: MixerState, new: Tokens, at: NextToken
+    mixer: CausalMixer,
+    inputs: AttnInputs,
+    state: MixerState,
+    exact: Tokens | None,
+    before: LinearState | None,
+    new: Tokens,
+    at: NextToken,
+    how: fused_outputs.OneQuotient,
 ) -> tuple[Tensor, MixerState]:
-    """`one_token` in one launch besides those of the maps."""
-    span, before, exact, linear = mixer.span, state.linear, state.exact, None
+    """`one_token` in one launch besides those of the maps; it reads `exact` and `before` of cache and state."""
+    span, linear = mixer.span, None
     if mixer.feature_map is not None:
         assert before is not None
         phi_k, slot = None, span.context - span.fold_lag
@@ -97,8 +108,6 @@ def _by_kernel(
     pair, slots = ((tokens["keys"], tokens["values"]) for tokens in (new, state.slots))
     bias = at.bias(1, accumulation_dtype(inputs.v.dtype)) if span.max_lag else None
     held = None if exact is None else (exact["keys"], exact["values"], exact["position"])
-    how = mixer.one_quotient
-    assert how is not None
     given = inputs.q, pair, slots, bias, held, linear, how
     y, slots, after = fused_outputs.one_token(*given, scaling=inputs.scaling, softcap=inputs.softcap)
     return y, MixerState(dict(zip(PAIR, slots, strict=True)), state.clock.next(), after, None, exact)

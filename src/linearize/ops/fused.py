@@ -8,6 +8,7 @@ front of a linear part), is served by the dense and chunked forms.
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -332,6 +333,7 @@ def between_rows(x: Tensor) -> int:
     return x.stride(0) if len(x) > 1 else 0
 
 
+@functools.cache
 def power_of_2(number: int) -> int:
     """The least one that is no less, and no less than 16, which products take at least."""
     return max(16, 1 << (number - 1).bit_length())
