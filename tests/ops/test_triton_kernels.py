@@ -430,7 +430,8 @@ def test_gradients_are_not_by_kernels(tokens: int, monkeypatch: pytest.MonkeyPat
     for module in (one_token, causal):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
     mixer.step(inputs, mixer.state_like(inputs))[0].sum().backward()
-    assert mixer.combine.window_factor.grad is not None and not launched
+    assert mixer.combine.window_factor.grad is not None
+    assert not set(launched) - {"window"}  # on a GPU: what it reads and returns has no gradient here
 
 
 def test_a_compiled_step_is_not_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

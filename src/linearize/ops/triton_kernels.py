@@ -352,7 +352,8 @@ def choose_by_recall(
                     age = (youngest - tl.load(position + of, of >= 0, -1) + 1).to(tl.float32)
                     found = tl.log2(tl.maximum(error, TINY)) - tl.maximum(alike, -8.0) / 8
                     found -= per_doubling * tl.log2(age)
-                    found = tl.where(found == found, found, float("inf"))  # as sorting has it, that all have a place
+                    # As sorting has it, that all have a place; a GPU's maximum of no number and another is the other.
+                    found = tl.where((error == error) & (found == found), found, float("inf"))
                     found = tl.where(of >= 0, found, -float("inf"))
                     tl.store(scores + at, found, at < seats)
                 tl.debug_barrier()
