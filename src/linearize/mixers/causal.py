@@ -126,8 +126,8 @@ class CausalMixer(Mixer):
         self, inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
         """The output, in the inputs' dtype, from the parts, which may be overwritten where no gradient is wanted."""
-        how = self.one_quotient
-        if how is not None and serves_quotient(window, linear) and has_kernels(inputs.q.device):
+        how = self.one_quotient if has_kernels(inputs.q.device) else None
+        if how is not None and serves_quotient(window, linear):
             return quotient(window, linear, how, inputs.v.dtype)
         y, dtype = self.combine(window, linear, lambda sums: self.normalized(sums, inputs), has_linear), inputs.v.dtype
         # A copy lies as it is read next: the heads of a token side by side.

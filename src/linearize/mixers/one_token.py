@@ -39,8 +39,8 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
     exact, before, dropped = state.exact, state.linear, cache_of_next(mixer.config, mixer.worth, state, at)
     if dropped is not None:
         exact, before = dropped.exact, folded(mixer, state.linear, dropped)
-    how = _one_pass(mixer, inputs, new, before)
-    if how is not None and has_kernels(inputs.q.device):
+    how = _one_pass(mixer, inputs, new, before) if has_kernels(inputs.q.device) else None
+    if how is not None:
         return _by_kernel(mixer, inputs, state, exact, before, new, at, how)
     tokens = {name: torch.cat([in_dtype(state.slots[name], x.dtype), x], dim=2) for name, x in new.items()}
     if mixer.feature_map is None and inputs.softcap is None:

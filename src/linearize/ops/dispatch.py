@@ -161,8 +161,8 @@ def window_softmax(
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether kernels of our own serve `device`, also what an exact cache holds."""
-    return choose(device, os.environ.get(ENVIRONMENT)).ops is fused
+    """Whether kernels of our own serve `device`, also what an exact cache holds; not what compilers make theirs of."""
+    return not torch.compiler.is_compiling() and choose(device, os.environ.get(ENVIRONMENT)).ops is fused
 
 
 @_uncompiled

@@ -32,9 +32,9 @@ class OneQuotient(NamedTuple):
 
 
 def serves_quotient(window: Partial | None, linear: Partial | None) -> bool:
-    """Whether `quotient` is for these sums: no gradient is wanted, and no compiler makes kernels of its own."""
+    """Whether `quotient` is for these sums: no gradient is wanted."""
     sums = [x for part in (window, linear) if part is not None for x in (part.num, part.den)]
-    return not (fused.wants_more(tuple(sums), None) or torch.compiler.is_compiling())
+    return not fused.wants_more(tuple(sums), None)
 
 
 def quotient(
@@ -73,12 +73,10 @@ class LinearStep(NamedTuple):
 
 
 def serves_one_token(q: Float[Tensor, "B H 1 D"], heads: int, state: LinearState | None) -> bool:
-    """Whether `one_token` is for these inputs, of so many KV heads: no gradient is wanted, and no compiler makes
-    kernels of its own.
-    """
+    """Whether `one_token` is for these inputs, of so many KV heads, where no gradient is wanted."""
     widest, units = (q.shape[3], heads) if state is None else (max(state.S.shape[2:]), state.S.shape[1])
-    wanted = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    return not (wanted or widest > fused.WIDEST or q.shape[1] > MOST_GROUPED * units or q.dtype == torch.float64)
+    other = torch.is_grad_enabled() or q.dtype == torch.float64
+    return not (other or widest > fused.WIDEST or q.shape[1] > MOST_GROUPED * units)
 
 
 def one_token(

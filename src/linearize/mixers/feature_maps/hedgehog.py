@@ -64,7 +64,7 @@ class Hedgehog(Learned):
     def _features(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
     ) -> Float[Tensor, "B h2 T F"]:
-        if self.config.per != "model" and fused.serves_hedgehog(x, weight) and has_kernels(x.device):
+        if self.config.per != "model" and has_kernels(x.device) and fused.serves_hedgehog(x, weight):
             return fused.hedgehog(x, weight, bias, self.config.activation, MIN_FEATURE)
         return super()._features(x, weight, bias)
 
