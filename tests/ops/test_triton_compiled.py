@@ -17,7 +17,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from linearize.ops import fused, triton_kernels, triton_outputs  # noqa: E402
 
 SHARED_MEMORY = 99 * 2**10  # bytes that a program can have on every GPU since Ampere
-INTEGERS = ["lo", "q_position", "q_document", "k_position", "k_document", "position", "at", "held", "leaves"]
+INTEGERS = ["lo", "ends", "q_position", "q_document", "k_position", "k_document", "position", "at", "held", "leaves"]
 POINTERS = dict.fromkeys([*INTEGERS, "before", "after", "place", "seat"], "*i64") | {"fresh": "*i32"}
 POINTERS |= dict.fromkeys(
     ["num", "den", "log_scale", "S", "z", "phi_q", "phi_k", "pairs", "scores", "total", "recalled", "cosines"], "*fp32"
