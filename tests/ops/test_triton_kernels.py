@@ -96,8 +96,7 @@ def check(
         found.append(own)
     assert_partials_near(*found, tolerance)
     if part != "window":  # the state behind them comes with the outputs
-        given = {"log_decay_k": None, "log_decay_v": None, "kernel": None} | case.decays
-        given |= {"span": span, "layout": layout, "state": state}
+        given = case.decays | {"span": span, "layout": layout, "state": state}
         own, after = fused.scan_with_state(case.phi_q, case.phi_k, case.v, **given)
         assert_partials_near([own], found[1][:1], tolerance)
         expected = linear_state(case.phi_k, case.v, **given).named_tensors()
@@ -419,6 +418,18 @@ def test_one_more_token_of_what_the_kernel_does_not_define(name: str, monkeypatc
         found = mixer.step(inputs.tokens(19, 20), state)[0]
     torch.testing.assert_close(found, mixer(inputs)[:, :, 19:].detach(), rtol=1e-4, atol=1e-4)
     assert "one_token" not in launched
+
+
+def test_parts_by_themselves_are_of_inputs_that_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though no gradient is wanted: they are compared with sums over other keys."""
+    monkeypatch.setattr(dispatch, "IMPLS", (dispatch.Impl("triton", fused), *dispatch.IMPLS[1:]))
+    dispatch.choose.cache_clear()
+    mixer = LinearMixer(MixerConfig(), LayerShape(2, 2, 16, 64, 128)).to(DEVICE)
+    inputs, layout = AttnInputs(*torch.randn(3, 1, 2, 90, 16, device=DEVICE).half(), 0.25), Layout.full(90, DEVICE)
+    with torch.no_grad():
+        found, expected = (mixer.partials(x, layout) for x in (inputs, inputs.accumulated()))
+    dispatch.choose.cache_clear()
+    assert_partials_near(found, expected, 0.0)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

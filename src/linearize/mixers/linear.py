@@ -57,7 +57,7 @@ class LinearMixer(CausalMixer):
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         with inputs.outside_autocast():
             dtype, inputs = inputs.v.dtype, inputs.accumulated() if torch.is_grad_enabled() else inputs
-            window, linear = self.partials(inputs, layout)
+            window, linear = self._of_documents(inputs, layout)
             y = self.combined(inputs, window, linear, lambda: self.has_linear(layout.query_position))
         return y.to(dtype)
 
@@ -157,10 +157,13 @@ class LinearMixer(CausalMixer):
 
     def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
         with inputs.outside_autocast():
-            inputs = inputs.accumulated() if torch.is_grad_enabled() else inputs
-            found = self.tokens(inputs, layout, layout, None)
-            written = self.written(found.written, found.phi_k, layout, None)
-            return self._partials(inputs, found, written, layout, None, keeps=False)[:2]
+            return self._of_documents(inputs.accumulated(), layout)
+
+    def _of_documents(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
+        """`partials`, of inputs as they are."""
+        found = self.tokens(inputs, layout, layout, None)
+        written = self.written(found.written, found.phi_k, layout, None)
+        return self._partials(inputs, found, written, layout, None, keeps=False)[:2]
 
     def _partials(
         self,

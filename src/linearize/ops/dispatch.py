@@ -108,21 +108,10 @@ def linear_scan(
 
 @_uncompiled
 def scan_with_state(
-    phi_q: Float[Tensor, "B H T F"],
-    phi_k: Float[Tensor, "B Hk K F"],
-    v: Float[Tensor, "B G K D"],
-    *,
-    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
-    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
-    kernel: Kernel | None = None,
-    span: Span,
-    layout: Layout,
-    state: LinearState | None = None,
+    phi_q: Float[Tensor, "B H T F"], phi_k: Float[Tensor, "B Hk K F"], v: Float[Tensor, "B G K D"], **given: Any
 ) -> tuple[Partial, LinearState]:
-    """The linear part, and what its state is after the last token (`linear_state.linear_state`)."""
-    ops = _ops(v, layout, phi_q)
-    given: dict[str, Any] = {"log_decay_k": log_decay_k, "log_decay_v": log_decay_v, "kernel": kernel, "state": state}
-    given |= {"span": span, "layout": layout}
+    """`linear_scan`, which says what else is given, and the state after the last token (`linear_state`)."""
+    ops = _ops(v, given["layout"], phi_q)
     if ops is fused:
         return fused.scan_with_state(phi_q, phi_k, v, **given)
     return ops.linear_scan(phi_q, phi_k, v, **given), linear_state(phi_k, v, **given)

@@ -135,7 +135,7 @@ def scan_with_state(
     phi_q: Float[Tensor, "B H T F"], phi_k: Float[Tensor, "B Hk K F"], v: Float[Tensor, "B G K D"], **given: Any
 ) -> tuple[Partial, LinearState]:
     """The `linear_scan`, and the state after the last token (`linear_state.linear_state`)."""
-    found = _scan(phi_q, phi_k, v, ends=_end_together(given["layout"]), **given)
+    found = _scan(phi_q, phi_k, v, ends=True, **given)
     if found is None:
         return _others(phi_q, phi_k).linear_scan(phi_q, phi_k, v, **given), linear_state(phi_k, v, **given)
     linear, state = found
@@ -147,15 +147,17 @@ def _scan(
     phi_k: Float[Tensor, "B Hk K F"],
     v: Float[Tensor, "B G K D"],
     *,
-    log_decay_k: Float[Tensor, "#B Hk K X"] | None,
-    log_decay_v: Float[Tensor, "#B Hk K D"] | None,
-    kernel: Kernel | None,
+    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
+    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
+    kernel: Kernel | None = None,
     span: Span,
     layout: Layout,
-    state: LinearState | None,
+    state: LinearState | None = None,
     ends: bool,
 ) -> tuple[Partial, LinearState | None] | None:
-    """The linear part, and where the `ends` are asked for the state behind it; None: the kernels do not define it."""
+    """The linear part, and where `ends` are asked for the state behind rows that end together; None: the kernels do
+    not define it.
+    """
     before = phi_k.shape[2] - phi_q.shape[2]
     other = any(x is not None for x in (log_decay_k, log_decay_v, kernel)) or max(phi_k.shape[3], v.shape[3]) > WIDEST
     other |= before > span.max_lag + CHUNK - 1 or v.shape[3] == 0
@@ -167,7 +169,7 @@ def _scan(
     (batch, heads, length, features), (key_heads, slots), width = phi_q.shape, phi_k.shape[1:3], v.shape[3]
     chunks, position = -(-length // CHUNK), layout.key_position
     until = layout.once(("ends", span), lambda: _ends(span, layout))
-    states = chunks + (until.shape[1] if ends else 0)
+    states = chunks + (until.shape[1] if ends and _end_together(layout) else 0)
     S = phi_q.new_empty(batch, key_heads, states, features, width, dtype=torch.float32)
     z = phi_q.new_empty(batch, key_heads, states, features, dtype=torch.float32)
     side = min(64, power_of_2(width))
