@@ -1,11 +1,11 @@
-"""What it takes to measure what each KV head of a model needs, beside a forward pass of the model on the same rows.
+"""Time the measurement behind per-head KV budget allocation, beside a forward pass of the model.
 
     python benchmarks/needs.py --model src/linearize/demo/teacher
     python benchmarks/needs.py --model SHAPE --new            # a folder with a config.json: random weights in bf16
 
 Times and memory do not depend on the weights or the text: rows are random tokens. "Times a forward pass": medians over
-rounds in which all take turns, with the least and the greatest. "MiB" is the most memory that a call takes beside what
-is there before it.
+rounds in which both take turns, with the least and the greatest. "MiB" is the most memory that a call takes beside what
+is there before it. The measurement reads CONTEXTS contexts twice each; the forward pass reads as many tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,8 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from linearize.data.rows import PackedRows
 from linearize.evaluation.speed import Spread, peak_bytes, seconds_in_turns
 from linearize.hf.checkpoint import load_model
-from linearize.training.allocation import measured_losses
-from linearize.training.memory import Choice, MemoryConfig
+from linearize.training.eviction_scores import CONTEXTS, LONGEST, SHORTEST, measure_attention
 
 
 def random_rows(vocabulary: int, rows: int, length: int) -> PackedRows:
@@ -32,33 +32,32 @@ def random_rows(vocabulary: int, rows: int, length: int) -> PackedRows:
     return PackedRows(ids, torch.arange(length).expand(rows, -1).contiguous(), ids)
 
 
-def calls(model: Any, rows: PackedRows, candidates: dict[str, tuple[Choice, ...]]) -> dict[str, Any]:
-    """A forward pass, one forward and back to the first layer's inputs, and measuring each of the `candidates`."""
+class Bytes:
+    """A tokenizer for random tokens: one token for each character."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> Any:
+        return SimpleNamespace(input_ids=[ord(character) % 128 for character in text])
+
+
+def calls(model: Any, rows: PackedRows) -> dict[str, Any]:
+    """Return a forward pass over rows, and the measurement of attention, by name."""
     ids = rows.input_ids.to(model.device)
 
     def forward() -> None:
         with torch.no_grad():
             for row in ids.split(1):
-                model(row, use_cache=False)
+                model.base_model(row, use_cache=False)
 
-    def back() -> None:
-        for row in ids.split(1):
-            inputs = model.get_input_embeddings()(row).detach().requires_grad_()
-            model(inputs_embeds=inputs, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+    def measure() -> None:
+        measure_attention(model, rows, Bytes(), sinks=4, seed=0)  # type: ignore[arg-type]
 
-    def measuring(chosen: tuple[Choice, ...]) -> Any:
-        return lambda: measured_losses(model, rows, chosen, tokens=rows.num_tokens, seed=0)
-
-    measured = {name: measuring(chosen) for name, chosen in candidates.items()}
-    return {"forward": forward, "forward and back": back} | measured
+    return {"forward": forward, "measurement": measure}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder or hub id")
     parser.add_argument("--new", action="store_true", help="of its config alone: random weights, in bfloat16")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a row, and memory.of_cache_at")
-    parser.add_argument("--rows", type=int, default=1)
     timing_arguments(parser, repeats=3)
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
@@ -69,18 +68,17 @@ def main() -> None:
     else:
         model = load_model(a.model, dtype=torch.float32, device=device)
     model.requires_grad_(False)
-    config = MemoryConfig(fraction=0.1, of_cache_at=a.length)
-    windows = config.model_copy(update={"caches": ()}).candidates()
-    candidates = {"windows": windows, "windows and exact caches": config.candidates()}
-    named = calls(model, random_rows(model.config.vocab_size, a.rows, a.length), candidates)
+    longest = min(LONGEST, model.config.max_position_embeddings // 2)
+    named = calls(
+        model, random_rows(model.config.vocab_size, CONTEXTS, 2 * (SHORTEST + LONGEST) // 2 * longest // LONGEST)
+    )
     seconds, found = seconds_in_turns(named, a.repeats), []
-    print("| what | candidates | times a forward pass | MiB |\n| --- | --- | --- | --- |")  # noqa: T201
-    numbers = {name: len(chosen) for name, chosen in candidates.items()}
+    print("| what | times a forward pass | MiB |\n| --- | --- | --- |")  # noqa: T201
     for name, call in named.items():
         ratio = Spread.of([x / y for x, y in zip(seconds[name], seconds["forward"], strict=True)])
         peak = peak_bytes(call, device)
-        found.append({"what": name, "candidates": numbers.get(name), "times": asdict(ratio), "peak_bytes": peak})
-        cells = numbers.get(name, ""), f"{ratio.median:.1f} ({ratio.low:.1f}-{ratio.high:.1f})", f"{peak / 2**20:.0f}"
+        found.append({"what": name, "times": asdict(ratio), "peak_bytes": peak})
+        cells = f"{ratio.median:.1f} ({ratio.low:.1f}-{ratio.high:.1f})", f"{peak / 2**20:.0f}"
         print(f"| {name} | {' | '.join(map(str, cells))} |", flush=True)  # noqa: T201
     load.append(os.getloadavg()[0])
     write_results(a, load, results=found)

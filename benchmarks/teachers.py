@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import random
 
 import torch
-from needs import random_rows
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from linearize.hf.checkpoint import load_model
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.recipe import Recipe, resolve
-from linearize.training.allocation import allocate, allocated_plan, measured_losses
-from linearize.training.memory import candidate_bytes
+from linearize.training.allocation import allocate
 
 
 def llama_config(
@@ -64,15 +63,17 @@ def make_teacher(name: str, dtype: torch.dtype, device: torch.device) -> PreTrai
     return teacher.eval().requires_grad_(False)
 
 
+def drawn_needs(heads: int, seed: int) -> list[list[float]]:
+    """Return quantiles of what recall needs of KV heads that differ about as SmolLM2-135M-Instruct's do."""
+    draw = random.Random(seed)
+    return [sorted(draw.gauss(mean, 1.5) for _ in range(256)) for mean in (draw.gauss(-8, 2) for _ in range(heads))]
+
+
 def make_student(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """Untrained, over the teacher's storage. What heads need of a budget of memory is measured on random tokens."""
+    """Return an untrained student over the teacher's storage; what recall needs of its heads is drawn at random."""
     shape = TeacherShape.from_config(teacher.config.to_dict())
     plan, memory = resolve(recipe, shape), recipe.memory
     if memory is not None:
-        rows, candidates = random_rows(teacher.config.vocab_size, 1, memory.of_cache_at), memory.candidates()
-        losses = measured_losses(teacher, rows, candidates, tokens=rows.num_tokens, seed=recipe.seed)
-        losses = {layer: heads for layer, heads in losses.items() if plan[layer] is not None}
-        sizes = candidate_bytes(candidates, shape, teacher.dtype, memory.of_cache_at)
-        chosen = allocate(losses, sizes, memory.budget(shape, teacher.dtype))
-        plan = allocated_plan(chosen, candidates, shape.num_layers)
+        needs = {layer: drawn_needs(shape.num_kv_heads, layer) for layer in range(len(plan)) if plan[layer] is not None}
+        plan = allocate(memory, needs, shape, teacher.dtype).plan(shape.num_layers)
     return convert_layers(teacher, plan, seed=recipe.seed).requires_grad_(False)

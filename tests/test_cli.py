@@ -201,12 +201,25 @@ def test_the_recipe_when_none_is_named(command: Command, tmp_path: Path) -> None
     plan = command("plan", "--model", tiny.teacher_folder(), "--json")
     assert (plan.status, json.loads(plan.out)["recipe"]) == (0, "recommended")
     fields = {name: value for name, value in tiny.RECIPE.items() if not name.startswith(("transfer", "mixer"))}
-    fields |= {"memory.tokens": 256, "memory.of_cache_at": 64}
+    fields |= {"memory.reference_length": 64}
     options = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
     where = ("--model", tiny.teacher_folder(), "--dataset", tiny.text_file(), "--output-dir", tmp_path / "run")
     done = command("run", *map(str, where), *options, "--until", "finetune")
     assert done.status == 0
     assert Recipe.load(str(tmp_path / "run" / "recipe.yaml")).name == "recommended"
+
+
+def test_convert_writes_a_model_without_training(command: Command, tmp_path: Path) -> None:
+    fields = {name: value for name, value in tiny.RECIPE.items() if name.startswith("data.")}
+    fields |= {"memory.reference_length": 64, "memory.fraction": 0.6}
+    options = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
+    where = ("--model", tiny.teacher_folder(), "--dataset", tiny.text_file(), "--output-dir", tmp_path / "out")
+    done = command("convert", *map(str, where), *options)
+    assert done.status == 0 and "model" in done.err
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"model", "allocation.json", "recipe.yaml"}
+    assert not (tmp_path / "out" / "finetune").exists()
+    said = command("generate", str(tmp_path / "out"), "--prompt", "abc", "--max-new-tokens", "3")
+    assert said.status == 0
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,6 @@ def test_bad_file(text: str, expected: str, tmp_path: Path) -> None:
         ("mixer.feature_map=null", "mixer", "go together"),
         ("mixer.combine={type: window_only}", "mixer", "go together"),
         ("mixer={span: {type: none}, feature_map: null, combine: {type: window_only}}", "mixer", "need a window"),
-        ("memory={fraction: 0.1, of_cache_at: 4}", "memory", "something for heads to choose from"),
         ("evaluation={tasks: [piqa], examine: false}", "evaluation", "tasks are a part of the examination"),
         ("transfer.micro_batch_size=3", "transfer", "multiple of micro_batch_size"),
         ("finetune.lora=null", "finetune", "nothing trains; set lora, mixers or all_weights"),

@@ -57,7 +57,6 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "absolute-scale": (32, 4, 2 * 4 * 16 * 16 + 4),
     "absolute-scale-hybrid": (32, 4, 2 * 4 * 16 * 16 + 4),
     "recommended": (0, 0, 0),
-    "recommended-hybrid": (0, 0, 0),
 }
 
 

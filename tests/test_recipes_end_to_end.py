@@ -97,8 +97,7 @@ def small(name: str) -> Recipe:
     if not isinstance(recipe.mixer.span, NoSpan):
         values["mixer.span.window_size"] = 8
     if recipe.memory is not None:
-        values["memory"] = recipe.memory.model_dump() | {"fraction": 0.4, "of_cache_at": LENGTH, "tokens": 512}
-        values["memory"] |= {"windows": [4, 8, 16], "caches": [8]}
+        values["memory"] = recipe.memory.model_dump() | {"fraction": 0.5, "reference_length": LENGTH}
     for stage in STAGES:
         config = getattr(recipe, stage)
         if config is None:

@@ -33,7 +33,7 @@ from linearize.evaluation.retrieval import answer, retrieval_tests
 from linearize.hf.checkpoint import read_config
 from linearize.hf.convert import convert_layers
 from linearize.run.folder import versions
-from linearize.training.memory import window
+from linearize.training.memory import head_mixer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -69,7 +69,7 @@ def measured(a: argparse.Namespace) -> dict[str, Any]:
     losses = {}
     for name, model in models.items():
         losses[name] = token_losses(model, rows, batch_size=1, title=name)
-        near = convert_layers(model, (window(a.window),) * model.config.num_hidden_layers)
+        near = convert_layers(model, (head_mixer(a.window, 0, 0),) * model.config.num_hidden_layers)
         losses[f"{name}, window of {a.window}"] = token_losses(near, rows, batch_size=1, title=f"{name}, window")
     ordinary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
     copying: dict[str, dict[int, Any]] = {name: {} for name in models}

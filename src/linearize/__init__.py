@@ -6,7 +6,7 @@ Importing the package registers the ``linearized_*`` classes with transformers.
 from linearize.base import UserError  # before all that takes long to import: its import is when waiting began
 
 # isort: split
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearize.data.packing import build_dataset
 from linearize.hf.attention import softmax_attention
@@ -36,25 +36,37 @@ __all__ = [
 ]
 
 
-def convert(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """A student that shares the teacher's storage; the teacher itself is left as it is.
+def convert(
+    teacher: PreTrainedModel, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None
+) -> PreTrainedModel:
+    """Return a student that shares the teacher's storage; the teacher itself is left as it is.
 
     Mixers are new and initialised as the recipe says. An optimizer that trains the shared weights in place changes the
     teacher, too; `linearize.finetune` copies what it changes.
 
+    Args:
+        tokenizer: the teacher's; needed where the recipe has `memory` or KV caches with eviction, for which attention
+            is measured on the training rows of `recipe.data.dataset` first.
+
     Raises:
-        UserError: an architecture or head that is not supported, a plan that does not fit the teacher, or one that only
-            measurements can settle (`memory`, layers kept by transfer error), which `linearize run` makes.
+        UserError: an architecture or head that is not supported, a plan that does not fit the teacher, a recipe that is
+            measured without a tokenizer, or layers kept by transfer error, which only `linearize run` can make.
     """
-    unsettled = {
-        "memory": recipe.memory is not None,
-        "layers.keep_softmax.type=transfer_error": isinstance(recipe.layers.keep_softmax, KeepByTransferError),
-    }
-    for field, given in unsettled.items():
-        if given:
-            raise UserError(
-                f"recipe {recipe.name}: expected a plan that needs no measuring, found {field}; `linearize run` "
-                "measures, and what it writes is loaded by from_pretrained"
-            )
-    plan = resolve(recipe, TeacherShape.from_config(teacher.config.to_dict()))
-    return convert_layers(teacher, plan, seed=recipe.seed)
+    if isinstance(recipe.layers.keep_softmax, KeepByTransferError):
+        raise UserError(
+            f"recipe {recipe.name}: expected a plan that needs no training, found layers.keep_softmax.type="
+            "transfer_error; `linearize run` trains, and from_pretrained loads what it writes"
+        )
+    shape = TeacherShape.from_config(teacher.config.to_dict())
+    plan = resolve(recipe, shape)
+    if recipe.memory is None and tokenizer is None:
+        return convert_layers(teacher, plan, seed=recipe.seed)
+    if tokenizer is None:
+        raise UserError(
+            f"recipe {recipe.name}: expected a tokenizer, because attention is measured on text for `memory`; "
+            "found none; pass linearize.convert(teacher, recipe, tokenizer)"
+        )
+    from linearize.run.allocation import measure
+
+    dataset = build_dataset(recipe.data, tokenizer, seed=recipe.seed)
+    return measure(recipe, shape, plan, teacher, dataset, tokenizer, teacher.dtype).convert(teacher, recipe.seed)

@@ -26,7 +26,7 @@ from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import Add
 from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
 from linearize.training.config import FinetuneConfig, TransferConfig
-from linearize.training.memory import MemoryConfig, pair_bytes, window
+from linearize.training.memory import MemoryConfig, head_mixer, pair_bytes
 
 # --- which layers ---
 
@@ -216,7 +216,7 @@ class Recipe(Config):
             return ()
         if tuned is None or not (tuned.lora or tuned.all_weights) or not self.evaluation.trained_controls:
             return ()
-        named = [self.mixer, *(heads.mixer for heads in self.heads), *(self.memory.mixers if self.memory else ())]
+        named = [self.mixer, *(heads.mixer for heads in self.heads)]
         mixers = [mixer for mixer in named if mixer is not None]
         spread = self.heads or self.memory or any(mixer.cache is not None for mixer in mixers)
         linear = any(mixer.feature_map is not None for mixer in mixers)
@@ -353,7 +353,8 @@ def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | Non
     if recipe.memory is not None:
         # What each head gets is not known before the teacher is measured: all alike, in as many bytes.
         budget, pair = recipe.memory.budget(teacher, torch.float32), pair_bytes(teacher, torch.float32)
-        mixer = window(max(1, budget // (pair * teacher.num_kv_heads * (teacher.num_layers - len(kept)))))
+        pairs = budget // (pair * teacher.num_kv_heads * (teacher.num_layers - len(kept)))
+        mixer = head_mixer(max(1, pairs - recipe.memory.sinks), 0, recipe.memory.sinks)
         return tuple(None if index in kept else mixer for index in range(teacher.num_layers))
     mixer = recipe.mixer.resolved(teacher.layer)
     if teacher.bidirectional:

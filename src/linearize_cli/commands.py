@@ -110,8 +110,7 @@ def plan(
     if isinstance(chosen.layers.keep_softmax, KeepByTransferError):
         note("which layers stay softmax is decided by their transfer errors; those above stand in for them")
     if chosen.memory is not None:
-        grown = "; some may keep all their keys, which is counted to memory.of_cache_at" if chosen.memory.grows else ""
-        note(f"a run measures what each KV head needs, and spreads these bytes over them{grown}")
+        note("a run measures the teacher's KV heads and allocates these bytes per head")
 
 
 @app.command()
@@ -143,8 +142,9 @@ def run(
     from linearize.report.load import load_run
     from linearize.run import pipeline, settings
 
-    if until not in pipeline.STAGES:
-        raise UserError(f"--until: expected one of {', '.join(pipeline.STAGES)}; found {until!r}")
+    stages = pipeline.STAGES[1:]  # `linearize convert` ends with the first
+    if until not in stages:
+        raise UserError(f"--until: expected one of {', '.join(stages)}; found {until!r}")
     job = job_of(model, output_dir, recipe, dataset, set_, dtype, device, seed)
     job = settings.settled(job, gpu_memory, note=note)
     with joined(job.device):
@@ -155,6 +155,31 @@ def run(
     if block is not None:
         left = ", ".join(map(str, pipeline.blocks_to_do(job)))
         note(f"blocks still to do: {left or 'none; the same command without --block goes on'}")
+
+
+@app.command()
+def convert(
+    model: Model,
+    output_dir: OutputDir,
+    recipe: RecipeName = RECOMMENDED,
+    dataset: Text = None,
+    set_: Set = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = None,
+) -> None:
+    """Convert a model without training: measure its KV heads, allocate the budget, and write a model folder in minutes.
+
+    For example --set memory.fraction=0.2. `linearize eval OUT` then measures it beside its teacher and controls.
+    """
+    from linearize.distributed import joined
+    from linearize.run import pipeline
+
+    untrained = ["transfer=null", "adapt=null", "finetune=null"]
+    job = job_of(model, output_dir, recipe, dataset, [*untrained, *(set_ or [])], dtype, device, seed)
+    with joined(job.device):
+        pipeline.run(job, until="convert", command=command_line())
+    note(f"the model: {output_dir / 'model'}; it generates with `linearize generate {output_dir} --prompt ...`")
 
 
 @app.command(name="eval")
@@ -236,9 +261,10 @@ def frontier(
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
-    """Draw quality against bytes: memory where heads need it beside windows and caches of as many bytes.
+    """Draw quality against bytes: per-head KV budget allocation beside one window of as many bytes.
 
-    Each is measured as it comes; then windows and memory by need are trained alike (--set finetune=null: not).
+    Each is measured before fine-tuning; then the window and the allocation are fine-tuned on the same tokens
+    (--set finetune=null: not).
     """
     from linearize.report import frontier as words
     from linearize.run import frontier as measuring

@@ -22,13 +22,13 @@ from linearize.hf.attention import linearized_layers, softmax_attention
 from linearize.hf.convert import convert_layers
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import HeadwiseConfig, MixerConfig
-from linearize.mixers.exact_cache import CALIBRATED, ExactCache, Score
+from linearize.mixers.eviction_cache import EvictionCache
 from linearize.ops.layout import TerracedSpan
 from linearize.recipe import Recipe
 from tests import tiny
 from tests.hf.models import randomize_mixers
 from tests.mixers.weights import weights_of
-from tests.oracles import exact_cache
+from tests.oracles import eviction_cache
 from tests.oracles.attention import Documents
 from tests.oracles.attention_weights import mixer_weights, softmax_weights, unnormalized, window_alone
 from tests.oracles.heads import Inputs
@@ -43,7 +43,7 @@ SLIDING = {"type": "sliding", "window_size": 5}
 GROUP_NORM, ADD = {"type": "group_norm"}, {"type": "add"}
 SMALL_CACHE = {
     "mixer.span": {"type": "terraced", "window_size": 2},
-    "mixer.cache": {"size": 3, "score": "redundancy_and_age"},
+    "mixer.cache": {"size": 3},
 }
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "lolcats": ("lolcats", {"mixer.span.window_size": 5}),
@@ -130,6 +130,8 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 def test_probed_weights_are_those_of_the_definition(name: str) -> None:
     (visit,) = visits(recipe_student(name, small_teacher()))
     mixer, inputs, documents = visit.module.mixer, oracle_inputs(visit), documents_of(ROWS)
+    if mixer.scorer is not None:  # of keys alone: the definition is read with other values
+        mixer.scorer.weight[:, 8:].zero_()
     found = whole(weight_blocks(visit), len(ROWS), 4)
     config, own = mixer.config, weights_of(mixer)
     linear = config.normalizer.type in ("sum", "none")
@@ -195,8 +197,10 @@ def test_what_a_cache_holds_is_not_the_linear_parts() -> None:
     for row, row_documents in enumerate(documents_of(ROWS)):
         for head in range(4):
             for slots in row_documents:
-                worth = exact_cache.redundancy_and_age(x.k[row, head // 2, slots].float())
-                memory = exact_cache.remember(len(slots), width=2, blocks=2, sinks=0, size=3, worth=worth)
+                k, v = x.unrotated[1][row, head // 2, slots], x.v[row, head // 2, slots]
+                linear = mixer.scorer.weight, mixer.scorer.recency
+                scores = eviction_cache.scores(*(x[head // 2] for x in linear), k, v)
+                memory = eviction_cache.remember(len(slots), width=2, blocks=2, sinks=0, size=3, scores=scores)
                 for slot, dropped in zip(slots, memory.dropped, strict=True):
                     expected[row, head, slot, [slots[j] for j in dropped]] = True
     assert expected.any() and torch.equal(found["linear"], expected)
@@ -228,11 +232,10 @@ def headwise_student(*kinds: MixerConfig | None) -> PreTrainedModel:
     return student
 
 
-@pytest.mark.parametrize("score", ["redundancy_and_age", "attention_received", "attention_recent"])
-def test_weights_of_heads_with_mixers_of_their_own(score: Score) -> None:
-    """Of an exact cache too: what it dropped has no weight, and the rest are a softmax over what is held."""
+def test_weights_of_heads_with_mixers_of_their_own() -> None:
+    """Of a KV cache with eviction too: what it dropped has no weight, and the rest are a softmax over what is held."""
     linear = Recipe.load("lolcats", {"mixer.span.window_size": 5}).mixer
-    (visit,) = visits(headwise_student(linear, small_cache(score), None, linear))
+    (visit,) = visits(headwise_student(linear, small_cache(), None, linear))
     found = whole(weight_blocks(visit), len(ROWS), 4)
     with torch.no_grad():
         assert_close(found["student"] @ visit.inputs.v, visit.module.mixer(visit.inputs, visit.layout))
@@ -245,25 +248,24 @@ def test_weights_of_heads_with_mixers_of_their_own(score: Score) -> None:
     assert int(held.sum(-1).max()) <= 3 + 2 * 2
 
 
-@pytest.mark.parametrize("score", ["value_norm", "recall_redundancy_and_age", *CALIBRATED])
-def test_a_cache_that_chooses_by_values_chooses_by_the_tokens_own(score: Score) -> None:
+def test_scores_that_read_values_read_the_tokens_own() -> None:
     """And not by those that its weights are probed with, which lie beside them; beside a linear part too."""
-    (visit,) = visits(headwise_student(small_cache(score), None, None, beside_a_linear_part(score)))
+    (visit,) = visits(headwise_student(small_cache(), None, None, beside_a_linear_part()))
     found = whole(weight_blocks(visit), len(ROWS), 4)
     with torch.no_grad():
         assert_close(found["student"] @ visit.inputs.v, visit.module.mixer(visit.inputs, visit.layout))
 
 
-def small_cache(score: Score) -> MixerConfig:
+def small_cache() -> MixerConfig:
     """Three pairs beside two blocks of two."""
-    span, cache = TerracedSpan(window_size=2, blocks=2), ExactCache(size=3, score=score)
+    span, cache = TerracedSpan(window_size=2, blocks=2), EvictionCache(size=3)
     return MixerConfig(span=span, feature_map=None, combine=WindowOnly(), cache=cache)
 
 
-def beside_a_linear_part(score: Score) -> MixerConfig:
+def beside_a_linear_part() -> MixerConfig:
     """The same, and what it drops is written to a linear state."""
     exponential = {"feature_map": {"type": "hedgehog", "activation": "exp"}, "combine": {"type": "absolute_scale"}}
-    return MixerConfig.model_validate(small_cache(score).model_dump() | exponential)
+    return MixerConfig.model_validate(small_cache().model_dump() | exponential)
 
 
 # --- the teacher's ----------------------------------------------------------------------------------------------------

@@ -125,8 +125,8 @@ def test_every_operation_of_a_transfer_by_blocks(run_driver: Driver, kind: str, 
 
 @pytest.mark.faults
 def test_every_operation_of_a_measured_budget(run_driver: Driver, tmp_path: Path) -> None:
-    """Memory by need, which is measured once and kept; quotas."""
-    memory = "{fraction: 0.4, of_cache_at: 64, windows: [4, 8, 16, 24, 40, 56], caches: [], tokens: 512}"
+    """Per-head KV budget allocation, which is measured once and kept; quotas."""
+    memory = "{fraction: 0.5, reference_length: 64}"
     changes: dict[str, Any] = {"memory": memory, "transfer": "null", "finetune__max_tokens": 2 * 4 * 64}
     until = ("--until", "finetune")
     tiny_run.finish(tiny_run.command([*changed(tmp_path / "unbroken", changes), *until]))

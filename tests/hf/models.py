@@ -151,7 +151,7 @@ SLIDING_TEACHERS = [
     Case("qwen3-sliding-kept", "qwen3", teacher=dict(use_sliding_window=True, sliding_window=8, max_window_layers=2)),
     Case("mistral-sliding-kept", "mistral", convert_sliding=True, keep_softmax=(1,), teacher=dict(sliding_window=8)),
 ]
-# KV heads of one layer with mixers of their own; heads that keep all keys, side by side and not; exact caches.
+# KV heads of one layer with mixers of their own: softmax, side by side and not, windows, KV caches with eviction.
 _WINDOW_ONLY = dict(feature_map=None, combine=dict(type="window_only"))
 _CACHE = _WINDOW_ONLY | dict(span=dict(type="terraced", window_size=4, blocks=2), cache=dict(size=5))
 _SHORT = _WINDOW_ONLY | dict(span=dict(type="sliding", window_size=3))
@@ -161,21 +161,19 @@ HEADS = [
     dict(kv_heads=["2.0"], mixer=_CACHE),
 ]
 _REST = dict(feature_map=dict(type="hedgehog", activation="exp"), combine=dict(type="absolute_scale"))
-_RECENT = _CACHE | dict(cache=dict(size=5, score="attention_recent"))
-SCATTERED = [dict(kv_heads=["0.0", "0.2", "2.3"], mixer=None), dict(kv_heads=["1.1", "1.3"], mixer=_RECENT)]
+SCATTERED = [dict(kv_heads=["0.0", "0.2", "2.3"], mixer=None), dict(kv_heads=["1.1", "1.3"], mixer=_CACHE)]
 HEAD_CASES = [
     Case("llama-heads", overrides={"heads": HEADS}),
     Case("qwen3-heads", "qwen3", span="terraced", overrides={"heads": HEADS}, keep_softmax=()),
     Case("gpt2-heads", "gpt2", span="sinks", overrides={"heads": SCATTERED}),
     Case("llama-cache", overrides={"mixer": _CACHE | dict(span=SPANS["terraced"])}),
     Case("llama-cache-linear", overrides={"mixer": _CACHE | _REST}),
-    Case("mistral-cache", "mistral", overrides={"mixer": _CACHE | dict(cache=dict(size=7, score="random"))}),
-    Case("llama-received", overrides={"mixer": _CACHE | dict(cache=dict(size=5, score="attention_received"))}),
+    Case("mistral-cache", "mistral", overrides={"mixer": _CACHE | dict(cache=dict(size=7))}),
 ]
 
 
 def headwise(architecture: str) -> Case:
-    """In the first layer a head with an exact cache, and one that keeps all keys where there is another one."""
+    """In the first layer a head with an eviction cache, and one that keeps all keys where there is another one."""
     last = TeacherShape.from_config(teacher_of(Case("", architecture)).config.to_dict()).num_kv_heads - 1
     kinds = {"0.0": _CACHE} | ({f"0.{last}": None} if last else {})
     heads = [dict(kv_heads=[name], mixer=mixer) for name, mixer in kinds.items()]

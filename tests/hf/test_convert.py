@@ -27,7 +27,11 @@ from transformers import (
 import linearize
 from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_model
+from linearize.hf.classes import read_plan
 from linearize.hf.layouts import documents_apart
+from linearize.mixers.config import is_spread
+from tests import tiny
+from tests.byte_tokenizer import byte_tokenizer
 from tests.hf import checks, encoders
 from tests.hf import generation_checks as generation
 from tests.hf.decoders import ARCHITECTURES as OTHERS
@@ -165,13 +169,26 @@ def test_a_wrapper_has_no_way_back() -> None:
         linearize.to_softmax(Wrapper(student_of(CASES[1])))
 
 
-@pytest.mark.parametrize(
-    "name, overrides",
-    [("recommended", {}), ("lolcats", {"layers.keep_softmax": {"type": "transfer_error", "n": 1}})],
-)
-def test_what_must_be_measured_first_is_refused(name: str, overrides: dict[str, Any]) -> None:
-    with pytest.raises(linearize.UserError, match=f"recipe {name}: expected a plan that needs no measuring"):
-        linearize.convert(teacher_of(CASES[1]), linearize.Recipe.load(name, overrides))
+def test_what_must_be_measured_or_trained_first_is_refused() -> None:
+    teacher = teacher_of(CASES[1])
+    with pytest.raises(linearize.UserError, match="recipe recommended: expected a tokenizer, because attention is"):
+        linearize.convert(teacher, linearize.Recipe.load("recommended"))
+    kept = linearize.Recipe.load("lolcats", {"layers.keep_softmax": {"type": "transfer_error", "n": 1}})
+    with pytest.raises(linearize.UserError, match="recipe lolcats: expected a plan that needs no training"):
+        linearize.convert(teacher, kept)
+
+
+def test_a_kv_budget_in_three_lines() -> None:
+    """Measured, allocated and converted; the same as `linearize convert` makes."""
+    fields = {name: value for name, value in tiny.RECIPE.items() if name.startswith("data.")}
+    fields |= {"data.dataset": str(tiny.text_file()), "memory.reference_length": 64, "memory.fraction": 0.9}
+    recipe = linearize.Recipe.load("recommended", fields)
+    teacher, tokenizer = tiny.llama(), byte_tokenizer()
+    student = linearize.convert(teacher, recipe, tokenizer)
+    assert is_spread(read_plan(student.config))
+    scorers = [layer.mixer for layer in linearized_layers(student).values()]
+    weights = [part.scorer.weight for mixer in scorers for _, part in mixer.parts() if part.scorer is not None]
+    assert weights and all(bool((x[:, :-2] != 0).any()) for x in weights), "fitted"
 
 
 # --- what a student is ------------------------------------------------------------------------------------------------

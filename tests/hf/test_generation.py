@@ -36,7 +36,7 @@ from tests.hf.models import (
 )
 
 HEADS = [CASE[name] for name in ("llama-heads", "gpt2-heads", "llama-cache-linear")]
-ALIKE = [CASE[name] for name in ("llama-cache", "llama-received", "qwen3-heads", "mistral-cache")]
+ALIKE = [CASE[name] for name in ("llama-cache", "qwen3-heads", "mistral-cache")]
 PLAIN, MIXED = CASE["llama-sliding"], CASE["llama-mixed"]
 # With every kind of state: decays, the delta rule, slots of the window, sinks, running maxima, sums over all keys.
 KINDS = ["gla-llama", "regla-gpt2", "performer-qwen3", "gated-delta-llama", "mix-gpt2", "fast-decay-mistral"]

@@ -132,6 +132,11 @@ def check_calls(case: Drawn, cuts: Sequence[int]) -> None:
     found, found_state = in_calls(case, cuts)
     assert_near(found, case.mixer(case.inputs, case.layout), FP64, "output")
     expected_state = in_calls(case, [])[1]
+    absorbed = case.mixer.absorb(case.inputs, None, case.layout)
+    for index, (one, other) in enumerate(zip(absorbed.tensors(), expected_state.tensors(), strict=True)):
+        assert_near(
+            one.masked_fill(one == -math.inf, 0), other.masked_fill(other == -math.inf, 0), FP64, f"state {index}"
+        )
     empty = case.mixer.state_like(case.part(0, 1))
     assert [x.shape for x in empty.tensors()] == [x.shape for x in expected_state.tensors()]
     assert_near(found_state.seen, expected_state.seen, 0, "tokens seen")

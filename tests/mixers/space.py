@@ -15,7 +15,7 @@ from torch import Tensor
 from linearize.mixers import feature_maps as maps
 from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator
 from linearize.mixers.config import HeadwiseConfig, MixerConfig
-from linearize.mixers.exact_cache import ExactCache
+from linearize.mixers.eviction_cache import EvictionCache
 from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
@@ -130,9 +130,7 @@ def configs(draw: st.DrawFn) -> MixerConfig:
     return MixerConfig(**chosen)
 
 
-CACHES = st.builds(
-    ExactCache, size=st.sampled_from([1, 2, 5]), score=st.sampled_from(["redundancy", "redundancy_and_age"])
-)
+CACHES = st.builds(EvictionCache, size=st.sampled_from([1, 2, 5]))
 BESIDE_A_CACHE = st.builds(
     TerracedSpan, window_size=st.sampled_from([1, 2, 5]), blocks=st.integers(1, 2), sinks=st.sampled_from([0, 0, 1, 3])
 )
@@ -140,7 +138,7 @@ BESIDE_A_CACHE = st.builds(
 
 @st.composite
 def beside_a_cache(draw: st.DrawFn) -> MixerConfig:
-    """A linear part of any kind that is not refused, beside window and exact cache."""
+    """A linear part of any kind that is not refused, beside a window and a KV cache with eviction."""
     config = draw(st.one_of(configs(), sums_of_exponentials()))
     if not config.feature_map.of_one_key:
         config = draw(sums_of_exponentials())
@@ -234,8 +232,8 @@ def make_drawn(
         x.data.copy_(normal(*x.shape) * (2.0 if "gate." in name else 0.7) if x.ndim > 1 else x.data)
         if name.endswith(("combine.window_factor", "combine.window_weight", "combine.offset", "normalizer.weight")):
             x.data.copy_(normal(*x.shape))
-    for x in mixer.buffers():
-        x.copy_(normal(*x.shape))
+    for name, x in mixer.named_buffers():
+        x.copy_(normal(*x.shape) * (0.05 if name.endswith("recency") else 1))
     rows, groups, dim = len(documents), shape.num_kv_heads, shape.head_dim
     position = torch.zeros(rows, length, dtype=torch.int64)
     for b, row in enumerate(documents):

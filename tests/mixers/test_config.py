@@ -17,7 +17,7 @@ from linearize.hf.teacher import TeacherShape
 from linearize.mixers import feature_maps as maps
 from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator, WindowOnly
 from linearize.mixers.config import _REFUSED, MixerConfig
-from linearize.mixers.exact_cache import ExactCache
+from linearize.mixers.eviction_cache import EvictionCache
 from linearize.mixers.feature_maps.learned import LearnedMap
 from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
 from linearize.mixers.normalizers import GroupNormalizer, NoNormalizer, RmsNormalizer, SumNormalizer
@@ -44,9 +44,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(feature_map=None), WINDOW_ONLY),
     (WINDOW_ONLY | dict(normalizer=GroupNormalizer()), dict(normalizer=SumNormalizer())),
     (dict(span=NoSpan(), combine=Mix()), dict(span=TerracedSpan())),
-    (WINDOW_ONLY | dict(cache=ExactCache(size=4)), dict(span=TerracedSpan())),
+    (WINDOW_ONLY | dict(cache=EvictionCache(size=4)), dict(span=TerracedSpan())),
     (
-        dict(span=TerracedSpan(), cache=ExactCache(size=4), feature_map=maps.CosformerMap()),
+        dict(span=TerracedSpan(), cache=EvictionCache(size=4), feature_map=maps.CosformerMap()),
         dict(feature_map=maps.HedgehogMap()),
     ),
     (WINDOW_ONLY | dict(state_dtype="bfloat16"), dict(state_dtype=None)),

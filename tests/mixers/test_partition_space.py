@@ -1,4 +1,4 @@
-"""The property test of layers whose KV heads are divided among softmax, windows, exact caches and every other mixer."""
+"""The property test of layers whose KV heads have softmax, windows, eviction caches and every other mixer."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from torch import Tensor
 from linearize.mixers import cached, headwise
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import HeadwiseConfig, MixerConfig
-from linearize.mixers.exact_cache import ExactCache
+from linearize.mixers.eviction_cache import EvictionCache
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import HeadwiseState
 from linearize.mixers.shape import LayerShape
-from linearize.ops import exact_cache, full
+from linearize.ops import eviction_cache, full
 from linearize.ops.layout import SlidingSpan, TerracedSpan
 from tests.mixers.forms import FP64, assert_near, check_draws, in_calls, small_chunks
 from tests.mixers.space import Drawn, beside_a_cache, configs, make_drawn
 from tests.mixers.weights import weights_of
 from tests.ops.cases import STYLES, documents_of
-from tests.oracles import attention_received as received_oracle
 from tests.oracles.attention import softmax_attention
 from tests.oracles.heads import Inputs
 from tests.oracles.mixer import mixer_layer
@@ -35,11 +34,10 @@ WINDOWS = st.builds(
     lambda span: MixerConfig(span=span, feature_map=None, combine=WindowOnly()),
     st.builds(SlidingSpan, window_size=st.sampled_from([1, 3, 8, 20]), sinks=SINKS),
 )
-DRAWN_SCORES = ["redundancy", "redundancy_and_age", "attention_received", "attention_recent"]
 CACHES = st.builds(
     lambda span, cache: MixerConfig(span=span, feature_map=None, combine=WindowOnly(), cache=cache),
     st.builds(TerracedSpan, window_size=st.sampled_from([1, 2, 5]), blocks=st.integers(1, 2), sinks=SINKS),
-    st.builds(ExactCache, size=st.sampled_from([1, 4, 9]), score=st.sampled_from(DRAWN_SCORES)),
+    st.builds(EvictionCache, size=st.sampled_from([1, 4, 9])),
 )
 KINDS = st.one_of(st.none(), WINDOWS, CACHES, beside_a_cache(), configs().map(lambda config: per_head(config)))
 OTHER = MixerConfig(span=SlidingSpan(window_size=2), feature_map=None, combine=WindowOnly())
@@ -100,25 +98,9 @@ def by_oracle(case: Drawn) -> Tensor:
         places = [group * head + one for head in heads for one in range(group)]
         if not isinstance(part, LinearMixer):
             y[:, places] = softmax_attention(x.q, x.k, x.v, case.documents, scaling=x.scaling, softcap=x.softcap)
-        elif part.config.cache is not None and part.config.cache.keeps is not None:
-            y[:, places] = by_attention_received(part.config, x, case.documents)
         else:
             inputs = Inputs(x.q, x.k, x.v, x.scaling, x.softcap, x.hidden, x.unrotated, x.rope)
             y[:, places] = mixer_layer(part.config, weights_of(part), inputs, case.documents)
-    return y
-
-
-def by_attention_received(config: MixerConfig, x: AttnInputs, documents: list[list[list[int]]]) -> Tensor:
-    """Window and exact cache, document by document."""
-    span, cache, y = config.span, config.cache, torch.zeros_like(x.q)
-    assert isinstance(span, TerracedSpan) and cache is not None and cache.keeps is not None
-    group, how = x.q.shape[1] // x.k.shape[1], {"sinks": span.sinks, "size": cache.size, "softcap": x.softcap}
-    how |= {"width": span.window_size, "blocks": span.blocks, "scaling": x.scaling, "keeps": cache.keeps}
-    for row, of_row in enumerate(documents):
-        for slots in filter(None, of_row):
-            for kv in range(x.k.shape[1]):
-                own, k, v = slice(group * kv, group * (kv + 1)), x.k[row, kv, slots], x.v[row, kv, slots]
-                y[row, own, slots], _ = received_oracle.attention(x.q[row, own][:, slots], k, v, **how)
     return y
 
 
@@ -157,7 +139,7 @@ CHECKS: dict[str, tuple[Callable[[Drawn, list[int]], None], tuple[int, int], tup
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     small_chunks(monkeypatch)
     monkeypatch.setattr(full, "QUERIES_AT_ONCE", 7)
-    monkeypatch.setattr(exact_cache, "SCORES_AT_ONCE", {"cpu": 2**8})
+    monkeypatch.setattr(eviction_cache, "SCORES_AT_ONCE", {"cpu": 2**8})
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -197,12 +179,8 @@ def cache_forgotten_between_calls(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_worst_kept(patch: pytest.MonkeyPatch) -> None:
-    best = exact_cache.best
-
-    def wrong(candidates, scores, size):
-        return best(candidates, None if scores is None else -scores, size)
-
-    patch.setattr(exact_cache, "best", wrong)
+    ranked = eviction_cache.ranked
+    patch.setattr(eviction_cache, "ranked", lambda scores, places, size: ranked(-scores, places, size))
 
 
 def softmax_heads_lose_a_key(patch: pytest.MonkeyPatch) -> None:
@@ -220,7 +198,7 @@ CACHE = MixerConfig(
     span=TerracedSpan(window_size=2, blocks=2),
     feature_map=None,
     combine=WindowOnly(),
-    cache=ExactCache(size=4, score="redundancy_and_age"),
+    cache=EvictionCache(size=4),
 )
 DOCUMENTS = [[list(range(9)), list(range(10, 34))], [list(range(1, 34))]]
 

@@ -13,7 +13,7 @@ import torch
 from linearize.mixers import cached, linear, one_token
 from linearize.mixers.combine import Add
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.exact_cache import ExactCache
+from linearize.mixers.eviction_cache import EvictionCache
 from linearize.mixers.feature_maps.hedgehog import HedgehogMap
 from linearize.mixers.feature_maps.pointwise import ExpMap
 from linearize.mixers.gates import ScalarDecay
@@ -31,7 +31,7 @@ WINDOW = SlidingSpan(window_size=5, sinks=2)
 TERRACES = TerracedSpan(window_size=4, sinks=1)
 NORM = {"normalizer": RmsNormalizer(), "combine": Add()}
 GATED = {"decay": ScalarDecay(bias_init=1.0), **NORM}
-CACHE = {"cache": ExactCache(size=5, score="redundancy_and_age")}
+CACHE = {"cache": EvictionCache(size=5)}
 DELTA = {"update": DeltaUpdate(), **NORM}
 
 Check = Callable[[Drawn], None]
@@ -115,8 +115,8 @@ def erasures_forgotten(patch: pytest.MonkeyPatch) -> None:
 def input_scale_forgotten(patch: pytest.MonkeyPatch) -> None:
     tokens = linear.LinearMixer.new_tokens
 
-    def wrong(self, inputs):
-        return {name: x for name, x in tokens(self, inputs).items() if name != "input_scale"}
+    def wrong(self, inputs, position):
+        return {name: x for name, x in tokens(self, inputs, position).items() if name != "input_scale"}
 
     patch.setattr(linear.LinearMixer, "new_tokens", wrong)
 

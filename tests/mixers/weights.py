@@ -59,6 +59,8 @@ def weights_of(mixer: LinearMixer | BidirectionalMixer) -> Weights:
         if f"combine.{name}" in state:
             found[name] = state.pop(f"combine.{name}").sigmoid()
     rename("combine.offset", "offset")
+    rename("scorer.weight", "score_weight")
+    rename("scorer.recency", "score_recency")
     rename("normalizer.weight", "norm_weight")
     if "normalizer.gate_weight" in state:
         found["output_gate"] = state.pop("normalizer.gate_weight").T.unflatten(0, (heads, -1))

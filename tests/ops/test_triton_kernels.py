@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from linearize.mixers.exact_cache import BESIDE_RECALL, SCORES
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import linearize
 from linearize.mixers import causal, one_token
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.exact_cache import BESIDE_RECALL, SCORES
 from linearize.mixers.feature_maps import hedgehog
 from linearize.mixers.feature_maps.hedgehog import Hedgehog, HedgehogMap
 from linearize.mixers.inputs import AttnInputs

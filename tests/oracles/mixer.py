@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.oracles import exact_cache
+from tests.oracles import eviction_cache
 from tests.oracles.attention import Documents, window_partial
 from tests.oracles.gates import sigmoid
 from tests.oracles.heads import Inputs, Weights, make_head, present
@@ -31,7 +31,7 @@ def mixer_layer(
     """y [B,H,T,D] of the causal mixer `config`, zero at padding; its linear part by definition or token by token."""
     span = span_of(config)
     y = torch.zeros(inputs.q.shape, dtype=torch.float64)
-    memories = {} if config.cache is None else _memories(config, inputs, documents)
+    memories = {} if config.cache is None else _memories(config, weights, inputs, documents)
     held = {
         (row, g, documents[row][index][n]): keys
         for (row, g, index), memory in memories.items()
@@ -71,19 +71,24 @@ def mixer_layer(
     return y
 
 
-def _memories(config: Any, inputs: Inputs, documents: Documents) -> dict[tuple[int, int, int], exact_cache.Memory]:
+def _memories(
+    config: Any, weights: Weights, inputs: Inputs, documents: Documents
+) -> dict[tuple[int, int, int], eviction_cache.Memory]:
     """What becomes of the keys of each row, KV head and document of the row."""
     span, cache, found = config.span, config.cache, {}
+    keys = inputs.k if inputs.unrotated is None else inputs.unrotated[1]
     for row, of_row in enumerate(documents):
         for g in range(inputs.k.shape[1]):
             for index, slots in enumerate(of_row):
-                worth = getattr(exact_cache, cache.score)(inputs.k[row, g, slots].float())
+                k, v = keys[row, g, slots], inputs.v[row, g, slots]
+                linear = weights.score_weight, weights.score_recency
+                scores = eviction_cache.scores(*(present(x)[g] for x in linear), k, v)
                 sizes = {"width": span.window_size, "blocks": span.blocks, "sinks": span.sinks, "size": cache.size}
-                found[row, g, index] = exact_cache.remember(len(slots), **sizes, worth=worth)
+                found[row, g, index] = eviction_cache.remember(len(slots), **sizes, scores=scores)
     return found
 
 
-def as_written(head: Head, memory: exact_cache.Memory) -> Head:
+def as_written(head: Head, memory: eviction_cache.Memory) -> Head:
     """The head with what is written for each position in its place, which keeps its decays, and largest logarithms."""
     source = {place: key for key, place in memory.place.items()}
     index = [source.get(n, n) for n in range(head.length)]

@@ -333,7 +333,7 @@ def test_render_says_what_is_not_known_or_not_won() -> None:
 def test_a_tenth_of_the_cache(layers: int, heads: int, hidden: int, inner: int) -> None:
     """Of Llama 3's three sizes, whose attention has 8 KV heads of 128."""
     teacher = TeacherShape.from_config(llama_like("llama", layers, heads, 8, hidden, inner, 128256))
-    plan = planned(teacher, "memory.of_cache_at=8192", "memory.fraction=0.1", name="recommended")
+    plan = planned(teacher, "memory.reference_length=8192", "memory.fraction=0.1", name="recommended")
     assert plan.student_cache_bytes_per_token == 0
     pair = 2 * 8 * 128 * 2
     assert plan.teacher_cache_bytes_per_token == layers * pair

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,18 +58,17 @@ def test_loss_by_position_has_the_distance_from_the_teacher(read: Read) -> None:
 
 
 def test_memory_by_head(read: Read) -> None:
-    """Bytes that were given, and what the smallest candidate costs each head."""
-    chosen, losses = {"0": [0, 1], "3": [2, 0]}, {"0": [[0.1, 0.0, 0.0], [0.2, 0.1, 0.0]], "3": [[0.9, 0.5, 0.1]] * 2}
-    about = {"bytes": [512, 2048, 30720], "chosen": chosen, "losses": losses, "budget": 40_000}
+    """Pairs that each head keeps, and what recall needs of it."""
+    needs = {"0": [[-9.0, -9.0], [-5.0, -4.0]], "3": [[math.log(0.1), math.log(0.3)]] * 2}
+    about = {"windows": {"0": [8, 64], "3": [960, 8]}, "caches": {"0": [0, 32], "3": [0, 0]}, "sinks": 4}
+    about |= {"needs": needs, "budget": 40_000}
     run = replace(read(), allocation=about)
     section = memory.memory([run])
-    assert rows(figure(section.blocks, "Memory by head")) == [
-        ["layer 0", f"512{THIN}B", f"2.05{THIN}kB"],
-        ["layer 3", f"30.7{THIN}kB", f"512{THIN}B"],
-    ]
-    assert rows(figure(section.blocks, "What each head needs memory for"))[1] == ["layer 3", "0.90", "0.90"]
+    assert rows(figure(section.blocks, "KV pairs by head")) == [["layer 0", "12", "100"], ["layer 3", "964", "12"]]
+    assert rows(figure(section.blocks, "What recall needs of each head"))[1] == ["layer 3", "0.20", "0.20"]
     assert texts(section.blocks) == [
-        f"Memory was spread by need: 1 of 4 KV heads holds 91{THIN}% of its 33,792 bytes (3.0; layer.head)."
+        f"Per-head KV budget allocation: 1 of 4 KV heads holds 89{THIN}% of its 1,088 key-value pairs "
+        "(3.0; layer.head)."
     ]
     assert texts(section.blocks)[0] in sentences(run) and spread(read()) is None
 

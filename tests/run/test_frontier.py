@@ -18,16 +18,15 @@ from linearize.hf.convert import convert_layers
 from linearize.recipe import Recipe
 from linearize.report import frontier as words
 from linearize.run.folder import Run
-from linearize.run.frontier import frontier, uniform
+from linearize.run.frontier import ALLOCATED, WINDOW, frontier
 from linearize.training.loop import StageRun
-from linearize.training.memory import MemoryConfig, window
+from linearize.training.memory import head_mixer
 from tests import tiny
 
 REFERENCE, LENGTH, PAIR = 8, 64, 2 * 8 * 4  # bytes of a key and a value of 8 numbers, fp32
 HEADS = 4
 SMALL = {
-    "memory": {"fraction": 0.5, "of_cache_at": LENGTH, "windows": [4, 8, 16, 24, 40], "caches": [8, 16], "tokens": 256}
-    | {"mixers": [{"feature_map": {"type": "exp"}, "span": {"type": "none"}}]},
+    "memory": {"fraction": 0.5, "reference_length": LENGTH, "sinks": 1, "recall_fraction": 0.3},
     "data.validation_fraction": 0.5,
     "data.validation_rows": 40,
     "finetune.batch_size": 4,
@@ -54,34 +53,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, Any]]
 
 def test_every_way_at_every_fraction(made: tuple[Run, dict[str, Any]]) -> None:
     found = points(made[1])
-    caches = {
-        f"exact cache, {name}" for name in ("recall_redundancy_and_age", "attention_received", "attention_recent")
-    }
-    for fraction, some in ((0.75, caches), (0.25, set())):  # a window of 32 leaves nothing of 16 pairs
+    for fraction in (0.75, 0.25):
         untrained = {name for at, name, trained in found if at == fraction and not trained}
-        assert untrained == {"window", "window + 4 sinks", "by need"} | some
-        assert {name for at, name, trained in found if at == fraction and trained} == {"window", "by need"}
+        assert untrained == {"window", WINDOW, ALLOCATED}
+        assert {name for at, name, trained in found if at == fraction and trained} == {WINDOW, ALLOCATED}
         budget = fraction * LENGTH * HEADS * PAIR
         assert found[fraction, "window", False]["bytes"] == budget
         for trained in (False, True):
-            assert 0.5 * budget < found[fraction, "by need", trained]["bytes"] <= budget
+            assert 0.4 * budget < found[fraction, ALLOCATED, trained]["bytes"] <= budget
     assert all((point["far_alike"] is None) != point["trained"] for point in made[1]["points"])
     assert made[1]["tokens"] == 2 * 4 * LENGTH
-
-
-def test_caches_of_all_heads_are_no_larger_than_those_to_choose_from() -> None:
-    memory = MemoryConfig(fraction=0.5, caches=(8, 16), score="recent")
-    caches = {"exact cache, recent", "exact cache, attention_received", "exact cache, attention_recent"}
-    for pairs, some in ((32, set()), (33, caches), (48, caches), (49, set())):
-        found = uniform(pairs, memory)
-        assert set(found) == {"window", "window + 4 sinks"} | some
-        assert {mixer.cache.size for mixer in found.values() if mixer.cache} == ({pairs - 32} if some else set())
 
 
 def test_losses_are_those_of_the_models(made: tuple[Run, dict[str, Any]]) -> None:
     run, found = made
     teacher, rows = load_model(run.model, dtype=torch.float32, device=torch.device("cpu")), tiny.load_data(run).test
-    student = convert_layers(teacher, (window(16),) * 2)
+    student = convert_layers(teacher, (head_mixer(16, 0, 0),) * 2)
     ours, its = (token_losses(model, rows, batch_size=4).loss.double().mean().item() for model in (student, teacher))
     mean = points(found)[0.25, "window", False]["minus_teacher"]["mean"]
     assert mean == pytest.approx(ours - its, abs=2e-3) and ours != its
@@ -93,14 +80,14 @@ def test_losses_are_those_of_the_models(made: tuple[Run, dict[str, Any]]) -> Non
 def test_the_same_again_trains_nothing(made: tuple[Run, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     run, found = made
     monkeypatch.setattr(StageRun, "update", lambda self: pytest.fail("an optimizer step was taken"))
-    monkeypatch.setattr("linearize.run.allocation.measured_losses", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setattr("linearize.run.allocation.measure_attention", lambda *_, **__: pytest.fail("measured again"))
     again = frontier(run, [0.75, 0.25], reference=REFERENCE, command="linearize frontier")
     assert json.loads(json.dumps(again)) == json.loads(json.dumps(found))
 
 
 def test_without_training(tmp_path: Path) -> None:
     found = frontier(job(tmp_path / "out", finetune=None), [0.25], reference=REFERENCE, command="")
-    assert {name for _, name, _ in points(found)} == {"window", "window + 4 sinks", "by need"}
+    assert {name for _, name, _ in points(found)} == {"window", WINDOW, ALLOCATED}
     assert not any(point["trained"] for point in found["points"]) and found["tokens"] is None
 
 
@@ -113,9 +100,9 @@ def test_what_is_written(made: tuple[Run, dict[str, Any]], read: Callable[[dict[
     assert text == read(stored), "the same bytes again"
     if read is words.figure:
         ElementTree.fromstring(text)
-        assert "by need, trained" in text
+        assert f"{ALLOCATED}, fine-tuned" in text
     else:
-        assert "| 25% | by need, trained | " in text and f"over a window of {REFERENCE}" in text
+        assert f"| 25% | {ALLOCATED}, trained | " in text and f"over a window of {REFERENCE}" in text
         assert text.count("\n| 75% |") == sum(point["fraction"] == 0.75 for point in stored["points"])
         assert "- 25%: " in text
 

@@ -27,21 +27,19 @@ from linearize.evaluation.controls import window_only_plan, without_linear_part
 from linearize.evaluation.perplexity import token_losses
 from linearize.evaluation.worth import Worth
 from linearize.hf.attention import linearized_layers
+from linearize.hf.checkpoint import load_tokenizer
 from linearize.hf.classes import read_plan
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import HeadwiseConfig, MixerConfig, each_mixer
+from linearize.mixers.config import MixerConfig, each_mixer, is_spread
 from linearize.recipe import Recipe, resolve
 from linearize.report.findings import sentences
 from linearize.report.load import load_run
+from linearize.run import allocation
 from linearize.run import folder as runs
-from linearize.run import pipeline
-from linearize.run.allocation import allocation
 from linearize.run.evaluate import candidates, control, evaluate
 from linearize.run.folder import Run
 from linearize.run.pipeline import blocks_to_do, run
 from linearize.training import loop
-from linearize.training.allocation import measured_losses
-from linearize.training.memory import window
 from tests import tiny
 
 CONTROLS = ("teacher_lora", "window_lora", "equal_lora")
@@ -576,28 +574,11 @@ def test_heads_of_several_kinds_beside_the_same_without_linear_parts(finished: R
     assert "the same memory without linear parts (finetuned alike)" in said
 
 
-@pytest.mark.parametrize("taken", [False, True])
-def test_a_control_without_linear_parts_where_heads_took_one(
-    finished: Run, monkeypatch: pytest.MonkeyPatch, taken: bool
-) -> None:
-    linear = {"feature_map": {"type": "exp"}}
-    changes = {"transfer": None, "memory": {"fraction": 0.5, "of_cache_at": 64, "mixers": [linear]}}
-    spread = dataclasses.replace(finished, recipe=finished.recipe.override(changes))
-    assert "exact_lora" in spread.controls
-    trained: list[str] = []
-    monkeypatch.setattr(pipeline, "control", lambda *arguments: arguments[-1])
-    monkeypatch.setattr(pipeline, "finetune", lambda name, *_, **__: trained.append(name))
-    monkeypatch.setattr(Run, "training_tokens", lambda *_: 64)
-    model, mixer = finished.load_teacher(), MixerConfig(**linear) if taken else window(4)
-    pipeline.train_controls(spread, model, model, (mixer, mixer), tiny.load_data(finished))
-    assert set(spread.controls) - set(trained) == (set() if taken else {"exact_lora"})
-
-
 CACHED = {
     "mixer.span": {"type": "terraced", "window_size": 4},
     "mixer.combine": {"type": "absolute_scale"},
     "mixer.feature_map": {"type": "hedgehog", "activation": "exp"},
-    "mixer.cache": {"size": 3, "score": "learned"},
+    "mixer.cache": {"size": 3},
 }
 
 
@@ -607,66 +588,62 @@ def test_controls_with_caches_have_the_students_calibrated_scores(finished: Run)
     teacher = cached.load_teacher()
     student = linearize.convert(teacher, cached.recipe)
     for layer in linearized_layers(student).values():
-        layer.mixer.worth.weight.normal_()
-    expected = [layer.mixer.worth.weight for layer in linearized_layers(student).values()]
+        layer.mixer.scorer.weight.normal_()
+    expected = [layer.mixer.scorer.weight for layer in linearized_layers(student).values()]
     made = control(cached, teacher, student, read_plan(student.config), "exact_lora")
     with without_linear_part(student):
         for model in (made, student):
             found = [layer.mixer for layer in linearized_layers(model).values()]
             assert [mixer.feature_map for mixer in found] == [None] * len(expected)
-            assert all(torch.equal(x.worth.weight, y) for x, y in zip(found, expected, strict=True))
+            assert all(torch.equal(x.scorer.weight, y) for x, y in zip(found, expected, strict=True))
 
 
-def test_heads_are_measured_on_rows_without_repeats_and_on_recall(
-    finished: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = MEMORY | {"data.repeats": 0.25, "memory.recall": 0.5}
-    spent, seen = dataclasses.replace(finished, recipe=finished.recipe.override(changes)), []
+def test_heads_are_measured_on_rows_without_repeats(finished: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = dataclasses.replace(finished, recipe=finished.recipe.override(MEMORY | {"data.repeats": 0.25}))
+    seen = []
+    measure_attention = allocation.measure_attention
 
-    def measured(teacher: Any, rows: PackedRows, candidates: Any, **how: Any) -> Any:
-        seen.append((rows, how))
-        return measured_losses(teacher, rows, candidates, **how)
+    def measured(teacher: Any, rows: PackedRows, *rest: Any, **options: Any) -> Any:
+        seen.append(rows)
+        return measure_attention(teacher, rows, *rest, **options)
 
-    monkeypatch.setattr("linearize.run.allocation.measured_losses", measured)
+    monkeypatch.setattr(allocation, "measure_attention", measured)
     dataset, teacher = tiny.load_data(spent), spent.load_teacher()
     shape = TeacherShape.from_config(teacher.config.to_dict())
-    assert spent.recipe.memory is not None and isinstance(dataset.train, PackedRows)
-    allocation(spent, spent.recipe.memory, shape, resolve(spent.recipe, shape), teacher, dataset)
-    ((rows, how),) = seen
+    assert isinstance(dataset.train, PackedRows)
+    tokenizer = load_tokenizer(spent.model)
+    allocation.measure(spent.recipe, shape, resolve(spent.recipe, shape), teacher, dataset, tokenizer, spent.dtype)
     plain = without_repeats(dataset.train, 0.25, seed=spent.recipe.seed)
+    (rows,) = seen
     assert torch.equal(rows.input_ids, plain.input_ids) and len(plain) < len(dataset.train)
-    assert how["recall"] == 0.5
 
 
 MEMORY = {
     "transfer": None,
     "finetune.lora": None,
     "finetune.all_weights": True,
-    "memory": {"fraction": 0.4, "of_cache_at": 64, "windows": [4, 8, 16, 24, 40, 56], "caches": [8], "tokens": 512},
+    "memory": {"fraction": 0.6, "reference_length": 64, "sinks": 2},
     "evaluation.examine": True,
 }
 
 
-def test_memory_where_it_is_needed(finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each head by what it is measured to need, beside one window for all in as many bytes; measured once."""
+def test_a_kv_budget_allocated_per_head(finished: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each head by what was measured of it, beside one window for all in as many bytes; measured once."""
     spent = dataclasses.replace(finished, recipe=finished.recipe.override(MEMORY), folder=tmp_path / "run")
     found = run(spent, until="finetune")
     assert found is None
     about = json.loads((spent.folder / "allocation.json").read_text())
-    sizes = [about["bytes"][place] for heads in about["chosen"].values() for place in heads]
     pair = 2 * 8 * 4  # key and value of 8 numbers, fp32
-    assert about["budget"] == int(0.4 * 64 * 4 * pair) >= sum(sizes) > 0.7 * about["budget"]
-    monkeypatch.setattr(
-        "linearize.run.allocation.measured_losses", lambda *args, **options: pytest.fail("measured again")
-    )
+    assert about["budget"] == int(0.6 * 64 * 4 * pair) >= about["held"] > 0.6 * about["budget"]
+    monkeypatch.setattr(allocation, "measure_attention", lambda *_, **__: pytest.fail("measured again"))
     worth = run(spent)
     assert worth is not None
     result = worth.to_json()
     plan = read_plan(AutoModelForCausalLM.from_pretrained(spent.folder / "model").config)
-    assert any(isinstance(layer, HeadwiseConfig) for layer in plan)
+    assert is_spread(plan)
     window = window_only_plan(plan, spent.load_teacher(), 64)
     assert len(set(window)) == 1
-    assert isinstance(window[0], MixerConfig) and window[0].span.context == round(sum(sizes) / pair / 4)
+    assert isinstance(window[0], MixerConfig) and window[0].span.context == round(about["held"] / pair / 4)
     assert result["window_size"] == window[0].span.context
     names = {measured["name"] for measured in result["measured"]}
     assert "window_lora" in names and "ablated" not in names, "there is no linear part to switch off"
@@ -676,5 +653,5 @@ def test_memory_where_it_is_needed(finished: Run, tmp_path: Path, monkeypatch: p
     assert len(errors) == 8 and any(errors), "each query head is looked at, whatever its KV head has"
     assert not any(share for layer in result["path_usage"]["layers"] for share in layer["linear_share"])
     assert json.loads((spent.folder / "plan.json").read_text())["state_bytes"] <= about["budget"]
-    assert "Memory by head" in (spent.folder / "report.html").read_text(encoding="utf-8")
-    assert "Memory was spread by need" in (spent.folder / "model" / "README.md").read_text(encoding="utf-8")
+    assert "KV pairs by head" in (spent.folder / "report.html").read_text(encoding="utf-8")
+    assert "Per-head KV budget allocation" in (spent.folder / "model" / "README.md").read_text(encoding="utf-8")

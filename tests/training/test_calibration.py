@@ -13,14 +13,13 @@ from transformers import PreTrainedModel
 import linearize
 from linearize.data.rows import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
-from linearize.mixers.config import MixerConfig
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import Layout
 from linearize.training import attention_transfer
 from linearize.training.calibration import calibrate
 from linearize.training.config import TransferConfig
 from tests import tiny
-from tests.oracles import exact_cache
+from tests.oracles import eviction_cache
 
 WINDOW = 6
 ROWS = tiny.packed([[40, 24], [64], [10, 54]])
@@ -51,7 +50,7 @@ def shares(model: PreTrainedModel, rows: PackedRows = ROWS) -> dict[int, tuple[T
         counts = position >= window
         far = lag >= window
         if layer.mixer.config.cache is not None:
-            far, counts = dropped(layer.mixer.config, inputs, layout)
+            far, counts = dropped(layer.mixer, inputs, layout)
         teacher = (weights * far).sum(-1)[0, :, counts]
         near, far = layer.mixer.partials(inputs, layout)
         excess = far.log_scale + layer.mixer.combine.offset[:, None] - near.log_scale
@@ -66,16 +65,19 @@ def shares(model: PreTrainedModel, rows: PackedRows = ROWS) -> dict[int, tuple[T
     return {layer: (torch.cat([a for a, _ in x], 1), torch.cat([b for _, b in x], 1)) for layer, x in found.items()}
 
 
-def dropped(config: MixerConfig, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, Tensor]:
+def dropped(mixer: LinearMixer, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, Tensor]:
     """Which keys of one row are beside each query's window and cache, [H, T, T], and which queries have any."""
-    length, heads = inputs.q.shape[2], inputs.q.shape[1]
+    length, heads, config = inputs.q.shape[2], inputs.q.shape[1], mixer.config
+    k = inputs.k if inputs.unrotated is None else inputs.unrotated[1]
     far = torch.zeros(heads, length, length, dtype=torch.bool)
     for document in layout.key_document[0].unique():
         slots = (layout.key_document[0] == document).nonzero().squeeze(1)
         for head in range(heads):
-            worth = exact_cache.redundancy_and_age(inputs.k[0, head * inputs.k.shape[1] // heads, slots].float())
+            g = head * inputs.k.shape[1] // heads
+            linear = mixer.scorer.weight[g], mixer.scorer.recency[g]
+            scores = eviction_cache.scores(*linear, k[0, g, slots], inputs.v[0, g, slots])
             sizes = {"width": config.span.window_size, "blocks": config.span.blocks, "sinks": 0}
-            memory = exact_cache.remember(len(slots), **sizes, size=config.cache.size, worth=worth)
+            memory = eviction_cache.remember(len(slots), **sizes, size=config.cache.size, scores=scores)
             for slot, keys in zip(slots, memory.dropped, strict=True):
                 far[head, slot, slots[keys]] = True
     return far, far[0].any(-1)
@@ -98,7 +100,7 @@ def test_the_mean_share_is_that_of_softmax(feature_map: dict[str, Any]) -> None:
 
 
 def test_beside_a_cache_it_is_that_of_what_is_dropped() -> None:
-    cache = {"size": 4, "score": "redundancy_and_age"}
+    cache = {"size": 4}
     recipe = tiny.recipe(mixer__span={"type": "terraced", "window_size": 3}, mixer__cache=cache)
     parts = {"mixer.feature_map": EXP | {"per": "kv_head"}, "mixer.combine": {"type": "absolute_scale"}}
     model = linearize.convert(tiny.llama().double(), recipe.override(parts))

@@ -365,7 +365,7 @@ def test_outputs_teach_a_linear_part_beside_a_cache(tmp_path: Path) -> None:
     recipe = tiny.recipe(mixer__span=TERRACED, mixer__cache={"size": 3}, mixer__feature_map=MAPS["hedgehog exp"])
     student = linearize.convert(tiny.llama(), recipe.override({"mixer.combine": ABSOLUTE}))
     fields = {"lr": 0.1, "max_tokens": 6 * 4 * 64, "batch_size": 4, "eval_every": 3, "epochs": 9}
-    config = TransferConfig(**fields | {"lr": 0.02}, calibration_tokens=256)
+    config = TransferConfig(**fields | {"lr": 0.06}, calibration_tokens=256)
     result = attention_transfer(student, rows, held_out, config, output_dir=tmp_path)
     assert all(result.best_loss[name] < 0.98 * result.initial_loss[name] for name in result.best_loss)
 

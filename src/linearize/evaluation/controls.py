@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from linearize.costs import mixer_cost
 from linearize.evaluation.candidates import DEFAULT_WINDOW
-from linearize.hf.attention import replaced_mixers
+from linearize.hf.attention import linearized_layers, replaced_mixers
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig, each_mixer, is_spread
-from linearize.mixers.exact_cache import copy_worth
+from linearize.mixers.eviction_cache import copy_scorers
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
 from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
@@ -75,6 +75,13 @@ def exact_plan(plan: LayerPlan) -> LayerPlan:
     )
 
 
+def copy_eviction_scores(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give a student the eviction scores of another one with the same caches, in place."""
+    both = (linearized_layers(model).values() for model in (source, target))
+    for one, other in zip(*both, strict=True):
+        copy_scorers(one.mixer, other.mixer)
+
+
 @contextmanager
 def without_linear_part(student: PreTrainedModel, sinks: int | None = None) -> Iterator[PreTrainedModel]:
     """Within, every converted layer attends within its window only; all weights stay as they are."""
@@ -85,7 +92,7 @@ def without_linear_part(student: PreTrainedModel, sinks: int | None = None) -> I
         else:
             made = LinearMixer(window_only(mixer.config, sinks), mixer.shape)
         if mixer.causal:
-            copy_worth(mixer, made)
+            copy_scorers(mixer, made)
         return made
 
     with replaced_mixers(student, ablated):

@@ -34,14 +34,13 @@ from linearize.evaluation.chosen_rows import ChosenRows
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
 from linearize.hf.sharding import run_layers
 from linearize.mixers.attention_weights import Features, LinearPart
-from linearize.mixers.cached import cached_keys, new_sums
+from linearize.mixers.cached import SCORES, cached_keys
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.feature_maps.rfa import RfaMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
 from linearize.mixers.normalizers import NoNorm, NoNormalizer, SumNorm
 from linearize.mixers.update import DeltaUpdate
-from linearize.ops.exact_cache import Worth
 from linearize.ops.layout import Layout
 
 QUERIES = 64  # of a block
@@ -172,8 +171,8 @@ def _read(
     """(queries, keys, weights, whether they are the linear part's) of each block of one row, of one part's heads."""
     stretch, cached = _stretch(mixer, inputs, layout), None
     if mixer.feature_map is not None and mixer.config.cache is not None:
-        tokens = {"keys": inputs.k, "values": inputs.v} | new_sums(mixer.config.cache, inputs.v)
-        cached = cached_keys(mixer.config, mixer.worth, inputs, tokens, layout, None)
+        tokens = {"keys": inputs.k, "values": inputs.v, SCORES: mixer.scorer(inputs, layout.query_position)}
+        cached = cached_keys(mixer.config, tokens, layout, None)
     read = _probed(mixer, inputs, position, document) if mixer.causal else _multiplied(mixer, inputs, layout)
     for keys, queries, weights in read:
         linear = torch.full(weights.shape[1:], mixer.feature_map is not None)
@@ -257,14 +256,14 @@ def _probed(
 
     Probe i has the values of keys i D .. i D + D - 1. Those whose keys no query sees any more are dropped.
     Its batch has two more rows: one without any values yet, which stands for all to come, and one with the tokens' own,
-    by which an exact cache chooses for all of them.
+    whose eviction scores hold for all of them.
     """
     length, width, device = len(position), inputs.v.shape[-1], inputs.v.device
     mixer = copy.deepcopy(mixer)
     if mixer.feature_map is not None and not isinstance(mixer.normalizer, SumNorm | NoNorm):
         mixer.normalizer = NoNorm(NoNormalizer(), mixer.shape)
-    if getattr(mixer, "worth", None) is not None:
-        mixer.worth = _OfLastRow(mixer.worth)
+    if getattr(mixer, "scorer", None) is not None:
+        mixer.scorer = _OfLastRow(mixer.scorer)
     state, before = None, range(0)
     for start in range(0, length, QUERIES):
         queries = slice(start, min(start + QUERIES, length))
@@ -281,17 +280,14 @@ def _probed(
 
 
 class _OfLastRow(nn.Module):
-    """What candidates are worth in the last row of a batch whose rows differ in values alone, for every row of it."""
+    """Give every row of a batch whose rows differ in values alone the eviction scores of its last row."""
 
-    def __init__(self, worth: Worth) -> None:
+    def __init__(self, scorer: nn.Module) -> None:
         super().__init__()
-        self.worth = worth
+        self.scorer = scorer
 
-    def pairs(self, k: Tensor, v: Tensor) -> Tensor:
-        return self.worth.pairs(k[-1:], v[-1:]).expand(len(k), -1, -1, -1)
-
-    def compare(self, pairs: Tensor, position: Tensor) -> Tensor:
-        return self.worth.compare(pairs[-1:], position[-1:]).expand(len(pairs), -1, -1)
+    def forward(self, inputs: AttnInputs, position: Tensor) -> Tensor:
+        return self.scorer(inputs.map(lambda x: x[-1:]), position[-1:]).expand(len(inputs.v), -1, -1, -1)
 
 
 def _one_hot(probes: list[int], slots: slice, width: int) -> Float[Tensor, "P C D"]:

@@ -138,7 +138,12 @@ def linearized_attention(
             f"found {type(call.cache).__name__}"
         )
     else:
-        y = layer_of(call.cache, module).step(module.mixer, inputs, call.layout)
+        layer = layer_of(call.cache, module)
+        if layer.reads_in_full(inputs.q.shape[2]):
+            y = softmax_output(module, inputs, call.layout)
+            layer.absorb(module.mixer, inputs, call.layout)
+        else:
+            y = layer.step(module.mixer, inputs, call.layout)
     return y.transpose(1, 2).contiguous(), None
 
 

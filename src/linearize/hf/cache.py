@@ -14,6 +14,8 @@ from linearize.mixers.mixer_state import STATE_DTYPES, Clock, State
 from linearize.mixers.recording import Recording
 from linearize.ops.layout import Layout
 
+PREFILLS = (None, "streaming", "full")  # of a config; None is streaming
+
 
 class Clocks:
     """The clock of those layers of one cache that have seen as many slots: they work out once what they all need."""
@@ -46,10 +48,15 @@ class LinearizedCacheLayer(CacheLayerMixin):
     is_sliding = "neither"
     supports_early_init = False
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        """`dtype` is that of S between steps; None: the one it is computed in, fp32 or, of an fp64 model, fp64."""
+    def __init__(self, dtype: torch.dtype | None = None, *, full_prefill: bool = False) -> None:
+        """Make an empty layer.
+
+        Args:
+            dtype: of S between steps; None: the one it is computed in, fp32 or, of an fp64 model, fp64.
+            full_prefill: whether the tokens of the first call are read by softmax attention over all of them.
+        """
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.full_prefill = dtype, full_prefill
         self.clocks = Clocks()  # of its own, unless it stands in a cache
         self.kept: State | None = None  # in `dtype`
         self.length: int | Tensor = 0  # slots seen, padding included: what transformers counts positions by
@@ -75,6 +82,18 @@ class LinearizedCacheLayer(CacheLayerMixin):
             y, state = self.recording.step(mixer, inputs, self.state, layout)
         self.advance(state, inputs.q.shape[2])
         return y
+
+    def reads_in_full(self, tokens: int) -> bool:
+        """Return whether a call of so many tokens is read by softmax attention, and absorbed afterwards."""
+        return self.full_prefill and not self.is_initialized and tokens > 1
+
+    def absorb(self, mixer: Any, inputs: AttnInputs, layout: Layout | None) -> None:
+        """Go on to the state after the tokens of a first call, whose outputs are made elsewhere."""
+        if self.recording is None:
+            state = mixer.absorb(inputs, None, layout)
+        else:
+            state = self.recording.absorb(mixer, inputs, layout)
+        self.advance(state, inputs.q.shape[2])
 
     def advance(self, state: State, tokens: int) -> None:
         """Take the state after `tokens` more slots."""
@@ -178,9 +197,9 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
     a static cache, no token can be taken back.
     """
 
-    def __init__(self, dtype: torch.dtype | None, slots: int) -> None:
+    def __init__(self, dtype: torch.dtype | None, slots: int, *, full_prefill: bool = False) -> None:
         """`slots`: how many tokens there is room for, in heads that keep all keys."""
-        super().__init__(dtype)
+        super().__init__(dtype, full_prefill=full_prefill)
         self.slots = slots
         self.length = torch.tensor(0)  # an int would be another graph
 
@@ -219,11 +238,12 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
 def cache_layer(cache: Cache, index: int, config: Any) -> LinearizedCacheLayer:
     """The linearized layer `index` of `cache`, put there if the layer is still empty.
 
-    `config` says by its `state_dtype` in what a new layer keeps S between steps.
+    `config` says by its `state_dtype` in what a new layer keeps S between steps, and by its `prefill` how a first call
+    is read.
 
     Raises:
         ValueError: the layer already holds keys and values of a softmax model.
-        UserError: a `state_dtype` that is none.
+        UserError: a `state_dtype` or a `prefill` that is none.
     """
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
@@ -240,9 +260,15 @@ def cache_layer(cache: Cache, index: int, config: Any) -> LinearizedCacheLayer:
         raise UserError(
             f"config.state_dtype: expected one of {', '.join(map(str, STATE_DTYPES))}; found {state_dtype!r}"
         )
-    dtype = STATE_DTYPES[state_dtype]
+    if config.prefill not in PREFILLS:
+        raise UserError(f"config.prefill: expected streaming or full, found {config.prefill!r}")
+    dtype, options = STATE_DTYPES[state_dtype], {"full_prefill": config.prefill == "full"}
     static = type(cache) is StaticCache
-    made = StaticLinearizedCacheLayer(dtype, layer.max_cache_len) if static else LinearizedCacheLayer(dtype)
+    made = (
+        StaticLinearizedCacheLayer(dtype, layer.max_cache_len, **options)
+        if static
+        else LinearizedCacheLayer(dtype, **options)
+    )
     made.clocks = next((x.clocks for x in cache.layers if isinstance(x, LinearizedCacheLayer)), made.clocks)
     cache.layers[index] = made
     return made

@@ -298,7 +298,7 @@ def _register() -> None:
     """Make and register the classes of every architecture; runs once, on import."""
     for base_type, architecture in ARCHITECTURES.items():
         model_type = f"linearized_{base_type}"
-        fields = {"linearize": "dict | None", "state_dtype": "str | None"}
+        fields = {"linearize": "dict | None", "state_dtype": "str | None", "prefill": "str | None"}
         namespace = {"model_type": model_type, "__annotations__": fields} | dict.fromkeys(fields)
         config = _define(CONFIG_MAPPING[base_type], (LinearizedConfig,), namespace)
         CONFIG_CLASSES[base_type] = config

@@ -86,7 +86,7 @@ def to_softmax(student: PreTrainedModel) -> PreTrainedModel:
 
 def _fields(config: PreTrainedConfig) -> dict[str, Any]:
     """A config as arguments of another class of configs: what both kinds of models have."""
-    ours = {"model_type", "transformers_version", "linearize", "state_dtype", "auto_map", "architectures"}
+    ours = {"model_type", "transformers_version", "linearize", "state_dtype", "prefill", "auto_map", "architectures"}
     return {name: value for name, value in config.to_dict().items() if name not in ours}
 
 

@@ -1,26 +1,21 @@
-"""The exact cache within a mixer: what it holds for each block of queries and for one more token, and what it drops."""
+"""The KV cache with eviction in a mixer: what it holds for each block of queries and for one more token."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.exact_cache import ExactCache, OfPairs
-from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import MixerState, Tokens
-from linearize.ops.attention_received import Attention, received
-from linearize.ops.dispatch import has_kernels
-from linearize.ops.exact_cache import Blocks, Worth, best, choose, cut, leaving, taken, written
+from linearize.ops.eviction_cache import Blocks, choose, cut, leaving, ranked, taken, written
 from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout, TerracedSpan, context_positions
-from linearize.ops.partial import accumulation_dtype
 from linearize.ops.recurrent import NextToken
 
-RECEIVED = "received"  # attention, of slots of window and cache: sums over the queries so far
+SCORES = "scores"  # eviction scores of the slots of window and cache
 STEPS = ("log_decay_k", "log_decay_v", "offset")  # what is a place's own, whichever key is written there
 
 
@@ -38,10 +33,6 @@ class CachedKeys(NamedTuple):
     def last(self) -> Tokens:
         """What it holds after the last token."""
         return taken(self.pool, self.held[:, :, -1])
-
-    def sums(self) -> Tokens:
-        """What the tokens have received after the last of them, where that is asked for."""
-        return {RECEIVED: self.pool[RECEIVED][:, :, self.held.shape[3] :]} if RECEIVED in self.pool else {}
 
     def seen_by(self, queries: Int[Tensor, " N"]) -> Bool[Tensor, "B G N K"]:
         """Which slots each of the queries, by their slots, reads from the cache, but for what it carried."""
@@ -65,15 +56,8 @@ class CachedKeys(NamedTuple):
         return _as_written(self.pool, places, own) | {name: tokens[name] for name in STEPS if name in tokens}
 
 
-def cached_keys(
-    config: MixerConfig,
-    worth: Worth | None,
-    inputs: AttnInputs,
-    tokens: Tokens,
-    layout: Layout,
-    state: MixerState | None,
-) -> CachedKeys | None:
-    """Of all tokens behind their context; None where there is no cache."""
+def cached_keys(config: MixerConfig, tokens: Tokens, layout: Layout, state: MixerState | None) -> CachedKeys | None:
+    """Return what the cache holds for all tokens behind their context; None where there is no cache."""
     cache, span = config.cache, config.span
     if cache is None:
         return None
@@ -82,22 +66,12 @@ def cached_keys(
     assert held is not None
     pool = _pooled(held, tokens, layout.key_position)
     position, blocks = pool["position"], layout.once(("blocks", span), lambda: cut(layout, span))
-    readers = None
-    if cache.keeps is not None:
-        how = {"layout": layout, "span": span, "size": cache.size, "keeps": cache.keeps}
-        how |= {"scaling": inputs.scaling, "softcap": inputs.softcap}
-        readers = Attention(inputs.q, pool["keys"], pool[RECEIVED][..., 0], blocks, **how)
     if span.sinks:
         leaves = leaving(blocks, span, position, cache.size)
     else:  # which are of no single layer's keys
         known = "leaves", span, cache.size, position.shape[:2]
         leaves = layout.once(known, lambda: leaving(blocks, span, position, cache.size))
-    given = pool["keys"], pool["values"], position, leaves, blocks.fresh, cache.size
-    roomy = room(config) // span.window_size if state is None else 0
-    chooser = worth.fused if isinstance(worth, OfPairs) and has_kernels(position.device) else None
-    before, after = choose(*given, worth, readers, roomy, chooser)
-    if readers is not None:
-        pool[RECEIVED] = readers.sums[..., None]
+    before, after = choose(pool[SCORES][..., 0], position, leaves, blocks.fresh, cache.size)
     return CachedKeys(pool, blocks, leaves, before, after)
 
 
@@ -111,8 +85,8 @@ class Dropped(NamedTuple):
     position: Int[Tensor, "B w"]
 
 
-def cache_of_next(config: MixerConfig, worth: Worth | None, state: MixerState, at: NextToken) -> Dropped | None:
-    """What one more token does: chosen again in rows where a block begins with it; None where none does."""
+def cache_of_next(config: MixerConfig, state: MixerState, at: NextToken) -> Dropped | None:
+    """Return what one more token does: a new choice in rows where a block begins with it; None where none does."""
     cache, span, exact, begins = config.cache, config.span, state.exact, at.flushes
     if cache is None or exact is None or begins is None or not at.may_flush:
         return None
@@ -125,43 +99,10 @@ def cache_of_next(config: MixerConfig, worth: Worth | None, state: MixerState, a
     places = torch.arange(cache.size + span.window_size, device=position.device)
     there = torch.where(pool["position"] >= 0, places, -1)
     with torch.no_grad():
-        if worth is None:
-            scores = pool[RECEIVED][..., 0]
-        else:
-            scores = worth.compare(worth.pairs(pool["keys"], pool["values"]), pool["position"])
-        held = best(there, scores, cache.size)
+        held = ranked(pool[SCORES][..., 0], there, cache.size).sort(-1).values
     new = written(there[:, :, : cache.size], held, there[:, :, cache.size :])
     tokens = _as_written(pool, new, places[cache.size :]) | {name: tokens[name] for name in STEPS if name in tokens}
     return Dropped(taken(pool, held), tokens, position)
-
-
-@torch.no_grad()
-def with_received(
-    config: MixerConfig,
-    inputs: AttnInputs,
-    exact: Tokens | None,
-    tokens: Tokens,
-    at: NextToken,
-) -> tuple[Tokens | None, Tokens]:
-    """The cache and the tokens after one more query has read what it sees of them; as they are where nobody asks."""
-    if config.cache is None or exact is None or config.cache.keeps is None:
-        return exact, tokens
-    size, seen, begins = config.cache.size, at.reads[:, None], at.flushes
-    assert begins is not None
-    keys = torch.cat([exact["keys"].to(tokens["keys"].dtype), tokens["keys"]], dim=2)
-    reads = torch.cat([exact["position"] >= 0, seen.expand(-1, keys.shape[1], -1)], dim=2)[:, :, None]
-    sums = torch.cat([exact[RECEIVED], tokens[RECEIVED]], dim=2)
-    more = received(inputs.q, keys.to(sums.dtype), reads, scaling=inputs.scaling, softcap=inputs.softcap)
-    kept = torch.where(begins, config.cache.keeps, 1.0).to(more.dtype)[..., None]
-    sums = sums * kept + more[..., None]
-    return exact | {RECEIVED: sums[:, :, :size]}, tokens | {RECEIVED: sums[:, :, size:]}
-
-
-def new_sums(cache: ExactCache | None, v: Float[Tensor, "B G T D"]) -> Tokens:
-    """What tokens have received before any query has read them, where the cache asks for it."""
-    if cache is None or cache.keeps is None:
-        return {}
-    return {RECEIVED: v.new_zeros(*v.shape[:3], 1, dtype=accumulation_dtype(v.dtype))}
 
 
 def room(config: MixerConfig) -> int:

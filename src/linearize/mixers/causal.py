@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from linearize.mixers.cached import new_sums
+from linearize.mixers.cached import SCORES
 from linearize.mixers.combine import COMBINES, HasLinear, SharedDenominatorCombine
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.eviction_cache import EvictionScorer
 from linearize.mixers.feature_maps.base import MIN_DENOMINATOR, exponentials
 from linearize.mixers.gates import DECAYS
 from linearize.mixers.inputs import AttnInputs
@@ -33,7 +34,7 @@ class CausalMixer(Mixer):
 
     A token is a set of slots by name: `keys` and `values`; where its parts ask for them, `map_keys` (keys before RoPE),
     `cos` and `sin`, `log_decay_k` and `log_decay_v` of its step, `input_scale`, `beta` (delta rule), `offset` (the
-    running maximum of an exponential key map), and `received` (attention, of a cache that keeps what got the most).
+    running maximum of an exponential key map), and `scores` (of a KV cache with eviction).
     """
 
     causal = True
@@ -48,7 +49,7 @@ class CausalMixer(Mixer):
                 self.delta = DeltaRule(config.update, shape, self.state_heads)
             if config.in_closed_form:
                 self.kernel = self.feature_map.kernel
-        self.worth = None if config.cache is None else config.cache.worth(shape)
+        self.scorer = None if config.cache is None else EvictionScorer(shape)
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
 
@@ -65,12 +66,14 @@ class CausalMixer(Mixer):
         combine = self.combine
         return OneQuotient(combine.window_factor, least) if isinstance(combine, SharedDenominatorCombine) else None
 
-    def new_tokens(self, inputs: AttnInputs) -> Tokens:
-        """What the inputs say of their tokens."""
-        slots = {"keys": inputs.k, "values": inputs.v} | new_sums(self.config.cache, inputs.v)
+    def new_tokens(self, inputs: AttnInputs, position: Int[Tensor, "#B T"]) -> Tokens:
+        """Return the slots of the inputs' tokens, which stand at these positions of their documents."""
+        slots = {"keys": inputs.k, "values": inputs.v}
+        if self.scorer is not None:
+            slots[SCORES] = self.scorer(inputs, position)
         if self.config.feature_map is None:
             return slots
-        if self.wants_unrotated and inputs.unrotated is not None:
+        if self.config.maps_unrotated and inputs.unrotated is not None:
             slots["map_keys"] = inputs.unrotated[1]
             if self.config.feature_map.rotation == "after":
                 assert inputs.rope is not None

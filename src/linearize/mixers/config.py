@@ -25,7 +25,7 @@ from linearize.mixers.combine import (
     SharedDenominator,
     WindowOnly,
 )
-from linearize.mixers.exact_cache import ExactCache
+from linearize.mixers.eviction_cache import EvictionCache
 from linearize.mixers.feature_maps import FEATURE_MAPS
 from linearize.mixers.feature_maps.base import FeatureMap, FeatureMapConfig
 from linearize.mixers.feature_maps.hedgehog import HedgehogMap
@@ -80,8 +80,8 @@ class MixerConfig(Config):
     normalizer: Annotated[NormalizerConfig, OneOf(NORMALIZERS)] = Field(
         default=SumNormalizer(), description="what is made of the linear part's sums"
     )
-    cache: ExactCache | None = Field(
-        default=None, description="exact keys that are kept beside the window; null: none. Needs a terraced span"
+    cache: EvictionCache | None = Field(
+        default=None, description="KV cache with eviction beside the window; null: none. Needs a terraced span"
     )
     combine: Annotated[Config, OneOf(COMBINES)] = Field(
         default=SharedDenominator(), description="how window and linear part become one output"
@@ -133,9 +133,14 @@ class MixerConfig(Config):
         return learned_decay or isinstance(self.update, DeltaUpdate) or self.normalizer.reads_hidden
 
     @property
-    def reads_unrotated(self) -> bool:
-        """Whether the map sees queries and keys as they are before RoPE."""
+    def maps_unrotated(self) -> bool:
+        """Return whether the feature map reads queries and keys before RoPE."""
         return self.feature_map is not None and self.feature_map.rotation != "before"
+
+    @property
+    def reads_unrotated(self) -> bool:
+        """Return whether any part reads queries or keys before RoPE: the feature map, or eviction scores."""
+        return self.maps_unrotated or self.cache is not None
 
     def scale_factor(self, shape: LayerShape) -> float:
         """What phi_q.phi_k is multiplied by (`scale`), with a feature map."""

@@ -78,6 +78,12 @@ class HeadwiseMixer(nn.Module):
         ]
         return self._joined([y for y, _ in found]), HeadwiseState(tuple(after for _, after in found))
 
+    def absorb(self, inputs: AttnInputs, state: HeadwiseState | None, layout: Layout | None = None) -> HeadwiseState:
+        """Return the state of `step` after these tokens, without their outputs."""
+        before = [None] * len(self.groups) if state is None else state.parts
+        each = zip(self.parts(), inputs.divided(self.kv_heads), before, strict=True)
+        return HeadwiseState(tuple(mixer.absorb(own, part, layout) for (_, mixer), own, part in each))
+
     def state_like(self, inputs: AttnInputs) -> HeadwiseState:
         """The empty state for inputs of this shape: what stands before the first token."""
         return HeadwiseState(tuple(mixer.state_like(inputs.heads(heads)) for heads, mixer in self.parts()))

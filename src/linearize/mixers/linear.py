@@ -21,7 +21,7 @@ from linearize.ops.block_sizes import kind
 from linearize.ops.dispatch import delta_values, has_kernels, linear_scan, scan_with_state, window_softmax, with_cached
 from linearize.ops.full import full_softmax
 from linearize.ops.layout import Layout, TerracedSpan
-from linearize.ops.linear_state import LinearState
+from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial, accumulation_dtype
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
@@ -107,7 +107,7 @@ class LinearMixer(CausalMixer):
 
     def tokens(self, inputs: AttnInputs, own: Layout, layout: Layout, state: MixerState | None) -> Prepared:
         """`own` is the layout of the inputs alone, `layout` that with the context of `state`."""
-        slots, maximum = self.new_tokens(inputs), None
+        slots, maximum = self.new_tokens(inputs, layout.query_position), None
         mapped = None if self.feature_map is None else self.map_keys(slots, layout.query_position)
         if self.config.keeps_maximum:
             assert mapped is not None
@@ -120,7 +120,7 @@ class LinearMixer(CausalMixer):
             if mapped is not None:
                 context = layout.key_position[:, : layout.key_position.shape[1] - own.length]
                 mapped = torch.cat([self.map_keys(state.slots, context), mapped], dim=2)
-        cached, written = cached_keys(self.config, self.worth, inputs, slots, layout, state), slots
+        cached, written = cached_keys(self.config, slots, layout, state), slots
         if mapped is None:
             return Prepared(slots, slots, None, None, cached)
         if cached is not None:
@@ -207,15 +207,41 @@ class LinearMixer(CausalMixer):
             return self._all_by_softmax(inputs, own)
         layout = own if state is None else own.with_context(state.seen, self.span)
         found = self.tokens(inputs, own, layout, state)
-        phi_k, cached, before = found.phi_k, found.cached, None if state is None else state.linear
+        phi_k, before = found.phi_k, None if state is None else state.linear
         written = self.written(found.written, phi_k, layout, before)
         window, linear, after = self._partials(inputs, found, written, layout, state)
-        if after is not None and cached is not None:  # what the next block's state is made of is chosen when it begins
-            after = LinearState(after.S, after.z)
         y = self.combined(inputs, window, linear, lambda: self.has_linear(layout.query_position))
-        slots = keep_slots(found.tokens | ({} if cached is None else cached.sums()), layout, self.span, batch)
-        exact = None if cached is None else cached.last()
-        return y, MixerState(slots, Clock(layout.count.expand(batch).clone()), after, found.maximum, exact)
+        return y, self._state(found, layout, after, batch)
+
+    def _state(self, found: Prepared, layout: Layout, linear: LinearState | None, batch: int) -> MixerState:
+        """Return the state after the last token, of which `linear` is the linear part's."""
+        if linear is not None and found.cached is not None:  # what a next block adds is chosen when it begins
+            linear = LinearState(linear.S, linear.z)
+        slots = keep_slots(found.tokens, layout, self.span, batch)
+        exact = None if found.cached is None else found.cached.last()
+        return MixerState(slots, Clock(layout.count.expand(batch).clone()), linear, found.maximum, exact)
+
+    def absorb(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None) -> MixerState:
+        """Return the state of `step` after these tokens, without their outputs."""
+        kept, length = STATE_DTYPES[self.config.state_dtype], inputs.q.shape[2]
+        state = state if state is None or kept is None else state.matrices_in(None)
+        with inputs.outside_autocast():
+            segment = length if layout is not None else self._segment(inputs)
+            for start in range(0, length, segment):
+                state = self._absorb(inputs.tokens(start, min(start + segment, length)), state, layout)
+        assert state is not None
+        return state if kept is None else state.matrices_in(kept)
+
+    def _absorb(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> MixerState:
+        own = Layout.full(inputs.q.shape[2], inputs.q.device) if own is None else own
+        layout = own if state is None else own.with_context(state.seen, self.span)
+        found, before = self.tokens(inputs, own, layout, state), None if state is None else state.linear
+        after = None
+        if found.phi_k is not None:
+            written = self.written(found.written, found.phi_k, layout, before)
+            options: dict[str, Any] = {"span": self.span, "layout": layout, "state": before}
+            after = linear_state(found.phi_k, written, **self.how(found.written), **options)
+        return self._state(found, layout, after, len(inputs.q))
 
     def _all_exact(self, layout: Layout) -> bool:
         """Whether every key of these rows is in window or cache, and softmax over all of them is all that is wanted."""
@@ -224,15 +250,13 @@ class LinearMixer(CausalMixer):
 
     def _pairs_alone(self) -> bool:
         """Whether nothing but keys and values is kept of exact keys, nor any parameter wanted for its gradient."""
-        cache = self.config.cache
-        sums = self.config.keeps_maximum or (cache is not None and cache.keeps is not None)
-        return not (sums or torch.is_grad_enabled())
+        return not (self.config.keeps_maximum or torch.is_grad_enabled())
 
     def _all_by_softmax(self, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, MixerState]:
         """Where window and cache hold all keys: softmax, and a state that nothing has entered yet."""
         y = full_softmax(inputs.q, inputs.k, inputs.v, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout)
         batch, nothing = len(inputs.q), self.state_like(inputs.tokens(0, 1))
-        new = self.new_tokens(inputs)
+        new = self.new_tokens(inputs, layout.query_position)
         exact = None if self.config.cache is None else first_cache(self.config, new)
         clock = Clock(layout.count.expand(batch).clone())
         return y, replace(nothing, slots=keep_slots(new, layout, self.span, batch), clock=clock, exact=exact)
@@ -241,8 +265,8 @@ class LinearMixer(CausalMixer):
         """The empty state for inputs of this shape: what stands before the first token."""
         batch, _, _, head_dim = inputs.k.shape
         dtype, device = accumulation_dtype(inputs.v.dtype), inputs.k.device
-        new, maximum = self.new_tokens(inputs), None
         seen = torch.zeros(batch, dtype=torch.int64, device=device)
+        new, maximum = self.new_tokens(inputs, seen[:, None].expand(-1, inputs.k.shape[2])), None
         linear = None
         if self.config.keeps_maximum:
             logs = self.map_keys(new, seen[:, None].expand(-1, inputs.k.shape[2]))

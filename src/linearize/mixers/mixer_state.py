@@ -149,8 +149,8 @@ class MixerState(State):
         clock: tokens of the document so far, `seen`.
         linear: S and z of the keys below the window, where there is a linear part.
         maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
-        exact: slots of the exact cache, oldest first, and their `position` [B, G, C], -1 where there is none; where the
-            cache goes by it, what attention they have `received` [B, G, C], as among the slots [B, G, S, 1].
+        exact: slots of the KV cache with eviction, oldest first, their `scores` [B, G, C, 1], as among the slots, and
+            their `position` [B, G, C], -1 where there is none.
     """
 
     slots: Tokens

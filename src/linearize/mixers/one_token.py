@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from linearize.mixers.cached import Dropped, cache_of_next, with_received
+from linearize.mixers.cached import SCORES, Dropped, cache_of_next
 from linearize.mixers.causal import CausalMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import without_lost
@@ -30,13 +30,13 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
     """Output and next state, as `LinearMixer.step` gives them for one token of every row."""
     span, clock = mixer.span, state.clock
     at = clock.once(span, lambda seen: NextToken(span, seen))
-    new, maximum = mixer.new_tokens(inputs), None
+    new, maximum = mixer.new_tokens(inputs, at.column), None
     if mixer.config.keeps_maximum:
         assert state.maximum is not None
         top = mixer.map_keys(new, at.column).amax(-1)
         offset, log_decay, maximum = running_maximum(top, Layout.full(1, top.device), state.maximum)
         new["offset"], new["log_decay_k"] = offset[..., None], mixer.with_step(new, log_decay)
-    exact, before, dropped = state.exact, state.linear, cache_of_next(mixer.config, mixer.worth, state, at)
+    exact, before, dropped = state.exact, state.linear, cache_of_next(mixer.config, state, at)
     if dropped is not None:
         exact, before = dropped.exact, folded(mixer, state.linear, dropped)
     how = _one_pass(mixer, inputs, new, before) if has_kernels(inputs.q.device) else None
@@ -46,13 +46,11 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
     if mixer.feature_map is None and inputs.softcap is None:
         k, v, bias = _read(tokens, exact, at, inputs.q.dtype)
         y = softmax_step(inputs.q, k, v, bias=bias, scaling=inputs.scaling)
-        exact, tokens = with_received(mixer.config, inputs, exact, tokens, at)
         return y, MixerState(push_slot(tokens, span, at.position), clock.next(), None, None, exact)
     window = None
     if span.max_lag:
         k, v, bias = _read(tokens, exact, at, accumulation_dtype(inputs.v.dtype))
         window = window_step(inputs.q, k, v, bias=bias, scaling=inputs.scaling, softcap=inputs.softcap)
-        exact, tokens = with_received(mixer.config, inputs, exact, tokens, at)
     linear = after = None
     if mixer.feature_map is not None:
         assert before is not None
@@ -75,10 +73,11 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
 def _one_pass(
     mixer: CausalMixer, inputs: AttnInputs, new: Tokens, state: LinearState | None
 ) -> fused_outputs.OneQuotient | None:
-    """How `fused_outputs.one_token` makes the output; None: it does not, as keys and values are not all of a token, or
-    something decays the sums.
+    """Return how `fused_outputs.one_token` makes the output; None where it does not.
+
+    It does not where a token has more than its key, value and eviction score, or where something decays the sums.
     """
-    if len(new) > len(PAIR) or mixer.span.sinks or mixer.kernel is not None:
+    if not new.keys() <= {*PAIR, SCORES} or mixer.span.sinks or mixer.kernel is not None:
         return None
     return mixer.one_quotient if fused_outputs.serves_one_token(inputs.q, inputs.k.shape[1], state) else None
 
@@ -110,7 +109,11 @@ def _by_kernel(
     held = None if exact is None else (exact["keys"], exact["values"], exact["position"])
     given = inputs.q, pair, slots, bias, held, linear, how
     y, slots, after = fused_outputs.one_token(*given, scaling=inputs.scaling, softcap=inputs.softcap)
-    return y, MixerState(dict(zip(PAIR, slots, strict=True)), state.clock.next(), after, None, exact)
+    kept: Tokens = {"keys": slots[0], "values": slots[1]}
+    if SCORES in new:
+        scores = torch.cat([state.slots[SCORES], new[SCORES]], dim=2)
+        kept |= push_slot({SCORES: scores}, span, at.position)
+    return y, MixerState(kept, state.clock.next(), after, None, exact)
 
 
 def _read(tokens: Tokens, exact: Tokens | None, at: NextToken, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

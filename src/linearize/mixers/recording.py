@@ -36,6 +36,9 @@ class Call:
     def run(self, state: State | None) -> tuple[Float[Tensor, "B H T D"], State]:
         return self.mixer.step(self.inputs, state, self.layout)
 
+    def absorb(self, state: State | None) -> State:
+        return self.mixer.absorb(self.inputs, state, self.layout)
+
 
 @dataclass
 class Replay:
@@ -82,11 +85,23 @@ class Recording:
         tail, state = self._recorded(call.tokens(cut, call.length), state)
         return torch.cat([head, tail], dim=2), state
 
+    def absorb(self, mixer: Any, inputs: AttnInputs, layout: Layout | None) -> State:
+        """Return the state of `step` after the first tokens, without their outputs, and record them likewise."""
+        call, cut = Call(mixer, inputs, layout), max(0, inputs.q.shape[2] - RECORDED)
+        state = call.tokens(0, cut).absorb(None) if cut else None
+        call = call.tokens(cut, call.length) if cut else call
+        self.replays.clear()
+        self._record(call, state)
+        return call.absorb(state)
+
     def _recorded(self, call: Call, state: State | None) -> tuple[Float[Tensor, "B H T D"], State]:
+        self._record(call, state)
+        return call.run(state)
+
+    def _record(self, call: Call, state: State | None) -> None:
         if not self.replays or self.replays[-1].length >= RECORDED:
             self.replays = [*self.replays[-1:], Replay(state)]
         self.replays[-1].calls.append(call)
-        return call.run(state)
 
     def take_back(self, tokens: int) -> State | None:
         """The state without the last `tokens` tokens, from 1 to `length`; nothing else can be taken back after that."""
@@ -99,6 +114,6 @@ class Recording:
         for call in replay.calls:
             kept = min(call.length, stay)
             if kept:
-                state = (call if kept == call.length else call.tokens(0, kept)).run(state)[1]
+                state = (call if kept == call.length else call.tokens(0, kept)).absorb(state)
             stay -= kept
         return state

@@ -36,18 +36,35 @@ class SoftmaxMixer(nn.Module):
         self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None
     ) -> tuple[Float[Tensor, "B H T D"], MixerState]:
         """Outputs and the next state. `layout` None: every row's tokens are valid and go on in its document."""
-        batch, length = len(inputs.q), inputs.q.shape[2]
+        new, at = self._with_new(inputs, state, layout)
+        y = self._read(inputs, new["all_keys"], new["all_values"], at)
+        return y, self._state(inputs, new, at, state, layout)
+
+    def absorb(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None) -> MixerState:
+        """Return the state of `step` after these tokens, without their outputs."""
+        return self._state(inputs, *self._with_new(inputs, state, layout), state, layout)
+
+    @staticmethod
+    def _with_new(inputs: AttnInputs, state: MixerState | None, layout: Layout | None) -> tuple[Tokens, Layout]:
+        """Return all slots with those of the inputs' tokens, and their layout."""
         new = {"all_keys": inputs.k, "all_values": inputs.v}
-        at = own = Layout.full(length, inputs.q.device) if layout is None else layout
+        at = own = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         if state is not None and (kept := state.slots["all_keys"].shape[2]):
             at = own.with_context(state.seen, SlidingSpan(window_size=kept))
             new = {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in new.items()}
-        y = self._read(inputs, new["all_keys"], new["all_values"], at)
-        if layout is None:  # they lie as they should: the last tokens last
-            if state is None:
-                return y, MixerState(new, Clock(at.key_position.new_full((batch,), length)))
-            return y, MixerState(new, state.clock.next() if length == 1 else Clock(state.seen + length))
-        return y, MixerState(_last_document(new, at), Clock(at.count.expand(batch).clone()))
+        return new, at
+
+    @staticmethod
+    def _state(
+        inputs: AttnInputs, new: Tokens, at: Layout, state: MixerState | None, layout: Layout | None
+    ) -> MixerState:
+        batch, length = len(inputs.q), inputs.q.shape[2]
+        if layout is not None:
+            return MixerState(_last_document(new, at), Clock(at.count.expand(batch).clone()))
+        # They lie as they should: the last tokens last.
+        if state is None:
+            return MixerState(new, Clock(at.key_position.new_full((batch,), length)))
+        return MixerState(new, state.clock.next() if length == 1 else Clock(state.seen + length))
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape."""

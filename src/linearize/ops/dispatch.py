@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from linearize.base import UserError
-from linearize.ops import chunked, dense, exact_cache, fla, fused, reference
-from linearize.ops.exact_cache import Blocks
+from linearize.ops import chunked, dense, eviction_cache, fla, fused, reference
+from linearize.ops.eviction_cache import Blocks
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout, Span
 from linearize.ops.linear_state import LinearState, linear_state
@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Impl:
-    """One implementation: `ops` has the primitives, but for those of exact caches, which few have; `supports(device)`
-    says why it cannot serve one, or None.
+    """One implementation: `ops` has the primitives, apart from those of eviction caches, which few have.
+
+    `supports(device)` says why it cannot serve a device, or None.
     """
 
     name: str
@@ -150,7 +151,7 @@ def window_softmax(
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether kernels of our own serve `device`, also what an exact cache holds; not what compilers make theirs of."""
+    """Return whether kernels of our own serve `device`, eviction caches included; never while compiling."""
     return not torch.compiler.is_compiling() and choose(device, os.environ.get(ENVIRONMENT)).ops is fused
 
 
@@ -167,6 +168,6 @@ def with_cached(
     softcap: float | None,
     layout: Layout,
 ) -> Partial:
-    """`window` with what the block's cache holds, as `exact_cache.with_cached` defines it; may overwrite `window`."""
-    ops = fused if has_kernels(v.device) else exact_cache
+    """Add what the block's cache holds to `window`, which may be overwritten (`eviction_cache.with_cached`)."""
+    ops = fused if has_kernels(v.device) else eviction_cache
     return ops.with_cached(q, k, v, blocks, held, window, scaling=scaling, softcap=softcap, layout=layout)

@@ -14,27 +14,24 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from linearize.ops import chunked, dense, exact_cache
+from linearize.ops import chunked, dense, eviction_cache
 from linearize.ops.delta import delta_values
-from linearize.ops.exact_cache import Blocks
+from linearize.ops.eviction_cache import Blocks
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout, Span, TerracedSpan
 from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial
 from linearize.ops.window import LOG2_E
 
-__all__ = ["choose_by_recall", "delta_values", "hedgehog", "linear_scan", "missing", "serves_hedgehog"]
+__all__ = ["delta_values", "hedgehog", "linear_scan", "missing", "serves_hedgehog"]
 __all__ += ["scan_with_state", "window_softmax", "with_cached"]
 
 WIDEST = 128  # features, and values of a head
-MOST_CANDIDATES = 1024
 MOST_BYTES = 2**15  # of the queries of a program
 CHUNK = 64  # queries of a program
-SEATS = 32  # of an exact cache's candidates, at a time
-COSINES = 2**14  # of some of them with all, at a time
 # Products of float32 are three of TF32, which come near to it. No loads ahead: then 99 KiB of shared memory are enough,
 # which GPUs have since Ampere.
 HOW = {"PRECISION": "tf32x3", "num_stages": 1}
@@ -211,7 +208,7 @@ def with_cached(
     softcap: float | None,
     layout: Layout,
 ) -> Partial:
-    """Softmax of every query over window and what its block's cache holds (`exact_cache.with_cached`).
+    """Softmax of every query over window and what its block's cache holds (`eviction_cache.with_cached`).
 
     Overwrites `window`.
     """
@@ -219,7 +216,7 @@ def with_cached(
     rows = power_of_2(group * block)
     if wants_more((q, k, v), None) or rows * v.shape[3] * q.element_size() > MOST_BYTES:
         options = {"scaling": scaling, "softcap": softcap, "layout": layout}
-        return exact_cache.with_cached(q, k, v, blocks, held, window, **options)
+        return eviction_cache.with_cached(q, k, v, blocks, held, window, **options)
     from linearize.ops import triton_kernels
 
     q, k, v = (rows_of_numbers(x) for x in (q, k.to(q.dtype), v.to(q.dtype)))
@@ -236,39 +233,6 @@ def with_cached(
         D=width, BLOCK_D=power_of_2(width), SOFTCAP=softcap is not None, M=rows, N=32, **HOW,
     )  # fmt: skip
     return part
-
-
-def choose_by_recall(
-    pairs: Float[Tensor, "B G P X"],
-    position: Int[Tensor, "B G P"],
-    leaves: Int[Tensor, "B G J w"],
-    fresh: Bool[Tensor, "#B J"],
-    held: Int[Tensor, "B G C"],
-    per_doubling: float,
-) -> tuple[Int[Tensor, "B G J C"], Int[Tensor, "B G J C"]] | None:
-    """`exact_cache.choose` by self-recall, redundancy and age; None: not by this kernel.
-
-    `pairs` are directions and values of the pool, X = 2 D, `held` what the cache holds before the first block.
-    """
-    (batch, heads, pool, width), (size, count) = pairs.shape, (held.shape[2], leaves.shape[3])
-    if pairs.dtype != torch.float32 or width > 2 * WIDEST or size + count > MOST_CANDIDATES:
-        return None
-    from linearize.ops import triton_kernels
-
-    blocks, every = leaves.shape[2], power_of_2(size + count)
-    before, after = (leaves.new_empty(batch, heads, blocks, size) for _ in range(2))
-    place, seat = (leaves.new_empty(batch * heads, every) for _ in range(2))
-    sizes = (every,), (every,), (every, width // 2), (every, every)
-    scores, total, recalled, cosines = (pairs.new_empty(batch * heads, *x) for x in sizes)
-    launch(
-        triton_kernels.choose_by_recall, (batch * heads,),
-        *(pairs.contiguous(), position.contiguous(), leaves.contiguous(), fresh.to(torch.int32), held.contiguous()),
-        *(before, after, place, seat, scores, total, recalled, cosines),
-        *(between_rows(fresh), heads, blocks, pool, size, count, per_doubling),
-        D=width // 2, BLOCK_D=power_of_2(width // 2), ALL=every, W=16, M=min(SEATS, every),
-        ROWS=min(every, COSINES // every), num_warps=8, **HOW,
-    )  # fmt: skip
-    return before, after
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *inputs: Any, **options: Any) -> None:

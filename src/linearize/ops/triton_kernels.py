@@ -1,4 +1,4 @@
-"""Triton kernels: Hedgehog's maps, the window, the additive linear part, and an exact cache's choice and reading,
+"""Triton kernels: Hedgehog's maps, the window, the additive linear part, and reading a KV cache with eviction,
 forward alone.
 
 Each is what its caller in `fused` says. Rows are slots of keys, whose last ones are those of the queries; positions and
@@ -22,7 +22,6 @@ SIZES += ["length", "slots", "before", "chunks", "states", "blocks", "pool", "la
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal number
-NOBODY = tl.constexpr(-1e4)  # as mixers.exact_cache has it: in the place of a cosine where there is no other key
 
 
 @triton.jit
@@ -253,141 +252,3 @@ def cached(
     tl.store(num + out[:, None] * D + d[None], sums, there[:, None] & wide[None])
     tl.store(den + out, total, there)
     tl.store(log_scale + out, tl.where(top == -float("inf"), 0.0, top) / LOG2_E, there)
-
-
-@triton.jit(do_not_specialize=SIZES)
-@no_type_check
-def choose_by_recall(
-    pairs, position, leaves, fresh, held, before, after, place, seat, scores, total, recalled, cosines,
-    fresh_row, heads, blocks, pool, size, width, per_doubling,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ALL: tl.constexpr, W: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What a cache of `size` pairs holds, one block of `width` keys after the other.
-
-    `pairs` are directions, then values, of a pool. Each candidate, of which there are `size` + `width`, has a seat with
-    the sums of e^cosine, and of that times the value, over the others, and the cosines with them: so that a block takes
-    the products of its own keys with the candidates, and not those of all with all. `seat` is which a candidate has,
-    oldest first; who leaves gives it to who comes. First come those that are held before. W at a time come, and go.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(0) // heads
-    every, w, m, d = tl.arange(0, ALL), tl.arange(0, W), tl.arange(0, M), tl.arange(0, BLOCK_D)
-    seats, wide, candidate = size + width, d < D, every < size + width
-    pairs, position = pairs + program * pool * 2 * D, position + program * pool
-    leaves, held = leaves + program * blocks * width, held + program * size
-    before, after = before + program * blocks * size, after + program * blocks * size
-    place, seat = place + program * ALL, seat + program * ALL
-    scores, total = scores + program * ALL, total + program * ALL
-    recalled, cosines = recalled + program * ALL * D, cosines + program * ALL * ALL
-    tl.store(place + every, tl.full([ALL], -1, tl.int64))
-    tl.store(seat + every, every)
-    for index in range(-1, blocks):
-        begins = (index < 0) | (tl.load(fresh + row * fresh_row + index, index >= 0, 0) != 0)
-        tl.debug_barrier()
-        old = tl.load(place + tl.load(seat + every, candidate, 0), candidate & (begins == 0), -1)
-        tl.store(before + index * size + every, old, (every < size) & (index >= 0))
-        tl.debug_barrier()
-        if begins:
-            tl.store(place + every, tl.full([ALL], -1, tl.int64))
-        count = tl.where(index < 0, size, width)
-        for part in range((count - 1) // W + 1):
-            number = part * W + w
-            some = number < count
-            its = tl.where(index < 0, number, tl.load(seat + size + number, some & (index >= 0), 0))
-            new = tl.load(leaves + index * width + number, some & (index >= 0), -1)
-            new = tl.where(index < 0, tl.load(held + number, some & (index < 0), -1), new)
-            reset = begins & (part == 0)
-            tl.debug_barrier()
-            tl.store(place + its, new, some)
-            tl.debug_barrier()
-            # The sums of who comes, and what they add to those of the others.
-            if reset | (index >= 0) | (tl.max(new) >= 0):
-                keys = tl.load(pairs + new[None] * 2 * D + d[:, None], (new >= 0)[None] & wide[:, None], 0.0)
-                values = tl.load(pairs + new[:, None] * 2 * D + D + d[None], (new >= 0)[:, None] & wide[None], 0.0)
-                own, sums = tl.zeros([W], tl.float32), tl.zeros([W, BLOCK_D], tl.float32)
-                for i in range((seats - 1) // M + 1):
-                    at = i * M + m
-                    of = tl.load(place + at, at < seats, -1)
-                    rows = pairs + of[:, None] * 2 * D + d[None]
-                    unit = tl.load(rows, (of >= 0)[:, None] & wide[None], 0.0)
-                    alike = tl.dot(unit, keys, input_precision=PRECISION)
-                    here = (at < seats)[:, None] & some[None]
-                    tl.store(cosines + at[:, None] * ALL + its[None], alike, here)
-                    same = at[:, None] == its[None]
-                    others = (at < seats) & (tl.sum((same & some[None]).to(tl.int32), 1) == 0)
-                    tl.store(cosines + its[None] * ALL + at[:, None], alike, here & others[:, None])
-                    both = (of >= 0)[:, None] & (new >= 0)[None] & (same == 0)
-                    weights = tl.where(both, tl.exp2(alike * LOG2_E), 0.0)
-                    value = tl.load(rows + D, (of >= 0)[:, None] & wide[None], 0.0)
-                    own += tl.sum(weights, 0)
-                    sums += tl.dot(tl.trans(weights), value, input_precision=PRECISION)
-                    so_far = others & (reset == 0)
-                    row_at = recalled + at[:, None] * D + d[None]
-                    one = tl.load(total + at, so_far, 0.0) + tl.sum(weights, 1)
-                    all_of = tl.load(row_at, so_far[:, None] & wide[None], 0.0)
-                    all_of += tl.dot(weights, values, input_precision=PRECISION)
-                    tl.store(total + at, one, others)
-                    tl.store(row_at, all_of, others[:, None] & wide[None])
-                tl.store(total + its, own, some)
-                tl.store(recalled + its[:, None] * D + d[None], sums, some[:, None] & wide[None])
-                tl.debug_barrier()
-        if index >= 0:
-            whose = tl.load(seat + every, candidate, 0)
-            which = tl.load(place + whose, candidate, -1)
-            score = tl.where(which >= 0, 1.0, 0.0)
-            if tl.sum(score) > size:  # or there is room for all
-                youngest = tl.max(tl.load(position + which, which >= 0, -1))
-                theirs = tl.load(place + every, candidate, -1)[None]
-                for i in range((seats - 1) // ROWS + 1):
-                    at = i * ROWS + tl.arange(0, ROWS)
-                    of = tl.load(place + at, at < seats, -1)
-                    newer = (theirs > of[:, None]) & (of >= 0)[:, None]
-                    alike = tl.max(tl.load(cosines + at[:, None] * ALL + every[None], newer, NOBODY), 1)  # of the newer
-                    inside = (of >= 0)[:, None] & wide[None]
-                    error = tl.load(recalled + at[:, None] * D + d[None], inside, 0.0)
-                    error = error / tl.load(total + at, of >= 0, 1.0)[:, None]
-                    error -= tl.load(pairs + of[:, None] * 2 * D + D + d[None], inside, 0.0)
-                    error = tl.sqrt(tl.sum(error * error, 1))
-                    age = (youngest - tl.load(position + of, of >= 0, -1) + 1).to(tl.float32)
-                    found = tl.log2(tl.maximum(error, TINY)) - tl.maximum(alike, -8.0) / 8
-                    found -= per_doubling * tl.log2(age)
-                    # As sorting has it, that all have a place; a GPU's maximum of no number and another is the other.
-                    found = tl.where((error == error) & (found == found), found, float("inf"))
-                    found = tl.where(of >= 0, found, -float("inf"))
-                    tl.store(scores + at, found, at < seats)
-                tl.debug_barrier()
-                score = tl.load(scores + whose, candidate, -float("inf"))
-            score = tl.where(candidate, score, -float("inf"))
-            tl.debug_barrier()
-            tl.store(scores + every, score, candidate)
-            tl.debug_barrier()
-            better = tl.zeros([ALL], tl.int32)  # how many candidates go before it
-            for o in range((seats - 1) // 16 + 1):  # few at a time: ALL times as many comparisons are held
-                other = o * 16 + tl.arange(0, 16)
-                theirs = tl.load(scores + other, other < seats, -float("inf"))[None]
-                first_of = (theirs == score[:, None]) & (other[None] < every[:, None])
-                better += tl.sum((((theirs > score[:, None]) | first_of) & (other < seats)[None]).to(tl.int32), 1)
-            stays, goes = (better < size) & candidate, (better >= size) & candidate
-            nth, nth_gone = tl.cumsum(stays.to(tl.int32), 0) - 1, tl.cumsum(goes.to(tl.int32), 0) - 1
-            tl.store(after + index * size + nth, which, stays)
-            tl.store(seat + tl.where(stays, nth, size + nth_gone), whose, candidate)
-            tl.debug_barrier()
-            # What who leaves takes out of the sums of the others.
-            for part in range((width - 1) // W + 1):
-                some = part * W + w < width
-                its = tl.load(seat + size + part * W + w, some, 0)
-                gone = tl.load(place + its, some, -1)
-                values = tl.load(pairs + gone[:, None] * 2 * D + D + d[None], (gone >= 0)[:, None] & wide[None], 0.0)
-                for i in range((seats - 1) // M + 1):
-                    at = i * M + m
-                    of = tl.load(place + at, at < seats, -1)
-                    both = (of >= 0)[None] & (gone >= 0)[:, None] & (at[None] != its[:, None])
-                    weights = tl.load(cosines + its[:, None] * ALL + at[None], both, -float("inf"))
-                    weights = tl.trans(tl.exp2(weights * LOG2_E))
-                    row_at, inside = recalled + at[:, None] * D + d[None], (of >= 0)[:, None] & wide[None]
-                    tl.store(total + at, tl.load(total + at, of >= 0, 0.0) - tl.sum(weights, 1), of >= 0)
-                    all_of = tl.load(row_at, inside, 0.0) - tl.dot(weights, values, input_precision=PRECISION)
-                    tl.store(row_at, all_of, inside)
-                tl.debug_barrier()
-                tl.store(place + its, tl.full([W], -1, tl.int64), some)

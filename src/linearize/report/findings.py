@@ -360,8 +360,8 @@ def memory(entries: Entries) -> Finding | None:
 
 
 def spread(run: RunFiles) -> Finding | None:
-    """Where the memory of a run went whose heads shared a budget."""
-    held = {f"{layer}.{head}": x for layer, row in run.held_by_head.items() for head, x in enumerate(row)}
+    """Say which KV heads keep most of a KV budget that was allocated per head."""
+    held = {f"{layer}.{head}": x for layer, row in run.pairs_by_head.items() for head, x in enumerate(row)}
     if not held:
         return None
     most, total = sorted(held, key=lambda name: -held[name]), sum(held.values())
@@ -369,8 +369,8 @@ def spread(run: RunFiles) -> Finding | None:
     half = next(place for place, x in enumerate(sums, start=1) if 2 * x >= total)
     named = ", ".join(most[: min(half, 4)]) + (", ..." if half > 4 else "")
     verb, part = "holds" if half == 1 else "hold", share(sums[half - 1] / total)
-    words = f"{half} of {len(held)} KV heads {verb} {part} of its {count(total)} bytes ({named}; layer.head)"
-    return Finding("fact", f"Memory was spread by need: {words}.")
+    words = f"{half} of {len(held)} KV heads {verb} {part} of its {count(total)} key-value pairs ({named}; layer.head)"
+    return Finding("fact", f"Per-head KV budget allocation: {words}.")
 
 
 def faster(entries: Entries, crossover: Mapping[str, Any] | None) -> Iterator[Finding]:

@@ -16,13 +16,14 @@ from linearize.report.numbers import scaled
 
 COLUMNS = ("of the cache", "what is held", "bytes", "far gain", "far gain, all trained", "copying", "needle")
 PANELS = {"far": "far gain", "copying": "copying", "needle": "needle"}
-# Names and styles of the lines that are drawn; of the exact caches the best at each fraction.
+# Names and styles of the lines that are drawn.
+ALLOCATED, WINDOW = "per-head allocation", "window and sinks"
 LINES = {
-    ("by need", True): ("by need, trained", "#0072b2", "-"),
-    ("by need", False): ("by need", "#0072b2", "--"),
-    ("window", True): ("window, trained", "#d55e00", "-"),
-    ("window", False): ("window", "#d55e00", "--"),
-    ("cache", False): ("exact cache in every head, best score", "#009e73", "--"),
+    (ALLOCATED, True): (f"{ALLOCATED}, fine-tuned", "#0072b2", "-"),
+    (ALLOCATED, False): (ALLOCATED, "#0072b2", "--"),
+    (WINDOW, True): (f"{WINDOW}, fine-tuned", "#d55e00", "-"),
+    (WINDOW, False): (WINDOW, "#d55e00", "--"),
+    ("window", False): ("window", "#009e73", "--"),
 }
 
 
@@ -54,9 +55,9 @@ def page(about: dict[str, Any]) -> str:
         f"|{' --- |' * len(COLUMNS)}",
         *(f"| {' | '.join(cells)} |" for cells in _rows(about)),
         "",
-        "The windows that heads have by need, layer by layer:",
+        "Window, and KV cache with eviction behind a +, of each KV head, layer by layer:",
         "",
-        *(f"- {float(fraction):.0%}: {_heads(about, chosen)}" for fraction, chosen in about["chosen"].items()),
+        *(f"- {float(fraction):.0%}: {_heads(chosen)}" for fraction, chosen in about["chosen"].items()),
         "",
         f"    {about['command']}",
         "",
@@ -67,7 +68,7 @@ def page(about: dict[str, Any]) -> str:
 def figure(about: dict[str, Any]) -> str:
     """SVG: far gain, copying and needle over bytes."""
 
-    spread = [point for point in about["points"] if point["name"] == "by need"]
+    spread = [point for point in about["points"] if point["name"] == ALLOCATED]
     ticks = {point["bytes"]: f"{scaled(point['bytes'], 'B')}\n{point['fraction']:.0%}" for point in spread}
 
     def paint(axis: Axes, key: str) -> None:
@@ -107,16 +108,10 @@ def figure(about: dict[str, Any]) -> str:
 
 def _line(points: Sequence[dict[str, Any]], name: str, trained: bool, key: str) -> Iterator[tuple[int, float | None]]:
     """Bytes and quality, by bytes."""
-    best: dict[float, tuple[int, float | None]] = {}
-    for point in points:
-        known = "cache" if point["name"].startswith("exact cache") else point["name"]
-        if (known, point["trained"]) != (name, trained):
-            continue
-        share, before = _share(point, key), best.get(point["fraction"])
-        mean = None if share is None else share["mean"]
-        if before is None or (mean is not None and (before[1] is None or mean > before[1])):
-            best[point["fraction"]] = point["bytes"], mean
-    yield from sorted(best.values())
+    found = [point for point in points if (point["name"], point["trained"]) == (name, trained)]
+    for point in sorted(found, key=lambda point: point["bytes"]):
+        share = _share(point, key)
+        yield point["bytes"], None if share is None else share["mean"]
 
 
 def _rows(about: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -135,16 +130,7 @@ def _percent(share: dict[str, float] | None) -> str:
     return "-" if share is None else f"{share['mean']:.0%} [{share['low']:.0%}, {share['high']:.0%}]"
 
 
-def _heads(about: dict[str, Any], chosen: dict[str, list[int]]) -> str:
-    layers = (" ".join(_held(about["candidates"][place]) for place in heads) for heads in chosen.values())
+def _heads(chosen: dict[str, dict[str, list[int]]]) -> str:
+    both = zip(chosen["windows"].values(), chosen["caches"].values(), strict=True)
+    layers = (" ".join(f"{w}+{c}" if c else f"{w}" for w, c in zip(*layer, strict=True)) for layer in both)
     return " | ".join(layers)
-
-
-def _held(candidate: dict[str, Any] | None) -> str:
-    """A head's memory in few letters: `128`, a window; `32+64`, an exact cache beside one; `16+exp`, a map; `all`."""
-    if candidate is None:
-        return "all"
-    span, cache, feature_map = candidate["span"], candidate["cache"], candidate["feature_map"]
-    near = span.get("window_size", 0) * span.get("blocks", 1)
-    beside = [str(cache["size"])] if cache else [feature_map["type"]] if feature_map else []
-    return "+".join([str(near), *beside])

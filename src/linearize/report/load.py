@@ -90,12 +90,15 @@ class RunFiles:
         return bool(self.evaluation.get("measured"))
 
     @property
-    def held_by_head(self) -> dict[int, list[int]]:
-        """Bytes that the KV heads of each layer were given of a budget; empty where there was none."""
+    def pairs_by_head(self) -> dict[int, list[int]]:
+        """Return the key-value pairs that the KV heads of each layer keep; empty where no budget was allocated."""
         if self.allocation is None:
             return {}
-        sizes = self.allocation["bytes"]
-        return {int(layer): [sizes[place] for place in heads] for layer, heads in self.allocation["chosen"].items()}
+        sinks, caches = self.allocation["sinks"], self.allocation["caches"]
+        return {
+            int(layer): [sinks + window + cache for window, cache in zip(windows, caches[layer], strict=True)]
+            for layer, windows in self.allocation["windows"].items()
+        }
 
     def section(self, name: str) -> Any:
         """A section of the evaluation, or None where it was not measured."""

@@ -1,62 +1,106 @@
-"""What the KV heads of a teacher are measured to need, and what each gets of a recipe's budget of memory."""
+"""What a run measures on the teacher before it converts: the allocation of its KV budget, and eviction scores."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from linearize.base import UserError, read_json
+from linearize.base import UserError, atomic_file, read_json
 from linearize.data.packing import Dataset
 from linearize.data.repeats import without_repeats
 from linearize.data.rows import PackedRows
+from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan
-from linearize.run.folder import Run
-from linearize.training.allocation import allocate, measured_losses
-from linearize.training.memory import MemoryConfig, candidate_bytes
+from linearize.mixers.config import LayerPlan, each_mixer
+from linearize.recipe import Recipe
+from linearize.run.folder import Run, write_json
+from linearize.training.allocation import Allocation, allocate
+from linearize.training.eviction_scores import EvictionScores, measure_attention
 
-ALLOCATION = "allocation.json"
+ALLOCATION, SCORES = "allocation.json", "eviction_scores.safetensors"
 
 
-def allocation(
-    run: Run,
-    memory: MemoryConfig,
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a teacher once it has been measured.
+
+    Attributes:
+        layers: the layer plan.
+        allocation: of the recipe's KV budget; None where the recipe has none.
+        scores: of the plan's KV caches with eviction; None where it has none.
+    """
+
+    layers: LayerPlan
+    allocation: Allocation | None = None
+    scores: EvictionScores | None = None
+
+    def convert(self, teacher: PreTrainedModel, seed: int) -> PreTrainedModel:
+        """Return a student by the plan, with its eviction scores."""
+        student = convert_layers(teacher, self.layers, seed=seed)
+        if self.scores is not None:
+            self.scores.apply(student, None if self.allocation is None else self.allocation.recall_heads)
+        return student
+
+    def save(self, run: Run) -> None:
+        """Write what was measured to the run's folder."""
+        if self.allocation is not None:
+            write_json(run.folder / ALLOCATION, asdict(self.allocation))
+        if self.scores is not None:
+            named, path = self.scores.named_tensors(), run.folder / SCORES
+            with atomic_file(path, sum(x.nbytes for x in named.values()), "start the run again") as scratch:
+                save_file(named, scratch)
+
+
+def measure(
+    recipe: Recipe,
     shape: TeacherShape,
     layers: LayerPlan,
     teacher: PreTrainedModel,
     dataset: Dataset,
-) -> dict[str, Any]:
-    """What each KV head gets of a budget, by what it is measured to need; read from the run's folder if it is there.
+    tokenizer: Any,
+    dtype: torch.dtype,
+) -> Measured:
+    """Measure what the recipe's plan depends on: what recall needs of each KV head, and eviction scores.
 
-    As it stands in allocation.json, which the caller writes: the `budget`, in bytes; each of the `candidates`; the
-    `bytes` of each in one head; `losses`, nats per token, of every layer's heads with each candidate; and which one is
-    `chosen`. Layers that `layers` leaves as they are have none.
+    Args:
+        layers: the plan as the recipe alone has it; layers that it leaves as they are stay so.
+        dtype: of keys and values, in which bytes are counted.
 
     Raises:
-        UserError: no language model, or a budget too small for any memory at all.
+        UserError: no language model, a budget too small for any window, or too little text.
     """
-    rows, candidates, path = dataset.train, memory.candidates(), run.folder / ALLOCATION
+    memory, rows = recipe.memory, dataset.train
+    if memory is None and all(mixer.cache is None for mixer in each_mixer(layers)):
+        return Measured(layers)
     if not isinstance(rows, PackedRows):
-        raise UserError(f"memory: expected a language model, found {run.recipe.data.task.type}; set memory=null")
-    if path.is_file():
-        return stored_allocation(run)
-    how: dict[str, Any] = {"tokens": memory.tokens, "recall": memory.recall, "seed": run.recipe.seed}
-    text = without_repeats(rows, run.recipe.data.repeats, seed=run.recipe.seed)
-    losses = measured_losses(teacher, text, candidates, **how)
-    losses = {layer: heads for layer, heads in losses.items() if layers[layer] is not None}
-    sizes, budget = candidate_bytes(candidates, shape, run.dtype, memory.of_cache_at), memory.budget(shape, run.dtype)
-    return {
-        "budget": budget,
-        "candidates": [choice and choice.model_dump(mode="json") for choice in candidates],
-        "bytes": sizes,
-        "losses": losses,
-        "chosen": allocate(losses, sizes, budget),
+        raise UserError(f"memory: expected a language model, found {recipe.data.task.type}; set memory=null")
+    text = without_repeats(rows, recipe.data.repeats, seed=recipe.seed)
+    sinks = 0 if memory is None else memory.sinks
+    quantiles, scores = measure_attention(teacher, text, tokenizer, sinks=sinks, seed=recipe.seed)
+    if memory is None:
+        return Measured(layers, None, scores)
+    needs = {
+        layer: [[round(x, 3) for x in head] for head in of_layer.tolist()]
+        for layer, of_layer in quantiles.items()
+        if layers[layer] is not None
     }
+    allocation = allocate(memory, needs, shape, dtype)
+    return Measured(allocation.plan(shape.num_layers), allocation, scores)
 
 
-def stored_allocation(run: Run) -> dict[str, Any]:
-    """The allocation in the run's folder."""
-    found = read_json(run.folder / ALLOCATION)
-    by_layer = {key: {int(layer): heads for layer, heads in found[key].items()} for key in ("losses", "chosen")}
-    return found | by_layer
+def stored(run: Run, shape: TeacherShape, layers: LayerPlan) -> Measured | None:
+    """Return what a run's folder has of its measurements; None where it has not all of them."""
+    allocation, scores = run.folder / ALLOCATION, run.folder / SCORES
+    found = Allocation.of(read_json(allocation)) if allocation.is_file() else None
+    if run.recipe.memory is not None and found is None:
+        return None
+    layers = layers if found is None else found.plan(shape.num_layers)
+    if all(mixer.cache is None for mixer in each_mixer(layers)):
+        return Measured(layers, found)
+    if not scores.is_file():
+        return None
+    return Measured(layers, found, EvictionScores.from_named_tensors(load_file(scores)))

@@ -23,6 +23,7 @@ from linearize.evaluation.answers import answering
 from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.controls import (
     SINKS,
+    copy_eviction_scores,
     equal_bytes_plan,
     exact_plan,
     window_only_plan,
@@ -49,7 +50,6 @@ from linearize.run.given_models import (
     require_linearized,
 )
 from linearize.training.attention_transfer import load_transferred
-from linearize.training.cache_scores import copy_scores
 from linearize.training.finetune import load_finetuned
 from linearize.training.resumption import RESULT
 
@@ -68,7 +68,7 @@ def candidates(
     def untrained() -> PreTrainedModel:
         assert teacher is not None
         model = convert_layers(teacher, layers, seed=0 if run is None else run.recipe.seed)
-        copy_scores(student, model)  # they are measured on the teacher, not trained
+        copy_eviction_scores(student, model)  # they are measured on the teacher, not trained
         return model
 
     def windowed() -> PreTrainedModel:
@@ -159,7 +159,7 @@ def control(
         return run.load_teacher()
     model = convert_layers(teacher, plans[name]())
     if name == "exact_lora":  # whose caches are the student's own
-        copy_scores(student, model)
+        copy_eviction_scores(student, model)
     return model
 
 

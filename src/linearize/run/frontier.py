@@ -16,7 +16,6 @@ from linearize.data.rows import PackedRows
 from linearize.data.selection import reach_by
 from linearize.evaluation.candidates import BATCH_SIZE
 from linearize.evaluation.config import EvaluationConfig
-from linearize.evaluation.controls import SINKS
 from linearize.evaluation.copying import CopyRows, copy_losses, copy_rows
 from linearize.evaluation.intervals import Totals
 from linearize.evaluation.perplexity import TokenLosses, paired_difference, token_losses
@@ -25,19 +24,15 @@ from linearize.evaluation.shares import kept_copying, kept_far_context
 from linearize.hf.checkpoint import read_config
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import LayerPlan, MixerConfig
-from linearize.mixers.exact_cache import ATTENTION
-from linearize.ops.layout import SlidingSpan
 from linearize.recipe import resolve
-from linearize.run.allocation import ALLOCATION, allocation
+from linearize.run.allocation import Measured, measure, stored
 from linearize.run.folder import Run, alone_in, check_output, claim, versions, write_json
-from linearize.training.allocation import allocate, allocated_plan
-from linearize.training.cache_scores import fit_scores
+from linearize.training.allocation import allocate
 from linearize.training.finetune import finetune
-from linearize.training.memory import BLOCK, MemoryConfig, cached, candidate_bytes, window
+from linearize.training.memory import MemoryConfig, head_bytes, head_mixer
 
-BY_NEED, WINDOW = "by need", "window"
+ALLOCATED, WINDOW = "per-head allocation", "window and sinks"
 
 
 @dataclass(frozen=True)
@@ -96,25 +91,28 @@ def _measured(
     ruler = _ruler(dataset, processor, recipe.evaluation, reference, longest)
     teacher = run.load_teacher()
     claim(run, dataset)
-    measured = allocation(run, memory, shape, resolve(recipe, shape), teacher, dataset)
-    write_json(run.folder / ALLOCATION, measured)
-    candidates, sizes, needs = memory.candidates(), measured["bytes"], measured["losses"]
-    of_cache_at, layers = memory.of_cache_at, sorted(needs)
+    plan = resolve(recipe, shape)
+    measured = stored(run, shape, plan) or measure(recipe, shape, plan, teacher, dataset, processor, run.dtype)
+    measured.save(run)
+    assert measured.allocation is not None
+    needs = measured.allocation.needs
+    layers = sorted(needs)
     untrained = {"teacher": ruler.see(teacher, "teacher")}
-    plan = _alike(window(reference), layers, shape)
+    plan = _alike(head_mixer(reference, 0, 0), layers, shape)
     untrained["window"] = ruler.see(convert_layers(teacher, plan), f"window of {reference}")
     alike: dict[str, TokenLosses] = {}
     if recipe.finetune is not None:
-        alike["teacher_lora"] = ruler.see(_trained(run, "teacher", None, teacher, dataset), "teacher, trained").losses
-        trained = _trained(run, f"window-{reference}", plan, teacher, dataset)
+        tuned = _trained(run, "teacher", None, teacher, dataset)
+        alike["teacher_lora"] = ruler.see(tuned, "teacher, trained").losses
+        trained = _trained(run, f"window-{reference}", Measured(plan), teacher, dataset)
         alike["window_lora"] = ruler.see(trained, f"window of {reference}, trained").losses
 
-    def point(fraction: float, name: str, plan: LayerPlan, held: int, trained: bool) -> dict[str, Any]:
+    def point(fraction: float, name: str, made: Measured, held: int, trained: bool) -> dict[str, Any]:
         label = f"{fraction:g}-{name.replace(' ', '-')}"
         path = run.folder / f"points-{reference}" / f"{label}{'-trained' if trained else ''}.json"
         if path.is_file():
             return read_json(path)
-        model = _trained(run, label, plan, teacher, dataset) if trained else _student(run, plan, teacher, dataset)
+        model = _trained(run, label, made, teacher, dataset) if trained else made.convert(teacher, 0)
         seen = ruler.see(model, f"{fraction:.0%}: {name}")
         far = {"teacher": untrained["teacher"].losses, "window": untrained["window"].losses, "student": seen.losses}
         answers = {name: x.answers for name, x in untrained.items()} | {"student": seen.answers}
@@ -134,28 +132,24 @@ def _measured(
     points: list[dict[str, Any]] = []
     chosen: dict[float, Any] = {}
     for fraction in fractions:
-        budget = memory.model_copy(update={"bytes": None, "fraction": fraction}).budget(shape, run.dtype)
+        sized = memory.model_copy(update={"bytes": None, "fraction": fraction})
         heads = shape.num_kv_heads * len(layers)
         plans = {}
-        for name, mixer in uniform(round(fraction * of_cache_at), memory).items():
-            held = heads * candidate_bytes([mixer], shape, run.dtype, of_cache_at)[0]
-            plans[name] = _alike(mixer, layers, shape), held
-        spread = allocate(needs, sizes, budget)
-        chosen[fraction] = spread
-        held = sum(sizes[place] for places in spread.values() for place in places)
-        plans[BY_NEED] = allocated_plan(spread, candidates, shape.num_layers), held
+        for name, mixer in uniform(round(fraction * memory.reference_length), memory.sinks).items():
+            plans[name] = Measured(_alike(mixer, layers, shape)), heads * head_bytes(mixer, shape, run.dtype)
+        allocation = allocate(sized, needs, shape, run.dtype)
+        chosen[fraction] = {"windows": allocation.windows, "caches": allocation.caches}
+        made = Measured(allocation.plan(shape.num_layers), allocation, measured.scores)
+        plans[ALLOCATED] = made, allocation.held
         points += [point(fraction, name, *its, trained=False) for name, its in plans.items()]
         if recipe.finetune is not None:
-            points += [point(fraction, name, *plans[name], trained=True) for name in (WINDOW, BY_NEED)]
+            points += [point(fraction, name, *plans[name], trained=True) for name in (WINDOW, ALLOCATED)]
     return {
         "command": command,
         "versions": versions(),
-        "length": of_cache_at,
+        "length": memory.reference_length,
         "reference": reference,
         "tokens": None if recipe.finetune is None else run.training_tokens(f"window-{reference}"),
-        "candidates": measured["candidates"],
-        "candidate_bytes": sizes,
-        "needs": needs,
         "chosen": chosen,
         "points": points,
     }
@@ -174,42 +168,22 @@ def _ruler(dataset: Dataset, tokenizer: Any, config: EvaluationConfig, reference
     return Ruler(rows, copies, next(test for test in tests if test.task.name == "needle"))
 
 
-def uniform(pairs: int, memory: MemoryConfig) -> dict[str, MixerConfig]:
-    """What every head can have in as many pairs of key and value, by name.
-
-    A window; the same with 4 sinks (StreamingLLM); and beside a window of 32 an exact cache, by the recipe's score and
-    by attention received, of all queries (as H2O) and of the last ones (as SnapKV), where it is no larger than the
-    largest of `memory.caches`: what a choice costs grows with the square of its pairs.
-    """
-    rest = pairs - 2 * BLOCK
-    sunk = SlidingSpan(window_size=max(1, pairs - SINKS), sinks=SINKS)
-    found = {
-        WINDOW: window(max(1, pairs)),
-        f"window + {SINKS} sinks": MixerConfig(span=sunk, feature_map=None, combine=WindowOnly()),
+def uniform(pairs: int, sinks: int) -> dict[str, MixerConfig]:
+    """Return what every head can have alike in as many pairs of key and value, by name: a window, without sinks too."""
+    return {
+        "window": head_mixer(max(1, pairs), 0, 0),
+        WINDOW: head_mixer(max(1, pairs - sinks), 0, sinks),
     }
-    if 0 < rest <= max(memory.caches, default=0):
-        found |= {f"exact cache, {name}": cached(rest, name) for name in (memory.score, *ATTENTION)}
-    return found
 
 
 def _alike(mixer: MixerConfig, layers: Sequence[int], shape: TeacherShape) -> LayerPlan:
     return tuple(mixer if index in layers else None for index in range(shape.num_layers))
 
 
-def _student(run: Run, plan: LayerPlan, teacher: PreTrainedModel, dataset: Dataset) -> PreTrainedModel:
-    """The teacher with mixers, of which nothing is trained."""
-    assert run.recipe.memory is not None
-    model = convert_layers(teacher, plan)
-    fit_scores(model, dataset.train, run.recipe.memory.tokens)
-    return model
-
-
-def _trained(
-    run: Run, name: str, plan: LayerPlan | None, teacher: PreTrainedModel, dataset: Dataset
-) -> PreTrainedModel:
+def _trained(run: Run, name: str, made: Measured | None, teacher: PreTrainedModel, dataset: Dataset) -> PreTrainedModel:
     """The teacher, or a student of it by `plan`, finetuned; loaded where that is finished, resumed where it began."""
     assert run.recipe.finetune is not None
-    model = run.load_teacher() if plan is None else _student(run, plan, teacher, dataset)
+    model = run.load_teacher() if made is None else made.convert(teacher, 0)
     options = {"output_dir": run.folder / name, "teacher": teacher, "seed": run.recipe.seed, "title": name}
     finetune(model, dataset.train, dataset.validation, run.recipe.finetune, **options)
     return model

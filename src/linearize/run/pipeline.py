@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,26 +18,23 @@ from linearize.evaluation.harness import check_tasks
 from linearize.evaluation.worth import Worth
 from linearize.hf.checkpoint import read_config, save_student
 from linearize.hf.classes import read_plan
-from linearize.hf.convert import convert_layers
 from linearize.hf.partial_model import StoredWeights
 from linearize.hf.sharded_checkpoint import save_sharded
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan, each_mixer
+from linearize.mixers.config import LayerPlan
 from linearize.planning import plan as planning
 from linearize.recipe import Recipe, resolve
-from linearize.run.allocation import ALLOCATION, allocation, stored_allocation
+from linearize.run.allocation import measure, stored
 from linearize.run.evaluate import control, measure_run, write_results
 from linearize.run.folder import Run, about_run, alone_in, check_output, claim, write_json
 from linearize.run.layout import laid_out
 from linearize.run.rows import kept, rows_of
-from linearize.training.allocation import allocated_plan
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
-from linearize.training.cache_scores import TOKENS, fit_scores
 from linearize.training.config import FinetuneConfig
 from linearize.training.finetune import finetune
 
-STAGES = ("transfer", "adapt", "finetune", "evaluate")
+STAGES = ("convert", "transfer", "adapt", "finetune", "evaluate")
 
 
 def run(
@@ -95,27 +93,26 @@ def _carry_out(
         if block is not None or until == "transfer":
             return None
     teacher = run.load_teacher()
-    memory, measured = run.recipe.memory, None
-    if memory is not None:
-        measured = agreed(allocation(run, memory, shape, layers, teacher, dataset))
-        layers = allocated_plan(measured["chosen"], memory.candidates(), shape.num_layers)
-    student = convert_layers(teacher, layers, seed=run.recipe.seed)
-    scored_on = TOKENS if memory is None else memory.tokens
-    fit_scores(student, dataset.train, scored_on)
+    measured = stored(run, shape, layers)
+    if measured is None:
+        measured = agreed(measure(run.recipe, shape, layers, teacher, dataset, processor, run.dtype))
+    layers = measured.layers
+    student = measured.convert(teacher, run.recipe.seed)
     with in_turn():
         claim(run, dataset)
         dataset = kept(run, processor if own else None, dataset)
-    if measured is not None and world().main:
-        write_json(run.folder / ALLOCATION, measured)
+    if world().main:
+        measured.save(run)
     write_plan(run, shape, layers, dataset)
-
+    if until == "convert":
+        save(run, student, processor)
+        return None
     if run.recipe.transfer is not None:
         transfer(run, student, dataset)
         layers = final_layers(run, shape)
         if layers != read_plan(student.config):
             write_plan(run, shape, layers, dataset)
-            student = convert_layers(teacher, layers, seed=run.recipe.seed)
-            fit_scores(student, dataset.train, scored_on)
+            student = replace(measured, layers=layers).convert(teacher, run.recipe.seed)
             load_transferred(student, run.recipe.transfer, run.folder / "transfer")
     for name in ("adapt", "finetune"):
         if STAGES.index(name) <= STAGES.index(until):
@@ -233,9 +230,7 @@ def transfer(run: Run, student: PreTrainedModel, dataset: Dataset) -> None:
 
 
 def final_layers(run: Run, shape: TeacherShape) -> LayerPlan:
-    """The layer plan with what the run has measured: the layers' transfer errors, or what its heads need."""
-    if run.recipe.memory is not None:
-        return allocated_plan(stored_allocation(run)["chosen"], run.recipe.memory.candidates(), shape.num_layers)
+    """Return the layer plan with the layers' transfer errors, which the run has measured."""
     if run.recipe.transfer is None:
         return resolve(run.recipe, shape)
     return resolve(run.recipe, shape, transfer_errors(run.folder / "transfer", shape.num_layers))
@@ -258,10 +253,7 @@ def train_controls(
     On as many tokens as all stages of the student together, so that more training is not what sets them apart.
     """
     total = run.training_tokens("transfer", "adapt", "finetune")
-    linear = any(mixer.feature_map is not None for mixer in each_mixer(layers))
     for name, folder in run.controls.items():
-        if name == "exact_lora" and not linear:
-            continue  # linear states were among the candidates for memory, and none was taken
         assert run.recipe.finetune is not None and total is not None  # fine-tuning at least is finished
         # An epoch drops rows that fill no step, but never as many as half of them.
         budget = {"max_tokens": total, "epochs": 1 + 2 * total // dataset.train.num_tokens}

@@ -1,207 +1,121 @@
-"""Which KV head gets how much memory: what each loses with less, measured on the teacher, and who gains most per byte.
+"""Per-head KV budget allocation: divide a budget of bytes over KV heads, by what recall needs of each.
 
-Axes: L layers, G KV heads of a layer, C candidates.
+Axes: G KV heads of a layer, Q quantiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 
-from linearize.base import UserError, progress
-from linearize.data.repeats import with_few_repeats
-from linearize.data.rows import IGNORED, PackedRows, on_device
-from linearize.hf.architectures import architecture_of
-from linearize.hf.attention import linearized_layers, observed, softmax_output
-from linearize.hf.convert import convert_layers
+from linearize.base import UserError
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import HeadwiseConfig, LayerPlan
-from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.linear import LinearMixer
-from linearize.ops.layout import Layout
-from linearize.training.cache_scores import fit_mixers
-from linearize.training.memory import BLOCK, Choice, window
+from linearize.training.eviction_scores import cache_sizes
+from linearize.training.memory import BLOCK, MemoryConfig, head_bytes, head_mixer
+
+WINDOW = 2 * BLOCK  # beside a cache: a query sees its own block and the one before
+SMALLEST_RECALL = 3 * BLOCK  # a smaller cache for recall is none
 
 
-def measured_losses(
-    teacher: PreTrainedModel,
-    rows: PackedRows,
-    candidates: Sequence[Choice],
-    *,
-    tokens: int,
-    seed: int,
-    recall: float = 0.0,
-) -> dict[int, list[list[float]]]:
-    """How much each candidate, in one KV head alone, raises the loss: of each layer that can be converted, [G][C].
+@dataclass(frozen=True)
+class Allocation:
+    """The window and the size of the KV cache with eviction of each KV head of the layers that are converted.
 
-    Exact caches whose scores are measured on the teacher are fitted to it first, on the same rows (`fit_mixers`).
-
-    Nats per token of KL(teacher, student), to second order in the change of the head's output: where the teacher is the
-    best there is, the first order vanishes. 1/2 E (g . dy)^2, where g is the gradient of a sampled next token's loss at
-    the head's output y (the Fisher information of the teacher's own distribution), and dy what the candidate changes.
-    Changes at different positions are taken for independent. One pass forward and back, in which each layer is computed
-    again on the way back: memory is that of inference, the inputs of all layers, and one layer's forward and backward;
-    no T x T matrix exists.
-
-    Text asks for little that is far away, and then once. So spans that come twice are written into the rows, and what
-    a head loses is the mean over tokens of text, plus `recall` times the mean over tokens that only recall foretells.
-    One pass measures both: scores of different sampled tokens are independent, so that a token whose loss is multiplied
-    by w counts w^2 times.
-
-    Args:
-        rows: of which the first `tokens` are read, and of these the tokens that carry a loss count.
-        seed: draws the next tokens, and the spans.
-        recall: what a recalled token counts beside one of text; 0: the rows as they are.
+    Attributes:
+        windows, caches: by layer, of each head; in pairs.
+        recall_heads: by layer, whether each head's cache serves recall; the others' caches serve text.
+        needs: by layer [G][Q]: what recall needs of the head's pairs (`measure_attention`).
+        budget, held: bytes of one sequence: at most, and as allocated.
     """
-    shape = TeacherShape.from_config(teacher.config.to_dict())
-    sliding = set(shape.sliding_layers)
-    plan = tuple(None if index in sliding else window(BLOCK) for index in range(shape.num_layers))
-    watched = convert_layers(teacher, plan)
-    watched.requires_grad_(False)
-    first = watched.get_input_embeddings()
-    # For all heads of a layer at once: each reads its own alone.
-    mixers = {
-        layer.layer_idx: [choice and LinearMixer(choice, shape.layer).to(teacher.device) for choice in candidates]
-        for layer in linearized_layers(watched).values()
-    }
-    every = range(shape.num_kv_heads)
-    of_all = {index: [(every, x) for x in of_layer if x is not None] for index, of_layer in mixers.items()}
-    fit_mixers(watched, of_all, rows, tokens)
-    sums = {index: torch.zeros(shape.num_kv_heads, len(candidates), dtype=torch.float64) for index in mixers}
 
-    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
-        y = softmax_output(layer, inputs, layout)
-        if y.requires_grad:
-            kept, softmax = inputs.map(Tensor.detach), y.detach()
-            y.register_hook(lambda gradient: add(layer.layer_idx, kept, layout, softmax, gradient))
-        return y
+    windows: dict[int, list[int]]
+    caches: dict[int, list[int]]
+    recall_heads: dict[int, list[bool]]
+    needs: dict[int, list[list[float]]]
+    sinks: int
+    budget: int
+    held: int
 
-    @torch.no_grad()
-    def add(index: int, inputs: AttnInputs, layout: Layout | None, y: Tensor, gradient: Tensor) -> None:
-        for place, mixer in enumerate(mixers[index]):
-            if mixer is not None:
-                change = (mixer(inputs, layout) - y).float() * gradient.float()
-                by_head = change.unflatten(1, (shape.num_kv_heads, -1)).sum((2, 4)).double()
-                sums[index][:, place] += 0.5 * by_head.square().sum((0, 2)).cpu()
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Allocation:
+        """Return the allocation that JSON data, whose keys are strings, says."""
+        found = dict(data)
+        for name in ("windows", "caches", "recall_heads", "needs"):
+            found[name] = {int(layer): heads for layer, heads in data[name].items()}
+        return cls(**found)
 
-    def embedded(module: Any, args: Any, output: Tensor) -> Tensor:
-        return output.detach().requires_grad_()
-
-    generator, count = torch.Generator().manual_seed(seed), min(len(rows), -(-tokens * len(rows) // rows.num_tokens))
-    rows, recalled = rows.rows(slice(count)), None
-    if recall:
-        rows, recalled = with_few_repeats(rows, seed=seed)
-    weights, read = _weights(rows, recalled, recall)
-    handle = first.register_forward_hook(embedded)
-    try:
-        with observed(watched, observe), recomputed_layers(watched), torch.enable_grad():
-            for row in progress(range(count), "what each head needs"):
-                inputs = on_device(rows.rows(slice(row, row + 1)).inputs(), watched.device)
-                logits = watched(**inputs).logits.float().log_softmax(-1)
-                drawn = torch.multinomial(logits[0].detach().exp().cpu(), 1, generator=generator).to(logits.device)
-                losses = -logits[0].gather(1, drawn).squeeze(1)
-                (losses * weights[row].to(losses.device)).sum().backward()
-    finally:
-        handle.remove()
-    return {index: (x / read).tolist() for index, x in sums.items()}
+    def plan(self, num_layers: int) -> LayerPlan:
+        """Return the layer plan; layers that are not converted stay as they are."""
+        return tuple(
+            HeadwiseConfig.of(
+                [head_mixer(w, c, self.sinks) for w, c in zip(self.windows[layer], self.caches[layer], strict=True)]
+            )
+            if layer in self.windows
+            else None
+            for layer in range(num_layers)
+        )
 
 
-def _weights(rows: PackedRows, recalled: Bool[Tensor, "N L"] | None, recall: float) -> tuple[Float[Tensor, "N L"], int]:
-    """By what the loss of the token after each one is multiplied; and how many tokens of text there are."""
-    counts = rows.labels != IGNORED
-    text = counts if recalled is None else counts & ~recalled
-    read, weights = int(text[:, 1:].sum()), text.float()
-    if recalled is not None and recalled.any():
-        weights[recalled] = (recall * read / int(recalled.sum())) ** 0.5
-    return torch.nn.functional.pad(weights[:, 1:], (0, 1)), read
+def allocate(
+    memory: MemoryConfig, needs: dict[int, list[list[float]]], teacher: TeacherShape, dtype: torch.dtype
+) -> Allocation:
+    """Divide the budget: caches for the heads that recall needs, of as many pairs as it needs; the rest to all others.
 
-
-@contextmanager
-def recomputed_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Within, each layer of a decoder keeps its inputs alone, and is computed again for its gradients.
-
-    The first computation is without gradients, so what is done with those is done once.
-    """
-    known = architecture_of(model)
-    assert known is not None and known.parts is not None
-    layers: Any = model.base_model.get_submodule(known.parts.layers)
-
-    def again(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def called(hidden: Tensor, *rest: Any, **options: Any) -> Any:
-            return checkpoint(lambda x: forward(x, *rest, **options), hidden, use_reentrant=True)
-
-        return called
-
-    for layer in layers:
-        layer.forward = again(layer.forward)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
-
-
-def allocate(losses: dict[int, list[list[float]]], sizes: Sequence[int], budget: int) -> dict[int, list[int]]:
-    """Which candidate each KV head of each layer gets, so that all together take no more than `budget` bytes.
-
-    Greedy: from the smallest candidate on, always the step that lowers the losses most per byte, along the lower convex
-    hull of a head's losses over bytes; to the end of the budget. The steps on a hull fall in value, so that greedy is
-    within one step of the best there is.
+    Heads that recall needs little have a short window and a cache for text, all of the same size; where there are
+    bytes for none, a window alone.
 
     Raises:
-        UserError: the budget is less than the smallest candidate in every head takes.
+        UserError: the budget is less than the smallest window in every head takes.
     """
-    steps, chosen = [], dict[tuple[int, int], int]()
-    for layer, heads in losses.items():
-        for head, its in enumerate(heads):
-            hull = _hull(its, sizes)
-            chosen[layer, head] = hull[0]
-            for before, after in pairwise(hull):
-                gain, more = its[before] - its[after], sizes[after] - sizes[before]
-                steps.append((-gain / more, layer, head, after, more))
-    left = budget - sum(sizes[place] for place in chosen.values())
-    if left < 0:
+    budget, layers = memory.budget(teacher, dtype), sorted(needs)
+    quantiles = [torch.tensor(needs[layer]) for layer in layers]
+    room = max(0, memory.reference_length - memory.sinks - WINDOW)
+
+    def size(window: int, cache: int) -> int:
+        return head_bytes(head_mixer(window, cache, memory.sinks), teacher, dtype)
+
+    def recall(pairs: int) -> list[list[int]]:
+        return cache_sizes(quantiles, room, pairs, multiple=BLOCK, least=SMALLEST_RECALL)
+
+    def recall_bytes(sizes: list[list[int]]) -> int:
+        return sum(size(WINDOW, cache) for of_layer in sizes for cache in of_layer if cache)
+
+    low, high = 0, room * sum(map(len, quantiles))
+    while low < high:  # the largest caches for recall that fit
+        pairs = (low + high + 1) // 2
+        fits = recall_bytes(recall(pairs)) <= memory.recall_fraction * budget
+        low, high = (pairs, high) if fits else (low, pairs - 1)
+    sizes = recall(low)
+    others = sum(not cache for of_layer in sizes for cache in of_layer)
+    window, cache = _of_others((budget - recall_bytes(sizes)) // max(1, others), memory.sinks, size)
+    if not window:
+        least = recall_bytes(sizes) + others * size(1, 0)
         raise UserError(
-            f"memory: expected at least {budget - left:,} bytes, which the smallest window in every KV head takes, "
-            f"found {budget:,}; give more, or smaller memory.windows"
+            f"memory: expected at least {least:,} bytes, with which every KV head has its sinks and its own key, found "
+            f"{budget:,}; give more, or fewer memory.sinks"
         )
-    ended = set[tuple[int, int]]()
-    for _, layer, head, after, more in sorted(steps):
-        # A step too large ends its head's: what follows on the hull rests on it.
-        if more > left:
-            ended.add((layer, head))
-        elif (layer, head) not in ended:
-            chosen[layer, head], left = after, left - more
-    return {layer: [chosen[layer, head] for head in range(len(heads))] for layer, heads in losses.items()}
-
-
-def _hull(losses: Sequence[float], sizes: Sequence[int]) -> list[int]:
-    """Places of the lower convex hull of losses over sizes, from the smallest size to the least loss."""
-    hull: list[int] = []
-    for place in sorted(range(len(sizes)), key=lambda at: (sizes[at], losses[at])):
-        if hull and losses[place] >= losses[hull[-1]]:
-            continue
-        while len(hull) > 1 and _slope(losses, sizes, hull[-2], hull[-1]) >= _slope(losses, sizes, hull[-1], place):
-            hull.pop()
-        hull.append(place)
-    return hull
-
-
-def _slope(losses: Sequence[float], sizes: Sequence[int], a: int, b: int) -> float:
-    return (losses[b] - losses[a]) / (sizes[b] - sizes[a])
-
-
-def allocated_plan(chosen: dict[int, list[int]], candidates: Sequence[Choice], num_layers: int) -> LayerPlan:
-    """The layer plan of an allocation; layers that are not in it stay as they are."""
-    return tuple(
-        HeadwiseConfig.of([candidates[place] for place in chosen[layer]]) if layer in chosen else None
-        for layer in range(num_layers)
+    pairs_of = {
+        layer: [(WINDOW, found, True) if found else (window, cache, False) for found in of_layer]
+        for layer, of_layer in zip(layers, sizes, strict=True)
+    }
+    return Allocation(
+        windows={layer: [w for w, _, _ in heads] for layer, heads in pairs_of.items()},
+        caches={layer: [c for _, c, _ in heads] for layer, heads in pairs_of.items()},
+        recall_heads={layer: [recalls for _, _, recalls in heads] for layer, heads in pairs_of.items()},
+        needs=needs,
+        sinks=memory.sinks,
+        budget=budget,
+        held=sum(size(w, c) for heads in pairs_of.values() for w, c, _ in heads),
     )
+
+
+def _of_others(each: int, sinks: int, size: Any) -> tuple[int, int]:
+    """Return window and cache of a head in `each` bytes; a window alone where there are bytes for no cache."""
+    if size(WINDOW, 1) > each:
+        window = each // (size(2, 0) - size(1, 0)) - sinks
+        return max(0, window), 0
+    one = size(WINDOW, 2) - size(WINDOW, 1)
+    return WINDOW, 1 + (each - size(WINDOW, 1)) // one

@@ -23,7 +23,7 @@ from linearize.hf.attention import linearized_layers
 from linearize.hf.convert import convert_layers
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
-from linearize.mixers.exact_cache import ExactCache, Score
+from linearize.mixers.eviction_cache import EvictionCache
 from linearize.ops.layout import SlidingSpan, TerracedSpan
 from tests.byte_tokenizer import CHATML, byte_tokenizer
 from tests.tiny import VOCABULARY, llama
@@ -46,10 +46,10 @@ def window(size: int) -> MixerConfig:
     return MixerConfig(span=SlidingSpan(window_size=size), feature_map=None, combine=WindowOnly())
 
 
-def cached(size: int, score: Score = "redundancy_and_age") -> MixerConfig:
-    """An exact cache beside a window."""
+def cached(size: int) -> MixerConfig:
+    """A KV cache with eviction beside a window."""
     span = TerracedSpan(window_size=4)
-    return MixerConfig(span=span, feature_map=None, combine=WindowOnly(), cache=ExactCache(size=size, score=score))
+    return MixerConfig(span=span, feature_map=None, combine=WindowOnly(), cache=EvictionCache(size=size))
 
 
 def of_recipe(name: str, **overrides: Any) -> LayerPlan:
@@ -62,7 +62,7 @@ def of_needs() -> LayerPlan:
     """As `recommended` divides memory: every KV head has a window or an exact cache of its own size."""
     heads = [
         (window(6), cached(5)),
-        (cached(9, "attention_received"), cached(9, "attention_received")),
+        (cached(9), cached(9)),
         (window(3),) * 2,
     ]
     return tuple(HeadwiseConfig.of(mixers) for mixers in heads)

@@ -1,21 +1,21 @@
-"""A bounded cache of exact keys below a terraced window: which keys stay, and softmax over those that do.
+"""A KV cache with eviction below a terraced window: which keys it holds, and softmax over these.
 
-Rows are cut into the blocks of the span. When a block of queries begins, the block of keys that leaves the window and
-the cache are candidates, and the best C of them stay: one choice per block, the same in every form. Where there is a
-linear state, what does not stay is written to it in the places of the block that leaves (`written`). Axes, beside those
-of the package: J blocks of a row, w keys of a block, C size of the cache, M candidates, P pool of keys: C carried ones,
-then the K slots.
+Rows are cut into the blocks of the span. Every key has an eviction score of its own. When a block of queries begins,
+the cache holds the C keys with the highest scores among those that have left the window since their document began.
+Because a score depends on its key alone, this is a running top-C: it is the same in every form, and no choice waits for
+the one before. Where there is a linear state, evicted keys are written to it in the places of the block that leaves the
+window (`written`). Axes, beside those of the package: J blocks of a row, w keys of a block, C size of the cache, P pool
+of keys: C carried ones, then the K slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from linearize.ops.block_sizes import kind
@@ -24,36 +24,6 @@ from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.partial import Partial, accumulation_dtype
 
 SCORES_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # of queries with cached keys
-
-
-# All that `choose` does behind `Worth.pairs`, of these and positions with one place more, what leaves, where documents
-# begin, and what is held; None where it cannot.
-Chooser = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None]
-
-
-@runtime_checkable
-class Worth(Protocol):
-    """How much each candidate is worth; those worth least go."""
-
-    def pairs(self, k: Float[Tensor, "B G P D"], v: Float[Tensor, "B G P D"], /) -> Float[Tensor, "B G P X"]:
-        """What it asks of a pair by itself: worked out once, however often the pair is a candidate."""
-        ...
-
-    def compare(self, pairs: Float[Tensor, "B G M X"], position: Int[Tensor, "B G M"], /) -> Float[Tensor, "B G M"]:
-        """Of candidates, oldest first, beside each other. Where the position is -1 there is none, and any number."""
-        ...
-
-
-@runtime_checkable
-class Readers(Protocol):
-    """What keeps account of who reads which pairs, where the choice goes by that."""
-
-    def received(self, candidates: Int[Tensor, "B G M"]) -> Float[Tensor, "B G M"]:
-        """How much these places of the pool are worth by what has been read so far."""
-        ...
-
-    def read(self, index: int, held: Int[Tensor, "B G C"]) -> None:
-        """The queries of block `index` read: window, sinks and what the cache holds."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +51,7 @@ def cut(layout: Layout, span: TerracedSpan) -> Blocks:
     number = position.div(width, rounding_mode="floor")
     # A block begins where a valid slot is in another block than the valid slot before it.
     place = torch.where(valid, every, -1).cummax(1).values
-    before = torch.nn.functional.pad(place, (1, 0), value=-1)[:, :-1]
+    before = pad(place, (1, 0), value=-1)[:, :-1]
     there, before = before >= 0, before.clamp_min(0)
     begins = valid & (~there | (number.gather(1, before) != number) | (document.gather(1, before) != document))
     block = begins.cumsum(1) - 1
@@ -95,10 +65,10 @@ def cut(layout: Layout, span: TerracedSpan) -> Blocks:
     first = slots.amax(2).clamp_min(0)  # a slot of each block
     exists = (slots >= 0).any(2)
     of, its = document.gather(1, first), number.gather(1, first)
-    earlier_of = torch.nn.functional.pad(of, (1, 0), value=-1)[:, :-1]
+    earlier_of = pad(of, (1, 0), value=-1)[:, :-1]
     fresh = exists & (of != earlier_of) & (its == 0)
     back = span.blocks
-    source_of = torch.nn.functional.pad(of, (back, 0), value=-1)[:, :count]
+    source_of = pad(of, (back, 0), value=-1)[:, :count]
     leaves = exists & (source_of == of) & (its >= back)
     starts = exists
     if layout.seen is not None:
@@ -109,7 +79,7 @@ def cut(layout: Layout, span: TerracedSpan) -> Blocks:
 
 def leaving(blocks: Blocks, span: TerracedSpan, position: Int[Tensor, "B G P"], size: int) -> Int[Tensor, "B G J w"]:
     """The keys that leave the window when each block begins, but for sinks: places in the pool, -1 is none."""
-    back = torch.nn.functional.pad(blocks.slots, (0, 0, span.blocks, 0), value=-1)[:, : blocks.slots.shape[1]]
+    back = pad(blocks.slots, (0, 0, span.blocks, 0), value=-1)[:, : blocks.slots.shape[1]]
     places = torch.where((back >= 0) & blocks.leaves[..., None], back + size, -1)
     places = places[:, None].expand(*position.shape[:2], -1, -1)
     if not span.sinks:
@@ -120,47 +90,52 @@ def leaving(blocks: Blocks, span: TerracedSpan, position: Int[Tensor, "B G P"], 
 
 @torch.no_grad()
 def choose(
-    k: Float[Tensor, "B G P D"],
-    v: Float[Tensor, "B G P D"],
+    scores: Float[Tensor, "B G P"],
     position: Int[Tensor, "B G P"],
     leaves: Int[Tensor, "B G J w"],
     fresh: Bool[Tensor, "#B J"],
     size: int,
-    worth: Worth | None,
-    readers: Readers | None = None,
-    roomy: int = 0,
-    chooser: Chooser | None = None,
 ) -> tuple[Int[Tensor, "B G J C"], Int[Tensor, "B G J C"]]:
-    """What the cache holds when each block begins, and while its queries read it: places in the pool, oldest first; -1
-    is nothing. By what `readers` read, or else by `worth`; for the first `roomy` blocks there is room for all.
-    A `chooser` goes by `worth`, too, in its own way.
+    """Return what the cache holds before and after each block's choice: places in the pool, -1 first, then the oldest.
+
+    A parallel prefix scan over blocks: each round merges ranked lists of keys that cover twice as many blocks as the
+    round before, so J blocks take log2(J) rounds.
+
+    Args:
+        scores: eviction scores of the pool; the keys with the highest stay, the older of equals.
+        position: of the pool's keys; -1 for an empty slot.
+        leaves: places in the pool of the keys that leave the window when each block begins, oldest first; -1 is none.
+        fresh: whether a document begins with the block, so that the cache is empty.
+        size: C.
     """
-    held = torch.arange(size, device=k.device).expand(*position.shape[:2], -1)
+    blocks = leaves.shape[2]
+    segment = fresh.to(torch.int64).cumsum(1)[:, None]  # which document's keys a block may hold; 0 goes on
+    held = torch.arange(size, device=scores.device).expand(*position.shape[:2], -1)
     held = torch.where(position[:, :, :size] >= 0, held, -1)
-    # One more place, the last, which is also -1: none.
-    at = torch.nn.functional.pad(position, (0, 1), value=-1)
-    pairs = None if worth is None else torch.nn.functional.pad(worth.pairs(k, v), (0, 0, 0, 1))
-    chosen = None if chooser is None or pairs is None else chooser(pairs, at, leaves, fresh, held)
-    if chosen is not None:
-        return chosen
-    row, head = (torch.arange(n, device=k.device) for n in position.shape[:2])
-    row, head = row[:, None, None], head[:, None]
-    before, after = [], []
-    for index in range(leaves.shape[2]):
-        held = torch.where(fresh[:, index, None, None], -1, held)
-        before.append(held)
-        both, scores = torch.cat([held, leaves[:, :, index]], dim=2), None
-        if index >= roomy:
-            if readers is not None:
-                scores = readers.received(both)
-            elif worth is not None:
-                assert pairs is not None
-                scores = worth.compare(pairs[row, head, both], at[row, head, both])
-        held = best(both, scores, size)
-        if readers is not None:
-            readers.read(index, held)
-        after.append(held)
-    return torch.stack(before, dim=2), torch.stack(after, dim=2)
+    best = ranked(scores, leaves, size)
+    step = 1
+    while step < blocks:
+        before = pad(best[:, :, :-step], (0, 0, step, 0), value=-1)
+        same = pad(segment[:, :, :-step], (step, 0), value=-1) == segment
+        best = ranked(scores, torch.cat([torch.where(same[..., None], before, -1), best], dim=3), size)
+        step *= 2
+    carried = torch.where((segment == 0)[..., None], held[:, :, None], -1)
+    after = ranked(scores, torch.cat([carried, best], dim=3), size)
+    after = pad(after, (size - after.shape[3], 0), value=-1).sort(-1).values
+    before = torch.cat([held.sort(-1).values[:, :, None], after[:, :, :-1]], dim=2)
+    return before.masked_fill(fresh[:, None, :, None], -1), after
+
+
+def ranked(scores: Float[Tensor, "B G P"], places: Int[Tensor, "*rows M"], size: int) -> Int[Tensor, "*rows m"]:
+    """Return the at most `size` places with the highest scores, best first, the older of equals first; -1 last.
+
+    Args:
+        scores: of the pool, where rows are [B, G, J].
+        places: in the order of age among equals.
+    """
+    of_places = scores.gather(2, places.flatten(2).clamp_min(0)).view(places.shape).masked_fill(places < 0, -torch.inf)
+    order = of_places.argsort(dim=-1, descending=True, stable=True)
+    return places.gather(-1, order[..., :size])
 
 
 @torch.no_grad()
@@ -184,16 +159,6 @@ def written(
 def _among(ordered: Int[Tensor, "*rows C"], places: Int[Tensor, "*rows M"]) -> Bool[Tensor, "*rows M"]:
     at = torch.searchsorted(ordered, places.contiguous()).clamp_max(ordered.shape[-1] - 1)
     return (ordered.gather(-1, at) == places) & (places >= 0)
-
-
-def best(candidates: Int[Tensor, "B G M"], scores: Float[Tensor, "B G M"] | None, size: int) -> Int[Tensor, "B G C"]:
-    """The `size` candidates that are worth most, in the order of the candidates; -1 is none. No `scores`: all there
-    are, which are no more than `size`.
-    """
-    there = candidates >= 0
-    order = there.to(torch.int8) if scores is None else scores.masked_fill(~there, -torch.inf)
-    order = order.argsort(dim=2, descending=True, stable=True)
-    return candidates.gather(2, order[:, :, :size].sort(2).values)
 
 
 def taken(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Tensor]:
@@ -248,7 +213,7 @@ def cached_softmax(
         1, torch.where(flat >= 0, flat, length), torch.arange(count * width, device=q.device).expand(batch, -1)
     )
     place = place[:, None, :length].expand(-1, heads, -1)
-    parts = (torch.nn.functional.pad(torch.cat(x, dim=2).flatten(2, 3), (0, 0, 0, 1)) for x in zip(*found, strict=True))
+    parts = (pad(torch.cat(x, dim=2).flatten(2, 3), (0, 0, 0, 1)) for x in zip(*found, strict=True))
     num, den, top = (x.gather(2, place[..., None].expand(-1, -1, -1, x.shape[3])) for x in parts)
     return Partial(num, den[..., 0], top[..., 0])
 

@@ -1,4 +1,4 @@
-"""The exact cache against a loop over queries, values and gradients, and what it is for."""
+"""The KV cache with eviction against a loop over queries, values and gradients, and what it is for."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.mixers import exact_cache as scores
 from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator, WindowOnly
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.exact_cache import CALIBRATED, SCORES, ExactCache
+from linearize.mixers.eviction_cache import EvictionCache
 from linearize.mixers.feature_maps.hedgehog import HedgehogMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
-from linearize.ops import exact_cache
+from linearize.ops import eviction_cache
 from linearize.ops.layout import Layout, TerracedSpan
-from tests.oracles import exact_cache as oracle
+from tests.oracles import eviction_cache as oracle
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=24, max_positions=512)
 
-WORTH = {
-    "redundancy": lambda k, v: oracle.redundancy(k),
-    "redundancy_and_age": lambda k, v: oracle.redundancy_and_age(k),
-    "self_recall": oracle.self_recall,
-    "recall_redundancy_and_age": oracle.recall_redundancy_and_age,
-}
+
+def with_random_scores(its: LinearMixer) -> LinearMixer:
+    """The mixer with eviction scores that read all of a pair."""
+    generator = torch.Generator().manual_seed(5)
+    for x in its.scorer.buffers():
+        x.copy_(torch.randn(x.shape, generator=generator) * (0.05 if x is its.scorer.recency else 1))
+    return its.double()
 
 
-def mixer(width: int = 4, blocks: int = 2, sinks: int = 0, size: int = 5, score: str = "redundancy") -> LinearMixer:
+def mixer(width: int = 4, blocks: int = 2, sinks: int = 0, size: int = 5) -> LinearMixer:
     config = MixerConfig(
         span=TerracedSpan(window_size=width, blocks=blocks, sinks=sinks),
         feature_map=None,
         combine=WindowOnly(),
-        cache=ExactCache(size=size, score=score),
+        cache=EvictionCache(size=size),
     )
-    return LinearMixer(config, SHAPE)
+    return with_random_scores(LinearMixer(config, SHAPE))
 
 
 def inputs(length: int, batch: int = 2, seed: int = 0) -> AttnInputs:
@@ -49,6 +49,11 @@ def inputs(length: int, batch: int = 2, seed: int = 0) -> AttnInputs:
         for heads, scale in ((4, 1.0), (2, 1.5), (2, 1.0))
     )
     return AttnInputs(q, k, v, 0.5)
+
+
+def scores_of(its: LinearMixer, head: int, k: Tensor, v: Tensor) -> Tensor:
+    linear = its.scorer.weight, its.scorer.recency
+    return oracle.scores(*(x[head] for x in linear), k.detach(), v.detach())
 
 
 def by_oracle(x: AttnInputs, its: LinearMixer) -> Tensor:
@@ -66,7 +71,7 @@ def by_oracle(x: AttnInputs, its: LinearMixer) -> Tensor:
                 blocks=span.blocks,
                 sinks=span.sinks,
                 size=cache.size,
-                worth=WORTH[cache.score](k.detach().float(), v.detach().float()),
+                scores=scores_of(its, head // 2, k, v),
                 scaling=x.scaling,
             )
     return y
@@ -84,9 +89,8 @@ def by_oracle(x: AttnInputs, its: LinearMixer) -> Tensor:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("score", sorted(WORTH))
-def test_values_and_gradients_are_the_loops(sizes: dict[str, int], score: str) -> None:
-    x, its = inputs(41), mixer(**sizes, score=score)
+def test_values_and_gradients_are_the_loops(sizes: dict[str, int]) -> None:
+    x, its = inputs(41), mixer(**sizes)
     given = [y.clone().requires_grad_() for y in (x.q, x.k, x.v)]
     weight = torch.randn(x.q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found = its(AttnInputs(*given, 0.5))
@@ -97,9 +101,8 @@ def test_values_and_gradients_are_the_loops(sizes: dict[str, int], score: str) -
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("score", sorted([*SCORES, *CALIBRATED]))
-def test_chunks_are_single_steps(score: str) -> None:
-    x, its = inputs(50, seed=2), mixer(score=score, sinks=1)
+def test_chunks_are_single_steps() -> None:
+    x, its = inputs(50, seed=2), mixer(sinks=1)
     whole, state = its(x), None
     found = []
     for start, stop in ((0, 17), (17, 18), (18, 31), *((n, n + 1) for n in range(31, 50))):
@@ -165,16 +168,8 @@ def test_documents_in_one_row_have_caches_of_their_own() -> None:
 def test_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     x, its = inputs(41), mixer()
     whole = its(x)
-    monkeypatch.setattr(exact_cache, "SCORES_AT_ONCE", {"cpu": 1})
+    monkeypatch.setattr(eviction_cache, "SCORES_AT_ONCE", {"cpu": 1})
     torch.testing.assert_close(its(x), whole, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("score", ["redundancy", "self_recall"])
-def test_few_rows_of_the_table_of_pairs_at_a_time(score: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, its = inputs(41), mixer(score=score)
-    monkeypatch.setattr(scores, "ROWS_AT_ONCE", 2)
-    monkeypatch.setattr(scores, "COSINES_AT_ONCE", 2)
-    torch.testing.assert_close(its(x), by_oracle(x, its), rtol=0, atol=1e-10)
 
 
 def test_a_state_is_of_one_size_and_the_cache_of_the_asked_one() -> None:
@@ -186,25 +181,41 @@ def test_a_state_is_of_one_size_and_the_cache_of_the_asked_one() -> None:
     assert bool((exact["position"].diff(dim=2) > 0).all())  # oldest first
 
 
-def test_a_key_unlike_all_others_stays() -> None:
-    """The reason for the score: among keys that repeat themselves, one that does not is kept to the end."""
-    x = inputs(400, batch=1)
-    common = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    k = (common + 0.05 * x.k).clone()
-    k[:, :, 20] = -common
-    _, state = mixer(size=3).step(AttnInputs(x.q, k, x.v, 0.5), None)
-    assert state.exact is not None and bool((state.exact["position"] == 20).any(-1).all())
-    _, state = mixer(size=3, score="recent").step(AttnInputs(x.q, k, x.v, 0.5), None)
-    assert state.exact is not None and not (state.exact["position"] == 20).any()
+def test_the_highest_scores_stay_and_nothing_else() -> None:
+    """What is held is a function of the scores alone: the top C of all keys that left the window."""
+    x, its = inputs(400, batch=1), mixer(size=3)
+    _, state = its.step(x, None)
+    assert state.exact is not None
+    scores = its.scorer(x, torch.arange(400)[None])[..., 0]
+    left = scores[:, :, : 400 - 8]  # the window of two blocks of four holds the others
+    expected = left.topk(3, dim=2).indices.sort(dim=2).values
+    assert torch.equal(state.exact["position"], expected)
+    torch.testing.assert_close(state.exact["scores"][..., 0], scores.gather(2, expected))
 
 
-def test_the_choice_is_not_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A score that is turned round is seen."""
-    x = inputs(41)
-    upside_down = replace(SCORES["redundancy"], compare=lambda keys, at: -scores.redundancy(keys, at))
-    monkeypatch.setitem(SCORES, "redundancy", upside_down)
-    its = mixer()
-    assert (its(x) - by_oracle(x, its)).abs().max() > 1e-3
+def test_the_older_of_equals_stays_in_every_form() -> None:
+    """Keys and values of one token are alike in a first layer, so equal scores are common."""
+    x, its = inputs(60, batch=1), mixer(size=6)
+    its.scorer.recency.zero_()
+    x = replace(x, k=x.k[:, :, :4].repeat(1, 1, 15, 1), v=x.v[:, :, :4].repeat(1, 1, 15, 1))
+    whole, state, found = its(x), None, []
+    for n in range(60):
+        y, state = its.step(x.tokens(n, n + 1), state)
+        found.append(y)
+    torch.testing.assert_close(torch.cat(found, dim=2), whole, rtol=0, atol=1e-10)
+    torch.testing.assert_close(whole, by_oracle(x, its), rtol=0, atol=1e-10)
+    assert state.exact is not None and int(state.exact["position"].max()) < 24
+
+
+def test_scores_depend_on_the_position_through_recency_alone() -> None:
+    """They read keys before RoPE: the order of pairs is the same wherever they stand."""
+    x, its = inputs(10), mixer()
+    rotated = replace(x, k=x.k.flip(-1), unrotated=(x.q, x.k))
+    position = torch.arange(10)[None]
+    torch.testing.assert_close(its.scorer(rotated, position), its.scorer(x, position))
+    assert (its.scorer(replace(x, k=x.k.flip(-1)), position) - its.scorer(x, position)).abs().max() > 0.1
+    faded = its.scorer(x, position + 100) - its.scorer(x, position)
+    torch.testing.assert_close(faded, (100 * its.scorer.recency)[None, :, None, None].expand_as(faded))
 
 
 # --- beside a linear part ---------------------------------------------------------------------------------------------
@@ -258,9 +269,9 @@ def hybrid(name: str, blocks: int = 2, sinks: int = 0, size: int = 5) -> LinearM
         span=TerracedSpan(window_size=4, blocks=blocks, sinks=sinks),
         feature_map=HedgehogMap(activation=activation, per="kv_head", feature_dim=6),
         combine=combine,
-        cache=ExactCache(size=size, score="redundancy_and_age"),
+        cache=EvictionCache(size=size),
     )
-    its = LinearMixer(config, SHAPE).double()
+    its = with_random_scores(LinearMixer(config, SHAPE))
     generator = torch.Generator().manual_seed(4)
     for x in its.feature_map.parameters():
         x.data.copy_(torch.randn(x.shape, generator=generator, dtype=torch.float64))
@@ -286,7 +297,7 @@ def hybrid_by_oracle(name: str, x: AttnInputs, its: LinearMixer, weights: list[T
                 weight=lambda n, j, phi_q=phi_q, phi_k=phi_k: phi_q[n] @ phi_k[j],
                 combined=combined,
                 **sizes,
-                worth=oracle.redundancy_and_age(k.detach().float()),
+                scores=scores_of(its, head // 2, k, v),
                 scaling=x.scaling,
             )
             assert memory.dropped[-1] and any(place != key for key, place in memory.place.items())
@@ -313,6 +324,8 @@ def test_what_is_dropped_is_in_the_linear_state(name: str, sizes: dict[str, int]
 def test_a_key_that_no_cache_has_room_for_is_read_to_the_end() -> None:
     """What the linear part is for: in every head it still knows something of it."""
     x, its = inputs(60, batch=1), hybrid("absolute_scale", size=2)
+    for part in its.scorer.buffers():
+        part.zero_()  # all scores are equal: the oldest stay
     v = torch.zeros_like(x.v)
     v[:, :, 5] = 1.0  # what is read of this key, and of no other
     read = its(AttnInputs(x.q, x.k, v, 0.5))[..., -1, :]

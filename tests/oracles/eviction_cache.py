@@ -1,12 +1,11 @@
-"""Softmax over a terraced window, its sinks and a bounded cache of exact keys, one query at a time.
+"""Softmax over a terraced window, its sinks and a KV cache with eviction, one query at a time.
 
 Written from the definition alone: when a block of queries begins, the block of keys that leaves the window and the
-cache are candidates, and the `size` best stay; the first of equals.
+cache are candidates, and those with the `size` highest scores stay; the older of equals.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,49 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Worth = Callable[[list[int], int], float]
 
-
-def redundancy(k: Tensor) -> Worth:
-    """Minus the cosine with the newer candidate that is most alike; of the newest, 1."""
-
-    def worth(candidates: list[int], key: int) -> float:
-        cosines = [float(k[key] @ k[other] / (k[key].norm() * k[other].norm())) for other in candidates if other > key]
-        return -max(cosines, default=-1.0)
-
-    return worth
-
-
-def redundancy_and_age(k: Tensor) -> Worth:
-    """`redundancy` less 0.4 for each doubling of the age, which is 1 for the newest candidate."""
-
-    def worth(candidates: list[int], key: int) -> float:
-        return redundancy(k)(candidates, key) - 0.4 * math.log2(max(candidates) - key + 1)
-
-    return worth
-
-
-def self_recall(k: Tensor, v: Tensor) -> Worth:
-    """log2 of how far the value is from what softmax over the other candidates, of 8 cosines, makes of its key."""
-
-    def worth(candidates: list[int], key: int) -> float:
-        others = [other for other in candidates if other != key]
-        if not others:
-            return math.log2(float(v[key].norm()))
-        cosines = torch.stack([k[key] @ k[other] / (k[key].norm() * k[other].norm()) for other in others])
-        return math.log2(float((v[key] - (8 * cosines).softmax(0) @ v[others]).norm()))
-
-    return worth
-
-
-def recall_redundancy_and_age(k: Tensor, v: Tensor) -> Worth:
-    """Both errors, less 0.2 for each doubling of the age."""
-
-    def worth(candidates: list[int], key: int) -> float:
-        age = 0.2 * math.log2(max(candidates) - key + 1)
-        return self_recall(k, v)(candidates, key) + redundancy(k)(candidates, key) - age
-
-    return worth
+def scores(weight: Tensor, recency: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Eviction scores [T] of one head: linear in key before RoPE, value, both log lengths, and the position."""
+    found = []
+    for n, (key, value) in enumerate(zip(k, v, strict=True)):
+        of_key, of_value, of_key_length, of_value_length = weight.split([len(key), len(value), 1, 1])
+        lengths = of_key_length * key.square().sum().sqrt().log() + of_value_length * value.square().sum().sqrt().log()
+        found.append(of_key @ key + of_value @ value + lengths[0] + recency * n)
+    return torch.stack(found)
 
 
 @dataclass(frozen=True)
@@ -75,7 +40,7 @@ class Memory:
     place: dict[int, int]
 
 
-def remember(length: int, *, width: int, blocks: int, sinks: int, size: int, worth: Worth) -> Memory:
+def remember(length: int, *, width: int, blocks: int, sinks: int, size: int, scores: Tensor) -> Memory:
     """The choice, block by block."""
     cache: list[int] = []
     memory = Memory([], [], {})
@@ -84,8 +49,7 @@ def remember(length: int, *, width: int, blocks: int, sinks: int, size: int, wor
             left = n - blocks * width
             leave = [j for j in range(left, left + width) if j >= sinks]
             candidates = cache + leave
-            scores = {j: worth(candidates, j) for j in candidates}
-            ranked = sorted(candidates, key=lambda j: (-scores[j], candidates.index(j)))
+            ranked = sorted(candidates, key=lambda j: (-float(scores[j]), j))
             kept = sorted(ranked[:size])
             thrown = [j for j in cache if j not in kept]
             for j in leave:
@@ -109,12 +73,12 @@ def attention(
     blocks: int,
     sinks: int,
     size: int,
-    worth: Worth,
+    scores: Tensor,
     scaling: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, list[list[int]]]:
     """Outputs [T, D] of one head of one document, and what the cache holds for each query."""
-    held = remember(len(q), width=width, blocks=blocks, sinks=sinks, size=size, worth=worth).held
+    held = remember(len(q), width=width, blocks=blocks, sinks=sinks, size=size, scores=scores).held
     outputs = []
     for n in range(len(q)):
         low = width * max(0, n // width - blocks + 1)

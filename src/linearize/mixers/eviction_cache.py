@@ -1,0 +1,82 @@
+"""A KV cache with eviction beside the window: its size, and the scores that decide which keys it keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+
+from linearize.base import Config
+from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.shape import LayerShape
+from linearize.ops.partial import accumulation_dtype
+
+LEAST_LENGTH = 1e-6  # of a vector, whose logarithm is read
+
+
+class EvictionCache(Config):
+    """C key-value pairs per KV head beside the window: of all that left it, those with the highest eviction scores.
+
+    Evicted pairs are written to the linear state, where there is a linear part; without one they are lost.
+    """
+
+    size: PositiveInt = Field(description="pairs per KV head")
+
+
+class EvictionScorer(nn.Module):
+    """The eviction score of a key-value pair: a linear function of key, value, their log lengths, and the position.
+
+    Keys are read before RoPE, so position matters through `recency` alone. A score that grows with the position lets a
+    pair fade relative to newer ones: what stays is what is important, recent, or a little of both. Since all pairs of a
+    head fade alike, their order never changes, and the cache is a running top-C.
+
+    Weights are fitted in closed form to attention that the teacher's pairs receive
+    (`linearize.training.eviction_scores`), after KVzip (arXiv 2505.23416) and KVzap (arXiv 2601.07891).
+
+    Attributes:
+        weight: [G, 2 D + 2], of the `features`.
+        recency: [G], score per token of position; 0 keeps pairs however old they are.
+    """
+
+    weight: Tensor
+    recency: Tensor
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(shape.num_kv_heads, 2 * shape.head_dim + 2))
+        self.register_buffer("recency", torch.empty(shape.num_kv_heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Score by minus the logarithm of the key's length until fitted (Devoto et al. 2024, arXiv 2406.11430)."""
+        self.weight.zero_()
+        self.weight[:, -2] = -1
+        self.recency.zero_()
+
+    @torch.no_grad()
+    def forward(self, inputs: AttnInputs, position: Int[Tensor, "#B T"]) -> Float[Tensor, "B G T 1"]:
+        """Return the scores of tokens at these positions of their documents, in fp32, or fp64 for fp64 inputs."""
+        x = features(inputs)
+        return (
+            x @ self.weight.to(x.dtype)[..., None]
+            + self.recency.to(x.dtype)[:, None, None] * position[:, None, :, None]
+        )
+
+
+def features(inputs: AttnInputs) -> Float[Tensor, "B G T F"]:
+    """Return what eviction scores are linear in, F = 2 D + 2: key before RoPE, value, and their log lengths."""
+    k = inputs.k if inputs.unrotated is None else inputs.unrotated[1]
+    k, v = (x.to(accumulation_dtype(inputs.v.dtype)) for x in (k, inputs.v))
+    lengths = [x.norm(dim=-1, keepdim=True).clamp_min(LEAST_LENGTH).log() for x in (k, v)]
+    return torch.cat([k, v, *lengths], dim=-1)
+
+
+def copy_scorers(source: Any, target: Any) -> None:
+    """Copy the fitted eviction scorers of a mixer to another mixer of the same groups of heads."""
+    for (_, fitted), (_, mixer) in zip(source.parts(), target.parts(), strict=True):
+        if getattr(mixer, "scorer", None) is not None:
+            mixer.scorer.load_state_dict(fitted.scorer.state_dict())
