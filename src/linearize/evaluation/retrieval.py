@@ -164,7 +164,7 @@ def retrieval_tests(
     far = sum(distance > window_size for distance in distances(window_size, max_positions))
     trials = max(trials, -(-ENOUGH // max(1, far)))
     excluded = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    filler = torch.tensor(_encode(tokenizer, _FILLER))
+    filler = torch.tensor(encode(tokenizer, _FILLER))
     text = filler if haystack is None else haystack.cpu().flatten()
     text = text[~torch.isin(text, torch.tensor(sorted(excluded), dtype=torch.int64))]
     vocabulary = ordinary_tokens(len(tokenizer), excluded)
@@ -203,9 +203,9 @@ def _hidden(
     """
     generator = setting.generator(f"{cue} {distance} {depth}")
     rows, questions = [], []
-    _, newline = _split(setting.tokenizer, "a", "\n")
+    _, newline = split_tokens(setting.tokenizer, "a", "\n")
     for index in torch.randint(len(answers), (setting.trials,), generator=generator).tolist():
-        asked, told = _split(setting.tokenizer, cue, f" {answers[index]}")
+        asked, told = split_tokens(setting.tokenizer, cue, f" {answers[index]}")
         line = [*newline, *asked]
         after = distance - len(told) - len(newline) - len(line)
         if after < 0 or not told:
@@ -248,14 +248,14 @@ def _associative_recall(setting: Setting, distance: int, pairs: Column) -> Trial
     return Trials(input_ids, numbered, chance=1 / len(vocabulary))
 
 
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     # verbose=False: no warning about texts longer than the model's context, they are cut.
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[return-value]
 
 
-def _split(tokenizer: Tokenizer, before: str, after: str) -> tuple[list[int], list[int]]:
+def split_tokens(tokenizer: Tokenizer, before: str, after: str) -> tuple[list[int], list[int]]:
     """The tokens of `before + after` in two parts; one that reaches across the border belongs to the second."""
-    whole, alone = _encode(tokenizer, before + after), _encode(tokenizer, before)
+    whole, alone = encode(tokenizer, before + after), encode(tokenizer, before)
     common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(whole, alone, strict=False))))
     return whole[:common], whole[common:]
 
