@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import sqrt
+from statistics import NormalDist
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -34,7 +36,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over tokens and its 95 % percentile bootstrap interval."""
+    """A mean and its 95 % interval: of tokens a percentile bootstrap, of right answers Wilson's (`wilson`)."""
 
     mean: float
     low: float
@@ -44,6 +46,21 @@ class Interval:
     def of(cls, mean: Float[Tensor, ""], draws: Float[Tensor, " S"]) -> Interval:
         low, high = torch.quantile(draws, torch.tensor([0.025, 0.975], dtype=draws.dtype)).tolist()
         return cls(mean.item(), low, high)
+
+
+def wilson(right: int, count: int) -> Interval:
+    """Return the share of right answers and its 95 % Wilson score interval.
+
+    It has a width where all or no answers are right, too; a bootstrap interval has none there.
+    Source: Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927).
+
+    Args:
+        right: independent answers that are right, out of `count`, which is at least 1.
+    """
+    share, squared = right / count, NormalDist().inv_cdf(0.975) ** 2 / count
+    centre = (share + squared / 2) / (1 + squared)
+    half = sqrt(squared * (share * (1 - share) + squared / 4)) / (1 + squared)
+    return Interval(share, min(share, centre - half), max(share, centre + half))
 
 
 def resample(
