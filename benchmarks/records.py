@@ -1,15 +1,18 @@
-"""Where a benchmark's numbers go: one JSON file with everything that produced them."""
+"""Where a benchmark's numbers go: one JSON file with everything that produced them, and a Markdown page."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from linearize.base import UserError, read_json
+from linearize.run.folder import versions, write_json, write_text
 
 # What times depend on.
 ENVIRONMENT = ("GLIBC_", "GOMP_", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_", "OMP_", "THP_")
@@ -35,3 +38,43 @@ def write_results(arguments: argparse.Namespace, load: Sequence[float], **result
     scratch = arguments.json.with_name(f".{arguments.json.name}.incomplete")
     scratch.write_text(json.dumps(setting | results, indent=2) + "\n")
     scratch.replace(arguments.json)
+
+
+class Rows:
+    """Rows of numbers in a JSON file and on the page beside it, written one by one as they are measured.
+
+    The same command again measures only what is missing, and a command with more models adds their rows.
+    """
+
+    def __init__(self, path: Path, setting: dict[str, Any], markdown: Callable[[dict[str, Any]], str]) -> None:
+        """Read the file, if there is one.
+
+        Args:
+            setting: what all rows of the file have in common, as JSON.
+            markdown: the page, of the file's contents: the setting and the list "rows".
+
+        Raises:
+            UserError: the file is not JSON, or its rows were measured with another setting.
+        """
+        self.path, self.setting, self.markdown = path, setting, markdown
+        contents = read_json(path) if path.exists() else setting | {"rows": []}
+        for name, value in setting.items():
+            if (written := contents.get(name)) != value:
+                raise UserError(f"{path}: expected rows with {name} {value!r}, found {written!r}; give another --json")
+        self.rows: list[dict[str, Any]] = contents["rows"]
+
+    def add(self, key: dict[str, Any], weights: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Measure the row of a key, unless it is there.
+
+        Args:
+            key: what tells the row from others.
+            weights: the model's `fingerprint`; a row of the same key and other weights is replaced.
+        """
+        others = [row for row in self.rows if key != {name: row[name] for name in key}]
+        same = [row for row in self.rows if row not in others]
+        if same and same[0]["weights"] == weights:
+            return
+        self.rows = [*others, key | {"weights": weights} | measure() | {"versions": versions()}]
+        contents = self.setting | {"rows": self.rows}
+        write_json(self.path, contents)
+        write_text(self.path.with_suffix(".md"), self.markdown(contents))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -13,8 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaForCausalLM
 
+from linearize.evaluation import harness
+from linearize.evaluation.harness import BenchmarkResult, Benchmarks
+from linearize.evaluation.ruler import build_samples
 from tests import tiny
+from tests.byte_tokenizer import byte_tokenizer
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -140,3 +146,163 @@ def test_processes(tmp_path: Path) -> None:
     assert [row["stage"] for row in found] == ["transfer", "LoRA"]
     for row in found:
         assert row["processes"] == 2 and 4 * row["trained"] < row["exchanged"] < 4 * row["trained"] + 200
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Questions for even numbers are answered right, token by token; the lengths of what is generated are collected."""
+    lengths: list[int] = []
+
+    def generate(self: Any, ids: torch.Tensor, attention_mask: torch.Tensor, stopping_criteria: Any) -> torch.Tensor:
+        assert attention_mask.shape == ids.shape and attention_mask.all()
+        assert self.generation_config.max_new_tokens == 128 and not self.generation_config.do_sample
+        (criterion,) = stopping_criteria
+        texts = [sample.value if int(sample.value) % 2 == 0 else "no" for sample in criterion.samples]
+        tokens = [tiny.tokens(f" {text}.".ljust(128))[0] for text in texts]
+        prompt = ids.shape[1]
+        for step in range(128):
+            ids = torch.cat([ids, torch.stack([row[step] for row in tokens])[:, None]], dim=1)
+            if stopping_criteria(ids, None).all():
+                break
+        lengths.append(ids.shape[1] - prompt)
+        return ids
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", generate)
+    return lengths
+
+
+def ruler_arguments(tmp_path: Path, *more: object) -> list[object]:
+    text = tmp_path / "text.txt"
+    text.write_text("Some words of a text. " * 200)
+    options = ["--text", text, "--lengths", 800, "--tasks", "niah_single_2", "--samples", 5]
+    return [f"big={tiny.teacher_folder()}", *more, *options]
+
+
+def test_ruler(benchmark: Any, answers: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = benchmark("ruler", *ruler_arguments(tmp_path), "--batch", 1)["rows"]
+    asked = build_samples(
+        "niah_single_2", byte_tokenizer(), (tmp_path / "text.txt").read_text(), length=800, count=5, chat=False
+    )
+    right = sum(int(sample.value) % 2 == 0 for sample in asked)
+    assert 0 < right < 5
+    keys = ("model", "prefill", "chat_template", "task", "length", "right")
+    assert [[row[key] for key in keys] for row in rows] == [["big", None, False, "niah_single_2", 800, right]]
+    # A space and 7 digits: then a generation ends.
+    assert sorted(answers) == [8] * right + [128] * (5 - right)
+    assert f"| big | - | `niah_single_2` | {20 * right}.0 [" in capsys.readouterr().out
+
+    answers.clear()
+    assert benchmark("ruler", *ruler_arguments(tmp_path), "--batch", 8)["rows"] == rows and not answers
+    student = f"small={tiny.teacher_folder()}"
+    both = benchmark("ruler", *ruler_arguments(tmp_path, student), "--batch", 8)["rows"]
+    assert both[0] == rows[0] and (both[1]["model"], both[1]["right"]) == ("small", right)
+    assert 128 in answers and len(answers) < 5
+    page = (tmp_path / "results.md").read_text()
+    assert re.search(rf"\| small \| - \| `niah_single_2` \| {20 * right}\.0 \[.*\], 100% \|", page)
+    assert page in capsys.readouterr().out
+
+
+def test_ruler_goes_on_where_it_was_interrupted(
+    benchmark: Any, answers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*ruler_arguments(tmp_path), "--lengths", 800, 900]
+    generate = LlamaForCausalLM.generate
+
+    def interrupted(self: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        if ids.shape[1] > 700:
+            raise KeyboardInterrupt
+        return generate(self, ids, **options)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "generate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            benchmark("ruler", *arguments)
+    written = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["length"] for row in written] == [800]
+    answers.clear()
+    rows = benchmark("ruler", *arguments)["rows"]
+    assert rows[0] == written[0] and rows[1]["length"] == 900 and answers
+
+
+def test_rows_of_another_setting_or_other_weights(
+    benchmark: Any, answers: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = benchmark("ruler", *ruler_arguments(tmp_path))["rows"]
+    with pytest.raises(SystemExit, match="2"):
+        benchmark("ruler", *ruler_arguments(tmp_path), "--samples", 6)
+    assert "expected rows with samples 6, found 5; give another --json" in capsys.readouterr().err
+    contents = json.loads((tmp_path / "results.json").read_text())
+    contents["rows"][0]["weights"] = "others"
+    (tmp_path / "results.json").write_text(json.dumps(contents))
+    again = benchmark("ruler", *ruler_arguments(tmp_path))["rows"]
+    assert len(again) == 1 and again[0]["weights"] == rows[0]["weights"]
+
+
+def test_a_window_beside_the_teacher(benchmark: Any, answers: list[int], tmp_path: Path) -> None:
+    rows = benchmark("ruler", *ruler_arguments(tmp_path), "--window", 12, 16)["rows"]
+    assert [row["model"] for row in rows] == ["big", "window of 8 and 4 sinks", "window of 12 and 4 sinks"]
+    assert len({row["weights"] for row in rows}) == 3
+
+
+@pytest.mark.usefixtures("benchmark")
+def test_which_keys_a_window_reads() -> None:
+    contenders = runpy.run_path(str(BENCHMARKS / "contenders.py"))
+    student = contenders["window_control"](tiny.llama(layers=1), 12)
+    ids = torch.randint(256, (1, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        read = [
+            not torch.equal(
+                student(ids).logits[:, -1], student(ids.index_fill(1, torch.tensor([at]), 256)).logits[:, -1]
+            )
+            for at in range(30)
+        ]
+    assert read == [True] * 4 + [False] * 18 + [True] * 8
+
+
+def test_how_converted_models_read_a_prompt(
+    benchmark: Any, answers: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contenders = runpy.run_path(str(BENCHMARKS / "contenders.py"))
+    student = tiny.moved_student(tiny.llama())
+    if not hasattr(student.config, "prefill"):
+        arguments = [*ruler_arguments(tmp_path), "--window", 12, "--prefill", "full"]
+        with pytest.raises(SystemExit, match="2"):
+            benchmark("ruler", *arguments)
+        assert "--prefill: expected a model with a config.prefill, found none in window of" in capsys.readouterr().err
+    student.config.prefill = "streaming"
+    named = contenders["_contender"]("student", student, None, "full")
+    assert student.config.prefill == named.prefill == "full"
+    assert contenders["_contender"]("student", student, None, None).prefill == "full"
+    assert contenders["_contender"]("teacher", tiny.llama(), None, "full").prefill is None
+
+
+def test_models_need_names_of_their_own(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        benchmark("ruler", *ruler_arguments(tmp_path, f"big={tiny.teacher_folder()}"))
+    assert "models: expected a name for each, found 'big' twice; give NAME=MODEL" in capsys.readouterr().err
+
+
+def test_questions(benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    def run_benchmarks(models: Any, tokenizer: Any, tasks: Any, **options: Any) -> Benchmarks:
+        (name,), (task,) = models, tasks
+        asked.append((name, task, options))
+        values = {"acc": 0.5, "acc_norm": 0.25} if name == "big" else {"acc": 0.25, "acc_norm": 0.25}
+        results = [BenchmarkResult(Path(task).stem, metric, name, x, None, 20) for metric, x in values.items()]
+        return Benchmarks({}, results, {"lm_eval": "0"})
+
+    monkeypatch.setattr(harness, "run_benchmarks", run_benchmarks)
+    models, options = [f"{name}={tiny.teacher_folder()}" for name in ("big", "small")], ["--limit", 20]
+    rows = benchmark("questions", *models, "--tasks", "x/piqa.jsonl", *options)["rows"]
+    assert [(row["model"], row["task"], row["acc"], row["acc_norm"]) for row in rows] == [
+        ("big", "piqa", 10, 5),
+        ("small", "piqa", 5, 5),
+    ]
+    assert [(name, task) for name, task, _ in asked] == [("big", "x/piqa.jsonl"), ("small", "x/piqa.jsonl")]
+    assert asked[0][2] == {"shots": 0, "limit": 20, "batch_size": 8, "seed": 0}
+    lines = capsys.readouterr().out.splitlines()
+    assert "| big | - | `piqa` | 20 | 50.0 [29.9, 70.1] | 25.0 [11.2, 46.9] |" in lines
+    assert "| small | - | `piqa` | 20 | 25.0 [11.2, 46.9], 50% | 25.0 [11.2, 46.9], 100% |" in lines
+    benchmark("questions", *models, "--tasks", "x/piqa.jsonl", *options)
+    assert len(asked) == 2

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import sqrt
+from statistics import NormalDist
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -36,7 +38,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean, or a share, and its 95 % interval: percentiles of a bootstrap, or Wilson's."""
+    """A mean and its 95 % interval: of tokens a percentile bootstrap, of right answers Wilson's (`wilson`)."""
 
     mean: float
     low: float
@@ -48,15 +50,19 @@ class Interval:
         return cls(mean.item(), low, high)
 
 
-def wilson(successes: int, trials: int) -> Interval:
-    """Return the share of successes among independent trials, with Wilson's 95 % score interval.
+def wilson(right: int, count: int) -> Interval:
+    """Return the share of right answers and its 95 % Wilson score interval.
 
-    Unlike a bootstrap interval it has a width where all trials, or none, succeed: 48 of 48 is 93 to 100 %.
+    It has a width where all or no answers are right, too; a bootstrap interval has none there.
+    Source: Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927).
+
+    Args:
+        right: independent answers that are right, out of `count`, which is at least 1.
     """
-    share, spread = successes / trials, _NORMAL**2 / trials
-    middle = (share + spread / 2) / (1 + spread)
-    half = (share * (1 - share) * spread + spread**2 / 4) ** 0.5 / (1 + spread)
-    return Interval(share, max(0.0, middle - half), min(1.0, middle + half))
+    share, squared = right / count, NormalDist().inv_cdf(0.975) ** 2 / count
+    centre = (share + squared / 2) / (1 + squared)
+    half = sqrt(squared * (share * (1 - share) + squared / 4)) / (1 + squared)
+    return Interval(share, min(share, centre - half), max(share, centre + half))
 
 
 def resample(
