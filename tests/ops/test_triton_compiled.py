@@ -36,7 +36,9 @@ def cases() -> list[Any]:
     for D in (64, 128):
         wide, side = {"D": D, "BLOCK_D": D}, {"F": D, "BLOCK_F": D, "D": D, "BLOCK_D": 64, "C": fused.CHUNK}
         for dtype, size in (("bf16", 2), ("fp32", 4)):
-            found += [("window", wide | {"SOFTCAP": x, "M": fused.CHUNK, "N": 32}, dtype) for x in (False, True)]
+            for softcap, sinks, carried in ((False, False, False), (True, False, False), (True, True, True)):
+                own = {"SOFTCAP": softcap, "SINKS": sinks, "CARRIED": carried, "M": fused.CHUNK, "N": 32}
+                found.append(("window", wide | own, dtype))
             found.append(("cached", wide | {"SOFTCAP": True, "M": fused.MOST_BYTES // D // size, "N": 32}, dtype))
             found += [(name, side, dtype) for name in ("linear_states", "linear_outputs")]
             square = {"D": D, "BLOCK_D": 64, "N": D, "BLOCK_N": D, "BIAS": True, "SOFTMAX": True, "HALVES": True}

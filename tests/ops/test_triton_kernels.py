@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -44,6 +45,9 @@ pytest.importorskip("triton", reason="triton is not installed; `make test-kernel
 
 SPANS = [SpanSpec("none"), SpanSpec("sliding", 1), SpanSpec("sliding", 7), SpanSpec("sliding", 100)]
 SPANS += [SpanSpec("terraced", 64, 1), SpanSpec("terraced", 16, 2), SpanSpec("terraced", 7, 3)]
+# Few sinks, more than the window has keys, and more than the kernel reads at a time.
+SPANS += [SpanSpec("sliding", 7, sinks=2), SpanSpec("sliding", 4, sinks=9), SpanSpec("sliding", 33, sinks=40)]
+SPANS += [SpanSpec("terraced", 16, 2, sinks=3), SpanSpec("terraced", 5, 1, sinks=8)]
 each_span = pytest.mark.parametrize("span", SPANS, ids=str)
 
 
@@ -160,20 +164,44 @@ def test_rows_that_are_known_to_be_full(span: SpanSpec) -> None:
 
 
 @each_span
-@pytest.mark.parametrize("start", [4, 90])
+@pytest.mark.parametrize("start", [4, 9, 36, 90])
 def test_a_carried_document_goes_on(span: SpanSpec, start: int) -> None:
-    """From the state that the first tokens leave, before and after the window is full."""
+    """From the state that the first tokens leave, before and after window and sinks are full."""
     case = make_case(span, ("full", "full"), 170, heads=(4, 2, 4), seed=start)
     first, layout = part_of(case, 0, start)
     state = linear_state(first.phi_k, first.v, span=case.package_span, layout=layout)
     check(*part_of(case, start, 170), LinearState(state.S, state.z))
 
 
-@pytest.mark.parametrize("span", [span for span in SPANS if span.kind != "none"], ids=str)
+each_window = pytest.mark.parametrize("span", [span for span in SPANS if span.kind != "none"], ids=str)
+
+
+@each_window
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_windows_of_packed_documents(span: SpanSpec, softcap: float | None) -> None:
     case = make_case(span, ("packed", "packed", "left"), 150, heads=(4, 2, 2), seed=3, softcap=softcap)
     check(case, part="window")
+
+
+@each_window
+@pytest.mark.parametrize("start", [20, 75])
+def test_windows_of_documents_behind_a_carried_one(span: SpanSpec, start: int) -> None:
+    """One document of the first tokens ends in this call, at once or later, and others follow it."""
+    case = make_case(span, ("full", "full"), 200, heads=(4, 2, 2), seed=start)
+    ends = [[0, start + 90, 170, 200], [0, start, start + 3, 200]]
+    documents = [[list(range(*pair)) for pair in pairwise(row)] for row in ends]
+    check(*part_of(replace(case, documents=documents), start, 200), part="window")
+
+
+@each_window
+def test_windows_in_half_precision(span: SpanSpec) -> None:
+    """As the definition has them of the same rounded inputs, within what half precision rounds off of values."""
+    case = make_case(span, ("packed", "full"), 150, heads=(4, 2, 2), seed=4)
+    q, k, v = (x.half().to(DEVICE) for x in (case.q, case.k, case.v))
+    how = {"span": case.package_span, "scaling": 0.4, "layout": case.layout.to(DEVICE)}
+    with torch.no_grad():
+        found, right = fused.window_softmax(q, k, v, **how), reference.window_softmax(q, k, v, **how)
+    assert_partials_near([found], [right], 2e-3)
 
 
 def test_linear_parts_beside_sinks() -> None:
@@ -183,13 +211,12 @@ def test_linear_parts_beside_sinks() -> None:
 @pytest.mark.parametrize(
     "span, styles, rule, part",
     [
-        (SpanSpec("sliding", 7, sinks=2), ("full",), "none", "window"),
         (SpanSpec("sliding", 7), ("packed",), "none", "linear"),
         (SpanSpec("sliding", 7), ("mixed",), "none", "both"),
         (SpanSpec("sliding", 7), ("full",), "scalar", "linear"),
         (SpanSpec("sliding", 7), ("full",), "values", "linear"),
     ],
-    ids=["sinks", "documents", "padding", "decays", "decays of values"],
+    ids=["documents", "padding", "decays", "decays of values"],
 )
 @pytest.mark.others
 def test_the_rest_is_the_dense_and_chunked_forms(span: SpanSpec, styles: tuple[str, ...], rule: str, part: str) -> None:
@@ -348,8 +375,15 @@ STEPS: dict[str, dict[str, Any]] = {
     "a linear part below blocks": {"span": {"type": "terraced", "window_size": 8, "blocks": 2}},
     "a linear part below the own block": {"span": {"type": "terraced", "window_size": 8, "blocks": 1}},
     "a window": ALONE | {"span": {"type": "sliding", "window_size": 33}},
+    "sinks beside a window": ALONE | {"span": {"type": "sliding", "window_size": 89, "sinks": 4}},
+    "sinks beside few keys": ALONE | {"span": {"type": "sliding", "window_size": 3, "sinks": 40}},
+    "sinks and a linear part": {"span": {"type": "sliding", "window_size": 7, "sinks": 3}},
+    "sinks and a linear part below the own block": {
+        "span": {"type": "terraced", "window_size": 8, "blocks": 1, "sinks": 3}
+    },
     "a window of blocks": ALONE | {"span": {"type": "terraced", "window_size": 8, "blocks": 3}},
     "an exact cache": ALONE | CACHE,
+    "an exact cache and sinks": ALONE | CACHE | {"span": CACHE["span"] | {"sinks": 3}},
     "an exact cache and a linear part": CACHE | {"state_dtype": "bfloat16"},
 }
 
@@ -392,7 +426,6 @@ def test_one_more_token_by_one_kernel(
 
 OTHER = {"span": {"type": "none"}, "normalizer": {"type": "group_norm"}, "combine": {"type": "add"}}
 TORCHS: dict[str, dict[str, Any]] = {
-    "sinks": ALONE | {"span": {"type": "sliding", "window_size": 7, "sinks": 2}},
     "exponential features": {"feature_map": {"type": "hedgehog", "activation": "exp"}},
     "a decay": {"decay": {"type": "fixed"}},
     "the delta rule": OTHER | {"update": {"type": "delta"}},
@@ -474,8 +507,16 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"hedgehog", "window", "linear_states", "linear_outputs", "quotient", "one_token"},
     ),
     "a window": (WINDOWS | {"mixer.span.window_size": 16}, {"window", "quotient", "one_token"}),
+    "a window and sinks": (
+        WINDOWS | {"mixer.span.window_size": 16, "mixer.span.sinks": 4},
+        {"window", "quotient", "one_token"},
+    ),
     "an exact cache": (
         WINDOWS | BLOCKS | {"mixer.cache": {"size": 32}},
+        {"window", "choose_by_recall", "cached", "quotient", "one_token"},
+    ),
+    "an exact cache and sinks": (
+        WINDOWS | {"mixer.span": BLOCKS["mixer.span"] | {"sinks": 4}, "mixer.cache": {"size": 32}},
         {"window", "choose_by_recall", "cached", "quotient", "one_token"},
     ),
 }

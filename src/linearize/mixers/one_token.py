@@ -78,7 +78,7 @@ def _one_pass(
     """How `fused_outputs.one_token` makes the output; None: it does not, as keys and values are not all of a token, or
     something decays the sums.
     """
-    if len(new) > len(PAIR) or mixer.span.sinks or mixer.kernel is not None:
+    if len(new) > len(PAIR) or mixer.kernel is not None:
         return None
     return mixer.one_quotient if fused_outputs.serves_one_token(inputs.q, inputs.k.shape[1], state) else None
 
@@ -97,10 +97,11 @@ def _by_kernel(
     span, linear = mixer.span, None
     if mixer.feature_map is not None:
         assert before is not None
-        phi_k, slot = None, span.context - span.fold_lag
+        phi_k, slots_before = None, span.sinks + span.context
+        slot = slots_before - span.fold_lag
         if exact is None:
             old = {name: x[:, :, slot : slot + 1] for name, x in state.slots.items()}
-            entering = new if slot == span.context else old
+            entering = new if slot == slots_before else old
             phi_k = mixer.key_features(entering, mixer.map_keys(entering, at.entering), None)
         phi_q, _ = mixer.query_features(inputs, at.column)
         begins = None if before.next_S is None else at.flushes
@@ -108,8 +109,9 @@ def _by_kernel(
     pair, slots = ((tokens["keys"], tokens["values"]) for tokens in (new, state.slots))
     bias = at.bias(1, accumulation_dtype(inputs.v.dtype)) if span.max_lag else None
     held = None if exact is None else (exact["keys"], exact["values"], exact["position"])
-    given = inputs.q, pair, slots, bias, held, linear, how
-    y, slots, after = fused_outputs.one_token(*given, scaling=inputs.scaling, softcap=inputs.softcap)
+    given = inputs.q, pair, slots, bias, at.position, held, linear, how
+    options = {"sinks": span.sinks, "scaling": inputs.scaling, "softcap": inputs.softcap}
+    y, slots, after = fused_outputs.one_token(*given, **options)
     return y, MixerState(dict(zip(PAIR, slots, strict=True)), state.clock.next(), after, None, exact)
 
 
