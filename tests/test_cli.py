@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -181,6 +182,14 @@ def test_a_plan_as_json_is_one_object(command: Command) -> None:
     shown = command(*arguments)
     assert (shown.status, shown.err) == (0, "")
     assert "lolcats" in shown.out
+
+
+def test_a_plan_with_text_measures_the_teachers_attention(command: Command) -> None:
+    arguments = ["plan", "lolcats", "--model", tiny.teacher_folder(), "--dataset", tiny.text_file()]
+    found = json.loads(command(*arguments, "--json").out)["teacher_attention"]
+    assert found["heads"] == 8 and 0 < found["entropy"] < math.log(256)
+    assert "The teacher gives its first token" in command(*arguments).out
+    assert_refused(command(*arguments[:-1], "nowhere.txt"), "data.dataset: expected a local file or folder or a hub id")
 
 
 def test_a_plan_for_a_gpu(command: Command) -> None:

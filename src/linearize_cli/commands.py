@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -71,9 +72,12 @@ def plan(
     dtype: Dtype = "bfloat16",
     cluster: Annotated[str | None, typer.Option(help="GPUs and the memory of each, as in 8x80GiB: what fits")] = None,
     gpu_memory: GpuMemory = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="text to measure the teacher's attention on, for which its weights are read")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a run would do and cost, and from which length on memory is saved. Touches no weights."""
+    """Say what a run would do and cost, and from which length on memory is saved. Only --dataset reads weights."""
     with importing():
         import torch
 
@@ -84,7 +88,8 @@ def plan(
         from linearize.planning.fit import fit, parse_memory
         from linearize.recipe import KeepByTransferError, Recipe, parse_overrides, resolve
 
-    chosen = Recipe.load(recipe, parse_overrides(set_ or []))
+    named = {} if dataset is None else {"data.dataset": dataset}
+    chosen = Recipe.load(recipe, parse_overrides(set_ or []) | named)
     shape = TeacherShape.from_config(read_config(model))
     gpus = None if cluster is None else clusters.Cluster.parse(cluster)
     computed_in = dtype_of(dtype, torch.device("cpu"))
@@ -98,11 +103,22 @@ def plan(
     where = None if gpus is None and found is None else torch.device("cuda")
     result = planning.make_plan(chosen, shape, layers, dtype=computed_in, device=where, training_tokens=None)
     shares = [] if gpus is None else clusters.shares(chosen, shape, layers, gpus, dtype=computed_in)
+    attention = None
+    if dataset is not None:
+        from linearize.evaluation.attention_statistics import measured_attention
+
+        options = {"dtype": computed_in, "device": device_of("auto")}
+        attention = asdict(measured_attention(model, shape, chosen.data, **options))
     if as_json:
         more = {"fit": found and found.to_json(), "cluster": [share.to_json() for share in shares]}
+        more["teacher_attention"] = attention
         show(result.to_json() | {name: value for name, value in more.items() if value}, as_json)
     else:
         show(planning.render(result), as_json)
+        if attention is not None:
+            from linearize.report.findings import attention_words
+
+            show(attention_words(attention), as_json)
         if gpus is not None:
             show(clusters.render(shares, gpus), as_json)
     for line in found.lines() if found is not None else ():

@@ -201,6 +201,7 @@ def test_the_closer_look_at_a_student_that_is_its_teacher(teacher: PreTrainedMod
     assert found.generations.agreement.low == 1 and found.generations.common_prefix.low == CLOSE.new_tokens
     for layer in found.fidelity.layers:
         assert max(layer.output_relative) < 1e-12
+    assert found.teacher_attention.heads == 8 and 0 < found.teacher_attention.first_token < 0.5
     assert all(share == 0 for layer in found.path_usage.layers for share in layer.linear_share)
     assert [test.name for test in found.retrieval] == ["passkey", "needle", "associative_recall"]
     for test in found.retrieval:

@@ -19,9 +19,7 @@ from linearize.ops import fused, triton_kernels, triton_outputs  # noqa: E402
 SHARED_MEMORY = 99 * 2**10  # bytes that a program can have on every GPU since Ampere
 INTEGERS = ["lo", "ends", "q_position", "q_document", "k_position", "k_document", "position", "at", "held", "leaves"]
 POINTERS = dict.fromkeys([*INTEGERS, "before", "after", "place", "seat"], "*i64") | {"fresh": "*i32"}
-POINTERS |= dict.fromkeys(
-    ["num", "den", "log_scale", "S", "z", "phi_q", "phi_k", "pairs", "scores", "total", "recalled", "cosines"], "*fp32"
-)
+POINTERS |= dict.fromkeys(["num", "den", "log_scale", "S", "z", "phi_q", "phi_k"], "*fp32")
 POINTERS |= dict.fromkeys(["phi", "weight", "bias", "enters", "window_factor"], "*fp32")
 POINTERS |= dict.fromkeys(["num_w", "den_w", "num_l", "den_l"], "*fp32")
 POINTERS |= dict.fromkeys(["ahead_S", "ahead_z", "next_S", "next_z", "next_ahead_S", "next_ahead_z"], "*fp32")
@@ -36,7 +34,9 @@ def cases() -> list[Any]:
     for D in (64, 128):
         wide, side = {"D": D, "BLOCK_D": D}, {"F": D, "BLOCK_F": D, "D": D, "BLOCK_D": 64, "C": fused.CHUNK}
         for dtype, size in (("bf16", 2), ("fp32", 4)):
-            found += [("window", wide | {"SOFTCAP": x, "M": fused.CHUNK, "N": 32}, dtype) for x in (False, True)]
+            for softcap, sinks, carried in ((False, False, False), (True, False, False), (True, True, True)):
+                own = {"SOFTCAP": softcap, "SINKS": sinks, "CARRIED": carried, "M": fused.CHUNK, "N": 32}
+                found.append(("window", wide | own, dtype))
             found.append(("cached", wide | {"SOFTCAP": True, "M": fused.MOST_BYTES // D // size, "N": 32}, dtype))
             found += [(name, side, dtype) for name in ("linear_states", "linear_outputs")]
             square = {"D": D, "BLOCK_D": 64, "N": D, "BLOCK_N": D, "BIAS": True, "SOFTMAX": True, "HALVES": True}
@@ -46,10 +46,6 @@ def cases() -> list[Any]:
             for cache, ahead, rows in ((False, False, 16), (False, True, 64), (True, False, 64)):
                 part = {"CACHE": cache, "WRITES": not cache, "AHEAD": ahead, "M": rows}
                 found.append(("one_token", one | part, dtype))
-        for every in (32, 256, fused.MOST_CANDIDATES):
-            seats = {"ALL": every, "W": 16, "M": fused.SEATS, "num_warps": 8}
-            seats["ROWS"] = min(every, fused.COSINES // every)
-            found.append(("choose_by_recall", wide | seats, "fp32"))
     return [pytest.param(*case, id="-".join(map(str, (case[0], *case[1].values(), case[2])))) for case in found]
 
 

@@ -1,4 +1,4 @@
-"""The kernels of `fused`, held to the definition, and an exact cache's to its own.
+"""The kernels of `fused`, held to the definition, and those of eviction caches to their own.
 
 On a CUDA device, or on a CPU by Triton's interpreter (`make test-kernels`), which `TRITON_INTERPRET=1` turns on before
 triton is imported: so these tests have a process of their own.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from linearize.mixers.exact_cache import BESIDE_RECALL, SCORES
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -24,7 +24,7 @@ from linearize.mixers.feature_maps.hedgehog import Hedgehog, HedgehogMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
-from linearize.ops import chunked, dense, dispatch, exact_cache, fused, reference
+from linearize.ops import chunked, dense, dispatch, eviction_cache, fused, reference
 from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial
@@ -44,6 +44,9 @@ pytest.importorskip("triton", reason="triton is not installed; `make test-kernel
 
 SPANS = [SpanSpec("none"), SpanSpec("sliding", 1), SpanSpec("sliding", 7), SpanSpec("sliding", 100)]
 SPANS += [SpanSpec("terraced", 64, 1), SpanSpec("terraced", 16, 2), SpanSpec("terraced", 7, 3)]
+# Few sinks, more than the window has keys, and more than the kernel reads at a time.
+SPANS += [SpanSpec("sliding", 7, sinks=2), SpanSpec("sliding", 4, sinks=9), SpanSpec("sliding", 33, sinks=40)]
+SPANS += [SpanSpec("terraced", 16, 2, sinks=3), SpanSpec("terraced", 5, 1, sinks=8)]
 each_span = pytest.mark.parametrize("span", SPANS, ids=str)
 
 
@@ -160,20 +163,44 @@ def test_rows_that_are_known_to_be_full(span: SpanSpec) -> None:
 
 
 @each_span
-@pytest.mark.parametrize("start", [4, 90])
+@pytest.mark.parametrize("start", [4, 9, 36, 90])
 def test_a_carried_document_goes_on(span: SpanSpec, start: int) -> None:
-    """From the state that the first tokens leave, before and after the window is full."""
+    """From the state that the first tokens leave, before and after window and sinks are full."""
     case = make_case(span, ("full", "full"), 170, heads=(4, 2, 4), seed=start)
     first, layout = part_of(case, 0, start)
     state = linear_state(first.phi_k, first.v, span=case.package_span, layout=layout)
     check(*part_of(case, start, 170), LinearState(state.S, state.z))
 
 
-@pytest.mark.parametrize("span", [span for span in SPANS if span.kind != "none"], ids=str)
+each_window = pytest.mark.parametrize("span", [span for span in SPANS if span.kind != "none"], ids=str)
+
+
+@each_window
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_windows_of_packed_documents(span: SpanSpec, softcap: float | None) -> None:
     case = make_case(span, ("packed", "packed", "left"), 150, heads=(4, 2, 2), seed=3, softcap=softcap)
     check(case, part="window")
+
+
+@each_window
+@pytest.mark.parametrize("start", [20, 75])
+def test_windows_of_documents_behind_a_carried_one(span: SpanSpec, start: int) -> None:
+    """One document of the first tokens ends in this call, at once or later, and others follow it."""
+    case = make_case(span, ("full", "full"), 200, heads=(4, 2, 2), seed=start)
+    ends = [[0, start + 90, 170, 200], [0, start, start + 3, 200]]
+    documents = [[list(range(*pair)) for pair in pairwise(row)] for row in ends]
+    check(*part_of(replace(case, documents=documents), start, 200), part="window")
+
+
+@each_window
+def test_windows_in_half_precision(span: SpanSpec) -> None:
+    """As the definition has them of the same rounded inputs, within what half precision rounds off of values."""
+    case = make_case(span, ("packed", "full"), 150, heads=(4, 2, 2), seed=4)
+    q, k, v = (x.half().to(DEVICE) for x in (case.q, case.k, case.v))
+    how = {"span": case.package_span, "scaling": 0.4, "layout": case.layout.to(DEVICE)}
+    with torch.no_grad():
+        found, right = fused.window_softmax(q, k, v, **how), reference.window_softmax(q, k, v, **how)
+    assert_partials_near([found], [right], 2e-3)
 
 
 def test_linear_parts_beside_sinks() -> None:
@@ -183,13 +210,12 @@ def test_linear_parts_beside_sinks() -> None:
 @pytest.mark.parametrize(
     "span, styles, rule, part",
     [
-        (SpanSpec("sliding", 7, sinks=2), ("full",), "none", "window"),
         (SpanSpec("sliding", 7), ("packed",), "none", "linear"),
         (SpanSpec("sliding", 7), ("mixed",), "none", "both"),
         (SpanSpec("sliding", 7), ("full",), "scalar", "linear"),
         (SpanSpec("sliding", 7), ("full",), "values", "linear"),
     ],
-    ids=["sinks", "documents", "padding", "decays", "decays of values"],
+    ids=["documents", "padding", "decays", "decays of values"],
 )
 @pytest.mark.others
 def test_the_rest_is_the_dense_and_chunked_forms(span: SpanSpec, styles: tuple[str, ...], rule: str, part: str) -> None:
@@ -197,7 +223,7 @@ def test_the_rest_is_the_dense_and_chunked_forms(span: SpanSpec, styles: tuple[s
     check(make_case(span, styles, 300, heads=(4, 2, 2), rule=rule), part=part, tolerance=tolerance)
 
 
-# --- exact caches -----------------------------------------------------------------------------------------------------
+# --- eviction caches -----------------------------------------------------------------------------------------------------
 
 
 class Pool:
@@ -213,81 +239,14 @@ class Pool:
         self.k, self.v = (torch.nn.functional.pad(x, (0, 0, size, 0)) for x in (k, v))
         position = self.layout.key_position.expand(2, -1)[:, None].expand(-1, 2, -1)
         self.position = torch.nn.functional.pad(position, (size, 0), value=-1)
-        self.blocks = exact_cache.cut(self.layout, span)
-        self.leaves = exact_cache.leaving(self.blocks, span, self.position, size)
+        self.blocks = eviction_cache.cut(self.layout, span)
+        self.leaves = eviction_cache.leaving(self.blocks, span, self.position, size)
         self.fresh = self.blocks.fresh
 
     def chosen(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """By the definition."""
-        worth = SCORES["recall_redundancy_and_age"]
-        given = self.k.cpu(), self.v.cpu(), self.position, self.leaves, self.fresh, size
-        return exact_cache.choose(*given, worth)
-
-    def chosen_by_the_kernel(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        pairs = torch.nn.functional.pad(SCORES["recall_redundancy_and_age"].pairs(self.k, self.v), (0, 0, 0, 1))
-        held = torch.where(self.position[:, :, :size] >= 0, torch.arange(size), -1)
-        at = torch.nn.functional.pad(self.position, (0, 1), value=-1)
-        given = (x.to(DEVICE) for x in (pairs, at, self.leaves, self.fresh, held))
-        found = fused.choose_by_recall(*given, BESIDE_RECALL)
-        assert found is not None
-        return found
-
-
-@pytest.mark.parametrize("style", ["full", "packed", "left"])
-@pytest.mark.parametrize("size, width", [(16, 16), (40, 16), (100, 16), (30, 40)])
-def test_what_a_cache_holds(style: str, size: int, width: int) -> None:
-    pool = Pool(style, 300, size, TerracedSpan(window_size=width, blocks=2))
-    expected = pool.chosen(size)
-    candidates = (expected[0] >= 0).sum(-1) + (pool.leaves >= 0).sum(-1)
-    assert (candidates > size).any() or not (style == "full" or size == 16), "some must go"
-    for one, other in zip(pool.chosen_by_the_kernel(size), expected, strict=True):
-        assert torch.equal(one.cpu(), other)
-
-
-@pytest.mark.parametrize("there", [0, 25, 40])
-def test_what_a_cache_held_before_is_a_candidate_too(there: int) -> None:
-    """In rows that go on behind 300 tokens, of which the cache holds so many, some of them nearly alike."""
-    torch.manual_seed(0)
-    size = 40
-    pool = Pool("full", 120, size, TerracedSpan(window_size=16, blocks=2))
-    pool.position = torch.where(pool.position >= 0, pool.position + 300, -1)
-    pool.position[:, :, size - there : size] = torch.arange(300 - 3 * there, 300, 3)
-    pool.fresh = torch.zeros_like(pool.fresh)
-    pool.k[:, :, :size], pool.v[:, :, :size] = (torch.randn_like(x[:, :, :size]) for x in (pool.k, pool.v))
-    pool.k[:, :, size - 5 : size] = pool.k[:, :, 50:55] + 1e-3
-    for one, other in zip(pool.chosen_by_the_kernel(size), pool.chosen(size), strict=True):
-        assert torch.equal(one.cpu(), other)
-
-
-def test_a_key_that_is_no_number_takes_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is worth no number is worth the most, as where scores are sorted; nothing is written beyond the cache."""
-    size, launch = 24, fused.launch
-
-    def with_room_behind(kernel: Any, grid: Any, *inputs: Any, **options: Any) -> None:
-        room = [torch.full((x.numel() + 64,), -7, device=DEVICE) for x in inputs[5:7]]  # before and after
-        launch(kernel, grid, *inputs[:5], *room, *inputs[7:], **options)
-        for x, wider in zip(inputs[5:7], room, strict=True):
-            x.copy_(wider[:-64].view_as(x))
-            assert (wider[-64:] == -7).all()
-
-    monkeypatch.setattr(fused, "launch", with_room_behind)
-    pool = Pool("full", 200, size, TerracedSpan(window_size=16, blocks=2))
-    pool.k[:, :, size + 60] = torch.nan
-    before, after = pool.chosen_by_the_kernel(size)
-    expected = pool.chosen(size)[1]
-    assert torch.equal(after[:, :, :6].cpu(), expected[:, :, :6])  # the key is a candidate from block 5 on
-    assert torch.equal(before[:, :, 1:], after[:, :, :-1])
-    assert (after[:, :, 3:].diff(dim=-1) > 0).all()
-
-
-def test_what_a_cache_holds_after_a_long_time() -> None:
-    """Its sums, to which most was added and taken out again, are those of who is there: of keys nearly alike, too."""
-    size, length = 24, 1500
-    pool = Pool("full", length, size, TerracedSpan(window_size=16, blocks=2))
-    kinds = torch.randn(10, pool.k.shape[3], generator=torch.Generator().manual_seed(0))
-    pool.k[:, :, size:] = kinds.to(DEVICE)[torch.arange(length) * 7 % 10] + 0.1 * pool.k[:, :, size:]
-    for one, other in zip(pool.chosen_by_the_kernel(size), pool.chosen(size), strict=True):
-        assert torch.equal(one.cpu(), other)
+        """What the cache holds, by scores drawn at random."""
+        scores = torch.randn(self.position.shape, generator=torch.Generator().manual_seed(0))
+        return eviction_cache.choose(scores, self.position, self.leaves, self.fresh, size)
 
 
 @pytest.mark.parametrize("style", ["full", "packed", "left"])
@@ -296,14 +255,14 @@ def test_what_queries_read_of_a_cache(style: str, softcap: float | None, monkeyp
     size = 40
     pool = Pool(style, 300, size, TerracedSpan(window_size=16, blocks=2), seed=1)
     _, held = pool.chosen(size)
-    layout, blocks = pool.layout.to(DEVICE), exact_cache.Blocks(*(x.to(DEVICE) for x in vars(pool.blocks).values()))
+    layout, blocks = pool.layout.to(DEVICE), eviction_cache.Blocks(*(x.to(DEVICE) for x in vars(pool.blocks).values()))
     given, how = (
         (pool.q, pool.k, pool.v, blocks, held.to(DEVICE)),
         {"scaling": 0.4, "softcap": softcap, "layout": layout},
     )
     window = reference.window_softmax(pool.q, pool.k[:, :, size:], pool.v[:, :, size:], span=pool.span, **how)
-    expected = exact_cache.merged(window, exact_cache.cached_softmax(*given, **how))
-    monkeypatch.setattr(exact_cache, "cached_softmax", None)
+    expected = eviction_cache.merged(window, eviction_cache.cached_softmax(*given, **how))
+    monkeypatch.setattr(eviction_cache, "cached_softmax", None)
     copy = Partial(window.num.clone(), window.den.clone(), window.log_scale.clone())
     assert_partials_near([fused.with_cached(*given, copy, **how)], [expected], TOLERANCE)
 
@@ -348,9 +307,16 @@ STEPS: dict[str, dict[str, Any]] = {
     "a linear part below blocks": {"span": {"type": "terraced", "window_size": 8, "blocks": 2}},
     "a linear part below the own block": {"span": {"type": "terraced", "window_size": 8, "blocks": 1}},
     "a window": ALONE | {"span": {"type": "sliding", "window_size": 33}},
+    "sinks beside a window": ALONE | {"span": {"type": "sliding", "window_size": 89, "sinks": 4}},
+    "sinks beside few keys": ALONE | {"span": {"type": "sliding", "window_size": 3, "sinks": 40}},
+    "sinks and a linear part": {"span": {"type": "sliding", "window_size": 7, "sinks": 3}},
+    "sinks and a linear part below the own block": {
+        "span": {"type": "terraced", "window_size": 8, "blocks": 1, "sinks": 3}
+    },
     "a window of blocks": ALONE | {"span": {"type": "terraced", "window_size": 8, "blocks": 3}},
-    "an exact cache": ALONE | CACHE,
-    "an exact cache and a linear part": CACHE | {"state_dtype": "bfloat16"},
+    "an eviction cache": ALONE | CACHE,
+    "an exact cache and sinks": ALONE | CACHE | {"span": CACHE["span"] | {"sinks": 3}},
+    "an eviction cache and a linear part": CACHE | {"state_dtype": "bfloat16"},
 }
 
 
@@ -392,7 +358,6 @@ def test_one_more_token_by_one_kernel(
 
 OTHER = {"span": {"type": "none"}, "normalizer": {"type": "group_norm"}, "combine": {"type": "add"}}
 TORCHS: dict[str, dict[str, Any]] = {
-    "sinks": ALONE | {"span": {"type": "sliding", "window_size": 7, "sinks": 2}},
     "exponential features": {"feature_map": {"type": "hedgehog", "activation": "exp"}},
     "a decay": {"decay": {"type": "fixed"}},
     "the delta rule": OTHER | {"update": {"type": "delta"}},
@@ -474,9 +439,17 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"hedgehog", "window", "linear_states", "linear_outputs", "quotient", "one_token"},
     ),
     "a window": (WINDOWS | {"mixer.span.window_size": 16}, {"window", "quotient", "one_token"}),
-    "an exact cache": (
+    "a window and sinks": (
+        WINDOWS | {"mixer.span.window_size": 16, "mixer.span.sinks": 4},
+        {"window", "quotient", "one_token"},
+    ),
+    "an eviction cache": (
         WINDOWS | BLOCKS | {"mixer.cache": {"size": 32}},
-        {"window", "choose_by_recall", "cached", "quotient", "one_token"},
+        {"window", "cached", "quotient", "one_token"},
+    ),
+    "an exact cache and sinks": (
+        WINDOWS | {"mixer.span": BLOCKS["mixer.span"] | {"sinks": 4}, "mixer.cache": {"size": 32}},
+        {"window", "cached", "quotient", "one_token"},
     ),
 }
 
@@ -530,7 +503,7 @@ class Operations(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "name, prompt, step",
-    [("a window and a linear part", 1.35, 1.25), ("a window", 1.15, 1.1), ("an exact cache", 1.85, 1.2)],
+    [("a window and a linear part", 1.35, 1.25), ("a window", 1.15, 1.1), ("an eviction cache", 1.85, 1.2)],
 )
 @pytest.mark.others
 def test_by_kernels_it_is_few_operations(

@@ -25,6 +25,7 @@ LOSSES = {
 EDGES = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 LINES = ("def mean ( values ) : \n", "total = sum ( values ) \n", "return total / len ( values ) \n\n", "class Ring :")
 CODE = [token for line in LINES for token in line.split(" ")]
+ATTENTION = {"entropy": 2.587, "first_token": 0.313, "sink_heads": 75, "heads": 270, "beyond_near": 0.294}
 TEACHER = {"params": 5475584, "name": "made-up-teacher"}
 
 
@@ -73,6 +74,7 @@ def evaluation(seed: int = 0, shift: float = 0.0) -> dict[str, Any]:
             "new_tokens": 48,
             "samples": _samples(),
         },
+        "teacher_attention": ATTENTION,
         "fidelity": _fidelity(draw),
         "path_usage": _path_usage(draw),
         "retrieval": [_retrieval("passkey", draw), _retrieval("associative_recall", draw)],

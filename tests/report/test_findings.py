@@ -19,6 +19,7 @@ from linearize.report.findings import (
     outliers,
     path_usage,
     recall,
+    teacher_attention,
     verdict,
 )
 from linearize.report.load import RunFiles, load_run
@@ -163,7 +164,7 @@ def test_tasks_are_compared_with_the_error_of_both(read: Read) -> None:
 
 def test_every_finding_carries_a_number(read: Read) -> None:
     found = findings(read())
-    assert len(found) == 17
+    assert len(found) == 18
     assert all(any(c.isdigit() for c in finding.words) for finding in found)
 
 
@@ -211,6 +212,24 @@ def test_whether_the_linear_part_is_used(read: Read, difference: Any, kind: str,
     window = {"layers": [{"layer": 0, "linear_share": [0, 0]}], "without_window": None, "without_linear": difference}
     none = path_usage(read(path_usage=window))
     assert none is not None and "has no linear part" in none.words
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({}, f"The teacher gives its first token 31{THIN}% of its attention, and more than half in 75 of 270 query "
+         "heads: every window needs sinks. The entropy of its attention is 2.59 nats, and "
+         f"29{THIN}% lies on other tokens beyond the last 64: it is spread, so longer windows or linear parts help."),
+        (dict(first_token=0.0003, sink_heads=0, beyond_near=0.16, entropy=0.123),
+         f"The teacher gives its first token <1{THIN}% of its attention, and more than half in 0 of 270 query heads: "
+         "windows need no sinks. The entropy of its attention is 0.12 nats, and "
+         f"16{THIN}% lies on other tokens beyond the last 64."),
+    ],
+)  # fmt: skip
+def test_what_the_teachers_attention_means(read: Read, changed: dict[str, float], words: str) -> None:
+    found = teacher_attention(read(teacher_attention=sample.ATTENTION | changed))
+    assert found is not None and (found.kind, found.words) == ("fact", words)
+    assert teacher_attention(read(teacher_attention=None)) is None
 
 
 def test_heads_that_stand_out_are_named_beside_the_median(read: Read) -> None:

@@ -119,6 +119,16 @@ def dataset_from_documents(
     return _dataset(train, held_out, config, tokenizer, seed, None)
 
 
+def first_tokens(config: DataConfig, tokenizer: PreTrainedTokenizerBase, count: int) -> Int64[Tensor, " T"]:
+    """Return the first `count` tokens of `config.dataset`, or all if there are fewer; no more documents are read.
+
+    Raises:
+        UserError: nothing to read, unreadable or malformed data, or a missing column.
+    """
+    source = config.model_copy(update={"max_tokens": count})
+    return torch.cat([document.input_ids for document in _read(source, tokenizer, "data.dataset")])[:count]
+
+
 def pack(documents: Iterable[TokenDocument], sequence_length: int) -> PackedRows:
     """Concatenate the documents and cut them into rows; the tail that does not fill a row is dropped."""
     documents = [document for document in documents if len(document)]

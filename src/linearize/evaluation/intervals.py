@@ -18,8 +18,6 @@ from torch import Tensor
 from linearize.base import UserError
 from linearize.data.splits import ENOUGH
 
-_NORMAL = 1.959964  # 97.5 % of a normal distribution lie below it
-
 
 @dataclass(frozen=True)
 class Totals:

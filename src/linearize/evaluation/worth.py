@@ -26,6 +26,7 @@ from linearize.evaluation.agreement import (
     logit_agreement,
     loss_by_position,
 )
+from linearize.evaluation.attention_statistics import TOKENS, AttentionStatistics, attention_statistics
 from linearize.evaluation.candidates import BATCH_SIZE, LABELS, Candidate
 from linearize.evaluation.chosen_rows import spread_rows
 from linearize.evaluation.config import EvaluationConfig
@@ -42,6 +43,7 @@ from linearize.evaluation.shares import KeptGain, kept_copying, kept_far_context
 from linearize.evaluation.speed import Crossover, Speed, generation_speed
 from linearize.hf.attention import linearized_layers
 from linearize.hf.sharding import is_sharded
+from linearize.hf.teacher import TeacherShape
 
 NEW_TOKENS = 16  # generated where speed is measured
 RECALLING = ("teacher", "student", "window")  # the floor is the teacher within its window
@@ -87,6 +89,7 @@ class Worth:
     positions: PositionLosses | None = None
     speed: list[Speed] = field(default_factory=list)
     crossover: Crossover | None = None
+    teacher_attention: AttentionStatistics | None = None
     agreement: Agreement | None = None
     generations: Generations | None = None
     fidelity: Fidelity | None = None
@@ -247,6 +250,9 @@ def _examined(
             found["path_usage"] = measure_path_usage(student, rows, **sampled | samples)
         else:
             reasons["path_usage"] = "an encoder has no window beside its linear part"
+        if "teacher" in models and not TeacherShape.from_config(student.config.to_dict()).bidirectional:
+            tokens = rows.input_ids.flatten()[: min(TOKENS, sizes["max_positions"])]
+            found["teacher_attention"] = attention_statistics(models["teacher"], tokens[None])
         if "teacher" in models:
             options: dict[str, Any] = {"batch_size": BATCH_SIZE, "window_size": sizes["window_size"]}
             found["agreement"] = logit_agreement(models["teacher"], student, rows, **options, **samples)

@@ -77,7 +77,7 @@ def _one_pass(
 
     It does not where a token has more than its key, value and eviction score, or where something decays the sums.
     """
-    if not new.keys() <= {*PAIR, SCORES} or mixer.span.sinks or mixer.kernel is not None:
+    if not new.keys() <= {*PAIR, SCORES} or mixer.kernel is not None:
         return None
     return mixer.one_quotient if fused_outputs.serves_one_token(inputs.q, inputs.k.shape[1], state) else None
 
@@ -96,10 +96,11 @@ def _by_kernel(
     span, linear = mixer.span, None
     if mixer.feature_map is not None:
         assert before is not None
-        phi_k, slot = None, span.context - span.fold_lag
+        phi_k, slots_before = None, span.sinks + span.context
+        slot = slots_before - span.fold_lag
         if exact is None:
             old = {name: x[:, :, slot : slot + 1] for name, x in state.slots.items()}
-            entering = new if slot == span.context else old
+            entering = new if slot == slots_before else old
             phi_k = mixer.key_features(entering, mixer.map_keys(entering, at.entering), None)
         phi_q, _ = mixer.query_features(inputs, at.column)
         begins = None if before.next_S is None else at.flushes
@@ -107,8 +108,9 @@ def _by_kernel(
     pair, slots = ((tokens["keys"], tokens["values"]) for tokens in (new, state.slots))
     bias = at.bias(1, accumulation_dtype(inputs.v.dtype)) if span.max_lag else None
     held = None if exact is None else (exact["keys"], exact["values"], exact["position"])
-    given = inputs.q, pair, slots, bias, held, linear, how
-    y, slots, after = fused_outputs.one_token(*given, scaling=inputs.scaling, softcap=inputs.softcap)
+    given = inputs.q, pair, slots, bias, at.position, held, linear, how
+    options = {"sinks": span.sinks, "scaling": inputs.scaling, "softcap": inputs.softcap}
+    y, slots, after = fused_outputs.one_token(*given, **options)
     kept: Tokens = {"keys": slots[0], "values": slots[1]}
     if SCORES in new:
         scores = torch.cat([state.slots[SCORES], new[SCORES]], dim=2)

@@ -2,7 +2,7 @@
 
 Forward alone. A GPU works on one operation of a short prompt for less time than it takes to launch it, and the chunked
 forms make hundreds of them per layer. Where gradients are wanted, and what the kernels do not define (decays, kernels
-in closed form, the delta rule, float64, sinks beside a window, padding within a document, more than one document in
+in closed form, the delta rule, float64, padding within a document, more than one document in
 front of a linear part), is served by the dense and chunked forms.
 """
 
@@ -87,7 +87,7 @@ def window_softmax(
     layout: Layout,
 ) -> Partial:
     """The softmax part (`reference.window_softmax`)."""
-    if wants_more((q, k, v), layout) or span.sinks or not span.max_lag or v.shape[3] > WIDEST:
+    if wants_more((q, k, v), layout) or not span.max_lag or v.shape[3] > WIDEST:
         options = {"span": span, "scaling": scaling, "softcap": softcap, "layout": layout}
         return _others(q, k).window_softmax(q, k, v, **options)
     from linearize.ops import triton_kernels
@@ -102,9 +102,10 @@ def window_softmax(
         triton_kernels.window, (batch * heads, -(-length // CHUNK)),
         *(q, k, v, lowest, *queries, *keys, part.num, part.den, part.log_scale),
         *(*strides(q), *strides(k), *strides(v), *map(between_rows, (lowest, queries[0], keys[0]))),
-        *(heads, heads // k.shape[1], length, k.shape[2], span.max_lag),
+        *(heads, heads // k.shape[1], length, k.shape[2], span.max_lag, span.sinks),
         *(scaling * LOG2_E, 1.0 if softcap is None else softcap),
-        D=width, BLOCK_D=power_of_2(width), SOFTCAP=softcap is not None, M=CHUNK, N=32, **HOW,
+        D=width, BLOCK_D=power_of_2(width), SOFTCAP=softcap is not None, SINKS=span.sinks > 0,
+        CARRIED=layout.sink_slots > 0, M=CHUNK, N=32, **HOW,
     )  # fmt: skip
     return part
 

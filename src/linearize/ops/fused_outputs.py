@@ -84,24 +84,29 @@ def one_token(
     new: tuple[Float[Tensor, "B G 1 D"], Float[Tensor, "B G 1 D"]],
     slots: tuple[Float[Tensor, "B G S D"], Float[Tensor, "B G S D"]],
     bias: Float[Tensor, "B 1 S_and_1"] | None,
+    position: Int[Tensor, " B"],
     held: tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C D"], Int[Tensor, "B G C"]] | None,
     linear: LinearStep | None,
     how: OneQuotient,
     *,
+    sinks: int,
     scaling: float,
     softcap: float | None,
 ) -> tuple[Float[Tensor, "B H 1 D"], tuple[Tensor, Tensor], LinearState | None]:
     """The output of one more token, the slots behind it, and the linear state: in one launch.
 
     Softmax is over the slots, whose scores get `bias`, the token itself, and what a cache holds, -1 being the position
-    of nothing. `bias` None: there is no window.
+    of nothing. `bias` None: there is no window. The first `sinks` slots are those of sinks that have left the others
+    (`mixer_state.push_slot`).
     """
     from linearize.ops import triton_outputs
 
     q, new_k, new_v, k, v = (fused.rows_of_numbers(x.to(q.dtype)) for x in (q, *new, *slots))
     (batch, heads, _, width), units, features, window = q.shape, k.shape[1], 16, bias is not None
     unread: Tensor = q  # in the place of what there is none of
-    held_k, held_v, position = (k, v, unread) if held is None else (*map(fused.rows_of_numbers, held[:2]), held[2])
+    held_k, held_v, held_position = k, v, unread
+    if held is not None:
+        held_k, held_v, held_position = *map(fused.rows_of_numbers, held[:2]), held[2]
     phi_q = phi_k = enters = begins = unread
     before, after, state, slot = [unread] * 4, [unread] * 4, None, 0
     if linear is not None:
@@ -116,13 +121,14 @@ def one_token(
     side, group = min(64, fused.power_of_2(width)), heads // units
     fused.launch(
         triton_outputs.one_token, (batch * units, -(-width // side)),
-        *(q, new_k, new_v, k, v, unread if bias is None else bias, held_k, held_v, position.contiguous()),
+        *(q, new_k, new_v, k, v, unread if bias is None else bias, position, held_k, held_v),
+        held_position.contiguous(),
         *(phi_q, phi_k, enters, *before, begins, unread if how.factor is None else how.factor),
         *(y, next_k, next_v, *after),
         *(*q.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], *fused.strides(k), *fused.strides(v)),
         *(*fused.strides(held_k), *fused.strides(held_v), *phi_k.stride()[:2]),
         0 if bias is None else fused.between_rows(bias),
-        *(units, group, units // k.shape[1], k.shape[2], slot, held_k.shape[2]),
+        *(units, group, units // k.shape[1], k.shape[2], sinks, slot, held_k.shape[2]),
         *(scaling * LOG2_E, 1.0 if softcap is None else softcap, how.least),
         WINDOW=window, CACHE=held is not None, LINEAR=linear is not None, WRITES=phi_k is not unread,
         AHEAD=begins is not unread, SOFTCAP=softcap is not None, D=width, BLOCK_D=fused.power_of_2(width), SIDE=side,

@@ -92,11 +92,15 @@ def hedgehog(
 def window(
     q, k, v, lo, q_position, q_document, k_position, k_document, num, den, log_scale,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot, lo_row, queries_row, keys_row,
-    heads, group, length, slots, lag, factor, softcap,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    heads, group, length, slots, lag, sinks, factor, softcap,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, CARRIED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the keys from `lo` on: of M queries over the `lag` slots that end with each, N at a time."""
+    """Softmax over the keys from `lo` on and the first `sinks`: of M queries over the `lag` slots that end with each,
+    N at a time, and over the sinks before these slots.
+
+    SINKS: whether there are any; CARRIED: whether the first slots hold those of document 0 that left the slots behind.
+    """
     row, head, start = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1) * M
     t, d = (start + tl.arange(0, M)).to(tl.int64), tl.arange(0, BLOCK_D)  # T H D can be more than 2**31
     there, wide = t < length, d < D
@@ -121,8 +125,31 @@ def window(
         if SOFTCAP:
             scores = capped(scores, softcap)
         seen = (its >= lowest) & (its <= position) & (its >= 0) & (of == document)
+        if SINKS:
+            seen = seen | ((its >= 0) & (its < sinks) & (its <= position) & (of == document))
         values = tl.load(v + v_at + j[:, None] * v_slot + d[None], inside[:, None] & wide[None], 0.0)
         top, total, sums = added(scores, seen, values, top, total, sums, PRECISION)
+    if SINKS:
+        # All of one document, that of the slot before: others of these queries begin behind it. Its tokens lie side by
+        # side, but for the sinks that have left a carried document's slots.
+        last = (first - 1).to(tl.int64)
+        begin = last - tl.load(k_position + row * keys_row + last, last >= 0, -1)
+        owner = tl.load(k_document + row * keys_row + last, last >= 0, -1)
+        for i in range((sinks - 1) // N + 1):
+            n = i * N + tl.arange(0, N)
+            j = begin + n
+            if CARRIED:
+                moved = tl.load(k_position + row * keys_row + n, n < sinks, -1) == n
+                j = tl.where(moved & (owner == 0), n, j)
+            inside = (n < sinks) & (j >= 0) & (j <= last)
+            of = tl.load(k_document + row * keys_row + j, inside, -1)[None]
+            keys = tl.load(k + k_at + j[None] * k_slot + d[:, None], inside[None] & wide[:, None], 0.0)
+            scores = tl.dot(x, keys, input_precision=PRECISION) * factor
+            if SOFTCAP:
+                scores = capped(scores, softcap)
+            seen = inside[None] & (n[None] <= position) & (of == document)
+            values = tl.load(v + v_at + j[:, None] * v_slot + d[None], inside[:, None] & wide[None], 0.0)
+            top, total, sums = added(scores, seen, values, top, total, sums, PRECISION)
     out = tl.program_id(0).to(tl.int64) * length + t
     tl.store(num + out[:, None] * D + d[None], sums, there[:, None] & wide[None])
     tl.store(den + out, total, there)

@@ -15,7 +15,7 @@ from linearize.ops.triton_kernels import added, capped
 
 # What differs between calls of one model, and is not worth a kernel of its own for each kind of number.
 SIZES = ["q_row", "new_k_row", "new_v_row", "k_row", "v_row", "held_k_row", "held_v_row", "phi_k_row", "bias_row"]
-SIZES += ["slots", "entering", "held", "length"]
+SIZES += ["slots", "sinks", "entering", "held", "length"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -61,11 +61,11 @@ def quotient(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def one_token(
-    q, new_k, new_v, k, v, bias, held_k, held_v, held_position, phi_q, phi_k, enters, S, z, ahead_S, ahead_z, begins,
-    window_factor, y, next_k, next_v, next_S, next_z, next_ahead_S, next_ahead_z,
+    q, new_k, new_v, k, v, bias, position, held_k, held_v, held_position, phi_q, phi_k, enters,
+    S, z, ahead_S, ahead_z, begins, window_factor, y, next_k, next_v, next_S, next_z, next_ahead_S, next_ahead_z,
     q_row, q_head, new_k_row, new_k_head, new_v_row, new_v_head, k_row, k_head, k_slot, v_row, v_head, v_slot,
     held_k_row, held_k_head, held_k_slot, held_v_row, held_v_head, held_v_slot, phi_k_row, phi_k_head, bias_row,
-    units, group, shared, slots, entering, held, factor, softcap, least,
+    units, group, shared, slots, sinks, entering, held, factor, softcap, least,
     WINDOW: tl.constexpr, CACHE: tl.constexpr, LINEAR: tl.constexpr, WRITES: tl.constexpr, AHEAD: tl.constexpr,
     SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, F: tl.constexpr,
     BLOCK_F: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
@@ -74,8 +74,9 @@ def one_token(
 
     A program is of one row, of a unit (a head of the state; without a linear part, a KV head), whose `group` of query
     heads lie side by side, and of SIDE columns of the values. `bias` is added to the scores of the slots, the token's
-    own behind them. `entering` is the slot whose key, times `enters`, is written to the state before that is read; of
-    blocks to the state `ahead`, which is read from when one `begins`.
+    own behind them. The token, at `position`, takes the place of the oldest behind the first `sinks` slots, which is
+    moved to one of these where it is a sink. `entering` is the slot whose key, times `enters`, is written to the state
+    before that is read; of blocks to the state `ahead`, which is read from when one `begins`.
     """
     unit, row = tl.program_id(0) % units, (tl.program_id(0) // units).to(tl.int64)
     head, m, d = unit // shared, tl.arange(0, M), tl.arange(0, BLOCK_D)
@@ -93,6 +94,7 @@ def one_token(
         new_value = tl.load(new_v_at, column, 0.0)
         k_at = k + row * k_row + head * k_head + d[:, None]
         next_at = (row * (units // shared) + head) * slots
+        oldest = tl.load(position + row) - (slots - sinks)
         for i in range(slots // N + 1):
             j = i * N + tl.arange(0, N)
             old, new = j < slots, j == slots
@@ -105,8 +107,11 @@ def one_token(
                 scores = capped(scores, softcap)
             seen = tl.load(bias + row * bias_row + j, j <= slots, -float("inf")) == 0
             top, total, sums = added(scores, seen[None] & own[:, None], values, top, total, sums, PRECISION)
-            moved = (j >= 1) & (j <= slots) & writer  # the oldest makes room for the new one
-            places = (next_at + j - 1) * D
+            # The oldest makes room for the new one; where it is a sink, it gets a slot of its own.
+            place = tl.where(j < sinks, j, tl.where(j == sinks, oldest, j - 1))
+            moved = tl.where(j < sinks, j != oldest, (j > sinks) | (oldest >= 0) & (oldest < sinks))
+            moved = moved & (j <= slots) & writer
+            places = (next_at + place) * D
             if tl.program_id(1) == 0:
                 tl.store(next_k + places[None] + d[:, None], keys, moved[None] & wide[:, None])
             tl.store(next_v + places[:, None] + c[None], values, moved[:, None] & column[None])

@@ -13,6 +13,7 @@ from math import exp, isfinite, sqrt
 from statistics import median
 from typing import Any, Literal
 
+from linearize.evaluation.attention_statistics import NEAR
 from linearize.evaluation.candidates import DEFAULT_WINDOW
 from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import title
@@ -33,6 +34,7 @@ from linearize.report.numbers import (
 
 Kind = Literal["win", "loss", "open", "fact"]
 
+SPREAD = 0.2  # of a teacher's attention beyond its last tokens: above that it counts as spread
 NEGLIGIBLE = 0.01  # nats per token: one percent of perplexity
 NEW_TOKENS = 16  # generated where speed was measured, in files that do not say it
 _OTHERS = {
@@ -84,6 +86,7 @@ def findings(run: RunFiles) -> list[Finding]:
         difference(run, "ablated"),
         copying(run),
         *(recall(run, task) for task in run.section("retrieval") or []),
+        teacher_attention(run),
         agreement(run),
         generations(run),
         path_usage(run),
@@ -315,6 +318,27 @@ def _benchmarks(run: RunFiles) -> Iterator[Finding]:
 
 def _error(result: Mapping[str, Any]) -> bool:
     return result["stderr"] is not None and isfinite(result["stderr"])
+
+
+# --- the teacher ------------------------------------------------------------------------------------------------------
+
+
+def teacher_attention(run: RunFiles) -> Finding | None:
+    """Return how the teacher spreads its attention, and what that means for the windows of a student."""
+    found = run.section("teacher_attention")
+    return None if found is None else Finding("fact", attention_words(found))
+
+
+def attention_words(found: Mapping[str, Any]) -> str:
+    """Say the statistics of a teacher's attention, and what they mean for the choice of windows."""
+    sinks, heads, far = found["sink_heads"], count(found["heads"]), found["beyond_near"]
+    needs = "every window needs sinks" if sinks else "windows need no sinks"
+    spread = ": it is spread, so longer windows or linear parts help" if far > SPREAD else ""
+    return (
+        f"The teacher gives its first token {share(found['first_token'])} of its attention, and more than half in "
+        f"{count(sinks)} of {heads} query heads: {needs}. The entropy of its attention is "
+        f"{number(found['entropy'], 2)} nats, and {share(far)} lies on other tokens beyond the last {NEAR}{spread}."
+    )
 
 
 # --- speed and memory: entries are measurements of one batch size -----------------------------------------------------

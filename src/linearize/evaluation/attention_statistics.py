@@ -1,0 +1,128 @@
+"""Statistics of a softmax teacher's attention: they decide which windows suit it, and whether these need sinks.
+
+Axes: N rows, T tokens of a row, H query heads, C queries and K keys of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.base import UserError, progress
+from linearize.data.config import DataConfig
+from linearize.data.packing import first_tokens
+from linearize.data.rows import inference
+from linearize.hf.attention import observed, sliding_window, softmax_output
+from linearize.hf.checkpoint import load_model, load_tokenizer
+from linearize.hf.convert import convert_layers
+from linearize.hf.sharding import run_layers
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.attention_weights import block_scores, query_blocks, softmax_weights
+from linearize.mixers.combine import WindowOnly
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.inputs import AttnInputs
+from linearize.ops.layout import Layout, SlidingSpan
+
+NEAR = 64  # tokens: the last ones of a query, its own included
+TOKENS = 768  # of a row
+
+
+@dataclass(frozen=True)
+class AttentionStatistics:
+    """Statistics of softmax attention: means over all query heads of a model and over its queries.
+
+    Attributes:
+        entropy: of a query's weights, in nats.
+        first_token: weight on the first token of a row.
+        sink_heads: query heads whose mean weight on the first token is more than one half.
+        heads: query heads of all layers together.
+        beyond_near: weight on keys before the last `NEAR` tokens, the first token of the row apart.
+        queries: how many queries of each head are counted.
+    """
+
+    entropy: float
+    first_token: float
+    sink_heads: int
+    heads: int
+    beyond_near: float
+    queries: int
+
+
+def attention_statistics(teacher: PreTrainedModel, tokens: Int64[Tensor, "N T"]) -> AttentionStatistics:
+    """Measure the attention of a decoder on rows of text, by blocks of queries: no T x T matrix of all heads exists.
+
+    The queries of the first third of a row are not counted: they have few keys to choose from. Layers whose attention
+    slides are counted as they are: their queries see the keys of their own window.
+
+    Args:
+        tokens: rows of at least 3 tokens, each read as one document; `TOKENS` of them give two digits.
+
+    Raises:
+        UserError: a model that is linearized already.
+        ValueError: an encoder.
+    """
+    shape = TeacherShape.from_config(teacher.config.to_dict())
+    if shape.bidirectional:
+        raise ValueError(f"expected a decoder, found {shape.model_type}, an encoder")
+    watch = MixerConfig(span=SlidingSpan(window_size=1), feature_map=None, combine=WindowOnly())
+    watched = convert_layers(teacher, (watch,) * shape.num_layers)
+    skipped = tokens.shape[1] // 3
+    queries = tokens.shape[1] - skipped
+    sums: dict[int, list[Float[Tensor, "H 3"]]] = {}
+
+    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+        sums.setdefault(layer.layer_idx, []).append(_summed(layer, inputs.accumulated(), skipped).cpu())
+        return softmax_output(layer, inputs, layout)
+
+    with inference(watched) as device, observed(watched, observe):
+        for row in progress(tokens, "attention of the teacher"):
+            run_layers(watched, {"input_ids": row[None].to(device), "use_cache": False})
+    by_head = torch.cat([torch.stack(x).mean(0) for _, x in sorted(sums.items())]) / queries
+    entropy, first_token, beyond_near = by_head.mean(0).tolist()
+    sink_heads = int((by_head[:, 1] > 0.5).sum())
+    return AttentionStatistics(entropy, first_token, sink_heads, len(by_head), beyond_near, len(tokens) * queries)
+
+
+def measured_attention(
+    model: str, shape: TeacherShape, data: DataConfig, *, dtype: torch.dtype, device: torch.device
+) -> AttentionStatistics:
+    """Read a teacher's weights and measure its attention on the first `TOKENS` tokens of a dataset.
+
+    Args:
+        shape: of the teacher, which may have fewer positions.
+
+    Raises:
+        UserError: an encoder, weights or data that cannot be read, or a dataset of few tokens.
+    """
+    if shape.bidirectional:
+        raise UserError(
+            f"--dataset: expected a decoder, found {shape.model_type}, an encoder, whose attention is not measured; "
+            "leave the option out"
+        )
+    tokens = first_tokens(data, load_tokenizer(model), min(TOKENS, shape.max_positions))
+    if len(tokens) <= 2 * NEAR:
+        raise UserError(
+            f"--dataset: expected more than {2 * NEAR} tokens to measure attention on, found {len(tokens)}; give a "
+            "longer text"
+        )
+    return attention_statistics(load_model(model, dtype=dtype, device=device), tokens[None])
+
+
+def _summed(layer: Any, inputs: AttnInputs, skipped: int) -> Float[Tensor, "H 3"]:
+    """Sum entropy, weight on the first token and weight on the other far tokens over the queries of one row."""
+    layout = Layout.full(inputs.q.shape[2], inputs.q.device)
+    total = torch.zeros(inputs.q.shape[1], 3, dtype=torch.float64, device=inputs.q.device)
+    for block in query_blocks(layer.mixer, layout, 1, sliding_window(layer)):
+        weights = softmax_weights(block_scores(inputs, block), block.visible)[0].double()
+        query, key = (layout.key_position[0, slots] for slots in (block.queries, block.keys))
+        query = query[:, None]
+        weights = weights * (query >= skipped)
+        far = (query - key >= NEAR) & (key > 0)
+        parts = torch.special.entr(weights), weights * (key == 0), weights * far
+        total += torch.stack([part.sum((1, 2)) for part in parts], dim=-1)
+    return total
