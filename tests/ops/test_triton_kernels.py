@@ -223,7 +223,7 @@ def test_the_rest_is_the_dense_and_chunked_forms(span: SpanSpec, styles: tuple[s
     check(make_case(span, styles, 300, heads=(4, 2, 2), rule=rule), part=part, tolerance=tolerance)
 
 
-# --- eviction caches -----------------------------------------------------------------------------------------------------
+# --- eviction caches --------------------------------------------------------------------------------------------------
 
 
 class Pool:
