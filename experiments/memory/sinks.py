@@ -55,7 +55,7 @@ from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout, SlidingSpan
 from linearize.ops.partial import Partial
 from linearize.run.folder import versions, write_json
-from linearize.training.memory import window
+from linearize.training.memory import head_mixer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -256,7 +256,7 @@ class Sinks:
         self.fit, self.rows = text_rows(args.model, args.text, self.length, args.fit_rows, args.rows)
         teacher = load_model(args.model, dtype=torch.float32, device=torch.device(args.device))
         sliding = set(shape.sliding_layers)
-        plan = tuple(None if index in sliding else window(1) for index in range(shape.num_layers))
+        plan = tuple(None if index in sliding else head_mixer(1, 0, 0) for index in range(shape.num_layers))
         self.model = convert_layers(teacher, plan).eval()
 
     def span(self, share: float, form: Form) -> SlidingSpan:

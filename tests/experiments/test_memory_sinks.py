@@ -18,7 +18,7 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
 from linearize.ops.layout import SlidingSpan
-from linearize.training.memory import window
+from linearize.training.memory import head_mixer
 from tests import tiny
 
 MEMORY = Path(__file__).parents[2] / "experiments" / "memory"
@@ -58,7 +58,7 @@ def softmax_with_logit(given: AttnInputs, span: SlidingSpan, logit: torch.Tensor
 
 def test_four_kept_tokens_are_what_the_mixer_computes() -> None:
     given, span = inputs(), SlidingSpan(window_size=12, sinks=4)
-    mixer = LinearMixer(window(1).model_copy(update={"span": span}), LayerShape(4, 2, 8, 32, 64))
+    mixer = LinearMixer(head_mixer(1, 0, 0).model_copy(update={"span": span}), LayerShape(4, 2, 8, 32, 64))
     torch.testing.assert_close(sinks.output(given, span, None, False), mixer(given))
 
 
@@ -78,7 +78,7 @@ def test_a_sink_logit_is_a_column_without_a_value(size: int, softcap: float | No
 def test_logits_reach_what_they_are_chosen_by() -> None:
     """The first token's mean share (mass), and less error than logits on either side (error)."""
     teacher = tiny.llama()
-    model = convert_layers(teacher, (window(1), window(1))).eval()
+    model = convert_layers(teacher, (head_mixer(1, 0, 0), head_mixer(1, 0, 0))).eval()
     tokens = torch.randint(200, (3, 48), generator=torch.Generator().manual_seed(0))
     rows = PackedRows(tokens, torch.arange(48).expand(3, -1), tokens)
     span = SlidingSpan(window_size=8)
