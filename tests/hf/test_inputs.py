@@ -13,6 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 import linearize
 from linearize.hf import attention
 from linearize.hf.attention import linearized_layers, observed, replaced_mixers, softmax_output
+from linearize.hf.classes import ATTENTION_CLASSES
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import Clock, MixerState
 from linearize.ops.layout import Layout
@@ -160,8 +161,8 @@ def test_bfloat16_changes_no_bit(architecture: str, autocast: bool) -> None:
 
 
 def rotated_twice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attention.torch, "ones_like", lambda x: x)
-    patch.setattr(attention.torch, "zeros_like", lambda x: x)
+    for linearized in ATTENTION_CLASSES.values():
+        patch.setattr(linearized, "unrotated_forward", linearized.__mro__[2].forward)
 
 
 def not_rotated(patch: pytest.MonkeyPatch) -> None:

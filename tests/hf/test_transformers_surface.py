@@ -94,14 +94,11 @@ def test_attention_classes_of_encoders(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", [name for name in DECODERS if name not in ("gpt2", "opt")])
 def test_rope(architecture: str) -> None:
-    """It is one function of the attention class's module, and angles of zero change no bit."""
+    """It is one function of the attention class's module, called by its name in the forward that we copy."""
     base = ALL[architecture].attention
     assert "position_embeddings" in inspect.signature(base.forward).parameters
-    rotate = sys.modules[base.__module__].apply_rotary_pos_emb
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        q, k = torch.randn(2, 4, 5, 8).to(dtype), torch.randn(2, 2, 5, 8).to(dtype)
-        cos, sin = torch.ones(1, 5, 8, dtype=dtype), torch.zeros(1, 5, 8, dtype=dtype)
-        assert all(torch.equal(a, b) for a, b in zip(rotate(q, k, cos, sin), (q, k), strict=True))
+    assert "apply_rotary_pos_emb" in base.forward.__code__.co_names
+    assert callable(sys.modules[base.__module__].apply_rotary_pos_emb)
 
 
 def test_soft_capping_needs_more_than_sdpa() -> None:

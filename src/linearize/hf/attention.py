@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -65,29 +66,44 @@ class LinearizedAttention:
     softmax_implementation: str
     observer: Observer | None = None
     use_rope: bool | int = True  # SmolLM3's own attribute, where a layer does not rotate
+    unrotated_forward: Callable[..., Any]  # the parent's forward without RoPE
     arguments: tuple[str, ...]  # names of the parent's forward's arguments, in order
     cache_argument: str  # the one of them that is the cache
 
     def __init_subclass__(cls) -> None:
-        cls.arguments = tuple(inspect.signature(cls.__mro__[2].forward).parameters)[1:]  # type: ignore[attr-defined]
+        parent_forward: Any = cls.__mro__[2].forward  # type: ignore[attr-defined]
+        cls.unrotated_forward = _without_rope(parent_forward)
+        cls.arguments = tuple(inspect.signature(parent_forward).parameters)[1:]
         cls.cache_argument = "layer_past" if "layer_past" in cls.arguments else "past_key_values"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The parent's forward with the cache kept from it: the mixer carries a state instead of keys and values.
 
-        Where the mixer asks for unrotated q and k, RoPE is kept from it too: by angles of zero, which change no bit.
+        Where the mixer asks for unrotated q and k, it is the forward without RoPE (`_without_rope`).
         """
         if not isinstance(self, LinearizedAttention):  # accelerate calls what was bound before `softmax_attention`
             return type(self).forward(self, *args, **kwargs)
         kwargs |= dict(zip(self.arguments, args, strict=False))
         hidden = kwargs["hidden_states"] if self.mixer.wants_hidden else None
         rope = kwargs.get("position_embeddings") if self.mixer.wants_unrotated and self.use_rope else None
-        if rope is not None:
-            kwargs["position_embeddings"] = (torch.ones_like(rope[0]), torch.zeros_like(rope[1]))
         call = Call(kwargs.get(self.cache_argument), kwargs.pop(LAYOUT, None), hidden, rope)
         if self.cache_argument in kwargs:
             kwargs[self.cache_argument] = None
-        return super().forward(**kwargs, **{CALL: call})  # type: ignore[misc]
+        forward = super().forward if rope is None else self.unrotated_forward  # type: ignore[misc]
+        return forward(**kwargs, **{CALL: call})
+
+
+def _without_rope(forward: Any) -> Callable[..., Any]:
+    """Return an attention's `forward` with a function of its module, `apply_rotary_pos_emb`, that rotates nothing."""
+    variables = {name: x for name, x in forward.__globals__.items() if name != "__name__"}  # else torch.compile's guards
+    variables["apply_rotary_pos_emb"] = _unrotated  # look for this function in the module
+    copied = FunctionType(forward.__code__, variables, forward.__name__, forward.__defaults__, forward.__closure__)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def _unrotated(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return query, key
 
 
 def linearized_attention(
@@ -165,8 +181,10 @@ def _rotate(module: Any, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]
 
     Some of these functions leave the others alone by themselves; for Phi's, the attention does.
     """
-    turned = rope[0].shape[-1]
-    rotated = _teacher_module(module).apply_rotary_pos_emb(query[..., :turned], key[..., :turned], *rope)
+    rotate, turned = _teacher_module(module).apply_rotary_pos_emb, rope[0].shape[-1]
+    if turned == query.shape[-1]:
+        return rotate(query, key, *rope)
+    rotated = rotate(query[..., :turned], key[..., :turned], *rope)
     both = zip(rotated, (query, key), strict=True)
     query, key = (torch.cat([x, whole[..., turned:]], dim=-1) for x, whole in both)
     return query, key
