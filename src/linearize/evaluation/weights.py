@@ -171,8 +171,8 @@ def _read(
     """(queries, keys, weights, whether they are the linear part's) of each block of one row, of one part's heads."""
     stretch, cached = _stretch(mixer, inputs, layout), None
     if mixer.feature_map is not None and mixer.config.cache is not None:
-        tokens = {"keys": inputs.k, "values": inputs.v, SCORES: mixer.scorer(inputs, layout.query_position)}
-        cached = cached_keys(mixer.config, tokens, layout, None)
+        tokens = {"keys": inputs.k, "values": inputs.v, SCORES: mixer.scorer.of_keys(inputs)}
+        cached = cached_keys(mixer.config, mixer.scorer, tokens, layout, None)
     read = _probed(mixer, inputs, position, document) if mixer.causal else _multiplied(mixer, inputs, layout)
     for keys, queries, weights in read:
         linear = torch.full(weights.shape[1:], mixer.feature_map is not None)
@@ -286,8 +286,11 @@ class _OfLastRow(nn.Module):
         super().__init__()
         self.scorer = scorer
 
-    def forward(self, inputs: AttnInputs, position: Tensor) -> Tensor:
-        return self.scorer(inputs.map(lambda x: x[-1:]), position[-1:]).expand(len(inputs.v), -1, -1, -1)
+    def of_keys(self, inputs: AttnInputs) -> Tensor:
+        return self.scorer.of_keys(inputs)
+
+    def whole(self, of_keys: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
+        return self.scorer.whole(of_keys[-1:], k[-1:], v[-1:], position[-1:]).expand(len(v), -1, -1, -1)
 
 
 def _one_hot(probes: list[int], slots: slice, width: int) -> Float[Tensor, "P C D"]:

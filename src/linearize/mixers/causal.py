@@ -34,7 +34,7 @@ class CausalMixer(Mixer):
 
     A token is a set of slots by name: `keys` and `values`; where its parts ask for them, `map_keys` (keys before RoPE),
     `cos` and `sin`, `log_decay_k` and `log_decay_v` of its step, `input_scale`, `beta` (delta rule), `offset` (the
-    running maximum of an exponential key map), and `scores` (of a KV cache with eviction).
+    running maximum of an exponential key map), and `scores` (of a KV cache with eviction, `EvictionScorer.of_keys`).
     """
 
     causal = True
@@ -70,7 +70,7 @@ class CausalMixer(Mixer):
         """Return the slots of the inputs' tokens, which stand at these positions of their documents."""
         slots = {"keys": inputs.k, "values": inputs.v}
         if self.scorer is not None:
-            slots[SCORES] = self.scorer(inputs, position)
+            slots[SCORES] = self.scorer.of_keys(inputs)
         if self.config.feature_map is None:
             return slots
         if self.config.maps_unrotated and inputs.unrotated is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from linearize.base import Config
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.shape import LayerShape
-from linearize.ops.partial import accumulation_dtype
+from linearize.ops.partial import accumulation_dtype, in_dtype
 
 LEAST_LENGTH = 1e-6  # of a vector, whose logarithm is read
 
@@ -60,19 +60,47 @@ class EvictionScorer(nn.Module):
     @torch.no_grad()
     def forward(self, inputs: AttnInputs, position: Int[Tensor, "#B T"]) -> Float[Tensor, "B G T 1"]:
         """Return the scores of tokens at these positions of their documents, in fp32, or fp64 for fp64 inputs."""
-        x = features(inputs)
-        return (
-            x @ self.weight.to(x.dtype)[..., None]
-            + self.recency.to(x.dtype)[:, None, None] * position[:, None, :, None]
-        )
+        return self.whole(self.of_keys(inputs), inputs.k, inputs.v, position)
+
+    @torch.no_grad()
+    def of_keys(self, inputs: AttnInputs) -> Float[Tensor, "B G T 1"]:
+        """Return the part of the scores that reads keys before RoPE, which slots do not hold."""
+        k = in_dtype(_unrotated(inputs), accumulation_dtype(inputs.v.dtype))
+        weight = in_dtype(self.weight, k.dtype)[:, None, : k.shape[-1]]
+        return (k * weight).sum(-1, keepdim=True)
+
+    @torch.no_grad()
+    def whole(
+        self,
+        of_keys: Float[Tensor, "B G T 1"],
+        k: Float[Tensor, "B G T D"],
+        v: Float[Tensor, "B G T D"],
+        position: Int[Tensor, "#B T"],
+    ) -> Float[Tensor, "B G T 1"]:
+        """Return the scores, of keys and values as slots hold them, and what `of_keys` made of the keys before RoPE."""
+        rest = _value_and_lengths(k, v)
+        weight = in_dtype(self.weight, rest.dtype)[:, None, k.shape[-1] :]
+        recency = in_dtype(self.recency, rest.dtype).view(-1, 1, 1) * position.view(len(position), 1, -1, 1)
+        return of_keys + (rest * weight).sum(-1, keepdim=True) + recency
 
 
 def features(inputs: AttnInputs) -> Float[Tensor, "B G T F"]:
-    """Return what eviction scores are linear in, F = 2 D + 2: key before RoPE, value, and their log lengths."""
-    k = inputs.k if inputs.unrotated is None else inputs.unrotated[1]
-    k, v = (x.to(accumulation_dtype(inputs.v.dtype)) for x in (k, inputs.v))
-    lengths = [x.norm(dim=-1, keepdim=True).clamp_min(LEAST_LENGTH).log() for x in (k, v)]
-    return torch.cat([k, v, *lengths], dim=-1)
+    """Return what eviction scores are linear in, F = 2 D + 2: key before RoPE, value, and their log lengths.
+
+    The key's length is read after RoPE, which at most scales it by a constant.
+    """
+    rest = _value_and_lengths(inputs.k, inputs.v)
+    return torch.cat([_unrotated(inputs).to(rest.dtype), rest], dim=-1)
+
+
+def _unrotated(inputs: AttnInputs) -> Float[Tensor, "B G T D"]:
+    return inputs.k if inputs.unrotated is None else inputs.unrotated[1]
+
+
+def _value_and_lengths(k: Float[Tensor, "B G T D"], v: Float[Tensor, "B G T D"]) -> Float[Tensor, "B G T X"]:
+    k, v = (in_dtype(x, accumulation_dtype(v.dtype)) for x in (k, v))
+    lengths = torch.cat([torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (k, v)], dim=-1)
+    return torch.cat([v, lengths.clamp_min(LEAST_LENGTH).log()], dim=-1)
 
 
 def copy_scorers(source: Any, target: Any) -> None:

@@ -120,7 +120,7 @@ class LinearMixer(CausalMixer):
             if mapped is not None:
                 context = layout.key_position[:, : layout.key_position.shape[1] - own.length]
                 mapped = torch.cat([self.map_keys(state.slots, context), mapped], dim=2)
-        cached, written = cached_keys(self.config, slots, layout, state), slots
+        cached, written = cached_keys(self.config, self.scorer, slots, layout, state), slots
         if mapped is None:
             return Prepared(slots, slots, None, None, cached)
         if cached is not None:
@@ -257,7 +257,7 @@ class LinearMixer(CausalMixer):
         y = full_softmax(inputs.q, inputs.k, inputs.v, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout)
         batch, nothing = len(inputs.q), self.state_like(inputs.tokens(0, 1))
         new = self.new_tokens(inputs, layout.query_position)
-        exact = None if self.config.cache is None else first_cache(self.config, new)
+        exact = None if self.config.cache is None else first_cache(self.config, self.scorer, new)
         clock = Clock(layout.count.expand(batch).clone())
         return y, replace(nothing, slots=keep_slots(new, layout, self.span, batch), clock=clock, exact=exact)
 

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from linearize.ops.layout import Layout, Span, context_positions
 from linearize.ops.linear_state import LinearState
+from linearize.ops.recurrent import NextToken
 
 AnyState = TypeVar("AnyState", bound="State")
 Found = TypeVar("Found")
@@ -149,8 +150,8 @@ class MixerState(State):
         clock: tokens of the document so far, `seen`.
         linear: S and z of the keys below the window, where there is a linear part.
         maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
-        exact: slots of the KV cache with eviction, oldest first, their `scores` [B, G, C, 1], as among the slots, and
-            their `position` [B, G, C], -1 where there is none.
+        exact: slots of the KV cache with eviction, oldest first, their `scores` [B, G, C, 1], whole, where those among
+            the slots are of keys alone (`EvictionScorer`), and their `position` [B, G, C], -1 where there is none.
     """
 
     slots: Tokens
@@ -208,7 +209,8 @@ def _part(named: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int) -> Tokens:
     """What later queries can still see: each row's sinks and last tokens, zero where there are none."""
     if layout.uniform:
-        return {name: _last(x.expand(batch, -1, -1, -1), span) for name, x in slots.items()}
+        rows = {name: x if len(x) == batch else x.expand(batch, -1, -1, -1) for name, x in slots.items()}
+        return {name: _last(x, span) for name, x in rows.items()}
     wanted = context_positions(layout.count.expand(batch), span)
     same = (layout.key_document == layout.last_document)[:, None, :] & (layout.key_position >= 0)[:, None, :]
     match = same & (layout.key_position[:, None, :] == wanted[:, :, None])
@@ -233,14 +235,15 @@ def _last(x: Float[Tensor, "B h T X"], span: Span) -> Float[Tensor, "B h S X"]:
     return kept
 
 
-def push_slot(slots: Tokens, span: Span, position: Int[Tensor, " B"]) -> Tokens:
-    """Slots that had one more token, at `position`, at the end, moved up; who leaves them can fill a sink's slot."""
-    sinks = span.sinks
+def push_slot(slots: Tokens, at: NextToken) -> Tokens:
+    """Return slots that had one more token at the end, moved up; the one that leaves them can fill a sink's slot."""
+    sinks = at.span.sinks
     if not sinks:
         return {name: x[:, :, 1:] for name, x in slots.items()}
-    is_slot = (torch.arange(sinks, device=position.device) == position[:, None] - span.context)[:, None, :, None]
+    if at.kept is not None:
+        return {name: x.index_select(2, at.kept) for name, x in slots.items()}
     moved = {}
     for name, x in slots.items():
-        filled = torch.where(is_slot, x[:, :, sinks : sinks + 1], x[:, :, :sinks])
+        filled = torch.where(at.fills, x[:, :, sinks : sinks + 1], x[:, :, :sinks])
         moved[name] = torch.cat([filled, x[:, :, sinks + 1 :]], dim=2)
     return moved

@@ -36,7 +36,7 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
         top = mixer.map_keys(new, at.column).amax(-1)
         offset, log_decay, maximum = running_maximum(top, Layout.full(1, top.device), state.maximum)
         new["offset"], new["log_decay_k"] = offset[..., None], mixer.with_step(new, log_decay)
-    exact, before, dropped = state.exact, state.linear, cache_of_next(mixer.config, state, at)
+    exact, before, dropped = state.exact, state.linear, cache_of_next(mixer.config, mixer.scorer, state, at)
     if dropped is not None:
         exact, before = dropped.exact, folded(mixer, state.linear, dropped)
     how = _one_pass(mixer, inputs, new, before) if has_kernels(inputs.q.device) else None
@@ -46,7 +46,7 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
     if mixer.feature_map is None and inputs.softcap is None:
         k, v, bias = _read(tokens, exact, at, inputs.q.dtype)
         y = softmax_step(inputs.q, k, v, bias=bias, scaling=inputs.scaling)
-        return y, MixerState(push_slot(tokens, span, at.position), clock.next(), None, None, exact)
+        return y, MixerState(push_slot(tokens, at), clock.next(), None, None, exact)
     window = None
     if span.max_lag:
         k, v, bias = _read(tokens, exact, at, accumulation_dtype(inputs.v.dtype))
@@ -67,7 +67,7 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
         linear = mixer.in_scale(without_lost(linear, mixer.lost(linear)), log_scale, new)
     name = span, mixer.config.cache
     y = mixer.combined(inputs, window, linear, lambda: clock.once(name, lambda _: mixer.has_linear(at.column)))
-    return y, MixerState(push_slot(tokens, span, at.position), clock.next(), after, maximum, exact)
+    return y, MixerState(push_slot(tokens, at), clock.next(), after, maximum, exact)
 
 
 def _one_pass(
@@ -114,7 +114,7 @@ def _by_kernel(
     kept: Tokens = {"keys": slots[0], "values": slots[1]}
     if SCORES in new:
         scores = torch.cat([state.slots[SCORES], new[SCORES]], dim=2)
-        kept |= push_slot({SCORES: scores}, span, at.position)
+        kept |= push_slot({SCORES: scores}, at)
     return y, MixerState(kept, state.clock.next(), after, None, exact)
 
 
@@ -131,6 +131,7 @@ def folded(mixer: CausalMixer, state: LinearState | None, dropped: Dropped) -> L
     """The state with what the exact cache drops when a block begins."""
     if state is None:
         return None
+    assert dropped.tokens is not None
     tokens, position = dropped.tokens, dropped.position
     layout = Layout(position, torch.zeros_like(position), 0)
     phi_k, values = mixer.key_features(tokens, mixer.map_keys(tokens, position), layout), tokens["values"]

@@ -5,7 +5,7 @@ the cache holds the C keys with the highest scores among those that have left th
 Because a score depends on its key alone, this is a running top-C: it is the same in every form, and no choice waits for
 the one before. Where there is a linear state, evicted keys are written to it in the places of the block that leaves the
 window (`written`). Axes, beside those of the package: J blocks of a row, w keys of a block, C size of the cache, P pool
-of keys: C carried ones, then the K slots.
+of keys: the C slots of an earlier call's cache, where there was one, then the K slots.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.partial import Partial, accumulation_dtype
 
+RANKS_AT_ONCE = 1024  # of one block, in a round of the choice
 SCORES_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # of queries with cached keys
 
 
@@ -77,65 +78,82 @@ def cut(layout: Layout, span: TerracedSpan) -> Blocks:
     return Blocks(slots, starts, leaves, fresh)
 
 
-def leaving(blocks: Blocks, span: TerracedSpan, position: Int[Tensor, "B G P"], size: int) -> Int[Tensor, "B G J w"]:
-    """The keys that leave the window when each block begins, but for sinks: places in the pool, -1 is none."""
-    back = pad(blocks.slots, (0, 0, span.blocks, 0), value=-1)[:, : blocks.slots.shape[1]]
-    places = torch.where((back >= 0) & blocks.leaves[..., None], back + size, -1)
-    places = places[:, None].expand(*position.shape[:2], -1, -1)
-    if not span.sinks:
-        return places
-    at = _taken(position, places.flatten(2)).view_as(places)
-    return torch.where(at >= span.sinks, places, -1)
+def leaving(blocks: Blocks, span: TerracedSpan, layout: Layout, carried: int) -> Int[Tensor, "B J w"]:
+    """Return the keys that leave the window when each block begins, but for sinks.
+
+    They are places in a pool of `carried` slots and the layout's; where there is none, the number of its places.
+    """
+    position, count = layout.key_position, blocks.slots.shape[1]
+    back = pad(blocks.slots, (0, 0, span.blocks, 0), value=-1)[:, :count]
+    leaves = (back >= 0) & blocks.leaves[..., None]
+    if span.sinks:
+        index = back.clamp_min(0).flatten(1).expand(len(position), -1)
+        leaves = leaves & (position.gather(1, index).view(len(position), *back.shape[1:]) >= span.sinks)
+    return torch.where(leaves, back, position.shape[1]) + carried
 
 
 @torch.no_grad()
 def choose(
     scores: Float[Tensor, "B G P"],
-    position: Int[Tensor, "B G P"],
-    leaves: Int[Tensor, "B G J w"],
-    fresh: Bool[Tensor, "#B J"],
+    leaves: Int[Tensor, "#B J w"],
     size: int,
-) -> tuple[Int[Tensor, "B G J C"], Int[Tensor, "B G J C"]]:
-    """Return what the cache holds before and after each block's choice: places in the pool, -1 first, then the oldest.
+    *,
+    fresh: Bool[Tensor, "#B J"] | None = None,
+    filled: Bool[Tensor, "B G C"] | None = None,
+) -> Int[Tensor, "B G J C"]:
+    """Return what the cache holds after each block's choice: places in the pool, -1 first, then the oldest.
 
-    A parallel prefix scan over blocks: each round merges ranked lists of keys that cover twice as many blocks as the
-    round before, so J blocks take log2(J) rounds.
+    The pool is ranked once; then a key is its rank, 0 for the best. A prefix scan over blocks keeps the C least ranks
+    of ever more blocks: each round merges so many lists as `RANKS_AT_ONCE` allows. Documents lie in order: a later
+    one's ranks are less than all of those before it.
 
     Args:
         scores: eviction scores of the pool; the keys with the highest stay, the older of equals.
-        position: of the pool's keys; -1 for an empty slot.
-        leaves: places in the pool of the keys that leave the window when each block begins, oldest first; -1 is none.
-        fresh: whether a document begins with the block, so that the cache is empty.
+        leaves: places in the pool of the keys that leave the window when each block begins (`leaving`).
         size: C.
+        fresh: whether a document begins with the block, so that the cache is empty; None: only with the first.
+        filled: which of the pool's first C slots, those of an earlier cache, hold a key; None: there was no cache.
     """
-    blocks = leaves.shape[2]
-    segment = fresh.to(torch.int64).cumsum(1)[:, None]  # which document's keys a block may hold; 0 goes on
-    held = torch.arange(size, device=scores.device).expand(*position.shape[:2], -1)
-    held = torch.where(position[:, :, :size] >= 0, held, -1)
-    best = ranked(scores, leaves, size)
-    step = 1
+    batch, heads, none = scores.shape
+    blocks, width = leaves.shape[1:]
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    rank = pad(order.argsort(-1), (0, 1), value=none)
+    best = rank.gather(2, leaves.flatten(1)[:, None].expand(batch, heads, -1)).view(batch, heads, blocks, width)
+    start = None  # the first rank of each block's document
+    if fresh is not None:
+        start = -(none + 1) * fresh.to(torch.int64).cumsum(1)[:, None, :, None]
+        best = best + start
+    best, step = _least(best, size), 1
     while step < blocks:
-        before = pad(best[:, :, :-step], (0, 0, step, 0), value=-1)
-        same = pad(segment[:, :, :-step], (step, 0), value=-1) == segment
-        best = ranked(scores, torch.cat([torch.where(same[..., None], before, -1), best], dim=3), size)
-        step *= 2
-    carried = torch.where((segment == 0)[..., None], held[:, :, None], -1)
-    after = ranked(scores, torch.cat([carried, best], dim=3), size)
-    after = pad(after, (size - after.shape[3], 0), value=-1).sort(-1).values
-    before = torch.cat([held.sort(-1).values[:, :, None], after[:, :, :-1]], dim=2)
-    return before.masked_fill(fresh[:, None, :, None], -1), after
+        lists = min(max(2, RANKS_AT_ONCE // best.shape[3]), -(-blocks // step))
+        before = pad(best, (0, 0, (lists - 1) * step, 0), value=none)
+        row, head, block, one = before.stride()
+        merged_lists = (batch, heads, blocks, lists, best.shape[3])
+        best = _least(before.as_strided(merged_lists, (row, head, block, step * block, one)).flatten(3), size)
+        step *= lists
+    if filled is not None:
+        carried = rank[:, :, :size].masked_fill(~filled, none)[:, :, None]
+        best = _least(torch.cat([carried.expand(-1, -1, blocks, -1), best], dim=3), size)
+    if start is not None:
+        best = (best - start).clamp_max(none)  # of documents before
+    held = pad(order, (0, 1), value=-1).gather(2, best.flatten(2)).view_as(best)
+    return pad(held, (size - held.shape[3], 0), value=-1).sort(-1).values
 
 
-def ranked(scores: Float[Tensor, "B G P"], places: Int[Tensor, "*rows M"], size: int) -> Int[Tensor, "*rows m"]:
-    """Return the at most `size` places with the highest scores, best first, the older of equals first; -1 last.
+def _least(ranks: Int[Tensor, "*rows M"], size: int) -> Int[Tensor, "*rows m"]:
+    return ranks if ranks.shape[-1] <= size else ranks.topk(size, largest=False, sorted=False).values
 
-    Args:
-        scores: of the pool, where rows are [B, G, J].
-        places: in the order of age among equals.
-    """
-    of_places = scores.gather(2, places.flatten(2).clamp_min(0)).view(places.shape).masked_fill(places < 0, -torch.inf)
-    order = of_places.argsort(dim=-1, descending=True, stable=True)
-    return places.gather(-1, order[..., :size])
+
+def held_before(
+    held: Int[Tensor, "B G J C"], filled: Bool[Tensor, "B G C"] | None, fresh: Bool[Tensor, "#B J"]
+) -> Int[Tensor, "B G J C"]:
+    """Return what the cache holds before each block's choice, from what it holds after it (`choose`)."""
+    size = held.shape[3]
+    if filled is None:
+        first = held.new_full(held[:, :, 0].shape, -1)
+    else:
+        first = torch.where(filled, torch.arange(size, device=held.device), -1).sort(-1).values
+    return torch.cat([first[:, :, None], held[:, :, :-1]], dim=2).masked_fill(fresh[:, None, :, None], -1)
 
 
 @torch.no_grad()
@@ -163,23 +181,23 @@ def _among(ordered: Int[Tensor, "*rows C"], places: Int[Tensor, "*rows M"]) -> B
 
 def taken(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Tensor]:
     """These slots of a pool of `keys`, `values`, their `position` and more; 0 and -1 where a place is none."""
-    there = (places >= 0)[..., None]
-    found = {name: _rows(x, places) for name, x in pool.items() if name != "position"}
-    found = {name: x * repeat_kv(there, x.shape[1]) for name, x in found.items()}
-    return found | {"position": _taken(pool["position"], places)}
+    there, index = places >= 0, places.clamp_min(0)
+    rows, present = index[..., None], there[..., None]
+    found = dict[str, Tensor]()
+    for name, x in pool.items():
+        if name == "position":
+            found[name] = x.expand(*index.shape[:2], -1).gather(2, index).masked_fill(~there, -1)
+        else:
+            slots = _rows(x, rows)
+            found[name] = slots * repeat_kv(present, slots.shape[1])
+    return found
 
 
-def _taken(position: Int[Tensor, "b g P"], places: Int[Tensor, "B G M"]) -> Int[Tensor, "B G M"]:
-    """Positions of places in the pool, -1 for none."""
-    found = position.gather(2, places.clamp_min(0))
-    return torch.where(places >= 0, found, -1)
-
-
-def _rows(x: Float[Tensor, "B h P X"], places: Int[Tensor, "B G M"]) -> Float[Tensor, "B H M X"]:
+def _rows(x: Float[Tensor, "B h P X"], index: Int[Tensor, "B G M 1"]) -> Float[Tensor, "B H M X"]:
     """Places of each KV head; of what all heads share, or of each of a KV head's own heads."""
-    heads = max(x.shape[1], places.shape[1])
-    index = repeat_kv(places.clamp_min(0)[..., None], heads).expand(-1, -1, -1, x.shape[3])
-    return x.expand(-1, heads, -1, -1).gather(2, index)
+    heads = max(x.shape[1], index.shape[1])
+    x = x if x.shape[1] == heads else x.expand(-1, heads, -1, -1)
+    return x.gather(2, repeat_kv(index, heads).expand(-1, -1, -1, x.shape[3]))
 
 
 def cached_softmax(
@@ -233,7 +251,8 @@ def _of_blocks(
     queries = q.gather(2, at.clamp_min(0).flatten(1)[:, None, :, None].expand(-1, heads, -1, q.shape[3])).to(dtype)
     # Those of a KV head's query heads side by side: [B, G, j, r w, D].
     queries = queries.unflatten(2, at.shape[1:]).unflatten(1, (groups, -1)).transpose(2, 3).flatten(3, 4)
-    keys, values = (_rows(x, held.flatten(2)).unflatten(2, held.shape[2:]).to(dtype) for x in (k, v))
+    index = held.clamp_min(0).flatten(2)[..., None]
+    keys, values = (_rows(x, index).unflatten(2, held.shape[2:]).to(dtype) for x in (k, v))
     scores = (queries * scaling) @ keys.mT
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill((held < 0)[..., None, :], -torch.inf)

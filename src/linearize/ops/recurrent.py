@@ -32,8 +32,7 @@ class NextToken:
     def __init__(self, span: Span, position: Int[Tensor, " B"]) -> None:
         self.span, self.position = span, position
         self._known: dict[str, Tensor] = {}
-        self._least: int | None = None
-        self._may_flush: bool | None = None
+        self._numbers: list[int] | None = None
 
     @property
     def hidden(self) -> Bool[Tensor, "B S"]:
@@ -71,13 +70,18 @@ class NextToken:
         return (position // self.span.window_size - self.span.blocks + 1) * self.span.window_size - self.span.sinks
 
     @property
-    def least(self) -> int | None:
-        """The least position of all rows; None where tensors cannot be looked at."""
+    def numbers(self) -> list[int] | None:
+        """The positions of all rows; None where tensors cannot be looked at."""
         if torch.compiler.is_compiling() or self.position.is_meta:
             return None
-        if self._least is None:
-            self._least = int(self.position.min())
-        return self._least
+        if self._numbers is None:
+            self._numbers = self.position.tolist()
+        return self._numbers
+
+    @property
+    def least(self) -> int | None:
+        """The least position of all rows; None where tensors cannot be looked at."""
+        return None if self.numbers is None else min(self.numbers)
 
     @property
     def below(self) -> Bool[Tensor, "B S"]:
@@ -108,11 +112,43 @@ class NextToken:
     @property
     def may_flush(self) -> bool:
         """Whether one begins in any row, or may, where tensors cannot be looked at."""
-        if self.flushes is None or self.least is None:
-            return self.flushes is not None
-        if self._may_flush is None:
-            self._may_flush = bool(self.flushes.any())
-        return self._may_flush
+        if not isinstance(self.span, TerracedSpan):
+            return False
+        return self.numbers is None or any(number % self.span.window_size == 0 for number in self.numbers)
+
+    @property
+    def kept(self) -> Int[Tensor, " S"] | None:
+        """Return the slots, its own the last, that the state keeps, where they are the same for every row.
+
+        That is where no row's sink leaves the recent slots for its own. None: one does, or may, or only a GPU knows
+        and would have to be waited for.
+        """
+        sinks, context, device = self.span.sinks, self.span.context, self.position.device
+        waits = device.type != "cpu" and self._numbers is None
+        if waits or self.least is None or self.least < context + sinks:
+            return None
+        every = range(sinks + context + 1)
+        return self._once("kept", lambda: torch.tensor([*every[:sinks], *every[sinks + 1 :]], device=device))
+
+    @property
+    def fills(self) -> Bool[Tensor, "B 1 N 1"]:
+        """Return which sinks' slots get the key that leaves the recent ones."""
+        return self._once("fills", self._fills)
+
+    def _fills(self) -> Tensor:
+        sinks = torch.arange(self.span.sinks, device=self.position.device)
+        return (sinks == self.column - self.span.context)[:, None, :, None]
+
+    @property
+    def leaving(self) -> Int[Tensor, "B w"]:
+        """Return the positions of the block that leaves the window, -1 where none does, and for sinks."""
+        return self._once("leaving", self._leaving)
+
+    def _leaving(self) -> Tensor:
+        assert isinstance(self.span, TerracedSpan) and self.flushes is not None
+        sinks = self.span.sinks
+        position = context_positions(self.position, self.span)[:, sinks : sinks + self.span.window_size]
+        return torch.where((position >= sinks) & self.flushes[:, 0], position, -1)
 
     def zeros(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Zeros like x, not to be written to."""
