@@ -179,8 +179,8 @@ def cache_forgotten_between_calls(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_worst_kept(patch: pytest.MonkeyPatch) -> None:
-    ranked = eviction_cache.ranked
-    patch.setattr(eviction_cache, "ranked", lambda scores, places, size: ranked(-scores, places, size))
+    choose = cached.choose
+    patch.setattr(cached, "choose", lambda scores, *given, **options: choose(-scores, *given, **options))
 
 
 def softmax_heads_lose_a_key(patch: pytest.MonkeyPatch) -> None:

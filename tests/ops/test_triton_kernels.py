@@ -237,16 +237,14 @@ class Pool:
         self.layout = Layout.full(length) if style == "full" else case.layout
         self.q, k, v = (x.float().to(DEVICE) for x in (case.q, case.k, case.v))
         self.k, self.v = (torch.nn.functional.pad(x, (0, 0, size, 0)) for x in (k, v))
-        position = self.layout.key_position.expand(2, -1)[:, None].expand(-1, 2, -1)
-        self.position = torch.nn.functional.pad(position, (size, 0), value=-1)
         self.blocks = eviction_cache.cut(self.layout, span)
-        self.leaves = eviction_cache.leaving(self.blocks, span, self.position, size)
-        self.fresh = self.blocks.fresh
+        self.leaves = eviction_cache.leaving(self.blocks, span, self.layout, size)
 
-    def chosen(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def chosen(self, size: int) -> torch.Tensor:
         """What the cache holds, by scores drawn at random."""
-        scores = torch.randn(self.position.shape, generator=torch.Generator().manual_seed(0))
-        return eviction_cache.choose(scores, self.position, self.leaves, self.fresh, size)
+        scores = torch.randn(self.k.shape[:3], generator=torch.Generator().manual_seed(0))
+        filled = torch.zeros(2, 2, size, dtype=torch.bool)
+        return eviction_cache.choose(scores, self.leaves, size, fresh=self.blocks.fresh, filled=filled)
 
 
 @pytest.mark.parametrize("style", ["full", "packed", "left"])
@@ -254,7 +252,7 @@ class Pool:
 def test_what_queries_read_of_a_cache(style: str, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     size = 40
     pool = Pool(style, 300, size, TerracedSpan(window_size=16, blocks=2), seed=1)
-    _, held = pool.chosen(size)
+    held = pool.chosen(size)
     layout, blocks = pool.layout.to(DEVICE), eviction_cache.Blocks(*(x.to(DEVICE) for x in vars(pool.blocks).values()))
     given, how = (
         (pool.q, pool.k, pool.v, blocks, held.to(DEVICE)),
@@ -365,7 +363,6 @@ TORCHS: dict[str, dict[str, Any]] = {
     "a kernel in closed form": {"feature_map": {"type": "taylor2"}},
     "another norm": OTHER,
     "another combination": {"combine": {"type": "mix"}},
-    "attention received": ALONE | CACHE | {"cache": {"size": 40, "score": "attention_received"}},
 }
 
 

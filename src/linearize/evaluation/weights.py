@@ -36,6 +36,7 @@ from linearize.hf.sharding import run_layers
 from linearize.mixers.attention_weights import Features, LinearPart
 from linearize.mixers.cached import SCORES, cached_keys
 from linearize.mixers.config import MixerConfig
+from linearize.mixers.eviction_cache import EvictionScorer
 from linearize.mixers.feature_maps.rfa import RfaMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
@@ -282,7 +283,9 @@ def _probed(
 class _OfLastRow(nn.Module):
     """Give every row of a batch whose rows differ in values alone the eviction scores of its last row."""
 
-    def __init__(self, scorer: nn.Module) -> None:
+    scorer: EvictionScorer
+
+    def __init__(self, scorer: EvictionScorer) -> None:
         super().__init__()
         self.scorer = scorer
 

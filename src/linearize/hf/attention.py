@@ -94,9 +94,12 @@ class LinearizedAttention:
 
 
 def _without_rope(forward: Any) -> Callable[..., Any]:
-    """Return an attention's `forward` with a function of its module, `apply_rotary_pos_emb`, that rotates nothing."""
-    variables = {name: x for name, x in forward.__globals__.items() if name != "__name__"}  # else torch.compile's guards
-    variables["apply_rotary_pos_emb"] = _unrotated  # look for this function in the module
+    """Return an attention's `forward` as it is, but for `apply_rotary_pos_emb`, in whose place is `_unrotated`.
+
+    Its module's name is left out: by that, torch.compile would look for the function in the module, and find another.
+    """
+    variables = {name: x for name, x in forward.__globals__.items() if name != "__name__"}
+    variables["apply_rotary_pos_emb"] = _unrotated
     copied = FunctionType(forward.__code__, variables, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__ = forward.__kwdefaults__
     return copied

@@ -168,7 +168,8 @@ def _pooled(held: Tokens, tokens: Tokens) -> Tokens:
     """The cache's slots, then these."""
     pool = dict[str, Tensor]()
     for name, x in tokens.items():
-        before = held[name].to(x.dtype)
+        before = held[name]
+        before = before if before.dtype == x.dtype else before.to(x.dtype)
         pool[name] = torch.cat([before, x.expand(*before.shape[:2], *x.shape[2:])], dim=2)
     return pool
 

@@ -66,8 +66,11 @@ class EvictionScorer(nn.Module):
     def of_keys(self, inputs: AttnInputs) -> Float[Tensor, "B G T 1"]:
         """Return the part of the scores that reads keys before RoPE, which slots do not hold."""
         k = in_dtype(_unrotated(inputs), accumulation_dtype(inputs.v.dtype))
-        weight = in_dtype(self.weight, k.dtype)[:, None, : k.shape[-1]]
-        return (k * weight).sum(-1, keepdim=True)
+        weight = in_dtype(self.weight, k.dtype)
+        rows = weight.as_strided(
+            (len(weight), 1, k.shape[-1]), (weight.stride(0), 1, 1)
+        )  # weight[:, None, :D], at once
+        return (k * rows).sum(-1, keepdim=True)
 
     @torch.no_grad()
     def whole(

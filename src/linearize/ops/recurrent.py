@@ -270,7 +270,7 @@ def softmax_step(
     scaling: float,
 ) -> Float[Tensor, "B H 1 D"]:
     """The output of `window_step` by torch's own attention."""
-    grouped, bias = q.reshape(*k.shape[:2], -1, q.shape[3]), bias.view(*k.shape[:2], 1, -1)
+    grouped, bias = q.view(*k.shape[:2], -1, q.shape[3]), bias.view(*k.shape[:2], 1, -1)
     return scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scaling).reshape(q.shape)
 
 
