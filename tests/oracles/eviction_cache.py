@@ -18,7 +18,7 @@ def scores(weight: Tensor, recency: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Eviction scores [T] of one head: linear in key before RoPE, value, both log lengths, and the position."""
     found = []
     for n, (key, value) in enumerate(zip(k, v, strict=True)):
-        of_key, of_value, of_key_length, of_value_length = weight.split([len(key), len(value), 1, 1])
+        of_key, of_key_length, of_value, of_value_length = weight.split([len(key), 1, len(value), 1])
         lengths = of_key_length * key.square().sum().sqrt().log() + of_value_length * value.square().sum().sqrt().log()
         found.append(of_key @ key + of_value @ value + lengths[0] + recency * n)
     return torch.stack(found)

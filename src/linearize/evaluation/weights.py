@@ -280,20 +280,15 @@ def _probed(
         yield keys, queries, y[:-2].permute(1, 2, 0, 3).flatten(2)[..., : keys.stop - keys.start]
 
 
-class _OfLastRow(nn.Module):
+class _OfLastRow(EvictionScorer):
     """Give every row of a batch whose rows differ in values alone the eviction scores of its last row."""
 
-    scorer: EvictionScorer
-
     def __init__(self, scorer: EvictionScorer) -> None:
-        super().__init__()
-        self.scorer = scorer
+        nn.Module.__init__(self)
+        self.weight, self.recency = scorer.weight, scorer.recency
 
-    def of_keys(self, inputs: AttnInputs) -> Tensor:
-        return self.scorer.of_keys(inputs)
-
-    def whole(self, of_keys: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
-        return self.scorer.whole(of_keys[-1:], k[-1:], v[-1:], position[-1:]).expand(len(v), -1, -1, -1)
+    def whole(self, of_keys: Tensor, v: Tensor, position: Tensor) -> Tensor:
+        return super().whole(of_keys[-1:], v[-1:], position[-1:]).expand(len(v), -1, -1, -1)
 
 
 def _one_hot(probes: list[int], slots: slice, width: int) -> Float[Tensor, "P C D"]:

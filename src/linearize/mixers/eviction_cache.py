@@ -54,56 +54,51 @@ class EvictionScorer(nn.Module):
     def reset_parameters(self) -> None:
         """Score by minus the logarithm of the key's length until fitted (Devoto et al. 2024, arXiv 2406.11430)."""
         self.weight.zero_()
-        self.weight[:, -2] = -1
+        self.weight[:, (self.weight.shape[1] - 2) // 2] = -1
         self.recency.zero_()
 
     @torch.no_grad()
     def forward(self, inputs: AttnInputs, position: Int[Tensor, "#B T"]) -> Float[Tensor, "B G T 1"]:
         """Return the scores of tokens at these positions of their documents, in fp32, or fp64 for fp64 inputs."""
-        return self.whole(self.of_keys(inputs), inputs.k, inputs.v, position)
+        return self.whole(self.of_keys(inputs), inputs.v, position)
 
     @torch.no_grad()
     def of_keys(self, inputs: AttnInputs) -> Float[Tensor, "B G T 1"]:
         """Return the part of the scores that reads keys before RoPE, which slots do not hold."""
-        k = in_dtype(_unrotated(inputs), accumulation_dtype(inputs.v.dtype))
-        weight = in_dtype(self.weight, k.dtype)
-        rows = weight.as_strided(
-            (len(weight), 1, k.shape[-1]), (weight.stride(0), 1, 1)
-        )  # weight[:, None, :D], at once
-        return (k * rows).sum(-1, keepdim=True)
+        return self._weighted(_with_length(_unrotated(inputs), inputs.v.dtype), 0)
 
     @torch.no_grad()
     def whole(
-        self,
-        of_keys: Float[Tensor, "B G T 1"],
-        k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B G T D"],
-        position: Int[Tensor, "#B T"],
+        self, of_keys: Float[Tensor, "B G T 1"], v: Float[Tensor, "B G T D"], position: Int[Tensor, "#B T"]
     ) -> Float[Tensor, "B G T 1"]:
-        """Return the scores, of keys and values as slots hold them, and what `of_keys` made of the keys before RoPE."""
-        rest = _value_and_lengths(k, v)
-        weight = in_dtype(self.weight, rest.dtype)[:, None, k.shape[-1] :]
-        recency = in_dtype(self.recency, rest.dtype).view(-1, 1, 1) * position.view(len(position), 1, -1, 1)
-        return of_keys + (rest * weight).sum(-1, keepdim=True) + recency
+        """Return the scores, from values and what `of_keys` made of the keys."""
+        of_values = self._weighted(_with_length(v, v.dtype), v.shape[-1] + 1)
+        recency = in_dtype(self.recency, of_values.dtype).view(-1, 1, 1) * position.view(len(position), 1, -1, 1)
+        return of_keys + of_values + recency
+
+    def _weighted(self, x: Float[Tensor, "B G T X"], first: int) -> Float[Tensor, "B G T 1"]:
+        weight = in_dtype(self.weight, x.dtype)
+        size, stride = (len(weight), 1, x.shape[-1]), (weight.stride(0), 1, 1)
+        rows = weight.as_strided(
+            size, stride, weight.storage_offset() + first
+        )  # weight[:, None, first:...] in one call
+        return (x * rows).sum(-1, keepdim=True)
 
 
 def features(inputs: AttnInputs) -> Float[Tensor, "B G T F"]:
-    """Return what eviction scores are linear in, F = 2 D + 2: key before RoPE, value, and their log lengths.
-
-    The key's length is read after RoPE, which at most scales it by a constant.
-    """
-    rest = _value_and_lengths(inputs.k, inputs.v)
-    return torch.cat([_unrotated(inputs).to(rest.dtype), rest], dim=-1)
+    """Return what eviction scores are linear in, F = 2 D + 2: key before RoPE and its log length, then the value's."""
+    return torch.cat([_with_length(x, inputs.v.dtype) for x in (_unrotated(inputs), inputs.v)], dim=-1)
 
 
 def _unrotated(inputs: AttnInputs) -> Float[Tensor, "B G T D"]:
     return inputs.k if inputs.unrotated is None else inputs.unrotated[1]
 
 
-def _value_and_lengths(k: Float[Tensor, "B G T D"], v: Float[Tensor, "B G T D"]) -> Float[Tensor, "B G T X"]:
-    k, v = (in_dtype(x, accumulation_dtype(v.dtype)) for x in (k, v))
-    lengths = torch.cat([torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (k, v)], dim=-1)
-    return torch.cat([v, lengths.clamp_min(LEAST_LENGTH).log()], dim=-1)
+def _with_length(x: Float[Tensor, "B G T D"], dtype: torch.dtype) -> Float[Tensor, "B G T X"]:
+    """Vectors with the logarithm of their length behind them, in the accumulation dtype of `dtype`."""
+    x = in_dtype(x, accumulation_dtype(dtype))
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.cat([x, length.clamp_min(LEAST_LENGTH).log()], dim=-1)
 
 
 def copy_scorers(source: Any, target: Any) -> None:

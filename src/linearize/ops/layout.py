@@ -91,7 +91,9 @@ class TerracedSpan(Config):
         return self.blocks * self.window_size
 
     def lo(self, position: Tensor) -> Tensor:
-        return self.window_size * (position.div(self.window_size, rounding_mode="floor") - self.blocks + 1).clamp_min(0)
+        return self.window_size * (position.div(self.window_size, rounding_mode="floor") - (self.blocks - 1)).clamp_min(
+            0
+        )
 
 
 Span = NoSpan | SlidingSpan | TerracedSpan

@@ -7,6 +7,7 @@ the number of tokens seen alone (`NextToken`) is worked out by the caller, once 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class NextToken:
     def _hidden(self) -> Tensor:
         if not self.span.sinks:
             return self.below
-        return (self._places < 0) | (self.below & (self._places >= self.span.sinks))
+        hidden = self.below & (self._places >= self.span.sinks)
+        return hidden if self._is_full else (self._places < 0) | hidden
 
     @property
     def reads(self) -> Bool[Tensor, "B S"]:
@@ -86,7 +88,7 @@ class NextToken:
     @property
     def below(self) -> Bool[Tensor, "B S"]:
         """Slots below its window, empty ones among them."""
-        return self._once("below", lambda: self._places < self.span.lo(self.position)[:, None])
+        return self._once("below", lambda: self._places < self.span.lo(self.column))
 
     @property
     def column(self) -> Int[Tensor, "B 1"]:
@@ -117,18 +119,20 @@ class NextToken:
         return self.numbers is None or any(number % self.span.window_size == 0 for number in self.numbers)
 
     @property
+    def _is_full(self) -> bool:
+        """Whether each row's sinks and recent slots all have a key; False where a GPU would have to be waited for."""
+        waits = self.position.device.type != "cpu" and self._numbers is None
+        return not waits and self.least is not None and self.least >= self.span.context + self.span.sinks
+
+    @property
     def kept(self) -> Int[Tensor, " S"] | None:
         """Return the slots, its own the last, that the state keeps, where they are the same for every row.
 
-        That is where no row's sink leaves the recent slots for its own. None: one does, or may, or only a GPU knows
-        and would have to be waited for.
+        None: a sink leaves the recent slots for its own in some row, or may.
         """
-        sinks, context, device = self.span.sinks, self.span.context, self.position.device
-        waits = device.type != "cpu" and self._numbers is None
-        if waits or self.least is None or self.least < context + sinks:
+        if not self._is_full:
             return None
-        every = range(sinks + context + 1)
-        return self._once("kept", lambda: torch.tensor([*every[:sinks], *every[sinks + 1 :]], device=device))
+        return _behind_sinks(self.span.sinks, self.span.context, self.position.device)
 
     @property
     def fills(self) -> Bool[Tensor, "B 1 N 1"]:
@@ -168,6 +172,14 @@ class NextToken:
         if name not in self._known:
             self._known[name] = work()
         return self._known[name]
+
+
+@lru_cache(maxsize=16)
+def _behind_sinks(sinks: int, context: int, device: torch.device) -> Int[Tensor, " S"]:
+    """All slots but the one behind the sinks."""
+    with torch.inference_mode(False):
+        every = range(sinks + context + 1)
+        return torch.tensor([*every[:sinks], *every[sinks + 1 :]], device=device)
 
 
 def linear_step(
@@ -276,5 +288,6 @@ def softmax_step(
 
 def no_scores(hidden: Bool[Tensor, "B g S"], heads: int, dtype: torch.dtype) -> Float[Tensor, "N 1 S"]:
     """-inf for what is hidden from a head, else 0; g is the number of heads, or 1 where it is the same for all."""
-    hidden = hidden.expand(-1, heads, -1).flatten(0, 1)[:, None]
+    if heads > 1 or hidden.shape[1] > 1:
+        hidden = hidden.expand(-1, heads, -1).flatten(0, 1)[:, None]
     return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
