@@ -79,9 +79,8 @@ class EvictionScorer(nn.Module):
     def _weighted(self, x: Float[Tensor, "B G T X"], first: int) -> Float[Tensor, "B G T 1"]:
         weight = in_dtype(self.weight, x.dtype)
         size, stride = (len(weight), 1, x.shape[-1]), (weight.stride(0), 1, 1)
-        rows = weight.as_strided(
-            size, stride, weight.storage_offset() + first
-        )  # weight[:, None, first:...] in one call
+        # weight[:, None, first : first + X], in one call.
+        rows = weight.as_strided(size, stride, weight.storage_offset() + first)
         return (x * rows).sum(-1, keepdim=True)
 
 
