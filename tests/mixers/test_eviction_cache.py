@@ -32,12 +32,12 @@ def with_random_scores(its: LinearMixer) -> LinearMixer:
     return its.double()
 
 
-def mixer(width: int = 4, blocks: int = 2, sinks: int = 0, size: int = 5) -> LinearMixer:
+def mixer(width: int = 4, blocks: int = 2, sinks: int = 0, size: int = 5, recall_size: int = 0) -> LinearMixer:
     config = MixerConfig(
         span=TerracedSpan(window_size=width, blocks=blocks, sinks=sinks),
         feature_map=None,
         combine=WindowOnly(),
-        cache=EvictionCache(size=size),
+        cache=EvictionCache(size=size, recall_size=recall_size),
     )
     return with_random_scores(LinearMixer(config, SHAPE))
 
@@ -70,7 +70,7 @@ def by_oracle(x: AttnInputs, its: LinearMixer) -> Tensor:
                 width=span.window_size,
                 blocks=span.blocks,
                 sinks=span.sinks,
-                size=cache.size,
+                **cache.model_dump(),
                 scores=scores_of(its, head // 2, k, v),
                 scaling=x.scaling,
             )
@@ -86,6 +86,8 @@ def by_oracle(x: AttnInputs, its: LinearMixer) -> Tensor:
         dict(sinks=2),
         dict(width=8, size=3),
         dict(size=40),
+        dict(size=9, recall_size=4, sinks=1),
+        dict(width=1, blocks=1, size=6, recall_size=5),
     ],
     ids=str,
 )
@@ -101,8 +103,9 @@ def test_values_and_gradients_are_the_loops(sizes: dict[str, int]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
-def test_chunks_are_single_steps() -> None:
-    x, its = inputs(50, seed=2), mixer(sinks=1)
+@pytest.mark.parametrize("recall_size", [0, 4])
+def test_chunks_are_single_steps(recall_size: int) -> None:
+    x, its = inputs(50, seed=2), mixer(sinks=1, size=5 + recall_size, recall_size=recall_size)
     whole, state = its(x), None
     found = []
     for start, stop in ((0, 17), (17, 18), (18, 31), *((n, n + 1) for n in range(31, 50))):
@@ -116,6 +119,8 @@ ROOMY = {
     "wider": lambda: mixer(size=13, sinks=2),
     "of one block": lambda: mixer(width=3, blocks=1, size=6),
     "with a linear part": lambda: hybrid("absolute_scale", size=6),
+    "of two parts": lambda: mixer(size=11, recall_size=4, sinks=1),
+    "of two parts with a linear part": lambda: hybrid("absolute_scale", size=7, recall_size=3),
 }
 
 
@@ -193,9 +198,10 @@ def test_the_highest_scores_stay_and_nothing_else() -> None:
     torch.testing.assert_close(state.exact["scores"][..., 0], scores.gather(2, expected))
 
 
-def test_the_older_of_equals_stays_in_every_form() -> None:
+@pytest.mark.parametrize("recall_size", [0, 3])
+def test_the_older_of_equals_stays_in_every_form(recall_size: int) -> None:
     """Keys and values of one token are alike in a first layer, so equal scores are common."""
-    x, its = inputs(60, batch=1), mixer(size=6)
+    x, its = inputs(60, batch=1), mixer(size=6, recall_size=recall_size)
     its.scorer.recency.zero_()
     x = replace(x, k=x.k[:, :, :4].repeat(1, 1, 15, 1), v=x.v[:, :, :4].repeat(1, 1, 15, 1))
     whole, state, found = its(x), None, []
@@ -207,6 +213,17 @@ def test_the_older_of_equals_stays_in_every_form() -> None:
     assert state.exact is not None and int(state.exact["position"].max()) < 24
 
 
+def test_each_part_has_the_highest_of_its_scores() -> None:
+    """The first of all keys that left the window, the second of those that the first does not hold."""
+    x, its = inputs(200, batch=1), mixer(size=7, recall_size=4)
+    _, state = its.step(x, None)
+    assert state.exact is not None
+    scores = its.scorer(x, torch.arange(200)[None])[:, :, : 200 - 8]
+    recall = scores[..., 0].topk(4, dim=2).indices.sort(dim=2).values
+    text = scores[..., 1].scatter(2, recall, -torch.inf).topk(3, dim=2).indices.sort(dim=2).values
+    assert torch.equal(state.exact["position"], torch.cat([recall, text], dim=2))
+
+
 def test_scores_depend_on_the_position_through_recency_alone() -> None:
     """They read keys before RoPE: the order of pairs is the same wherever they stand."""
     x, its = inputs(10), mixer()
@@ -215,7 +232,7 @@ def test_scores_depend_on_the_position_through_recency_alone() -> None:
     torch.testing.assert_close(its.scorer(rotated, position), its.scorer(x, position))
     assert (its.scorer(replace(x, k=x.k.flip(-1)), position) - its.scorer(x, position)).abs().max() > 0.1
     faded = its.scorer(x, position + 100) - its.scorer(x, position)
-    torch.testing.assert_close(faded, (100 * its.scorer.recency)[None, :, None, None].expand_as(faded))
+    torch.testing.assert_close(faded, (100 * its.scorer.recency)[None, :, None].expand_as(faded))
 
 
 # --- beside a linear part ---------------------------------------------------------------------------------------------
@@ -262,14 +279,14 @@ COMBINATIONS: dict[str, tuple[Any, str, float | None, oracle.Combined]] = {
 }
 
 
-def hybrid(name: str, blocks: int = 2, sinks: int = 0, size: int = 5) -> LinearMixer:
+def hybrid(name: str, blocks: int = 2, sinks: int = 0, size: int = 5, recall_size: int = 0) -> LinearMixer:
     """With parameters that are no powers of anything."""
     combine, activation, number, _ = COMBINATIONS[name]
     config = MixerConfig(
         span=TerracedSpan(window_size=4, blocks=blocks, sinks=sinks),
         feature_map=HedgehogMap(activation=activation, per="kv_head", feature_dim=6),
         combine=combine,
-        cache=EvictionCache(size=size),
+        cache=EvictionCache(size=size, recall_size=recall_size),
     )
     its = with_random_scores(LinearMixer(config, SHAPE))
     generator = torch.Generator().manual_seed(4)
@@ -289,7 +306,7 @@ def hybrid_by_oracle(name: str, x: AttnInputs, its: LinearMixer, weights: list[T
             q, k, v = x.q[row, head], x.k[row, head // 2], x.v[row, head // 2]
             phi_q = [feature(one, weights[0][head]) for one in q]
             phi_k = [feature(one, weights[1][head // 2]) for one in k]
-            sizes = {"width": span.window_size, "blocks": span.blocks, "sinks": span.sinks, "size": cache.size}
+            sizes = {"width": span.window_size, "blocks": span.blocks, "sinks": span.sinks} | cache.model_dump()
             found, memory = oracle.attention_with_dropped(
                 q,
                 k,
@@ -306,7 +323,9 @@ def hybrid_by_oracle(name: str, x: AttnInputs, its: LinearMixer, weights: list[T
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-@pytest.mark.parametrize("sizes", [dict(), dict(blocks=1, sinks=2, size=3)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [dict(), dict(blocks=1, sinks=2, size=3), dict(size=6, recall_size=4), dict(size=6, recall_size=2)], ids=str
+)
 def test_what_is_dropped_is_in_the_linear_state(name: str, sizes: dict[str, int]) -> None:
     """Every key is read once, exactly or through its features: values and gradients of a loop over single keys."""
     x, its = inputs(33, batch=1), hybrid(name, **sizes)

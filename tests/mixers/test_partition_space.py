@@ -37,7 +37,7 @@ WINDOWS = st.builds(
 CACHES = st.builds(
     lambda span, cache: MixerConfig(span=span, feature_map=None, combine=WindowOnly(), cache=cache),
     st.builds(TerracedSpan, window_size=st.sampled_from([1, 2, 5]), blocks=st.integers(1, 2), sinks=SINKS),
-    st.builds(EvictionCache, size=st.sampled_from([1, 4, 9])),
+    st.sampled_from([EvictionCache(size=size, recall_size=first) for size, first in ((1, 0), (4, 0), (9, 0), (9, 5))]),
 )
 KINDS = st.one_of(st.none(), WINDOWS, CACHES, beside_a_cache(), configs().map(lambda config: per_head(config)))
 OTHER = MixerConfig(span=SlidingSpan(window_size=2), feature_map=None, combine=WindowOnly())

@@ -243,8 +243,8 @@ class Pool:
     def chosen(self, size: int) -> torch.Tensor:
         """What the cache holds, by scores drawn at random."""
         scores = torch.randn(self.k.shape[:3], generator=torch.Generator().manual_seed(0))
-        filled = torch.zeros(2, 2, size, dtype=torch.bool)
-        return eviction_cache.choose(scores, self.leaves, size, fresh=self.blocks.fresh, filled=filled)
+        carried = torch.full((2, 2, size), -1)
+        return eviction_cache.choose(scores, self.leaves, size, fresh=self.blocks.fresh, carried=carried)
 
 
 @pytest.mark.parametrize("style", ["full", "packed", "left"])

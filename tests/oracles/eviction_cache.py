@@ -1,7 +1,8 @@
 """Softmax over a terraced window, its sinks and a KV cache with eviction, one query at a time.
 
 Written from the definition alone: when a block of queries begins, the block of keys that leaves the window and the
-cache are candidates, and those with the `size` highest scores stay; the older of equals.
+cache are candidates, and those with the `size` highest scores stay; the older of equals. Where the cache has two parts,
+the first takes `recall_size` by its scores, the second the rest, by its own, of what the first leaves.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from torch import Tensor
 
 
 def scores(weight: Tensor, recency: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Eviction scores [T] of one head: linear in key before RoPE, value, both log lengths, and the position."""
+    """Eviction scores [S, T] of one head: linear in key before RoPE, value, both log lengths, and the position."""
     found = []
-    for n, (key, value) in enumerate(zip(k, v, strict=True)):
-        of_key, of_key_length, of_value, of_value_length = weight.split([len(key), 1, len(value), 1])
-        lengths = of_key_length * key.square().sum().sqrt().log() + of_value_length * value.square().sum().sqrt().log()
-        found.append(of_key @ key + of_value @ value + lengths[0] + recency * n)
-    return torch.stack(found)
+    for its, fading in zip(weight, recency, strict=True):
+        of_key, of_key_length, of_value, of_value_length = its.split([k.shape[1], 1, v.shape[1], 1])
+        for n, (key, value) in enumerate(zip(k, v, strict=True)):
+            lengths = of_key_length * key.square().sum().sqrt().log()
+            lengths = lengths + of_value_length * value.square().sum().sqrt().log()
+            found.append(of_key @ key + of_value @ value + lengths[0] + fading * n)
+    return torch.stack(found).view(len(weight), len(k))
 
 
 @dataclass(frozen=True)
@@ -40,26 +43,34 @@ class Memory:
     place: dict[int, int]
 
 
-def remember(length: int, *, width: int, blocks: int, sinks: int, size: int, scores: Tensor) -> Memory:
-    """The choice, block by block."""
-    cache: list[int] = []
+def remember(
+    length: int, *, width: int, blocks: int, sinks: int, size: int, scores: Tensor, recall_size: int = 0
+) -> Memory:
+    """The choice, block by block, by scores [S, T], one row for each part."""
+    sizes = [recall_size, size - recall_size] if recall_size else [size]
+    parts: list[list[int]] = [[] for _ in sizes]
     memory = Memory([], [], {})
     for n in range(length):
         if n % width == 0 and n >= blocks * width:
             left = n - blocks * width
             leave = [j for j in range(left, left + width) if j >= sinks]
-            candidates = cache + leave
-            ranked = sorted(candidates, key=lambda j: (-float(scores[j]), j))
-            kept = sorted(ranked[:size])
-            thrown = [j for j in cache if j not in kept]
-            for j in leave:
-                if j not in kept:
-                    memory.place[j] = j
-                elif thrown:
-                    memory.place[thrown.pop(0)] = j
-            assert not thrown
-            cache = kept
-        memory.held.append(list(cache))
+            offered = {j: j for j in leave}  # what is offered in the place of a key that leaves
+            for part, number, row in zip(range(len(sizes)), sizes, scores, strict=True):
+                candidates = parts[part] + list(offered.values())
+                ranked = sorted(candidates, key=lambda j: (-float(row[j]), j))  # noqa: B023
+                kept = sorted(ranked[:number])
+                thrown = [j for j in parts[part] if j not in kept]
+                for place, j in list(offered.items()):
+                    if j not in kept:
+                        continue
+                    if thrown:
+                        offered[place] = thrown.pop(0)
+                    else:
+                        del offered[place]
+                assert not thrown
+                parts[part] = kept
+            memory.place.update({j: place for place, j in offered.items()})
+        memory.held.append(sorted(j for part in parts for j in part))
         memory.dropped.append(sorted(memory.place))
     return memory
 
@@ -76,9 +87,11 @@ def attention(
     scores: Tensor,
     scaling: float,
     softcap: float | None = None,
+    recall_size: int = 0,
 ) -> tuple[Tensor, list[list[int]]]:
     """Outputs [T, D] of one head of one document, and what the cache holds for each query."""
-    held = remember(len(q), width=width, blocks=blocks, sinks=sinks, size=size, scores=scores).held
+    how = dict(width=width, blocks=blocks, sinks=sinks, size=size, recall_size=recall_size)
+    held = remember(len(q), scores=scores, **how).held
     outputs = []
     for n in range(len(q)):
         low = width * max(0, n // width - blocks + 1)

@@ -46,8 +46,8 @@ class Weights:
     offset: Tensor | None = None  # absolute_scale: b, [H]
     norm_weight: Tensor | None = None  # rms_norm: [H,D]
     output_gate: Tensor | None = None  # rms_norm: W_g [H,D,E]
-    score_weight: Tensor | None = None  # eviction scores: [G,2D+2]
-    score_recency: Tensor | None = None  # [G]
+    score_weight: Tensor | None = None  # eviction scores: [G,S,2D+2]
+    score_recency: Tensor | None = None  # [G,S]
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def _memories(
                 k, v = keys[row, g, slots], inputs.v[row, g, slots]
                 linear = weights.score_weight, weights.score_recency
                 scores = eviction_cache.scores(*(present(x)[g] for x in linear), k, v)
-                sizes = {"width": span.window_size, "blocks": span.blocks, "sinks": span.sinks, "size": cache.size}
+                sizes = {"width": span.window_size, "blocks": span.blocks, "sinks": span.sinks} | cache.model_dump()
                 found[row, g, index] = eviction_cache.remember(len(slots), **sizes, scores=scores)
     return found
 

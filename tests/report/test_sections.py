@@ -60,7 +60,7 @@ def test_loss_by_position_has_the_distance_from_the_teacher(read: Read) -> None:
 def test_memory_by_head(read: Read) -> None:
     """Pairs that each head keeps, and what recall needs of it."""
     needs = {"0": [[-9.0, -9.0], [-5.0, -4.0]], "3": [[math.log(0.1), math.log(0.3)]] * 2}
-    about = {"windows": {"0": [8, 64], "3": [960, 8]}, "caches": {"0": [0, 32], "3": [0, 0]}, "sinks": 4}
+    about = {"window": 6, "text": 2, "recall": {"0": [0, 88], "3": [952, 0]}, "sinks": 4}
     about |= {"needs": needs, "budget": 40_000}
     run = replace(read(), allocation=about)
     section = memory.memory([run])

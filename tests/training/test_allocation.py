@@ -50,22 +50,15 @@ def test_bytes_are_those_of_the_states(budget: int, recall_fraction: float) -> N
     counts = [x.nbytes for y in cache.layers for name, x in y.kept.named_tensors().items() if name.endswith("seen")]
     assert sum(layer.nbytes for layer in cache.layers) - sum(counts) == found.held <= budget
     assert found.held > 0.9 * budget
-    recalls = [recall for heads in found.recall_heads.values() for recall in heads]
-    assert any(recalls) == (recall_fraction > 0) and not all(recalls)
+    pairs = [pairs for heads in found.recall.values() for pairs in heads]
+    assert any(pairs) == (recall_fraction > 0) and not all(pairs)
     assert Allocation.of(json.loads(json.dumps(asdict(found)))) == found
 
 
 def test_caches_for_recall_are_where_recall_needs_them() -> None:
     shape = TeacherShape.from_config(make_teacher("llama").config.to_dict())
     found = allocate(MemoryConfig(bytes=200_000, reference_length=256), drawn_needs(), shape, torch.float64)
-    assert found.recall_heads[0] == [False, False] and any(found.recall_heads[2])
-    others = {
-        (w, c)
-        for layer in range(3)
-        for w, c, recall in zip(found.windows[layer], found.caches[layer], found.recall_heads[layer], strict=True)
-        if not recall
-    }
-    assert len(others) == 1, "all others are alike"
+    assert found.recall[0] == [0, 0] and any(found.recall[2]) and found.text > 0
 
 
 def test_small_budgets() -> None:
@@ -74,8 +67,8 @@ def test_small_budgets() -> None:
     pair = 2 * 8 * 8
     memory = MemoryConfig(bytes=6 * (4 + 5) * pair, reference_length=256, sinks=4, recall_fraction=0)
     found = allocate(memory, drawn_needs(), shape, torch.float64)
-    assert found.windows == {layer: [5, 5] for layer in range(3)} and found.held == memory.bytes
-    assert not any(cache for heads in found.caches.values() for cache in heads)
+    assert found.window == 5 and found.held == memory.bytes
+    assert not found.text and found.recall == {layer: [0, 0] for layer in range(3)}
     with pytest.raises(UserError, match=r"memory: expected at least 3,840 bytes, .* found 3,000; give more, or fewer"):
         allocate(memory.model_copy(update={"bytes": 3000}), drawn_needs(), shape, torch.float64)
 

@@ -77,7 +77,7 @@ def dropped(mixer: LinearMixer, inputs: AttnInputs, layout: Layout) -> tuple[Ten
             linear = mixer.scorer.weight[g], mixer.scorer.recency[g]
             scores = eviction_cache.scores(*linear, k[0, g, slots], inputs.v[0, g, slots])
             sizes = {"width": config.span.window_size, "blocks": config.span.blocks, "sinks": 0}
-            memory = eviction_cache.remember(len(slots), **sizes, size=config.cache.size, scores=scores)
+            memory = eviction_cache.remember(len(slots), **sizes, **config.cache.model_dump(), scores=scores)
             for slot, keys in zip(slots, memory.dropped, strict=True):
                 far[head, slot, slots[keys]] = True
     return far, far[0].any(-1)

@@ -69,7 +69,7 @@ def test_a_linear_function_is_found_again() -> None:
 def test_scores_reach_the_heads_they_were_fitted_to() -> None:
     student = convert_layers(
         tiny.llama(layers=2),
-        (HeadwiseConfig.of((head_mixer(16, 0, 1), head_mixer(16, 8, 1))), head_mixer(16, 4, 1)),
+        (HeadwiseConfig.of((head_mixer(16, 0, 1), head_mixer(16, 8, 1))), head_mixer(16, 4, 1, recall=6)),
     )
     width = 2 * 8 + 2
     rows = torch.arange(2.0)[:, None].expand(2, width)
@@ -79,14 +79,10 @@ def test_scores_reach_the_heads_they_were_fitted_to() -> None:
     ((_, plain), (heads, cached)) = first.parts()
     assert plain.scorer is None and heads == (1,)
 
-    def scorers() -> list[tuple[list[float], list[float]]]:
-        return [(x.scorer.weight[:, 3].tolist(), x.scorer.recency.tolist()) for x in (cached, second)]
-
-    fade = eviction_scores.FADE
     scores.apply(student)
-    assert scorers() == [([1.0], [fade / 8]), ([-10.0, -9.0], [fade / 4, fade / 4])]
-    scores.apply(student, {0: [False, True], 1: [True, False]})
-    assert scorers() == [([1.0], [fade / 8]), ([10.0, -9.0], [fade / 4, fade / 4])]
+    fade = eviction_scores.FADE
+    found = [(x.scorer.weight[..., 3].tolist(), x.scorer.recency.tolist()) for x in (cached, second)]
+    assert found == [([[1.0]], [[fade / 8]]), ([[10.0, -10.0], [11.0, -9.0]], [[0, fade / 4]] * 2)]
 
 
 @pytest.mark.parametrize("pairs", [0, 4, 7, 12, 100])

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.eviction_cache import EvictionScorer
+from linearize.mixers.eviction_cache import EvictionCache, EvictionScorer
 from linearize.mixers.mixer_state import MixerState, Tokens
 from linearize.ops.eviction_cache import Blocks, choose, cut, held_before, leaving, taken, written
 from linearize.ops.heads import repeat_kv
@@ -24,18 +24,25 @@ class CachedKeys(NamedTuple):
     """What the cache holds for each block of queries, and which keys leave the window, when each block begins.
 
     Attributes:
+        cache: its size and parts.
         pool: slots of the cache of an earlier call, where there was one, then those of the layout: all that is a
             token's own, and its `position`.
-        carried: how many slots of the pool are the earlier cache's.
+        carried: places in the pool of what the earlier cache holds, -1 where a slot is empty; None: there was none.
         leaves: places in the pool; where there is no key, the number of the pool's places.
         held: places in the pool, -1 where there is none.
     """
 
+    cache: EvictionCache
     pool: Tokens
-    carried: int
+    carried: Int[Tensor, "B G C"] | None
     blocks: Blocks
     leaves: Int[Tensor, "b J w"]
     held: Int[Tensor, "B G J C"]
+
+    @property
+    def before(self) -> int:
+        """How many slots of the pool are the earlier cache's."""
+        return 0 if self.carried is None else self.cache.size
 
     def last(self) -> Tokens:
         """What it holds after the last token."""
@@ -44,23 +51,23 @@ class CachedKeys(NamedTuple):
     def seen_by(self, queries: Int[Tensor, " N"]) -> Bool[Tensor, "B G N K"]:
         """Which slots each of the queries, by their slots, reads from the cache, but for what it carried."""
         batch, heads, _, size = self.held.shape
-        width, slots = self.blocks.slots.shape[2], self.pool["position"].shape[2] - self.carried
+        width, slots = self.blocks.slots.shape[2], self.pool["position"].shape[2] - self.before
         mine = self.blocks.slots.expand(batch, -1, -1).flatten(1)[:, None] == queries[:, None]
         block = mine.to(torch.uint8).argmax(-1) // width
-        held = self.held.gather(2, block[:, None, :, None].expand(-1, heads, -1, size)) - self.carried
+        held = self.held.gather(2, block[:, None, :, None].expand(-1, heads, -1, size)) - self.before
         seen = torch.zeros(*held.shape[:3], slots + 1, dtype=torch.bool, device=held.device)
         return seen.scatter(3, torch.where(held >= 0, held, slots), True)[..., :slots]
 
     def as_written(self, tokens: Tokens) -> Tokens:
         """`tokens` as they are written to the linear state: each with what is written in its place."""
         (batch, heads), slots = self.held.shape[:2], tokens["keys"].shape[2]
-        own = torch.arange(self.carried, self.carried + slots, device=self.held.device)
-        leaves = self.leaves[:, None].expand(batch, heads, -1, -1)
-        filled = None if not self.carried else self.pool["position"][:, :, : self.carried] >= 0
-        before = held_before(self.held, filled, self.blocks.fresh)
-        new = written(before, self.held, leaves).flatten(2)
+        own = torch.arange(self.before, self.before + slots, device=self.held.device)
+        new = leaves = self.leaves[:, None].expand(batch, heads, -1, -1)
+        for part in self.cache.parts:
+            carried = None if self.carried is None else self.carried[..., part]
+            new = _passed_on(self.held[..., part], carried, self.blocks, new)
         places = torch.nn.functional.pad(own.expand(batch, heads, -1), (0, 1))  # one more, for what is none
-        places = places.scatter(2, leaves.flatten(2) - self.carried, new)[:, :, :slots]
+        places = places.scatter(2, leaves.flatten(2) - self.before, new.flatten(2))[:, :, :slots]
         return _as_written(self.pool, places, own) | {name: tokens[name] for name in STEPS if name in tokens}
 
 
@@ -74,15 +81,36 @@ def cached_keys(
     assert isinstance(span, TerracedSpan) and scorer is not None
     blocks = layout.once(("blocks", span), lambda: cut(layout, span))
     pool = _scored(tokens, scorer, layout.key_position)
-    carried, filled = 0, None
+    carried, before = None, 0
     if state is not None:
         assert state.exact is not None
-        pool, carried = _pooled(state.exact, pool), cache.size
-        filled = state.exact["position"] >= 0
-    leaves = layout.once(("leaves", span, carried), lambda: leaving(blocks, span, layout, carried))
+        pool, carried = _pooled(cache, state.exact, pool)
+        before = cache.size
+    leaves = layout.once(("leaves", span, before), lambda: leaving(blocks, span, layout, before))
     fresh = None if layout.uniform else blocks.fresh  # a uniform row is one document
-    held = choose(pool[SCORES][..., 0], leaves, cache.size, fresh=fresh, filled=filled)
-    return CachedKeys(pool, carried, blocks, leaves, held)
+    held = list[Tensor]()
+    offered: Tensor = leaves
+    for column, part in enumerate(cache.parts):
+        its = None if carried is None else carried[..., part]
+        held.append(choose(pool[SCORES][..., column], offered, part.stop - part.start, fresh=fresh, carried=its))
+        if part.stop < cache.size:
+            new = _passed_on(held[-1], its, blocks, leaves[:, None].expand(*held[-1].shape[:3], -1))
+            offered = torch.where(new < 0, pool["position"].shape[2], new)
+    return CachedKeys(cache, pool, carried, blocks, leaves, _joined(held))
+
+
+def _passed_on(
+    held: Int[Tensor, "B G J C"],
+    carried: Int[Tensor, "B G C"] | None,
+    blocks: Blocks,
+    offered: Int[Tensor, "B G J w"],
+) -> Int[Tensor, "B G J w"]:
+    """What a part of the cache passes on in the places of the keys that are offered to it when a block begins."""
+    return written(held_before(held, carried, blocks.fresh), held, offered)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 class Dropped(NamedTuple):
@@ -110,18 +138,35 @@ def cache_of_next(
     position = at.leaving
     slots = slice(span.sinks, span.sinks + span.window_size)
     tokens = {name: x[:, :, slots] for name, x in state.slots.items()}
-    pool = _pooled(exact, _scored(tokens, scorer, position))
+    pool, carried = _pooled(cache, exact, _scored(tokens, scorer, position))
     places = torch.arange(cache.size + span.window_size, device=position.device)
     there = torch.where(pool["position"] >= 0, places, -1)
-    with torch.no_grad():
-        best = pool[SCORES][..., 0].masked_fill(there < 0, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-        held = there.gather(2, best[:, :, : cache.size]).sort(-1).values
+    held = _chosen(cache, pool, there)
     exact = taken(pool, held)
     if state.linear is None:
         return Dropped(exact, None, position)
-    new = written(there[:, :, : cache.size], held, there[:, :, cache.size :])
+    new = there[:, :, cache.size :]
+    for part in cache.parts:
+        new = written(carried[..., part].sort(-1).values, held[..., part], new)
     tokens = _as_written(pool, new, places[cache.size :]) | {name: tokens[name] for name in STEPS if name in tokens}
     return Dropped(exact, tokens, position)
+
+
+@torch.no_grad()
+def _chosen(cache: EvictionCache, pool: Tokens, there: Int[Tensor, "B G P"]) -> Int[Tensor, "B G C"]:
+    """What the cache holds of all keys of a pool, as `choose`: each part takes of those that the one before left.
+
+    Args:
+        there: their places, the oldest first, -1 where there is none.
+    """
+    held = list[Tensor]()
+    for column, part in enumerate(cache.parts):
+        scores = pool[SCORES][..., column].masked_fill(there < 0, -torch.inf)
+        order = scores.argsort(dim=-1, descending=True, stable=True)[:, :, : part.stop - part.start]
+        held.append(there.gather(2, order).sort(-1).values)
+        if part.stop < cache.size:
+            there = there.scatter(2, order, -1)
+    return _joined(held)
 
 
 def room(config: MixerConfig) -> int:
@@ -141,10 +186,15 @@ def first_cache(config: MixerConfig, scorer: EvictionScorer | None, tokens: Toke
     kept = max(0, left - span.sinks)
     position = torch.arange(span.sinks, span.sinks + kept, device=tokens["keys"].device)[None]
     tokens = {name: x[:, :, span.sinks : span.sinks + kept] for name, x in tokens.items()}
-    found = empty_cache(tokens, cache.size)
-    for name, x in _scored(tokens, scorer, position).items():
-        found[name][:, :, cache.size - kept :] = x
-    return found
+    pool = _scored(tokens, scorer, position)
+    if kept <= cache.parts[0].stop:  # the first part holds all
+        found, first = empty_cache(tokens, cache.size), cache.parts[0].stop - kept
+        for name, x in pool.items():
+            found[name][:, :, first : first + kept] = x
+        return found
+    pool, _ = _pooled(cache, empty_cache(tokens, cache.size), pool)
+    there = torch.arange(cache.size + kept, device=position.device).where(pool["position"] >= 0, -1)
+    return taken(pool, _chosen(cache, pool, there))
 
 
 def empty_cache(tokens: Tokens, size: int) -> Tokens:
@@ -164,14 +214,22 @@ def _scored(tokens: Tokens, scorer: EvictionScorer, position: Int[Tensor, "#B N"
     return dict(_own(tokens)) | {SCORES: scores, "position": position[:, None]}
 
 
-def _pooled(held: Tokens, tokens: Tokens) -> Tokens:
-    """The cache's slots, then these."""
+def _pooled(cache: EvictionCache, held: Tokens, tokens: Tokens) -> tuple[Tokens, Int[Tensor, "B G C"]]:
+    """The cache's keys, the oldest first, then these; and the places of what each slot of the cache holds, -1 is none.
+
+    One part has the oldest first already.
+    """
+    places = torch.arange(cache.size, device=held["position"].device).expand_as(held["position"])
+    filled = held["position"] >= 0
+    if len(cache.parts) > 1:
+        age = held["position"].argsort(dim=-1, stable=True)
+        held, places = taken(held, age), age.argsort(-1)
     pool = dict[str, Tensor]()
     for name, x in tokens.items():
         before = held[name]
         before = before if before.dtype == x.dtype else before.to(x.dtype)
         pool[name] = torch.cat([before, x.expand(*before.shape[:2], *x.shape[2:])], dim=2)
-    return pool
+    return pool, torch.where(filled, places, -1)
 
 
 def _as_written(pool: Tokens, places: Int[Tensor, "B G N"], own: Int[Tensor, " N"]) -> Tokens:

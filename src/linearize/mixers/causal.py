@@ -49,7 +49,7 @@ class CausalMixer(Mixer):
                 self.delta = DeltaRule(config.update, shape, self.state_heads)
             if config.in_closed_form:
                 self.kernel = self.feature_map.kernel
-        self.scorer = None if config.cache is None else EvictionScorer(shape)
+        self.scorer = None if config.cache is None else EvictionScorer(config.cache, shape)
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
 
 from linearize.base import Config
@@ -20,14 +20,31 @@ LEAST_LENGTH = 1e-6  # of a vector, whose logarithm is read
 class EvictionCache(Config):
     """C key-value pairs per KV head beside the window: of all that left it, those with the highest eviction scores.
 
-    Evicted pairs are written to the linear state, where there is a linear part; without one they are lost.
+    A cache can have two parts, each with scores of its own: the first takes `recall_size` pairs of all, the second of
+    those that the first does not hold. Evicted pairs are written to the linear state, where there is a linear part;
+    without one they are lost.
     """
 
     size: PositiveInt = Field(description="pairs per KV head")
+    recall_size: int = Field(default=0, ge=0, description="of these, pairs with the highest scores for recall")
+
+    @model_validator(mode="after")
+    def _two_parts(self) -> EvictionCache:
+        if self.recall_size >= self.size:
+            raise ValueError(f"cache: expected recall_size below size ({self.size}), found {self.recall_size}")
+        return self
+
+    @property
+    def parts(self) -> tuple[slice, ...]:
+        """Slots of each part, in the order of the scores."""
+        second = slice(self.recall_size, self.size)
+        return (slice(0, self.recall_size), second) if self.recall_size else (second,)
 
 
 class EvictionScorer(nn.Module):
-    """The eviction score of a key-value pair: a linear function of key, value, their log lengths, and the position.
+    """The eviction scores of a key-value pair: linear functions of key, value, their log lengths, and the position.
+
+    There are S of them, one for each part of the cache.
 
     Keys are read before RoPE, so position matters through `recency` alone. A score that grows with the position lets a
     pair fade relative to newer ones: what stays is what is important, recent, or a little of both. Since all pairs of a
@@ -37,51 +54,53 @@ class EvictionScorer(nn.Module):
     (`linearize.training.eviction_scores`), after KVzip (arXiv 2505.23416) and KVzap (arXiv 2601.07891).
 
     Attributes:
-        weight: [G, 2 D + 2], of the `features`.
-        recency: [G], score per token of position; 0 keeps pairs however old they are.
+        weight: [G, S, 2 D + 2], of the `features`.
+        recency: [G, S], score per token of position; 0 keeps pairs however old they are.
     """
 
     weight: Tensor
     recency: Tensor
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, cache: EvictionCache, shape: LayerShape) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.empty(shape.num_kv_heads, 2 * shape.head_dim + 2))
-        self.register_buffer("recency", torch.empty(shape.num_kv_heads))
+        scores = shape.num_kv_heads, len(cache.parts)
+        self.register_buffer("weight", torch.empty(*scores, 2 * shape.head_dim + 2))
+        self.register_buffer("recency", torch.empty(scores))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Score by minus the logarithm of the key's length until fitted (Devoto et al. 2024, arXiv 2406.11430)."""
         self.weight.zero_()
-        self.weight[:, (self.weight.shape[1] - 2) // 2] = -1
+        self.weight[..., (self.weight.shape[-1] - 2) // 2] = -1
         self.recency.zero_()
 
     @torch.no_grad()
-    def forward(self, inputs: AttnInputs, position: Int[Tensor, "#B T"]) -> Float[Tensor, "B G T 1"]:
+    def forward(self, inputs: AttnInputs, position: Int[Tensor, "#B T"]) -> Float[Tensor, "B G T S"]:
         """Return the scores of tokens at these positions of their documents, in fp32, or fp64 for fp64 inputs."""
         return self.whole(self.of_keys(inputs), inputs.v, position)
 
     @torch.no_grad()
-    def of_keys(self, inputs: AttnInputs) -> Float[Tensor, "B G T 1"]:
+    def of_keys(self, inputs: AttnInputs) -> Float[Tensor, "B G T S"]:
         """Return the part of the scores that reads keys before RoPE, which slots do not hold."""
         return self._weighted(_with_length(_unrotated(inputs), inputs.v.dtype), 0)
 
     @torch.no_grad()
     def whole(
-        self, of_keys: Float[Tensor, "B G T 1"], v: Float[Tensor, "B G T D"], position: Int[Tensor, "#B T"]
-    ) -> Float[Tensor, "B G T 1"]:
+        self, of_keys: Float[Tensor, "B G T S"], v: Float[Tensor, "B G T D"], position: Int[Tensor, "#B T"]
+    ) -> Float[Tensor, "B G T S"]:
         """Return the scores, from values and what `of_keys` made of the keys."""
         of_values = self._weighted(_with_length(v, v.dtype), v.shape[-1] + 1)
-        recency = in_dtype(self.recency, of_values.dtype).view(-1, 1, 1) * position.view(len(position), 1, -1, 1)
+        recency = in_dtype(self.recency, of_values.dtype)[:, None] * position.view(len(position), 1, -1, 1)
         return of_keys + of_values + recency
 
-    def _weighted(self, x: Float[Tensor, "B G T X"], first: int) -> Float[Tensor, "B G T 1"]:
+    def _weighted(self, x: Float[Tensor, "B G T X"], first: int) -> Float[Tensor, "B G T S"]:
         weight = in_dtype(self.weight, x.dtype)
-        size, stride = (len(weight), 1, x.shape[-1]), (weight.stride(0), 1, 1)
-        # weight[:, None, first : first + X], in one call.
-        rows = weight.as_strided(size, stride, weight.storage_offset() + first)
-        return (x * rows).sum(-1, keepdim=True)
+        size, stride, offset = (len(weight), 1, x.shape[-1]), (weight.stride(0), 1, 1), weight.storage_offset() + first
+        # weight[:, s, None, first : first + X], in one call.
+        rows = [weight.as_strided(size, stride, offset + s * weight.stride(1)) for s in range(weight.shape[1])]
+        found = [(x * its).sum(-1, keepdim=True) for its in rows]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
 def features(inputs: AttnInputs) -> Float[Tensor, "B G T F"]:

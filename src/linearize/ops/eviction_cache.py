@@ -95,11 +95,11 @@ def leaving(blocks: Blocks, span: TerracedSpan, layout: Layout, carried: int) ->
 @torch.no_grad()
 def choose(
     scores: Float[Tensor, "B G P"],
-    leaves: Int[Tensor, "#B J w"],
+    leaves: Int[Tensor, "#B J w"] | Int[Tensor, "B G J w"],
     size: int,
     *,
     fresh: Bool[Tensor, "#B J"] | None = None,
-    filled: Bool[Tensor, "B G C"] | None = None,
+    carried: Int[Tensor, "B G C"] | None = None,
 ) -> Int[Tensor, "B G J C"]:
     """Return what the cache holds after each block's choice: places in the pool, -1 first, then the oldest.
 
@@ -112,13 +112,14 @@ def choose(
         leaves: places in the pool of the keys that leave the window when each block begins (`leaving`).
         size: C.
         fresh: whether a document begins with the block, so that the cache is empty; None: only with the first.
-        filled: which of the pool's first C slots, those of an earlier cache, hold a key; None: there was no cache.
+        carried: places in the pool of what an earlier cache holds, -1 where a slot is empty; None: there was no cache.
     """
     batch, heads, none = scores.shape
-    blocks, width = leaves.shape[1:]
+    blocks, width = leaves.shape[-2:]
     order = scores.argsort(dim=-1, descending=True, stable=True)
     rank = pad(order.argsort(-1), (0, 1), value=none)
-    best = rank.gather(2, leaves.flatten(1)[:, None].expand(batch, heads, -1)).view(batch, heads, blocks, width)
+    leaves = leaves if leaves.ndim == 4 else leaves[:, None]
+    best = rank.gather(2, leaves.flatten(2).expand(batch, heads, -1)).view(batch, heads, blocks, width)
     start = None  # the first rank of each block's document
     if fresh is not None:
         start = -(none + 1) * fresh.to(torch.int64).cumsum(1)[:, None, :, None]
@@ -131,9 +132,9 @@ def choose(
         merged_lists = (batch, heads, blocks, lists, best.shape[3])
         best = _least(before.as_strided(merged_lists, (row, head, block, step * block, one)).flatten(3), size)
         step *= lists
-    if filled is not None:
-        carried = rank[:, :, :size].masked_fill(~filled, none)[:, :, None]
-        best = _least(torch.cat([carried.expand(-1, -1, blocks, -1), best], dim=3), size)
+    if carried is not None:
+        before = rank.gather(2, torch.where(carried < 0, none, carried))[:, :, None]
+        best = _least(torch.cat([before.expand(-1, -1, blocks, -1), best], dim=3), size)
     if start is not None:
         best = (best - start).clamp_max(none)  # of documents before
     held = pad(order, (0, 1), value=-1).gather(2, best.flatten(2)).view_as(best)
@@ -145,14 +146,10 @@ def _least(ranks: Int[Tensor, "*rows M"], size: int) -> Int[Tensor, "*rows m"]:
 
 
 def held_before(
-    held: Int[Tensor, "B G J C"], filled: Bool[Tensor, "B G C"] | None, fresh: Bool[Tensor, "#B J"]
+    held: Int[Tensor, "B G J C"], carried: Int[Tensor, "B G C"] | None, fresh: Bool[Tensor, "#B J"]
 ) -> Int[Tensor, "B G J C"]:
     """Return what the cache holds before each block's choice, from what it holds after it (`choose`)."""
-    size = held.shape[3]
-    if filled is None:
-        first = held.new_full(held[:, :, 0].shape, -1)
-    else:
-        first = torch.where(filled, torch.arange(size, device=held.device), -1).sort(-1).values
+    first = held.new_full(held[:, :, 0].shape, -1) if carried is None else carried.sort(-1).values
     return torch.cat([first[:, :, None], held[:, :, :-1]], dim=2).masked_fill(fresh[:, None, :, None], -1)
 
 
@@ -161,6 +158,8 @@ def written(
     before: Int[Tensor, "*rows C"], after: Int[Tensor, "*rows C"], leaves: Int[Tensor, "*rows w"]
 ) -> Int[Tensor, "*rows w"]:
     """Which keys are written to the linear state in the places of a block that leaves the window; -1 is none.
+
+    The same, where a cache has two parts, for what the first part passes on to the second.
 
     Its own, but for those that the cache takes: in their places, in order, the keys that it throws out, which are no
     more and are older. So what a place is written with is never newer than itself, and every rule of the state, the

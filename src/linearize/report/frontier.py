@@ -130,7 +130,6 @@ def _percent(share: dict[str, float] | None) -> str:
     return "-" if share is None else f"{share['mean']:.0%} [{share['low']:.0%}, {share['high']:.0%}]"
 
 
-def _heads(chosen: dict[str, dict[str, list[int]]]) -> str:
-    both = zip(chosen["windows"].values(), chosen["caches"].values(), strict=True)
-    layers = (" ".join(f"{w}+{c}" if c else f"{w}" for w, c in zip(*layer, strict=True)) for layer in both)
-    return " | ".join(layers)
+def _heads(chosen: dict[str, Any]) -> str:
+    layers = " | ".join(" ".join(map(str, heads)) for heads in chosen["recall"].values())
+    return f"{chosen['window']}+{chosen['text']} in every head, for recall {layers}"

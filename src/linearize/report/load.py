@@ -94,11 +94,8 @@ class RunFiles:
         """Return the key-value pairs that the KV heads of each layer keep; empty where no budget was allocated."""
         if self.allocation is None:
             return {}
-        sinks, caches = self.allocation["sinks"], self.allocation["caches"]
-        return {
-            int(layer): [sinks + window + cache for window, cache in zip(windows, caches[layer], strict=True)]
-            for layer, windows in self.allocation["windows"].items()
-        }
+        alike = sum(self.allocation[name] for name in ("sinks", "window", "text"))
+        return {int(layer): [alike + pairs for pairs in heads] for layer, heads in self.allocation["recall"].items()}
 
     def section(self, name: str) -> Any:
         """A section of the evaluation, or None where it was not measured."""

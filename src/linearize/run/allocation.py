@@ -42,7 +42,7 @@ class Measured:
         """Return a student by the plan, with its eviction scores."""
         student = convert_layers(teacher, self.layers, seed=seed)
         if self.scores is not None:
-            self.scores.apply(student, None if self.allocation is None else self.allocation.recall_heads)
+            self.scores.apply(student)
         return student
 
     def save(self, run: Run) -> None:

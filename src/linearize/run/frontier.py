@@ -138,7 +138,7 @@ def _measured(
         for name, mixer in uniform(round(fraction * memory.reference_length), memory.sinks).items():
             plans[name] = Measured(_alike(mixer, layers, shape)), heads * head_bytes(mixer, shape, run.dtype)
         allocation = allocate(sized, needs, shape, run.dtype)
-        chosen[fraction] = {"windows": allocation.windows, "caches": allocation.caches}
+        chosen[fraction] = {"window": allocation.window, "text": allocation.text, "recall": allocation.recall}
         made = Measured(allocation.plan(shape.num_layers), allocation, measured.scores)
         plans[ALLOCATED] = made, allocation.held
         points += [point(fraction, name, *its, trained=False) for name, its in plans.items()]

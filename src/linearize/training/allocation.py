@@ -5,6 +5,7 @@ Axes: G KV heads of a layer, Q quantiles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,23 +18,23 @@ from linearize.training.eviction_scores import cache_sizes
 from linearize.training.memory import BLOCK, MemoryConfig, head_bytes, head_mixer
 
 WINDOW = 2 * BLOCK  # beside a cache: a query sees its own block and the one before
-SMALLEST_RECALL = 3 * BLOCK  # a smaller cache for recall is none
+SMALLEST_RECALL = 48  # fewer pairs for recall are none
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The window and the size of the KV cache with eviction of each KV head of the layers that are converted.
+    """What each KV head of the layers that are converted holds.
 
     Attributes:
-        windows, caches: by layer, of each head; in pairs.
-        recall_heads: by layer, whether each head's cache serves recall; the others' caches serve text.
+        window, text: pairs of the window, and of the cache with the highest scores for text; alike in all heads.
+        recall: by layer, of each head, pairs of the cache with the highest scores for recall.
         needs: by layer [G][Q]: what recall needs of the head's pairs (`measure_attention`).
         budget, held: bytes of one sequence: at most, and as allocated.
     """
 
-    windows: dict[int, list[int]]
-    caches: dict[int, list[int]]
-    recall_heads: dict[int, list[bool]]
+    window: int
+    text: int
+    recall: dict[int, list[int]]
     needs: dict[int, list[list[float]]]
     sinks: int
     budget: int
@@ -43,17 +44,15 @@ class Allocation:
     def of(cls, data: dict[str, Any]) -> Allocation:
         """Return the allocation that JSON data, whose keys are strings, says."""
         found = dict(data)
-        for name in ("windows", "caches", "recall_heads", "needs"):
+        for name in ("recall", "needs"):
             found[name] = {int(layer): heads for layer, heads in data[name].items()}
         return cls(**found)
 
     def plan(self, num_layers: int) -> LayerPlan:
         """Return the layer plan; layers that are not converted stay as they are."""
         return tuple(
-            HeadwiseConfig.of(
-                [head_mixer(w, c, self.sinks) for w, c in zip(self.windows[layer], self.caches[layer], strict=True)]
-            )
-            if layer in self.windows
+            HeadwiseConfig.of([head_mixer(self.window, self.text, self.sinks, pairs) for pairs in self.recall[layer]])
+            if layer in self.recall
             else None
             for layer in range(num_layers)
         )
@@ -62,10 +61,9 @@ class Allocation:
 def allocate(
     memory: MemoryConfig, needs: dict[int, list[list[float]]], teacher: TeacherShape, dtype: torch.dtype
 ) -> Allocation:
-    """Divide the budget: caches for the heads that recall needs, of as many pairs as it needs; the rest to all others.
+    """Divide the budget: a share for what recall needs of each head, and the rest alike among all heads.
 
-    Heads that recall needs little have a short window and a cache for text, all of the same size; where there are
-    bytes for none, a window alone.
+    Every head has a short window and a cache for text; where there are bytes for none, a window alone.
 
     Raises:
         UserError: the budget is less than the smallest window in every head takes.
@@ -74,48 +72,42 @@ def allocate(
     quantiles = [torch.tensor(needs[layer]) for layer in layers]
     room = max(0, memory.reference_length - memory.sinks - WINDOW)
 
-    def size(window: int, cache: int) -> int:
-        return head_bytes(head_mixer(window, cache, memory.sinks), teacher, dtype)
+    def held(window: int, text: int, recall: list[list[int]]) -> int:
+        mixers = (head_mixer(window, text, memory.sinks, pairs) for of_layer in recall for pairs in of_layer)
+        return sum(head_bytes(mixer, teacher, dtype) for mixer in mixers)
 
     def recall(pairs: int) -> list[list[int]]:
         return cache_sizes(quantiles, room, pairs, multiple=BLOCK, least=SMALLEST_RECALL)
 
-    def recall_bytes(sizes: list[list[int]]) -> int:
-        return sum(size(WINDOW, cache) for of_layer in sizes for cache in of_layer if cache)
-
-    low, high = 0, room * sum(map(len, quantiles))
-    while low < high:  # the largest caches for recall that fit
-        pairs = (low + high + 1) // 2
-        fits = recall_bytes(recall(pairs)) <= memory.recall_fraction * budget
-        low, high = (pairs, high) if fits else (low, pairs - 1)
-    sizes = recall(low)
-    others = sum(not cache for of_layer in sizes for cache in of_layer)
-    window, cache = _of_others((budget - recall_bytes(sizes)) // max(1, others), memory.sinks, size)
+    none = [[0] * len(of_layer) for of_layer in quantiles]
+    least, share = held(WINDOW, 1, none), memory.recall_fraction * budget
+    pairs = largest(lambda n: held(WINDOW, 1, recall(n)) - least <= share, room * sum(map(len, quantiles)))
+    chosen = recall(pairs)
+    window, text = WINDOW, largest(lambda n: held(WINDOW, n, chosen) <= budget, room) if least <= budget else 0
+    if not text:  # no bytes for a cache in every head
+        chosen = none
+        window = largest(lambda n: held(n, 0, none) <= budget, memory.reference_length)
     if not window:
-        least = recall_bytes(sizes) + others * size(1, 0)
+        smallest = held(1, 0, none)
         raise UserError(
-            f"memory: expected at least {least:,} bytes, with which every KV head has its sinks and its own key, found "
-            f"{budget:,}; give more, or fewer memory.sinks"
+            f"memory: expected at least {smallest:,} bytes, with which every KV head has its sinks and its own key, "
+            f"found {budget:,}; give more, or fewer memory.sinks"
         )
-    pairs_of = {
-        layer: [(WINDOW, found, True) if found else (window, cache, False) for found in of_layer]
-        for layer, of_layer in zip(layers, sizes, strict=True)
-    }
     return Allocation(
-        windows={layer: [w for w, _, _ in heads] for layer, heads in pairs_of.items()},
-        caches={layer: [c for _, c, _ in heads] for layer, heads in pairs_of.items()},
-        recall_heads={layer: [recalls for _, _, recalls in heads] for layer, heads in pairs_of.items()},
+        window=window,
+        text=text,
+        recall=dict(zip(layers, chosen, strict=True)),
         needs=needs,
         sinks=memory.sinks,
         budget=budget,
-        held=sum(size(w, c) for heads in pairs_of.values() for w, c, _ in heads),
+        held=held(window, text, chosen),
     )
 
 
-def _of_others(each: int, sinks: int, size: Any) -> tuple[int, int]:
-    """Return window and cache of a head in `each` bytes; a window alone where there are bytes for no cache."""
-    if size(WINDOW, 1) > each:
-        window = each // (size(2, 0) - size(1, 0)) - sinks
-        return max(0, window), 0
-    one = size(WINDOW, 2) - size(WINDOW, 1)
-    return WINDOW, 1 + (each - size(WINDOW, 1)) // one
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest number from 1 to `most` that fits, 0 where none does; whatever is less fits, too."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -49,7 +49,7 @@ AGES = (16, 64, 256)  # tokens between a pair and the first query that may need 
 LEAST = 1e-6  # of an attention weight, whose logarithm is fitted
 RIDGE = 50.0  # penalty on weights of standardised features
 QUANTILES = 256
-FADE = 0.5  # score that a pair loses, relative to newer ones, while as many tokens pass as its cache has places
+FADE = 0.75  # score for text that a pair loses, relative to newer ones, in as many tokens as it has places
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,20 @@ class EvictionScores:
     recall: dict[int, Float[Tensor, "G F"]]
     text: dict[int, Float[Tensor, "G F"]]
 
-    def apply(self, student: PreTrainedModel, recall_heads: Mapping[int, Sequence[bool]] | None = None) -> None:
-        """Set the eviction scores of all caches of a student of the teacher that was measured, in place.
-
-        A pair loses FADE, relative to newer ones, while as many tokens pass as its cache has places.
-
-        Args:
-            recall_heads: by layer, whether each KV head's cache serves recall; None: no head's does.
-        """
+    def apply(self, student: PreTrainedModel) -> None:
+        """Set the eviction scores of all caches of a student of the teacher that was measured, in place."""
         for layer in linearized_layers(student).values():
             for heads, mixer in layer.mixer.parts():
                 scorer = getattr(mixer, "scorer", None)
                 if scorer is None:
                     continue
+                cache = mixer.config.cache
                 for place, head in enumerate(heads):
-                    recalls = recall_heads is not None and recall_heads[layer.layer_idx][head]
-                    weights = self.recall if recalls else self.text
-                    scorer.weight[place].copy_(weights[layer.layer_idx][head])
-                    scorer.recency[place] = FADE / mixer.config.cache.size
+                    scorer.weight[place, -1].copy_(self.text[layer.layer_idx][head])
+                    scorer.recency[place, -1] = FADE / (cache.size - cache.recall_size)
+                    if cache.recall_size:
+                        scorer.weight[place, 0].copy_(self.recall[layer.layer_idx][head])
+                        scorer.recency[place, 0] = 0  # an old fact is asked for like a new one
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name, as a safetensors file has them."""

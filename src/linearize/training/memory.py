@@ -13,7 +13,7 @@ from linearize.mixers.eviction_cache import EvictionCache
 from linearize.ops.layout import SlidingSpan, TerracedSpan
 from linearize.ops.partial import accumulation_dtype
 
-BLOCK = 16  # keys that leave the window of a KV cache with eviction at a time
+BLOCK = 8  # keys that leave the window of a KV cache with eviction at a time
 POSITION_BYTES = 8  # of a cached pair, int64
 
 
@@ -53,16 +53,19 @@ class MemoryConfig(Config):
         )
 
 
-def head_mixer(window: int, cache: int, sinks: int) -> MixerConfig:
-    """Return the mixer of a KV head with a window, sinks, and a KV cache with eviction, none where `cache` is 0.
+def head_mixer(window: int, text: int, sinks: int, recall: int = 0) -> MixerConfig:
+    """Return the mixer of a KV head with a window, sinks, and a KV cache with eviction, none where `text` is 0.
 
     Beside a cache, the window is as many blocks of BLOCK keys as it holds, one at least.
+
+    Args:
+        text, recall: pairs of the cache with the highest scores for text, and for recall.
     """
     plain = {"feature_map": None, "combine": WindowOnly()}
-    if not cache:
+    if not text:
         return MixerConfig(span=SlidingSpan(window_size=window, sinks=sinks), **plain)
     span = TerracedSpan(window_size=BLOCK, blocks=max(1, window // BLOCK), sinks=sinks)
-    return MixerConfig(span=span, cache=EvictionCache(size=cache), **plain)
+    return MixerConfig(span=span, cache=EvictionCache(size=text + recall, recall_size=recall), **plain)
 
 
 def head_bytes(mixer: MixerConfig, teacher: TeacherShape, dtype: torch.dtype) -> int:
@@ -70,7 +73,7 @@ def head_bytes(mixer: MixerConfig, teacher: TeacherShape, dtype: torch.dtype) ->
     pair, slots = pair_bytes(teacher, dtype), mixer.span.sinks + mixer.span.context
     if mixer.cache is None:
         return slots * pair
-    scored = pair + accumulation_dtype(dtype).itemsize
+    scored = pair + len(mixer.cache.parts) * accumulation_dtype(dtype).itemsize
     return slots * scored + mixer.cache.size * (scored + POSITION_BYTES)
 
 
