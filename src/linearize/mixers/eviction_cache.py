@@ -80,7 +80,7 @@ class EvictionScorer(nn.Module):
         weight = in_dtype(self.weight, x.dtype)
         size, stride = (len(weight), 1, x.shape[-1]), (weight.stride(0), 1, 1)
         # weight[:, None, first : first + X], in one call.
-        rows = weight.as_strided(size, stride, weight.storage_offset() + first)
+        rows = torch.as_strided(weight, size, stride, weight.storage_offset() + first)
         return (x * rows).sum(-1, keepdim=True)
 
 

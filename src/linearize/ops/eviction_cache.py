@@ -128,8 +128,9 @@ def choose(
         lists = min(max(2, RANKS_AT_ONCE // best.shape[3]), -(-blocks // step))
         before = pad(best, (0, 0, (lists - 1) * step, 0), value=none)
         row, head, block, one = before.stride()
-        merged_lists = (batch, heads, blocks, lists, best.shape[3])
-        best = _least(before.as_strided(merged_lists, (row, head, block, step * block, one)).flatten(3), size)
+        shape = (batch, heads, blocks, lists, best.shape[3])
+        best = torch.as_strided(before, shape, (row, head, block, step * block, one))
+        best = _least(best.flatten(3), size)
         step *= lists
     if filled is not None:
         carried = rank[:, :, :size].masked_fill(~filled, none)[:, :, None]
