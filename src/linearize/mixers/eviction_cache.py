@@ -78,9 +78,11 @@ class EvictionScorer(nn.Module):
 
     def _weighted(self, x: Float[Tensor, "B G T X"], first: int) -> Float[Tensor, "B G T 1"]:
         weight = in_dtype(self.weight, x.dtype)
-        size, stride = (len(weight), 1, x.shape[-1]), (weight.stride(0), 1, 1)
-        # weight[:, None, first : first + X], in one call.
-        rows = torch.as_strided(weight, size, stride, weight.storage_offset() + first)
+        if torch.compiler.is_compiling():
+            rows = weight[:, None, first : first + x.shape[-1]]
+        else:  # the same in one call
+            size, stride = (len(weight), 1, x.shape[-1]), (weight.stride(0), 1, 1)
+            rows = weight.as_strided(size, stride, weight.storage_offset() + first)
         return (x * rows).sum(-1, keepdim=True)
 
 
