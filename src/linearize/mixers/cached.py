@@ -166,7 +166,7 @@ def _scored(tokens: Tokens, scorer: EvictionScorer, position: Int[Tensor, "#B N"
 
 def _pooled(held: Tokens, tokens: Tokens) -> Tokens:
     """The cache's slots, then these."""
-    pool = dict[str, Tensor]()
+    pool: Tokens = {}
     for name, x in tokens.items():
         before = held[name]
         before = before if before.dtype == x.dtype else before.to(x.dtype)

@@ -184,7 +184,7 @@ def taken(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Te
     """These slots of a pool of `keys`, `values`, their `position` and more; 0 and -1 where a place is none."""
     there, index = places >= 0, places.clamp_min(0)
     rows, present = index[..., None], there[..., None]
-    found = dict[str, Tensor]()
+    found: dict[str, Tensor] = {}
     for name, x in pool.items():
         if name == "position":
             found[name] = x.expand(*index.shape[:2], -1).gather(2, index).masked_fill(~there, -1)
