@@ -88,7 +88,7 @@ def cached_keys(
         before = cache.size
     leaves = layout.once(("leaves", span, before), lambda: leaving(blocks, span, layout, before))
     fresh = None if layout.uniform else blocks.fresh  # a uniform row is one document
-    held = list[Tensor]()
+    held: list[Tensor] = []
     offered: Tensor = leaves
     for column, part in enumerate(cache.parts):
         its = None if carried is None else carried[..., part]
@@ -159,7 +159,7 @@ def _chosen(cache: EvictionCache, pool: Tokens, there: Int[Tensor, "B G P"]) -> 
     Args:
         there: their places, the oldest first, -1 where there is none.
     """
-    held = list[Tensor]()
+    held: list[Tensor] = []
     for column, part in enumerate(cache.parts):
         scores = pool[SCORES][..., column].masked_fill(there < 0, -torch.inf)
         order = scores.argsort(dim=-1, descending=True, stable=True)[:, :, : part.stop - part.start]
@@ -224,7 +224,7 @@ def _pooled(cache: EvictionCache, held: Tokens, tokens: Tokens) -> tuple[Tokens,
     if len(cache.parts) > 1:
         age = held["position"].argsort(dim=-1, stable=True)
         held, places = taken(held, age), age.argsort(-1)
-    pool = dict[str, Tensor]()
+    pool: Tokens = {}
     for name, x in tokens.items():
         before = held[name]
         before = before if before.dtype == x.dtype else before.to(x.dtype)

@@ -96,11 +96,12 @@ class EvictionScorer(nn.Module):
 
     def _weighted(self, x: Float[Tensor, "B G T X"], first: int) -> Float[Tensor, "B G T S"]:
         weight = in_dtype(self.weight, x.dtype)
-        size, stride, offset = (len(weight), 1, x.shape[-1]), (weight.stride(0), 1, 1), weight.storage_offset() + first
-        # weight[:, s, None, first : first + X], in one call.
-        rows = [weight.as_strided(size, stride, offset + s * weight.stride(1)) for s in range(weight.shape[1])]
-        found = [(x * its).sum(-1, keepdim=True) for its in rows]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        if torch.compiler.is_compiling():
+            rows = weight[:, None, :, first : first + x.shape[-1]]
+        else:  # the same in one call
+            size, stride = (len(weight), 1, weight.shape[1], x.shape[-1]), (weight.stride(0), 1, weight.stride(1), 1)
+            rows = weight.as_strided(size, stride, weight.storage_offset() + first)
+        return (x.unsqueeze(3) * rows).sum(-1)
 
 
 def features(inputs: AttnInputs) -> Float[Tensor, "B G T F"]:

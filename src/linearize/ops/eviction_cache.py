@@ -129,8 +129,9 @@ def choose(
         lists = min(max(2, RANKS_AT_ONCE // best.shape[3]), -(-blocks // step))
         before = pad(best, (0, 0, (lists - 1) * step, 0), value=none)
         row, head, block, one = before.stride()
-        merged_lists = (batch, heads, blocks, lists, best.shape[3])
-        best = _least(before.as_strided(merged_lists, (row, head, block, step * block, one)).flatten(3), size)
+        shape = (batch, heads, blocks, lists, best.shape[3])
+        best = torch.as_strided(before, shape, (row, head, block, step * block, one))
+        best = _least(best.flatten(3), size)
         step *= lists
     if carried is not None:
         before = rank.gather(2, torch.where(carried < 0, none, carried))[:, :, None]
@@ -182,7 +183,7 @@ def taken(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Te
     """These slots of a pool of `keys`, `values`, their `position` and more; 0 and -1 where a place is none."""
     there, index = places >= 0, places.clamp_min(0)
     rows, present = index[..., None], there[..., None]
-    found = dict[str, Tensor]()
+    found: dict[str, Tensor] = {}
     for name, x in pool.items():
         if name == "position":
             found[name] = x.expand(*index.shape[:2], -1).gather(2, index).masked_fill(~there, -1)
