@@ -221,7 +221,7 @@ def test_each_part_has_the_highest_of_its_scores() -> None:
     scores = its.scorer(x, torch.arange(200)[None])[:, :, : 200 - 8]
     recall = scores[..., 0].topk(4, dim=2).indices.sort(dim=2).values
     text = scores[..., 1].scatter(2, recall, -torch.inf).topk(3, dim=2).indices.sort(dim=2).values
-    assert torch.equal(state.exact["position"], torch.cat([recall, text], dim=2))
+    assert torch.equal(state.exact["position"], torch.cat([text, recall], dim=2))
 
 
 def test_scores_depend_on_the_position_through_recency_alone() -> None:

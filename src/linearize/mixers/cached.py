@@ -93,7 +93,7 @@ def cached_keys(
     for column, part in enumerate(cache.parts):
         its = None if carried is None else carried[..., part]
         held.append(choose(pool[SCORES][..., column], offered, part.stop - part.start, fresh=fresh, carried=its))
-        if part.stop < cache.size:
+        if part.start:  # another part follows
             new = _passed_on(held[-1], its, blocks, leaves[:, None].expand(*held[-1].shape[:3], -1))
             offered = torch.where(new < 0, pool["position"].shape[2], new)
     return CachedKeys(cache, pool, carried, blocks, leaves, _joined(held))
@@ -110,7 +110,8 @@ def _passed_on(
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    """Parts in the order of their slots."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim=-1)
 
 
 class Dropped(NamedTuple):
@@ -164,7 +165,7 @@ def _chosen(cache: EvictionCache, pool: Tokens, there: Int[Tensor, "B G P"]) -> 
         scores = pool[SCORES][..., column].masked_fill(there < 0, -torch.inf)
         order = scores.argsort(dim=-1, descending=True, stable=True)[:, :, : part.stop - part.start]
         held.append(there.gather(2, order).sort(-1).values)
-        if part.stop < cache.size:
+        if part.start:
             there = there.scatter(2, order, -1)
     return _joined(held)
 
@@ -187,10 +188,10 @@ def first_cache(config: MixerConfig, scorer: EvictionScorer | None, tokens: Toke
     position = torch.arange(span.sinks, span.sinks + kept, device=tokens["keys"].device)[None]
     tokens = {name: x[:, :, span.sinks : span.sinks + kept] for name, x in tokens.items()}
     pool = _scored(tokens, scorer, position)
-    if kept <= cache.parts[0].stop:  # the first part holds all
-        found, first = empty_cache(tokens, cache.size), cache.parts[0].stop - kept
+    if len(cache.parts) == 1 or kept <= cache.recall_size:  # the first part holds all
+        found = empty_cache(tokens, cache.size)
         for name, x in pool.items():
-            found[name][:, :, first : first + kept] = x
+            found[name][:, :, cache.size - kept :] = x
         return found
     pool, _ = _pooled(cache, empty_cache(tokens, cache.size), pool)
     there = torch.arange(cache.size + kept, device=position.device).where(pool["position"] >= 0, -1)

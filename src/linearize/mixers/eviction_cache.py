@@ -36,9 +36,9 @@ class EvictionCache(Config):
 
     @property
     def parts(self) -> tuple[slice, ...]:
-        """Slots of each part, in the order of the scores."""
-        second = slice(self.recall_size, self.size)
-        return (slice(0, self.recall_size), second) if self.recall_size else (second,)
+        """Slots of each part, in the order of the scores: the first part is last, so that slots fill from the end."""
+        text = self.size - self.recall_size
+        return (slice(text, self.size), slice(0, text)) if self.recall_size else (slice(0, text),)
 
 
 class EvictionScorer(nn.Module):
