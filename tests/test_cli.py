@@ -235,8 +235,9 @@ def test_convert_writes_a_model_without_training(command: Command, tmp_path: Pat
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"model", "allocation.json", "recipe.yaml"}
     assert not (tmp_path / "out" / "finetune").exists()
     prompt = ("--prompt", "abcdefgh" * 20, "--max-new-tokens", "3")
-    for way in ((), ("--prefill", "streaming"), ("--prefill", "full")):
-        assert command("generate", tmp_path / "out", *prompt, *way).status == 0
+    for way, said in (((), "streaming"), (("--prefill", "streaming"), "streaming"), (("--prefill", "full"), "full")):
+        done = command("generate", tmp_path / "out", *prompt, *way)
+        assert done.status == 0 and f"the prompt is read with prefill={said}: " in done.err
     wrong = command("generate", tmp_path / "out", *prompt, "--prefill", "half")
     assert_refused(wrong, "--prefill: expected streaming or full, found 'half'")
     softmax = command("generate", tiny.teacher_folder(), *prompt, "--prefill", "full")

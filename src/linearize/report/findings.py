@@ -72,7 +72,7 @@ def verdict(run: RunFiles) -> list[Finding]:
     metric = run.task["metrics"][0] if run.task else ""
     scored = [*_known(score_difference(run, other, metric) for other in _LEADING)]
     losses = (difference(run, other) for other in _LEADING)
-    short = [*_known(short_quality(run, way) for way in _WAYS), *_known([short_memory(run)])]
+    short = [*_known(short_quality(run, way) for way in PREFILL_COSTS), *_known([short_memory(run)])]
     scored = scored or [*_known([score(run, metric)])]
     return [*scored, *short, *_known([*losses, far_context(run), memory(speeds(run))])]
 
@@ -180,8 +180,8 @@ def _side_of_half(found: Interval) -> Kind:
 
 # --- the short evaluation ---------------------------------------------------------------------------------------------
 
-# Ways of a student to read a prompt, and what each does.
-_WAYS = {
+# Ways of a student to read a prompt, and what each costs.
+PREFILL_COSTS = {
     "streaming": "linear time and constant memory, the same as for every later token",
     "full": "the teacher's own attention over the first call, in the teacher's time, with keys and values of one layer "
     "at a time; then the same state is kept",
@@ -190,7 +190,7 @@ _WAYS = {
 
 def short_findings(run: RunFiles) -> list[Finding]:
     """Return all that the short evaluation says."""
-    quality = (short_quality(run, way) for way in _WAYS)
+    quality = (short_quality(run, way) for way in PREFILL_COSTS)
     return [*_known([*quality, short_memory(run), prefill(run), short_speed(run)])]
 
 
@@ -259,10 +259,12 @@ def prefill(run: RunFiles) -> Finding | None:
     if found is None:
         return None
     saved = found["saved_prefill"]
-    other = next(way for way in _WAYS if way != saved)
+    other = next(way for way in PREFILL_COSTS if way != saved)
     choice = f"model.config.prefill = '{other}' or linearize generate --prefill {other}"
-    words = f"The saved model reads a prompt with prefill={saved}: {_WAYS[saved]}. {choice} chooses {_WAYS[other]}."
-    return Finding("fact", words)
+    cost, other_cost = PREFILL_COSTS[saved], PREFILL_COSTS[other]
+    return Finding(
+        "fact", f"The saved model reads a prompt with prefill={saved}: {cost}. {choice} chooses {other_cost}."
+    )
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------

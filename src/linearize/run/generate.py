@@ -9,8 +9,8 @@ import torch
 import transformers
 
 from linearize.base import UserError, check_text
-from linearize.hf.cache import PREFILLS
 from linearize.hf.checkpoint import CAUSAL, check_tokens, load_model, load_tokenizer, read_config
+from linearize.report.findings import PREFILL_COSTS
 from linearize.run.folder import student_folder
 from linearize.run.given_models import GENERATES, compile_if_possible, require_head, require_linearized
 
@@ -40,10 +40,11 @@ def generate(
     if not 0 <= seed < 2**62:
         raise UserError(f"--seed: expected a whole number from 0 to {2**62 - 1}, found {seed}")
     model = student_folder(model)
-    require_head(model, read_config(model), CAUSAL, GENERATES)
+    config = read_config(model)
+    require_head(model, config, CAUSAL, GENERATES)
     if prefill is not None:
         require_linearized(model)
-        if prefill not in PREFILLS:
+        if prefill not in PREFILL_COSTS:
             raise UserError(f"--prefill: expected streaming or full, found {prefill!r}")
     tokenizer = load_tokenizer(model)
     loaded: Any = load_model(model, dtype=dtype, device=device)
@@ -55,6 +56,8 @@ def generate(
         loaded.config.prefill = prefill
     if compiled:
         compile_if_possible(loaded, note=note)
+    if config.get("linearize") and (way := loaded.config.prefill or "streaming") in PREFILL_COSTS:
+        note(f"the prompt is read with prefill={way}: {PREFILL_COSTS[way]}")
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     streamer = transformers.TextStreamer(tokenizer, skip_special_tokens=True)
