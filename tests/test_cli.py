@@ -223,12 +223,25 @@ def test_convert_writes_a_model_without_training(command: Command, tmp_path: Pat
     fields |= {"memory.reference_length": 64, "memory.fraction": 0.6}
     options = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
     where = ("--model", tiny.teacher_folder(), "--dataset", tiny.text_file(), "--output-dir", tmp_path / "out")
-    done = command("convert", *map(str, where), *options)
-    assert done.status == 0 and "model" in done.err
+    done = command("convert", *map(str, where), *options, "--no-evaluation")
+    assert done.status == 0 and "model" in done.err and not done.out
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+    done = command("convert", *map(str, where), *options)  # goes on
+    assert done.status == 0
+    assert all(name in done.out for name in ("teacher", "student, streaming", "student, full", "prefill=streaming"))
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert [line["prefill"] for line in found["short"]["readings"]] == [None, "streaming", "full"]
+    assert bullets(sentences(load_run(tmp_path / "out"))) in (tmp_path / "out" / "evaluation.md").read_text()
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"model", "allocation.json", "recipe.yaml"}
     assert not (tmp_path / "out" / "finetune").exists()
-    said = command("generate", str(tmp_path / "out"), "--prompt", "abc", "--max-new-tokens", "3")
-    assert said.status == 0
+    prompt = ("--prompt", "abcdefgh" * 20, "--max-new-tokens", "3")
+    for way, said in (((), "streaming"), (("--prefill", "streaming"), "streaming"), (("--prefill", "full"), "full")):
+        done = command("generate", tmp_path / "out", *prompt, *way)
+        assert done.status == 0 and f"the prompt is read with prefill={said}: " in done.err
+    wrong = command("generate", tmp_path / "out", *prompt, "--prefill", "half")
+    assert_refused(wrong, "--prefill: expected streaming or full, found 'half'")
+    softmax = command("generate", tiny.teacher_folder(), *prompt, "--prefill", "full")
+    assert_refused(softmax, f"model {tiny.teacher_folder()}: expected a linearized model, found model_type 'llama'")
 
 
 @pytest.mark.parametrize(
@@ -413,9 +426,9 @@ def test_without_a_compiler_commands_go_on(command: Command, monkeypatch: pytest
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
     done = command(*asked, "--compile")
     assert (done.status, done.out) == (0, eager.out)
-    assert done.err.removeprefix(eager.err).count("\n") == 1
-    assert done.err.startswith("--compile: expected a C++ compiler (g++")
-    assert done.err.endswith("found: InvalidCxxCompiler: none; install what is missing; going on without compiling\n")
+    said = done.err.removesuffix(eager.err)
+    assert said.count("\n") == 1 and said.startswith("--compile: expected a C++ compiler (g++")
+    assert said.endswith("found: InvalidCxxCompiler: none; install what is missing; going on without compiling\n")
     for asked in (("bench", model, "--lengths", 4, "--new-tokens", 2, "--repeats", 1), ("eval", model)):
         done = command(*asked, "--compile", "--json")
         assert done.status == 0 and "going on without compiling" in done.err

@@ -90,7 +90,7 @@ def small(name: str) -> Recipe:
     recipe = Recipe.load(name.split()[0])
     values: dict[str, Any] = {key: value for key, value in tiny.RECIPE.items() if key.startswith("data.")}
     values |= {"data.dataset": tiny.text_file(), "data.min_document_tokens": 1}
-    values |= {"evaluation.bootstrap_samples": 40, "evaluation.copy_rows": 4}
+    values |= {"evaluation.long": True, "evaluation.bootstrap_samples": 40, "evaluation.copy_rows": 4}
     values |= {"evaluation.examine": name in EXAMINED, "evaluation.trained_controls": name in CONTROLLED}
     values |= {f"evaluation.{key}": value for key, value in EXAMINATION.items()}
     values |= CASES.get(name, Case()).fields()

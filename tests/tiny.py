@@ -57,6 +57,7 @@ RECIPE: dict[str, Any] = {
     "data.validation_rows": 16,
     "evaluation.bootstrap_samples": 40,
     "evaluation.copy_rows": 16,
+    "evaluation.long": True,
     "evaluation.examine": False,
 }
 

@@ -202,7 +202,7 @@ class Recipe(Config):
 
     @property
     def controls(self) -> tuple[str, ...]:
-        """What the evaluation trains beside the student, on as many tokens as all of its stages together.
+        """What the long evaluation trains beside the student, on as many tokens as all of its stages together.
 
         The teacher (`teacher_lora`), its window alone (`window_lora`), and where there is a linear part, one window of
         as many bytes as the student's state (`equal_lora`), or where heads have memory of their own, the same memory
@@ -212,9 +212,9 @@ class Recipe(Config):
         are all there is to learn: it has them already.
         """
         tuned = self.finetune
-        if not self.data.task.language:
+        if not self.data.task.language or not (self.evaluation.long and self.evaluation.trained_controls):
             return ()
-        if tuned is None or not (tuned.lora or tuned.all_weights) or not self.evaluation.trained_controls:
+        if tuned is None or not (tuned.lora or tuned.all_weights):
             return ()
         named = [self.mixer, *(heads.mixer for heads in self.heads)]
         mixers = [mixer for mixer in named if mixer is not None]

@@ -151,7 +151,11 @@ def run(
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
-    """Linearize a model: convert, train, measure beside every control, and write an ordinary Hugging Face folder."""
+    """Linearize a model: convert, train, measure beside its teacher, and write an ordinary Hugging Face folder.
+
+    A language model gets the short evaluation: the loss of a continuation, needles, speed and memory.
+    --set evaluation.long=true trains and measures every control, copying, recall and heads instead, for much longer.
+    """
     from linearize.base import UserError
     from linearize.distributed import joined
     from linearize.report import terminal
@@ -180,21 +184,43 @@ def convert(
     recipe: RecipeName = RECOMMENDED,
     dataset: Text = None,
     set_: Set = None,
+    evaluation: Annotated[
+        bool, typer.Option(help="measure the model beside its teacher once it is written; some minutes")
+    ] = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
     seed: Seed = None,
+    as_json: Json = False,
 ) -> None:
     """Convert a model without training: measure its KV heads, allocate the budget, and write a model folder in minutes.
 
-    For example --set memory.fraction=0.2. `linearize eval OUT` then measures it beside its teacher and controls.
+    \b
+    linearize convert --model M --dataset D --output-dir OUT
+    linearize convert --model M --dataset D --output-dir OUT --set memory.fraction=0.2
+
+    M is a Hugging Face folder or hub id, D some text (250,000 tokens are enough).
+    OUT/model is an ordinary Hugging Face folder. Its memory is constant: a ninth of
+    the teacher's cache at 1,024 tokens, or what memory.fraction says.
+
+    Then the short evaluation prints the loss of a continuation, needles, speed and
+    memory beside the teacher's, and writes OUT/evaluation.json and OUT/evaluation.md.
+    It measures both ways to read a prompt. prefill=streaming, which the model uses by
+    default, takes linear time and constant memory. prefill=full reads the first call
+    with the teacher's own attention: it keeps more quality and takes the teacher's
+    time. --no-evaluation leaves it out. `linearize eval OUT` measures again, with
+    --set evaluation.long=true much more.
     """
     from linearize.distributed import joined
+    from linearize.report import terminal
+    from linearize.report.load import load_run
     from linearize.run import pipeline
 
     untrained = ["transfer=null", "adapt=null", "finetune=null"]
     job = job_of(model, output_dir, recipe, dataset, [*untrained, *(set_ or [])], dtype, device, seed)
     with joined(job.device):
-        pipeline.run(job, until="convert", command=command_line())
+        worth = pipeline.run(job, until="evaluate" if evaluation else "convert", command=command_line())
+    if worth is not None:
+        show(worth.to_json() if as_json else terminal.measured(load_run(output_dir)), as_json)
     note(f"the model: {output_dir / 'model'}; it generates with `linearize generate {output_dir} --prompt ...`")
 
 
@@ -220,7 +246,10 @@ def evaluate(
     compiled: Compile = False,
     as_json: Json = False,
 ) -> None:
-    """Measure a linearized model beside its teacher and controls: held-out text, generations, recall, heads, speed."""
+    """Measure a linearized model beside its teacher: the loss of a continuation, needles, speed and memory.
+
+    --set evaluation.long=true measures controls, copying, agreement, generations, recall and heads instead.
+    """
     from linearize.base import UserError
     from linearize.distributed import joined
     from linearize.recipe import parse_overrides
@@ -350,6 +379,14 @@ def generate(
     prompt: Annotated[str, typer.Option(help="the text to continue")],
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.0,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            help="how the prompt is read. streaming: linear time, constant memory. full: the teacher's attention, its "
+            "time, keys and values of one layer at a time, better quality. By default as the model's config says: "
+            "streaming, unless it was set"
+        ),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     compiled: Compile = False,
@@ -364,6 +401,7 @@ def generate(
         prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
+        prefill=prefill,
         dtype=dtype_of(dtype, where),
         device=where,
         seed=seed or 0,

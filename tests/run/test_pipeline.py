@@ -260,23 +260,47 @@ def test_stage_by_stage(finished: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, missing",
+    "changes, missing, same",
     [
-        ({"transfer": None, "evaluation.trained_controls": False}, {"transferred", *CONTROLS}),
-        ({"finetune": None}, {*CONTROLS}),
+        ({"transfer": None, "evaluation.trained_controls": False}, {"transferred", *CONTROLS}, None),
+        ({"finetune": None}, {*CONTROLS}, "transferred"),
+        ({"transfer": None, "finetune": None}, {"transferred", *CONTROLS}, "swapped"),
     ],
-    ids=["no transfer", "no fine-tuning"],
+    ids=["no transfer", "no fine-tuning", "no training"],
 )
-def test_recipes_of_one_stage(finished: Run, tmp_path: Path, changes: dict[str, Any], missing: set[str]) -> None:
+def test_recipes_of_one_stage(
+    finished: Run, tmp_path: Path, changes: dict[str, Any], missing: set[str], same: str | None
+) -> None:
+    """The candidate that is the `same` as the student is not measured a second time."""
     part = dataclasses.replace(finished, recipe=finished.recipe.override(changes), folder=tmp_path / "run")
     found = numbers(run(part))
     assert found["missing"] == [label for name, label in MEASURED.items() if name in missing]
-    assert [measured["name"] for measured in found["measured"]] == [name for name in MEASURED if name not in missing]
+    names = [name for name in MEASURED if name not in missing and name != same]
+    assert [measured["name"] for measured in found["measured"]] == names
     assert not (part.folder / "controls").exists()
     losses = {measured["name"]: measured["quality"]["loss"]["mean"] for measured in found["measured"]}
-    if "transferred" in losses:
-        assert losses["student"] == losses["transferred"]
-    assert losses["student"] != losses["swapped"]
+    if "swapped" in losses:
+        assert losses["student"] != losses["swapped"]
+
+
+def test_the_short_evaluation_is_the_default(copied: Run) -> None:
+    """It trains no controls, and measures teacher and student in both ways to read a prompt."""
+    assert not Recipe.load("recommended").evaluation.long
+    part = dataclasses.replace(copied, recipe=copied.recipe.override({"evaluation.long": False}))
+    (part.folder / "recipe.yaml").write_text(part.recipe.to_yaml())
+    for name in ("controls", "model"):
+        shutil.rmtree(part.folder / name)
+    card = run(part)
+    assert card is not None and card.short is not None and not card.measured and not card.speed
+    readings = [(line.model, line.prefill) for line in card.short.readings]
+    assert readings == [("teacher", None), ("student", "streaming"), ("student", "full")]
+    assert not (part.folder / "controls").exists()
+    page, model_card = (part.folder / "evaluation.md").read_text(), (part.folder / "model" / "README.md").read_text()
+    for words in ("student, streaming", "student, full", "The saved model reads a prompt with prefill=streaming"):
+        assert words in page and words in model_card
+    assert "Short evaluation" in (part.folder / "report.html").read_text()
+    again = evaluated(part.folder / "model").short
+    assert again is not None and again.readings[1].loss == card.short.readings[1].loss
 
 
 def test_two_steps(finished: Run, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ PROMPT = "def read_config(path):\n"
 # falls.
 BUDGET = {
     "data.validation_rows": 24,
+    "evaluation.long": True,
     "finetune.lr": 1.0e-4,
     "finetune.max_tokens": 80_000,
     "finetune.eval_every": 20,

@@ -8,8 +8,13 @@ from linearize.base import Config
 
 
 class EvaluationConfig(Config):
-    """What `run` measures at the end."""
+    """What `run` measures at the end; of a language model only `long` asks for more than a few minutes of it."""
 
+    long: bool = Field(
+        default=False,
+        description="of a language model: train and measure all controls, copying, recall, agreement and heads; else "
+        "the loss of a continuation, needles, speed and memory, beside the teacher",
+    )
     trained_controls: bool = Field(
         default=True,
         description="finetune the controls, teacher and window only, on as many tokens as all the student's stages",

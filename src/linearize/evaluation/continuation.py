@@ -33,8 +33,8 @@ CONTEXT, CONTINUATION = 1024, 256  # tokens
 TEXTS, NEEDLES = 16, 48  # rows: the fewest that an interval needs, and as many needles as make a narrow one
 DEPTHS = (0.05, 0.95)  # of the first and the last needle, in shares of the context
 
-_FACT = "\nThe secret number for {} is"
-_THINGS = (
+FACT = "\nThe secret number for {} is"
+THINGS = (
     *("copper", "silver", "gold", "iron", "zinc", "tin", "lead", "nickel", "cotton", "paper", "glass", "leather"),
     *("sugar", "coffee", "honey", "rice"),
 )
@@ -111,7 +111,7 @@ def text_rows(
     Raises:
         UserError: the text is too short.
     """
-    start = _start(tokenizer)
+    start = opening(tokenizer)
     length = context - len(start) + continuation
     _require_tokens(len(ids), rows * length, f"{rows} rows of {context} + {continuation} tokens")
     places = random.Random(f"text {seed}").sample(range(len(ids) // length), rows)
@@ -134,10 +134,10 @@ def needle_rows(
     Raises:
         UserError: the text is too short, or a fact does not fit the context.
     """
-    source, start = random.Random(f"needles {seed}"), _start(tokenizer)
+    source, start = random.Random(f"needles {seed}"), opening(tokenizer)
     made = []
     for number in range(needles):
-        question, answer = _FACT.format(source.choice(_THINGS)), f" {source.randrange(10_000, 100_000)}"
+        question, answer = FACT.format(source.choice(THINGS)), f" {source.randrange(10_000, 100_000)}"
         asked, told = split_tokens(tokenizer, question, answer)
         fact = encode(tokenizer, f"{question}{answer}.\n")
         length = context - len(start) - len(fact)
@@ -155,7 +155,7 @@ def needle_rows(
     return made
 
 
-def _start(tokenizer: Tokenizer) -> list[int]:
+def opening(tokenizer: Tokenizer) -> list[int]:
     """Return the token that opens a text, where the tokenizer has one."""
     return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]  # type: ignore[arg-type]
 

@@ -57,9 +57,9 @@ def seconds_in_turns(
     turns = (list(calls), list(calls)[::-1])
     for repeat in range(repeats + 1):
         for name in turns[repeat % 2]:
-            start = _now()
+            start = now()
             calls[name]()
-            took = _now() - start
+            took = now() - start
             if repeat > 0:
                 seconds[name].append(took)
             advance()
@@ -288,14 +288,14 @@ def _seconds(model: PreTrainedModel, prompts: Int[Tensor, "B T"], new_tokens: in
     prompts = prompts.to(model.device)
     uncounted = min(_RECORDING, new_tokens - 1) if is_compiled(model) else 0
     with _generation(model, prompts.shape[1] + new_tokens) as (next_token, _):
-        start = _now()
+        start = now()
         token = next_token(prompts)
-        prefilled = begun = _now()
+        prefilled = begun = now()
         for index in range(new_tokens):
             if index and index == uncounted:
-                begun = _now()
+                begun = now()
             token = next_token(token)
-        return prefilled - start, (_now() - begun) / (new_tokens - uncounted)
+        return prefilled - start, (now() - begun) / (new_tokens - uncounted)
 
 
 def _bytes(model: PreTrainedModel, prompts: Int[Tensor, "B T"], new_tokens: int) -> tuple[int, int, float | None]:
@@ -319,7 +319,8 @@ def _bytes(model: PreTrainedModel, prompts: Int[Tensor, "B T"], new_tokens: int)
         return cache_bytes(cache), peak, compiling
 
 
-def _now() -> float:
+def now() -> float:
+    """Return the time in seconds, once everything that was started on a GPU is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # kernels run behind the program's back
     return time.perf_counter()

@@ -40,6 +40,7 @@ from linearize.evaluation.perplexity import Quality, TokenLosses, paired_differe
 from linearize.evaluation.retrieval import Answers, Retrieval, answer, retrieval_result, retrieval_tests
 from linearize.evaluation.scores import TaskScores, score_task
 from linearize.evaluation.shares import KeptGain, kept_copying, kept_far_context
+from linearize.evaluation.short import ShortEvaluation, measure_short
 from linearize.evaluation.speed import Crossover, Speed, generation_speed
 from linearize.hf.attention import linearized_layers
 from linearize.hf.sharding import is_sharded
@@ -76,11 +77,13 @@ class Comparison:
 class Worth:
     """All measurements, by section of evaluation.json; None or empty where there are none.
 
-    A language model has losses (`measured`), and a model whose answers are scored has a `task`. `missing`: controls
+    A language model has the `short` evaluation, or the long one: losses (`measured`) and all that follows them. A model
+    whose answers are scored has a `task`. `missing`: controls
     that could not be had. `not_measured`: reasons, by section.
     """
 
     window_size: int | None = None
+    short: ShortEvaluation | None = None
     task: TaskScores | None = None
     measured: list[Measured] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
@@ -140,6 +143,39 @@ def measure_task(
     return Worth(task=scores, fidelity=fidelity, missing=[LABELS[name] for name in missing], not_measured=reasons)
 
 
+def measure_quickly(
+    teacher: PreTrainedModel | None,
+    student: PreTrainedModel,
+    rows: PackedRows,
+    tokenizer: Tokenizer,
+    *,
+    context: int,
+    window_size: int,
+    max_positions: int,
+    config: EvaluationConfig,
+    seed: int,
+) -> Worth:
+    """Measure a language model by the short evaluation, and by the public benchmarks that are asked for.
+
+    Args:
+        rows: packed held-out rows.
+        context: tokens of a context.
+    """
+    reasons: dict[str, str] = {}
+    sizes: dict[str, int] = {"context": context, "max_positions": max_positions}
+    samples: dict[str, int] = {"samples": config.bootstrap_samples, "seed": seed}
+    short, tasks = None, None
+    try:
+        short = measure_short(teacher, student, rows, tokenizer, **sizes, **samples)
+    except UserError as error:  # of the held-out text: the model is written all the same
+        reasons["short"] = str(error)
+    if config.tasks and (world().main or is_sharded(student)):
+        models = {"teacher": teacher, "student": student}
+        tasks = _benchmarks({name: x for name, x in models.items() if x is not None}, tokenizer, config, seed)
+    barrier()  # while the main process takes times, the others compute nothing
+    return Worth(window_size=window_size, short=short, tasks=tasks, not_measured=reasons)
+
+
 def measure(
     candidates: Sequence[Candidate],
     rows: PackedRows,
@@ -151,7 +187,7 @@ def measure(
     seed: int,
     missing: Sequence[str] = (),
 ) -> Worth:
-    """A language model: loss and copying of every candidate on the same rows, speed, and a closer look at the student.
+    """The long evaluation of a language model: all candidates on the same rows, and a closer look at the student.
 
     Args:
         candidates: opened one after another; "student" must be among them.
@@ -275,9 +311,15 @@ def _examined(
         if not config.tasks:
             reasons["tasks"] = "none asked for; name some by --tasks or evaluation.tasks"
         elif world().main or is_sharded(student):  # lm-eval's questions are not shared
-            asked: dict[str, Any] = {"shots": config.shots, "limit": config.task_limit, "seed": seed}
-            found["tasks"] = run_benchmarks(models, tokenizer, config.tasks, batch_size=BENCHMARK_BATCH_SIZE, **asked)
+            found["tasks"] = _benchmarks(models, tokenizer, config, seed)
     return found | {"retrieval": _retrieval(opened, rows, tokenizer, sizes, config, seed)}
+
+
+def _benchmarks(
+    models: Mapping[str, PreTrainedModel], tokenizer: Tokenizer, config: EvaluationConfig, seed: int
+) -> Benchmarks:
+    asked: dict[str, Any] = {"shots": config.shots, "limit": config.task_limit, "seed": seed}
+    return run_benchmarks(models, tokenizer, config.tasks, batch_size=BENCHMARK_BATCH_SIZE, **asked)
 
 
 def _retrieval(

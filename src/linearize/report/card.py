@@ -80,5 +80,5 @@ def _scope(run: RunFiles) -> list[str]:
 
 
 def _limits(run: RunFiles) -> list[str]:
-    found = [_LIMITS["text" if run.is_language_model else "examples"]]
+    found = [_LIMITS["text" if run.is_language_model or run.has_short_evaluation else "examples"]]
     return found if _from_scratch(run) else [*found, _LIMITS["teacher"]]

@@ -72,7 +72,9 @@ def verdict(run: RunFiles) -> list[Finding]:
     metric = run.task["metrics"][0] if run.task else ""
     scored = [*_known(score_difference(run, other, metric) for other in _LEADING)]
     losses = (difference(run, other) for other in _LEADING)
-    return [*(scored or _known([score(run, metric)])), *_known([*losses, far_context(run), memory(speeds(run))])]
+    short = [*_known(short_quality(run, way) for way in PREFILL_COSTS), *_known([short_memory(run)])]
+    scored = scored or [*_known([score(run, metric)])]
+    return [*scored, *short, *_known([*losses, far_context(run), memory(speeds(run))])]
 
 
 def findings(run: RunFiles) -> list[Finding]:
@@ -83,6 +85,8 @@ def findings(run: RunFiles) -> list[Finding]:
     more = [
         *(score_difference(run, *pair) for pair in pairs if pair not in leading),
         same_answers(run),
+        prefill(run),
+        short_speed(run),
         difference(run, "ablated"),
         copying(run),
         *(recall(run, task) for task in run.section("retrieval") or []),
@@ -172,6 +176,95 @@ def _kept(section: Mapping[str, Any] | None, what: str, against: str = "") -> Fi
 def _side_of_half(found: Interval) -> Kind:
     """Whether more than half is kept for sure, or less than half."""
     return "win" if found.low > 0.5 else "loss" if found.high < 0.5 else "open"
+
+
+# --- the short evaluation ---------------------------------------------------------------------------------------------
+
+# Ways of a student to read a prompt, and what each costs.
+PREFILL_COSTS = {
+    "streaming": "linear time and constant memory, the same as for every later token",
+    "full": "the teacher's own attention over the first call, in the teacher's time, with keys and values of one layer "
+    "at a time; then the same state is kept",
+}
+
+
+def short_findings(run: RunFiles) -> list[Finding]:
+    """Return all that the short evaluation says."""
+    quality = (short_quality(run, way) for way in PREFILL_COSTS)
+    return [*_known([*quality, short_memory(run), prefill(run), short_speed(run)])]
+
+
+def short_quality(run: RunFiles, way: str) -> Finding | None:
+    """Return loss and needles of the student that reads a prompt in this way, against the teacher's."""
+    student, teacher, about = run.reading("student", way), run.reading("teacher"), run.section("short")
+    if student is None:
+        return None
+    where = f"after contexts of {count(about['context'])} tokens"
+    needles, theirs = _needles(student, about), _needles(teacher or student, about)
+    found = interval(student["difference"])
+    if found is None or teacher is None:
+        loss = f"the student's loss {where} is {with_interval(interval(student['loss']))} nats per token"
+        return Finding("fact", f"With prefill={way} {loss}{needles}; no teacher was measured.")
+    kind: Kind = "open" if found.low <= 0 <= found.high else "win" if found.mean < 0 else "loss"
+    size = f"{with_interval(found, sign=True)} nats per token compared with the teacher's"
+    against = f" (teacher: {theirs.removeprefix(', ').removesuffix(' needles found')})" if theirs else ""
+    words = f"With prefill={way} the student's loss {where} is {size}{needles}{against}."
+    return Finding(kind, words, (f"With prefill={way} its loss {where} is ", size, f"{needles}."))
+
+
+def _needles(line: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+    found = interval(line["needles"])
+    return (
+        "" if found is None else f", {round(found.mean * about['needles'])} of {count(about['needles'])} needles found"
+    )
+
+
+def short_memory(run: RunFiles) -> Finding | None:
+    """Return the bytes of the student's state beside the teacher's cache."""
+    student, teacher, about = run.reading("student", "streaming"), run.reading("teacher"), run.section("short")
+    if student is None or teacher is None:
+        return None
+    ours, theirs = student["cache_bytes"], teacher["cache_bytes"]
+    size = f"{scaled(ours, 'B')}, {share(ours / theirs)} of the teacher's {scaled(theirs, 'B')}"
+    where = f"after {count(about['context'])} tokens"
+    kind: Kind = "win" if ours < theirs else "loss"
+    return Finding(kind, f"The student's memory {where} is {size}.", (f"Its memory {where} is ", size, "."))
+
+
+def short_speed(run: RunFiles) -> Finding | None:
+    """Return seconds of a context and of a token, of teacher and student."""
+    timed = {name: run.reading(*key) for name, key in _READERS.items()}
+    lines = {name: line for name, line in timed.items() if line is not None and line["prefill_seconds"] is not None}
+    if "student, streaming" not in lines:
+        return None
+    seconds = (
+        f"{name} {milliseconds(line['prefill_seconds']['median'])} and {milliseconds(line['decode_seconds']['median'])}"
+        for name, line in lines.items()
+    )
+    context = count(run.section("short")["context"])
+    words = f"Milliseconds for {context} tokens of context, and for one more token: {'; '.join(seconds)}."
+    return Finding("fact", words)
+
+
+_READERS = {
+    "teacher": ("teacher", None),
+    "student, streaming": ("student", "streaming"),
+    "student, full": ("student", "full"),
+}
+
+
+def prefill(run: RunFiles) -> Finding | None:
+    """Return which way the saved model reads a prompt, what it costs, and how to choose the other one."""
+    found = run.section("short")
+    if found is None:
+        return None
+    saved = found["saved_prefill"]
+    other = next(way for way in PREFILL_COSTS if way != saved)
+    choice = f"model.config.prefill = '{other}' or linearize generate --prefill {other}"
+    cost, other_cost = PREFILL_COSTS[saved], PREFILL_COSTS[other]
+    return Finding(
+        "fact", f"The saved model reads a prompt with prefill={saved}: {cost}. {choice} chooses {other_cost}."
+    )
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------

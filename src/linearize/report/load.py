@@ -86,8 +86,18 @@ class RunFiles:
 
     @property
     def is_language_model(self) -> bool:
-        """Whether losses of text were measured."""
+        """Whether losses of text were measured, by the long evaluation."""
         return bool(self.evaluation.get("measured"))
+
+    @property
+    def has_short_evaluation(self) -> bool:
+        """Return whether a language model was measured by the short evaluation."""
+        return self.section("short") is not None
+
+    def reading(self, model: str, prefill: str | None = None) -> dict[str, Any] | None:
+        """Return what the short evaluation has of the teacher, or of the student that read in this way."""
+        lines = (self.section("short") or {}).get("readings") or []
+        return next((line for line in lines if (line["model"], line["prefill"]) == (model, prefill)), None)
 
     @property
     def pairs_by_head(self) -> dict[int, list[int]]:
@@ -216,7 +226,8 @@ def load_runs(folders: Sequence[Path]) -> list[RunFiles]:
 
 
 def _of_text(evaluation: dict[str, Any]) -> bool:
-    return "window_size" in evaluation and bool(evaluation.get("measured"))
+    short = evaluation.get("short") or "short" in (evaluation.get("not_measured") or {})
+    return "window_size" in evaluation and bool(evaluation.get("measured") or short)
 
 
 def _of_a_task(evaluation: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from linearize.report.html import Text
 from linearize.report.load import RunFiles
 
-_EVAL = "`linearize eval DIR/model --output DIR/evaluation.json`"
+_EVAL = "`linearize eval DIR/model --set evaluation.long=true --output DIR/evaluation.json`"
 _WITH_TEACHER = f"{_EVAL}, with the teacher at hand, measures"
 # By section: what is missing, and how to come by it.
 _HOW = {
@@ -41,6 +41,7 @@ _SECTIONS = {
     "tasks": "public benchmarks",
     "speed": "speed and memory",
 }
+_NAMES = _SECTIONS | {"short": "the short evaluation"}
 
 
 def not_measured(runs: Sequence[RunFiles], what: str, there: Callable[[RunFiles], object] | None = None) -> list[Text]:
@@ -65,7 +66,9 @@ def missing_sections(run: RunFiles) -> list[str]:
     for key in dict.fromkeys(sections):
         if run.section(key) is None:
             why = f" ({reasons[key].rstrip('.')})" if key in reasons else ""
-            found.append(f"{_SECTIONS.get(key, key)}{why}")
+            found.append(f"{_NAMES.get(key, key)}{why}")
+    if run.has_short_evaluation:
+        found.append("controls, copying, agreement and heads, which are of the long evaluation (evaluation.long=true)")
     return [f"Not measured: {'; '.join(found)}."] if found else []
 
 

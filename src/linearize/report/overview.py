@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from linearize.evaluation.metrics import title
@@ -158,7 +159,30 @@ def _recovery(run: RunFiles, name: str) -> str:
     return DASH if found is None else percent(interval(found["recovery"]))
 
 
+def _short(prefill: str, key: str, write: Callable[[Any], str]) -> Callable[[RunFiles], str]:
+    """Return what the short evaluation has of the student that reads a prompt in this way."""
+    return lambda run: write(interval((run.reading("student", prefill) or {}).get(key)))
+
+
+def _short_bytes(model: str, prefill: str | None) -> Callable[[RunFiles], str]:
+    def read(run: RunFiles) -> str:
+        line = run.reading(model, prefill)
+        return (
+            DASH if line is None else f"{scaled(line['cache_bytes'], 'B')} ({count(run.section('short')['context'])})"
+        )
+
+    return read
+
+
 _KEYS: dict[str, Callable[[RunFiles], str]] = {
+    "Continuation, student minus teacher, streaming": _short(
+        "streaming", "difference", partial(with_interval, sign=True)
+    ),
+    "the same, prompt read in full": _short("full", "difference", partial(with_interval, sign=True)),
+    "Needles found, streaming": _short("streaming", "needles", percent),
+    "the same, of a prompt read in full": _short("full", "needles", percent),
+    "Memory of the student (after so many tokens)": _short_bytes("student", "streaming"),
+    "Memory of the teacher (after so many tokens)": _short_bytes("teacher", None),
     "Same answer as the teacher": lambda run: percent(run.agreement("student")),
     "Held-out examples of the task": lambda run: count((run.task or {}).get("examples")),
     "Loss of the student, nats per token": _loss("student"),

@@ -92,6 +92,32 @@ def scores(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Table:
     return Table(caption, ["candidate", *map(title, metrics), "teacher's answers", NOTE], groups)
 
 
+def short(runs: Sequence[RunFiles]) -> Table:
+    """Return the short evaluation: teacher, and student in both ways to read a prompt."""
+    groups, captions = [], {}
+    for run in runs:
+        found = run.section("short")
+        rows = [_reading(line, found["needles"]) for line in found["readings"]]
+        groups.append(Group(rows, run.group))
+        context, continuation = count(found["context"]), count(found["continuation"])
+        captions[f"{count(found['rows'])} contexts of {context} tokens; loss of the next {continuation}"] = None
+    columns = ["", "loss", "minus teacher", "needles found", "context, ms", "per new token, ms", "memory"]
+    caption = f"{'; '.join(captions)}, nats per token; with 95 % intervals"
+    return Table(caption, columns, groups)
+
+
+def _reading(line: dict[str, Any], needles: int) -> list[str]:
+    spreads = (line["prefill_seconds"], line["decode_seconds"])
+    return [
+        line["model"] if line["prefill"] is None else f"{line['model']}, {line['prefill']}",
+        with_interval(interval(line["loss"])),
+        with_interval(interval(line["difference"]), sign=True),
+        DASH if needles == 0 else f"{percent(interval(line['needles']))} of {count(needles)}",
+        *(DASH if x is None else milliseconds(x["median"]) for x in spreads),
+        scaled(line["cache_bytes"], "B"),
+    ]
+
+
 def speed(entries: Sequence[tuple[str | None, Sequence[dict[str, Any]]]]) -> Table:
     """Measurements of time and memory, in groups with their titles."""
     groups = [Group([_speed(entry) for entry in found], name) for name, found in entries]
@@ -137,6 +163,7 @@ def _speed(entry: dict[str, Any]) -> list[str]:
 def of_run(run: RunFiles) -> list[Table]:
     """Those that one run has something for."""
     found = [scores([run], run.task["metrics"])] if run.task else []
+    found += [short([run])] if run.has_short_evaluation else []
     found += [losses([run]), copying([run])] if run.is_language_model else []
     found += [speed([(None, entries)])] if (entries := run.section("speed")) else []
     return [table for table in found if any(group.rows for group in table.groups)]

@@ -32,7 +32,7 @@ from linearize.evaluation.controls import (
 )
 from linearize.evaluation.harness import check_tasks
 from linearize.evaluation.scores import score_task
-from linearize.evaluation.worth import Worth, measure, measure_task
+from linearize.evaluation.worth import Worth, measure, measure_quickly, measure_task
 from linearize.hf.checkpoint import CAUSAL, load_model
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
@@ -121,6 +121,8 @@ def candidates(
     trained = set() if run is None else {name for name, folder in run.controls.items() if _finished(folder)}
     if run is not None and _finished(run.folder / "transfer"):
         trained.add("transferred")
+    if run is not None and recipe.adapt is None and recipe.finetune is None:
+        del every["swapped" if recipe.transfer is None else "transferred"]  # it is the student
     at_hand = {"student"}
     if any(mixer.feature_map is not None for mixer in each_mixer(layers)):
         at_hand.add("ablated")
@@ -132,7 +134,7 @@ def candidates(
     if not recipe.data.task.language:
         # From scratch, nothing stands beside the student: what it was made from is a model of random weights.
         names = ("student",) if recipe.weights == "random" else OF_ANY_TASK
-        every = {name: every[name] for name in names}
+        every = {name: every[name] for name in names if name in every}
 
     def tokens(stages: Sequence[str]) -> int | None:
         return 0 if not stages else None if run is None else run.training_tokens(*stages)
@@ -213,15 +215,14 @@ def _measured(
         return measure_task(found, answer, task, dataset.test, missing=missing, **about)
     rows = dataset.test
     assert isinstance(rows, PackedRows)
-    worth = measure(
-        found,
-        rows,
-        processor,
-        window_size=window_reach(layers, student, recipe.data.sequence_length),
-        max_positions=TeacherShape.from_config(student.config.to_dict()).max_positions,
-        missing=missing,
-        **about,
-    )
+    about["window_size"] = window_reach(layers, student, recipe.data.sequence_length)
+    about["max_positions"] = TeacherShape.from_config(student.config.to_dict()).max_positions
+    if recipe.evaluation.long:
+        worth = measure(found, rows, processor, missing=missing, **about)
+    else:
+        # The length at which a budget is a share of the teacher's cache, where there is one.
+        context = recipe.data.sequence_length if recipe.memory is None else recipe.memory.reference_length
+        worth = measure_quickly(teacher, student, rows, processor, context=context, **about)
     if answer is None:
         return worth
     of_any = [candidate for candidate in found if candidate.name in OF_ANY_TASK]

@@ -10,8 +10,9 @@ import transformers
 
 from linearize.base import UserError, check_text
 from linearize.hf.checkpoint import CAUSAL, check_tokens, load_model, load_tokenizer, read_config
+from linearize.report.findings import PREFILL_COSTS
 from linearize.run.folder import student_folder
-from linearize.run.given_models import GENERATES, compile_if_possible, require_head
+from linearize.run.given_models import GENERATES, compile_if_possible, require_head, require_linearized
 
 
 def generate(
@@ -20,6 +21,7 @@ def generate(
     *,
     max_new_tokens: int,
     temperature: float,
+    prefill: str | None,
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
@@ -30,6 +32,7 @@ def generate(
 
     Args:
         model: a model's folder or hub id, or the folder of the run that made it.
+        prefill: how a linearized model reads the prompt, "streaming" or "full"; None: as its config says.
         compiled: whether the step from token to token is compiled.
         note: is told where it cannot be.
     """
@@ -37,15 +40,24 @@ def generate(
     if not 0 <= seed < 2**62:
         raise UserError(f"--seed: expected a whole number from 0 to {2**62 - 1}, found {seed}")
     model = student_folder(model)
-    require_head(model, read_config(model), CAUSAL, GENERATES)
+    config = read_config(model)
+    require_head(model, config, CAUSAL, GENERATES)
+    if prefill is not None:
+        require_linearized(model)
+        if prefill not in PREFILL_COSTS:
+            raise UserError(f"--prefill: expected streaming or full, found {prefill!r}")
     tokenizer = load_tokenizer(model)
     loaded: Any = load_model(model, dtype=dtype, device=device)
     inputs = tokenizer(prompt, return_tensors="pt").to(device)
     if not inputs["input_ids"].shape[1]:
         raise UserError("--prompt: expected some text, found none")
     check_tokens(inputs["input_ids"], loaded.config.vocab_size)
+    if prefill is not None:
+        loaded.config.prefill = prefill
     if compiled:
         compile_if_possible(loaded, note=note)
+    if config.get("linearize") and (way := loaded.config.prefill or "streaming") in PREFILL_COSTS:
+        note(f"the prompt is read with prefill={way}: {PREFILL_COSTS[way]}")
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     streamer = transformers.TextStreamer(tokenizer, skip_special_tokens=True)

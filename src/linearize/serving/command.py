@@ -85,6 +85,8 @@ def start_vllm(model: str, *, host: str, port: int, api_key: str | None, dtype: 
     """
     folder = servable(model)
     bound(host, port).close()
+    if read_config(folder).get("prefill") == "full":
+        note("config.prefill: found full, but vLLM reads prompts by streaming; --engine transformers reads in full")
     note(f"vLLM serves {folder} at {_url(host, port)}/v1, many requests at a time")
     note(
         "it does not draw student beside teacher; --page, or --engine transformers, starts transformers' server instead"

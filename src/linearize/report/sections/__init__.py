@@ -17,6 +17,7 @@ from linearize.report.sections import (
     recall,
     recipe,
     scores,
+    short,
     tasks,
     training,
 )
@@ -28,6 +29,10 @@ def every_run(run: RunFiles) -> bool:
 
 def language_models(run: RunFiles) -> bool:
     return run.is_language_model
+
+
+def measured_shortly(run: RunFiles) -> bool:
+    return run.has_short_evaluation
 
 
 def at_a_task(run: RunFiles) -> bool:
@@ -53,6 +58,7 @@ _SECTIONS: tuple[tuple[Callable[[Sequence[RunFiles]], Section], Callable[[RunFil
     (recipe.recipe, every_run),
     (training.training, every_run),
     (scores.scores, at_a_task),
+    (short.short, measured_shortly),
     (quality.quality, language_models),
     (positions.positions, language_models),
     (quality.agreement, language_models),

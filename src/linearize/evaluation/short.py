@@ -1,0 +1,250 @@
+"""Measure in a few minutes what a conversion keeps: the loss of a continuation, needles, speed and memory.
+
+The teacher and the student read the same contexts, each in one call. A student reads them in both ways: by streaming,
+and in full (`config.prefill`). Each context has one needle (`evaluation.continuation`). From the state after the
+context, one call reads the text that follows, and one the question for the needle. The models take turns, so that a
+machine that slows down slows all of them.
+
+Losses are in nats per token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from linearize.base import UserError, progress
+from linearize.data.rows import PackedRows, inference
+from linearize.data.splits import ENOUGH
+from linearize.distributed import dealt, put_together
+from linearize.evaluation.continuation import CONTINUATION, DEPTHS, FACT, THINGS, opening
+from linearize.evaluation.intervals import Interval, Totals, resample, wilson
+from linearize.evaluation.retrieval import encode, split_tokens
+from linearize.evaluation.speed import Spread, cache_bytes, now
+from linearize.hf.conversation import fork_state
+from linearize.hf.sharding import is_sharded
+
+ROWS = ENOUGH  # contexts
+TIMED_ROWS, NEW_TOKENS = 4, 8  # contexts after which generation is timed, and tokens generated after each
+LEAST = 16  # tokens of a context
+STREAMING, FULL = "streaming", "full"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Measurements of one model that read the contexts in one way.
+
+    Attributes:
+        model: "teacher" or "student".
+        prefill: "streaming" or "full"; None of a teacher.
+        loss: of the text after the contexts.
+        difference: the loss minus the teacher's, paired by rows; None of the teacher, and without one.
+        needles: share of the questions that greedy decoding answers. None where no needle fits the contexts.
+        prefill_seconds: of one context.
+        decode_seconds: of one generated token after context and continuation.
+        cache_bytes: held after one context.
+    """
+
+    model: str
+    prefill: str | None
+    loss: Interval
+    difference: Interval | None
+    needles: Interval | None
+    prefill_seconds: Spread | None
+    decode_seconds: Spread | None
+    cache_bytes: int
+
+
+@dataclass(frozen=True)
+class ShortEvaluation:
+    """The short evaluation of a student: sizes in tokens, and one reading for each model and way to read."""
+
+    context: int
+    continuation: int
+    rows: int
+    needles: int
+    saved_prefill: str
+    readings: list[Reading]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Token ids of a context, of the text that follows, and of a question and its answer; None without a needle."""
+
+    context: list[int]
+    text: list[int]
+    question: tuple[list[int], list[int]] | None
+
+
+def passages(ids: Sequence[int], tokenizer: Tokenizer, *, context: int, max_positions: int, seed: int) -> list[Passage]:
+    """Return `ROWS` passages that do not overlap, with a needle each, at depths evenly spread over `DEPTHS`.
+
+    They are shorter than asked for where the text or the model's positions require it. Where the needle would be more
+    than half of a context, there is none.
+
+    Args:
+        ids: token ids of held-out text.
+        context: tokens of a context, the token that opens a text (BOS) and the needle included.
+
+    Raises:
+        UserError: too little text, or too few positions.
+    """
+    length = min(context + CONTINUATION, len(ids) // ROWS, max_positions - NEW_TOKENS)
+    continuation = min(CONTINUATION, length // 4)
+    size = length - continuation
+    if size < LEAST:
+        raise UserError(
+            f"short evaluation: expected {ROWS} contexts of at least {LEAST} tokens, found {len(ids):,} tokens of "
+            f"held-out text and {max_positions:,} positions; give more text"
+        )
+    draw, start = random.Random(f"short {seed}"), opening(tokenizer)
+    made = []
+    for row, place in enumerate(sorted(draw.sample(range(len(ids) // length), ROWS))):
+        text = list(ids[place * length : (place + 1) * length])
+        question, answer = FACT.format(draw.choice(THINGS)), f" {draw.randrange(10_000, 100_000)}"
+        needle = encode(tokenizer, f"{question}{answer}.\n")
+        asked = split_tokens(tokenizer, question, answer)
+        if 2 * len(needle) > size or size + len(asked[0]) + len(asked[1]) > max_positions:
+            needle, asked = [], None
+        around = size - len(start) - len(needle)
+        before = round((DEPTHS[0] + (DEPTHS[1] - DEPTHS[0]) * row / (ROWS - 1)) * around)
+        context_ids = [*start, *text[:before], *needle, *text[before:around]]
+        made.append(Passage(context_ids, text[around : around + continuation], asked))
+    return made
+
+
+def measure_short(
+    teacher: PreTrainedModel | None,
+    student: PreTrainedModel,
+    rows: PackedRows,
+    tokenizer: Tokenizer,
+    *,
+    context: int,
+    max_positions: int,
+    samples: int,
+    seed: int,
+) -> ShortEvaluation:
+    """Measure a student in both ways to read, beside its teacher.
+
+    Several processes share the passages, and all get the same losses; seconds and bytes are of each process's own.
+
+    Args:
+        rows: packed held-out rows, read as one text.
+        context: tokens of a context.
+        samples: bootstrap resamples of the rows.
+
+    Raises:
+        FloatingPointError: a loss is not a finite number.
+        UserError: too little text, or too few positions.
+    """
+    ids = rows.input_ids.flatten().tolist()
+    made = passages(ids, tokenizer, context=context, max_positions=max_positions, seed=seed)
+    readers: list[tuple[str, PreTrainedModel, str | None]] = []
+    if teacher is not None:
+        readers.append(("teacher", teacher, None))
+    readers += [("student", student, STREAMING), ("student", student, FULL)]
+    needles = sum(passage.question is not None for passage in made)
+    loss = torch.zeros(len(readers), len(made), dtype=torch.float64)
+    answered = torch.zeros(len(readers), len(made), dtype=torch.float64)
+    held = torch.zeros(len(readers), dtype=torch.float64)
+    prefills: list[list[float]] = [[] for _ in readers]
+    decodes: list[list[float]] = [[] for _ in readers]
+    turns = [(row, counts, turn) for row, counts in dealt(made) for turn in range(len(readers))]
+    for place, (row, counts, turn) in enumerate(progress(turns, "short evaluation: teacher and student")):
+        timed = place // len(readers) < TIMED_ROWS
+        _, model, way = readers[turn]
+        with reading(model, way):
+            read = _read(model, made[row], new_tokens=NEW_TOKENS if timed else 0)
+        prefills[turn].append(read.prefill_seconds)
+        decodes[turn] += read.decode_seconds
+        held[turn] = read.cache_bytes
+        if counts:
+            loss[turn, row], answered[turn, row] = read.loss, read.answered
+    loss, answered = put_together(loss), put_together(answered)
+    if bad := int((~loss.isfinite()).sum()):
+        raise FloatingPointError(f"short evaluation: {bad} of {loss.numel()} losses are not finite numbers")
+    one = torch.ones(len(made), dtype=torch.float64)
+    means, draws = resample([Totals(of_one, one) for of_one in loss], samples=samples, seed=seed)
+    divided = is_sharded(student)
+
+    def result(turn: int) -> Reading:
+        name, _, way = readers[turn]
+        paired = None
+        if teacher is not None and turn > 0:
+            paired = Interval.of(means[turn] - means[0], draws[:, turn] - draws[:, 0])
+        share = wilson(int(answered[turn].sum()), needles) if needles else None
+        # The first one warms up. Processes that share the weights wait for each other: these are no times of a model.
+        prefill, decode = (None if divided else Spread.of(x[1:] or x) for x in (prefills[turn], decodes[turn]))
+        mean = Interval.of(means[turn], draws[:, turn])
+        return Reading(name, way, mean, paired, share, prefill, decode, int(held[turn]))
+
+    return ShortEvaluation(
+        context=len(made[0].context),
+        continuation=len(made[0].text),
+        rows=len(made),
+        needles=needles,
+        saved_prefill=student.config.prefill or STREAMING,
+        readings=[result(turn) for turn in range(len(readers))],
+    )
+
+
+@contextmanager
+def reading(model: PreTrainedModel, way: str | None) -> Iterator[None]:
+    """Within, a student reads the first call in this way; None leaves the model as it is."""
+    config: Any = model.config
+    if way is None:
+        yield
+        return
+    before = config.prefill
+    config.prefill = way
+    try:
+        yield
+    finally:
+        config.prefill = before
+
+
+@dataclass(frozen=True)
+class _Read:
+    loss: float
+    answered: bool
+    prefill_seconds: float
+    decode_seconds: list[float]
+    cache_bytes: int
+
+
+def _read(model: nn.Module, passage: Passage, *, new_tokens: int) -> _Read:
+    """Read a passage, then generate `new_tokens` tokens greedily after its text."""
+    forward: Any = model
+    with inference(model) as device:
+        context, text = (torch.tensor([part], device=device) for part in (passage.context, passage.text))
+        start = now()
+        read = forward(input_ids=context, use_cache=True, logits_to_keep=1)
+        took = now() - start
+        cache, first = read.past_key_values, read.logits[0, -1:]
+        held = cache_bytes(cache)
+        answered = False
+        if passage.question is not None:
+            asked, answer = passage.question
+            question = torch.tensor([[*asked, *answer]], device=device)
+            logits = forward(input_ids=question, past_key_values=fork_state(cache), use_cache=True).logits[0, :-1]
+            likeliest = torch.cat([first, logits]).argmax(dim=-1)[-len(answer) :]
+            answered = bool((likeliest == question[0, -len(answer) :]).all())
+        follows = forward(input_ids=text, past_key_values=cache, use_cache=True)
+        loss = F.cross_entropy(torch.cat([first, follows.logits[0, :-1]]).float(), text[0]).item()
+        token: Tensor = follows.logits[:, -1:].argmax(dim=-1)
+        seconds = []
+        for _ in range(new_tokens):
+            start = now()
+            step = forward(input_ids=token, past_key_values=cache, use_cache=True)
+            token = step.logits[:, -1:].argmax(dim=-1)
+            seconds.append(now() - start)
+    return _Read(loss, answered, took, seconds, held)
