@@ -130,7 +130,9 @@ def configs(draw: st.DrawFn) -> MixerConfig:
     return MixerConfig(**chosen)
 
 
-CACHES = st.sampled_from([EvictionCache(size=size, recall_size=first) for size, first in ((1, 0), (2, 0), (2, 1), (5, 0), (5, 2))])
+CACHES = st.sampled_from(
+    [EvictionCache(size=size, recall_size=first) for size, first in ((1, 0), (2, 0), (2, 1), (5, 0), (5, 2))]
+)
 BESIDE_A_CACHE = st.builds(
     TerracedSpan, window_size=st.sampled_from([1, 2, 5]), blocks=st.integers(1, 2), sinks=st.sampled_from([0, 0, 1, 3])
 )

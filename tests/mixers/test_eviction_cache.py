@@ -324,7 +324,9 @@ def hybrid_by_oracle(name: str, x: AttnInputs, its: LinearMixer, weights: list[T
 
 @pytest.mark.parametrize("name", COMBINATIONS)
 @pytest.mark.parametrize(
-    "sizes", [dict(), dict(blocks=1, sinks=2, size=3), dict(size=6, recall_size=4), dict(size=6, recall_size=2)], ids=str
+    "sizes",
+    [dict(), dict(blocks=1, sinks=2, size=3), dict(size=6, recall_size=4), dict(size=6, recall_size=2)],
+    ids=str,
 )
 def test_what_is_dropped_is_in_the_linear_state(name: str, sizes: dict[str, int]) -> None:
     """Every key is read once, exactly or through its features: values and gradients of a loop over single keys."""
