@@ -57,7 +57,7 @@ def remember(
             offered = {j: j for j in leave}  # what is offered in the place of a key that leaves
             for part, number, row in zip(range(len(sizes)), sizes, scores, strict=True):
                 candidates = parts[part] + list(offered.values())
-                ranked = sorted(candidates, key=lambda j: (-float(row[j]), j))  # noqa: B023
+                ranked = sorted(candidates, key=lambda j: (-float(row[j]), j))
                 kept = sorted(ranked[:number])
                 thrown = [j for j in parts[part] if j not in kept]
                 for place, j in list(offered.items()):
