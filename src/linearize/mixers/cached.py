@@ -139,7 +139,10 @@ def cache_of_next(
     position = at.leaving
     slots = slice(span.sinks, span.sinks + span.window_size)
     tokens = {name: x[:, :, slots] for name, x in state.slots.items()}
-    pool, carried = _pooled(cache, exact, _scored(tokens, scorer, position))
+    scored = _scored(tokens, scorer, position)
+    if state.linear is None and at.keeps_full(cache.size):
+        return Dropped(_exchanged(cache, exact, scored), None, position)
+    pool, carried = _pooled(cache, exact, scored)
     places = torch.arange(cache.size + span.window_size, device=position.device)
     there = torch.where(pool["position"] >= 0, places, -1)
     held = _chosen(cache, pool, there)
@@ -151,6 +154,26 @@ def cache_of_next(
         new = written(carried[..., part].sort(-1).values, held[..., part], new)
     tokens = _as_written(pool, new, places[cache.size :]) | {name: tokens[name] for name in STEPS if name in tokens}
     return Dropped(exact, tokens, position)
+
+
+def _exchanged(cache: EvictionCache, held: Tokens, tokens: Tokens) -> Tokens:
+    """Return what a full cache holds after a whole block: as `_chosen` and `taken`, in fewer operations."""
+    pool = _appended(held, tokens)
+    ages = pool["position"].argsort(-1) if len(cache.parts) > 1 else None  # one part has the oldest first already
+    chosen: list[Tensor] = []
+    for column, part in enumerate(cache.parts):
+        scores, size = pool[SCORES][..., column], part.stop - part.start
+        scores = scores if ages is None else scores.gather(2, ages)
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        best = order[:, :, :size].sort(-1).values
+        chosen.append(best if ages is None else ages.gather(2, best))
+        if part.start:
+            assert ages is not None
+            ages = ages.gather(2, order[:, :, size:].sort(-1).values)
+    index = _joined(chosen)
+    rows = index[..., None].expand(*index.shape, tokens["keys"].shape[3])
+    exchanged = {name: x.gather(2, rows[..., : x.shape[3]]) for name, x in pool.items() if name != "position"}
+    return exchanged | {"position": pool["position"].gather(2, index)}
 
 
 @torch.no_grad()
@@ -225,12 +248,18 @@ def _pooled(cache: EvictionCache, held: Tokens, tokens: Tokens) -> tuple[Tokens,
     if len(cache.parts) > 1:
         age = held["position"].argsort(dim=-1, stable=True)
         held, places = taken(held, age), age.argsort(-1)
+    return _appended(held, tokens), torch.where(filled, places, -1)
+
+
+def _appended(held: Tokens, tokens: Tokens) -> Tokens:
+    """Return the cache's slots, then these."""
     pool: Tokens = {}
     for name, x in tokens.items():
         before = held[name]
         before = before if before.dtype == x.dtype else before.to(x.dtype)
-        pool[name] = torch.cat([before, x.expand(*before.shape[:2], *x.shape[2:])], dim=2)
-    return pool, torch.where(filled, places, -1)
+        x = x if x.shape[:2] == before.shape[:2] else x.expand(*before.shape[:2], *x.shape[2:])
+        pool[name] = torch.cat([before, x], dim=2)
+    return pool
 
 
 def _as_written(pool: Tokens, places: Int[Tensor, "B G N"], own: Int[Tensor, " N"]) -> Tokens:

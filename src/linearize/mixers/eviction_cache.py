@@ -101,7 +101,7 @@ class EvictionScorer(nn.Module):
         else:  # the same in one call
             size, stride = (len(weight), 1, weight.shape[1], x.shape[-1]), (weight.stride(0), 1, weight.stride(1), 1)
             rows = weight.as_strided(size, stride, weight.storage_offset() + first)
-        return (x.unsqueeze(3) * rows).sum(-1)
+        return (x.view(*x.shape[:3], 1, x.shape[3]) * rows).sum(-1)
 
 
 def features(inputs: AttnInputs) -> Float[Tensor, "B G T F"]:

@@ -240,10 +240,12 @@ def push_slot(slots: Tokens, at: NextToken) -> Tokens:
     sinks = at.span.sinks
     if not sinks:
         return {name: x[:, :, 1:] for name, x in slots.items()}
-    if at.kept is not None:
-        return {name: x.index_select(2, at.kept) for name, x in slots.items()}
-    moved = {}
+    moved: Tokens = {}
     for name, x in slots.items():
+        pushed = at.pushed(x)
+        if pushed is not None:
+            moved[name] = pushed
+            continue
         filled = torch.where(at.fills, x[:, :, sinks : sinks + 1], x[:, :, :sinks])
         moved[name] = torch.cat([filled, x[:, :, sinks + 1 :]], dim=2)
     return moved

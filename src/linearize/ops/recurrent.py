@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from linearize.ops.heads import repeat_kv
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Span, TerracedSpan, context_positions
 from linearize.ops.linear_state import LinearState
 from linearize.ops.partial import Partial, in_dtype
+
+NARROW = 4  # numbers of a slot up to which a gather on a CPU is faster than `index_select`, whatever the batch
 
 
 class NextToken:
@@ -61,7 +63,8 @@ class NextToken:
 
     def _bias_with_cache(self, size: int, heads: int, dtype: torch.dtype) -> Tensor:
         if self.least is not None and self._left(self.least) >= size:
-            return pad(self.bias(heads, dtype), (size, 0))
+            bias = self.bias(heads, dtype)
+            return torch.cat([_no_bias(len(bias), size, dtype, bias.device), bias], dim=2)
         left = self._left(self.position).clamp_min(0)
         empty = torch.arange(size, device=self.position.device) < size - left[:, None]
         return no_scores(torch.cat([empty, self.hidden], dim=1)[:, None], heads, dtype)
@@ -118,21 +121,32 @@ class NextToken:
             return False
         return self.numbers is None or any(number % self.span.window_size == 0 for number in self.numbers)
 
+    def keeps_full(self, size: int) -> bool:
+        """Return whether a block begins in every row that finds a cache of `size` full, and no sink leaves the window.
+
+        False where tensors cannot be looked at.
+        """
+        if self.numbers is None or not isinstance(self.span, TerracedSpan):
+            return False
+        width = self.span.window_size
+        return all(number % width == 0 and self._left(number - width) >= size for number in self.numbers)
+
     @property
     def _is_full(self) -> bool:
         """Whether each row's sinks and recent slots all have a key; False where a GPU would have to be waited for."""
         waits = self.position.device.type != "cpu" and self._numbers is None
         return not waits and self.least is not None and self.least >= self.span.context + self.span.sinks
 
-    @property
-    def kept(self) -> Int[Tensor, " S"] | None:
+    def pushed(self, slots: Float[Tensor, "B h S_and_one X"]) -> Float[Tensor, "B h S X"] | None:
         """Return the slots, its own the last, that the state keeps, where they are the same for every row.
 
         None: a sink leaves the recent slots for its own in some row, or may.
         """
         if not self._is_full:
             return None
-        return _behind_sinks(self.span.sinks, self.span.context, self.position.device)
+        kept = _behind_sinks(self.span.sinks, self.span.context, slots.device)
+        batch, heads, _, width = slots.shape
+        return slots.index_select(2, kept) if width > NARROW else slots.gather(2, _for_each(kept, batch, heads, width))
 
     @property
     def fills(self) -> Bool[Tensor, "B 1 N 1"]:
@@ -150,9 +164,9 @@ class NextToken:
 
     def _leaving(self) -> Tensor:
         assert isinstance(self.span, TerracedSpan) and self.flushes is not None
-        sinks = self.span.sinks
-        position = context_positions(self.position, self.span)[:, sinks : sinks + self.span.window_size]
-        return torch.where((position >= sinks) & self.flushes[:, 0], position, -1)
+        block = torch.arange(self.span.window_size, device=self.position.device)
+        position = self.column - self.span.context + block
+        return torch.where((position >= self.span.sinks) & self.flushes[:, 0], position, -1)
 
     def zeros(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Zeros like x, not to be written to."""
@@ -180,6 +194,20 @@ def _behind_sinks(sinks: int, context: int, device: torch.device) -> Int[Tensor,
     with torch.inference_mode(False):
         every = range(sinks + context + 1)
         return torch.tensor([*every[:sinks], *every[sinks + 1 :]], device=device)
+
+
+@lru_cache(maxsize=64)
+def _for_each(index: Int[Tensor, " S"], batch: int, heads: int, width: int) -> Int[Tensor, "B h S X"]:
+    """Return the index of a gather of the same slots of every head: a view."""
+    with torch.inference_mode(False):
+        return index[:, None].expand(batch, heads, -1, width)
+
+
+@lru_cache(maxsize=64)
+def _no_bias(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "N 1 C"]:
+    """Return zeros, not to be written to: the bias of a full cache."""
+    with torch.inference_mode(False):
+        return torch.zeros(rows, 1, size, dtype=dtype, device=device)
 
 
 def linear_step(
