@@ -49,7 +49,7 @@ def calls(model: Any, rows: PackedRows) -> dict[str, Any]:
                 model.base_model(row, use_cache=False)
 
     def measure() -> None:
-        measure_attention(model, rows, Bytes(), sinks=4, seed=0)  # type: ignore[arg-type]
+        measure_attention(model, rows, Bytes(), seed=0)  # type: ignore[arg-type]
 
     return {"forward": forward, "measurement": measure}
 

@@ -131,7 +131,7 @@ def test_measured_without_a_trace(name: str, monkeypatch: pytest.MonkeyPatch) ->
     teacher = tiny.llama(max_position_embeddings=256) if name == "llama" else tiny.gpt2()
     before = {key: x.clone() for key, x in teacher.state_dict().items()}
     (needs, scores), (again, same), (other, _) = (
-        measure_attention(teacher, rows(8, 64), byte_tokenizer(), sinks=2, seed=seed) for seed in (0, 0, 1)
+        measure_attention(teacher, rows(8, 64), byte_tokenizer(), seed=seed) for seed in (0, 0, 1)
     )
     assert all(torch.equal(x, before[key]) for key, x in teacher.state_dict().items())
     heads = teacher.config.num_key_value_heads if name == "llama" else 4
@@ -147,10 +147,10 @@ def test_measured_without_a_trace(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_needs_are_those_of_the_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the definition: the largest weight that the repeated context alone gives to each pair but the sinks."""
+    """Against the definition: the largest weight that the repeated context alone gives to each pair but the first ones."""
     monkeypatch.setattr(eviction_scores, "CONTEXTS", 1)
     teacher, tokenizer, data = tiny.llama(layers=1), byte_tokenizer(), rows(8, 64)
-    needs, _ = measure_attention(teacher, data, tokenizer, sinks=2, seed=0)
+    needs, _ = measure_attention(teacher, data, tokenizer, seed=0)
     request = tokenizer(eviction_scores.REQUEST, add_special_tokens=False).input_ids
     longest = (256 - len(request)) // 2
     (context,) = contexts(data, tokenizer, longest=longest, seed=0, count=1)
@@ -158,14 +158,21 @@ def test_needs_are_those_of_the_repetition(monkeypatch: pytest.MonkeyPatch) -> N
     ids = torch.tensor([context + request + context])
     (weights,) = teacher(ids, output_attentions=True).attentions
     start = -(-(len(context) + len(request)) // 16) * 16  # from the first block of the repetition alone
-    expected = weights[0, :, start:, 2 : len(context)].amax(1).unflatten(0, (2, 2)).amax(1).clamp_min(1e-6).log()
+    expected = (
+        weights[0, :, start:, eviction_scores.FIRST : len(context)]
+        .amax(1)
+        .unflatten(0, (2, 2))
+        .amax(1)
+        .clamp_min(1e-6)
+        .log()
+    )
     middles = (torch.arange(eviction_scores.QUANTILES) + 0.5) / eviction_scores.QUANTILES
     torch.testing.assert_close(needs[0], expected.quantile(middles, dim=1).T, rtol=1e-4, atol=1e-4)
 
 
 def test_too_few_positions_are_refused() -> None:
     with pytest.raises(UserError, match=r"expected a teacher with at least .* positions to repeat"):
-        measure_attention(tiny.llama(max_position_embeddings=64), rows(8, 64), byte_tokenizer(), sinks=4, seed=0)
+        measure_attention(tiny.llama(max_position_embeddings=64), rows(8, 64), byte_tokenizer(), seed=0)
 
 
 def test_features_read_keys_before_rope() -> None:

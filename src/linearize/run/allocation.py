@@ -79,8 +79,7 @@ def measure(
     if not isinstance(rows, PackedRows):
         raise UserError(f"memory: expected a language model, found {recipe.data.task.type}; set memory=null")
     text = without_repeats(rows, recipe.data.repeats, seed=recipe.seed)
-    sinks = 0 if memory is None else memory.sinks
-    quantiles, scores = measure_attention(teacher, text, tokenizer, sinks=sinks, seed=recipe.seed)
+    quantiles, scores = measure_attention(teacher, text, tokenizer, seed=recipe.seed)
     if memory is None:
         return Measured(layers, None, scores)
     needs = {

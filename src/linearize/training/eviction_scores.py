@@ -41,6 +41,7 @@ from linearize.ops.reference import softmax_scores
 REQUEST = "\n\nRepeat the previous context exactly.\n"
 LONGEST, SHORTEST = 640, 384  # tokens of a context
 CONTEXTS = 40
+FIRST = 8  # tokens of a context that are not fitted: some receive attention as sinks do, whatever they are
 FACTS = ("The code of {} is {}.", "The number of {} is {}.", "{} has the password {}.")
 NAMES = ("Alice", "Peru", "lamp", "engine", "Robert", "garden", "museum", "Nairobi", "violin", "Clara")
 BLOCK = 16  # queries whose largest attention is kept together
@@ -115,15 +116,15 @@ def contexts(rows: PackedRows, tokenizer: Tokenizer, *, longest: int, seed: int,
 
 @torch.no_grad()
 def measure_attention(
-    teacher: PreTrainedModel, rows: PackedRows, tokenizer: Tokenizer, *, sinks: int, seed: int
+    teacher: PreTrainedModel, rows: PackedRows, tokenizer: Tokenizer, *, seed: int
 ) -> tuple[dict[int, Float[Tensor, "G Q"]], EvictionScores]:
     """Measure what recall needs of each KV head, and fit eviction scores for recall and for text.
 
-    Costs CONTEXTS forward passes of about 1,050 tokens. No T x T matrix exists.
+    Costs CONTEXTS forward passes of about 1,050 tokens. No T x T matrix exists. The first FIRST tokens of a context are
+    left out of the statistics.
 
     Args:
         rows: training text.
-        sinks: first tokens of a context that are kept in any case and left out of the statistics.
 
     Returns:
         by layer that can be converted, quantiles in rising order of the log of the largest attention weight that any
@@ -135,9 +136,9 @@ def measure_attention(
     shape = TeacherShape.from_config(teacher.config.to_dict())
     request: list[int] = tokenizer(REQUEST, add_special_tokens=False).input_ids
     longest = min(LONGEST, (shape.max_positions - len(request)) // 2)
-    if longest < 4 * BLOCK + sinks:
+    if longest < 4 * BLOCK + FIRST:
         raise UserError(
-            f"memory: expected a teacher with at least {2 * (4 * BLOCK + sinks) + len(request)} positions to repeat a "
+            f"memory: expected a teacher with at least {2 * (4 * BLOCK + FIRST) + len(request)} positions to repeat a "
             f"context in, found {shape.max_positions}"
         )
     cache = MixerConfig(
@@ -153,18 +154,18 @@ def measure_attention(
         index, x = layer.layer_idx, features(inputs)[0, :, :size].double()
         by_block = largest_attention(inputs, size)
         later = -(-(size + len(request)) // BLOCK)  # the first block of the repetition alone
-        need = by_block[:, later:].amax(1)[:, sinks:]
+        need = by_block[:, later:].amax(1)[:, FIRST:]
         needs.setdefault(index, []).append(need.cpu())
-        add(recall, index, x[:, sinks:], need)
+        add(recall, index, x[:, FIRST:], need)
         # Reading on: from each age to the end of the context, where as many queries at least are left.
         ahead = by_block[:, : size // BLOCK].flip(1).cummax(1).values.flip(1)
         for age in AGES:
             last = min(size - 2 * age, BLOCK * (size // BLOCK - 1) - age)
-            pairs = torch.arange(sinks, max(sinks, last), device=x.device)
+            pairs = torch.arange(FIRST, max(FIRST, last), device=x.device)
             if len(pairs):
-                first = (pairs + age) // BLOCK + 1
+                block = (pairs + age) // BLOCK + 1
                 aged = torch.cat([x[:, pairs], torch.full_like(x[:, pairs, :1], math.log2(age))], dim=-1)
-                add(text, index, aged, ahead[:, first, pairs])
+                add(text, index, aged, ahead[:, block, pairs])
         return softmax_output(layer, inputs, layout)
 
     given = contexts(rows, tokenizer, longest=longest, seed=seed, count=CONTEXTS)
