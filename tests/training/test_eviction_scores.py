@@ -147,7 +147,7 @@ def test_measured_without_a_trace(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_needs_are_those_of_the_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the definition: the largest weight that the repeated context alone gives to each pair but the first ones."""
+    """Against the definition: the largest weight that the repetition gives to a pair; not to the first ones."""
     monkeypatch.setattr(eviction_scores, "CONTEXTS", 1)
     teacher, tokenizer, data = tiny.llama(layers=1), byte_tokenizer(), rows(8, 64)
     needs, _ = measure_attention(teacher, data, tokenizer, seed=0)
