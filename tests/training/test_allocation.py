@@ -33,7 +33,10 @@ def rows(count: int, length: int) -> PackedRows:
 def drawn_needs(layers: int = 3, heads: int = 2) -> dict[int, list[list[float]]]:
     """Quantiles of heads that differ much: recall needs most of those of the last layers."""
     draw = random.Random(0)
-    return {i: [sorted(draw.gauss(-9 + 2 * i, 2) for _ in range(64)) for _ in range(heads)] for i in range(layers)}
+    return {
+        i: [sorted(min(draw.gauss(-5 + 2 * i, 2), -0.1) for _ in range(64)) for _ in range(heads)]
+        for i in range(layers)
+    }
 
 
 @pytest.mark.parametrize("recall_fraction", [0.0, 0.4])

@@ -86,8 +86,11 @@ def test_scores_reach_the_heads_they_were_fitted_to() -> None:
 
 
 @pytest.mark.parametrize("pairs", [0, 4, 7, 12, 100])
-def test_sizes_are_at_most_the_pairs_and_evict_what_is_needed_least(pairs: int) -> None:
+def test_sizes_are_at_most_the_pairs_and_evict_what_is_needed_least(
+    pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No other sizes with as many pairs leave out less attention."""
+    monkeypatch.setattr(eviction_scores, "NEEDED", 1e-9)
     generator = torch.Generator().manual_seed(1)
     needs = [torch.randn(2, 6, generator=generator).sort(dim=1).values - 5 for _ in range(2)]
     found = cache_sizes(needs, 6, pairs, multiple=1, least=1)
@@ -102,7 +105,13 @@ def test_sizes_are_at_most_the_pairs_and_evict_what_is_needed_least(pairs: int) 
     assert evicted(tuple(flat)) == pytest.approx(best)
 
 
-def test_sizes_are_multiples_and_none_is_too_small() -> None:
+def test_what_recall_hardly_needs_is_not_kept() -> None:
+    needs = [torch.tensor([[0.9, 0.5, 0.41, 0.39], [0.3, 0.2, 0.1, 0.1]]).log()]
+    assert cache_sizes(needs, 4, 100, multiple=1, least=1) == [[3, 0]]
+
+
+def test_sizes_are_multiples_and_none_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction_scores, "NEEDED", 1e-9)
     needs = [torch.linspace(-8, -4, 100)[None] + shift for shift in (-3.0, 0.0, 1.0)]
     found = [size for (size,) in cache_sizes(needs, 100, 150, multiple=8, least=24)]
     assert found[0] == 0 < found[1] < found[2] and sum(found) <= 150 and not any(size % 8 for size in found)

@@ -50,6 +50,7 @@ AGES = (16, 64, 256)  # tokens between a pair and the first query that may need 
 LEAST = 1e-6  # of an attention weight, whose logarithm is fitted
 RIDGE = 50.0  # penalty on weights of standardised features
 QUANTILES = 256
+NEEDED = 0.4  # attention weight: a pair that receives less from every query of the repetition is not kept for recall
 FADE = 0.75  # score for text that a pair loses, relative to newer ones, in as many tokens as it has places
 
 
@@ -232,7 +233,8 @@ def cache_sizes(
     """Return the size of each KV head's cache for recall: as many pairs as recall needs more than one threshold.
 
     One threshold on `needs` over all heads, so that all sizes together are at most `pairs`: so the sum of the attention
-    whose pairs are evicted is as small as it can be, but for sizes below `least`, which become 0.
+    whose pairs are evicted is as small as it can be, but for sizes below `least`, which become 0. Pairs that need less
+    than the log of NEEDED are left out, however many there may be.
 
     Args:
         needs: by layer.
@@ -245,7 +247,9 @@ def cache_sizes(
         rounded = [[round(share * room / multiple) * multiple for share in of_layer] for of_layer in shares]
         return [[size if size >= least else 0 for size in of_layer] for of_layer in rounded]
 
-    low, high = math.log(LEAST) - 1.0, 0.0
+    low, high = math.log(NEEDED), 0.0
+    if sum(map(sum, sizes(low))) <= pairs:
+        return sizes(low)
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(map(sum, sizes(middle))) > pairs else (low, middle)

@@ -30,10 +30,10 @@ class MemoryConfig(Config):
     reference_length: PositiveInt = Field(default=1024, description="tokens")
     sinks: int = Field(default=1, ge=0, description="first tokens of a document that every head keeps")
     recall_fraction: float = Field(
-        default=0.4,
+        default=0.5,
         ge=0,
         lt=1,
-        description="of the bytes, for pairs kept for recall, in the heads that need it; the rest is shared alike",
+        description="of the bytes at most, for pairs kept for recall where heads need it; the rest is shared alike",
     )
 
     @model_validator(mode="after")
