@@ -51,7 +51,7 @@ LEAST = 1e-6  # of an attention weight, whose logarithm is fitted
 RIDGE = 50.0  # penalty on weights of standardised features
 QUANTILES = 256
 NEEDED = 0.4  # attention weight: a pair that receives less from every query of the repetition is not kept for recall
-FADE = 0.75  # score for text that a pair loses, relative to newer ones, in as many tokens as it has places
+FADE = 0.07  # score for text that a pair loses, relative to newer ones, per token, times the square root of its places
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class EvictionScores:
                 cache = mixer.config.cache
                 for place, head in enumerate(heads):
                     scorer.weight[place, -1].copy_(self.text[layer.layer_idx][head])
-                    scorer.recency[place, -1] = FADE / (cache.size - cache.recall_size)
+                    scorer.recency[place, -1] = FADE / math.sqrt(cache.size - cache.recall_size)
                     if cache.recall_size:
                         scorer.weight[place, 0].copy_(self.recall[layer.layer_idx][head])
                         scorer.recency[place, 0] = 0  # an old fact is asked for like a new one
