@@ -1,7 +1,7 @@
 """Compare linearized models with kvpress's presses: one model, the same rows of text, the same bytes.
 
     make bench-kvpress KVPRESS_ARGS="--model HuggingFaceTB/SmolLM2-135M-Instruct --text wikipedia.txt --json OUT.json"
-    python benchmarks/kvpress.py ... --student NAME=FOLDER     # and a linearized model of the same teacher
+    python benchmarks/kvpress.py ... --student NAME=FOLDER     # and a linearized model of the teacher, in both ways to read
 
 Each model reads a context in one call and its continuation in one more (`linearize.evaluation.continuation`): the
 continuation's loss minus the teacher's, and needles, found if greedy decoding gives the answer. Rows are of the last
@@ -409,7 +409,7 @@ def compare(a: Any) -> list[dict[str, Any]]:
 
 
 def students(given: Sequence[str], taken: Container[str]) -> dict[str, PreTrainedModel]:
-    """Load the models that `--student` names.
+    """Load the models that `--student` names, each once for either way to read a context.
 
     Raises:
         UserError: no name, one that is taken, or a folder that cannot be read.
@@ -419,7 +419,9 @@ def students(given: Sequence[str], taken: Container[str]) -> dict[str, PreTraine
         name, _, folder = argument.partition("=")
         if not name or not folder or name in taken or name in loaded or name in PRESSES:
             raise UserError(f"--student: expected NAME=FOLDER with a name of its own, found {argument!r}")
-        loaded[name] = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+        for title, prefill in ((name, "streaming"), (f"{name}, prefill in full", "full")):
+            loaded[title] = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
+            loaded[title].config.prefill = prefill
     return loaded
 
 

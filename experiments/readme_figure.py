@@ -1,10 +1,9 @@
-"""Draws what a conversion keeps and costs, in one figure, from the committed runs and benchmarks.
+"""Draws what conversions of SmolLM2-135M-Instruct keep and cost, in one figure, from the committed benchmark.
 
     python experiments/readme_figure.py        # writes docs/figures/conversion.svg
 
-Left: the loss beyond the window, above the teacher's, of every committed run and of its controls. Middle: bytes that a
-sequence occupies while it is generated. Right: how much faster a prompt is read, by an attention layer alone
-(benchmarks/results/forward.json) and by the whole models.
+All numbers are of benchmarks/results/kvpress-smollm2-135m.json (`benchmarks/kvpress.py`). Left: the loss of a
+continuation minus the teacher's. Middle: needles found. Right: bytes that a sequence occupies.
 """
 
 from __future__ import annotations
@@ -13,95 +12,59 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from figures import COLOURS, draw
+from figures import COLOURS, MARKERS, draw
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
-
-from linearize.report.load import RunFiles, load_run
+from matplotlib.ticker import FixedLocator, NullLocator
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "kvpress-smollm2-135m.json"
 FIGURE = ROOT / "docs" / "figures" / "conversion.svg"
-TITLES = ("Kept: loss above the teacher's", "Memory of one sequence", "Speed of reading a prompt")
-TEACHER, RECOMMENDED, LOLCATS, HEDGEHOG, GLA = COLOURS
-# The first two are of one teacher, whose memory and speed the other panels show.
-RUNS = (
-    ("recommended", "Python code", "recommended/pycode-5m", RECOMMENDED),
-    ("LoLCATs", "Python code", "lolcats/pycode-5m", LOLCATS),
-    ("absolute-scale", "Python code", "absolute_scale/pycode-5m", HEDGEHOG),
-    ("LoLCATs", "stories", "lolcats/stories260K", LOLCATS),
-)
-LAYERS = (("hedgehog", HEDGEHOG, "v"), ("lolcats", LOLCATS, "s"), ("gla", GLA, "^"))
-Named = tuple[str, str, RunFiles]  # the recipe, its colour, the run's files
+TITLES = ("Loss of a continuation", "Needles found", "Memory of one sequence")
+GREY = "#888888"
+# Conversions have constant memory; presses read the whole context first, and grow again afterwards.
+NAMED = ("recommended", "window and 4 sinks", "SnapKV", "KVzip")
+Rows = list[dict[str, Any]]
 
 
-def kept(axis: Axes, runs: Sequence[Named]) -> None:
-    """A row per run: the student, and what its control with a window alone comes to, trained alike and untrained."""
-    for row, (_, colour, run) in enumerate(runs):
-        losses = {line["name"]: line["quality"]["beyond"]["mean"] for line in run.evaluation["measured"]}
-        above = {name: loss - losses["teacher"] for name, loss in losses.items()}
-        ahead = run.comparison("window_lora")
-        assert ahead is not None
-        # Paired on the same tokens: where the bar begins behind the student, it is worth more than the window.
-        bar = [above["student"] - ahead["beyond"][bound] for bound in ("low", "high")]
-        axis.plot(bar, [row, row], color=TEACHER, linewidth=3, alpha=0.35)
-        axis.plot(above["student"], row, "o", color=colour, markersize=7)
-        axis.plot(above["window_lora"], row, "|", color=TEACHER, markersize=11, markeredgewidth=1.5)
-        axis.plot(above["window"], row, "x", color=TEACHER, markersize=7, markeredgewidth=1.5)
-    marks = {"o": "student", "|": "its window control, trained alike (95 %)", "x": "the same, untrained"}
-    for marker, label in marks.items():
-        axis.plot([], [], marker, color=TEACHER, label=label, markeredgewidth=1.5)
-    names = [f"{recipe}\n{text}" for recipe, text, *_ in RUNS]
-    axis.axvline(0, ymax=0.75, color=TEACHER, linewidth=1)  # below the legend
-    axis.set(ylim=(len(runs) - 0.6, -1.5), yticks=range(len(runs)), yticklabels=names)
-    axis.set_xlabel("nats per token, beyond the window;\n0 is the teacher as it came, further left is better")
-    axis.legend(loc="upper left", fontsize=8, borderaxespad=0.2)
+def by_method(rows: Rows) -> dict[str, Rows]:
+    """Return the rows of each method of the figure that was measured, by rising share of the cache."""
+    found: dict[str, Rows] = {}
+    for row in sorted(rows, key=lambda row: row["share"] if "share" in row else 0):
+        name = row["method"].partition(",")[0]
+        if "share" in row and name in NAMED and "in full" not in row["method"]:
+            found.setdefault(name, []).append(row)
+    return {name: found[name] for name in NAMED if name in found}
 
 
-def memory(axis: Axes, runs: Sequence[Named]) -> None:
-    """Bytes over tokens: as the plan has them for the teacher, as they were measured at the points."""
-    longest = 1024
-    for height, (name, colour, run) in zip((4, -10), runs, strict=True):
-        for who, shade in (("teacher", TEACHER), ("student", colour)):
-            lines = [line for line in run.evaluation["speed"] if line["model"] == who]
-            points = [(line["prompt_length"] + line["new_tokens"], line["cache_bytes"] / 1e6) for line in lines]
-            axis.plot(*zip(*points, strict=True), "o", color=shade, markersize=5)
-        state = points[0][1]
-        axis.plot([0, longest], [state, state], color=colour)
-        label = {"textcoords": "offset points", "ha": "right"}
-        axis.annotate(f"{name}: {state:.1f} MB", (longest, state), (0, height), color=colour, **label)
-    assert run.plan is not None
-    per_token = run.plan["teacher_cache_bytes_per_token"] / 1e6
-    axis.plot([0, longest], [0, longest * per_token], color=TEACHER)
-    axis.annotate("the teacher's\nkeys and values", (700, 700 * per_token), (-4, 0), **label)
-    axis.set(xlim=(0, 1.03 * longest), ylim=(0, None), xlabel="tokens so far", ylabel="MB, in fp32")
-    axis.xaxis.set_major_locator(FixedLocator([0, 256, 512, 768, 1024]))
-
-
-def speed(axis: Axes, runs: Sequence[Named]) -> None:
-    """Times as fast as softmax over prompt lengths, both axes logarithmic."""
-    rows = json.loads((ROOT / "benchmarks" / "results" / "forward.json").read_text(encoding="utf-8"))["results"]
-    for name, colour, marker in LAYERS:
-        points = [(row["length"], row["times_faster"]["median"]) for row in rows if row["recipe"] == name]
-        axis.plot(*zip(*points, strict=True), marker=marker, color=colour, markersize=5, label=f"a layer, {name}")
-    for name, colour, run in runs:
-        seconds = {
-            (line["model"], line["prompt_length"]): line["prefill"]["median"] for line in run.evaluation["speed"]
-        }
-        points = [(n, seconds["teacher", n] / taken) for (who, n), taken in seconds.items() if who == "student"]
-        style = {"color": colour, "fillstyle": "none", "linewidth": 1, "label": f"whole 5M model, {name}"}
-        axis.plot(*zip(*points, strict=True), "o--", **style)
-    axis.axhline(1, color=TEACHER, linewidth=1)
-    axis.annotate("as fast as softmax", (32768, 1), (0, -10), textcoords="offset points", ha="right", fontsize=8)
-    axis.set(xscale="log", yscale="log", ylim=(0.25, 180))
-    axis.set(xlabel="tokens of the prompt", ylabel="times as fast, on a CPU")
-    axis.xaxis.set_major_locator(FixedLocator([256, 1024, 4096, 16384]))
+def against_share(axis: Axes, methods: dict[str, Rows], key: str, label: str, scale: float) -> None:
+    """Draw a number of each method, with its 95 % interval, over the share of the cache."""
+    for (name, rows), marker in zip(methods.items(), MARKERS, strict=False):
+        x = [100 * row["share"] for row in rows]
+        y, low, high = ([scale * row[key][part] for row in rows] for part in ("mean", "low", "high"))
+        bars = [[a - b for a, b in zip(y, low, strict=True)], [b - a for a, b in zip(y, high, strict=True)]]
+        colour = COLOURS[1] if name == NAMED[0] else GREY
+        axis.errorbar(x, y, bars, marker=marker, color=colour, label=name, markersize=5, linewidth=1, capsize=2)
+    axis.set(xscale="log", xlabel="% of the teacher's cache at 1,024 tokens", ylabel=label)
+    axis.xaxis.set_major_locator(FixedLocator([6, 11, 20]))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k")
-    axis.yaxis.set_major_locator(FixedLocator([0.25, 0.5, 1, 2, 4, 8, 16]))
-    axis.yaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.legend(loc="upper left", fontsize=8, borderaxespad=0.2)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def memory(axis: Axes, teacher: dict[str, Any], rows: Rows, context: int) -> None:
+    """Draw bytes over tokens: the teacher's keys and values grow, conversions do not."""
+    longest = 4096
+    per_token = teacher["bytes_after_context"] / context / 1e6
+    axis.plot([0, longest], [0, longest * per_token], color=COLOURS[0])
+    label: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 8}
+    axis.annotate("the teacher's\nkeys and values", (2300, 2300 * per_token), (-4, 0), color=COLOURS[0], **label)
+    for row in rows:
+        held = row["bytes_after_context"] / 1e6
+        axis.plot([0, longest], [held, held], color=COLOURS[1])
+        axis.annotate(f"{held:.1f} MB", (longest, held), (0, 2), color=COLOURS[1], **label)
+    axis.set(xlim=(0, longest), ylim=(0, None), xlabel="tokens so far", ylabel="MB, in fp32")
+    axis.xaxis.set_major_locator(FixedLocator([0, 1024, 2048, 3072, 4096]))
 
 
 def main() -> None:
@@ -109,12 +72,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=FIGURE)
     output = parser.parse_args().output
-    runs = [(recipe, colour, load_run(ROOT / "experiments" / folder)) for recipe, _, folder, colour in RUNS]
+    about = json.loads(RESULTS.read_text(encoding="utf-8"))
+    methods = by_method(about["results"])
 
     def paint(axes: Sequence[Axes]) -> None:
-        kept(axes[0], runs)
-        memory(axes[1], runs[:2])
-        speed(axes[2], runs[:2])
+        against_share(axes[0], methods, "minus_teacher", "nats above the teacher's", 1)
+        axes[0].set(ylim=(0, None))
+        axes[0].legend(fontsize=8)
+        against_share(axes[1], methods, "needles", "%", 100)
+        axes[1].set(ylim=(-3, 103))
+        memory(axes[2], about["results"][0], methods[NAMED[0]], about["context"])
 
     draw(output, TITLES, paint, width=3.5)
 

@@ -56,18 +56,20 @@ def test_windows_and_students_beside_the_teacher(
         ("window and 4 sinks, 20 %", 0.2),
         ("window and 4 sinks, 11 %", 0.11),
         ("mine", 0.11),
+        ("mine, prefill in full", 0.11),
         ("window and 4 sinks, 6 %", 0.06),
     ]
-    assert [round(row["share"], 3) for row in rows] == [1.0, 0.2, 0.11, 0.12, 0.06]
+    assert [round(row["share"], 3) for row in rows] == [1.0, 0.2, 0.11, 0.12, 0.12, 0.06]
     grown = [row["bytes_after_continuation"] / row["bytes_after_context"] for row in rows]
-    assert grown == pytest.approx([1.2, 1, 1, 1, 1])
+    assert grown == pytest.approx([1.2, 1, 1, 1, 1, 1])
     assert rows[0]["minus_teacher"] == {"mean": 0, "low": 0, "high": 0}
     for row in rows[1:]:
         difference = row["minus_teacher"]
         assert difference["low"] <= difference["mean"] <= difference["high"] and difference["mean"] != 0
         assert difference["mean"] == pytest.approx(row["loss"]["mean"] - rows[0]["loss"]["mean"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 9 and lines[-2].startswith("| 11 % | mine | once, streaming | 12.0 % | 3 | 3 | ")
+    assert len(lines) == 10 and lines[-3].startswith("| 11 % | mine | once, streaming | 12.0 % | 3 | 3 | ")
+    assert lines[-2].startswith("| 11 % | mine, prefill in full | once, full attention | 12.0 % | 3 | 3 | ")
     assert (tmp_path / "out.md").read_text().splitlines() == lines
 
     def again(*_: Any, **__: Any) -> None:
