@@ -1,7 +1,7 @@
 """Compare linearized models with kvpress's presses: one model, the same rows of text, the same bytes.
 
     make bench-kvpress KVPRESS_ARGS="--model HuggingFaceTB/SmolLM2-135M-Instruct --text wikipedia.txt --json OUT.json"
-    python benchmarks/kvpress.py ... --student NAME=FOLDER     # and a linearized model of the teacher, in both ways to read
+    python benchmarks/kvpress.py ... --student NAME=FOLDER     # and a converted model of it, in both ways to read
 
 Each model reads a context in one call and its continuation in one more (`linearize.evaluation.continuation`): the
 continuation's loss minus the teacher's, and needles, found if greedy decoding gives the answer. Rows are of the last

@@ -31,7 +31,7 @@ Rows = list[dict[str, Any]]
 def by_method(rows: Rows) -> dict[str, Rows]:
     """Return the rows of each method of the figure that was measured, by rising share of the cache."""
     found: dict[str, Rows] = {}
-    for row in sorted(rows, key=lambda row: row["share"] if "share" in row else 0):
+    for row in sorted(rows, key=lambda row: row.get("share", 0)):
         name = row["method"].partition(",")[0]
         if "share" in row and name in NAMED and "in full" not in row["method"]:
             found.setdefault(name, []).append(row)

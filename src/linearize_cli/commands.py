@@ -206,8 +206,8 @@ def convert(
     memory beside the teacher's, and writes OUT/evaluation.json and OUT/evaluation.md.
     It measures both ways to read a prompt. prefill=streaming, which the model uses by
     default, takes linear time and constant memory. prefill=full reads the first call
-    with the teacher's own attention: it keeps more quality and takes the teacher's
-    time. --no-evaluation leaves it out. `linearize eval OUT` measures again, with
+    with the teacher's own attention, in the teacher's time. --no-evaluation leaves
+    it out. `linearize eval OUT` measures again, with
     --set evaluation.long=true much more.
     """
     from linearize.distributed import joined
@@ -383,7 +383,7 @@ def generate(
         str | None,
         typer.Option(
             help="how the prompt is read. streaming: linear time, constant memory. full: the teacher's attention, its "
-            "time, keys and values of one layer at a time, better quality. By default as the model's config says: "
+            "time, keys and values of one layer at a time. By default as the model's config says: "
             "streaming, unless it was set"
         ),
     ] = None,

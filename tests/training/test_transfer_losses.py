@@ -368,6 +368,8 @@ def test_outputs_teach_a_linear_part_beside_a_cache(tmp_path: Path) -> None:
     teacher = tiny.llama()
     student = linearize.convert(teacher, recipe.override({"mixer.combine": ABSOLUTE}))
     measure_attention(teacher, rows, byte_tokenizer(), seed=0)[1].apply(student)  # as a run fits its scores
+    for layer in linearized_layers(student).values():
+        layer.mixer.scorer.recency.fill_(0.5 / 3)  # a cache of what is both recent and important
     fields = {"lr": 0.1, "max_tokens": 6 * 4 * 64, "batch_size": 4, "eval_every": 3, "epochs": 9}
     config = TransferConfig(**fields | {"lr": 0.02}, calibration_tokens=256)
     result = attention_transfer(student, rows, held_out, config, output_dir=tmp_path)
