@@ -1,8 +1,8 @@
 """A layer whose KV heads are divided, beside its parts alone: what the division costs, and what a step costs after it.
 
 The layer has 32 query heads and 8 KV heads of 64, batch 1, fp32, on random inputs. Some KV heads keep softmax over all
-keys or an exact cache; the others have a window. "Over the parts" is the time of the whole layer over that of its parts
-one after the other, each a layer of its own with inputs of its own heads, round by round.
+keys or a KV cache with eviction; the others have a window. "Over the parts" is the time of the whole layer over that of
+its parts one after the other, each a layer of its own with inputs of its own heads, round by round.
 
     python benchmarks/heads.py                                      # minutes
     python benchmarks/heads.py --json benchmarks/results/heads.json # keep the numbers
@@ -27,7 +27,7 @@ from linearize.mixers.config import HeadwiseConfig, MixerConfig
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.shape import LayerShape
-from linearize.training.memory import cached, window
+from linearize.training.memory import head_mixer
 
 SHAPE = LayerShape(num_heads=32, num_kv_heads=8, head_dim=64, hidden_size=2048, max_positions=32768)
 
@@ -35,10 +35,10 @@ SHAPE = LayerShape(num_heads=32, num_kv_heads=8, head_dim=64, hidden_size=2048, 
 def divisions() -> dict[str, HeadwiseConfig]:
     """Layers by what they have besides windows of 128."""
     kinds: dict[str, tuple[int, MixerConfig | None]] = {f"{n} softmax": (n, None) for n in (1, 2, 4)}
-    kinds |= {"2 exact caches of 256": (2, cached(256, "redundancy_and_age")), "2 windows of 512": (2, window(512))}
+    kinds |= {"2 KV caches of 256": (2, head_mixer(16, 256, 0)), "2 windows of 512": (2, head_mixer(512, 0, 0))}
     found = {}
     for name, (number, kind) in kinds.items():
-        config = HeadwiseConfig.of([kind] * number + [window(128)] * (SHAPE.num_kv_heads - number))
+        config = HeadwiseConfig.of([kind] * number + [head_mixer(128, 0, 0)] * (SHAPE.num_kv_heads - number))
         assert isinstance(config, HeadwiseConfig)
         found[name] = config
     return found

@@ -144,7 +144,7 @@ def test_padded_prompts_generate_what_each_does_alone(name: str) -> None:
 
 @plain
 def test_heads_of_several_kinds(name: str) -> None:
-    """An exact cache, softmax over all keys and a linear part in one layer; alone, padded and continued."""
+    """A KV cache with eviction, softmax over all keys and a linear part in one layer; alone, padded and continued."""
     case = headwise(name)
     mixers = [layer.mixer for layer in linearized_layers(student_of(case)).values()]
     several = [mixer for mixer in mixers if len(list(mixer.parts())) > 1]

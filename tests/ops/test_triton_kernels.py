@@ -313,7 +313,7 @@ STEPS: dict[str, dict[str, Any]] = {
     },
     "a window of blocks": ALONE | {"span": {"type": "terraced", "window_size": 8, "blocks": 3}},
     "an eviction cache": ALONE | CACHE,
-    "an exact cache and sinks": ALONE | CACHE | {"span": CACHE["span"] | {"sinks": 3}},
+    "a KV cache with eviction and sinks": ALONE | CACHE | {"span": CACHE["span"] | {"sinks": 3}},
     "an eviction cache and a linear part": CACHE | {"state_dtype": "bfloat16"},
 }
 
@@ -444,7 +444,7 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
         WINDOWS | BLOCKS | {"mixer.cache": {"size": 32}},
         {"window", "cached", "quotient", "one_token"},
     ),
-    "an exact cache and sinks": (
+    "a KV cache with eviction and sinks": (
         WINDOWS | {"mixer.span": BLOCKS["mixer.span"] | {"sinks": 4}, "mixer.cache": {"size": 32}},
         {"window", "cached", "quotient", "one_token"},
     ),

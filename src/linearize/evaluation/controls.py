@@ -43,7 +43,7 @@ def window_only(mixer: MixerConfig, sinks: int | None = None) -> MixerConfig:
 def window_only_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> LayerPlan:
     """The layer plan of the window-only control: each layer's own window.
 
-    Where memory is spread over heads or kept in exact caches, it is the `equal_bytes_plan`.
+    Where memory is spread over heads or kept in KV caches with eviction, it is the `equal_bytes_plan`.
     """
     return equal_bytes_plan(plan, model, length) if is_spread(plan) else exact_plan(plan)
 
@@ -66,7 +66,7 @@ def equal_bytes_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> La
 
 
 def exact_plan(plan: LayerPlan) -> LayerPlan:
-    """The same memory for every head but for linear states: its window, exact cache and sinks, or all of its keys.
+    """The same memory for every head but for linear states: its window, KV cache and sinks, or all of its keys.
 
     A linear part without a window gets the window-only control's.
     """

@@ -97,12 +97,25 @@ def _without_rope(forward: Any) -> Callable[..., Any]:
     """Return an attention's `forward` as it is, but for `apply_rotary_pos_emb`, in whose place is `_unrotated`.
 
     Its module's name is left out: by that, torch.compile would look for the function in the module, and find another.
+
+    Returns:
+        the function; for a forward that does not call `apply_rotary_pos_emb` by this name, one that raises TypeError,
+        because RoPE would be applied twice.
     """
+    if "apply_rotary_pos_emb" not in forward.__code__.co_names:
+        return _cannot_leave_rope_out
     variables = {name: x for name, x in forward.__globals__.items() if name != "__name__"}
     variables["apply_rotary_pos_emb"] = _unrotated
     copied = FunctionType(forward.__code__, variables, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__ = forward.__kwdefaults__
     return copied
+
+
+def _cannot_leave_rope_out(self: Any, **_: Any) -> Any:
+    raise TypeError(
+        f"{type(self).__name__}: expected an attention whose forward calls apply_rotary_pos_emb, found another; this "
+        "version of transformers is not supported with mixers that read queries and keys before RoPE"
+    )
 
 
 def _unrotated(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ from linearize.mixers.linear import LinearMixer
 
 __all__ = ["ARCHITECTURES"]
 
-# Of the layer plan in a config; from 2 on, a layer can have a mixer for each group of its heads, and an exact cache.
+# Of the layer plan in a config; from 2 on, a layer can have a mixer for each group of its heads, and a KV cache.
 FORMAT_VERSIONS = (1, 2)
 
 

@@ -21,7 +21,7 @@ STEPS = ("log_decay_k", "log_decay_v", "offset")  # what is a place's own, which
 
 
 class CachedKeys(NamedTuple):
-    """What the cache holds for each block of queries, and which keys leave the window, when each block begins.
+    """The keys that the cache holds for each block of queries, and those that leave the window when a block begins.
 
     Attributes:
         cache: its size and parts.
@@ -41,7 +41,7 @@ class CachedKeys(NamedTuple):
 
     @property
     def before(self) -> int:
-        """How many slots of the pool are the earlier cache's."""
+        """Return the number of slots of the pool that belong to the earlier cache."""
         return 0 if self.carried is None else self.cache.size
 
     def last(self) -> Tokens:

@@ -66,8 +66,8 @@ class CausalMixer(Mixer):
         combine = self.combine
         return OneQuotient(combine.window_factor, least) if isinstance(combine, SharedDenominatorCombine) else None
 
-    def new_tokens(self, inputs: AttnInputs, position: Int[Tensor, "#B T"]) -> Tokens:
-        """Return the slots of the inputs' tokens, which stand at these positions of their documents."""
+    def new_tokens(self, inputs: AttnInputs) -> Tokens:
+        """Return the slots of the inputs' tokens."""
         slots = {"keys": inputs.k, "values": inputs.v}
         if self.scorer is not None:
             slots[SCORES] = self.scorer.of_keys(inputs)

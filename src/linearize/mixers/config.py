@@ -256,7 +256,7 @@ def each_mixer(plan: LayerPlan) -> Iterator[MixerConfig]:
 
 
 def is_spread(plan: LayerPlan) -> bool:
-    """Whether memory is spread over heads or kept in exact caches: no plan of plain windows is like it."""
+    """Whether memory is spread over heads or kept in KV caches with eviction: no plan of plain windows is like it."""
     return any(isinstance(layer, HeadwiseConfig) for layer in plan) or any(
         mixer.cache is not None for mixer in each_mixer(plan)
     )

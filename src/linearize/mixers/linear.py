@@ -31,10 +31,10 @@ class Prepared(NamedTuple):
     """All tokens behind their context, as window and linear part read them.
 
     Attributes:
-        tokens: as they are. written: as the linear state gets them; another set only beside an exact cache.
+        tokens: as they are. written: as the linear state gets them; another set only beside a KV cache with eviction.
         phi_k: features of what is written.
         maximum: the running one, after them.
-        cached: what the exact cache holds.
+        cached: what the KV cache with eviction holds.
     """
 
     tokens: Tokens
@@ -107,7 +107,7 @@ class LinearMixer(CausalMixer):
 
     def tokens(self, inputs: AttnInputs, own: Layout, layout: Layout, state: MixerState | None) -> Prepared:
         """`own` is the layout of the inputs alone, `layout` that with the context of `state`."""
-        slots, maximum = self.new_tokens(inputs, layout.query_position), None
+        slots, maximum = self.new_tokens(inputs), None
         mapped = None if self.feature_map is None else self.map_keys(slots, layout.query_position)
         if self.config.keeps_maximum:
             assert mapped is not None
@@ -256,7 +256,7 @@ class LinearMixer(CausalMixer):
         """Where window and cache hold all keys: softmax, and a state that nothing has entered yet."""
         y = full_softmax(inputs.q, inputs.k, inputs.v, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout)
         batch, nothing = len(inputs.q), self.state_like(inputs.tokens(0, 1))
-        new = self.new_tokens(inputs, layout.query_position)
+        new = self.new_tokens(inputs)
         exact = None if self.config.cache is None else first_cache(self.config, self.scorer, new)
         clock = Clock(layout.count.expand(batch).clone())
         return y, replace(nothing, slots=keep_slots(new, layout, self.span, batch), clock=clock, exact=exact)
@@ -266,7 +266,7 @@ class LinearMixer(CausalMixer):
         batch, _, _, head_dim = inputs.k.shape
         dtype, device = accumulation_dtype(inputs.v.dtype), inputs.k.device
         seen = torch.zeros(batch, dtype=torch.int64, device=device)
-        new, maximum = self.new_tokens(inputs, seen[:, None].expand(-1, inputs.k.shape[2])), None
+        new, maximum = self.new_tokens(inputs), None
         linear = None
         if self.config.keeps_maximum:
             logs = self.map_keys(new, seen[:, None].expand(-1, inputs.k.shape[2]))

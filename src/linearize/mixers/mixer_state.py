@@ -150,8 +150,9 @@ class MixerState(State):
         clock: tokens of the document so far, `seen`.
         linear: S and z of the keys below the window, where there is a linear part.
         maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
-        exact: slots of the KV cache with eviction, oldest first, their `scores` [B, G, C, 1], whole, where those among
-            the slots are of keys alone (`EvictionScorer`), and their `position` [B, G, C], -1 where there is none.
+        exact: slots of the KV cache with eviction, each part with its oldest key first; their whole `scores`
+            [B, G, C, S], where those of the other slots are of keys alone (`EvictionScorer`); and their `position`
+            [B, G, C], -1 where there is none.
     """
 
     slots: Tokens

@@ -30,7 +30,7 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
     """Output and next state, as `LinearMixer.step` gives them for one token of every row."""
     span, clock = mixer.span, state.clock
     at = clock.once(span, lambda seen: NextToken(span, seen))
-    new, maximum = mixer.new_tokens(inputs, at.column), None
+    new, maximum = mixer.new_tokens(inputs), None
     if mixer.config.keeps_maximum:
         assert state.maximum is not None
         top = mixer.map_keys(new, at.column).amax(-1)
@@ -128,7 +128,7 @@ def _read(tokens: Tokens, exact: Tokens | None, at: NextToken, dtype: torch.dtyp
 
 
 def folded(mixer: CausalMixer, state: LinearState | None, dropped: Dropped) -> LinearState | None:
-    """The state with what the exact cache drops when a block begins."""
+    """The state with what the KV cache with eviction drops when a block begins."""
     if state is None:
         return None
     assert dropped.tokens is not None

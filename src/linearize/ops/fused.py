@@ -1,4 +1,4 @@
-"""Prompts in few launches, by Triton kernels of our own: Hedgehog's maps, window, additive linear part, exact caches.
+"""Prompts in few launches, by Triton kernels of our own: Hedgehog's maps, window, additive linear part, KV caches.
 
 Forward alone. A GPU works on one operation of a short prompt for less time than it takes to launch it, and the chunked
 forms make hundreds of them per layer. Where gradients are wanted, and what the kernels do not define (decays, kernels

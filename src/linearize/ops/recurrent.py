@@ -58,7 +58,7 @@ class NextToken:
         return self._once(f"bias {heads} {dtype}", lambda: no_scores(self.hidden[:, None], heads, dtype))
 
     def bias_with_cache(self, size: int, heads: int, dtype: torch.dtype) -> Float[Tensor, "N 1 C_and_S"]:
-        """The same, with an exact cache of `size` slots before the others: it fills from its end, oldest key first."""
+        """Return the same, with a KV cache of `size` slots before the others, which fills from its end."""
         return self._once(f"bias {size} {heads} {dtype}", lambda: self._bias_with_cache(size, heads, dtype))
 
     def _bias_with_cache(self, size: int, heads: int, dtype: torch.dtype) -> Tensor:

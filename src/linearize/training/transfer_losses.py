@@ -62,8 +62,8 @@ def check_losses(config: TransferConfig, name: str, layer: Any) -> None:
         return
     if layer.mixer.config.cache is not None and (config.weight_cross_entropy or config.linear_part):
         raise UserError(
-            "transfer: expected output_mse alone beside an exact cache, whose choice says which keys are the linear "
-            f"part's, as {name} has; set weight_cross_entropy and linear_part to 0"
+            f"transfer: expected output_mse alone beside a KV cache with eviction, found more for {name}; its evictions "
+            "decide which keys the linear part reads; set weight_cross_entropy and linear_part to 0"
         )
     reason = no_distribution(layer.mixer)
     if config.weight_cross_entropy and reason is not None:

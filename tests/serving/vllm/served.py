@@ -59,7 +59,7 @@ def of_recipe(name: str, **overrides: Any) -> LayerPlan:
 
 
 def of_needs() -> LayerPlan:
-    """As `recommended` divides memory: every KV head has a window or an exact cache of its own size."""
+    """As `recommended` divides memory: every KV head has a window or a KV cache with eviction of its own size."""
     heads = [
         (window(6), cached(5)),
         (cached(9), cached(9)),

@@ -68,7 +68,7 @@ class LinearizeMetadata(LinearAttentionMetadata):
 class LinearizeMetadataBuilder(LinearAttentionMetadataBuilder):
     """Also says what the mixers need to know of every sequence."""
 
-    # The exact cache asks how many rows begin a block, and pieces of prompts are as many as there are.
+    # The KV cache with eviction asks how many rows begin a block, and pieces of prompts are as many as there are.
     _cudagraph_support = AttentionCGSupport.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> LinearizeMetadata:
