@@ -14,7 +14,7 @@ from linearize.hf.compiled import compile_steps
 from linearize.hf.conversation import fork_state, load_state, save_state
 from linearize.hf.convert import convert_layers, to_softmax
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import register_feature_map
+from linearize.mixers.config import each_mixer, register_feature_map
 from linearize.recipe import KeepByTransferError, Recipe, resolve
 from linearize.training.attention_transfer import attention_transfer
 from linearize.training.finetune import finetune
@@ -45,12 +45,13 @@ def convert(
     teacher, too; `linearize.finetune` copies what it changes.
 
     Args:
-        tokenizer: the teacher's; needed where the recipe has `memory` or KV caches with eviction, for which attention
-            is measured on the training rows of `recipe.data.dataset` first.
+        tokenizer: the teacher's; needed where the recipe has `memory`, for which attention is measured on the training
+            rows of `recipe.data.dataset` first. Without it, the eviction scores of a `mixer.cache` are not fitted:
+            minus the logarithm of the key's length.
 
     Raises:
-        UserError: an architecture or head that is not supported, a plan that does not fit the teacher, a recipe that is
-            measured without a tokenizer, or layers kept by transfer error, which only `linearize run` can make.
+        UserError: an architecture or head that is not supported, a plan that does not fit the teacher, a recipe with
+            `memory` and no tokenizer, or layers kept by transfer error, which only `linearize run` can make.
     """
     if isinstance(recipe.layers.keep_softmax, KeepByTransferError):
         raise UserError(
@@ -59,7 +60,7 @@ def convert(
         )
     shape = TeacherShape.from_config(teacher.config.to_dict())
     plan = resolve(recipe, shape)
-    if recipe.memory is None and tokenizer is None:
+    if recipe.memory is None and (tokenizer is None or all(mixer.cache is None for mixer in each_mixer(plan))):
         return convert_layers(teacher, plan, seed=recipe.seed)
     if tokenizer is None:
         raise UserError(

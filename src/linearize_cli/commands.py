@@ -248,7 +248,8 @@ def evaluate(
 ) -> None:
     """Measure a linearized model beside its teacher: the loss of a continuation, needles, speed and memory.
 
-    --set evaluation.long=true measures controls, copying, agreement, generations, recall and heads instead.
+    --set evaluation.long=true measures untrained controls, copying, agreement, generations, recall and heads instead.
+    Controls that train are there only where the run itself was made with evaluation.long=true.
     """
     from linearize.base import UserError
     from linearize.distributed import joined

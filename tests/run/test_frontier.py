@@ -58,9 +58,9 @@ def test_every_way_at_every_fraction(made: tuple[Run, dict[str, Any]]) -> None:
         assert untrained == {"window", WINDOW, ALLOCATED}
         assert {name for at, name, trained in found if at == fraction and trained} == {WINDOW, ALLOCATED}
         budget = fraction * LENGTH * HEADS * PAIR
-        assert found[fraction, "window", False]["bytes"] == budget
-        for trained in (False, True):
-            assert 0.4 * budget < found[fraction, ALLOCATED, trained]["bytes"] <= budget
+        assert found[fraction, "window", False]["bytes"] == found[fraction, WINDOW, False]["bytes"] == budget
+        for trained in (False, True):  # one more pair in every head, with its scores and position, would be too much
+            assert budget - HEADS * (PAIR + 16) < found[fraction, ALLOCATED, trained]["bytes"] <= budget
     assert all((point["far_alike"] is None) != point["trained"] for point in made[1]["points"])
     assert made[1]["tokens"] == 2 * 4 * LENGTH
 
@@ -105,18 +105,6 @@ def test_what_is_written(made: tuple[Run, dict[str, Any]], read: Callable[[dict[
         assert f"| 25% | {ALLOCATED}, trained | " in text and f"over a window of {REFERENCE}" in text
         assert text.count("\n| 75% |") == sum(point["fraction"] == 0.75 for point in stored["points"])
         assert "- 25%: " in text
-
-
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-COMMITTED = sorted(str(path.parent.relative_to(EXPERIMENTS)) for path in EXPERIMENTS.rglob("frontier.json"))
-
-
-@pytest.mark.parametrize("name", COMMITTED)
-def test_the_committed_page_and_figure_are_those_of_the_committed_numbers(name: str) -> None:
-    folder = EXPERIMENTS / name
-    found = json.loads((folder / "frontier.json").read_text(encoding="utf-8"))
-    assert words.page(found) == (folder / "frontier.md").read_text(encoding="utf-8")
-    assert words.figure(found) == (folder / "frontier.svg").read_text(encoding="utf-8")
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

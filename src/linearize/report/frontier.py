@@ -55,7 +55,7 @@ def page(about: dict[str, Any]) -> str:
         f"|{' --- |' * len(COLUMNS)}",
         *(f"| {' | '.join(cells)} |" for cells in _rows(about)),
         "",
-        "Window, and KV cache with eviction behind a +, of each KV head, layer by layer:",
+        "Window + pairs for text, the same in every KV head; then pairs for recall of each, layers separated by |:",
         "",
         *(f"- {float(fraction):.0%}: {_heads(chosen)}" for fraction, chosen in about["chosen"].items()),
         "",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -92,14 +94,32 @@ def measure(
 
 
 def stored(run: Run, shape: TeacherShape, layers: LayerPlan) -> Measured | None:
-    """Return what a run's folder has of its measurements; None where it has not all of them."""
-    allocation, scores = run.folder / ALLOCATION, run.folder / SCORES
-    found = Allocation.of(read_json(allocation)) if allocation.is_file() else None
-    if run.recipe.memory is not None and found is None:
+    """Return what a run's folder has of its measurements; None where it has not all of them.
+
+    Raises:
+        UserError: a file is damaged, or of an earlier version.
+    """
+    path, allocation = run.folder / ALLOCATION, None
+    if path.is_file():
+        data = read_json(path)
+        try:
+            allocation = Allocation.of(data)
+            layers = allocation.plan(shape.num_layers)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise _not_measured(path, "window, text, recall, needs, sinks, budget and held") from None
+    elif run.recipe.memory is not None:
         return None
-    layers = layers if found is None else found.plan(shape.num_layers)
     if all(mixer.cache is None for mixer in each_mixer(layers)):
-        return Measured(layers, found)
-    if not scores.is_file():
+        return Measured(layers, allocation)
+    path = run.folder / SCORES
+    if not path.is_file():
         return None
-    return Measured(layers, found, EvictionScores.from_named_tensors(load_file(scores)))
+    try:
+        scores = EvictionScores.from_named_tensors(load_file(path))
+    except (OSError, SafetensorError, KeyError, ValueError):
+        raise _not_measured(path, "eviction scores of each layer for recall and text") from None
+    return Measured(layers, allocation, scores)
+
+
+def _not_measured(path: Path, expected: str) -> UserError:
+    return UserError(f"{path}: expected {expected}, found something else; delete it, and the run measures again")

@@ -1,4 +1,4 @@
-"""Quality against bytes of state: memory by need beside what needs no measuring, as it comes and after training."""
+"""Measure quality against bytes of state: per-head KV budget allocation beside one window, untrained and trained."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class Ruler:
 
 
 def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: str) -> dict[str, Any]:
-    """Measure every way of holding less memory at each fraction of the teacher's cache; the same call resumes.
+    """Measure each way to hold less memory at each fraction of the teacher's cache; the same call resumes.
 
-    At each fraction: what every head can have alike (`uniform`), and the recipe's budget spread by measured need. Where
-    the recipe has a finetune stage, then also: the window and the budget by need trained by it, and so that there is
-    something to compare with, the teacher and the reference window.
+    At each fraction: the same window in every head (`uniform`), and the recipe's budget allocated per head. If the
+    recipe has a finetune stage, the window with sinks and the allocation are also trained by it. The teacher and the
+    reference window are then trained on the same tokens, for comparison.
 
     Args:
         run: whose recipe has `memory`, of which the size is replaced; its folder keeps what is found, and its

@@ -33,7 +33,7 @@ class MemoryConfig(Config):
         default=0.5,
         ge=0,
         lt=1,
-        description="of the bytes at most, for pairs kept for recall where heads need it; the rest is shared alike",
+        description="of the bytes at most, for pairs kept for recall where heads need it; the rest is divided equally",
     )
 
     @model_validator(mode="after")

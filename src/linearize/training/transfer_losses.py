@@ -62,7 +62,7 @@ def check_losses(config: TransferConfig, name: str, layer: Any) -> None:
         return
     if layer.mixer.config.cache is not None and (config.weight_cross_entropy or config.linear_part):
         raise UserError(
-            f"transfer: expected output_mse alone beside a KV cache with eviction, found more for {name}; its evictions "
+            f"transfer: expected output_mse alone beside a KV cache with eviction, found more for {name}; evictions "
             "decide which keys the linear part reads; set weight_cross_entropy and linear_part to 0"
         )
     reason = no_distribution(layer.mixer)
