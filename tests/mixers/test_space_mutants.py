@@ -115,8 +115,8 @@ def erasures_forgotten(patch: pytest.MonkeyPatch) -> None:
 def input_scale_forgotten(patch: pytest.MonkeyPatch) -> None:
     tokens = linear.LinearMixer.new_tokens
 
-    def wrong(self, inputs, position):
-        return {name: x for name, x in tokens(self, inputs, position).items() if name != "input_scale"}
+    def wrong(self, inputs):
+        return {name: x for name, x in tokens(self, inputs).items() if name != "input_scale"}
 
     patch.setattr(linear.LinearMixer, "new_tokens", wrong)
 
