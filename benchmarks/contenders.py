@@ -27,10 +27,7 @@ from linearize.ops.layout import SlidingSpan
 
 @dataclass(frozen=True)
 class Contender:
-    """A model to measure: its name in tables, how it reads prompts (None: a field that it has not), and a fingerprint.
-
-    `weights` is the beginning of the SHA-256 of all tensors and of the plan of a converted model.
-    """
+    """A model to measure: its name in tables, how it reads prompts (None: a field that it has not), its fingerprint."""
 
     name: str
     prefill: str | None
@@ -119,6 +116,19 @@ def window_control(teacher: PreTrainedModel, pairs: int) -> PreTrainedModel:
     return convert_layers(teacher, (mixer,) * layers).eval()
 
 
+def fingerprint(model: PreTrainedModel) -> str:
+    """Return the beginning of the SHA-256 of all tensors and of the layer plan, if there is one.
+
+    `config.prefill` and the path that a model was loaded from do not count.
+    """
+    plan = getattr(model.config, "linearize", None)
+    digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:12]
+
+
 def share_of_right(right: int, count: int, teacher: int | None) -> str:
     """Return a cell of a table: the share of right answers in % with its interval, and as a share of the teacher's.
 
@@ -141,13 +151,4 @@ def _contender(name: str, model: PreTrainedModel, tokenizer: Tokenizer, prefill:
         if not hasattr(model.config, "prefill"):
             raise UserError(f"--prefill: expected a model with a config.prefill, found none in {name}; leave it out")
         model.config.prefill = prefill
-    return Contender(name, getattr(model.config, "prefill", None), _fingerprint(model), model, tokenizer)
-
-
-def _fingerprint(model: PreTrainedModel) -> str:
-    plan = getattr(model.config, "linearize", None)
-    digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()[:12]
+    return Contender(name, getattr(model.config, "prefill", None), fingerprint(model), model, tokenizer)

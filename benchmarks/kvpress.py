@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from contenders import compare, fingerprint, window_control
 from records import write_results
 from transformers import PreTrainedModel
 
@@ -47,18 +48,15 @@ from linearize.evaluation.continuation import (
     needle_rows,
     text_rows,
 )
+from linearize.evaluation.controls import SINKS
 from linearize.evaluation.retrieval import encode
 from linearize.evaluation.speed import Spread, cache_bytes, seconds_in_turns
 from linearize.hf.checkpoint import load_model, load_tokenizer
-from linearize.hf.convert import convert_layers
-from linearize.hf.fingerprint import fingerprint
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import MixerConfig
-from linearize.ops.layout import SlidingSpan
 
-TEACHER, SINKS = "teacher", 4
+TEACHER = "teacher"
 TOLERANCE = 1e-3  # nats between the teacher here and in kvpress's environment, of any row
 FULL, TWICE, STREAMING = "once, full attention", "twice, full attention", "once, streaming"
+# How often each press reads the context before it compresses, and with which attention.
 PRESSES = {
     "StreamingLLM": FULL,
     "SnapKV": FULL,
@@ -71,7 +69,6 @@ PRESSES = {
     "KVzip": TWICE,
     "DuoAttention": FULL,
 }
-"""How often, and with which attention, each reads the context before it compresses."""
 
 HEAD = (
     *("cache", "method", "reads the context", "share after it", "KiB after it", "KiB after the continuation"),
@@ -89,24 +86,27 @@ class Case:
     reads: str
 
 
-def at_budget(method: str, budget: float, reads: str) -> Case:
+def make_case(method: str, budget: float, reads: str) -> Case:
     """Return a method's case at one of the budgets."""
     return Case(f"{method}, {100 * budget:g} %", method, budget, reads)
 
 
 class Store:
-    """What has been measured, a line of JSON for each piece, in a file that belongs to one model and its rows.
+    """Keep the measurements of one teacher on one set of rows in a file, one JSON object per line.
 
-    Lines: {"read": {name: [[loss, found], ...]}, "first": row}, {"bytes": {name: [after context, after continuation]}},
-    {"seconds": {name: seconds}} of one round, {"refused": {name: reason}}, {"weights": {name: fingerprint}}, and
-    {"versions": {package: version}}.
+    Lines: first {"settings": {field: value}}, then {"read": {name: [[loss, found], ...]}, "first": row},
+    {"bytes": {name: [after context, after continuation]}}, {"seconds": {name: seconds}} of one round,
+    {"refused": {name: reason}}, {"weights": {name: fingerprint}}, and {"versions": {package: version}} of presses.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        """Raises UserError where the file is of another model or of other rows."""
+        """Read the file, if there is one.
+
+        Raises:
+            UserError: the file is damaged, or of another model or other rows.
+        """
         self.path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self.lines: list[dict[str, Any]] = [json.loads(line) for line in lines] or [{"settings": settings}]
+        self.lines = read_lines(path) if path.exists() else [{"settings": settings}]
         stored = self.lines[0]["settings"]
         for field, value in settings.items():
             if stored.get(field) != value:
@@ -137,14 +137,29 @@ class Store:
         return [(seconds[name], seconds[TEACHER]) for seconds in rounds if name in seconds]
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines, of which the first has "settings".
+
+    Raises:
+        UserError: the file holds something else.
+    """
+    lines: list[Any] = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            lines.append(json.loads(line))
+    except (OSError, ValueError, RecursionError) as error:
+        problem = f"line {len(lines) + 1} cannot be read ({error})"
+    else:
+        if lines and all(isinstance(line, dict) for line in lines) and "settings" in lines[0]:
+            return lines
+        problem = "other JSON"
+    raise UserError(
+        f"{path}: expected a JSON object in each line, settings first, found {problem}; restore the file, or remove it "
+        "to measure everything again"
+    )
+
+
 # --- models of this environment ---------------------------------------------------------------------------------------
-
-
-def window_of(teacher: PreTrainedModel, tokens: int) -> PreTrainedModel:
-    """Return the teacher with a sliding window and sinks in every layer, `tokens` together; nothing is trained."""
-    span = SlidingSpan(window_size=tokens - SINKS, sinks=SINKS)
-    mixer = MixerConfig(span=span, feature_map=None, combine=WindowOnly())
-    return convert_layers(teacher, (mixer,) * teacher.config.num_hidden_layers).eval()
 
 
 def prefill(model: PreTrainedModel, row: ContextRow) -> Any:
@@ -224,7 +239,7 @@ def timed_budget(budgets: Sequence[float]) -> float:
 
 @contextmanager
 def press_results(python: Path, work: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-    """Run presses.py on a job; within, its results as they come.
+    """Run presses.py on a job, and give an iterator over its results, which waits for each.
 
     Raises:
         UserError: there is no such Python, or it failed.
@@ -272,8 +287,8 @@ def stored(store: Store, results: Iterable[dict[str, Any]]) -> Iterator[None]:
             expected = ours[result["first"]][0]
             if abs(theirs - expected) > TOLERANCE:
                 raise UserError(
-                    f"row {result['first']}: expected the teacher to lose {expected:.4f} nats in kvpress's "
-                    f"environment, too, found {theirs:.4f}; see that --model means the same weights there"
+                    f"row {result['first']}: expected the teacher's loss to be {expected:.4f} nats per token in "
+                    f"kvpress's environment, too, found {theirs:.4f}; see that --model means the same weights there"
                 )
         store.add(**result)
         if "read" in result or "seconds" in result:
@@ -293,7 +308,7 @@ def table(store: Store, cases: Sequence[Case], a: Any) -> list[dict[str, Any]]:
             rows.append(asdict(case) | {"does_not_run": refused[case.name]})
             continue
         texts, needles = split(store.readings(case.name), a.texts)
-        clock = at_budget(case.method, timed, case.reads).name if case.method in PRESSES else case.name
+        clock = make_case(case.method, timed, case.reads).name if case.method in PRESSES else case.name
         seconds = store.seconds(clock)
         numbers = {
             "share": sizes[case.name][0] / sizes[TEACHER][0],
@@ -320,8 +335,8 @@ def markdown(rows: Sequence[dict[str, Any]], a: Any) -> str:
     """Return the table below a sentence about the teacher."""
     loss = rows[0]["loss"]
     lines = [
-        f"{a.texts} continuations of {a.continuation} tokens behind {a.context:,}, on which the teacher loses "
-        f"{loss['mean']:.3f} nats a token ({loss['low']:.3f} to {loss['high']:.3f}), and {a.needles} needles. "
+        f"{a.texts} continuations of {a.continuation} tokens behind {a.context:,}, on which the teacher's loss is "
+        f"{loss['mean']:.3f} nats per token ({loss['low']:.3f} to {loss['high']:.3f}), and {a.needles} needles. "
         "Intervals of 95 %. Seconds: medians over rounds, with the least and the greatest; of presses, at "
         f"{100 * timed_budget(a.budgets):g} %.\n",
     ]
@@ -340,13 +355,14 @@ def markdown(rows: Sequence[dict[str, Any]], a: Any) -> str:
                 f"{row['seconds']['median']:.1f}, {times['median']:.2f} ({times['low']:.2f}-{times['high']:.2f})",
             ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def parse() -> argparse.ArgumentParser:
+def options() -> argparse.ArgumentParser:
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="the teacher, a folder or hub id")
     parser.add_argument("--text", required=True, help="a text file, of which the last quarter is measured")
@@ -374,12 +390,18 @@ def make_rows(a: Any, tokenizer: Any) -> list[ContextRow]:
     return [*texts, *needle_rows(ids, tokenizer, needles=a.needles, **options)]
 
 
-def compare(a: Any) -> list[dict[str, Any]]:
-    """Measure what has not been measured; return the table's rows.
+def measure_all(a: Any) -> dict[str, Any]:
+    """Measure what has not been measured; return the table's rows, and the versions of presses that are in it.
 
     Raises:
         UserError: of bad arguments, and of a text that is too short.
     """
+    for budget in a.budgets:
+        if not SINKS < int(a.context * budget) <= a.context:
+            raise UserError(
+                f"--budgets: expected shares that keep more than {SINKS} of {a.context:,} tokens, and at most all, "
+                f"found {budget:g}"
+            )
     teacher, tokenizer = load_model(a.model, dtype=torch.float32, device=torch.device("cpu")), load_tokenizer(a.model)
     rows = make_rows(a, tokenizer)
     digest = hashlib.sha256(json.dumps([asdict(row) for row in rows]).encode()).hexdigest()[:16]
@@ -388,10 +410,10 @@ def compare(a: Any) -> list[dict[str, Any]]:
 
     models, cases = {TEACHER: teacher}, [Case(TEACHER, TEACHER, 1.0, FULL)]
     for budget in a.budgets:
-        cases += [at_budget(press, budget, PRESSES[press]) for press in a.presses]
-        cases.append(at_budget(f"window and {SINKS} sinks", budget, STREAMING))
-        models[cases[-1].name] = window_of(teacher, int(a.context * budget))
-    given = students(a.student, models)
+        cases += [make_case(press, budget, PRESSES[press]) for press in a.presses]
+        cases.append(make_case(f"window and {SINKS} sinks", budget, STREAMING))
+        models[cases[-1].name] = window_control(teacher, int(a.context * budget))
+    given = students(a.student, [case.name for case in cases])
     models |= given
     for name, model in models.items():
         measure_model(store, name, model, rows, a.texts)
@@ -405,7 +427,7 @@ def compare(a: Any) -> list[dict[str, Any]]:
     if work := job(store, press_cases, rows, int(tokenizer.bos_token_id is not None), a):
         measure_presses(store, work, Path(a.python))
     time_models(store, models, rows[-1], a.repeats)
-    return table(store, cases, a)
+    return {"results": table(store, cases, a), "press_versions": store.all("versions")}
 
 
 def students(given: Sequence[str], taken: Container[str]) -> dict[str, PreTrainedModel]:
@@ -417,28 +439,28 @@ def students(given: Sequence[str], taken: Container[str]) -> dict[str, PreTraine
     loaded: dict[str, PreTrainedModel] = {}
     for argument in given:
         name, _, folder = argument.partition("=")
-        if not name or not folder or name in taken or name in loaded or name in PRESSES:
+        titles = {name: "streaming", f"{name}, prefill in full": "full"}
+        if not name or not folder or any(title in taken or title in loaded for title in titles) or name in PRESSES:
             raise UserError(f"--student: expected NAME=FOLDER with a name of its own, found {argument!r}")
-        for title, prefill in ((name, "streaming"), (f"{name}, prefill in full", "full")):
+        for title, prefill in titles.items():
             loaded[title] = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
             loaded[title].config.prefill = prefill
     return loaded
 
 
-def main() -> None:
-    parser = parse()
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    torch.set_flush_denormal(True)  # as the command line does
+def write_page(a: Any) -> str:
+    """Measure, write the results, and return the page."""
     load = [os.getloadavg()[0]]
-    try:
-        rows = compare(arguments)
-    except UserError as error:
-        parser.exit(2, f"error: {error}\n")
+    measured = measure_all(a)
     load.append(os.getloadavg()[0])
-    write_results(arguments, load, results=rows)
-    arguments.json.with_suffix(".md").write_text(markdown(rows, arguments), encoding="utf-8")
-    print(markdown(rows, arguments), end="")  # noqa: T201 (the result)
+    write_results(a, load, **measured)
+    page = markdown(measured["results"], a)
+    a.json.with_suffix(".md").write_text(f"{page}\n", encoding="utf-8")
+    return page
+
+
+def main() -> None:
+    compare(options(), write_page)
 
 
 if __name__ == "__main__":

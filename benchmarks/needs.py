@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from linearize.data.rows import PackedRows
 from linearize.evaluation.speed import Spread, peak_bytes, seconds_in_turns
 from linearize.hf.checkpoint import load_model
-from linearize.training.eviction_scores import CONTEXTS, LONGEST, SHORTEST, measure_attention
+from linearize.training.eviction_scores import CONTEXTS, LONGEST, REQUEST, SHORTEST, measure_attention
 
 
 def random_rows(vocabulary: int, rows: int, length: int) -> PackedRows:
@@ -68,10 +68,9 @@ def main() -> None:
     else:
         model = load_model(a.model, dtype=torch.float32, device=device)
     model.requires_grad_(False)
-    longest = min(LONGEST, model.config.max_position_embeddings // 2)
-    named = calls(
-        model, random_rows(model.config.vocab_size, CONTEXTS, 2 * (SHORTEST + LONGEST) // 2 * longest // LONGEST)
-    )
+    longest = min(LONGEST, (model.config.max_position_embeddings - len(REQUEST)) // 2)  # as `measure_attention` has it
+    length = (SHORTEST + LONGEST) * longest // LONGEST  # tokens of a context on average, twice
+    named = calls(model, random_rows(model.config.vocab_size, CONTEXTS, length))
     seconds, found = seconds_in_turns(named, a.repeats), []
     print("| what | times a forward pass | MiB |\n| --- | --- | --- |")  # noqa: T201
     for name, call in named.items():

@@ -125,6 +125,7 @@ def duo_attention(model: Any, removed: float, length: int) -> DuoAttentionPress:
     return press
 
 
+# By name, functions of a model, the share of the cache that is removed, and the context's length in tokens.
 PRESSES: dict[str, Callable[[Any, float, int], BasePress]] = {
     "StreamingLLM": lambda model, removed, length: StreamingLLMPress(removed),
     "SnapKV": lambda model, removed, length: snapkv(removed, length),
@@ -137,11 +138,10 @@ PRESSES: dict[str, Callable[[Any, float, int], BasePress]] = {
     "KVzip": lambda model, removed, length: KVzipPress(removed),
     "DuoAttention": duo_attention,
 }
-"""By name: of a model, the share of the cache that goes, and the tokens of the context."""
 
 
 def set_opening(press: BasePress, tokens: int) -> None:
-    """Tell KVzip, within its context, how many tokens open the text: it would skip as many as open a chat."""
+    """Set KVzip's prefix length, within its context, to the tokens that open a text; it assumes those of a chat."""
     if isinstance(press, KVzipPress):
         press.prefix_length = tokens
 

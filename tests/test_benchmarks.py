@@ -40,6 +40,15 @@ def benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return call
 
 
+SCRIPTS = sorted(set(BENCHMARKS.glob("*.py")) - {BENCHMARKS / "presses.py"})  # runs in kvpress's own environment
+
+
+@pytest.mark.usefixtures("benchmark")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_each_script_can_be_loaded(script: Path) -> None:
+    runpy.run_path(str(script), run_name="loaded")
+
+
 def test_whole_models(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--lengths", 8, 24, "--batch", 1, 3, "--repeats", 3]
     recipes = ["lolcats", "recommended"]

@@ -1,6 +1,6 @@
 """Compare attention sinks beside one window at equal bytes, nothing trained.
 
-    python experiments/memory/sinks.py HuggingFaceTB/SmolLM2-135M-Instruct --text wikipedia.txt
+    python experiments/memory/sinks.py HuggingFaceTB/SmolLM2-135M-Instruct --text wikipedia.txt --output OUTPUT.json
 
 Every head of the teacher gets the same window and one form of sink, in 20, 11 and 6 % of the teacher's cache at the
 rows' length:
@@ -20,7 +20,7 @@ The logit b of a head is computed from the teacher, in one of two ways:
 applies everywhere, as in gpt-oss. The fit is on the first three quarters of the text, the measurement on the last one:
 the cross-entropy of tokens at positions of 256 and more in their row, minus the teacher's.
 
-Writes OUTPUT (JSON), a table (.md) and a figure (.svg) beside it. The same command again resumes.
+Writes OUTPUT.json, a table (.md) and a figure (.svg) beside it. The same command again resumes.
 """
 
 from __future__ import annotations
@@ -168,13 +168,14 @@ def fitted_logits(
             model(row[None].to(model.device), use_cache=False)
     found: list[Logits] = [{} for _ in spans]
     for (span, layer), parts in statistics.items():
-        numbers = torch.cat(parts, dim=-1).cpu()
+        log_sum, oy, oo, first = torch.cat(parts, dim=-1).cpu()
         later = later_queries(rows.input_ids.shape[1], span).repeat(len(parts))
         for place, form in enumerate(forms):
             if spans[place] == span and form.logit == "mass":
-                found[place][layer] = by_mass(*numbers[..., later])
+                found[place][layer] = by_mass(log_sum[:, later], first[:, later])
             elif spans[place] == span:
-                found[place][layer] = by_error(*numbers[..., later | form.all_queries])
+                queries = later | form.all_queries
+                found[place][layer] = by_error(log_sum[:, queries], oy[:, queries], oo[:, queries])
     return found
 
 
@@ -184,9 +185,7 @@ def first_logits(inputs: AttnInputs) -> Float[Tensor, "B H T"]:
     return scores if inputs.softcap is None else inputs.softcap * torch.tanh(scores / inputs.softcap)
 
 
-def by_mass(
-    log_sum: Float[Tensor, "H N"], oy: Float[Tensor, "H N"], oo: Float[Tensor, "H N"], first: Float[Tensor, "H N"]
-) -> Float[Tensor, " H"]:
+def by_mass(log_sum: Float[Tensor, "H N"], first: Float[Tensor, "H N"]) -> Float[Tensor, " H"]:
     """Solve mean sigmoid(b - log_sum) = mean sigmoid(first - log_sum) for b, by bisection."""
     share = (first - log_sum).sigmoid().mean(-1)
     low, high = ((first - log_sum).amin(-1) + log_sum.amin(-1)), ((first - log_sum).amax(-1) + log_sum.amax(-1))
@@ -197,9 +196,7 @@ def by_mass(
     return (low + high) / 2
 
 
-def by_error(
-    log_sum: Float[Tensor, "H N"], oy: Float[Tensor, "H N"], oo: Float[Tensor, "H N"], first: Float[Tensor, "H N"]
-) -> Float[Tensor, " H"]:
+def by_error(log_sum: Float[Tensor, "H N"], oy: Float[Tensor, "H N"], oo: Float[Tensor, "H N"]) -> Float[Tensor, " H"]:
     """Minimise sum (c^2 o.o - 2 c o.y) over b, where c = sigmoid(log_sum - b), in steps of 0.1 around the mean."""
     candidates = log_sum.mean(-1, keepdim=True) + torch.arange(-15, 10, 0.1)
     errors = []
