@@ -26,7 +26,7 @@ from linearize.base import UserError, progress
 from linearize.data.rows import inference
 from linearize.distributed import dealt, put_together
 from linearize.evaluation.intervals import Interval, Totals, resample, wilson
-from linearize.evaluation.retrieval import encode, split_tokens
+from linearize.evaluation.retrieval import encode, opening_tokens, split_tokens
 from linearize.evaluation.speed import require_positions
 
 CONTEXT, CONTINUATION = 1024, 256  # tokens
@@ -111,7 +111,7 @@ def text_rows(
     Raises:
         UserError: the text is too short.
     """
-    start = opening(tokenizer)
+    start = opening_tokens(tokenizer)
     length = context - len(start) + continuation
     _require_tokens(len(ids), rows * length, f"{rows} rows of {context} + {continuation} tokens")
     places = random.Random(f"text {seed}").sample(range(len(ids) // length), rows)
@@ -134,7 +134,7 @@ def needle_rows(
     Raises:
         UserError: the text is too short, or a fact does not fit the context.
     """
-    source, start = random.Random(f"needles {seed}"), opening(tokenizer)
+    source, start = random.Random(f"needles {seed}"), opening_tokens(tokenizer)
     made = []
     for number in range(needles):
         question, answer = FACT.format(source.choice(THINGS)), f" {source.randrange(10_000, 100_000)}"
@@ -153,11 +153,6 @@ def needle_rows(
         before = round(depth * length)
         made.append(ContextRow([*start, *text[:before], *fact, *text[before:]], [*asked, *told], len(told)))
     return made
-
-
-def opening(tokenizer: Tokenizer) -> list[int]:
-    """Return the token that opens a text, where the tokenizer has one."""
-    return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]  # type: ignore[arg-type]
 
 
 def _require_tokens(available: int, needed: int, rows: str) -> None:

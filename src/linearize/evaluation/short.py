@@ -26,9 +26,9 @@ from linearize.base import UserError, progress
 from linearize.data.rows import PackedRows, inference
 from linearize.data.splits import ENOUGH
 from linearize.distributed import dealt, put_together
-from linearize.evaluation.continuation import CONTINUATION, DEPTHS, FACT, THINGS, opening
+from linearize.evaluation.continuation import CONTINUATION, DEPTHS, FACT, THINGS
 from linearize.evaluation.intervals import Interval, Totals, resample, wilson
-from linearize.evaluation.retrieval import encode, split_tokens
+from linearize.evaluation.retrieval import encode, opening_tokens, split_tokens
 from linearize.evaluation.speed import Spread, cache_bytes, now
 from linearize.hf.conversation import fork_state
 from linearize.hf.sharding import is_sharded
@@ -106,7 +106,7 @@ def passages(ids: Sequence[int], tokenizer: Tokenizer, *, context: int, max_posi
             f"short evaluation: expected {ROWS} contexts of at least {LEAST} tokens, found {len(ids):,} tokens of "
             f"held-out text and {max_positions:,} positions; give more text"
         )
-    draw, start = random.Random(f"short {seed}"), opening(tokenizer)
+    draw, start = random.Random(f"short {seed}"), opening_tokens(tokenizer)
     made = []
     for row, place in enumerate(sorted(draw.sample(range(len(ids) // length), ROWS))):
         text = list(ids[place * length : (place + 1) * length])
