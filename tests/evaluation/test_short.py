@@ -47,8 +47,8 @@ def test_passages_do_not_overlap_and_have_a_needle_each_at_depths_that_rise() ->
     assert len(made) == 16
     depths, ends = [], [0]
     for passage in made:
-        assert passage.question is not None
-        question, answer = map(TOKENIZER.decode, passage.question)
+        assert passage.needle is not None
+        question, answer = TOKENIZER.decode(passage.needle.question), TOKENIZER.decode(passage.needle.answer)
         # 16 parts of 200 tokens: a quarter of a part follows the context.
         assert (len(passage.context), len(passage.text)) == (150, 50) and passage.context[0] == BOS
         before, after = TOKENIZER.decode(passage.context[1:]).split(f"{question}{answer}.\n")
@@ -63,7 +63,7 @@ def test_passages_do_not_overlap_and_have_a_needle_each_at_depths_that_rise() ->
 def test_passages_fit_positions_and_text() -> None:
     made = passages(IDS, TOKENIZER, context=1024, max_positions=64, seed=0)
     assert {len(passage.context) + len(passage.text) + short.NEW_TOKENS for passage in made} == {64}
-    assert all(passage.question is None for passage in made)  # it would be most of the context
+    assert all(passage.needle is None for passage in made)  # it would be most of the context
     with pytest.raises(UserError, match="expected 16 contexts of at least 16 tokens, found 300 tokens"):
         passages(IDS[:300], TOKENIZER, context=1024, max_positions=64, seed=0)
 
