@@ -52,6 +52,8 @@ from linearize.evaluation.speed import Spread, cache_bytes, seconds_in_turns
 from linearize.hf.checkpoint import load_model, load_tokenizer
 from linearize.hf.convert import convert_layers
 from linearize.hf.fingerprint import fingerprint
+from linearize.hf.prefill import FULL as PREFILL_FULL
+from linearize.hf.prefill import STREAMING as PREFILL_STREAMING
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import MixerConfig
 from linearize.ops.layout import SlidingSpan
@@ -399,7 +401,7 @@ def compare(a: Any) -> list[dict[str, Any]]:
     for name, model in given.items():
         share = sizes[name][0] / sizes[TEACHER][0]
         budget = min(a.budgets, key=lambda budget: abs(math.log(budget / share)))
-        reads = FULL if getattr(model.config, "prefill", None) == "full" else STREAMING
+        reads = FULL if getattr(model.config, "prefill", None) == PREFILL_FULL else STREAMING
         cases.append(Case(name, name, budget, reads))
     press_cases = [case for case in cases if case.method in PRESSES]
     if work := job(store, press_cases, rows, int(tokenizer.bos_token_id is not None), a):
@@ -419,9 +421,9 @@ def students(given: Sequence[str], taken: Container[str]) -> dict[str, PreTraine
         name, _, folder = argument.partition("=")
         if not name or not folder or name in taken or name in loaded or name in PRESSES:
             raise UserError(f"--student: expected NAME=FOLDER with a name of its own, found {argument!r}")
-        for title, prefill in ((name, "streaming"), (f"{name}, prefill in full", "full")):
+        for title, way in ((name, PREFILL_STREAMING), (f"{name}, prefill in full", PREFILL_FULL)):
             loaded[title] = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
-            loaded[title].config.prefill = prefill
+            loaded[title].config.prefill = way
     return loaded
 
 

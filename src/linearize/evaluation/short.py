@@ -38,12 +38,12 @@ from linearize.evaluation.intervals import Interval, wilson
 from linearize.evaluation.retrieval import opening_tokens
 from linearize.evaluation.speed import Spread, cache_bytes, now
 from linearize.hf.conversation import fork_state
+from linearize.hf.prefill import FULL, STREAMING
 from linearize.hf.sharding import is_sharded
 
 ROWS = ENOUGH  # contexts
 TIMED_ROWS, NEW_TOKENS = 4, 8  # contexts after which generation is timed, and tokens generated after each
 LEAST = 16  # tokens of a context
-STREAMING, FULL = "streaming", "full"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Reading:
 
     Attributes:
         model: "teacher" or "student".
-        prefill: "streaming" or "full"; None of a teacher.
+        prefill: `STREAMING` or `FULL`; None of a teacher.
         loss: of the text after the contexts.
         difference: the loss minus the teacher's, paired by rows; None of the teacher, and without one.
         needles: share of the questions that greedy decoding answers. None where no needle fits the contexts.
