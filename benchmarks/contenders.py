@@ -19,6 +19,7 @@ from linearize.evaluation.controls import SINKS
 from linearize.evaluation.intervals import wilson
 from linearize.hf.checkpoint import load_model, load_tokenizer
 from linearize.hf.convert import convert_layers
+from linearize.hf.prefill import PREFILL_COSTS
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import MixerConfig
@@ -53,7 +54,7 @@ def contender_arguments(parser: argparse.ArgumentParser, results: str) -> None:
         help=f"also the teacher with N keys in each KV head of every layer: the first {SINKS} and the last N - {SINKS}",
     )
     parser.add_argument(
-        "--prefill", choices=["full", "streaming"], help="how converted models read a prompt (default: as they say)"
+        "--prefill", choices=sorted(PREFILL_COSTS), help="how converted models read a prompt (default: as they say)"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")

@@ -52,6 +52,8 @@ from linearize.evaluation.controls import SINKS
 from linearize.evaluation.retrieval import encode
 from linearize.evaluation.speed import Spread, cache_bytes, seconds_in_turns
 from linearize.hf.checkpoint import load_model, load_tokenizer
+from linearize.hf.prefill import FULL as PREFILL_FULL
+from linearize.hf.prefill import STREAMING as PREFILL_STREAMING
 
 TEACHER = "teacher"
 TOLERANCE = 1e-3  # nats between the teacher here and in kvpress's environment, of any row
@@ -421,7 +423,7 @@ def measure_all(a: Any) -> dict[str, Any]:
     for name, model in given.items():
         share = sizes[name][0] / sizes[TEACHER][0]
         budget = min(a.budgets, key=lambda budget: abs(math.log(budget / share)))
-        reads = FULL if getattr(model.config, "prefill", None) == "full" else STREAMING
+        reads = FULL if getattr(model.config, "prefill", None) == PREFILL_FULL else STREAMING
         cases.append(Case(name, name, budget, reads))
     press_cases = [case for case in cases if case.method in PRESSES]
     if work := job(store, press_cases, rows, int(tokenizer.bos_token_id is not None), a):
@@ -439,12 +441,12 @@ def students(given: Sequence[str], taken: Container[str]) -> dict[str, PreTraine
     loaded: dict[str, PreTrainedModel] = {}
     for argument in given:
         name, _, folder = argument.partition("=")
-        titles = {name: "streaming", f"{name}, prefill in full": "full"}
+        titles = {name: PREFILL_STREAMING, f"{name}, prefill in full": PREFILL_FULL}
         if not name or not folder or any(title in taken or title in loaded for title in titles) or name in PRESSES:
             raise UserError(f"--student: expected NAME=FOLDER with a name of its own, found {argument!r}")
-        for title, prefill in titles.items():
+        for title, way in titles.items():
             loaded[title] = load_model(folder, dtype=torch.float32, device=torch.device("cpu"))
-            loaded[title].config.prefill = prefill
+            loaded[title].config.prefill = way
     return loaded
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import random
 import string
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,9 @@ from linearize import convert_layers
 from linearize.base import UserError
 from linearize.data.rows import PackedRows
 from linearize.evaluation import short
-from linearize.evaluation.short import ShortEvaluation, measure_short, passages
+from linearize.evaluation.intervals import wilson
+from linearize.evaluation.short import Passage, ShortEvaluation, measure_short, passages
+from linearize.evaluation.speed import Spread
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import MixerConfig
 from linearize.ops.layout import SlidingSpan
@@ -47,8 +51,8 @@ def test_passages_do_not_overlap_and_have_a_needle_each_at_depths_that_rise() ->
     assert len(made) == 16
     depths, ends = [], [0]
     for passage in made:
-        assert passage.question is not None
-        question, answer = map(TOKENIZER.decode, passage.question)
+        assert passage.needle is not None
+        question, answer = TOKENIZER.decode(passage.needle.question), TOKENIZER.decode(passage.needle.answer)
         # 16 parts of 200 tokens: a quarter of a part follows the context.
         assert (len(passage.context), len(passage.text)) == (150, 50) and passage.context[0] == BOS
         before, after = TOKENIZER.decode(passage.context[1:]).split(f"{question}{answer}.\n")
@@ -63,12 +67,12 @@ def test_passages_do_not_overlap_and_have_a_needle_each_at_depths_that_rise() ->
 def test_passages_fit_positions_and_text() -> None:
     made = passages(IDS, TOKENIZER, context=1024, max_positions=64, seed=0)
     assert {len(passage.context) + len(passage.text) + short.NEW_TOKENS for passage in made} == {64}
-    assert all(passage.question is None for passage in made)  # it would be most of the context
+    assert all(passage.needle is None for passage in made)  # it would be most of the context
     with pytest.raises(UserError, match="expected 16 contexts of at least 16 tokens, found 300 tokens"):
         passages(IDS[:300], TOKENIZER, context=1024, max_positions=64, seed=0)
 
 
-def test_losses_are_those_of_one_forward_pass_and_full_prefill_reads_contexts_as_the_teacher() -> None:
+def test_losses_are_those_of_one_forward_pass() -> None:
     teacher = tiny.llama()
     student = windowed(teacher)
     found = measured(teacher, student)
@@ -95,6 +99,71 @@ def test_losses_are_those_of_one_forward_pass_and_full_prefill_reads_contexts_as
     # Both keep the same state, which is smaller than the teacher's cache of all tokens.
     assert streaming.cache_bytes == full.cache_bytes < first.cache_bytes
     assert found.saved_prefill == "streaming" and student.config.prefill is None  # as it was
+
+
+def greedy(model: Any, passage: Passage) -> list[int]:
+    """The likeliest token at each place of the answer, given the passage's own answer, computed without a cache."""
+    assert passage.needle is not None
+    needle, size = passage.needle, len(passage.needle.answer)
+    ids = torch.tensor([[*passage.context, *needle.question, *needle.answer]])
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits[0, -size - 1 : -1].argmax(dim=-1).tolist()
+
+
+def test_needles_are_those_of_one_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = tiny.llama()
+    student = windowed(teacher)
+    # Random weights answer nothing right. So teach the answers: of every four contexts, two have the teacher's answer
+    # and one has the student's.
+    made = passages(IDS, TOKENIZER, context=120, max_positions=256, seed=0)
+    for row, passage in enumerate(made):
+        assert passage.needle is not None
+        model = (teacher, teacher, student, None)[row % 4]
+        answer = passage.needle.answer if model is None else greedy(model, passage)[:1]
+        made[row] = replace(passage, needle=replace(passage.needle, answer=answer))
+    monkeypatch.setattr(short, "passages", lambda *_, **__: made)
+    found = measured(teacher, student)
+    shares = []
+    for line, model in zip(found.readings, (teacher, student), strict=False):
+        right = sum(greedy(model, passage) == passage.needle.answer for passage in made if passage.needle)
+        assert line.needles == wilson(right, 16)
+        shares.append(right)
+    assert found.needles == 16 and shares[0] >= 8 > shares[1] >= 4
+
+
+def test_full_prefill_reads_contexts_as_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = passages(IDS, TOKENIZER, context=120, max_positions=256, seed=0)
+    # The context alone predicts a text of one token.
+    monkeypatch.setattr(
+        short, "passages", lambda *_, **__: [replace(passage, text=passage.text[:1]) for passage in made]
+    )
+    teacher = tiny.llama()
+    first, streaming, full = measured(teacher, windowed(teacher)).readings
+    assert full.loss.mean == pytest.approx(first.loss.mean, abs=1e-6)
+    assert streaming.loss.mean != pytest.approx(first.loss.mean, abs=1e-4)
+
+
+def test_the_way_that_a_model_is_saved_with_is_told_and_stays() -> None:
+    student = windowed(tiny.llama())
+    student.config.prefill = "full"
+    assert measured(None, student).saved_prefill == "full" and student.config.prefill == "full"
+
+
+def test_seconds_are_of_contexts_and_of_single_tokens_without_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(short, "now", lambda: float(next(clock) ** 2))  # so no two intervals are equally long
+    teacher = tiny.llama()
+    readings = measured(teacher, windowed(teacher)).readings
+    ticks = itertools.count()
+    prefills: list[list[float]] = [[], [], []]
+    decodes: list[list[float]] = [[], [], []]
+    for row, turn in itertools.product(range(16), range(3)):
+        prefills[turn].append(-(next(ticks) ** 2) + next(ticks) ** 2)
+        for _ in range(8 if row < 4 else 0):
+            decodes[turn].append(-(next(ticks) ** 2) + next(ticks) ** 2)
+    for line, prefill, decode in zip(readings, prefills, decodes, strict=True):
+        assert line.prefill_seconds == Spread.of(prefill[1:])
+        assert line.decode_seconds == Spread.of(decode[1:])
 
 
 def test_a_student_that_keeps_all_keys_is_the_teacher() -> None:

@@ -41,7 +41,7 @@ class AttentionStatistics:
         first_token: weight on the first token of a row.
         sink_heads: query heads whose mean weight on the first token is more than one half.
         heads: query heads of all layers together.
-        beyond_near: weight on keys before the last `NEAR` tokens, the first token of the row apart.
+        beyond_near: weight on keys before the last `NEAR` tokens, except the first token of the row.
         queries: how many queries of each head are counted.
     """
 

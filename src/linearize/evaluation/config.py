@@ -1,4 +1,4 @@
-"""What is measured at the end of a run, as data."""
+"""Settings of the evaluation at the end of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from linearize.base import Config
 
 
 class EvaluationConfig(Config):
-    """What `run` measures at the end; of a language model only `long` asks for more than a few minutes of it."""
+    """Set what `run` measures at the end. The evaluation of a language model takes minutes unless `long` is set."""
 
     long: bool = Field(
         default=False,

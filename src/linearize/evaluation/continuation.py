@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -26,7 +26,7 @@ from linearize.base import UserError, progress
 from linearize.data.rows import inference
 from linearize.distributed import dealt, put_together
 from linearize.evaluation.intervals import Interval, Totals, resample, wilson
-from linearize.evaluation.retrieval import encode, split_tokens
+from linearize.evaluation.retrieval import encode, opening_tokens, split_tokens
 from linearize.evaluation.speed import require_positions
 
 CONTEXT, CONTINUATION = 1024, 256  # tokens
@@ -51,11 +51,12 @@ class ContextRow:
 
 @dataclass(frozen=True)
 class Readings:
-    """What one model made of N rows. On the CPU.
+    """Losses and hits of one model on N rows. On the CPU.
 
     Attributes:
         loss: mean cross-entropy of a row's scored tokens, computed in fp32.
-        found: whether each of a row's scored tokens is the most likely one, given the right ones before it.
+        found: whether each of a row's scored tokens is the most likely one, given the right ones before it. In the
+            short evaluation, the loss is of the text after a context, and `found` is of the answer to a question.
     """
 
     loss: Float[Tensor, " N"]
@@ -111,7 +112,7 @@ def text_rows(
     Raises:
         UserError: the text is too short.
     """
-    start = opening(tokenizer)
+    start = opening_tokens(tokenizer)
     length = context - len(start) + continuation
     _require_tokens(len(ids), rows * length, f"{rows} rows of {context} + {continuation} tokens")
     places = random.Random(f"text {seed}").sample(range(len(ids) // length), rows)
@@ -134,30 +135,44 @@ def needle_rows(
     Raises:
         UserError: the text is too short, or a fact does not fit the context.
     """
-    source, start = random.Random(f"needles {seed}"), opening(tokenizer)
+    source, start = random.Random(f"needles {seed}"), opening_tokens(tokenizer)
     made = []
     for number in range(needles):
-        question, answer = FACT.format(source.choice(THINGS)), f" {source.randrange(10_000, 100_000)}"
-        asked, told = split_tokens(tokenizer, question, answer)
-        fact = encode(tokenizer, f"{question}{answer}.\n")
-        length = context - len(start) - len(fact)
-        if length < len(fact):
+        needle = draw_needle(tokenizer, source)
+        size = len(needle.fact)
+        length = context - len(start) - size
+        if length < size:
             raise UserError(
-                f"needles: expected a context of at least {len(start) + 2 * len(fact)} tokens around a fact of "
-                f"{len(fact)}, found {context}; choose a longer context"
+                f"needles: expected a context of at least {len(start) + 2 * size} tokens around a fact of "
+                f"{size}, found {context}; choose a longer context"
             )
         _require_tokens(len(ids), length, f"contexts of {context} tokens")
         first = source.randrange(len(ids) - length + 1)
-        text = list(ids[first : first + length])
-        depth = DEPTHS[0] + (DEPTHS[1] - DEPTHS[0]) * number / max(needles - 1, 1)
-        before = round(depth * length)
-        made.append(ContextRow([*start, *text[:before], *fact, *text[before:]], [*asked, *told], len(told)))
+        text = hide_needle(ids[first : first + length], needle, number, needles)
+        made.append(ContextRow([*start, *text], [*needle.question, *needle.answer], len(needle.answer)))
     return made
 
 
-def opening(tokenizer: Tokenizer) -> list[int]:
-    """Return the token that opens a text, where the tokenizer has one."""
-    return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class Needle:
+    """Token ids of a fact, and of the question for it and the answer. The fact repeats both in one line of text."""
+
+    fact: list[int]
+    question: list[int]
+    answer: list[int]
+
+
+def draw_needle(tokenizer: Tokenizer, source: random.Random) -> Needle:
+    """Return a needle about one of `THINGS` with a number of five digits."""
+    question, answer = FACT.format(source.choice(THINGS)), f" {source.randrange(10_000, 100_000)}"
+    return Needle(encode(tokenizer, f"{question}{answer}.\n"), *split_tokens(tokenizer, question, answer))
+
+
+def hide_needle(text: Sequence[int], needle: Needle, number: int, needles: int) -> list[int]:
+    """Return the text with the needle's fact in it, at the depth of needle `number` (from 0) of so many `needles`."""
+    depth = DEPTHS[0] + (DEPTHS[1] - DEPTHS[0]) * number / max(needles - 1, 1)
+    before = round(depth * len(text))
+    return [*text[:before], *needle.fact, *text[before:]]
 
 
 def _require_tokens(available: int, needed: int, rows: str) -> None:
@@ -186,21 +201,32 @@ def measure(model: nn.Module, rows: Sequence[ContextRow], *, title: str = "conti
     loss, found = (torch.zeros(len(rows), dtype=torch.float64) for _ in range(2))
     with inference(model) as device:
         for number, counts in progress(dealt(rows), title):
-            row = rows[number]
-            logits = _logits(model, row, device)[-row.scored :]
-            target = torch.tensor(row.continuation[-row.scored :], device=device)
+            row_loss, row_found = _read(model, rows[number], device)
             if counts:
-                loss[number] = F.cross_entropy(logits, target).item()
-                found[number] = float((logits.argmax(dim=-1) == target).all())
+                loss[number], found[number] = row_loss, row_found
     loss, found = put_together(loss), put_together(found)
     if bad := int((~loss.isfinite()).sum()):
         raise FloatingPointError(f"{title}: the loss of {bad} of {len(rows)} rows is not a finite number")
     return Readings(loss, found > 0)
 
 
-def _logits(model: nn.Module, row: ContextRow, device: torch.device) -> Float[Tensor, "C V"]:
-    """Return the fp32 logits of every token of the continuation, its first one's from the context's last token."""
+def _read(model: nn.Module, row: ContextRow, device: torch.device) -> tuple[float, bool]:
     context, continuation = (torch.tensor([part], device=device) for part in (row.context, row.continuation))
     read = model(input_ids=context, use_cache=True, logits_to_keep=1)
     more = model(input_ids=continuation, past_key_values=read.past_key_values, use_cache=True)
-    return torch.cat([read.logits[0, -1:], more.logits[0, :-1]]).float()
+    return score(read.logits[0, -1:], more.logits[0], continuation[0], row.scored)
+
+
+def score(
+    context_logits: Float[Tensor, "1 V"], logits: Float[Tensor, "C V"], continuation: Int64[Tensor, " C"], scored: int
+) -> tuple[float, bool]:
+    """Return the mean fp32 loss of a continuation's last tokens, and whether each of them is the most likely one.
+
+    Args:
+        context_logits: of the context's last token. They predict the first token of the continuation.
+        logits: of the continuation's own tokens.
+        scored: how many tokens count.
+    """
+    predicted = torch.cat([context_logits, logits[:-1]]).float()[-scored:]
+    target = continuation[-scored:]
+    return F.cross_entropy(predicted, target).item(), bool((predicted.argmax(dim=-1) == target).all())

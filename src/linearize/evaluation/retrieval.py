@@ -66,11 +66,6 @@ class Setting:
     trials: int
     seed: int
 
-    @property
-    def start(self) -> list[int]:
-        """The token that opens a text, where the tokenizer has one."""
-        return [] if self.tokenizer.bos_token_id is None else [int(self.tokenizer.bos_token_id)]  # type: ignore[arg-type]
-
     def generator(self, stream: str) -> torch.Generator:
         """One stream per cell, so that no cell depends on what another one drew."""
         return torch.Generator().manual_seed(random.Random(f"{stream} {self.seed}").getrandbits(63))
@@ -202,7 +197,7 @@ def _hidden(
     distance is exact whatever the tokenizer; a base model needs no more than to see that a line begins again.
     """
     generator = setting.generator(f"{cue} {distance} {depth}")
-    rows, questions = [], []
+    rows, questions, start = [], [], opening_tokens(setting.tokenizer)
     _, newline = split_tokens(setting.tokenizer, "a", "\n")
     for index in torch.randint(len(answers), (setting.trials,), generator=generator).tolist():
         asked, told = split_tokens(setting.tokenizer, cue, f" {answers[index]}")
@@ -213,7 +208,7 @@ def _hidden(
         before = round(after * depth / (1 - depth))
         first = int(torch.randint(len(filler), (), generator=generator))
         text = filler[(first + torch.arange(before + after)) % len(filler)].tolist()
-        rows.append([*setting.start, *text[:before], *line, *told, *newline, *text[before:], *line, *told])
+        rows.append([*start, *text[:before], *line, *told, *newline, *text[before:], *line, *told])
         questions.append([0] * (len(rows[-1]) - len(told)) + [1] * len(told))
     length = max(map(len, rows))
     if length > setting.max_positions:
@@ -233,7 +228,8 @@ def _associative_recall(setting: Setting, distance: int, pairs: Column) -> Trial
     # key to tell the answer: in a plain repetition, the pair before would tell it too.
     again, question = place // 2 % 2 == 0, torch.where(place % 4 == 1, place // 4 + 1, 0)
     vocabulary, size = setting.vocabulary, len(question)
-    too_long = len(setting.start) + distance + size > setting.max_positions
+    start = opening_tokens(setting.tokenizer)
+    too_long = len(start) + distance + size > setting.max_positions
     if too_long or distance < size or len(vocabulary) < 2 * size:
         return None
     generator = setting.generator(f"{question.tolist()} {distance}")
@@ -241,8 +237,8 @@ def _associative_recall(setting: Setting, distance: int, pairs: Column) -> Trial
     index = torch.randint(size, len(vocabulary), (setting.trials, distance), generator=generator)
     told, filler = vocabulary[shuffled[:, :size]], vocabulary[shuffled.gather(1, index)]
     asked = torch.where(again, told, filler[:, -size:])
-    start = torch.tensor(setting.start, dtype=torch.int64).expand(setting.trials, -1)
-    input_ids = torch.cat([start, told, filler[:, : distance - size], asked], dim=1)
+    opening = torch.tensor(start, dtype=torch.int64).expand(setting.trials, -1)
+    input_ids = torch.cat([opening, told, filler[:, : distance - size], asked], dim=1)
     numbered = torch.zeros_like(input_ids)
     numbered[:, -size:] = question
     return Trials(input_ids, numbered, chance=1 / len(vocabulary))
@@ -251,6 +247,11 @@ def _associative_recall(setting: Setting, distance: int, pairs: Column) -> Trial
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     # verbose=False: no warning about texts longer than the model's context, they are cut.
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[return-value]
+
+
+def opening_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Return the token that opens a text (BOS); none where the tokenizer has none."""
+    return [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]  # type: ignore[arg-type]
 
 
 def split_tokens(tokenizer: Tokenizer, before: str, after: str) -> tuple[list[int], list[int]]:

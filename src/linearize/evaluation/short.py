@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -26,17 +25,25 @@ from linearize.base import UserError, progress
 from linearize.data.rows import PackedRows, inference
 from linearize.data.splits import ENOUGH
 from linearize.distributed import dealt, put_together
-from linearize.evaluation.continuation import CONTINUATION, DEPTHS, FACT, THINGS, opening
-from linearize.evaluation.intervals import Interval, Totals, resample, wilson
-from linearize.evaluation.retrieval import encode, split_tokens
+from linearize.evaluation.continuation import (
+    CONTINUATION,
+    Needle,
+    Readings,
+    draw_needle,
+    hide_needle,
+    loss_difference,
+    score,
+)
+from linearize.evaluation.intervals import Interval, wilson
+from linearize.evaluation.retrieval import opening_tokens
 from linearize.evaluation.speed import Spread, cache_bytes, now
 from linearize.hf.conversation import fork_state
+from linearize.hf.prefill import FULL, STREAMING
 from linearize.hf.sharding import is_sharded
 
 ROWS = ENOUGH  # contexts
 TIMED_ROWS, NEW_TOKENS = 4, 8  # contexts after which generation is timed, and tokens generated after each
 LEAST = 16  # tokens of a context
-STREAMING, FULL = "streaming", "full"
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Reading:
 
     Attributes:
         model: "teacher" or "student".
-        prefill: "streaming" or "full"; None of a teacher.
+        prefill: `STREAMING` or `FULL`; None of a teacher.
         loss: of the text after the contexts.
         difference: the loss minus the teacher's, paired by rows; None of the teacher, and without one.
         needles: share of the questions that greedy decoding answers. None where no needle fits the contexts.
@@ -78,11 +85,11 @@ class ShortEvaluation:
 
 @dataclass(frozen=True)
 class Passage:
-    """Token ids of a context, of the text that follows, and of a question and its answer; None without a needle."""
+    """Token ids of a context and of the text that follows, and the needle that the context holds, if any."""
 
     context: list[int]
     text: list[int]
-    question: tuple[list[int], list[int]] | None
+    needle: Needle | None
 
 
 def passages(ids: Sequence[int], tokenizer: Tokenizer, *, context: int, max_positions: int, seed: int) -> list[Passage]:
@@ -106,19 +113,19 @@ def passages(ids: Sequence[int], tokenizer: Tokenizer, *, context: int, max_posi
             f"short evaluation: expected {ROWS} contexts of at least {LEAST} tokens, found {len(ids):,} tokens of "
             f"held-out text and {max_positions:,} positions; give more text"
         )
-    draw, start = random.Random(f"short {seed}"), opening(tokenizer)
+    draw, start = random.Random(f"short {seed}"), opening_tokens(tokenizer)
     made = []
     for row, place in enumerate(sorted(draw.sample(range(len(ids) // length), ROWS))):
         text = list(ids[place * length : (place + 1) * length])
-        question, answer = FACT.format(draw.choice(THINGS)), f" {draw.randrange(10_000, 100_000)}"
-        needle = encode(tokenizer, f"{question}{answer}.\n")
-        asked = split_tokens(tokenizer, question, answer)
-        if 2 * len(needle) > size or size + len(asked[0]) + len(asked[1]) > max_positions:
-            needle, asked = [], None
-        around = size - len(start) - len(needle)
-        before = round((DEPTHS[0] + (DEPTHS[1] - DEPTHS[0]) * row / (ROWS - 1)) * around)
-        context_ids = [*start, *text[:before], *needle, *text[before:around]]
-        made.append(Passage(context_ids, text[around : around + continuation], asked))
+        needle = draw_needle(tokenizer, draw)
+        asked = len(needle.question) + len(needle.answer)
+        if 2 * len(needle.fact) > size or size + asked > max_positions:
+            end = size - len(start)
+            context_ids, needle = text[:end], None
+        else:
+            end = size - len(start) - len(needle.fact)
+            context_ids = hide_needle(text[:end], needle, row, ROWS)
+        made.append(Passage([*start, *context_ids], text[end : end + continuation], needle))
     return made
 
 
@@ -152,10 +159,10 @@ def measure_short(
     if teacher is not None:
         readers.append(("teacher", teacher, None))
     readers += [("student", student, STREAMING), ("student", student, FULL)]
-    needles = sum(passage.question is not None for passage in made)
+    needles = sum(passage.needle is not None for passage in made)
     loss = torch.zeros(len(readers), len(made), dtype=torch.float64)
     answered = torch.zeros(len(readers), len(made), dtype=torch.float64)
-    held = torch.zeros(len(readers), dtype=torch.float64)
+    cache_sizes = [0] * len(readers)  # bytes
     prefills: list[list[float]] = [[] for _ in readers]
     decodes: list[list[float]] = [[] for _ in readers]
     turns = [(row, counts, turn) for row, counts in dealt(made) for turn in range(len(readers))]
@@ -166,26 +173,26 @@ def measure_short(
             read = _read(model, made[row], new_tokens=NEW_TOKENS if timed else 0)
         prefills[turn].append(read.prefill_seconds)
         decodes[turn] += read.decode_seconds
-        held[turn] = read.cache_bytes
+        cache_sizes[turn] = read.cache_bytes
         if counts:
             loss[turn, row], answered[turn, row] = read.loss, read.answered
     loss, answered = put_together(loss), put_together(answered)
     if bad := int((~loss.isfinite()).sum()):
         raise FloatingPointError(f"short evaluation: {bad} of {loss.numel()} losses are not finite numbers")
-    one = torch.ones(len(made), dtype=torch.float64)
-    means, draws = resample([Totals(of_one, one) for of_one in loss], samples=samples, seed=seed)
+    scores = [Readings(*pair) for pair in zip(loss, answered > 0, strict=True)]
+    resampling: dict[str, int] = {"samples": samples, "seed": seed}
     divided = is_sharded(student)
 
     def result(turn: int) -> Reading:
         name, _, way = readers[turn]
         paired = None
         if teacher is not None and turn > 0:
-            paired = Interval.of(means[turn] - means[0], draws[:, turn] - draws[:, 0])
-        share = wilson(int(answered[turn].sum()), needles) if needles else None
+            paired = loss_difference(scores[turn], scores[0], **resampling)
+        share = wilson(int(scores[turn].found.sum()), needles) if needles else None
         # The first one warms up. Processes that share the weights wait for each other: these are no times of a model.
         prefill, decode = (None if divided else Spread.of(x[1:] or x) for x in (prefills[turn], decodes[turn]))
-        mean = Interval.of(means[turn], draws[:, turn])
-        return Reading(name, way, mean, paired, share, prefill, decode, int(held[turn]))
+        mean = scores[turn].mean_loss(**resampling)
+        return Reading(name, way, mean, paired, share, prefill, decode, cache_sizes[turn])
 
     return ShortEvaluation(
         context=len(made[0].context),
@@ -199,7 +206,7 @@ def measure_short(
 
 @contextmanager
 def reading(model: PreTrainedModel, way: str | None) -> Iterator[None]:
-    """Within, a student reads the first call in this way; None leaves the model as it is."""
+    """Let a student read its first call in this way inside the block. None leaves the model as it is."""
     config: Any = model.config
     if way is None:
         yield
@@ -229,17 +236,15 @@ def _read(model: nn.Module, passage: Passage, *, new_tokens: int) -> _Read:
         start = now()
         read = forward(input_ids=context, use_cache=True, logits_to_keep=1)
         took = now() - start
-        cache, first = read.past_key_values, read.logits[0, -1:]
-        held = cache_bytes(cache)
+        cache, context_logits = read.past_key_values, read.logits[0, -1:]
+        cache_size = cache_bytes(cache)
         answered = False
-        if passage.question is not None:
-            asked, answer = passage.question
-            question = torch.tensor([[*asked, *answer]], device=device)
-            logits = forward(input_ids=question, past_key_values=fork_state(cache), use_cache=True).logits[0, :-1]
-            likeliest = torch.cat([first, logits]).argmax(dim=-1)[-len(answer) :]
-            answered = bool((likeliest == question[0, -len(answer) :]).all())
+        if (needle := passage.needle) is not None:
+            asked = torch.tensor([[*needle.question, *needle.answer]], device=device)
+            logits = forward(input_ids=asked, past_key_values=fork_state(cache), use_cache=True).logits[0]
+            _, answered = score(context_logits, logits, asked[0], len(needle.answer))
         follows = forward(input_ids=text, past_key_values=cache, use_cache=True)
-        loss = F.cross_entropy(torch.cat([first, follows.logits[0, :-1]]).float(), text[0]).item()
+        loss, _ = score(context_logits, follows.logits[0], text[0], text.shape[1])
         token: Tensor = follows.logits[:, -1:].argmax(dim=-1)
         seconds = []
         for _ in range(new_tokens):
@@ -247,4 +252,4 @@ def _read(model: nn.Module, passage: Passage, *, new_tokens: int) -> _Read:
             step = forward(input_ids=token, past_key_values=cache, use_cache=True)
             token = step.logits[:, -1:].argmax(dim=-1)
             seconds.append(now() - start)
-    return _Read(loss, answered, took, seconds, held)
+    return _Read(loss, answered, took, seconds, cache_size)

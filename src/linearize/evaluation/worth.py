@@ -44,7 +44,6 @@ from linearize.evaluation.short import ShortEvaluation, measure_short
 from linearize.evaluation.speed import Crossover, Speed, generation_speed
 from linearize.hf.attention import linearized_layers
 from linearize.hf.sharding import is_sharded
-from linearize.hf.teacher import TeacherShape
 
 NEW_TOKENS = 16  # generated where speed is measured
 RECALLING = ("teacher", "student", "window")  # the floor is the teacher within its window
@@ -172,7 +171,7 @@ def measure_quickly(
     if config.tasks and (world().main or is_sharded(student)):
         models = {"teacher": teacher, "student": student}
         tasks = _benchmarks({name: x for name, x in models.items() if x is not None}, tokenizer, config, seed)
-    barrier()  # while the main process takes times, the others compute nothing
+    barrier()  # the other processes wait for lm-eval
     return Worth(window_size=window_size, short=short, tasks=tasks, not_measured=reasons)
 
 
@@ -187,7 +186,7 @@ def measure(
     seed: int,
     missing: Sequence[str] = (),
 ) -> Worth:
-    """The long evaluation of a language model: all candidates on the same rows, and a closer look at the student.
+    """Measure a language model by the long evaluation: all candidates on the same rows, the student in more detail.
 
     Args:
         candidates: opened one after another; "student" must be among them.
@@ -284,11 +283,11 @@ def _examined(
         found["fidelity"] = measure_fidelity(student, rows, tokenizer, **sampled)
         if all(layer.mixer.causal for layer in linearized_layers(student).values()):
             found["path_usage"] = measure_path_usage(student, rows, **sampled | samples)
+            if "teacher" in models:
+                tokens = rows.input_ids.flatten()[: min(TOKENS, sizes["max_positions"])]
+                found["teacher_attention"] = attention_statistics(models["teacher"], tokens[None])
         else:
             reasons["path_usage"] = "an encoder has no window beside its linear part"
-        if "teacher" in models and not TeacherShape.from_config(student.config.to_dict()).bidirectional:
-            tokens = rows.input_ids.flatten()[: min(TOKENS, sizes["max_positions"])]
-            found["teacher_attention"] = attention_statistics(models["teacher"], tokens[None])
         if "teacher" in models:
             options: dict[str, Any] = {"batch_size": BATCH_SIZE, "window_size": sizes["window_size"]}
             found["agreement"] = logit_agreement(models["teacher"], student, rows, **options, **samples)

@@ -9,12 +9,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
 
 from linearize.base import UserError
+from linearize.hf.prefill import FULL, PREFILL_COSTS, PREFILLS
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import STATE_DTYPES, Clock, State
 from linearize.mixers.recording import Recording
 from linearize.ops.layout import Layout
-
-PREFILLS = (None, "streaming", "full")  # of a config; None is streaming
 
 
 class Clocks:
@@ -261,8 +260,8 @@ def cache_layer(cache: Cache, index: int, config: Any) -> LinearizedCacheLayer:
             f"config.state_dtype: expected one of {', '.join(map(str, STATE_DTYPES))}; found {state_dtype!r}"
         )
     if config.prefill not in PREFILLS:
-        raise UserError(f"config.prefill: expected streaming or full, found {config.prefill!r}")
-    dtype, options = STATE_DTYPES[state_dtype], {"full_prefill": config.prefill == "full"}
+        raise UserError(f"config.prefill: expected {' or '.join(PREFILL_COSTS)}, found {config.prefill!r}")
+    dtype, options = STATE_DTYPES[state_dtype], {"full_prefill": config.prefill == FULL}
     static = type(cache) is StaticCache
     made = (
         StaticLinearizedCacheLayer(dtype, layer.max_cache_len, **options)

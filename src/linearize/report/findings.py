@@ -18,6 +18,7 @@ from linearize.evaluation.candidates import DEFAULT_WINDOW
 from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import title
 from linearize.evaluation.speed import growth, memory_break_even
+from linearize.hf.prefill import FULL, PREFILL_COSTS, STREAMING
 from linearize.report.load import RunFiles, interval
 from linearize.report.missing import missing_sections
 from linearize.report.numbers import (
@@ -180,13 +181,6 @@ def _side_of_half(found: Interval) -> Kind:
 
 # --- the short evaluation ---------------------------------------------------------------------------------------------
 
-# Ways of a student to read a prompt, and what each costs.
-PREFILL_COSTS = {
-    "streaming": "linear time and constant memory, the same as for every later token",
-    "full": "the teacher's own attention over the first call, in the teacher's time, with keys and values of one layer "
-    "at a time; then the same state is kept",
-}
-
 
 def short_findings(run: RunFiles) -> list[Finding]:
     """Return all that the short evaluation says."""
@@ -221,7 +215,7 @@ def _needles(line: Mapping[str, Any], about: Mapping[str, Any]) -> str:
 
 def short_memory(run: RunFiles) -> Finding | None:
     """Return the bytes of the student's state beside the teacher's cache."""
-    student, teacher, about = run.reading("student", "streaming"), run.reading("teacher"), run.section("short")
+    student, teacher, about = run.reading("student", STREAMING), run.reading("teacher"), run.section("short")
     if student is None or teacher is None:
         return None
     ours, theirs = student["cache_bytes"], teacher["cache_bytes"]
@@ -235,7 +229,7 @@ def short_speed(run: RunFiles) -> Finding | None:
     """Return seconds of a context and of a token, of teacher and student."""
     timed = {name: run.reading(*key) for name, key in _READERS.items()}
     lines = {name: line for name, line in timed.items() if line is not None and line["prefill_seconds"] is not None}
-    if "student, streaming" not in lines:
+    if _STREAMING_STUDENT not in lines:
         return None
     seconds = (
         f"{name} {milliseconds(line['prefill_seconds']['median'])} and {milliseconds(line['decode_seconds']['median'])}"
@@ -246,10 +240,11 @@ def short_speed(run: RunFiles) -> Finding | None:
     return Finding("fact", words)
 
 
+_STREAMING_STUDENT = f"student, {STREAMING}"
 _READERS = {
     "teacher": ("teacher", None),
-    "student, streaming": ("student", "streaming"),
-    "student, full": ("student", "full"),
+    _STREAMING_STUDENT: ("student", STREAMING),
+    f"student, {FULL}": ("student", FULL),
 }
 
 

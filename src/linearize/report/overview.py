@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from linearize.evaluation.metrics import title
+from linearize.hf.prefill import FULL, STREAMING
 from linearize.report.findings import Finding, findings, speeds, verdict
 from linearize.report.html import Table, Text
 from linearize.report.load import RunFiles, interval
@@ -176,12 +177,12 @@ def _short_bytes(model: str, prefill: str | None) -> Callable[[RunFiles], str]:
 
 _KEYS: dict[str, Callable[[RunFiles], str]] = {
     "Continuation, student minus teacher, streaming": _short(
-        "streaming", "difference", partial(with_interval, sign=True)
+        STREAMING, "difference", partial(with_interval, sign=True)
     ),
-    "the same, prompt read in full": _short("full", "difference", partial(with_interval, sign=True)),
-    "Needles found, streaming": _short("streaming", "needles", percent),
-    "the same, of a prompt read in full": _short("full", "needles", percent),
-    "Memory of the student (after so many tokens)": _short_bytes("student", "streaming"),
+    "the same, prompt read in full": _short(FULL, "difference", partial(with_interval, sign=True)),
+    "Needles found, streaming": _short(STREAMING, "needles", percent),
+    "the same, of a prompt read in full": _short(FULL, "needles", percent),
+    "Memory of the student (after so many tokens)": _short_bytes("student", STREAMING),
     "Memory of the teacher (after so many tokens)": _short_bytes("teacher", None),
     "Same answer as the teacher": lambda run: percent(run.agreement("student")),
     "Held-out examples of the task": lambda run: count((run.task or {}).get("examples")),

@@ -10,7 +10,7 @@ import transformers
 
 from linearize.base import UserError, check_text
 from linearize.hf.checkpoint import CAUSAL, check_tokens, load_model, load_tokenizer, read_config
-from linearize.report.findings import PREFILL_COSTS
+from linearize.hf.prefill import PREFILL_COSTS, STREAMING
 from linearize.run.folder import student_folder
 from linearize.run.given_models import GENERATES, compile_if_possible, require_head, require_linearized
 
@@ -45,7 +45,7 @@ def generate(
     if prefill is not None:
         require_linearized(model)
         if prefill not in PREFILL_COSTS:
-            raise UserError(f"--prefill: expected streaming or full, found {prefill!r}")
+            raise UserError(f"--prefill: expected {' or '.join(PREFILL_COSTS)}, found {prefill!r}")
     tokenizer = load_tokenizer(model)
     loaded: Any = load_model(model, dtype=dtype, device=device)
     inputs = tokenizer(prompt, return_tensors="pt").to(device)
@@ -56,7 +56,7 @@ def generate(
         loaded.config.prefill = prefill
     if compiled:
         compile_if_possible(loaded, note=note)
-    if config.get("linearize") and (way := loaded.config.prefill or "streaming") in PREFILL_COSTS:
+    if config.get("linearize") and (way := loaded.config.prefill or STREAMING) in PREFILL_COSTS:
         note(f"the prompt is read with prefill={way}: {PREFILL_COSTS[way]}")
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

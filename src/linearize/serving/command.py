@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError
 from linearize.hf.checkpoint import CAUSAL, load_model, load_tokenizer, read_config
+from linearize.hf.prefill import FULL
 from linearize.hf.teacher import TeacherShape
 from linearize.run.folder import Run, student_folder
 from linearize.run.given_models import GENERATES, check_teacher, require_head, require_linearized
@@ -85,7 +86,7 @@ def start_vllm(model: str, *, host: str, port: int, api_key: str | None, dtype: 
     """
     folder = servable(model)
     bound(host, port).close()
-    if read_config(folder).get("prefill") == "full":
+    if read_config(folder).get("prefill") == FULL:
         note("config.prefill: found full, but vLLM reads prompts by streaming; --engine transformers reads in full")
     note(f"vLLM serves {folder} at {_url(host, port)}/v1, many requests at a time")
     note(
