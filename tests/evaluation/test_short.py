@@ -154,7 +154,7 @@ def test_seconds_are_of_contexts_and_of_single_tokens_without_the_first_one(monk
     monkeypatch.setattr(short, "now", lambda: float(next(clock) ** 2))  # so no two intervals are equally long
     teacher = tiny.llama()
     readings = measured(teacher, windowed(teacher)).readings
-    ticks = itertools.count()
+    ticks = map(float, itertools.count())
     prefills: list[list[float]] = [[], [], []]
     decodes: list[list[float]] = [[], [], []]
     for row, turn in itertools.product(range(16), range(3)):
