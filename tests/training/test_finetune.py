@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,15 @@ def test_all_weights(tmp_path: Path, dtype: torch.dtype, adapters: bool) -> None
     loaded = linearize.convert(teacher, tiny.recipe())
     load_finetuned(loaded, chosen, tmp_path)
     assert not changed(loaded, tiny.snapshot(student))
+
+
+def test_held_out_losses_are_computed_in_fp32(tmp_path: Path) -> None:
+    """Those of a model in half precision too, whose outputs have three digits."""
+    student = linearize.convert(tiny.llama().bfloat16(), tiny.recipe())
+    exact = next_token_loss(copy.deepcopy(student).float(), VALIDATION)
+    rounded = next_token_loss(student, VALIDATION)
+    found = tune(student, tmp_path, config(lora=None, all_weights=True)).initial_loss["model"]
+    assert found == pytest.approx(exact.item(), abs=1e-4) and (rounded - exact).abs().item() > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,9 @@ def finetune(
     """Train `model` (a student, or a plain teacher as a control) in place, as `config` says; adapters are merged.
 
     What is not trained is frozen. Weights that change are copied first, so a teacher that shares its storage with
-    `model` stays as it is. With `all_weights`, a model in half precision computes in it (autocast), while the weights
-    that train, and their updates, are fp32; at the end they are rounded. After an exception the model is what it was:
-    the adapters are gone, and all weights are as before.
+    `model` stays as it is. With `all_weights`, a model in half precision trains in it (autocast), while the weights
+    that train, their updates and held-out losses are fp32; at the end weights are rounded. After an exception the model
+    is what it was: the adapters are gone, and all weights are as before.
 
     Args:
         train_rows, validation_rows: of `build_dataset`, token ids of shape (rows, `sequence_length`).
@@ -249,7 +249,7 @@ class OutputObjective:
     Args:
         model: its trainable parameters are trained.
         teacher: needed where the loss compares with one.
-        autocast: dtype of the forward pass, where it is not that of the weights.
+        autocast: dtype of the forward pass in training, where it is not that of the weights.
         at_end: a context within which the weights are those that training would end with: held-out losses are theirs.
     """
 
@@ -294,7 +294,8 @@ class OutputObjective:
                 assert self._teacher is not None
                 with torch.no_grad(), documents_apart(self._teacher):
                     expected = batch.compared(self._teacher(**inputs))
-            cast = torch.autocast(device.type, self._autocast) if self._autocast else nullcontext()
+            half = step is not None and self._autocast is not None
+            cast = torch.autocast(device.type, self._autocast) if half else nullcontext()
             hidden = nullcontext() if step is None else dropped_windows(self._model, self._config, step, index)
             with torch.set_grad_enabled(step is not None), hidden:
                 with cast:
