@@ -20,12 +20,10 @@ from linearize.run.pipeline import run
 
 PROMPT = "def read_config(path):\n"
 # A ninth of the teacher's cache, constant. Small enough for two CPU cores and some minutes, the two trained controls
-# included, which see as many tokens. At the recipe's own learning rate the loss rises in 39 steps; at a fifth of it, it
-# falls.
+# included, which see as many tokens.
 BUDGET = {
     "data.validation_rows": 24,
     "evaluation.long": True,
-    "finetune.lr": 1.0e-4,
     "finetune.max_tokens": 80_000,
     "finetune.eval_every": 20,
 }
