@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ FIGURE = ROOT / "docs" / "figures" / "conversion.svg"
 TITLES = ("Loss of a continuation", "Needles found", "Memory of one sequence")
 GREY = "#888888"
 # Conversions have constant memory; presses read the whole context first, and grow again afterwards.
-NAMED = ("recommended", "window and 4 sinks", "SnapKV", "KVzip")
+NAMED = ("recommended", "recommended, trained", "window and 4 sinks", "SnapKV", "KVzip")
 Rows = list[dict[str, Any]]
 
 
@@ -32,7 +33,7 @@ def by_method(rows: Rows) -> dict[str, Rows]:
     """Return the rows of each method of the figure that was measured, by rising share of the cache."""
     found: dict[str, Rows] = {}
     for row in sorted(rows, key=lambda row: row.get("share", 0)):
-        name = row["method"].partition(",")[0]
+        name = re.sub(r", [\d.]+ %.*", "", row["method"])
         if "share" in row and name in NAMED and "in full" not in row["method"]:
             found.setdefault(name, []).append(row)
     return {name: found[name] for name in NAMED if name in found}
@@ -44,7 +45,7 @@ def against_share(axis: Axes, methods: dict[str, Rows], key: str, label: str, sc
         x = [100 * row["share"] for row in rows]
         y, low, high = ([scale * row[key][part] for row in rows] for part in ("mean", "low", "high"))
         bars = [[a - b for a, b in zip(y, low, strict=True)], [b - a for a, b in zip(y, high, strict=True)]]
-        colour = COLOURS[1] if name == NAMED[0] else GREY
+        colour = COLOURS[1 + NAMED.index(name)] if name in NAMED[:2] else GREY
         axis.errorbar(x, y, bars, marker=marker, color=colour, label=name, markersize=5, linewidth=1, capsize=2)
     axis.set(xscale="log", xlabel="% of the teacher's cache at 1,024 tokens", ylabel=label)
     axis.xaxis.set_major_locator(FixedLocator([6, 11, 20]))
@@ -59,10 +60,11 @@ def memory(axis: Axes, teacher: dict[str, Any], rows: Rows, context: int) -> Non
     axis.plot([0, longest], [0, longest * per_token], color=COLOURS[0])
     label: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 8}
     axis.annotate("the teacher's\nkeys and values", (2300, 2300 * per_token), (-4, 0), color=COLOURS[0], **label)
-    for row in rows:
-        held = row["bytes_after_context"] / 1e6
-        axis.plot([0, longest], [held, held], color=COLOURS[1])
-        axis.annotate(f"{held:.1f} MB", (longest, held), (0, 2), color=COLOURS[1], **label)
+    held = sorted((row["bytes_after_context"] / 1e6 for row in rows), reverse=True)
+    for size in held:
+        axis.plot([0, longest], [size, size], color=COLOURS[1])
+    sizes = f"converted: {', '.join(f'{size:.1f}' for size in held)} MB"
+    axis.annotate(sizes, (longest, held[0]), (0, 3), color=COLOURS[1], **label)
     axis.set(xlim=(0, longest), ylim=(0, None), xlabel="tokens so far", ylabel="MB, in fp32")
     axis.xaxis.set_major_locator(FixedLocator([0, 1024, 2048, 3072, 4096]))
 
