@@ -45,7 +45,9 @@ SCRIPTS = sorted(set(BENCHMARKS.glob("*.py")) - {BENCHMARKS / "presses.py"})  # 
 
 @pytest.mark.usefixtures("benchmark")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_each_script_can_be_loaded(script: Path) -> None:
+def test_each_script_can_be_loaded(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in SCRIPTS:  # a folder of tests may have been imported by the same name
+        monkeypatch.delitem(sys.modules, other.stem, raising=False)
     runpy.run_path(str(script), run_name="loaded")
 
 

@@ -113,6 +113,14 @@ def test_what_recall_hardly_needs_is_not_kept() -> None:
     assert cache_sizes(needs, 4, 100, multiple=1, least=1) == [[3, 0]]
 
 
+def test_pairs_with_the_same_need_are_divided_among_their_heads() -> None:
+    """Where attention is almost one-hot, all pairs of a head for recall have the log attention 0."""
+    needs = [torch.tensor([[0.0] * 60 + [-9.0] * 40, [0.0] * 30 + [-9.0] * 70, [-9.0] * 100])]
+    ((large, small, none),) = cache_sizes(needs, 100, 45, multiple=1, least=1)
+    assert (large, small, none) == (30, 15, 0)
+    assert cache_sizes(needs, 100, 90, multiple=1, least=1) == [[60, 30, 0]]
+
+
 def test_sizes_are_multiples_and_none_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction_scores, "NEEDED", 1e-9)
     needs = [torch.linspace(-8, -4, 100)[None] + shift for shift in (-3.0, 0.0, 1.0)]

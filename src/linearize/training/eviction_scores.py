@@ -234,7 +234,8 @@ def cache_sizes(
 
     One threshold on `needs` over all heads, so that all sizes together are at most `pairs`: so the sum of the attention
     whose pairs are evicted is as small as it can be, but for sizes below `least`, which become 0. Pairs that need less
-    than the log of NEEDED are left out, however many there may be.
+    than the log of NEEDED are left out, however many there may be. Pairs that need exactly the threshold are divided
+    among their heads in proportion.
 
     Args:
         needs: by layer.
@@ -242,15 +243,27 @@ def cache_sizes(
         multiple: sizes are multiples of it.
     """
 
-    def sizes(threshold: float) -> list[list[int]]:
-        shares = [(of_layer > threshold).float().mean(1).tolist() for of_layer in needs]
-        rounded = [[round(share * room / multiple) * multiple for share in of_layer] for of_layer in shares]
-        return [[size if size >= least else 0 for size in of_layer] for of_layer in rounded]
+    def shares(threshold: float) -> list[Float[Tensor, " G"]]:
+        return [(of_layer > threshold).float().mean(1) for of_layer in needs]
 
+    def sizes(of_layers: list[Float[Tensor, " G"]]) -> list[list[int]]:
+        rounded = [[round(share * room / multiple) * multiple for share in of_heads.tolist()] for of_heads in of_layers]
+        return [[size if size >= least else 0 for size in of_heads] for of_heads in rounded]
+
+    def too_many(of_layers: list[Float[Tensor, " G"]]) -> bool:
+        return sum(map(sum, sizes(of_layers))) > pairs
+
+    most = shares(math.log(NEEDED))
+    if not too_many(most):
+        return sizes(most)
     low, high = math.log(NEEDED), 0.0
-    if sum(map(sum, sizes(low))) <= pairs:
-        return sizes(low)
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(map(sum, sizes(middle))) > pairs else (low, middle)
-    return sizes(high)
+        low, high = (middle, high) if too_many(shares(middle)) else (low, middle)
+    fewer, more = shares(high), shares(low)
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        mixed = [a.lerp(b, middle) for a, b in zip(fewer, more, strict=True)]
+        low, high = (low, middle) if too_many(mixed) else (middle, high)
+    return sizes([a.lerp(b, low) for a, b in zip(fewer, more, strict=True)])
