@@ -94,6 +94,17 @@ def test_a_model_without_rope_has_nothing_unrotated() -> None:
         assert inputs.unrotated is inputs.rope is None
 
 
+def test_rope_is_not_applied_twice() -> None:
+    """An attention that rotates by another name raises, where its mixer reads queries and keys before RoPE."""
+
+    class Renamed(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden
+
+    with pytest.raises(TypeError, match="Renamed: expected an attention whose forward calls apply_rotary_pos_emb"):
+        attention._without_rope(Renamed.forward)(Renamed(), hidden=torch.zeros(1))
+
+
 @every
 def test_inputs_of_cached_steps_are_slices_of_all_inputs(architecture: str) -> None:
     student, ids = student_of(Case("", architecture)), random_tokens(2, 9)

@@ -188,7 +188,7 @@ def test_all_weights(tmp_path: Path, dtype: torch.dtype, adapters: bool) -> None
 
 
 def test_held_out_losses_are_computed_in_fp32(tmp_path: Path) -> None:
-    """Those of a model in half precision too, whose outputs have three digits."""
+    """Hold the held-out loss of a bf16 model to that of the same weights in fp32."""
     student = linearize.convert(tiny.llama().bfloat16(), tiny.recipe())
     exact = next_token_loss(copy.deepcopy(student).float(), VALIDATION)
     rounded = next_token_loss(student, VALIDATION)

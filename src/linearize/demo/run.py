@@ -19,8 +19,8 @@ from linearize.run.folder import Run
 from linearize.run.pipeline import run
 
 PROMPT = "def read_config(path):\n"
-# A ninth of the teacher's cache, constant. Small enough for two CPU cores and some minutes, the two trained controls
-# included, which see as many tokens.
+# A ninth of the teacher's cache, constant. Small enough for two CPU cores and some minutes, the trained control
+# included, a window that sees as many tokens.
 BUDGET = {
     "data.validation_rows": 24,
     "evaluation.long": True,

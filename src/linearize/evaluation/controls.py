@@ -66,7 +66,7 @@ def equal_bytes_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> La
 
 
 def exact_plan(plan: LayerPlan) -> LayerPlan:
-    """The same memory for every head but for linear states: its window, KV cache and sinks, or all of its keys.
+    """Return the plan without linear states: each head keeps its window, KV cache and sinks, or all of its keys.
 
     A linear part without a window gets the window-only control's.
     """

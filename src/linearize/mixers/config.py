@@ -256,7 +256,7 @@ def each_mixer(plan: LayerPlan) -> Iterator[MixerConfig]:
 
 
 def is_spread(plan: LayerPlan) -> bool:
-    """Whether memory is spread over heads or kept in KV caches with eviction: no plan of plain windows is like it."""
+    """Return whether heads of a layer have different memory, or some memory is a KV cache with eviction."""
     return any(isinstance(layer, HeadwiseConfig) for layer in plan) or any(
         mixer.cache is not None for mixer in each_mixer(plan)
     )

@@ -114,7 +114,7 @@ def candidates(
         ),
         "exact_lora": (
             lambda: nullcontext(tuned("exact_lora")),
-            "the student's windows and KV caches with eviction without its linear parts, finetuned alike",
+            "the student's windows and KV caches with eviction, without linear parts, fine-tuned on the same tokens",
             ("controls/exact_lora",),
         ),
     }
