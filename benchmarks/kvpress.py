@@ -7,7 +7,8 @@ Each model reads a context in one call and its continuation in one more (`linear
 continuation's loss minus the teacher's, and needles, found if greedy decoding gives the answer. Rows are of the last
 quarter of the text, which a student must not have been trained on. All in fp32 on a CPU. Presses run by kvpress itself
 in an environment of its own (`presses.py`), with its default settings; but SnapKV's window is half of what it keeps
-where kvpress's 64 tokens do not fit.
+where kvpress's 64 tokens do not fit. What follows the context grows a press's cache; of a press that is "held", kvpress
+compresses it again after every 16 tokens, so that it never has more than its share, as converted models.
 
 What is measured stands in OUT.rows.jsonl as soon as it is, and is not measured again: the same command goes on where
 it was stopped, and later students are compared with rows of before. The table stands in OUT.json and OUT.md.
@@ -70,6 +71,9 @@ PRESSES = {
     "Compactor": FULL,
     "KVzip": TWICE,
     "DuoAttention": FULL,
+    "SnapKV, held": FULL,
+    "TOVA, held": FULL,
+    "KeyDiff, held": FULL,
 }
 
 HEAD = (

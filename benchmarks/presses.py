@@ -8,6 +8,9 @@ losses of one row, bytes of every cache, seconds of one round, or why a press do
 All presses but KVzip compress what one ordinary prefill with full attention leaves, and do not change that prefill. So
 each context is read once for all presses and budgets, and KVzip's repetition follows on the same cache. Seconds are
 measured apart, each press by itself, as kvpress is used; the losses after it must be the same.
+
+A press that is held reads what follows in pieces, and kvpress's DecodingPress compresses the cache again after each: so
+it never has more than its share, as our converted models.
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ from kvpress import (
     AdaKVPress,
     BasePress,
     CompactorPress,
+    DecodingPress,
     DuoAttentionPress,
     ExpectedAttentionPress,
     KeyDiffPress,
     KVzipPress,
+    ScorerPress,
     SnapKVPress,
     StreamingLLMPress,
     TOVAPress,
@@ -39,8 +44,11 @@ from kvpress.presses.duo_attention_press import PATTERNS_DICT
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging as transformers_logging
 
 TEACHER = "teacher"
+HELD = ", held"  # behind the name of a press: its cache does not grow
+PIECE = 16  # tokens that a press which is held reads before it compresses again
 Layer = tuple[torch.Tensor, torch.Tensor, Any]
 """Keys and values [1, G, T, D] of one layer's cache, and which of them are masked: (batches, heads, slots), or None."""
 
@@ -140,6 +148,31 @@ PRESSES: dict[str, Callable[[Any, float, int], BasePress]] = {
 }
 
 
+# Those that can be held, by name: functions of the queries that a piece has before its last token.
+HOLDING: dict[str, Callable[[int], ScorerPress]] = {
+    "SnapKV": lambda queries: SnapKVPress(window_size=queries),
+    "TOVA": lambda queries: TOVAPress(),
+    "KeyDiff": lambda queries: KeyDiffPress(),
+}
+
+
+def make_press(model: Any, name: str, budget: float, length: int) -> tuple[BasePress, DecodingPress | None]:
+    """Return a press that leaves a share of a context of `length` tokens, and the one that holds it there, if any.
+
+    Raises:
+        LookupError: it does not run on this model, or cannot keep so little.
+    """
+    method = name.removesuffix(HELD)
+    if method == name:
+        return PRESSES[name](model, 1 - budget, length), None
+    kept = int(length * budget) - PIECE
+    if kept < 1:
+        raise LookupError(f"a piece has {PIECE} tokens, more than it may keep")
+    removed = 1 - (kept + 0.5) / length  # half a token more: kvpress rounds down
+    holding = DecodingPress(HOLDING[method](PIECE - 1), compression_interval=1, target_size=kept)
+    return PRESSES[method](model, removed, length), holding
+
+
 def set_opening(press: BasePress, tokens: int) -> None:
     """Set KVzip's prefix length, within its context, to the tokens that open a text; it assumes those of a chat."""
     if isinstance(press, KVzipPress):
@@ -153,15 +186,24 @@ def prefill(model: Any, row: Any) -> tuple[torch.Tensor, DynamicCache]:
     return output.logits[0, -1], cache
 
 
-def read_continuation(model: Any, row: Any, first: torch.Tensor, cache: DynamicCache) -> tuple[float, bool]:
-    """Read the continuation in one call; return the scored tokens' mean loss, and whether each is the most likely one.
+def read_continuation(
+    model: Any, row: Any, first: torch.Tensor, cache: DynamicCache, holding: DecodingPress | None = None
+) -> tuple[float, bool]:
+    """Read the continuation; return the scored tokens' mean loss, and whether each is the most likely one.
 
     Positions go on behind the whole context, whatever the cache keeps of it, as in kvpress's pipeline.
+
+    Args:
+        holding: compresses the cache after each piece of PIECE tokens; None: the continuation is read in one call.
     """
     ids = torch.tensor([row["continuation"]])
-    positions = len(row["context"]) + torch.arange(ids.shape[1])
-    more = model(ids, past_key_values=cache, position_ids=positions[None])
-    logits = torch.cat([first[None], more.logits[0, :-1]])[-row["scored"] :].float()
+    positions = len(row["context"]) + torch.arange(ids.shape[1])[None]
+    step, read = (PIECE if holding else ids.shape[1]), [first[None]]
+    for start in range(0, ids.shape[1], step):
+        piece, more = slice(start, start + step), start + step < ids.shape[1]
+        with holding(model) if holding and more else nullcontext():
+            read.append(model(ids[:, piece], past_key_values=cache, position_ids=positions[:, piece]).logits[0])
+    logits = torch.cat(read)[:-1][-row["scored"] :].float()
     target = ids[0, -row["scored"] :]
     return F.cross_entropy(logits, target).item(), bool((logits.argmax(-1) == target).all())
 
@@ -218,9 +260,10 @@ def results(job: Any) -> Iterator[dict[str, Any]]:
     length = len(rows[0]["context"])
     presses: dict[str, BasePress] = {TEACHER: Whole()}
     kvzip: dict[str, float] = {}
+    holding: dict[str, DecodingPress | None] = {}
     for name, press, budget in job["cases"]:
         try:
-            presses[name] = PRESSES[press](model, 1 - budget, length)
+            presses[name], holding[name] = make_press(model, press, budget, length)
         except LookupError as error:
             yield {"refused": {name: str(error)}}
             continue
@@ -235,9 +278,11 @@ def results(job: Any) -> Iterator[dict[str, Any]]:
         row, read = rows[number], {}
         first, kept = compressed(model, row, shared, kvzip, opening)
         for name, layers in kept.items():
-            read[name] = [read_continuation(model, row, first, load_cache(model, layers))]
+            read[name] = [read_continuation(model, row, first, load_cache(model, layers), holding.get(name))]
         if number == 0:
-            yield {"bytes": {name: cache_sizes(x, len(row["continuation"])) for name, x in kept.items()}}
+            sizes = {name: cache_sizes(x, len(row["continuation"])) for name, x in kept.items()}
+            held = {name: cache_sizes(kept[name], PIECE)[1:] * 2 for name, press in holding.items() if press}
+            yield {"bytes": sizes | held}
         yield {"first": number, "read": read}
 
     timed = [TEACHER, *(name for name in job["timed"] if name in presses)]
@@ -245,7 +290,9 @@ def results(job: Any) -> Iterator[dict[str, Any]]:
         return
     row = rows[-1]  # of which the check below costs least
     first, kept = compressed(model, row, shared, kvzip, opening)
-    expected = {name: read_continuation(model, row, first, load_cache(model, kept[name]))[0] for name in timed}
+    expected = {}
+    for name in timed:
+        expected[name], _ = read_continuation(model, row, first, load_cache(model, kept[name]), holding.get(name))
     for number in range(job["repeats"]):
         seconds = {}
         for name in timed[:: -1 if number % 2 else 1]:
@@ -254,7 +301,7 @@ def results(job: Any) -> Iterator[dict[str, Any]]:
                 set_opening(presses[name], opening)
                 first, cache = prefill(model, row)
             seconds[name] = time.perf_counter() - start
-            loss, _ = read_continuation(model, row, first, cache)
+            loss, _ = read_continuation(model, row, first, cache, holding.get(name))
             if abs(loss - expected[name]) > 1e-3 and not isinstance(presses[name], CompactorPress):
                 raise RuntimeError(f"{name}: by itself {loss:.4f} nats, beside the other presses {expected[name]:.4f}")
         yield {"seconds": seconds}
@@ -263,6 +310,7 @@ def results(job: Any) -> Iterator[dict[str, Any]]:
 def main() -> None:
     job = json.load(sys.stdin)
     logging.getLogger("kvpress").setLevel(logging.ERROR)  # KVzip warns for every context that it takes long
+    transformers_logging.disable_progress_bar()  # of loading weights, many lines where there is no terminal
     torch.set_num_threads(job["threads"])
     torch.set_flush_denormal(True)
     with torch.no_grad():
