@@ -26,7 +26,7 @@ from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import MixerConfig
+from linearize.mixers.config import MixerConfig, each_mixer
 from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
 from tests import tiny
 from tests.oracles.spans import SpanSpec, span_keys
@@ -206,6 +206,13 @@ def test_a_window_of_equal_bytes_is_of_equal_bytes(state_dtype: str | None) -> N
     shape = TeacherShape.from_config(teacher.config.to_dict())
     pairs = 2 * shape.num_kv_heads * shape.head_dim * 4 * shape.num_layers
     assert abs(held[0] - held[1]) <= pairs / 2 and held[0] > 6 * pairs
+
+
+@pytest.mark.parametrize("window, kept", [(1, (1, 0)), (3, (1, 2)), (4, (1, 3)), (16, (12, 4))])
+def test_a_window_of_equal_bytes_keeps_sinks(window: int, kept: tuple[int, int]) -> None:
+    mixer = MixerConfig(span=SlidingSpan(window_size=window), feature_map=None, combine=WindowOnly())
+    control = {each.span for each in each_mixer(equal_bytes_plan((mixer, mixer), tiny.llama(), 64))}
+    assert control == {SlidingSpan(window_size=kept[0], sinks=kept[1])}
 
 
 @pytest.mark.parametrize(

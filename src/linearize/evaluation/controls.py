@@ -49,7 +49,7 @@ def window_only_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> La
 
 
 def equal_bytes_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> LayerPlan:
-    """One window for all heads of all converted layers, in as many bytes as the plan's states take.
+    """A window and SINKS sinks, alike in all heads of all converted layers, in as many bytes as the plan's states take.
 
     Args:
         model: of the plan's sizes, be it teacher or student; bytes are counted in its dtype.
@@ -61,7 +61,9 @@ def equal_bytes_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> La
     costs = [mixer_cost(layer, shape, model.dtype, dims) for layer, dims in layers if layer is not None]
     held = sum(cost.state_bytes + length * cost.grows for cost in costs)
     pairs = held / (2 * shape.head_dim * shape.num_kv_heads * model.dtype.itemsize) / len(costs)
-    uniform = MixerConfig(span=SlidingSpan(window_size=max(1, round(pairs))), feature_map=None, combine=WindowOnly())
+    sinks = min(SINKS, max(0, round(pairs) - 1))
+    span = SlidingSpan(window_size=max(1, round(pairs) - sinks), sinks=sinks)
+    uniform = MixerConfig(span=span, feature_map=None, combine=WindowOnly())
     return tuple(None if layer is None else uniform for layer in plan)
 
 
