@@ -203,6 +203,8 @@ def read_continuation(
         piece, more = slice(start, start + step), start + step < ids.shape[1]
         with holding(model) if holding and more else nullcontext():
             read.append(model(ids[:, piece], past_key_values=cache, position_ids=positions[:, piece]).logits[0])
+        if holding and more and any(layer.keys.shape[2] != holding.target_size for layer in cache.layers):
+            raise RuntimeError(f"expected {holding.target_size} pairs in every layer, found another number")
     logits = torch.cat(read)[:-1][-row["scored"] :].float()
     target = ids[0, -row["scored"] :]
     return F.cross_entropy(logits, target).item(), bool((logits.argmax(-1) == target).all())
