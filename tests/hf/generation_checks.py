@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,19 @@ def left_padded(case: Case) -> None:
     assert_rows_alone(model, ids, mask.flip(1), uncached(model, ids, mask.flip(1)))
     # The first chunk holds no token at all of the last row.
     assert_rows_alone(model, ids, mask, cached(model, ids, (0, 13, 25, *range(26, 31)), mask))
+
+
+def padded_without_positions(case: Case) -> None:
+    """Where no positions are given, padding leaves no trace either: without a cache, with one, and token by token."""
+    model, ids, mask = student_of(case), random_tokens(3, 20), left_padding([7, 0, 11], 20)
+    with torch.no_grad():
+        assert_rows_alone(model, ids, mask, model(ids, attention_mask=mask, use_cache=False).logits)
+        assert_rows_alone(model, ids, mask.flip(1), model(ids, attention_mask=mask.flip(1), use_cache=False).logits)
+        cache, logits = DynamicCache(config=model.config), []
+        for start, stop in pairwise((0, 13, 17, 18, 19, 20)):
+            given = {"attention_mask": mask[:, :stop], "past_key_values": cache, "use_cache": True}
+            logits.append(model(ids[:, start:stop], **given).logits)
+    assert_rows_alone(model, ids, mask, torch.cat(logits, dim=1))
 
 
 def left_padded_cache(case: Case) -> None:

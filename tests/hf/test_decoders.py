@@ -131,6 +131,13 @@ def test_left_padding_and_a_cache_leave_no_trace(name: str) -> None:
     generation.left_padded_cache(Case("", name, mixer="mix"))
 
 
+@plain
+def test_padding_without_positions_leaves_no_trace(name: str) -> None:
+    """Nor does it where every other layer stays softmax."""
+    for kept in ((), (1,)):
+        generation.padded_without_positions(Case("", name, mixer="mix", keep_softmax=kept))
+
+
 @pytest.mark.parametrize("name", ["phi", "phi3", "gpt_neox", "smollm3", "llama-llama3", "llama-yarn", "llama-dynamic"])
 def test_rotated_features_are_cached(name: str) -> None:
     """By as many cosines and sines as the layer has; it may have none."""

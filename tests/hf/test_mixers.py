@@ -80,7 +80,13 @@ def test_the_selection_asks_for_everything() -> None:
 
 
 SOME = [generation.beams, generation.token_by_token, generation.left_padded, generation.two_turns]
-SOME += [generation.interior_padding, generation.packed, checks.softmax_restored, checks.teacher_left_alone]
+SOME += [
+    generation.padded_without_positions,
+    generation.interior_padding,
+    generation.packed,
+    checks.softmax_restored,
+    checks.teacher_left_alone,
+]
 OTHERS = [generation.in_chunks, generation.next_turn, generation.copied, generation.rows_selected]
 OTHERS += [generation.rows_repeated, generation.emptied, generation.chunked_prefill]
 

@@ -22,7 +22,11 @@ from linearize.ops.layout import Layout
 
 
 def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of what runs the layers: hands padding and document boundaries to the linearized ones."""
+    """Forward pre-hook of what runs the layers: hands padding and document boundaries to the linearized ones.
+
+    Where a call has padding and no position ids, positions are counted from each row's first token, as `generate` does.
+    transformers would count padding, too; softmax with RoPE cannot tell, but feature maps can.
+    """
     refuse_context_parallel()
     given = _arguments(model, args, kwargs)
     tokens = _tokens(given)
@@ -31,7 +35,31 @@ def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     mask = given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         mask = without_slots_to_come(mask, given.get("past_key_values"), tokens.shape[1])
-    return args, kwargs | {LAYOUT: read_layout(mask, _positions(model, given), *tokens.shape[:2])}
+    layout = read_layout(mask, _positions(model, given), *tokens.shape[:2])
+    if mask is None or given.get("position_ids") is not None:
+        return args, kwargs | {LAYOUT: layout}
+    position_ids = _without_padding(mask, given.get("past_key_values"), tokens.shape[1])
+    return (), given | {LAYOUT: layout, "position_ids": position_ids}
+
+
+def _without_padding(mask: Tensor, cache: Any, tokens: int) -> Tensor | None:
+    """Positions [B, T] of these tokens, counted from each row's first one; None: the model counts the same.
+
+    Args:
+        mask: [B, past + T], 1 for tokens.
+
+    Raises:
+        ValueError: of a mask with padding that does not cover what the cache holds.
+    """
+    compiling = torch.compiler.is_compiling()  # where one token reads nothing of the mask
+    if mask.shape[1] == 1 or not (compiling and tokens == 1) and bool(mask.all()):
+        return None
+    if not compiling and cache is not None and mask.shape[1] < cache.get_seq_length() + tokens:
+        raise ValueError(
+            f"attention_mask: expected padding to be marked in a mask over all {cache.get_seq_length() + tokens} "
+            f"tokens, those in the cache too, found one over {mask.shape[1]}; give the whole mask, or position_ids"
+        )
+    return (mask.to(torch.int64).cumsum(1) - 1).clamp_min(0)[:, -tokens:]
 
 
 def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
