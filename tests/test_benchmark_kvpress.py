@@ -254,7 +254,7 @@ def test_presses_in_the_table(
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON.exists(), reason="needs kvpress's environment (`make bench-kvpress`)")
 def test_presses(compare: Any) -> None:
-    """Each press keeps what its budget says, and grows or is held there. The script compares them with each by itself."""
+    """Each press keeps what its budget says, and grows or is held. The script compares it with the press by itself."""
     rows = {row["name"]: row for row in compare("--budgets", 0.2, "--python", PYTHON)}
     assert len(rows) == 15 and len(set(rows) - {"teacher", "window and 4 sinks, 20 %"}) == 13
     assert rows["DuoAttention, 20 %"]["does_not_run"] == "kvpress has no attention pattern of this model's heads"

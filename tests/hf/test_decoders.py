@@ -12,6 +12,7 @@ from torch import Tensor
 
 import linearize
 from linearize.hf import attention, layouts
+from linearize.hf.architectures import ARCHITECTURES as LINEARIZED
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import projections
@@ -120,6 +121,18 @@ def test_finetuning_compares_the_same_function(name: str) -> None:
     student = copy.deepcopy(student_of(Case("", name, overrides=WHOLE)))
     objective = OutputObjective(student, config, teacher_of(Case("", name)))
     assert objective.evaluate(tiny.packed([[11, 19], [1, 8, 21]], vocabulary=60))["model"] < 1e-6
+
+
+@pytest.mark.parametrize("name", [name for name in (*FIRST, *ARCHITECTURES) if not LINEARIZED[name].slides])
+def test_a_window_that_the_architecture_does_not_have(name: str) -> None:
+    """A stray `sliding_window` in a config changes nothing for a teacher, so nothing for a student."""
+    checks.whole_window(Case("", name, overrides=WHOLE, teacher=dict(sliding_window=8)))
+    case = Case("", name, mixer="mix", teacher=dict(sliding_window=8))
+    student, ids = student_of(case), random_tokens(1, 30)
+    student.config.prefill = "full"
+    with torch.no_grad():
+        found, expected = (model(ids, use_cache=True).logits for model in (student, teacher_of(case)))
+    checks.assert_close(found, expected)
 
 
 # --- generation -------------------------------------------------------------------------------------------------------

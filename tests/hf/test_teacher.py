@@ -83,6 +83,22 @@ def test_sliding_layers(model_type: str, fields: dict[str, Any], sliding: tuple[
     assert four_layers(model_type, **kv_heads | fields).sliding_layers == sliding
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma", "phi", "gpt2", "gpt_neox", "opt", "olmo2", "granite"])
+def test_windows_that_the_architecture_does_not_have(model_type: str) -> None:
+    """Its forward reads neither field; that a student does not either: `test_decoders`."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    fields = dict(num_key_value_heads=4, sliding_window=8)
+    assert four_layers(model_type, **fields).sliding_layers == ()
+    assert four_layers(model_type, **fields, layer_types=kinds).sliding_layers == ()
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "mixtral", "qwen3_moe", "phi3"])
+def test_layer_types_that_the_architecture_does_not_read(model_type: str) -> None:
+    fields = dict(num_key_value_heads=4, sliding_window=8, use_sliding_window=True)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert four_layers(model_type, **fields, layer_types=kinds).sliding_layers == (0, 1, 2, 3)
+
+
 def test_what_only_a_decoder_can_do() -> None:
     with pytest.raises(UserError, match=r"data.top_esl: expected a decoder, found the encoder 'bert'; set it to null"):
         shape("bert").refuse_encoder("data.top_esl", "set it to null")

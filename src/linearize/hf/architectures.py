@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.models.albert.modeling_albert import AlbertAttention
 from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.deit.modeling_deit import DeiTAttention
@@ -31,6 +32,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
 from transformers.models.vit.modeling_vit import ViTAttention
+
+_WINDOW_MASKS = ("sliding_window_causal", "bidirectional_sliding_window")  # functions of transformers that make them
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,17 @@ class Architecture:
     def bidirectional(self) -> bool:
         """Whether every token sees those behind it too."""
         return self.parts is None
+
+    @property
+    def slides(self) -> bool:
+        """Whether its layers can have sliding windows; elsewhere, `sliding_window` in a config has no effect."""
+        module = sys.modules[self.attention.__module__]
+        return any(hasattr(module, f"create_{mask}_mask") for mask in _WINDOW_MASKS)
+
+    @property
+    def slides_by_layer(self) -> bool:
+        """Whether `layer_types` says which layers have them; elsewhere, all have, and it has no effect."""
+        return self.slides and "layer_types" in self.attention.__init__.__code__.co_names
 
 
 # The Auto classes by which models are made and loaded; no base has them all. Where two of them make the same
@@ -160,6 +174,6 @@ ARCHITECTURES = {
 }
 
 
-def architecture_of(model: PreTrainedModel) -> Architecture | None:
-    """What we know of a model's base, softmax or linearized; None for one that is not supported."""
+def architecture_of(model: Any) -> Architecture | None:
+    """What we know of the base of a model, or of a layer, softmax or linearized; None for one that is not supported."""
     return ARCHITECTURES.get(model.config.model_type.removeprefix("linearized_"))

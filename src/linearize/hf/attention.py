@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from linearize.base import UserError
+from linearize.hf.architectures import architecture_of
 from linearize.hf.cache import LinearizedCacheLayer, cache_layer
 from linearize.hf.unsupported import refuse_paged_cache
 from linearize.mixers.inputs import AttnInputs
@@ -315,6 +316,9 @@ def sliding_window(module: Any) -> int | None:
 
     A decoder's looks back only, an encoder's to both sides.
     """
+    architecture = architecture_of(module)
+    if architecture is None or not architecture.slides:
+        return None
     return getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
 
 

@@ -52,7 +52,7 @@ def _without_padding(mask: Tensor, cache: Any, tokens: int) -> Tensor | None:
         ValueError: of a mask with padding that does not cover what the cache holds.
     """
     compiling = torch.compiler.is_compiling()  # where one token reads nothing of the mask
-    if mask.shape[1] == 1 or not (compiling and tokens == 1) and bool(mask.all()):
+    if mask.shape[1] == 1 or (not (compiling and tokens == 1) and bool(mask.all())):
         return None
     if not compiling and cache is not None and mask.shape[1] < cache.get_seq_length() + tokens:
         raise ValueError(

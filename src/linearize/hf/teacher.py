@@ -142,14 +142,15 @@ def _unused_positions(config: PreTrainedConfig) -> int:
 
 
 def _sliding_layers(config: PreTrainedConfig, layers: int) -> tuple[int, ...]:
-    """Indices of layers whose own attention is windowed; ``layer_types`` decides where the config has it.
+    """Indices of layers whose own attention is windowed, by what transformers' code of the architecture reads.
 
     A window over all positions that the model has hides nothing.
     """
-    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if window is None or window >= config.max_position_embeddings:
+    architecture, window = ARCHITECTURES[config.model_type], getattr(config, "sliding_window", None)
+    if not architecture.slides or window is None or window >= config.max_position_embeddings:
         return ()
-    if kinds is None:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or not architecture.slides_by_layer:
         return tuple(range(layers))
     return tuple(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
 
