@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +26,11 @@ from transformers import (
 )
 
 import linearize
+from linearize.base import UserError
 from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import read_plan
+from linearize.hf.convert import convert_layers
 from linearize.hf.layouts import documents_apart
 from linearize.mixers.config import is_spread
 from tests import tiny
@@ -250,3 +253,16 @@ def test_a_soft_cap_that_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", older)
     loaded = load_model(str(tmp_path), dtype=torch.float64, device=torch.device("cpu"))
     assert loaded.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    "method, instead", [("gguf", r"with .*GgufConfig\(dequantize=True\)"), ("quanto", "unquantized")]
+)
+def test_weights_that_cannot_be_saved_are_refused(method: str, instead: str) -> None:
+    """Before anything is trained. What transformers' quantizers say of GGUF files, whose weights it has widened."""
+    teacher: Any = tiny.llama()
+    config = SimpleNamespace(quant_method=SimpleNamespace(value=method))
+    teacher.hf_quantizer = SimpleNamespace(quantization_config=config, is_serializable=lambda: False)
+    problem = f"found weights quantized by {method}, which it cannot; load the model {instead}"
+    with pytest.raises(UserError, match=problem):
+        convert_layers(teacher, (None, None))

@@ -14,7 +14,7 @@ from linearize.hf.attention import detach, linearized_layers
 from linearize.hf.checkpoint import drops_soft_cap
 from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, plan_to_config, registered
 from linearize.hf.layouts import forget_layouts
-from linearize.hf.quantized import beside_parameters, settle
+from linearize.hf.quantized import beside_parameters, refuse_unsavable, settle
 from linearize.hf.sharding import is_sharded, shard_alike, skeleton
 from linearize.mixers.config import LayerPlan
 
@@ -31,7 +31,7 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     loaded, and in a block of layers the same as in the whole model (`linearize.hf.partial_model`).
 
     Raises:
-        UserError: an architecture or head that is not supported.
+        UserError: an architecture or head that is not supported, or weights that cannot be saved.
     """
     config, whole = teacher.config, teacher
     if is_sharded(teacher):  # FSDP2's units cannot be copied
@@ -44,6 +44,7 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
         known = ", ".join(sorted(cls.__bases__[-1].__name__ for cls in classes))
         raise UserError(f"model: expected one of {known}; found {type(teacher).__name__}")
 
+    refuse_unsavable(teacher)
     if drops_soft_cap(config):
         raise UserError(
             "model: expected an implementation of attention that caps its logits, as this model does, found sdpa, "

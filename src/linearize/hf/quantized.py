@@ -1,4 +1,4 @@
-"""Layers of bitsandbytes (0.50), which change at their first use: two that share weights have to be past that."""
+"""Quantized teachers: which can be saved, and layers of bitsandbytes (0.50), which change at their first use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ from typing import Any
 from torch import Tensor, nn
 
 from linearize.base import UserError
+
+
+def refuse_unsavable(model: nn.Module) -> None:
+    """See that a model's weights can be saved.
+
+    Raises:
+        UserError: they are quantized in a way that transformers cannot write, as from a GGUF file.
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None or quantizer.is_serializable():
+        return
+    method = getattr(quantizer.quantization_config.quant_method, "value", None)
+    instead = "with quantization_config=GgufConfig(dequantize=True)" if method == "gguf" else "unquantized"
+    raise UserError(
+        f"model: expected weights that transformers can save, found weights quantized by {method}, which it cannot; "
+        f"load the model {instead}"
+    )
 
 
 def settle(model: nn.Module) -> None:
