@@ -6,7 +6,7 @@ import importlib.util
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -426,6 +426,13 @@ def serve(
         str | None,
         typer.Option(help="serve this softmax model beside it; for the page the run folder's own by default"),
     ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="what clients call the model; by default its folder's, or its run's, name")
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="most tokens of a prompt and its answer; by default 32,768, or the model's positions"),
+    ] = None,
     engine: Annotated[
         str, typer.Option(help="vllm or transformers; auto: vLLM where it is installed, but not for the page")
     ] = "auto",
@@ -436,7 +443,8 @@ def serve(
     from linearize.base import UserError
     from linearize.serving import command as serving
 
-    where = {"host": host, "port": port, "api_key": api_key}
+    where: Any = {"host": host, "port": port, "api_key": api_key}
+    where |= {"name": served_model_name, "max_model_len": max_model_len}
     if serving.choose_engine(engine, alone=not page and teacher is None) == "vllm":
         if device != "auto":
             raise UserError(

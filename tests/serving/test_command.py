@@ -110,11 +110,22 @@ def test_vllm_is_started_in_place_of_the_command(
     port = free_port()
     done = command("serve", run.folder, "--port", port, "--api-key", "s3cret", "--dtype", "float32")
     folder = student_folder(str(run.folder))
-    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+    name = run.folder.resolve().name
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", name]
     words += ["--host", "127.0.0.1", "--port", str(port)]
     assert started == [sys.executable, [sys.executable, *words, "--dtype", "float32"], "s3cret"]
-    assert done.status == 0 and f"vLLM serves {folder} at http://127.0.0.1:{port}/v1" in done.err
+    assert done.status == 0 and f"vLLM serves {name} at http://127.0.0.1:{port}/v1" in done.err
     assert "--engine transformers" in done.err and "s3cret" not in done.err
+    started.clear()
+    command("serve", run.folder, "--port", free_port(), "--served-model-name", "mine", "--max-model-len", 40)
+    assert started[1][5:7] == ["--served-model-name", "mine"] and started[1][-2:] == ["--max-model-len", "40"]
+
+
+def test_a_model_is_called_by_its_folder_not_by_its_path(run: Run, tmp_path: Path) -> None:
+    assert serving.public_name(student_folder(str(run.folder))) == run.folder.resolve().name
+    (tmp_path / "model").mkdir()
+    assert serving.public_name(str(tmp_path / "model")) == "model"
+    assert serving.public_name("someone/a-model") == "someone/a-model"
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -284,8 +295,13 @@ def test_the_page_is_one_file_that_only_its_own_script_may_run_in() -> None:
     assert "unsafe" not in page.policy and page.about["models"][0]["role"] == "student" and page.about["chats"]
 
 
-def test_models_sample_unless_asked_not_to_and_know_their_positions() -> None:
+def test_models_sample_unless_asked_not_to_and_know_how_much_they_read() -> None:
     llama = serving._sampling(load_model(tiny.teacher_folder(), dtype=torch.float32, device=torch.device("cpu")))
     assert (llama.generation_config.do_sample, llama.generation_config.top_k) == (True, 0)
-    assert serving._positions(llama) is None
-    assert serving._positions(AutoModelForCausalLM.from_pretrained(tiny.gpt2_folder())) == 256
+    gpt2 = AutoModelForCausalLM.from_pretrained(tiny.gpt2_folder())
+    assert [serving._most_tokens(llama, asked) for asked in (None, 40, 10**6)] == [32_768, 40, 10**6]
+    assert [serving._most_tokens(gpt2, asked) for asked in (None, 40)] == [256, 40]
+    with pytest.raises(UserError, match="--max-model-len: expected at most the model's 256 positions, found 257"):
+        serving._most_tokens(gpt2, 257)
+    llama.config.max_position_embeddings = 131_072
+    assert serving._most_tokens(llama, None) == 131_072

@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def api(server: Server) -> Iterator[Any]:
 
 
 def asked(folder: Path, **fields: Any) -> dict[str, Any]:
-    return {"model": str(folder), "prompt": PROMPT, "temperature": 0, "max_tokens": 12} | fields
+    return {"model": folder.name, "prompt": PROMPT, "temperature": 0, "max_tokens": 12} | fields
 
 
 def generated(folder: Path | str, text: str, new: int) -> tuple[str, int]:
@@ -68,7 +69,7 @@ def generated(folder: Path | str, text: str, new: int) -> tuple[str, int]:
 
 
 def test_it_lists_what_it_serves_and_says_that_it_is_well(server: Server, api: Any, folder: Path) -> None:
-    assert [model.id for model in api.models.list()] == [str(folder)]
+    assert [model.id for model in api.models.list()] == ["student"]
     with urllib.request.urlopen(f"{server.address}/health") as answer:
         assert json.load(answer) == {"status": "ok"}
 
@@ -77,7 +78,7 @@ def test_a_completion_is_what_generate_makes(api: Any, folder: Path) -> None:
     expected, length = generated(folder, PROMPT, 12)
     answer = api.completions.create(**asked(folder))
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "length")
-    assert answer.model == str(folder)
+    assert answer.model == "student"
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
         length,
         12,
@@ -89,7 +90,7 @@ def test_a_chat_answers_the_turns_of_the_models_template(api: Any, folder: Path)
     text = f"<|im_start|>user\n{TURNS[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
     assert CHATML.count("<|im_start|>") == 2  # the text is that of this template
     expected, length = generated(folder, text, 12)
-    answer = api.chat.completions.create(model=str(folder), messages=TURNS, temperature=0, max_completion_tokens=12)
+    answer = api.chat.completions.create(model="student", messages=TURNS, temperature=0, max_completion_tokens=12)
     assert (answer.choices[0].message.role, answer.choices[0].message.content) == ("assistant", expected)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (length, 12)
     turns = [
@@ -97,7 +98,7 @@ def test_a_chat_answers_the_turns_of_the_models_template(api: Any, folder: Path)
         answer.choices[0].message.model_dump(),
         {"role": "user", "content": [{"type": "text", "text": "x"}]},
     ]
-    again = api.chat.completions.create(model=str(folder), messages=turns, temperature=0, max_tokens=3)
+    again = api.chat.completions.create(model="student", messages=turns, temperature=0, max_tokens=3)
     assert again.usage.prompt_tokens > length + 12
 
 
@@ -107,7 +108,7 @@ def test_a_stream_brings_the_same_in_pieces_and_usage_at_its_end(api: Any, folde
     assert len(pieces) > 6 and "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
     assert last.usage == whole.usage and last.choices[0].finish_reason == "length"
 
-    fields: Any = dict(model=str(folder), messages=TURNS, temperature=0, max_tokens=12)
+    fields: Any = dict(model="student", messages=TURNS, temperature=0, max_tokens=12)
     whole = api.chat.completions.create(**fields)
     *pieces, last = api.chat.completions.create(**fields, stream=True)
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
@@ -128,7 +129,7 @@ def test_it_stops_at_strings(api: Any, folder: Path, several: bool) -> None:
 
 def test_it_samples_unless_temperature_is_0_and_a_seed_repeats_it(api: Any, folder: Path) -> None:
     def text(**fields: Any) -> str:
-        fields = {"model": str(folder), "prompt": PROMPT, "max_tokens": 16} | fields
+        fields = {"model": "student", "prompt": PROMPT, "max_tokens": 16} | fields
         return api.completions.create(**fields).choices[0].text
 
     assert len({text() for _ in range(4)}) > 1, "a request without temperature does not sample"
@@ -139,7 +140,7 @@ def test_it_samples_unless_temperature_is_0_and_a_seed_repeats_it(api: Any, fold
 def test_what_is_wrong_with_a_request_is_said(api: Any, folder: Path) -> None:
     import openai
 
-    with pytest.raises(openai.NotFoundError, match=f"expected {folder}; it is not served here"):
+    with pytest.raises(openai.NotFoundError, match="expected student; it is not served here"):
         api.completions.create(**asked(folder, model="gpt-4"))
     for fields, message in (
         ({"n": 3}, "n: Input should be 1"),
@@ -153,7 +154,38 @@ def test_what_is_wrong_with_a_request_is_said(api: Any, folder: Path) -> None:
             api.completions.create(**asked(folder, **fields))
         assert found.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="tools"):
-        api.chat.completions.create(model=str(folder), messages=TURNS, tools=[{"type": "function"}])
+        api.chat.completions.create(model="student", messages=TURNS, tools=[{"type": "function"}])
+
+
+def test_no_prompt_holds_the_server(server: Server, api: Any, folder: Path) -> None:
+    """One of 30 MB is refused before it is tokenized, and one that is too long by a little behind that."""
+    import openai
+
+    started = time.perf_counter()
+    for prompt, message in (
+        ("a b " * 7_500_000, "found a text of 30000000 characters"),
+        ("def f(x):\n" * 9_000, "found 54000"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=f"expected at most 32768 tokens for prompt and .*{message}"):
+            api.completions.create(**asked(folder, prompt=prompt))
+        turns = [{"role": "user", "content": prompt}]
+        with pytest.raises(openai.BadRequestError, match="expected at most 32768 tokens"):
+            api.chat.completions.create(model="student", messages=turns)
+        with pytest.raises(urllib.error.HTTPError) if len(prompt) > 10**6 else nullcontext():
+            data = json.dumps({"prompt": prompt}).encode()
+            request = urllib.request.Request(f"{server.address}/tokenize", data, {"content-type": "application/json"})
+            urllib.request.urlopen(request).close()
+    assert time.perf_counter() - started < 20
+
+
+def test_a_name_and_a_limit_of_its_own(folder: Path) -> None:
+    import openai
+
+    with serving(folder, "--served-model-name", "mine", "--max-model-len", "40") as server, client(server) as api:
+        assert [model.id for model in api.models.list()] == ["mine"]
+        assert api.completions.create(**asked(folder, model="mine")).usage.completion_tokens == 12
+        with pytest.raises(openai.BadRequestError, match="expected at most 40 tokens for prompt and answer, found"):
+            api.completions.create(**asked(folder, model="mine", max_tokens=40))
 
 
 def test_malformed_requests_are_the_clients_fault(server: Server) -> None:
@@ -213,9 +245,10 @@ def test_without_a_template_it_continues_text_and_has_a_teacher_by_name(tmp_path
 
     folder, teacher = bundled_student(tmp_path / "student"), str(teacher_path())
     with serving(folder, "--teacher", teacher) as server, client(server) as api:
+        assert not any(str(folder) in line for line in server.said)
         assert any("no chat template" in line for line in server.said)
         with pytest.raises(openai.BadRequestError, match="no chat template, it continues text: use /v1/completions"):
-            api.chat.completions.create(model=str(folder), messages=TURNS)
+            api.chat.completions.create(model="student", messages=TURNS)
         prompt, texts = (
             "".join(f"def read_{x}(path):\n    return {x}\n" for x in "abcdefghij"),
             set(),
@@ -228,7 +261,7 @@ def test_without_a_template_it_continues_text_and_has_a_teacher_by_name(tmp_path
 
 
 def test_who_goes_away_does_not_keep_the_others_waiting(api: Any, folder: Path) -> None:
-    endless = api.completions.create(**asked(folder, max_tokens=2**20, temperature=1), stream=True)
+    endless = api.completions.create(**asked(folder, max_tokens=30_000, temperature=1), stream=True)
     next(iter(endless))
     endless.response.close()
     started = time.perf_counter()

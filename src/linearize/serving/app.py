@@ -12,12 +12,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fastapi import Depends, FastAPI, HTTPException, Request  # type: ignore[import-not-found]
 from fastapi.exceptions import RequestValidationError  # type: ignore[import-not-found]
 from fastapi.responses import HTMLResponse, JSONResponse  # type: ignore[import-not-found]
 from jinja2 import TemplateError
+from starlette.concurrency import run_in_threadpool  # type: ignore[import-not-found]
 from starlette.exceptions import HTTPException as StarletteHTTPException  # type: ignore[import-not-found]
 from starlette.middleware.trustedhost import TrustedHostMiddleware  # type: ignore[import-not-found]
 from transformers import PreTrainedModel
@@ -34,15 +36,30 @@ NO_TEMPLATE = "this model has no chat template, it continues text: use /v1/compl
 
 @dataclass(frozen=True)
 class Served:
-    """A model that requests may name; `positions`: the most tokens that it can read, None: any number."""
+    """A model that requests may name; `most_tokens`: of a prompt and its answer."""
 
     model: PreTrainedModel
     tokenizer: Any
-    positions: int | None
+    most_tokens: int
 
     @property
     def chats(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @cached_property
+    def most_characters(self) -> int:
+        """Characters of a text that `most_tokens` can hold, if each is the longest of the vocabulary."""
+        return self.most_tokens * max(map(len, self.tokenizer.get_vocab()))
+
+    def tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenize a text; one that is too long in any case is refused before it takes time."""
+        if len(text) > self.most_characters:
+            raise HTTPException(
+                400,
+                f"prompt: expected at most {self.most_tokens} tokens for prompt and answer, found a text of "
+                f"{len(text)} characters, which has more",
+            )
+        return self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
 
 
 class LoadedModels(ModelManager):
@@ -110,14 +127,16 @@ def build_app(
     @app.post("/v1/chat/completions", dependencies=guarded)
     async def chat_completions(request: Request, body: ChatRequest) -> Any:
         name = named(body.model)
-        _check_room(served[name], _chat_tokens(served[name], body.turns()), body.sampling().get("max_tokens"))
+        tokens = await run_in_threadpool(_chat_tokens, served[name], body.turns())
+        _check_room(served[name], tokens, body.sampling().get("max_tokens"))
         asked = {"model": name, "messages": body.turns()} | body.sampling()
         return await chat.handle_request(asked, _request_id(request))
 
     @app.post("/v1/completions", dependencies=guarded)
     async def completions(request: Request, body: CompletionRequest) -> Any:
         name = named(body.model)
-        _check_room(served[name], served[name].tokenizer(body.prompt).input_ids, body.max_tokens)
+        tokens = await run_in_threadpool(served[name].tokens, body.prompt)
+        _check_room(served[name], tokens, body.max_tokens)
         asked = {"model": name, "prompt": body.prompt} | body.sampling()
         return await completion.handle_request(asked, _request_id(request))
 
@@ -128,10 +147,11 @@ def build_app(
             raise HTTPException(400, "prompt: expected either a prompt or messages")
         if body.messages is not None:
             turns = [message.model_dump(include={"role", "content"}) for message in body.messages]
-            tokens = _chat_tokens(found, turns)
+            tokens = await run_in_threadpool(_chat_tokens, found, turns)
         else:
-            tokens = found.tokenizer(body.prompt).input_ids
-        return {"count": len(tokens), "max_model_len": found.positions, "tokens": tokens}
+            assert body.prompt is not None
+            tokens = await run_in_threadpool(found.tokens, body.prompt)
+        return {"count": len(tokens), "max_model_len": found.most_tokens, "tokens": tokens}
 
     @app.get("/v1/models", dependencies=guarded)
     async def list_models() -> Any:
@@ -178,12 +198,10 @@ def _chat_tokens(found: Served, turns: list[dict[str, Any]]) -> list[int]:
         turns, LoadedModels.get_model_modality(found.model, processor=found.tokenizer)
     )
     try:
-        prompt: Any = found.tokenizer.apply_chat_template(
-            texts, add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        prompt: Any = found.tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False)
     except TemplateError as error:  # by which templates refuse an order of roles
         raise HTTPException(400, f"messages: the model's chat template refuses them: {error}") from None
-    return prompt["input_ids"]
+    return found.tokens(prompt, add_special_tokens=False)
 
 
 def _check_room(found: Served, tokens: list[int], max_tokens: int | None) -> None:
@@ -194,11 +212,11 @@ def _check_room(found: Served, tokens: list[int], max_tokens: int | None) -> Non
     if max(tokens) >= vocabulary:
         raise HTTPException(400, f"prompt: expected tokens below the vocab_size of {vocabulary}, found {max(tokens)}")
     new = 1024 if max_tokens is None else max_tokens  # as many as transformers' server generates at most
-    if found.positions is not None and len(tokens) + new > found.positions:
+    if len(tokens) + new > found.most_tokens:
         raise HTTPException(
             400,
-            f"max_tokens: expected at most the {found.positions} positions of this model for prompt and answer, found "
-            f"{len(tokens)} tokens and {new} to generate",
+            f"max_tokens: expected at most {found.most_tokens} tokens for prompt and answer, found {len(tokens)} and "
+            f"{new} to generate",
         )
 
 

