@@ -19,6 +19,7 @@ FORGETFUL = (  # replies lose their thoughts as soon as the conversation goes on
     "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SHOUTING = "{% for m in messages %}{{ m.content.upper() if messages|length > 2 else m.content }}\n{% endfor %}"
 REFUSING = "{% if messages[0].role != 'user' %}{{ raise_exception('starts with\n a user') }}{% endif %}" + CHATML
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -122,10 +123,85 @@ def test_chat_opening_turn_has_no_prompt_and_no_loss():
     assert text_and_loss(document, tokenizer)[1] == "Hello, you — über.<|im_end|>"
 
 
-def test_chat_forgetful_template_is_fine_for_one_reply():
+def test_chat_template_that_forgets_thoughts_gives_a_document_per_reply():
+    """As Qwen 3's, which leaves thoughts out of earlier turns."""
     tokenizer = byte_tokenizer(template=FORGETFUL)
+    documents = encode_chat([(1, {"messages": CONVERSATION})], tokenizer, DataConfig())
+    replies = "<think></think>Hello, you — über.", "<think></think> No."
+    chat = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CONVERSATION[:5])
+    assert [text_and_loss(document, tokenizer) for document in documents] == [
+        (chat[: chat.index("Hello")] + replies[0] + "<|im_end|>\n", replies[0] + "<|im_end|>"),
+        (chat[: chat.index(" No.")] + replies[1] + "<|im_end|>\n", replies[1] + "<|im_end|>"),
+    ]
     (document,) = encode_chat([(1, {"messages": CONVERSATION[:3]})], tokenizer, DataConfig())
-    assert text_and_loss(document, tokenizer)[1] == "<think></think>Hello, you — über.<|im_end|>"
+    assert text_and_loss(document, tokenizer)[1] == replies[0] + "<|im_end|>"
+
+
+# What templates of well-known models do, in short: turns between special tokens of their own, the text trimmed, a
+# prompt that is always there (Llama 3's first one), an end of text where no prompt is asked for (Phi 3), a system
+# prompt where none is given (Qwen 2.5, SmolLM 2), roles that must alternate (Llama 2, Mistral, Gemma).
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+)
+STYLES = {
+    "header always": (
+        "{% for m in messages %}<s>{{ m.role }}</s>\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+        "{{ '<s>assistant</s>\n\n' }}"
+    ),
+    "header asked for": (
+        "{% for m in messages %}<s>{{ m.role }}</s>\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant</s>\n\n{% endif %}"
+    ),
+    "end of text": (
+        "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant\n{% else %}</s>{% endif %}"
+    ),
+    "default system prompt": (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}" + CHATML
+    ),
+    "instructions": ALTERNATING
+    + (
+        "{% for m in messages %}{% if m.role == 'user' %}<s>[INST] {{ m.content | trim }} [/INST]"
+        "{% else %} {{ m.content | trim }} </s>{% endif %}{% endfor %}"
+    ),
+    "model": ALTERNATING
+    + (
+        "<s>{% for m in messages %}<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ m.content | trim }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("reply", ["Yes.", "assistant", "a", " No. \n"])
+def test_chat_loss_by_templates_of_many_styles(style, reply):
+    """On each reply and the token that ends it, and on nothing else."""
+    tokenizer = byte_tokenizer(template=STYLES[style], end="</s>")
+    turns = [("user", "Hi"), ("assistant", reply), ("user", "a"), ("assistant", "Bye")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (document,) = encode_chat([(1, {"messages": messages})], tokenizer, DataConfig())
+    text, loss = text_and_loss(document, tokenizer)
+    assert text == tokenizer.apply_chat_template(messages, tokenize=False)
+    kept = reply.strip() if "trim" in STYLES[style] else reply
+    expected = {"instructions": f" {kept} </s> Bye </s>"}.get(style, f"{kept}<|im_end|>Bye<|im_end|>")
+    assert loss == expected
+
+
+def test_chat_content_in_parts():
+    """As OpenAI's API has it; the template sees one text, as the model does when it is asked."""
+    tokenizer = byte_tokenizer(template=CHATML)
+    parts = [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "you — über."}]
+    messages = [*CONVERSATION[:2], {"role": "assistant", "content": parts}, *CONVERSATION[3:]]
+    both = [encode_chat([(1, {"messages": m})], tokenizer, DataConfig())[0] for m in (messages, CONVERSATION)]
+    assert text_and_loss(both[0], tokenizer) == text_and_loss(both[1], tokenizer)
+
+
+def test_chat_with_tools():
+    row = {"messages": CONVERSATION, "tools": [{"type": "function"}]}
+    with fails("data row 7: expected a conversation without tools"):
+        encode_chat([(7, row)], byte_tokenizer(template=CHATML), DataConfig())
+    assert encode_chat([(7, row | {"tools": None})], byte_tokenizer(template=CHATML), DataConfig())
 
 
 @pytest.mark.parametrize(
@@ -133,12 +209,25 @@ def test_chat_forgetful_template_is_fine_for_one_reply():
     [
         (None, CONVERSATION, "data.format chat: .*chat template, found none.*data.format=text"),
         ({"tool_use": CHATML}, CONVERSATION, "chat template, found none"),
-        (FORGETFUL, CONVERSATION, "data row 7: .*only appends.*message 3"),
+        (SHOUTING, CONVERSATION, "data row 7: expected a chat template by which message 3 follows the prompt"),
         (REFUSING, CONVERSATION, "data row 7: the tokenizer's chat template refuses it: starts with a user"),
         (CHATML, [], "data row 7: expected messages to be a list of objects with role and content"),
         (CHATML, ["Hi"], r"data row 7: .*role and content, found \['Hi'\]"),
         (CHATML, [{"from": "gpt", "value": "Hi"}], "data row 7: .*role and content, found"),
         (CHATML, "Hi", "data row 7: .*role and content, found 'Hi'"),
+        (
+            CHATML,
+            [*CONVERSATION, {"role": "assistant"}],
+            "data row 7, message 7: expected content that is text, .*None",
+        ),
+        (CHATML, [{"role": "user", "content": [{"type": "image"}]}], "row 7, message 1: .*text parts, found .*image"),
+        (CHATML, [{"role": "user", "content": ["yo"]}], "row 7, message 1: .*text parts, found"),
+        (CHATML, [*CONVERSATION, {"role": "assistant", "content": " "}], "message 7: expected a reply, found an empty"),
+        (
+            CHATML,
+            [*CONVERSATION, {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}],
+            "data row 7, message 7: expected text alone, found tool_calls",
+        ),
     ],
 )
 def test_chat_errors(template, messages, pattern):

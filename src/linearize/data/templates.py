@@ -30,6 +30,7 @@ ALPACA_WITHOUT_INPUT = (
 )
 SAMSUM = "Summarize this dialog:\n{dialogue}\n---\nSummary:\n"
 
+_MARK = "\ue000"  # stands in no text: for private use
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -123,12 +124,14 @@ def encode_chat(
     """`messages` through the tokenizer's chat template, with loss on the assistant's turns.
 
     A template with ``{% generation %}`` blocks says itself which tokens are the assistant's. For any other, a turn is
-    what rendering the conversation up to it adds to the generation prompt of the conversation before it. An opening
-    assistant turn then carries no loss: there is no conversation before it to render.
+    what rendering the conversation up to it adds to the generation prompt of the conversation before it, up to the
+    special token that ends it. An opening assistant turn then carries no loss: there is no conversation before it to
+    render. A conversation whose earlier turns are rendered differently once later ones follow, as by templates that
+    leave out earlier thoughts, becomes one document per reply, with loss on the reply alone: so it is asked for it.
 
     Raises:
-        UserError: no (default) chat template, a slow tokenizer, not a conversation, one that the template refuses, or
-            a template without blocks that renders earlier turns differently once later ones follow.
+        UserError: no (default) chat template, a slow tokenizer, not a conversation of texts, or one that the template
+            refuses.
     """
     try:
         template = tokenizer.get_chat_template()
@@ -145,55 +148,82 @@ def encode_chat(
     for number, row in rows:
         messages = _messages(row, number)
         try:
-            input_ids, is_assistant = encode(messages, tokenizer)
+            documents += encode(messages, tokenizer)
         except UserError as error:
             raise UserError(f"data row {number}: {error}") from None
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"data row {number}: the tokenizer's chat template refuses it: {reason}") from error
-        ids = torch.tensor(input_ids, dtype=torch.int64)
-        labels = ids.masked_fill(~torch.tensor(is_assistant, dtype=torch.bool), IGNORED)
-        documents.append(TokenDocument(ids, labels))
     return documents
 
 
-def _encode_by_block(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+def _encode_by_block(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
     encoded = cast(
         BatchEncoding,
         tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
         ),
     )
-    return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
+    return [_with_loss(encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]])]
 
 
-def _encode_by_prefix(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
-    def render(count: int, *, prompt: bool = False) -> str:
-        return cast(str, tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt))
+def _encode_by_prefix(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
+    def render(count: int, last: str = "", *, prompt: bool = False) -> str:
+        """Render so many messages, with something behind the text of the last one."""
+        given = messages[:count]
+        if last:
+            given = [*given[:-1], given[-1] | {"content": given[-1]["content"].rstrip() + last}]
+        return cast(str, tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=prompt))
 
     conversation = render(len(messages))
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant" or index == 0:
-            continue
-        before, after = render(index, prompt=True), render(index + 1)
-        if not (after.startswith(before) and conversation.startswith(after)):
+    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index]
+    rendered = {index: (render(index, prompt=True), render(index + 1)) for index in replies}
+    for index, (before, after) in rendered.items():
+        if not after.startswith(before):
             raise UserError(
-                f"expected a chat template that only appends, but it renders message {index + 1} or what precedes it "
-                "differently as the conversation goes on; use conversations of one reply each, or a template with "
-                "{% generation %} blocks"
+                f"expected a chat template by which message {index + 1} follows the prompt that asks for it, found one "
+                "that renders them in another way; use a template with {% generation %} blocks"
             )
-        turn = after[len(before) :]
-        # Templates break the line after the end-of-turn token; the model stops before that and need not learn it.
-        if isinstance(eos := tokenizer.eos_token, str) and turn.rstrip().endswith(eos):
-            turn = turn.rstrip()
-        spans.append((len(before), len(before) + len(turn)))
-    encoded = tokenizer(conversation, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    is_assistant = [
-        any(start < span_end and end > span_start for span_start, span_end in spans)
-        for start, end in encoded["offset_mapping"]
-    ]
-    return encoded["input_ids"], is_assistant
+    ends = _special_tokens(tokenizer)
+    turns = {
+        index: (len(before), _end_of_turn(after, render(index + 1, _MARK), ends))
+        for index, (before, after) in rendered.items()
+    }
+    if all(conversation.startswith(after[: turns[index][1]]) for index, (_, after) in rendered.items()):
+        return [_with_loss_within(conversation, list(turns.values()), tokenizer)]
+    return [_with_loss_within(after, [turns[index]], tokenizer) for index, (_, after) in rendered.items()]
+
+
+def _end_of_turn(rendered: str, marked: str, ends: Sequence[str]) -> int:
+    """Where the last turn ends: behind the first special token that follows its text, or with the conversation.
+
+    Templates break the line after that token, or begin another turn; the model stops before that and need not learn it.
+
+    Args:
+        marked: rendered with _MARK behind the text.
+        ends: special tokens.
+    """
+    behind = max(marked.find(_MARK), 0)
+    found = [place + len(token) for token in ends if (place := rendered.find(token, behind)) >= 0]
+    return min(found, default=len(rendered))
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """All special tokens, those that the tokenizer has no name for, too, as the ends of turns often are."""
+    added: Any = tokenizer.added_tokens_decoder
+    return sorted({*tokenizer.all_special_tokens, *(token.content for token in added.values() if token.special)})
+
+
+def _with_loss_within(text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> TokenDocument:
+    """Return the tokens of a rendered conversation, with loss within these spans of its characters."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    places = encoded["offset_mapping"]
+    return _with_loss(encoded["input_ids"], [any(start < b and end > a for a, b in spans) for start, end in places])
+
+
+def _with_loss(input_ids: list[int], carries_loss: list[bool]) -> TokenDocument:
+    ids = torch.tensor(input_ids, dtype=torch.int64)
+    return TokenDocument(ids, ids.masked_fill(~torch.tensor(carries_loss, dtype=torch.bool), IGNORED))
 
 
 _ENCODERS: dict[str, Encoder] = {
@@ -215,7 +245,31 @@ def _messages(row: Row, number: int) -> list[Row]:
             f"data row {number}: expected messages to be a list of objects with role and content, "
             f"found {messages!r:.60}"
         )
-    return messages
+    if row.get("tools"):
+        raise UserError(f"data row {number}: expected a conversation without tools, found {row['tools']!r:.60}")
+    return [
+        message | {"content": _content(message, f"data row {number}, message {k}")}
+        for k, message in enumerate(messages, 1)
+    ]
+
+
+def _content(message: Row, where: str) -> str:
+    """The text of a message: a string, or text parts as OpenAI's API has them, which are joined.
+
+    Raises:
+        UserError: there is none, it has other parts, or is a reply of nothing, or one that calls tools.
+    """
+    if message.get("tool_calls"):
+        raise UserError(f"{where}: expected text alone, found tool_calls")
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{where}: expected content that is text, or a list of text parts, found {content!r:.60}")
+    text = "".join(cast(list[str], texts))
+    if message["role"] == "assistant" and not text.strip():
+        raise UserError(f"{where}: expected a reply, found an empty one")
+    return text
 
 
 def _string(row: Row, column: str, number: int, hint: str) -> str:
