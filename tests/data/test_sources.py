@@ -239,3 +239,26 @@ def test_hub_lost_on_the_way(hub):
     assert next(rows) == ROWS[0]
     with fails("from the hub .* failed: TimeoutError: timed out"):
         next(rows)
+
+
+@pytest.mark.parametrize("text", ['a,b\n1,"open\n2,x\n3,y\n', 'a,b\n1,"open\n2,x\n3,"y"\n', 'a,b\n1,"x" y\n'])
+def test_quotation_marks_that_do_not_fit(tmp_path, text):
+    """One that is not closed would make one row of all that follow."""
+    path = tmp_path / "rows.csv"
+    path.write_text(text)
+    with fails(rf"{path} line 2: expected quotation marks around whole cells, doubled within them, found others"):
+        rows_of(path)
+
+
+def test_what_a_folder_has_besides_is_named(tmp_path, caplog):
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    for name in ("b.jsonl.gz", "notes/c.rst", ".hidden"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert rows_of(tmp_path) == ROWS
+    assert len(caplog.messages) == 1 and caplog.messages[0].endswith(".tsv: b.jsonl.gz, notes/c.rst")
+    for number in range(9):
+        (tmp_path / f"{number}.bin").write_text("x")
+    caplog.clear()
+    rows_of(tmp_path)
+    assert caplog.messages[0].endswith("0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 6 more")

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from linearize.base import UserError
+from linearize.data import templates
 from linearize.data.config import DataConfig
-from linearize.data.templates import TokenDocument, encode_alpaca, encode_chat, encode_samsum
+from linearize.data.templates import TokenDocument, encode_alpaca, encode_chat, encode_samsum, encode_text
 from tests.byte_tokenizer import CHATML, byte_tokenizer
 
 CHATML_BLOCKS = (
@@ -39,6 +40,21 @@ def tokenizer():
 def fails(pattern: str):
     """A UserError of one line."""
     return pytest.raises(UserError, match=rf"\A(?=.*{pattern})[^\n]*\Z")
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["word " * 30, "w" * 150, "w" * 40 + "\n" + "w" * 9])
+def test_a_long_text_is_tokenized_in_pieces(tokenizer, monkeypatch, text):
+    """The same tokens, and no more of them than are wanted, but for a piece."""
+    monkeypatch.setattr(templates, "PIECE", 16)
+    rows = [(1, {"text": "short"}), (2, {"text": text}), (3, {"text": "end"})]
+    documents = encode_text(rows, tokenizer, DataConfig())
+    assert [tokenizer.decode(x.input_ids) for x in documents] == [f"<s>{row['text']}<|im_end|>" for _, row in rows]
+    _, cut, _ = encode_text(rows, tokenizer, DataConfig(max_tokens=40))
+    found = tokenizer.decode(cut.input_ids)
+    assert 40 <= len(found) - len("<s>") < 40 + 16 and f"<s>{text}".startswith(found)
 
 
 # --- alpaca -----------------------------------------------------------------------------------------------------------

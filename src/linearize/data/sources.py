@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +15,10 @@ from linearize.base import UserError
 from linearize.data.config import DataConfig
 
 Row = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 DOCUMENT_SEPARATOR = "<|endoftext|>"
+_NAMED = 5  # files in a message
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -70,13 +73,14 @@ def files_of(name: str) -> list[Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    return [
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in _SUFFIXES
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and path.is_file()
-    ]
+    return [path for path in _all_below(folder) if path.suffix.lower() in _SUFFIXES]
+
+
+def _all_below(folder: Path) -> Iterator[Path]:
+    """All files in a folder and those below it, but for hidden ones."""
+    for path in folder.rglob("*"):
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts) and path.is_file():
+            yield path
 
 
 def _folder_rows(folder: Path, config: DataConfig) -> Iterator[Row]:
@@ -90,6 +94,13 @@ def _folder_rows(folder: Path, config: DataConfig) -> Iterator[Row]:
         raise UserError(
             f"data.dataset: expected either text files or tables in {folder}, found both ({min(texts)} and "
             f"{min(tables)}); name one file or a subfolder"
+        )
+    others = sorted(path.relative_to(folder).as_posix() for path in {*_all_below(folder)} - {*files})
+    if others:
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        endings = ", ".join(_SUFFIXES)
+        logger.warning(
+            "%s: not read, because they do not end in %s: %s%s", folder, endings, ", ".join(others[:_NAMED]), more
         )
     for path in sorted(files, key=lambda path: path.relative_to(folder).as_posix()):
         yield from _file_rows(path, config)
@@ -175,9 +186,10 @@ def _separated_rows(separator: str) -> Callable[[Path, tuple[str, ...] | None], 
         quoting = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
         csv.field_size_limit(2**31 - 1)  # a document is one field
         with _readable(path), path.open(encoding="utf-8-sig", newline="") as lines:
-            table = csv.reader(lines, delimiter=separator, quoting=quoting)
-            names = list(columns) if columns else next(table, [])
-            for cells in table:
+            table = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
+            found = _lines_of_cells(path, table)
+            names = list(columns) if columns else next(found, [])
+            for cells in found:
                 if cells and len(cells) != len(names):
                     raise UserError(
                         f"{path} line {table.line_num}: expected {len(names)} columns ({', '.join(names)}), found "
@@ -187,6 +199,26 @@ def _separated_rows(separator: str) -> Callable[[Path, tuple[str, ...] | None], 
                     yield dict(zip(names, cells, strict=True))
 
     return read
+
+
+def _lines_of_cells(path: Path, table: Any) -> Iterator[list[str]]:
+    """What a csv reader finds.
+
+    Raises:
+        UserError: of quotation marks that do not fit, after which many rows could be taken for one.
+    """
+    while True:
+        begins = table.line_num + 1
+        try:
+            cells = next(table, None)
+        except csv.Error as error:
+            raise UserError(
+                f"{path} line {begins}: expected quotation marks around whole cells, doubled within them, found others "
+                f"({error}); write the file anew, or as .jsonl"
+            ) from None
+        if cells is None:
+            return
+        yield cells
 
 
 _TEXT_READERS: dict[str, Callable[[Path], Iterator[str]]] = {

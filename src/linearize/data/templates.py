@@ -30,6 +30,7 @@ ALPACA_WITHOUT_INPUT = (
 )
 SAMSUM = "Summarize this dialog:\n{dialogue}\n---\nSummary:\n"
 
+PIECE = 2**20  # characters of a text that are tokenized at once: a tokenizer takes some 150 bytes for each
 _MARK = "\ue000"  # stands in no text: for private use
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -72,15 +73,40 @@ def encoder_for(columns: Collection[str], config: DataConfig) -> Encoder:
 def encode_text(
     rows: Sequence[NumberedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> list[TokenDocument]:
-    """``BOS text EOS``, each only where the tokenizer has it, with loss on every token. Blank texts are left out."""
+    """``BOS text EOS``, each only where the tokenizer has it, with loss on every token. Blank texts are left out.
+
+    A text of more than PIECE characters is tokenized piece by piece, until there are `config.max_tokens`; then it has
+    no end.
+    """
     hint = "set data.text_column to the column that holds the text"
     texts = [_string(row, config.text_column, number, hint) for number, row in rows]
     bos, eos = _special(tokenizer.bos_token_id), _special(tokenizer.eos_token_id)
+    texts = [text for text in texts if text.strip()]
+    short = iter(_tokenise([text for text in texts if len(text) <= PIECE], tokenizer))
     documents = []
-    for ids in _tokenise([text for text in texts if text.strip()], tokenizer):
-        input_ids = torch.tensor([*bos, *ids, *eos], dtype=torch.int64)
+    for text in texts:
+        if len(text) <= PIECE:
+            tokens = [*bos, *next(short), *eos]
+        else:
+            ids, whole = _tokenise_long(text, tokenizer, config.max_tokens)
+            tokens = [*bos, *ids, *(eos if whole else [])]
+        input_ids = torch.tensor(tokens, dtype=torch.int64)
         documents.append(TokenDocument(input_ids, input_ids))
     return documents
+
+
+def _tokenise_long(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) -> tuple[list[int], bool]:
+    """Tokens of a long text, and whether they are all: pieces that begin with white space, where there is any."""
+    ids: list[int] = []
+    start = 0
+    while start < len(text) and (most is None or len(ids) < most):
+        end = start + PIECE
+        if end < len(text):
+            end = max((text.rfind(space, start + 1, end) for space in " \n"), default=-1)
+            end = start + PIECE if end < 0 else end
+        ids += _tokenise([text[start:end]], tokenizer)[0]
+        start = end
+    return ids, start >= len(text)
 
 
 def encode_alpaca(
