@@ -59,7 +59,7 @@ def convert(
             "transfer_error; `linearize run` trains, and from_pretrained loads what it writes"
         )
     shape = TeacherShape.from_config(teacher.config.to_dict())
-    plan = resolve(recipe, shape)
+    plan = resolve(recipe, shape, dtype=teacher.dtype)
     if recipe.memory is None and (tokenizer is None or all(mixer.cache is None for mixer in each_mixer(plan))):
         return convert_layers(teacher, plan, seed=recipe.seed)
     if tokenizer is None:

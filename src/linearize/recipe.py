@@ -26,7 +26,7 @@ from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import Add
 from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
 from linearize.training.config import FinetuneConfig, TransferConfig
-from linearize.training.memory import MemoryConfig, head_mixer, pair_bytes
+from linearize.training.memory import MemoryConfig, head_mixer, pair_bytes, require_room
 
 # --- which layers ---
 
@@ -329,15 +329,23 @@ def _one_line(error: ValidationError, data: Any) -> str:
 # --- recipe x teacher -> layer plan -----------------------------------------------------------------------------------
 
 
-def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | None = None) -> LayerPlan:
+def resolve(
+    recipe: Recipe,
+    teacher: TeacherShape,
+    errors: Sequence[float] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> LayerPlan:
     """One complete `MixerConfig`, or None for a layer that stays softmax, per layer of the teacher.
 
     Args:
         errors: each layer's transfer error, where the layers to keep are chosen by it; None before it is measured,
             when all are converted.
+        dtype: of keys and values, in which bytes of `memory` are counted.
 
     Raises:
-        UserError: a layer index the teacher does not have, nothing left to convert, a size that makes no sense for
+        UserError: a layer index the teacher does not have, nothing left to convert, less memory than the smallest
+            window in every head takes, a size that makes no sense for
             these layers, or for an encoder what only a decoder can have.
     """
     if teacher.bidirectional:
@@ -352,7 +360,8 @@ def resolve(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | Non
         )
     if recipe.memory is not None:
         # What each head gets is not known before the teacher is measured: all alike, in as many bytes.
-        budget, pair = recipe.memory.budget(teacher, torch.float32), pair_bytes(teacher, torch.float32)
+        require_room(recipe.memory, teacher, teacher.num_layers - len(kept), dtype)
+        budget, pair = recipe.memory.budget(teacher, dtype), pair_bytes(teacher, dtype)
         pairs = budget // (pair * teacher.num_kv_heads * (teacher.num_layers - len(kept)))
         mixer = head_mixer(max(1, pairs - recipe.memory.sinks), 0, recipe.memory.sinks)
         return tuple(None if index in kept else mixer for index in range(teacher.num_layers))

@@ -94,7 +94,7 @@ def plan(
     gpus = None if cluster is None else clusters.Cluster.parse(cluster)
     computed_in = dtype_of(dtype, torch.device("cpu"))
     # Which layers transfer worst is not known before; how many stay softmax is, and costs the same for any.
-    layers = resolve(chosen, shape, errors=[float(index) for index in range(shape.num_layers)])
+    layers = resolve(chosen, shape, errors=[float(index) for index in range(shape.num_layers)], dtype=computed_in)
     found = None
     if gpu_memory is not None:
         found = fit(chosen, shape, layers, dtype=computed_in, memory=parse_memory(gpu_memory))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import pytest
@@ -15,7 +16,7 @@ from linearize.data.rows import PackedRows
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import HeadwiseConfig
-from linearize.recipe import resolve
+from linearize.recipe import Recipe, resolve
 from linearize.training.allocation import Allocation, allocate
 from linearize.training.memory import MemoryConfig
 from tests.hf.models import make_teacher, random_tokens
@@ -74,6 +75,21 @@ def test_small_budgets() -> None:
     assert not found.text and found.recall == {layer: [0, 0] for layer in range(3)}
     with pytest.raises(UserError, match=r"memory: expected at least 3,840 bytes, .* found 3,000; give more, or fewer"):
         allocate(memory.model_copy(update={"bytes": 3000}), drawn_needs(), shape, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_plan_refuses_what_a_run_refuses(dtype: torch.dtype, missing: int) -> None:
+    """Before anything is measured, in the dtype of the run."""
+    shape = TeacherShape.from_config(make_teacher("llama").config.to_dict())
+    memory = MemoryConfig(bytes=6 * (1 + 1) * 2 * 8 * dtype.itemsize - missing)
+    recipe = Recipe.load("recommended", {"memory": memory.model_dump()})
+    for call in (
+        lambda: resolve(recipe, shape, dtype=dtype),
+        lambda: allocate(memory, drawn_needs(), shape, dtype),
+    ):
+        with pytest.raises(UserError, match="memory: expected at least") if missing else nullcontext():
+            call()
 
 
 def test_a_fraction_is_of_the_teachers_cache() -> None:

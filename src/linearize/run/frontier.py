@@ -30,7 +30,7 @@ from linearize.run.allocation import Measured, measure, stored
 from linearize.run.folder import Run, alone_in, check_output, claim, versions, write_json
 from linearize.training.allocation import allocate
 from linearize.training.finetune import finetune
-from linearize.training.memory import MemoryConfig, head_bytes, head_mixer
+from linearize.training.memory import MemoryConfig, head_bytes, head_mixer, require_room
 
 ALLOCATED, WINDOW = "per-head allocation", "window and sinks"
 
@@ -85,20 +85,24 @@ def _measured(
     run: Run, memory: MemoryConfig, fractions: Sequence[float], reference: int, command: str
 ) -> dict[str, Any]:
     recipe, config = run.recipe, read_config(run.model)
-    shape, processor = TeacherShape.from_config(config), load_processor(recipe.data.task, run.model)
+    shape = TeacherShape.from_config(config)
+    plan = resolve(recipe, shape, dtype=run.dtype)
+    sizes = {fraction: memory.model_copy(update={"bytes": None, "fraction": fraction}) for fraction in fractions}
+    for sized in sizes.values():
+        require_room(sized, shape, len(plan) - plan.count(None), run.dtype)
+    processor = load_processor(recipe.data.task, run.model)
     dataset = load_dataset(recipe.data, processor, config, reach_by(run.load_teacher), seed=recipe.seed)
     longest = min(shape.max_positions, recipe.data.sequence_length)
     ruler = _ruler(dataset, processor, recipe.evaluation, reference, longest)
     teacher = run.load_teacher()
     claim(run, dataset)
-    plan = resolve(recipe, shape)
     measured = stored(run, shape, plan) or measure(recipe, shape, plan, teacher, dataset, processor, run.dtype)
     measured.save(run)
     assert measured.allocation is not None
     needs = measured.allocation.needs
     layers = sorted(needs)
     untrained = {"teacher": ruler.see(teacher, "teacher")}
-    plan = _alike(head_mixer(reference, 0, 0), layers, shape)
+    plan = _alike(head_mixer(reference, 0, memory.sinks), layers, shape)
     untrained["window"] = ruler.see(convert_layers(teacher, plan), f"window of {reference}")
     alike: dict[str, TokenLosses] = {}
     if recipe.finetune is not None:
@@ -131,8 +135,7 @@ def _measured(
 
     points: list[dict[str, Any]] = []
     chosen: dict[float, Any] = {}
-    for fraction in fractions:
-        sized = memory.model_copy(update={"bytes": None, "fraction": fraction})
+    for fraction, sized in sizes.items():
         heads = shape.num_kv_heads * len(layers)
         plans = {}
         for name, mixer in uniform(round(fraction * memory.reference_length), memory.sinks).items():

@@ -61,7 +61,7 @@ def run(
     """
     check_tasks(run.recipe.evaluation, trusted=trust_tasks)
     shape = TeacherShape.from_config(read_config(run.model))
-    layers = resolve(run.recipe, shape)
+    layers = resolve(run.recipe, shape, dtype=run.dtype)
     check_block(run.recipe, shape, block)
     check_output(run)
     run = laid_out(run, shape, layers)
@@ -232,7 +232,7 @@ def transfer(run: Run, student: PreTrainedModel, dataset: Dataset) -> None:
 def final_layers(run: Run, shape: TeacherShape) -> LayerPlan:
     """Return the layer plan with the layers' transfer errors, which the run has measured."""
     if run.recipe.transfer is None:
-        return resolve(run.recipe, shape)
+        return resolve(run.recipe, shape, dtype=run.dtype)
     return resolve(run.recipe, shape, transfer_errors(run.folder / "transfer", shape.num_layers))
 
 

@@ -33,7 +33,14 @@ def settled(run: Run, gpu_memory: str | None, note: Callable[[str], None]) -> Ru
         return replace(run, recipe=_as_before(run.recipe, Recipe.load(str(written))))
     shape = TeacherShape.from_config(read_config(run.model))
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    found = fit(run.recipe, shape, resolve(run.recipe, shape), dtype=run.dtype, memory=memory, processes=processes)
+    found = fit(
+        run.recipe,
+        shape,
+        resolve(run.recipe, shape, dtype=run.dtype),
+        dtype=run.dtype,
+        memory=memory,
+        processes=processes,
+    )
     for stage, line in zip(found.stages, found.lines(), strict=True):
         if stage.settings or not stage.fits:
             note(f"chosen to fit the GPU: {line}" if stage.fits else line)

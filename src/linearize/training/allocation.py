@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from linearize.base import UserError
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import HeadwiseConfig, LayerPlan
 from linearize.training.eviction_scores import cache_sizes
-from linearize.training.memory import BLOCK, MemoryConfig, head_bytes, head_mixer
+from linearize.training.memory import BLOCK, MemoryConfig, head_bytes, head_mixer, require_room
 
 WINDOW = 2 * BLOCK  # beside a cache: a query sees its own block and the one before
 SMALLEST_RECALL = 48  # fewer pairs for recall are none
@@ -68,6 +67,7 @@ def allocate(
     Raises:
         UserError: the budget is less than the smallest window in every head takes.
     """
+    require_room(memory, teacher, len(needs), dtype)
     budget, layers = memory.budget(teacher, dtype), sorted(needs)
     quantiles = [torch.tensor(needs[layer]) for layer in layers]
     room = max(0, memory.reference_length - memory.sinks - WINDOW)
@@ -87,12 +87,6 @@ def allocate(
     if not text:  # no bytes for a cache in every head
         chosen = none
         window = largest(lambda n: held(n, 0, none) <= budget, memory.reference_length)
-    if not window:
-        smallest = held(1, 0, none)
-        raise UserError(
-            f"memory: expected at least {smallest:,} bytes, with which every KV head has its sinks and its own key, "
-            f"found {budget:,}; give more, or fewer memory.sinks"
-        )
     return Allocation(
         window=window,
         text=text,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from pydantic import Field, PositiveInt, model_validator
 
-from linearize.base import Config
+from linearize.base import Config, UserError
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnly
 from linearize.mixers.config import MixerConfig
@@ -50,6 +50,23 @@ class MemoryConfig(Config):
         converted = teacher.num_layers - len(teacher.sliding_layers)
         return int(
             self.fraction * self.reference_length * converted * teacher.num_kv_heads * pair_bytes(teacher, dtype)
+        )
+
+
+def require_room(memory: MemoryConfig, teacher: TeacherShape, layers: int, dtype: torch.dtype) -> None:
+    """See that the budget holds something of every KV head.
+
+    Args:
+        layers: how many are converted.
+
+    Raises:
+        UserError: it is less than the smallest window in every head takes.
+    """
+    smallest = layers * teacher.num_kv_heads * head_bytes(head_mixer(1, 0, memory.sinks), teacher, dtype)
+    if (budget := memory.budget(teacher, dtype)) < smallest:
+        raise UserError(
+            f"memory: expected at least {smallest:,} bytes, with which every KV head has its sinks and its own key, "
+            f"found {budget:,}; give more, or fewer memory.sinks"
         )
 
 
