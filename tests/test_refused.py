@@ -65,6 +65,16 @@ def weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     return folder
 
 
+def sharded(folder: Path) -> Path:
+    """The teacher in two shards, of which the second is missing; the first."""
+    shutil.copytree(tiny.teacher_folder(), folder)
+    first, second = (f"model-0000{k}-of-00002.safetensors" for k in (1, 2))
+    (folder / "model.safetensors").rename(folder / first)
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": second, "model.norm.weight": first}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder / first
+
+
 def with_vocabulary(folder: Path, size: int) -> Path:
     """The teacher's folder with fewer embeddings."""
     tiny.llama(vocab_size=size, bos_token_id=1, eos_token_id=2).save_pretrained(folder)
@@ -172,11 +182,27 @@ RUNS: dict[str, Case] = {
     "an encoder": (lambda _: ["--model", tiny.encoder_folder()], "mixer.span: expected `none`, because an encoder's"),
     "no weights": (
         lambda tmp: ["--model", without(tmp / "light", "*.safetensors")],
-        "model .*light: expected readable weights; ",
+        r"model .*light: expected weights \(\*.safetensors\), found none; is it a whole checkpoint",
+    ),
+    "weights as a pickle": (
+        lambda tmp: ["--model", text(without(tmp / "old", "*.safetensors"), "pytorch_model.bin", "").parent],
+        "model .*old: expected weights as safetensors, found pytorch_model.bin, a pickle, which can run code; if you",
+    ),
+    "a shard missing": (
+        lambda tmp: ["--model", sharded(tmp / "two").parent],
+        "model .*two: expected the shard model-00002-of-00002.safetensors, which model.safetensors.index.json names; ",
+    ),
+    "a gguf file": (
+        lambda tmp: ["--model", text(tmp, "m.gguf", "")],
+        r"model: expected a folder or a hub id, found the file .*; load it by .*GgufConfig\(dequantize=True\)",
+    ),
+    "a folder with a gguf file": (
+        lambda tmp: ["--model", text(folder_with(tmp / "g"), "m.gguf", "").parent],
+        r"model: expected a folder with a config.json and safetensors, found .*m.gguf; .*GgufConfig\(dequantize=True\)",
     ),
     "half the weights": (
         lambda tmp: ["--model", text(without(tmp / "half", "*.safetensors"), "model.safetensors", "abc").parent],
-        "model .*half: expected readable weights; ",
+        ".*/half/model.safetensors: expected a whole safetensors file, found .*; copy it again",
     ),
     "a tensor missing": (
         lambda tmp: ["--model", weights(tmp / "whole", lambda x: x.pop("model.layers.1.mlp.up_proj.weight"))],
@@ -208,7 +234,7 @@ RUNS: dict[str, Case] = {
     ),
     "no tokenizer": (
         lambda tmp: ["--model", without(tmp / "mute", "tokenizer*")],
-        "model .*mute: expected a tokenizer beside the weights; ",
+        "model .*mute: expected a tokenizer beside the weights, found none of tokenizer.json, .*; copy the tokenizer's",
     ),
     "linearized": (
         lambda _: ["--model", tiny.finished_run().folder / "model"],

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import init_empty_weights
+from accelerate import cpu_offload, disk_offload, init_empty_weights
 from accelerate.hooks import attach_align_device_hook_on_blocks
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from safetensors.torch import load_file
@@ -202,6 +202,21 @@ def test_layers_on_disk(case: Case, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="save a model with offloaded modules"):
         model.save_pretrained(tmp_path / "again")
     assert_close(uncached(loaded(tmp_path / "again"), ids), uncached(student, ids))
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("case", [*SOME, *KINDS], ids=lambda case: case.name)
+def test_a_model_that_is_offloaded_after_it_was_loaded(case: Case, place: str, tmp_path: Path) -> None:
+    """By accelerate's own functions, with no `device_map`."""
+    student, ids = student_of(case), random_tokens(2, 20)
+    model = copy.deepcopy(student)
+    if place == "cpu":
+        cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        disk_offload(model, str(tmp_path / "offload"), execution_device=torch.device("cpu"))
+    assert_close(uncached(model, ids), uncached(student, ids))
+    settings = dict(max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(ids, **settings), student.generate(ids, **settings))
 
 
 def test_mixers_on_disk_stay_in_fp32(tmp_path: Path) -> None:

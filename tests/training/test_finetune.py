@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,21 @@ def test_all_weights(tmp_path: Path, dtype: torch.dtype, adapters: bool) -> None
     loaded = linearize.convert(teacher, tiny.recipe())
     load_finetuned(loaded, chosen, tmp_path)
     assert not changed(loaded, tiny.snapshot(student))
+
+
+@pytest.mark.parametrize("fields", [{}, {"lora": None, "all_weights": True}], ids=["adapters", "all weights"])
+@pytest.mark.parametrize("lr, few", [(1e-7, True), (1e-1, False)])
+def test_what_rounding_undoes_is_said(
+    tmp_path: Path, caplog: Any, fields: dict[str, Any], lr: float, few: bool
+) -> None:
+    """In half precision alone: a small learning rate moves few weights by as much as their spacing."""
+    for dtype in (torch.bfloat16, torch.float32):
+        caplog.clear()
+        student = linearize.convert(tiny.llama().to(dtype), tiny.recipe())
+        tune(student, tmp_path / str(dtype), config(lr=lr, **fields))
+        said = [text for text in caplog.messages if "of the trained weights changed" in text]
+        assert len(said) == (few and dtype == torch.bfloat16)
+        assert not said or re.search(r"0\.0\d % of .* rounding to bfloat16", said[0])
 
 
 def test_held_out_losses_are_computed_in_fp32(tmp_path: Path) -> None:

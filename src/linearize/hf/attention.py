@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from linearize.base import UserError
 from linearize.hf.architectures import architecture_of
 from linearize.hf.cache import LinearizedCacheLayer, cache_layer
+from linearize.hf.offload import keep_in_memory
 from linearize.hf.unsupported import refuse_paged_cache
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
@@ -84,6 +85,8 @@ class LinearizedAttention:
         """
         if not isinstance(self, LinearizedAttention):  # accelerate calls what was bound before `softmax_attention`
             return type(self).forward(self, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            keep_in_memory(self.mixer)
         kwargs |= dict(zip(self.arguments, args, strict=False))
         hidden = kwargs["hidden_states"] if self.mixer.wants_hidden else None
         rope = kwargs.get("position_embeddings") if self.mixer.wants_unrotated and self.use_rope else None

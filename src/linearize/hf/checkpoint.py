@@ -27,11 +27,23 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from linearize.base import UserError, sync, writing
+from linearize.base import UserError, read_json, sync, writing
 from linearize.hf.layouts import keep_documents_apart
 from linearize.hf.whole_weights import load_whole
 
 AUTO_MODULE = "modeling_linearize"
+_FROM_GGUF = (
+    "load it by AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME, "
+    "quantization_config=GgufConfig(dequantize=True)), and give the folder that save_pretrained writes"
+)
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+)
 FLOATS = ("F16", "BF16", "F32", "F64")  # of safetensors
 
 
@@ -44,6 +56,10 @@ def read_config(model: str) -> dict[str, Any]:
     folder = Path(model)
     if folder.is_dir():
         path = folder / "config.json"
+        if not path.is_file() and (ggufs := sorted(folder.glob("*.gguf"))):
+            raise UserError(
+                f"model: expected a folder with a config.json and safetensors, found {ggufs[0]}; {_FROM_GGUF}"
+            )
         if not path.is_file():
             raise UserError(f"model: expected a folder with a config.json, found none in {model!r}; is it a model?")
         try:
@@ -54,7 +70,8 @@ def read_config(model: str) -> dict[str, Any]:
             raise UserError(f"model: {path}: expected a JSON object, found {type(config).__name__}")
         return config
     if folder.exists():
-        raise UserError(f"model: expected a folder or a hub id, found the file {model!r}")
+        advice = f"; {_FROM_GGUF}" if folder.suffix.lower() == ".gguf" else ""
+        raise UserError(f"model: expected a folder or a hub id, found the file {model!r}{advice}")
     # A hub id is at most two words; where the first is a folder here, nobody means somebody on the hub.
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or ("/" in model and folder.parent.is_dir()):
         raise UserError(f"model: expected a model folder, found nothing at {model!r}; check the path")
@@ -120,6 +137,7 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_cla
     Raises:
         UserError: weights are missing, left over (see `load_whole`) or unreadable.
     """
+    _check_weight_files(Path(model))
     load = getattr(transformers, auto_class).from_pretrained
     with readable(model, "readable weights"), _bars_on_terminals_only(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # for a head that the checkpoint is not of: each time the same
@@ -127,6 +145,37 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_cla
         loaded, _ = load_whole(load, model, **options)
         _check_dtypes(model, loaded)
     return as_trained(loaded.to(device).eval())
+
+
+def _check_weight_files(folder: Path) -> None:
+    """See that a local folder has weights in safetensors, all files that its index names, and each of them whole.
+
+    Raises:
+        UserError: it has not; the file is named.
+    """
+    if not folder.is_dir():
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        found = next(iter(sorted(folder.glob("*.bin"))), None)
+        if found is None:
+            raise UserError(f"model {folder}: expected weights (*.safetensors), found none; is it a whole checkpoint?")
+        raise UserError(
+            f"model {folder}: expected weights as safetensors, found {found.name}, a pickle, which can run code; if "
+            "you trust it, load it by AutoModelForCausalLM.from_pretrained(FOLDER, use_safetensors=False), and give "
+            "the folder that save_pretrained writes"
+        )
+    index = folder / "model.safetensors.index.json"
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+        for name in sorted(set(read_json(index).get("weight_map", {}).values())):
+            if not (folder / name).is_file():
+                raise UserError(f"model {folder}: expected the shard {name}, which {index.name} names; copy it again")
+    for path in files:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: expected a whole safetensors file, found {error}; copy it again") from None
 
 
 def _check_dtypes(model: str, loaded: PreTrainedModel) -> None:
@@ -184,6 +233,12 @@ def load_tokenizer(model: str) -> Tokenizer:
     Raises:
         UserError: there is none.
     """
+    folder = Path(model)
+    if folder.is_dir() and not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
+        raise UserError(
+            f"model {model}: expected a tokenizer beside the weights, found none of {', '.join(_TOKENIZER_FILES)}; "
+            "copy the tokenizer's files from the model that it was made from"
+        )
     with readable(model, "a tokenizer beside the weights", Exception):
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **hub_options(model))
         tokenizer("a")  # what its config says is only looked at now

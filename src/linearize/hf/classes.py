@@ -35,7 +35,7 @@ from linearize.hf.attention import (
 )
 from linearize.hf.cache import same_size_mask
 from linearize.hf.layouts import encoder_layout_hook, keep_documents_apart, layout_hook
-from linearize.hf.offload import keep_mixers
+from linearize.hf.offload import keep_in_memory
 from linearize.hf.teacher import TeacherShape
 from linearize.hf.unsupported import Unsupported
 from linearize.hf.whole_weights import load_whole
@@ -119,7 +119,8 @@ class LinearizedModel(Unsupported, PreTrainedModel):
             UserError: weights are missing or left over, see `load_whole`.
         """
         model, info = load_whole(super().from_pretrained, pretrained_model_name_or_path, *args, **kwargs)
-        keep_mixers(model)
+        for layer in linearized_layers(model).values():
+            keep_in_memory(layer.mixer)
         return (model, info) if kwargs.get("output_loading_info") else model
 
     def initialize_weights(self) -> None:

@@ -6,20 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from linearize.hf.attention import linearized_layers
 
-
-def keep_mixers(model: nn.Module) -> None:
-    """Give mixers that accelerate has offloaded their weights back, for good: they are small.
+def keep_in_memory(mixer: nn.Module) -> None:
+    """Give a mixer that accelerate has offloaded its weights back, for good: they are small.
 
     accelerate brings a module's weights when its `forward` is called, and only then; the parts of a mixer have methods
     of other names, which would compute with nothing.
     """
-    for layer in linearized_layers(model).values():
-        for module in layer.mixer.modules():
-            hook: Any = getattr(module, "_hf_hook", None)
-            if getattr(hook, "offload", False):
-                _load(module, hook)
+    for module in mixer.modules():
+        hook: Any = vars(module).get("_hf_hook")
+        if getattr(hook, "offload", False):
+            _load(module, hook)
 
 
 def _load(module: nn.Module, hook: Any) -> None:

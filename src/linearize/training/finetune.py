@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,6 +36,9 @@ from linearize.training.bypass import dropped_windows
 from linearize.training.config import FinetuneConfig, LoRAConfig
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.losses import output_losses
+
+logger = logging.getLogger(__name__)
+FEW = 0.01  # of the weights: if fewer change, rounding has undone what was trained
 
 AtEnd = Callable[[], AbstractContextManager[None]]
 
@@ -100,6 +104,7 @@ def prepared(
     divided, was_training = divided_weights(model), model.training
     half = model.dtype if config.all_weights and model.dtype in (torch.bfloat16, torch.float16) else None
     adapted: Any = None
+    began = _half_weights(model)
     line = _Line(model, before, divided if config.all_weights else {}, config)
     try:
         for parameter, data in before.items():
@@ -131,10 +136,32 @@ def prepared(
         for parameter, data in before.items():
             parameter.data = parameter.data.to(data.dtype)
         round_weights(model)
+        _warn_of_rounding(began, _half_weights(model))
     finally:
         if config.activation_checkpointing:
             _checkpointing(model, "disable")
         model.requires_grad_(False)
+
+
+def _half_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Weights of the model in half precision by name, but for quantized ones and those that are divided."""
+    named = model.named_parameters()
+    return {name: p.data for name, p in named if p.dtype in (torch.bfloat16, torch.float16) and type(p) is nn.Parameter}
+
+
+def _warn_of_rounding(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    """Say so if hardly any of the weights that were trained are others than before, once they are rounded."""
+    pairs = [(before[name], x) for name, x in after.items() if name in before]
+    trained = [(a, b) for a, b in pairs if a.data_ptr() != b.data_ptr()]  # others still are the teacher's own
+    count = sum(b.numel() for _, b in trained)
+    changed = sum(int((a != b).sum()) for a, b in trained)
+    if count and changed < FEW * count:
+        logger.warning(
+            "finetune: %.2f %% of the trained weights changed; the rest of what was learned is lost in rounding to %s. "
+            "Raise finetune.lr, or load the model in float32 (--dtype float32)",
+            100 * changed / count,
+            str(trained[0][1].dtype).removeprefix("torch."),
+        )
 
 
 @dataclass(frozen=True)
