@@ -23,7 +23,7 @@ from linearize.base import UserError
 from linearize.data.repeats import without_repeats
 from linearize.data.rows import PackedRows
 from linearize.evaluation.candidates import LABELS
-from linearize.evaluation.controls import window_only_plan, without_linear_part
+from linearize.evaluation.controls import SINKS, window_only_plan, without_linear_part
 from linearize.evaluation.perplexity import token_losses
 from linearize.evaluation.worth import Worth
 from linearize.hf.attention import linearized_layers
@@ -686,8 +686,10 @@ def test_a_kv_budget_allocated_per_head(finished: Run, tmp_path: Path, monkeypat
     assert is_spread(plan)
     window = window_only_plan(plan, spent.load_teacher(), 64)
     assert len(set(window)) == 1
-    assert isinstance(window[0], MixerConfig) and window[0].span.context == round(about["held"] / pair / 4)
-    assert result["window_size"] == window[0].span.context
+    assert isinstance(window[0], MixerConfig)
+    span = window[0].span
+    assert span.sinks == SINKS and span.sinks + span.context == round(about["held"] / pair / 4)
+    assert result["window_size"] == span.context
     names = {measured["name"] for measured in result["measured"]}
     assert "window_lora" in names and "ablated" not in names, "there is no linear part to switch off"
     of_equal_bytes = f"one window of {result['window_size']} for all heads, of as many bytes"

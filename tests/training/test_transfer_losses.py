@@ -104,7 +104,7 @@ def make_inputs(documents: Documents, softcap: float | None = None) -> tuple[Att
 
 def layer_of(mixer: LinearMixer, reach: int | None = None) -> Any:
     """What the losses read of a converted attention module."""
-    return SimpleNamespace(mixer=mixer, sliding_window=reach, config=None)
+    return SimpleNamespace(mixer=mixer, sliding_window=reach, config=SimpleNamespace(model_type="mistral"))
 
 
 def live_weights(mixer: LinearMixer) -> Weights:
