@@ -148,11 +148,11 @@ PRESSES: dict[str, Callable[[Any, float, int], BasePress]] = {
 }
 
 
-# Those that can be held, by name: functions of the queries that a piece has before its last token.
-HOLDING: dict[str, Callable[[int], ScorerPress]] = {
-    "SnapKV": lambda queries: SnapKVPress(window_size=queries),
-    "TOVA": lambda queries: TOVAPress(),
-    "KeyDiff": lambda queries: KeyDiffPress(),
+# Presses that can be held, by name. SnapKV scores by the queries of a piece, and needs one more than its window.
+HOLDING: dict[str, Callable[[], ScorerPress]] = {
+    "SnapKV": lambda: SnapKVPress(window_size=PIECE - 1),
+    "TOVA": TOVAPress,
+    "KeyDiff": KeyDiffPress,
 }
 
 
@@ -169,7 +169,7 @@ def make_press(model: Any, name: str, budget: float, length: int) -> tuple[BaseP
     if kept < 1:
         raise LookupError(f"a piece has {PIECE} tokens, more than it may keep")
     removed = 1 - (kept + 0.5) / length  # half a token more: kvpress rounds down
-    holding = DecodingPress(HOLDING[method](PIECE - 1), compression_interval=1, target_size=kept)
+    holding = DecodingPress(HOLDING[method](), compression_interval=1, target_size=kept)
     return PRESSES[method](model, removed, length), holding
 
 

@@ -63,12 +63,10 @@ print(used.ru_utime + used.ru_stime, "torch" in sys.modules, "linearize" in sys.
 
 
 def test_help_is_quick_and_loads_nothing() -> None:
-    command: Any = dict(args=[sys.executable, "-c", HELP], env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    child, *others = (subprocess.run(**command) for _ in range(3))
+    child = subprocess.run([sys.executable, "-c", HELP], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     seconds, *loaded = child.stderr.split()
     assert loaded == ["False", "False"]
-    # Of processor time, for all eleven; the least of three, since a busy core takes longer for the same.
-    assert min(float(seconds), *(float(other.stderr.split()[0]) for other in others)) < 1.0
+    assert float(seconds) < 1.0  # of processor time, for all eleven
     assert child.stdout.count("Usage: ") == 11
     assert "the same command again resumes it" in " ".join(child.stdout.split()).replace("│ │ ", "")
 

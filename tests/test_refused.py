@@ -65,13 +65,13 @@ def weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     return folder
 
 
-def sharded(folder: Path) -> Path:
-    """The teacher in two shards, of which the second is missing; the first."""
+def sharded(folder: Path, index: Any = None) -> Path:
+    """Write the teacher in two shards, of which the second is missing; return the first."""
     shutil.copytree(tiny.teacher_folder(), folder)
     first, second = (f"model-0000{k}-of-00002.safetensors" for k in (1, 2))
     (folder / "model.safetensors").rename(folder / first)
-    index = {"metadata": {}, "weight_map": {"lm_head.weight": second, "model.norm.weight": first}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    named = {"metadata": {}, "weight_map": {"lm_head.weight": second, "model.norm.weight": first}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(named if index is None else index))
     return folder / first
 
 
@@ -190,7 +190,11 @@ RUNS: dict[str, Case] = {
     ),
     "a shard missing": (
         lambda tmp: ["--model", sharded(tmp / "two").parent],
-        "model .*two: expected the shard model-00002-of-00002.safetensors, which model.safetensors.index.json names; ",
+        "model .*two: expected model-00002-of-00002.safetensors, which .*index.json names, found none; copy it again",
+    ),
+    "an index of nothing": (
+        lambda tmp: ["--model", sharded(tmp / "odd", index=[1]).parent],
+        ".*/odd/model.safetensors.index.json: expected a weight_map from tensors to files, found none; copy it again",
     ),
     "a gguf file": (
         lambda tmp: ["--model", text(tmp, "m.gguf", "")],
@@ -234,7 +238,7 @@ RUNS: dict[str, Case] = {
     ),
     "no tokenizer": (
         lambda tmp: ["--model", without(tmp / "mute", "tokenizer*")],
-        "model .*mute: expected a tokenizer beside the weights, found none of tokenizer.json, .*; copy the tokenizer's",
+        r"model .*mute: expected a tokenizer beside the weights \(copy its files, such as tokenizer.json, from the",
     ),
     "linearized": (
         lambda _: ["--model", tiny.finished_run().folder / "model"],

@@ -345,8 +345,8 @@ def resolve(
 
     Raises:
         UserError: a layer index the teacher does not have, nothing left to convert, less memory than the smallest
-            window in every head takes, a size that makes no sense for
-            these layers, or for an encoder what only a decoder can have.
+            window in every head needs, a size that makes no sense for these layers, or for an encoder what only a
+            decoder can have.
     """
     if teacher.bidirectional:
         _check_encoder(recipe)

@@ -1,12 +1,11 @@
 """One function per command and no logic; heavy imports wait until a command runs."""
 
-from __future__ import annotations
-
+# Annotations are evaluated once, on import: typer evaluates those that are strings again for every --help.
 import importlib.util
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -443,18 +442,17 @@ def serve(
     from linearize.base import UserError
     from linearize.serving import command as serving
 
-    where: Any = {"host": host, "port": port, "api_key": api_key}
-    where |= {"name": served_model_name, "max_model_len": max_model_len}
+    endpoint = serving.Endpoint(host, port, api_key, served_model_name, max_model_len)
     if serving.choose_engine(engine, alone=not page and teacher is None) == "vllm":
         if device != "auto":
             raise UserError(
                 f"--device: expected none, for vLLM computes where it was built for, found {device}; leave it out, or "
                 "pass --engine transformers"
             )
-        serving.start_vllm(model, **where, dtype=dtype, note=note)
+        serving.start_vllm(model, endpoint, dtype=dtype, note=note)
     computed_on = device_of(device)
     computed = {"dtype": dtype_of(dtype, computed_on), "device": computed_on}
-    serving.start_transformers(model, **where, **computed, page=page, teacher=teacher, note=note)
+    serving.start_transformers(model, endpoint, **computed, page=page, teacher=teacher, note=note)
 
 
 @app.command()

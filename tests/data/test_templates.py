@@ -20,6 +20,7 @@ FORGETFUL = (  # replies lose their thoughts as soon as the conversation goes on
     "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CUTTING = CHATML.replace("m.content", "m.content[:8]")
 SHOUTING = "{% for m in messages %}{{ m.content.upper() if messages|length > 2 else m.content }}\n{% endfor %}"
 REFUSING = "{% if messages[0].role != 'user' %}{{ raise_exception('starts with\n a user') }}{% endif %}" + CHATML
 CONVERSATION = [
@@ -47,7 +48,7 @@ def fails(pattern: str):
 
 @pytest.mark.parametrize("text", ["word " * 30, "w" * 150, "w" * 40 + "\n" + "w" * 9])
 def test_a_long_text_is_tokenized_in_pieces(tokenizer, monkeypatch, text):
-    """The same tokens, and no more of them than are wanted, but for a piece."""
+    """The tokens are the same, and with `max_tokens` at most one piece is tokenized beyond it."""
     monkeypatch.setattr(templates, "PIECE", 16)
     rows = [(1, {"text": "short"}), (2, {"text": text}), (3, {"text": "end"})]
     documents = encode_text(rows, tokenizer, DataConfig())
@@ -225,6 +226,7 @@ def test_chat_with_tools():
     [
         (None, CONVERSATION, "data.format chat: .*chat template, found none.*data.format=text"),
         ({"tool_use": CHATML}, CONVERSATION, "chat template, found none"),
+        (CUTTING, CONVERSATION, "data row 7: expected a chat template that renders the text of message 3 as it is"),
         (SHOUTING, CONVERSATION, "data row 7: expected a chat template by which message 3 follows the prompt"),
         (REFUSING, CONVERSATION, "data row 7: the tokenizer's chat template refuses it: starts with a user"),
         (CHATML, [], "data row 7: expected messages to be a list of objects with role and content"),

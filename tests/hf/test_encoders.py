@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -133,6 +135,14 @@ def padding_leaves_no_trace(architecture: str, mixer: str = "hedgehog") -> None:
                 one = {name: x[row : row + 1, :length] for name, x in alone.items() if name != "attention_mask"}
                 kept = found[row : row + 1, inputs["attention_mask"][row].bool()]
                 assert_close(kept, hidden_states(student, **one), tolerance)
+
+
+@every
+def test_an_encoder_that_is_offloaded_after_it_was_loaded(architecture: str) -> None:
+    student, inputs = student_of(Case(architecture)), inputs_of(architecture)
+    model = copy.deepcopy(student)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert_close(hidden_states(model, **inputs), hidden_states(student, **inputs))
 
 
 @text

@@ -253,7 +253,7 @@ def _tokenised(
 ) -> Iterator[TokenDocument]:
     """Documents that are long enough, until there are `config.max_tokens` tokens and `least` of them.
 
-    The last one stays whole.
+    The last one stays whole, unless it is a long text (`encode_text`).
     """
     numbered = enumerate(rows, 1)
     encode, tokens, found = None, 0, 0

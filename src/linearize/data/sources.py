@@ -69,22 +69,20 @@ def _local(name: str) -> Path:
 def files_of(name: str) -> list[Path]:
     """The local files that a dataset of this name is read from; none of a hub id."""
     path = _local(name)
-    return sorted(_files_below(path)) if path.is_dir() else [path] if path.is_file() else []
+    return sorted(_files_below(path)[0]) if path.is_dir() else [path] if path.is_file() else []
 
 
-def _files_below(folder: Path) -> list[Path]:
-    return [path for path in _all_below(folder) if path.suffix.lower() in _SUFFIXES]
-
-
-def _all_below(folder: Path) -> Iterator[Path]:
-    """All files in a folder and those below it, but for hidden ones."""
+def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files in a folder and those below it that can be read, and all others that are not hidden."""
+    files: tuple[list[Path], list[Path]] = [], []
     for path in folder.rglob("*"):
         if not any(part.startswith(".") for part in path.relative_to(folder).parts) and path.is_file():
-            yield path
+            files[path.suffix.lower() not in _SUFFIXES].append(path)
+    return files
 
 
 def _folder_rows(folder: Path, config: DataConfig) -> Iterator[Row]:
-    files = _files_below(folder)
+    files, others = _files_below(folder)
     if not files:
         raise UserError(f"data.dataset: expected files that end in {', '.join(_SUFFIXES)}, found none in {folder}")
     tables = [path for path in files if path.suffix.lower() not in _TEXT_READERS]
@@ -95,13 +93,11 @@ def _folder_rows(folder: Path, config: DataConfig) -> Iterator[Row]:
             f"data.dataset: expected either text files or tables in {folder}, found both ({min(texts)} and "
             f"{min(tables)}); name one file or a subfolder"
         )
-    others = sorted(path.relative_to(folder).as_posix() for path in {*_all_below(folder)} - {*files})
     if others:
-        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-        endings = ", ".join(_SUFFIXES)
-        logger.warning(
-            "%s: not read, because they do not end in %s: %s%s", folder, endings, ", ".join(others[:_NAMED]), more
-        )
+        names = sorted(path.relative_to(folder).as_posix() for path in others)
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        endings, named = ", ".join(_SUFFIXES), ", ".join(names[:_NAMED])
+        logger.warning("%s: not read, because they do not end in %s: %s%s", folder, endings, named, more)
     for path in sorted(files, key=lambda path: path.relative_to(folder).as_posix()):
         yield from _file_rows(path, config)
 
@@ -187,9 +183,9 @@ def _separated_rows(separator: str) -> Callable[[Path, tuple[str, ...] | None], 
         csv.field_size_limit(2**31 - 1)  # a document is one field
         with _readable(path), path.open(encoding="utf-8-sig", newline="") as lines:
             table = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
-            found = _lines_of_cells(path, table)
-            names = list(columns) if columns else next(found, [])
-            for cells in found:
+            rows = _checked_rows(path, table)
+            names = list(columns) if columns else next(rows, [])
+            for cells in rows:
                 if cells and len(cells) != len(names):
                     raise UserError(
                         f"{path} line {table.line_num}: expected {len(names)} columns ({', '.join(names)}), found "
@@ -201,24 +197,22 @@ def _separated_rows(separator: str) -> Callable[[Path, tuple[str, ...] | None], 
     return read
 
 
-def _lines_of_cells(path: Path, table: Any) -> Iterator[list[str]]:
-    """What a csv reader finds.
+def _checked_rows(path: Path, table: Any) -> Iterator[list[str]]:
+    """Yield the rows of a strict csv reader.
 
     Raises:
-        UserError: of quotation marks that do not fit, after which many rows could be taken for one.
+        UserError: a quotation mark is not closed or stands within a cell, so many rows could be read as one.
     """
-    while True:
-        begins = table.line_num + 1
-        try:
-            cells = next(table, None)
-        except csv.Error as error:
-            raise UserError(
-                f"{path} line {begins}: expected quotation marks around whole cells, doubled within them, found others "
-                f"({error}); write the file anew, or as .jsonl"
-            ) from None
-        if cells is None:
-            return
-        yield cells
+    begins = 1
+    try:
+        for cells in table:
+            yield cells
+            begins = table.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{path} line {begins}: expected quotation marks around whole cells, doubled within them, found others "
+            f"({error}); correct them, or convert the file to .jsonl"
+        ) from None
 
 
 _TEXT_READERS: dict[str, Callable[[Path], Iterator[str]]] = {

@@ -30,7 +30,7 @@ ALPACA_WITHOUT_INPUT = (
 )
 SAMSUM = "Summarize this dialog:\n{dialogue}\n---\nSummary:\n"
 
-PIECE = 2**20  # characters of a text that are tokenized at once: a tokenizer takes some 150 bytes for each
+PIECE = 2**20  # characters of a text that are tokenized at once: a tokenizer needs far more memory than the text
 _MARK = "\ue000"  # stands in no text: for private use
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -75,8 +75,8 @@ def encode_text(
 ) -> list[TokenDocument]:
     """``BOS text EOS``, each only where the tokenizer has it, with loss on every token. Blank texts are left out.
 
-    A text of more than PIECE characters is tokenized piece by piece, until there are `config.max_tokens`; then it has
-    no end.
+    A text of more than PIECE characters is tokenized piece by piece. Once `config.max_tokens` are reached, the rest of
+    it is dropped, and no EOS follows.
     """
     hint = "set data.text_column to the column that holds the text"
     texts = [_string(row, config.text_column, number, hint) for number, row in rows]
@@ -96,7 +96,7 @@ def encode_text(
 
 
 def _tokenise_long(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) -> tuple[list[int], bool]:
-    """Tokens of a long text, and whether they are all: pieces that begin with white space, where there is any."""
+    """Return the tokens of a long text, at least `most`, and whether the text is whole. Pieces begin at white space."""
     ids: list[int] = []
     start = 0
     while start < len(text) and (most is None or len(ids) < most):
@@ -153,11 +153,11 @@ def encode_chat(
     what rendering the conversation up to it adds to the generation prompt of the conversation before it, up to the
     special token that ends it. An opening assistant turn then carries no loss: there is no conversation before it to
     render. A conversation whose earlier turns are rendered differently once later ones follow, as by templates that
-    leave out earlier thoughts, becomes one document per reply, with loss on the reply alone: so it is asked for it.
+    leave out earlier thoughts, becomes one document per reply, with loss on that reply alone.
 
     Raises:
-        UserError: no (default) chat template, a slow tokenizer, not a conversation of texts, or one that the template
-            refuses.
+        UserError: no (default) chat template, a slow tokenizer, not a conversation of texts, one that the template
+            refuses, or a template that changes texts or renders the prompt of a reply in another way than the reply.
     """
     try:
         template = tokenizer.get_chat_template()
@@ -210,32 +210,36 @@ def _encode_by_prefix(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -
                 f"expected a chat template by which message {index + 1} follows the prompt that asks for it, found one "
                 "that renders them in another way; use a template with {% generation %} blocks"
             )
-    ends = _special_tokens(tokenizer)
-    turns = {
-        index: (len(before), _end_of_turn(after, render(index + 1, _MARK), ends))
-        for index, (before, after) in rendered.items()
-    }
+    ends, turns = _special_tokens(tokenizer), dict[int, tuple[int, int]]()
+    for index, (before, after) in rendered.items():
+        text_ends = render(index + 1, _MARK).find(_MARK, len(before))
+        if text_ends < 0:
+            raise UserError(
+                f"expected a chat template that renders the text of message {index + 1} as it is, found one that "
+                "changes it; use a template with {% generation %} blocks"
+            )
+        turns[index] = len(before), _end_of_turn(after, text_ends, ends)
     if all(conversation.startswith(after[: turns[index][1]]) for index, (_, after) in rendered.items()):
         return [_with_loss_within(conversation, list(turns.values()), tokenizer)]
     return [_with_loss_within(after, [turns[index]], tokenizer) for index, (_, after) in rendered.items()]
 
 
-def _end_of_turn(rendered: str, marked: str, ends: Sequence[str]) -> int:
-    """Where the last turn ends: behind the first special token that follows its text, or with the conversation.
+def _end_of_turn(rendered: str, text_ends: int, ends: Sequence[str]) -> int:
+    """Return where the last turn of a rendered conversation ends: after the first special token behind its text.
 
-    Templates break the line after that token, or begin another turn; the model stops before that and need not learn it.
+    Some templates write a line break or the header of the next turn after that token. The model stops at the token, so
+    what follows it carries no loss. Without such a token the turn ends with the conversation.
 
     Args:
-        marked: rendered with _MARK behind the text.
+        text_ends: where the text of the turn ends in `rendered`.
         ends: special tokens.
     """
-    behind = max(marked.find(_MARK), 0)
-    found = [place + len(token) for token in ends if (place := rendered.find(token, behind)) >= 0]
+    found = [place + len(token) for token in ends if (place := rendered.find(token, text_ends)) >= 0]
     return min(found, default=len(rendered))
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """All special tokens, those that the tokenizer has no name for, too, as the ends of turns often are."""
+    """Return all special tokens, including those without a role (EOS, BOS, ...), as the ends of turns often are."""
     added: Any = tokenizer.added_tokens_decoder
     return sorted({*tokenizer.all_special_tokens, *(token.content for token in added.values() if token.special)})
 

@@ -49,7 +49,7 @@ def window_only_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> La
 
 
 def equal_bytes_plan(plan: LayerPlan, model: PreTrainedModel, length: int) -> LayerPlan:
-    """A window and SINKS sinks, alike in all heads of all converted layers, in as many bytes as the plan's states take.
+    """Return a plan of windows with SINKS sinks, the same in all heads, that uses as many bytes as the plan's states.
 
     Args:
         model: of the plan's sizes, be it teacher or student; bytes are counted in its dtype.

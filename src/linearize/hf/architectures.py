@@ -88,13 +88,13 @@ class Architecture:
 
     @property
     def slides(self) -> bool:
-        """Whether its layers can have sliding windows; elsewhere, `sliding_window` in a config has no effect."""
+        """Whether its layers can have sliding windows. If not, `sliding_window` in a config has no effect."""
         module = sys.modules[self.attention.__module__]
         return any(hasattr(module, f"create_{mask}_mask") for mask in _WINDOW_MASKS)
 
     @property
     def slides_by_layer(self) -> bool:
-        """Whether `layer_types` says which layers have them; elsewhere, all have, and it has no effect."""
+        """Whether `layer_types` chooses the layers with sliding windows. If not, it has no effect."""
         return self.slides and "layer_types" in self.attention.__init__.__code__.co_names
 
 
@@ -175,5 +175,5 @@ ARCHITECTURES = {
 
 
 def architecture_of(model: Any) -> Architecture | None:
-    """What we know of the base of a model, or of a layer, softmax or linearized; None for one that is not supported."""
+    """Return the architecture of a model or of an attention module, softmax or linearized; None if not supported."""
     return ARCHITECTURES.get(model.config.model_type.removeprefix("linearized_"))

@@ -85,7 +85,8 @@ class LinearizedAttention:
         """
         if not isinstance(self, LinearizedAttention):  # accelerate calls what was bound before `softmax_attention`
             return type(self).forward(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
+        children = () if torch.compiler.is_compiling() else self.children()  # type: ignore[attr-defined]
+        if any("_hf_hook" in vars(child) for child in children):
             keep_in_memory(self.mixer)
         kwargs |= dict(zip(self.arguments, args, strict=False))
         hidden = kwargs["hidden_states"] if self.mixer.wants_hidden else None

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 # From its own module: by its public name, older versions want torchvision for it.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file
 
 from linearize.base import UserError, read_json, sync, writing
@@ -36,14 +36,7 @@ _FROM_GGUF = (
     "load it by AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME, "
     "quantization_config=GgufConfig(dequantize=True)), and give the folder that save_pretrained writes"
 )
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece*.model",
-)
+_TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "tekken.json")
 FLOATS = ("F16", "BF16", "F32", "F64")  # of safetensors
 
 
@@ -137,7 +130,7 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_cla
     Raises:
         UserError: weights are missing, left over (see `load_whole`) or unreadable.
     """
-    _check_weight_files(Path(model))
+    check_weight_files(Path(model))
     load = getattr(transformers, auto_class).from_pretrained
     with readable(model, "readable weights"), _bars_on_terminals_only(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # for a head that the checkpoint is not of: each time the same
@@ -147,35 +140,45 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_cla
     return as_trained(loaded.to(device).eval())
 
 
-def _check_weight_files(folder: Path) -> None:
-    """See that a local folder has weights in safetensors, all files that its index names, and each of them whole.
+def check_weight_files(folder: Path) -> None:
+    """Check that a local folder has all its safetensors files, and that none is cut short; a hub id is not checked.
 
     Raises:
-        UserError: it has not; the file is named.
+        UserError: a file is missing or damaged (its name is given), or weights are stored as a pickle only.
     """
     if not folder.is_dir():
         return
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        found = next(iter(sorted(folder.glob("*.bin"))), None)
-        if found is None:
-            raise UserError(f"model {folder}: expected weights (*.safetensors), found none; is it a whole checkpoint?")
-        raise UserError(
-            f"model {folder}: expected weights as safetensors, found {found.name}, a pickle, which can run code; if "
-            "you trust it, load it by AutoModelForCausalLM.from_pretrained(FOLDER, use_safetensors=False), and give "
-            "the folder that save_pretrained writes"
-        )
-    index = folder / "model.safetensors.index.json"
-    if index.is_file() and not (folder / "model.safetensors").is_file():
-        for name in sorted(set(read_json(index).get("weight_map", {}).values())):
-            if not (folder / name).is_file():
-                raise UserError(f"model {folder}: expected the shard {name}, which {index.name} names; copy it again")
-    for path in files:
+    index, names = folder / SAFE_WEIGHTS_INDEX_NAME, [SAFE_WEIGHTS_NAME]
+    if not (folder / SAFE_WEIGHTS_NAME).is_file():
+        if not index.is_file():
+            _refuse_without_safetensors(folder)
+        try:
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        except (AttributeError, KeyError, TypeError):
+            raise UserError(
+                f"{index}: expected a weight_map from tensors to files, found none; copy it again"
+            ) from None
+    for path in (folder / name for name in names):
+        if not path.is_file():
+            raise UserError(
+                f"model {folder}: expected {path.name}, which {index.name} names, found none; copy it again"
+            )
         try:
             with safe_open(path, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: expected a whole safetensors file, found {error}; copy it again") from None
+
+
+def _refuse_without_safetensors(folder: Path) -> NoReturn:
+    pickles = sorted(folder.glob("*.bin"))
+    if not pickles:
+        raise UserError(f"model {folder}: expected weights (*.safetensors), found none; is it a whole checkpoint?")
+    raise UserError(
+        f"model {folder}: expected weights as safetensors, found {pickles[0].name}, a pickle, which can run code; if "
+        "you trust it, load it by AutoModelForCausalLM.from_pretrained(FOLDER, use_safetensors=False), and give "
+        "the folder that save_pretrained writes"
+    )
 
 
 def _check_dtypes(model: str, loaded: PreTrainedModel) -> None:
@@ -233,13 +236,10 @@ def load_tokenizer(model: str) -> Tokenizer:
     Raises:
         UserError: there is none.
     """
-    folder = Path(model)
+    expected, folder = "a tokenizer beside the weights", Path(model)
     if folder.is_dir() and not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
-        raise UserError(
-            f"model {model}: expected a tokenizer beside the weights, found none of {', '.join(_TOKENIZER_FILES)}; "
-            "copy the tokenizer's files from the model that it was made from"
-        )
-    with readable(model, "a tokenizer beside the weights", Exception):
+        expected += " (copy its files, such as tokenizer.json, from the model that this one was made from)"
+    with readable(model, expected, Exception):
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **hub_options(model))
         tokenizer("a")  # what its config says is only looked at now
         return tokenizer

@@ -165,8 +165,10 @@ class Layout:
         document = torch.cat([torch.zeros_like(context), self.key_document.expand(len(seen), -1)], dim=1)
         return Layout(position, document, self.length, sink_slots=span.sinks, seen=seen)
 
-    def to(self, device: torch.device | str | int) -> Layout:
-        """Moved to another device; accelerate calls it for layers that are on another than the layer before."""
+    def to(self, device: torch.device | str | int | None) -> Layout:
+        """Moved to another device (None: as it is). accelerate calls it where layers are on several devices."""
+        if device is None:
+            return self
         seen = None if self.seen is None else self.seen.to(device)
         position, document = self.key_position.to(device), self.key_document.to(device)
         return replace(self, key_position=position, key_document=document, seen=seen, _known={})

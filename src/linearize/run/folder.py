@@ -57,8 +57,7 @@ class Run:
         Raises:
             UserError: as `read`.
         """
-        folder = Path(model).resolve()
-        found = next((place for place in (folder.parent, folder) if (place / "run.json").is_file()), None)
+        found = run_folder(model)
         return None if found is None else cls.read(found, dtype, device)
 
     def load_teacher(self) -> PreTrainedModel:
@@ -86,6 +85,12 @@ class Run:
     def controls(self) -> dict[str, Path]:
         """Folders of the trained controls, by the name of their candidate."""
         return {name: self.folder / "controls" / name for name in self.recipe.controls}
+
+
+def run_folder(model: str) -> Path | None:
+    """Return the folder that tells of the run that made a model: the one around the model's, or its own; else None."""
+    folder = Path(model).resolve()
+    return next((place for place in (folder.parent, folder) if (place / "run.json").is_file()), None)
 
 
 def student_folder(given: str) -> str:

@@ -102,7 +102,7 @@ def _measured(
     needs = measured.allocation.needs
     layers = sorted(needs)
     untrained = {"teacher": ruler.see(teacher, "teacher")}
-    plan = _alike(head_mixer(reference, 0, memory.sinks), layers, shape)
+    plan = _in_every_head(head_mixer(reference, 0, memory.sinks), layers, shape)
     untrained["window"] = ruler.see(convert_layers(teacher, plan), f"window of {reference}")
     alike: dict[str, TokenLosses] = {}
     if recipe.finetune is not None:
@@ -139,7 +139,7 @@ def _measured(
         heads = shape.num_kv_heads * len(layers)
         plans = {}
         for name, mixer in uniform(round(fraction * memory.reference_length), memory.sinks).items():
-            plans[name] = Measured(_alike(mixer, layers, shape)), heads * head_bytes(mixer, shape, run.dtype)
+            plans[name] = Measured(_in_every_head(mixer, layers, shape)), heads * head_bytes(mixer, shape, run.dtype)
         allocation = allocate(sized, needs, shape, run.dtype)
         chosen[fraction] = {"window": allocation.window, "text": allocation.text, "recall": allocation.recall}
         made = Measured(allocation.plan(shape.num_layers), allocation, measured.scores)
@@ -179,7 +179,7 @@ def uniform(pairs: int, sinks: int) -> dict[str, MixerConfig]:
     }
 
 
-def _alike(mixer: MixerConfig, layers: Sequence[int], shape: TeacherShape) -> LayerPlan:
+def _in_every_head(mixer: MixerConfig, layers: Sequence[int], shape: TeacherShape) -> LayerPlan:
     return tuple(mixer if index in layers else None for index in range(shape.num_layers))
 
 

