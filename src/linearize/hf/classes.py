@@ -37,7 +37,7 @@ from linearize.hf.cache import same_size_mask
 from linearize.hf.layouts import encoder_layout_hook, keep_documents_apart, layout_hook
 from linearize.hf.offload import keep_in_memory
 from linearize.hf.teacher import TeacherShape
-from linearize.hf.unsupported import Unsupported
+from linearize.hf.unsupported import Unsupported, refuse_candidates, refuse_forgetting, refuse_other_angles
 from linearize.hf.whole_weights import load_whole
 from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig, is_spread
@@ -150,7 +150,16 @@ class LinearizedModel(Unsupported, PreTrainedModel):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, generation_mode: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Also puts our layers into the cache; candidates, own or an assistant's, can be taken back out of them."""
+        """Also puts our layers into the cache; candidates, own or an assistant's, can be taken back out of them.
+
+        Raises:
+            UserError: they cannot, see `refuse_candidates`.
+        """
+        candidates = generation_config.is_assistant or generation_mode == "assisted_generation"
+        if candidates:
+            positions = model_kwargs.get("position_ids")
+            prompt = 0 if positions is None else int(positions.max()) + 1
+            refuse_candidates(self.config, prompt, generation_config.max_length)
         result = super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, *args, **kwargs
         )
@@ -158,9 +167,27 @@ class LinearizedModel(Unsupported, PreTrainedModel):
         if cache is not None:
             for module in linearized_layers(self).values():
                 layer = layer_of(cache, module)
-                if generation_config.is_assistant or generation_mode == "assisted_generation":
+                if candidates:
                     layer.activate_past_recording()
         return result
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As in the base, which may drop the cache and read all tokens again (Phi-3 with `longrope`).
+
+        Raises:
+            UserError: it would forget what is in a state, see `refuse_forgetting`, or go on from one with other angles.
+        """
+        inputs: dict[str, Any]
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
+        cache = kwargs.get("past_key_values")
+        if cache is not None and inputs.get("past_key_values") is None:
+            if held := int(cache.get_seq_length()):
+                refuse_forgetting(input_ids, kwargs.get("position_ids"), held)
+            else:
+                inputs["past_key_values"] = cache  # there is nothing in it to read again
+        if (position_ids := inputs.get("position_ids")) is not None:  # here, because a compiled forward cannot
+            refuse_other_angles(self.config, inputs.get("past_key_values"), position_ids, position_ids.shape[-1])
+        return inputs
 
     @staticmethod
     def create_masks_for_generate(

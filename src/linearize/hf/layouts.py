@@ -17,7 +17,7 @@ from linearize.base import UserError
 from linearize.hf.architectures import architecture_of
 from linearize.hf.attention import LAYOUT
 from linearize.hf.cache import without_slots_to_come
-from linearize.hf.unsupported import refuse_context_parallel
+from linearize.hf.unsupported import refuse_context_parallel, refuse_other_angles
 from linearize.ops.layout import Layout
 
 
@@ -35,10 +35,13 @@ def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     mask = given.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         mask = without_slots_to_come(mask, given.get("past_key_values"), tokens.shape[1])
-    layout = read_layout(mask, _positions(model, given), *tokens.shape[:2])
-    if mask is None or given.get("position_ids") is not None:
+    layout, cache = read_layout(mask, _positions(model, given), *tokens.shape[:2]), given.get("past_key_values")
+    position_ids = given.get("position_ids")
+    if mask is None or position_ids is not None:
+        refuse_other_angles(model.config, cache, position_ids, tokens.shape[1])
         return args, kwargs | {LAYOUT: layout}
-    position_ids = _without_padding(mask, given.get("past_key_values"), tokens.shape[1])
+    position_ids = _without_padding(mask, cache, tokens.shape[1])
+    refuse_other_angles(model.config, cache, position_ids, tokens.shape[1])
     return (), given | {LAYOUT: layout, "position_ids": position_ids}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from linearize.base import UserError
@@ -75,3 +76,88 @@ def refuse_context_parallel() -> None:
             "state goes from the first token to the last and is not exchanged between processes. A long sequence takes "
             "linear memory: feed it whole, or in chunks (prefill_chunk_size), and spread rows over processes instead"
         )
+
+
+def refuse_other_angles(config: Any, cache: Any, position_ids: Tensor | None, tokens: int) -> None:
+    """See that rotary angles are the same for what a cache holds and for what follows.
+
+    The angles of `longrope` change behind the length that a model was trained on, and those of `dynamic` with every
+    token there. Keys in a state cannot be rotated again.
+
+    Args:
+        config: of the model.
+        cache: None, or what the tokens before are held in.
+        position_ids: [B or 1, T], or None: counted on from what the cache holds.
+        tokens: T.
+
+    Raises:
+        UserError: they are not.
+    """
+    if cache is None or torch.compiler.is_compiling():
+        return
+    for kind, border in _borders(config):
+        before = int(cache.get_seq_length())
+        if before and position_ids is not None:
+            before = int(position_ids[:, 0].max())
+        after = before + tokens
+        if before > 0 and border < after and (before <= border or kind == "dynamic"):
+            raise UserError(
+                f"config.rope_parameters: expected at most {border} tokens where a state is carried on, because the "
+                f"angles of {kind!r} are others behind them and keys in a state cannot be rotated again; found "
+                f"{before} tokens in the state and {tokens} more. Give all {after} tokens in one call with a new state"
+                + (", or choose a rope_type with fixed angles (linear, yarn)" if kind == "dynamic" else "")
+            )
+
+
+def _borders(config: Any) -> list[tuple[str, int]]:
+    """Each rope type of a config whose angles change with the length, and the tokens up to which they do not."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    found = []
+    for one in [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]:
+        if one.get("rope_type") == "longrope":
+            found.append(("longrope", one["original_max_position_embeddings"]))
+        elif one.get("rope_type") == "dynamic":
+            found.append(("dynamic", config.max_position_embeddings))
+    return found
+
+
+def refuse_forgetting(input_ids: Tensor, position_ids: Tensor | None, held: int) -> None:
+    """See that a base that drops a cache, to read all tokens again with other rotary angles, has all of them.
+
+    Args:
+        input_ids: [B, T], all tokens or those behind the cache.
+        position_ids: [B or 1, T or more] up to the last of these tokens, or None.
+        held: tokens in the cache.
+
+    Raises:
+        UserError: it does not.
+    """
+    seen = held if position_ids is None else int(position_ids.max()) + 1
+    if max(held, seen - 1) >= input_ids.shape[1]:
+        raise UserError(
+            f"input_ids: expected all tokens of the conversation, because this model reads them again where a text "
+            f"grows past the length that it was trained on (longrope); found {input_ids.shape[1]} of them behind a "
+            f"state of {held}; give those before as well"
+        )
+
+
+def refuse_candidates(config: Any, prompt: int, longest: int) -> None:
+    """See that assisted generation stays on one side of the length where rotary angles change.
+
+    Candidates beyond it would turn the keys of tokens before it, too.
+
+    Args:
+        config: of the model.
+        prompt: tokens that it starts from.
+        longest: tokens that it may come to.
+
+    Raises:
+        UserError: it may not.
+    """
+    for kind, border in _borders(config):
+        if border < longest and (prompt <= border or kind == "dynamic"):
+            raise UserError(
+                f"assisted generation: expected at most {border} tokens in all, because the angles of {kind!r} "
+                f"(config.rope_parameters) are others behind them, found room for {longest}; set a smaller "
+                "max_new_tokens, or generate without an assistant"
+            )
