@@ -188,6 +188,12 @@ def test_bad_field(assignment: str, field: str, expected: str) -> None:
     assert expected in message
 
 
+@pytest.mark.parametrize("assignment, example", [("memory.fraction=7", "recommended"), ("seed=-1", "lolcats")])
+def test_the_example_has_the_field(assignment: str, example: str) -> None:
+    with pytest.raises(UserError, match=f"`linearize recipes {example}` shows a valid one"):
+        load(assignment)
+
+
 def test_further_faults_are_counted() -> None:
     with pytest.raises(UserError, match=r"seed: .*\(and 1 more\)"):
         load("seed=-1", "spam=1")

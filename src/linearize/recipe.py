@@ -323,7 +323,12 @@ def _one_line(error: ValidationError, data: Any) -> str:
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     message = message.removeprefix("Value error, ")
     where = ".".join(names) or "(all)"
-    return f"recipe field {where}: {message}{found}{more}; `linearize recipes lolcats` shows a valid one"
+    return f"recipe field {where}: {message}{found}{more}; `linearize recipes {_example(names)}` shows a valid one"
+
+
+def _example(names: list[str]) -> str:
+    """A recipe that has the first of a field's names: `lolcats`, or the one that `linearize run` takes."""
+    return "recommended" if names[:1] == ["memory"] else "lolcats"
 
 
 # --- recipe x teacher -> layer plan -----------------------------------------------------------------------------------

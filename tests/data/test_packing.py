@@ -511,6 +511,11 @@ def test_chat_is_recognised_by_its_column(tmp_path):
         ([{"dialogue": "x", "summary": 3}], {}, "data row 1: expected text in the column summary, found 3"),
         ([{"dialogue": "x"}], {"format": "samsum"}, "data row 1: .*column 'summary', found dialogue; data.format sam"),
         ([{"text": "x"}], {"format": "chat"}, "data row 1: .*column 'messages', found text; data.format chat"),
+        (
+            [{"text": f"{index % 10:08}"} for index in range(400)],
+            {},
+            "16 held-out documents .*found 0; 10 of 400 in all are different, and copies stay together; use more data",
+        ),
         ([], {}, "expected documents, found no text"),
         ([{"text": " "}], {}, "expected documents, found no text"),
         (
@@ -535,6 +540,13 @@ def test_unusable_rows(tmp_path, rows, fields, pattern):
     path = write_rows(tmp_path / "rows.jsonl", rows)
     with fails(pattern):
         build_dataset(config(path, **fields), byte_tokenizer(template=CHATML), seed=0)
+
+
+def test_a_row_of_a_folder_that_cannot_be_used(tmp_path, tokenizer):
+    write_rows(tmp_path / "a.jsonl", [{"text": "x"}] * 3)
+    write_rows(tmp_path / "b.jsonl", [{"text": "x"}, {"body": "y"}])
+    with fails("data b.jsonl row 2: expected a column 'text', found body"):
+        build_dataset(config(tmp_path), tokenizer, seed=0)
 
 
 def test_given_documents_that_are_too_short(tokenizer):

@@ -16,7 +16,7 @@ TEXTS = [row["text"] for row in ROWS]
 
 
 def rows_of(dataset: Path | str | None, **fields) -> list[dict]:
-    return list(read_rows(DataConfig(dataset=None if dataset is None else str(dataset), **fields)))
+    return [row for _, row in read_rows(DataConfig(dataset=None if dataset is None else str(dataset), **fields))]
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
@@ -145,6 +145,14 @@ def test_a_file_that_vanishes(tmp_path):
         next(rows)
 
 
+def test_rows_of_a_folder_say_which_file_they_are_of(tmp_path):
+    (tmp_path / "more").mkdir()
+    for name in ("a.jsonl", "more/b.jsonl"):
+        write_jsonl(tmp_path / name, ROWS[:2])
+    places = [place for place, _ in read_rows(DataConfig(dataset=str(tmp_path)))]
+    assert places == [f"data {name} row {number}" for name in ("a.jsonl", "more/b.jsonl") for number in (1, 2)]
+
+
 def test_unusable_folders(tmp_path):
     with fails("data.dataset: expected files that end in .txt.*found none in "):
         rows_of(tmp_path)
@@ -236,7 +244,7 @@ def test_hub_lost_on_the_way(hub):
 
     hub(lambda *_, **__: stream())
     rows = read_rows(DataConfig(dataset="owner/data", max_documents=2))
-    assert next(rows) == ROWS[0]
+    assert next(rows) == ("data row 1", ROWS[0])
     with fails("from the hub .* failed: TimeoutError: timed out"):
         next(rows)
 

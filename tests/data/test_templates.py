@@ -50,7 +50,7 @@ def fails(pattern: str):
 def test_a_long_text_is_tokenized_in_pieces(tokenizer, monkeypatch, text):
     """The tokens are the same, and with `max_tokens` at most one piece is tokenized beyond it."""
     monkeypatch.setattr(templates, "PIECE", 16)
-    rows = [(1, {"text": "short"}), (2, {"text": text}), (3, {"text": "end"})]
+    rows = [("data row 1", {"text": "short"}), ("data row 2", {"text": text}), ("data row 3", {"text": "end"})]
     documents = encode_text(rows, tokenizer, DataConfig())
     assert [tokenizer.decode(x.input_ids) for x in documents] == [f"<s>{row['text']}<|im_end|>" for _, row in rows]
     _, cut, _ = encode_text(rows, tokenizer, DataConfig(max_tokens=40))
@@ -74,7 +74,9 @@ def test_alpaca_prompts_carry_no_loss(tokenizer):
         {"instruction": "Say ho.", "output": "ho ho"},
         {"instruction": "Say hu.", "input": None, "output": "hu"},
     ]
-    documents = encode_alpaca(list(enumerate(rows, 1)), tokenizer, DataConfig())
+    documents = encode_alpaca(
+        [(f"data row {number}", row) for number, row in enumerate(rows, 1)], tokenizer, DataConfig()
+    )
     start = "Below is an instruction that describes a task"
     request = "rite a response that appropriately completes the request.\n\n### Instruction:\n"
     prompts = [
@@ -98,7 +100,9 @@ def test_samsum_dialogues_carry_no_loss(bos, eos):
         {"id": "1", "dialogue": "Amy: Hi {dialogue}\r\nBob: über", "summary": "Amy greets Bob."},
         {"id": "2", "dialogue": "Bob: Bye", "summary": " Bob leaves {summary}.\n"},
     ]
-    documents = encode_samsum(list(enumerate(rows, 1)), tokenizer, DataConfig())
+    documents = encode_samsum(
+        [(f"data row {number}", row) for number, row in enumerate(rows, 1)], tokenizer, DataConfig()
+    )
     prompts = [
         "Summarize this dialog:\nAmy: Hi {dialogue}\r\nBob: über\n---\nSummary:\n",
         "Summarize this dialog:\nBob: Bye\n---\nSummary:\n",
@@ -114,7 +118,7 @@ def test_samsum_dialogues_carry_no_loss(bos, eos):
 @pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS])
 def test_chat_loss_on_the_assistant_only(template):
     tokenizer = byte_tokenizer(template=template)
-    (document,) = encode_chat([(1, {"messages": CONVERSATION})], tokenizer, DataConfig())
+    (document,) = encode_chat([("data row 1", {"messages": CONVERSATION})], tokenizer, DataConfig())
     text, loss = text_and_loss(document, tokenizer)
     assert text == "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CONVERSATION)
     assert loss == "Hello, you — über.<|im_end|> No.<|im_end|>"
@@ -126,7 +130,7 @@ def test_chat_replies_of_templates_without_an_end_token():
         "{% if add_generation_prompt %}A: {% endif %}"
     )
     tokenizer = byte_tokenizer(template=template, eos=None)
-    (document,) = encode_chat([(1, {"messages": CONVERSATION[1:4]})], tokenizer, DataConfig())
+    (document,) = encode_chat([("data row 1", {"messages": CONVERSATION[1:4]})], tokenizer, DataConfig())
     assert text_and_loss(document, tokenizer) == (
         "<s>Q: Hi\nA: Hello, you — über.\nQ: assistant\n",
         "Hello, you — über.\n",  # the line break ends the reply, so it is learned
@@ -136,21 +140,21 @@ def test_chat_replies_of_templates_without_an_end_token():
 def test_chat_opening_turn_has_no_prompt_and_no_loss():
     tokenizer = byte_tokenizer(template=CHATML)
     messages = [{"role": "assistant", "content": "Welcome"}, *CONVERSATION[1:3]]
-    (document,) = encode_chat([(1, {"messages": messages})], tokenizer, DataConfig())
+    (document,) = encode_chat([("data row 1", {"messages": messages})], tokenizer, DataConfig())
     assert text_and_loss(document, tokenizer)[1] == "Hello, you — über.<|im_end|>"
 
 
 def test_chat_template_that_forgets_thoughts_gives_a_document_per_reply():
     """As Qwen 3's, which leaves thoughts out of earlier turns."""
     tokenizer = byte_tokenizer(template=FORGETFUL)
-    documents = encode_chat([(1, {"messages": CONVERSATION})], tokenizer, DataConfig())
+    documents = encode_chat([("data row 1", {"messages": CONVERSATION})], tokenizer, DataConfig())
     replies = "<think></think>Hello, you — über.", "<think></think> No."
     chat = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CONVERSATION[:5])
     assert [text_and_loss(document, tokenizer) for document in documents] == [
         (chat[: chat.index("Hello")] + replies[0] + "<|im_end|>\n", replies[0] + "<|im_end|>"),
         (chat[: chat.index(" No.")] + replies[1] + "<|im_end|>\n", replies[1] + "<|im_end|>"),
     ]
-    (document,) = encode_chat([(1, {"messages": CONVERSATION[:3]})], tokenizer, DataConfig())
+    (document,) = encode_chat([("data row 1", {"messages": CONVERSATION[:3]})], tokenizer, DataConfig())
     assert text_and_loss(document, tokenizer)[1] == replies[0] + "<|im_end|>"
 
 
@@ -197,7 +201,7 @@ def test_chat_loss_by_templates_of_many_styles(style, reply):
     tokenizer = byte_tokenizer(template=STYLES[style], end="</s>")
     turns = [("user", "Hi"), ("assistant", reply), ("user", "a"), ("assistant", "Bye")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    (document,) = encode_chat([(1, {"messages": messages})], tokenizer, DataConfig())
+    (document,) = encode_chat([("data row 1", {"messages": messages})], tokenizer, DataConfig())
     text, loss = text_and_loss(document, tokenizer)
     assert text == tokenizer.apply_chat_template(messages, tokenize=False)
     kept = reply.strip() if "trim" in STYLES[style] else reply
@@ -210,15 +214,17 @@ def test_chat_content_in_parts():
     tokenizer = byte_tokenizer(template=CHATML)
     parts = [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "you — über."}]
     messages = [*CONVERSATION[:2], {"role": "assistant", "content": parts}, *CONVERSATION[3:]]
-    both = [encode_chat([(1, {"messages": m})], tokenizer, DataConfig())[0] for m in (messages, CONVERSATION)]
+    both = [
+        encode_chat([("data row 1", {"messages": m})], tokenizer, DataConfig())[0] for m in (messages, CONVERSATION)
+    ]
     assert text_and_loss(both[0], tokenizer) == text_and_loss(both[1], tokenizer)
 
 
 def test_chat_with_tools():
     row = {"messages": CONVERSATION, "tools": [{"type": "function"}]}
     with fails("data row 7: expected a conversation without tools"):
-        encode_chat([(7, row)], byte_tokenizer(template=CHATML), DataConfig())
-    assert encode_chat([(7, row | {"tools": None})], byte_tokenizer(template=CHATML), DataConfig())
+        encode_chat([("data row 7", row)], byte_tokenizer(template=CHATML), DataConfig())
+    assert encode_chat([("data row 7", row | {"tools": None})], byte_tokenizer(template=CHATML), DataConfig())
 
 
 @pytest.mark.parametrize(
@@ -250,11 +256,11 @@ def test_chat_with_tools():
 )
 def test_chat_errors(template, messages, pattern):
     with fails(pattern):
-        encode_chat([(7, {"messages": messages})], byte_tokenizer(template=template), DataConfig())
+        encode_chat([("data row 7", {"messages": messages})], byte_tokenizer(template=template), DataConfig())
 
 
 def test_chat_needs_offsets(monkeypatch):
     tokenizer = byte_tokenizer(template=CHATML)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with fails("data.format chat: expected a fast tokenizer"):
-        encode_chat([(1, {"messages": CONVERSATION})], tokenizer, DataConfig())
+        encode_chat([("data row 1", {"messages": CONVERSATION})], tokenizer, DataConfig())

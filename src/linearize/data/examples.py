@@ -20,8 +20,8 @@ from linearize.data.config import DataConfig
 from linearize.data.labels import Classes, as_number, cell, text_cell, texts
 from linearize.data.packing import Dataset, document_progress
 from linearize.data.rows import IGNORED, Indices, Rows
-from linearize.data.sources import Row, read_rows
-from linearize.data.splits import require_enough, shuffled, split, validation_and_test, without
+from linearize.data.sources import LocatedRow, read_rows
+from linearize.data.splits import more_held_out, require_enough, shuffled, split, validation_and_test, without
 from linearize.data.tasks import MaskedLanguageModelling, TextClassification, TextEmbedding, TokenClassification
 
 _BATCH = 256  # texts per tokenizer call
@@ -201,7 +201,7 @@ def split_examples(
         raise UserError("data: expected examples to train on, found none that are not held out; use more data")
     wanted = config.validation_rows
     validation, test = validation_and_test(held_out, key, size=lambda _: 1, wanted=wanted)
-    require_enough(len(test := test[:wanted]), "examples")
+    require_enough(len(test := test[:wanted]), "examples", more_held_out([*train, *held_out], key))
     return shuffled(train, f"train {seed}"), validation, test
 
 
@@ -255,26 +255,22 @@ def _key(example: Example) -> bytes:
 
 
 def _read(config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes) -> list[Example]:
-    numbered = enumerate(islice(read_rows(config), config.max_documents), 1)
+    rows = islice(read_rows(config), config.max_documents)
     encode, examples = _ENCODERS[type(config.task)], []
     with document_progress("tokenising") as advance:
-        while batch := list(islice(numbered, _BATCH)):
+        while batch := list(islice(rows, _BATCH)):
             examples += encode(batch, config, tokenizer, classes)
             advance(len(batch))
     return examples
 
 
-NumberedRows = Iterable[tuple[int, Row]]
-
-
 def _encode_texts(
-    rows: NumberedRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes
+    rows: Iterable[LocatedRow], config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes
 ) -> list[Example]:
     task = config.task
     assert isinstance(task, TextClassification)
     pairs, labels = [], []
-    for number, row in rows:
-        where = f"data row {number}"
+    for where, row in rows:
         pairs.append(texts(task.text_columns, row, where, "data.task.text_columns"))
         label = cell(row, task.label_column, where, "data.task.label_column")
         labels.append(as_number(label, where) if task.regression else classes.number(label, where))
@@ -291,12 +287,11 @@ def _encode_texts(
 
 
 def _encode_words(
-    rows: NumberedRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes
+    rows: Iterable[LocatedRow], config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes
 ) -> list[Example]:
     task, examples = config.task, []
     assert isinstance(task, TokenClassification)
-    for number, row in rows:
-        where = f"data row {number}"
+    for where, row in rows:
         words, tags = (
             cell(row, column, where, f"data.task.{field}")
             for field, column in (("words_column", task.words_column), ("labels_column", task.labels_column))
@@ -318,9 +313,9 @@ def _encode_words(
 
 
 def _encode_unlabelled(
-    rows: NumberedRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes
+    rows: Iterable[LocatedRow], config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes
 ) -> list[Example]:
-    found = [text_cell(row, config.text_column, f"data row {number}", "data.text_column") for number, row in rows]
+    found = [text_cell(row, config.text_column, where, "data.text_column") for where, row in rows]
     found = [text for text in found if text.strip()]
     if not found:
         return []
@@ -330,7 +325,7 @@ def _encode_unlabelled(
 
 
 def _encode_masked(
-    rows: NumberedRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes
+    rows: Iterable[LocatedRow], config: DataConfig, tokenizer: PreTrainedTokenizerBase, classes: Classes
 ) -> list[Example]:
     task, found = config.task, []
     assert isinstance(task, MaskedLanguageModelling)
@@ -356,7 +351,7 @@ def _encode_masked(
     return found
 
 
-_ENCODERS: dict[type, Callable[[NumberedRows, DataConfig, PreTrainedTokenizerBase, Classes], list[Example]]] = {
+_ENCODERS: dict[type, Callable[[Iterable[LocatedRow], DataConfig, PreTrainedTokenizerBase, Classes], list[Example]]] = {
     TextClassification: _encode_texts,
     TokenClassification: _encode_words,
     MaskedLanguageModelling: _encode_masked,

@@ -159,8 +159,7 @@ def _table(config: DataConfig, classes: Classes) -> Iterator[Image]:
     assert isinstance(task, ImageClassification)
     table = Path(config.dataset or "").expanduser()
     folder = table.parent if table.is_file() else Path()
-    for number, row in enumerate(read_rows(config), 1):
-        where = f"data row {number}"
+    for where, row in read_rows(config):
         value = cell(row, task.image_column, where, "data.task.image_column")
         label = classes.number(cell(row, task.label_column, where, "data.task.label_column"), where)
         yield Image.read(_source(value, folder, where), label, where)

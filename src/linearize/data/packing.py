@@ -22,8 +22,17 @@ from linearize.base import Log, UserError
 from linearize.data.config import DataConfig
 from linearize.data.repeats import ordinary_tokens, with_repeats
 from linearize.data.rows import IGNORED, PackedRows, Rows
-from linearize.data.sources import Row, on_disk, read_rows
-from linearize.data.splits import ENOUGH, copies, require_enough, shuffled, split, validation_and_test, without
+from linearize.data.sources import LocatedRow, on_disk, read_rows
+from linearize.data.splits import (
+    ENOUGH,
+    copies,
+    more_held_out,
+    require_enough,
+    shuffled,
+    split,
+    validation_and_test,
+    without,
+)
 from linearize.data.templates import TokenDocument, encoder_for
 
 _BATCH = 64  # documents per tokenizer call: enough for its threads, little enough for its memory
@@ -112,7 +121,8 @@ def dataset_from_documents(
 
     def tokenised(texts: Iterable[str], max_tokens: int | None) -> list[TokenDocument]:
         as_text = config.model_copy(update={"format": "text", "max_tokens": max_tokens})
-        return list(_tokenised(({as_text.text_column: text} for text in texts), tokenizer, as_text))
+        rows = ((f"text {number}", {as_text.text_column: text}) for number, text in enumerate(texts, 1))
+        return list(_tokenised(rows, tokenizer, as_text))
 
     held_out = tokenised(held_out_texts, None)
     train = without(tokenised(islice(train_texts, config.max_documents), config.max_tokens), held_out, _digest)
@@ -162,7 +172,7 @@ def _dataset(
 ) -> Dataset:
     wanted = config.validation_rows * config.sequence_length
     validation, test = validation_and_test(held_out, _digest, size=len, wanted=wanted)
-    require_enough(len(test), "documents")
+    require_enough(len(test), "documents", more_held_out([*train, *held_out], _digest))
     train_rows = _rows(shuffled(train, f"train {seed}"), config, "training", "use more data")
     vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
     train_rows = with_repeats(_chosen(train_rows, config, score), config.repeats, vocabulary, seed=seed)
@@ -249,16 +259,15 @@ def _read(source: DataConfig, tokenizer: PreTrainedTokenizerBase, field: str, le
 
 
 def _tokenised(
-    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig, least: int = 0
+    rows: Iterator[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig, least: int = 0
 ) -> Iterator[TokenDocument]:
     """Documents that are long enough, until there are `config.max_tokens` tokens and `least` of them.
 
     The last one stays whole, unless it is a long text (`encode_text`).
     """
-    numbered = enumerate(rows, 1)
     encode, tokens, found = None, 0, 0
     with document_progress("tokenising") as advance:
-        while batch := list(islice(numbered, _BATCH)):
+        while batch := list(islice(rows, _BATCH)):
             encode = encode or encoder_for(batch[0][1].keys(), config)
             for document in encode(batch, tokenizer, config):
                 if len(document) < config.min_document_tokens:

@@ -15,6 +15,7 @@ from linearize.base import UserError
 from linearize.data.config import DataConfig
 
 Row = dict[str, Any]
+LocatedRow = tuple[str, Row]  # with its place, for messages: "data row 3", of a folder "data b.jsonl row 3"
 logger = logging.getLogger(__name__)
 
 DOCUMENT_SEPARATOR = "<|endoftext|>"
@@ -22,7 +23,7 @@ _NAMED = 5  # files in a message
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def read_rows(config: DataConfig) -> Iterator[Row]:
+def read_rows(config: DataConfig) -> Iterator[LocatedRow]:
     """The rows of `config.dataset`, lazily and in a fixed order. What exists on disk is local, the rest is a hub id.
 
     A text file is one row, with its text in `config.text_column`; a .txt file is cut at `DOCUMENT_SEPARATOR` into
@@ -44,7 +45,7 @@ def read_rows(config: DataConfig) -> Iterator[Row]:
     if path.is_file():
         if path.suffix.lower() not in _SUFFIXES:
             raise UserError(f"data.dataset: expected a file that ends in {', '.join(_SUFFIXES)}, found {name!r}")
-        return _file_rows(path, config)
+        return _located(_file_rows(path, config), "data")
     if path.suffix.lower() in _SUFFIXES or not _HUB_ID.fullmatch(name):
         raise UserError(
             f"data.dataset: expected a local file or folder or a hub id, found nothing at {name!r}; check the path"
@@ -54,7 +55,11 @@ def read_rows(config: DataConfig) -> Iterator[Row]:
             f"data.max_tokens: expected how much to read of {name!r}, which is no file or folder here and would be "
             "streamed from the hub, found nothing; set data.max_tokens (or data.max_documents), or check the path"
         )
-    return _hub_rows(name, config.subset, config.split)
+    return _located(_hub_rows(name, config.subset, config.split), "data")
+
+
+def _located(rows: Iterator[Row], source: str) -> Iterator[LocatedRow]:
+    return ((f"{source} row {number}", row) for number, row in enumerate(rows, 1))
 
 
 def on_disk(name: str) -> bool:
@@ -81,7 +86,7 @@ def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
     return files
 
 
-def _folder_rows(folder: Path, config: DataConfig) -> Iterator[Row]:
+def _folder_rows(folder: Path, config: DataConfig) -> Iterator[LocatedRow]:
     files, others = _files_below(folder)
     if not files:
         raise UserError(f"data.dataset: expected files that end in {', '.join(_SUFFIXES)}, found none in {folder}")
@@ -99,7 +104,7 @@ def _folder_rows(folder: Path, config: DataConfig) -> Iterator[Row]:
         endings, named = ", ".join(_SUFFIXES), ", ".join(names[:_NAMED])
         logger.warning("%s: not read, because they do not end in %s: %s%s", folder, endings, named, more)
     for path in sorted(files, key=lambda path: path.relative_to(folder).as_posix()):
-        yield from _file_rows(path, config)
+        yield from _located(_file_rows(path, config), f"data {path.relative_to(folder).as_posix()}")
 
 
 def _file_rows(path: Path, config: DataConfig) -> Iterator[Row]:

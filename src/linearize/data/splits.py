@@ -65,6 +65,14 @@ def validation_and_test(
 MORE_HELD_OUT = "use more data, hold out more of it (data.validation_fraction), or set data.validation_dataset"
 
 
+def more_held_out(items: Sequence[Item], key: Callable[[Item], bytes]) -> str:
+    """Advice where too few of these items can be tested on: copies of one item are all on one side."""
+    different = len(copies(items, key))
+    if different == len(items):
+        return MORE_HELD_OUT
+    return f"{different:,} of {len(items):,} in all are different, and copies stay together; {MORE_HELD_OUT}"
+
+
 def require_enough(found: int, what: str, advice: str = MORE_HELD_OUT) -> None:
     """See that there are enough items to test on.
 

@@ -150,8 +150,7 @@ def _listops(config: DataConfig, shape: TeacherShape, classes: Classes, seed: in
 
 
 def _read(config: DataConfig, task: ListOps, classes: Classes) -> Iterator[Example]:
-    for number, row in enumerate(read_rows(config), 1):
-        where = f"data row {number}"
+    for where, row in read_rows(config):
         tokens = text_cell(row, "Source", where, "data.columns").replace("(", " ").replace(")", " ").split()
         unknown = set(tokens) - TOKENS.keys()
         if unknown:

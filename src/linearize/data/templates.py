@@ -16,7 +16,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 from linearize.base import UserError, check_text
 from linearize.data.config import DataConfig
 from linearize.data.rows import IGNORED
-from linearize.data.sources import Row
+from linearize.data.sources import LocatedRow, Row
 
 ALPACA_WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -53,8 +53,7 @@ class TokenDocument:
         )
 
 
-NumberedRow = tuple[int, Row]
-Encoder = Callable[[Sequence[NumberedRow], PreTrainedTokenizerBase, DataConfig], list[TokenDocument]]
+Encoder = Callable[[Sequence[LocatedRow], PreTrainedTokenizerBase, DataConfig], list[TokenDocument]]
 
 
 def encoder_for(columns: Collection[str], config: DataConfig) -> Encoder:
@@ -71,7 +70,7 @@ def encoder_for(columns: Collection[str], config: DataConfig) -> Encoder:
 
 
 def encode_text(
-    rows: Sequence[NumberedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+    rows: Sequence[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> list[TokenDocument]:
     """``BOS text EOS``, each only where the tokenizer has it, with loss on every token. Blank texts are left out.
 
@@ -79,7 +78,7 @@ def encode_text(
     it is dropped, and no EOS follows.
     """
     hint = "set data.text_column to the column that holds the text"
-    texts = [_string(row, config.text_column, number, hint) for number, row in rows]
+    texts = [_string(row, config.text_column, where, hint) for where, row in rows]
     bos, eos = _special(tokenizer.bos_token_id), _special(tokenizer.eos_token_id)
     texts = [text for text in texts if text.strip()]
     short = iter(_tokenise([text for text in texts if len(text) <= PIECE], tokenizer))
@@ -110,14 +109,14 @@ def _tokenise_long(text: str, tokenizer: PreTrainedTokenizerBase, most: int | No
 
 
 def encode_alpaca(
-    rows: Sequence[NumberedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+    rows: Sequence[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> list[TokenDocument]:
     """``BOS prompt`` without loss, then ``output EOS`` with it (LoLCATs; the Stanford Alpaca templates)."""
     hint = "data.format alpaca needs the columns instruction and output"
     prompts, outputs = [], []
-    for number, row in rows:
-        instruction, output = (_string(row, column, number, hint) for column in ("instruction", "output"))
-        context = _string(row, "input", number, hint) if row.get("input") is not None else ""
+    for where, row in rows:
+        instruction, output = (_string(row, column, where, hint) for column in ("instruction", "output"))
+        context = _string(row, "input", where, hint) if row.get("input") is not None else ""
         template = ALPACA_WITH_INPUT if context else ALPACA_WITHOUT_INPUT
         prompts.append(template.format(instruction=instruction, input=context))
         outputs.append(output)
@@ -125,12 +124,12 @@ def encode_alpaca(
 
 
 def encode_samsum(
-    rows: Sequence[NumberedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+    rows: Sequence[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> list[TokenDocument]:
     """``BOS prompt`` without loss, then ``summary EOS`` with it (Hedgehog's template for SAMSum)."""
     hint = "data.format samsum needs the columns dialogue and summary"
-    prompts = [SAMSUM.format(dialogue=_string(row, "dialogue", number, hint)) for number, row in rows]
-    return _completions(prompts, [_string(row, "summary", number, hint) for number, row in rows], tokenizer)
+    prompts = [SAMSUM.format(dialogue=_string(row, "dialogue", where, hint)) for where, row in rows]
+    return _completions(prompts, [_string(row, "summary", where, hint) for where, row in rows], tokenizer)
 
 
 def _completions(prompts: list[str], outputs: list[str], tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
@@ -145,7 +144,7 @@ def _completions(prompts: list[str], outputs: list[str], tokenizer: PreTrainedTo
 
 
 def encode_chat(
-    rows: Sequence[NumberedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+    rows: Sequence[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> list[TokenDocument]:
     """`messages` through the tokenizer's chat template, with loss on the assistant's turns.
 
@@ -171,15 +170,15 @@ def encode_chat(
     by_block = _GENERATION_BLOCK.search(template) is not None
     encode = _encode_by_block if by_block else _encode_by_prefix
     documents = []
-    for number, row in rows:
-        messages = _messages(row, number)
+    for where, row in rows:
+        messages = _messages(row, where)
         try:
             documents += encode(messages, tokenizer)
         except UserError as error:
-            raise UserError(f"data row {number}: {error}") from None
+            raise UserError(f"{where}: {error}") from None
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise UserError(f"data row {number}: the tokenizer's chat template refuses it: {reason}") from error
+            raise UserError(f"{where}: the tokenizer's chat template refuses it: {reason}") from error
     return documents
 
 
@@ -264,23 +263,19 @@ _ENCODERS: dict[str, Encoder] = {
 }
 
 
-def _messages(row: Row, number: int) -> list[Row]:
-    messages = _column(row, "messages", number, "data.format chat needs it")
+def _messages(row: Row, where: str) -> list[Row]:
+    messages = _column(row, "messages", where, "data.format chat needs it")
     if (
         not isinstance(messages, list)
         or not messages
         or not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages)
     ):
         raise UserError(
-            f"data row {number}: expected messages to be a list of objects with role and content, "
-            f"found {messages!r:.60}"
+            f"{where}: expected messages to be a list of objects with role and content, found {messages!r:.60}"
         )
     if row.get("tools"):
-        raise UserError(f"data row {number}: expected a conversation without tools, found {row['tools']!r:.60}")
-    return [
-        message | {"content": _content(message, f"data row {number}, message {k}")}
-        for k, message in enumerate(messages, 1)
-    ]
+        raise UserError(f"{where}: expected a conversation without tools, found {row['tools']!r:.60}")
+    return [message | {"content": _content(message, f"{where}, message {k}")} for k, message in enumerate(messages, 1)]
 
 
 def _content(message: Row, where: str) -> str:
@@ -302,17 +297,17 @@ def _content(message: Row, where: str) -> str:
     return text
 
 
-def _string(row: Row, column: str, number: int, hint: str) -> str:
-    value = _column(row, column, number, hint)
+def _string(row: Row, column: str, where: str, hint: str) -> str:
+    value = _column(row, column, where, hint)
     if not isinstance(value, str):
-        raise UserError(f"data row {number}: expected text in the column {column}, found {value!r:.60}")
+        raise UserError(f"{where}: expected text in the column {column}, found {value!r:.60}")
     return value
 
 
-def _column(row: Row, column: str, number: int, hint: str) -> Any:
+def _column(row: Row, column: str, where: str, hint: str) -> Any:
     if column not in row:
         found = ", ".join(str(name) for name in row) or "no columns"
-        raise UserError(f"data row {number}: expected a column {column!r}, found {found}; {hint}")
+        raise UserError(f"{where}: expected a column {column!r}, found {found}; {hint}")
     return row[column]
 
 
