@@ -24,8 +24,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "kvpress-smollm2-135m.json"
 FIGURE = ROOT / "docs" / "figures" / "conversion.svg"
 TITLES = ("Loss of a continuation", "Needles found", "Memory of one sequence")
 GREY = "#888888"
-# Conversions have constant memory; presses read the whole context first, and grow again afterwards.
-NAMED = ("recommended", "recommended, trained", "window and 4 sinks", "SnapKV", "KVzip")
+# All have constant memory once the context is read. Presses read it with full attention, conversions by streaming.
+NAMED = ("recommended", "recommended, trained", "window and 4 sinks", "SnapKV, held", "TOVA, held")
 Rows = list[dict[str, Any]]
 
 
