@@ -125,6 +125,8 @@ def assert_comes_back(
 ) -> None:
     found, expected = outputs(student, inputs), outputs(teacher, inputs)
     student.save_pretrained(folder)
+    with pytest.raises(ValueError, match="load this model by an Auto class, after `import linearize`"):
+        type(teacher).from_pretrained(folder)
     exact: dict[str, Any] = dict(attn_implementation=teacher.config._attn_implementation)
     if hasattr(teacher.config, "num_experts_per_tok"):
         exact["experts_implementation"] = "eager"

@@ -16,7 +16,7 @@ import torch
 import transformers
 from pydantic import ValidationError
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -83,10 +83,27 @@ def read_plan(config: PreTrainedConfig) -> LayerPlan:
         raise ValueError(f"config.linearize.layers: {field}: {reason}") from None
 
 
+# In a config.json as `attn_implementation`, so that transformers' own classes refuse the folder. They would take it for
+# that of a softmax model, and of weights that they do not know they only warn.
+_OURS = "linearize (load this model by an Auto class, after `import linearize` or with trust_remote_code=True)"
+
+
 class LinearizedConfig:
     """Mixed into the base's config classes: a folder with a config also has the module that its `auto_map` names."""
 
     auto_map: dict[str, str]
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers."""
+        if config_dict.get("attn_implementation") == _OURS:
+            config_dict = {name: value for name, value in config_dict.items() if name != "attn_implementation"}
+        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """As in transformers, which saves these fields, and what keeps others from loading them."""
+        fields: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
+        return fields | {"attn_implementation": _OURS}
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """As in transformers; models save theirs in here, before they upload what is new in the folder."""
@@ -100,7 +117,7 @@ class LinearizedConfig:
 
 
 class LinearizedModel(Unsupported, PreTrainedModel):
-    """Mixed into the base's model classes: builds the mixers, initialises them, and prepares generation."""
+    """Mixed into the base's model classes: builds the mixers and initialises them."""
 
     _keep_in_fp32_modules_strict = {"mixer"}  # noqa: RUF012 (transformers declares it so)
 
@@ -147,8 +164,12 @@ class LinearizedModel(Unsupported, PreTrainedModel):
         self.config.auto_map = checkpoint.auto_map(type(self.config).__name__, cls.__name__, auto)
         super().save_pretrained(save_directory, **kwargs)
 
+
+class LinearizedGeneration(GenerationMixin):
+    """Mixed into the base's classes that generate: gives `generate` what a state needs, and refuses the rest."""
+
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: Any, generation_mode: Any, *args: Any, **kwargs: Any
+        self: Any, generation_config: Any, model_kwargs: Any, generation_mode: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Also puts our layers into the cache; candidates, own or an assistant's, can be taken back out of them.
 
@@ -171,7 +192,7 @@ class LinearizedModel(Unsupported, PreTrainedModel):
                     layer.activate_past_recording()
         return result
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in the base, which may drop the cache and read all tokens again (Phi-3 with `longrope`).
 
         Raises:
@@ -337,14 +358,16 @@ def _register() -> None:
         # What is called otherwise on disk, as experts are, or was in older checkpoints; of the type, and of a class.
         if renamed := get_checkpoint_conversion_mapping(base_type):
             register_checkpoint_conversion_mapping(model_type, renamed)
-        mixin = LinearizedEncoder if architecture.bidirectional else LinearizedModel
+        mixin: type[LinearizedModel] = LinearizedEncoder if architecture.bidirectional else LinearizedModel
         made: dict[type, type[PreTrainedModel]] = {}  # some Auto classes make what another makes, too
         for auto in ENCODER_HEADS if architecture.bidirectional else DECODER_HEADS:
             found = getattr(transformers, auto)._model_mapping.get(CONFIG_MAPPING[base_type], ())
             several = isinstance(found, tuple)
             for base in found if several else (found,):
                 if base not in made:
-                    made[base] = _define(base, (mixin,), {"config_class": config})
+                    generates = issubclass(base, GenerationMixin) and not architecture.bidirectional
+                    mixins = (LinearizedGeneration, mixin) if generates else (mixin,)
+                    made[base] = _define(base, mixins, {"config_class": config})
                     if renamed := get_checkpoint_conversion_mapping(base.__name__):
                         register_checkpoint_conversion_mapping(made[base].__name__, renamed)
                 MODEL_CLASSES[model_type][auto] = (*MODEL_CLASSES[model_type].get(auto, ()), made[base])
