@@ -83,6 +83,31 @@ def test_any_names_links_and_a_clock_that_jumps(
     assert tiny.untimed_metrics(stages[0]) == tiny.untimed_metrics(stages[1])
 
 
+LINKED = ["finetune/metrics.jsonl", "finetune", "finetune/unfinished", "controls", "model", "run.json", ".lock", "new"]
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_in_a_folder_of_somebody_else(name: str, command: Command, tmp_path: Path) -> None:
+    """A run would write to what they lead to, or empty or remove it."""
+    folder, theirs = tmp_path / "run", tmp_path / "theirs"
+    shutil.copytree(tiny.finished_run().folder, folder)
+    (theirs / "unfinished").mkdir(parents=True)
+    for kept in ("kept", "unfinished/kept", ".kept.0123abcd.incomplete"):
+        (theirs / kept).write_text("mine")
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.symlink_to(theirs if "." not in name else theirs / "kept")
+    before = contents(tmp_path)
+    done = command(*tiny.run_arguments(folder))
+    assert_refused(
+        done, f"output folder {folder}: expected files and folders of its own, found the symbolic link {path}"
+    )
+    assert contents(tmp_path) == before
+
+
 @pytest.mark.faults
 def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
     with Driver("tests.faults.tiny_run") as driver:

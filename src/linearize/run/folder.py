@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -124,11 +125,12 @@ def _about(folder: Path) -> dict[str, Any]:
 
 
 def check_output(run: Run) -> None:
-    """See that the folder is empty or holds this very recipe and model.
+    """See that the folder is empty or holds this very recipe and model, and no symbolic links.
 
     Raises:
         UserError: the folder holds something else.
     """
+    _refuse_links(run.folder)
     recipe_file, run_file = run.folder / "recipe.yaml", run.folder / "run.json"
     if recipe_file.is_file() and run_file.is_file():
         found = _about(run.folder)
@@ -145,6 +147,21 @@ def check_output(run: Run) -> None:
                 )
     elif not _unclaimed(run):
         raise UserError(f"output folder {run.folder}: expected an empty folder or a run to resume, found other files")
+
+
+def _refuse_links(folder: Path) -> None:
+    """See that no path below a run's folder leads elsewhere, where the run would write, or delete what it has not made.
+
+    Raises:
+        UserError: one does.
+    """
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place) / name for name in sorted((*folders, *files))):
+            if path.is_symlink():
+                raise UserError(
+                    f"output folder {folder}: expected files and folders of its own, found the symbolic link {path} to "
+                    f"{path.readlink()}; replace it by what it leads to, or use another folder"
+                )
 
 
 def _unclaimed(run: Run) -> bool:
