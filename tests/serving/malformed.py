@@ -75,9 +75,9 @@ def bodies(source: Random) -> tuple[str, bytes]:
     return path, json.dumps(body).encode()
 
 
-def post(address: str, path: str, body: bytes) -> tuple[int, bytes]:
+def post(address: str, path: str, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
     """The status and the body of the answer."""
-    headers = {"content-type": "application/json"}
+    headers = {"content-type": "application/json"} | (headers or {})
     try:
         with urllib.request.urlopen(urllib.request.Request(address + path, body, headers), timeout=60) as answer:
             return answer.status, answer.read()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import signal
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -158,18 +160,18 @@ def test_what_is_wrong_with_a_request_is_said(api: Any, folder: Path) -> None:
 
 
 def test_no_prompt_holds_the_server(server: Server, api: Any, folder: Path) -> None:
-    """One of 30 MB is refused before it is tokenized, and one that is too long by a little behind that."""
+    """One of 30 MB is refused before it is parsed, and one that is too long by a little behind that."""
     import openai
 
     started = time.perf_counter()
     for prompt, message in (
-        ("a b " * 7_500_000, "found a text of 30000000 characters"),
-        ("def f(x):\n" * 9_000, "found 54000"),
+        ("a b " * 7_500_000, "body: expected at most 589824 bytes, found more"),
+        ("def f(x):\n" * 9_000, "expected at most 32768 tokens for prompt and answer, found 5"),
     ):
-        with pytest.raises(openai.BadRequestError, match=f"expected at most 32768 tokens for prompt and .*{message}"):
+        with pytest.raises(openai.APIStatusError, match=message):
             api.completions.create(**asked(folder, prompt=prompt))
         turns = [{"role": "user", "content": prompt}]
-        with pytest.raises(openai.BadRequestError, match="expected at most 32768 tokens"):
+        with pytest.raises(openai.APIStatusError, match=message):
             api.chat.completions.create(model="student", messages=turns)
         with pytest.raises(urllib.error.HTTPError) if len(prompt) > 10**6 else nullcontext():
             data = json.dumps({"prompt": prompt}).encode()
@@ -238,6 +240,78 @@ def test_a_key_is_asked_for_and_other_names_are_not_answered(folder: Path) -> No
             urllib.request.urlopen(request)
         with refused.value as error:
             assert error.code == 400
+
+
+NESTED = b'{"prompt": ' + b"[" * 30_000_000 + b"]" * 30_000_000 + b"}"
+
+
+def test_bodies_without_a_key_cost_nothing(folder: Path) -> None:
+    """60 MB of nested lists, which take seconds to parse, while others are answered; with a key they are too many."""
+    with serving(folder, "--api-key", "s3cret") as server:
+        before, slowest = load.resident_bytes(server.process.pid), 0.0
+        for key, expected in (("none", 401), ("s3cret", 413)):
+            ended: list[int] = []
+            headers = {"authorization": f"Bearer {key}"}
+            sending = threading.Thread(
+                target=lambda ended, headers: ended.append(post(server.address, "/v1/completions", NESTED, headers)[0]),
+                args=(ended, headers),
+            )
+            sending.start()
+            while sending.is_alive():
+                started = time.perf_counter()
+                urllib.request.urlopen(f"{server.address}/health").close()
+                slowest = max(slowest, time.perf_counter() - started)
+            sending.join()
+            assert ended == [expected]
+        assert slowest < 1
+        assert load.resident_bytes(server.process.pid) - before < 200e6
+
+
+def test_clients_that_send_slowly_lock_nobody_out(server: Server) -> None:
+    """Beyond the limit of connections they are closed, and all of them once the head of a request is late."""
+    from linearize.serving import guard
+
+    host, port = server.address.removeprefix("http://").split(":")
+    slow = []
+    for _ in range(guard.MOST_CONNECTIONS + 20):
+        slow.append(socket.create_connection((host, int(port))))
+        with suppress(OSError):
+            slow[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
+    started = time.perf_counter()
+    while True:
+        try:
+            with urllib.request.urlopen(f"{server.address}/health") as answer:
+                assert answer.status == 200
+                break
+        except OSError:
+            assert time.perf_counter() - started < guard.HEAD_SECONDS + 10
+            time.sleep(0.2)
+    for connection in slow:
+        connection.settimeout(guard.HEAD_SECONDS + 10)
+        with suppress(ConnectionError):
+            assert connection.recv(100) == b""  # closed
+        connection.close()
+
+
+def test_a_body_that_does_not_come() -> None:
+    from linearize.serving import guard
+
+    sent: list[dict[str, Any]] = []
+
+    async def application(*_: Any) -> None:
+        raise AssertionError("it must not be asked")
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {"type": "http.request"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    made = guard.Guard(application, api_key=None, open_paths=(), most_bytes=10, body_seconds=0.05)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"content-length", b"5")]}
+    asyncio.run(made(scope, receive, send))
+    assert sent[0]["status"] == 408 and b"within 0.05 seconds" in sent[1]["body"]
 
 
 def test_without_a_template_it_continues_text_and_has_a_teacher_by_name(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request  # type: ignore[import-not-found]
+from fastapi import FastAPI, HTTPException, Request  # type: ignore[import-not-found]
 from fastapi.exceptions import RequestValidationError  # type: ignore[import-not-found]
-from fastapi.responses import HTMLResponse, JSONResponse  # type: ignore[import-not-found]
+from fastapi.responses import HTMLResponse  # type: ignore[import-not-found]
 from jinja2 import TemplateError
 from starlette.concurrency import run_in_threadpool  # type: ignore[import-not-found]
 from starlette.exceptions import HTTPException as StarletteHTTPException  # type: ignore[import-not-found]
@@ -28,6 +28,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerationState
 
+from linearize.serving.guard import BYTES_PER_TOKEN, OTHER_BYTES, Guard, refusal
 from linearize.serving.page import Page
 from linearize.serving.requests import ChatRequest, CompletionRequest, TokenizeRequest, fault
 
@@ -107,16 +108,16 @@ def build_app(
     state, models = GenerationState(), LoadedModels(served)
     chat, completion = ChatCompletionHandler(models, state), CompletionHandler(models, state)
     app = FastAPI(lifespan=lifespan, openapi_url=None)
+    most_tokens = max(found.most_tokens for found in served.values())
+    app.add_middleware(
+        Guard,
+        api_key=api_key,
+        open_paths=("/health",) if page is None else ("/health", "/"),
+        most_bytes=BYTES_PER_TOKEN * most_tokens + OTHER_BYTES,
+    )
     if hosts is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
     since = int(time.time())
-
-    def authorized(request: Request) -> None:
-        given = request.headers.get("authorization", "")
-        if api_key is not None and not secrets.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
-            raise HTTPException(401, "Authorization: expected `Bearer KEY` with the server's --api-key")
-
-    guarded: Any = [Depends(authorized)]
 
     def named(name: str | None) -> str:
         chosen = next(iter(served)) if name is None else name
@@ -124,7 +125,7 @@ def build_app(
             raise HTTPException(404, f"model: expected {' or '.join(served)}; it is not served here")
         return chosen
 
-    @app.post("/v1/chat/completions", dependencies=guarded)
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Any:
         name = named(body.model)
         tokens = await run_in_threadpool(_chat_tokens, served[name], body.turns())
@@ -132,7 +133,7 @@ def build_app(
         asked = {"model": name, "messages": body.turns()} | body.sampling()
         return await chat.handle_request(asked, _request_id(request))
 
-    @app.post("/v1/completions", dependencies=guarded)
+    @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Any:
         name = named(body.model)
         tokens = await run_in_threadpool(served[name].tokens, body.prompt)
@@ -140,7 +141,7 @@ def build_app(
         asked = {"model": name, "prompt": body.prompt} | body.sampling()
         return await completion.handle_request(asked, _request_id(request))
 
-    @app.post("/tokenize", dependencies=guarded)
+    @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Any:
         found = served[named(body.model)]
         if (body.prompt is None) == (body.messages is None):
@@ -153,7 +154,7 @@ def build_app(
             tokens = await run_in_threadpool(found.tokens, body.prompt)
         return {"count": len(tokens), "max_model_len": found.most_tokens, "tokens": tokens}
 
-    @app.get("/v1/models", dependencies=guarded)
+    @app.get("/v1/models")
     async def list_models() -> Any:
         data = [{"id": name, "object": "model", "created": since, "owned_by": "linearize"} for name in served]
         return {"object": "list", "data": data}
@@ -168,21 +169,21 @@ def build_app(
         async def index() -> Any:
             return HTMLResponse(page.html, headers={"Content-Security-Policy": page.policy})
 
-        @app.get("/page.json", dependencies=guarded)
+        @app.get("/page.json")
         async def about() -> Any:
             return page.about
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> Any:
-        return _refusal(400, *fault(error.errors()))
+        return refusal(400, *fault(error.errors()))
 
     @app.exception_handler(StarletteHTTPException)
     async def refused(_: Request, error: StarletteHTTPException) -> Any:
-        return _refusal(error.status_code, str(error.detail))
+        return refusal(error.status_code, str(error.detail))
 
     @app.exception_handler(Exception)
     async def failed(_: Request, __: Exception) -> Any:
-        return _refusal(500, "the server failed at this request; its own output says where")
+        return refusal(500, "the server failed at this request; its own output says where")
 
     return app
 
@@ -218,10 +219,3 @@ def _check_room(found: Served, tokens: list[int], max_tokens: int | None) -> Non
             f"max_tokens: expected at most {found.most_tokens} tokens for prompt and answer, found {len(tokens)} and "
             f"{new} to generate",
         )
-
-
-def _refusal(status: int, message: str, field: str | None = None) -> JSONResponse:
-    """An error as OpenAI's API has it."""
-    message = message.encode("utf-8", "replace").decode()
-    kind = "invalid_request_error" if status < 500 else "internal_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": field, "code": status}}, status)

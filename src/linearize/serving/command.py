@@ -151,6 +151,7 @@ def start_transformers(
     import uvicorn  # type: ignore[import-not-found]
 
     from linearize.serving.app import NO_TEMPLATE, Served, build_app
+    from linearize.serving.guard import LimitedProtocol
     from linearize.serving.page import make_page
 
     folder = servable(model)
@@ -185,7 +186,9 @@ def start_transformers(
             threading.Thread(target=webbrowser.open, args=(f"{address}/",), daemon=True).start()
 
     app = build_app(served, api_key=endpoint.api_key, hosts=hosts, page=shown, started=started)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_SECONDS)
+    config = uvicorn.Config(
+        app, http=LimitedProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_SECONDS
+    )
     # uvicorn waits for what is in progress, and then raises the signal again: that is the end, and a good one.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
