@@ -144,9 +144,10 @@ def test_what_cannot_be_served_is_refused_in_one_line(
     installed |= {engine, *SERVER}
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("vLLM was started"))
     monkeypatch.setitem(sys.modules, "uvicorn", importlib.util)  # which the environment need not have
-    monkeypatch.setitem(sys.modules, "linearize.serving.app", type(sys)("app"))
-    for name in ("NO_TEMPLATE", "Served", "build_app"):
-        setattr(sys.modules["linearize.serving.app"], name, None)
+    for module, names in (("app", ("NO_TEMPLATE", "Served", "build_app")), ("guard", ("LimitedProtocol",))):
+        instead = type(sys)(module)
+        vars(instead).update(dict.fromkeys(names))
+        monkeypatch.setitem(sys.modules, f"linearize.serving.{module}", instead)
 
     def refused(message: str, *words: Any) -> None:
         assert_refused(command("serve", *words, "--engine", engine), message)
