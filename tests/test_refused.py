@@ -88,6 +88,12 @@ def text(folder: Path, name: str, content: str) -> Path:
     return folder / name
 
 
+def aliases(depth: int) -> str:
+    """YAML whose last list stands for 10 to the power of `depth` words."""
+    lines = [f"x{k}: &x{k} [{', '.join(['*x' + str(k - 1)] * 10)}]" for k in range(1, depth + 1)]
+    return "\n".join(["name: a", "x0: &x0 [x, x]", *lines, f"seed: *x{depth}"])
+
+
 def finished(folder: Path, **files: str) -> Path:
     """The finished run, some files of it other ones."""
     shutil.copytree(tiny.finished_run().folder, folder)
@@ -287,6 +293,22 @@ COMMANDS: dict[str, Case] = {
         r"recipe .*a\.yaml: not valid YAML: maximum recursion depth exceeded",
     ),
     "yaml of a list": (lambda tmp: ["recipes", text(tmp, "a.yaml", "- a")], r"recipe .*: expected a mapping of fields"),
+    "yaml of aliases": (
+        lambda tmp: ["recipes", text(tmp, "a.yaml", aliases(9))],
+        r"recipe .*a\.yaml: not valid YAML: expected no aliases, found \*x0 ",
+    ),
+    "a recipe of megabytes": (
+        lambda tmp: ["recipes", text(tmp, "a.yaml", "name: " + "x" * 1_000_000)],
+        r"recipe .*a\.yaml: expected at most 1,000,000 bytes, found 1,000,006",
+    ),
+    "a value of kilobytes": (
+        lambda tmp: ["recipes", text(tmp, "a.yaml", f"name: x\nseed: {'y' * 100_000}")],
+        r"recipe field seed: .*; found 'y{199}; ",
+    ),
+    "more layers than a model has": (
+        lambda tmp: ["generate", linearized(tmp / "deep", num_hidden_layers=10**7), "--prompt", "a"],
+        r"model: .*deep/config.json: num_hidden_layers: expected at most 10,000 layers, found 10,000,000",
+    ),
     "yaml of python": (
         lambda tmp: ["recipes", text(tmp, "a.yaml", f"name: !!python/object/apply:os.mkdir [{tmp / 'written'}]")],
         r"recipe .*a\.yaml: not valid YAML: could not determine a constructor",

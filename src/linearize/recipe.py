@@ -25,6 +25,7 @@ from linearize.evaluation.config import EvaluationConfig
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import Add
 from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
+from linearize.plain_yaml import parse_yaml
 from linearize.training.config import FinetuneConfig, TransferConfig
 from linearize.training.memory import MemoryConfig, head_mixer, pair_bytes, require_room
 
@@ -234,6 +235,8 @@ class Recipe(Config):
         if path.suffix in {".yaml", ".yml"}:
             if not path.is_file():
                 raise UserError(f"recipe: expected a YAML file, found nothing at {name_or_path!r}; check the path")
+            if (size := path.stat().st_size) > _MOST_BYTES:
+                raise UserError(f"recipe {name_or_path}: expected at most {_MOST_BYTES:,} bytes, found {size:,}")
             try:
                 text = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
@@ -246,7 +249,7 @@ class Recipe(Config):
                 f"found {name_or_path!r}"
             )
         try:
-            data = yaml.safe_load(text)
+            data = parse_yaml(text)
         except (yaml.YAMLError, RecursionError) as error:
             raise UserError(f"recipe {name_or_path}: not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(data, dict):
@@ -270,6 +273,7 @@ class Recipe(Config):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=110)
 
 
+_MOST_BYTES = 1_000_000  # of a recipe
 _RECIPES = resources.files("linearize") / "recipes"
 
 
@@ -286,9 +290,9 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
         if not equals or not field:
             raise UserError(f"--set: expected field=value, found {assignment!r}; e.g. --set finetune.lr=2e-4")
         try:
-            overrides[field] = yaml.safe_load(value)
+            overrides[field] = parse_yaml(value)
         except (yaml.YAMLError, RecursionError):
-            raise UserError(f"--set {field}: expected a YAML value, found {value!r}") from None
+            raise UserError(f"--set {field}: expected a YAML value, found {value!r:.200}") from None
     return overrides
 
 
@@ -299,7 +303,9 @@ def _assigned(data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
         for parent in parents:
             group = group.setdefault(parent, {})
             if not isinstance(group, dict):
-                raise UserError(f"--set {field}: expected a group of fields at {parent}, found {group!r}; set it first")
+                raise UserError(
+                    f"--set {field}: expected a group of fields at {parent}, found {group!r:.200}; set it first"
+                )
         if last == "type" and group.get("type") != overrides[field]:
             # Another part: the fields of the one before do not belong to it.
             for name in [name for name in group if ".".join([*parents, name]) not in overrides]:
@@ -319,7 +325,7 @@ def _one_line(error: ValidationError, data: Any) -> str:
         data = data.get(name) if isinstance(data, dict) else None
     message = {"extra_forbidden": "unknown field", "missing": "missing"}.get(first["type"], first["msg"])
     silent = {"missing", "extra_forbidden", "value_error"}
-    found = "" if first["type"] in silent else f"; found {first['input']!r}"
+    found = "" if first["type"] in silent else f"; found {first['input']!r:.200}"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     message = message.removeprefix("Value error, ")
     where = ".".join(names) or "(all)"

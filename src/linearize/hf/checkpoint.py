@@ -37,6 +37,7 @@ _FROM_GGUF = (
     "quantization_config=GgufConfig(dequantize=True)), and give the folder that save_pretrained writes"
 )
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "tekken.json")
+_MOST_LAYERS = 10_000
 FLOATS = ("F16", "BF16", "F32", "F64")  # of safetensors
 
 
@@ -61,6 +62,9 @@ def read_config(model: str) -> dict[str, Any]:
             raise UserError(f"model: {path}: expected JSON, found {error}") from None
         if not isinstance(config, dict):
             raise UserError(f"model: {path}: expected a JSON object, found {type(config).__name__}")
+        for name in ("num_hidden_layers", "n_layer"):  # transformers makes a module for each
+            if isinstance(layers := config.get(name), int) and layers > _MOST_LAYERS:
+                raise UserError(f"model: {path}: {name}: expected at most {_MOST_LAYERS:,} layers, found {layers:,}")
         return config
     if folder.exists():
         advice = f"; {_FROM_GGUF}" if folder.suffix.lower() == ".gguf" else ""

@@ -16,6 +16,7 @@ import yaml
 from linearize.base import UserError, read_json
 from linearize.evaluation.candidates import LABELS, REFERENCES
 from linearize.evaluation.intervals import Interval
+from linearize.plain_yaml import parse_yaml
 from linearize.report.numbers import Number
 
 CONTROLS = ("window_lora", "equal_lora", "exact_lora", "teacher_lora")
@@ -291,7 +292,7 @@ def _thinned(curve: Curve) -> Curve:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        data = yaml.safe_load(text) if text.endswith("\n") else None  # half of a recipe may be a recipe too
+        data = parse_yaml(text) if text.endswith("\n") else None  # half of a recipe may be a recipe too
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         data = None
     if not isinstance(data, dict):
