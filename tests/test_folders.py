@@ -126,6 +126,10 @@ def test_weights_that_are_no_numbers_are_one_line(command: Command, moved: Path)
     save_file(tensors, path, {"format": "pt"})
     done = command("eval", moved, "--json")
     assert done.status == 2 and done.err.splitlines()[-1].startswith("error: evaluation: expected finite outputs, ")
+    for temperature in (0, 1):
+        done = command("generate", moved, "--prompt", "abc", "--temperature", temperature)
+        assert done.status == 2, done
+        assert done.err.splitlines()[-1].startswith("error: model: expected logits that are numbers, found NaN or inf")
 
 
 # --- a stranger's folder ----------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import signal
 import socket
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearize.demo.corpus import teacher_path
@@ -291,6 +293,24 @@ def test_clients_that_send_slowly_lock_nobody_out(server: Server) -> None:
         with suppress(ConnectionError):
             assert connection.recv(100) == b""  # closed
         connection.close()
+
+
+def test_a_model_of_no_numbers_says_so(folder: Path, tmp_path: Path) -> None:
+    import openai
+
+    shutil.copytree(folder, broken := tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    with serving(broken) as server, client(server) as api:
+        for temperature in (0, 1):
+            with pytest.raises(openai.InternalServerError, match="expected logits that are numbers, found NaN"):
+                api.completions.create(**asked(broken, temperature=temperature))
+        with pytest.raises(openai.APIError):
+            list(api.completions.create(**asked(broken), stream=True))
+        with urllib.request.urlopen(f"{server.address}/health") as answer:
+            assert answer.status == 200
+        assert not any("Traceback" in line for line in server.said)
 
 
 def test_a_body_that_does_not_come() -> None:

@@ -10,6 +10,7 @@ import transformers
 
 from linearize.base import UserError, check_text
 from linearize.hf.checkpoint import CAUSAL, check_tokens, load_model, load_tokenizer, read_config
+from linearize.hf.finite import require_finite
 from linearize.hf.prefill import PREFILL_COSTS, STREAMING
 from linearize.run.folder import student_folder
 from linearize.run.given_models import GENERATES, compile_if_possible, require_head, require_linearized
@@ -48,6 +49,7 @@ def generate(
             raise UserError(f"--prefill: expected {' or '.join(PREFILL_COSTS)}, found {prefill!r}")
     tokenizer = load_tokenizer(model)
     loaded: Any = load_model(model, dtype=dtype, device=device)
+    require_finite(loaded)
     inputs = tokenizer(prompt, return_tensors="pt").to(device)
     if not inputs["input_ids"].shape[1]:
         raise UserError("--prompt: expected some text, found none")

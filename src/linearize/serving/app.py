@@ -28,6 +28,7 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerationState
 
+from linearize.base import UserError
 from linearize.serving.guard import BYTES_PER_TOKEN, OTHER_BYTES, Guard, refusal
 from linearize.serving.page import Page
 from linearize.serving.requests import ChatRequest, CompletionRequest, TokenizeRequest, fault
@@ -180,6 +181,10 @@ def build_app(
     @app.exception_handler(StarletteHTTPException)
     async def refused(_: Request, error: StarletteHTTPException) -> Any:
         return refusal(error.status_code, str(error.detail))
+
+    @app.exception_handler(UserError)
+    async def unusable(_: Request, error: UserError) -> Any:
+        return refusal(500, str(error))
 
     @app.exception_handler(Exception)
     async def failed(_: Request, __: Exception) -> Any:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError
 from linearize.hf.checkpoint import CAUSAL, check_weight_files, load_model, load_tokenizer, read_config
+from linearize.hf.finite import require_finite
 from linearize.hf.prefill import FULL
 from linearize.hf.teacher import TeacherShape
 from linearize.run.folder import Run, run_folder, student_folder
@@ -161,6 +162,7 @@ def start_transformers(
 
     def loaded(folder: str) -> Served:
         model = load_model(folder, dtype=dtype, device=device)
+        require_finite(model)
         return Served(_sampling(model), load_tokenizer(folder), _most_tokens(model, endpoint.max_model_len))
 
     name, teacher_name = endpoint.name or public_name(folder), None
