@@ -119,6 +119,14 @@ def test_rows_of_a_model_that_tells_nothing_fit_its_positions(command: Command, 
     assert_refused(done, "data.sequence_length: expected at most the model's 256 positions, found 1024")
 
 
+def test_files_have_the_permissions_of_any_file() -> None:
+    """Of safetensors too, which by itself leaves them to their owner."""
+    plain = tiny.finished_run().folder / "run.json"
+    modes = {path.name: path.stat().st_mode for path in plain.parent.rglob("*") if path.is_file()}
+    assert any(name.endswith(".safetensors") for name in modes)
+    assert {name for name, mode in modes.items() if mode != plain.stat().st_mode} == set()
+
+
 def test_weights_that_are_no_numbers_are_one_line(command: Command, moved: Path) -> None:
     path = moved / "model.safetensors"
     tensors = load_file(path)

@@ -109,6 +109,7 @@ def step_progress() -> Progress:
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
+os.umask(_UMASK := os.umask(0))  # which can only be read by setting it
 _AGAIN = "run the same command again, which goes on from the last checkpoint"
 
 
@@ -167,6 +168,11 @@ def read_json(path: Path) -> Any:
 
 
 def sync(path: Path) -> None:
-    """Wait until the file is on the disk: a rename must not overtake the contents when the power fails."""
+    """Wait until the file is on the disk: a rename must not overtake the contents when the power fails.
+
+    It gets the permissions of any new file, which safetensors does not give it.
+    """
     with path.open("rb+") as file:
+        if hasattr(os, "fchmod"):
+            os.fchmod(file.fileno(), 0o666 & ~_UMASK)
         os.fsync(file.fileno())

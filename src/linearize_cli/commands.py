@@ -442,6 +442,10 @@ def serve(
     from linearize.base import UserError
     from linearize.serving import command as serving
 
+    if api_key == "" or (api_key is None and os.environ.get("LINEARIZE_API_KEY") == ""):
+        raise UserError(
+            "--api-key: expected a key, found an empty one; give one, or leave it out and unset the variable"
+        )
     endpoint = serving.Endpoint(host, port, api_key, served_model_name, max_model_len)
     if serving.choose_engine(engine, alone=not page and teacher is None) == "vllm":
         if device != "auto":

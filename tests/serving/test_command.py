@@ -170,6 +170,13 @@ def test_what_cannot_be_served_is_refused_in_one_line(
         refused(f"teacher {other}: model_type: expected the student's llama", run.folder, "--teacher", other)
 
 
+def test_an_empty_key_is_refused(command: Command, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would let nobody in; in the environment it would have let everybody in."""
+    assert_refused(command("serve", run.folder, "--api-key", ""), "--api-key: expected a key, found an empty one")
+    monkeypatch.setenv("LINEARIZE_API_KEY", "")
+    assert_refused(command("serve", run.folder), "--api-key: expected a key, found an empty one")
+
+
 def test_the_teacher_beside_a_student_is_its_runs_own(run: Run, tmp_path: Path) -> None:
     folder, said = student_folder(str(run.folder)), []
     given = (run.dtype, run.device, said.append)

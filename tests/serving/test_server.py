@@ -313,6 +313,30 @@ def test_a_model_of_no_numbers_says_so(folder: Path, tmp_path: Path) -> None:
         assert not any("Traceback" in line for line in server.said)
 
 
+@pytest.mark.parametrize(
+    "path, body, headers, message",
+    [
+        ("/tokenize", b'{"messages": []}', {}, "messages: List should have at least 1 item"),
+        ("/tokenize", b"{}", {}, "prompt: expected either a prompt or messages"),
+        ("/v1/completions", b'{"prompt": }', {}, "body: expected JSON, found other text from character "),
+        (
+            "/v1/completions",
+            b'{"prompt": "a"}',
+            {"content-type": "text/plain"},
+            "body: expected a JSON object, sent with",
+        ),
+        ("/v1/completions", b"[1]", {}, "body: expected a JSON object, sent with"),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_said(
+    server: Server, path: str, body: bytes, headers: dict[str, str], message: str
+) -> None:
+    status, answer = post(server.address, path, body, headers)
+    error = json.loads(answer)["error"]
+    assert status == 400 and error["message"].startswith(message), error
+    assert error["param"] in (None, "messages")
+
+
 def test_a_body_that_does_not_come() -> None:
     from linearize.serving import guard
 

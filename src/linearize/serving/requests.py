@@ -117,7 +117,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
 
 
 def fault(errors: Sequence[Any]) -> tuple[str, str | None]:
@@ -125,9 +125,13 @@ def fault(errors: Sequence[Any]) -> tuple[str, str | None]:
 
     What was found is not repeated: it can be long, and of any bytes.
     """
-    places = [part for part in errors[0]["loc"] if part != "body"]
+    kind, places = errors[0]["type"], [part for part in errors[0]["loc"] if part != "body"]
+    if kind == "json_invalid":
+        return f"body: expected JSON, found other text from character {places[0]} on", None
+    if kind == "model_attributes_type" and not places:
+        return "body: expected a JSON object, sent with Content-Type: application/json", None
     field = ".".join(str(part) for part in places if isinstance(part, int) or part.isidentifier())[:100]
     message = errors[0]["msg"]
-    if errors[0]["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         message = "this field is not supported by transformers' server; leave it out, or serve with vLLM"
     return (f"{field}: {message}" if field else message), field or None
