@@ -305,6 +305,14 @@ COMMANDS: dict[str, Case] = {
         lambda tmp: ["recipes", text(tmp, "a.yaml", f"name: x\nseed: {'y' * 100_000}")],
         r"recipe field seed: .*; found 'y{199}; ",
     ),
+    "attention from the hub": (
+        lambda tmp: ["generate", linearized(tmp / "kernel", attn_implementation="a/kernel"), "--prompt", "a"],
+        r"model: .*config.json: attn_implementation: expected a name that transformers knows, found 'a/kernel', for",
+    ),
+    "experts of the hub": (
+        lambda tmp: ["generate", linearized(tmp / "kernel", experts_implementation={"": "a/b"}), "--prompt", "a"],
+        r"model: .*config.json: experts_implementation: expected a name that transformers knows, found \{'': 'a/b'\}",
+    ),
     "more layers than a model has": (
         lambda tmp: ["generate", linearized(tmp / "deep", num_hidden_layers=10**7), "--prompt", "a"],
         r"model: .*deep/config.json: num_hidden_layers: expected at most 10,000 layers, found 10,000,000",

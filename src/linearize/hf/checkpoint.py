@@ -45,7 +45,8 @@ def read_config(model: str) -> dict[str, Any]:
     """The contents of a model's ``config.json``: of a local folder, or of a hub id.
 
     Raises:
-        UserError: no such folder, a folder that is not a model, or a hub id that cannot be read.
+        UserError: no such folder, a folder that is not a model, a hub id that cannot be read, or what
+            `_refuse_contents` refuses.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -62,9 +63,7 @@ def read_config(model: str) -> dict[str, Any]:
             raise UserError(f"model: {path}: expected JSON, found {error}") from None
         if not isinstance(config, dict):
             raise UserError(f"model: {path}: expected a JSON object, found {type(config).__name__}")
-        for name in ("num_hidden_layers", "n_layer"):  # transformers makes a module for each
-            if isinstance(layers := config.get(name), int) and layers > _MOST_LAYERS:
-                raise UserError(f"model: {path}: {name}: expected at most {_MOST_LAYERS:,} layers, found {layers:,}")
+        _refuse_contents(str(path), config)
         return config
     if folder.exists():
         advice = f"; {_FROM_GGUF}" if folder.suffix.lower() == ".gguf" else ""
@@ -77,7 +76,26 @@ def read_config(model: str) -> dict[str, Any]:
     except Exception as error:  # the hub client raises many kinds; each means that there is no such model to read
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model: no folder {model!r}, and the hub gave no config for it: {reason}") from None
+    _refuse_contents(model, config)
     return config
+
+
+def _refuse_contents(where: str, config: dict[str, Any]) -> None:
+    """See that nothing in a config makes transformers fetch code, or modules without end.
+
+    Raises:
+        UserError: something does.
+    """
+    for name in ("attn_implementation", "experts_implementation"):
+        found = config.get(name)
+        if found is not None and (not isinstance(found, str) or "/" in found):
+            raise UserError(
+                f"model: {where}: {name}: expected a name that transformers knows, found {found!r:.200}, for which it "
+                "would fetch code from the hub; take it out of the file"
+            )
+    for name in ("num_hidden_layers", "n_layer"):  # transformers makes a module for each
+        if isinstance(layers := config.get(name), int) and layers > _MOST_LAYERS:
+            raise UserError(f"model: {where}: {name}: expected at most {_MOST_LAYERS:,} layers, found {layers:,}")
 
 
 def hub_options(model: str) -> dict[str, Any]:
@@ -132,8 +150,10 @@ def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_cla
     Weights are read from safetensors alone: the pickles of former days can name code.
 
     Raises:
-        UserError: weights are missing, left over (see `load_whole`) or unreadable.
+        UserError: weights are missing, left over (see `load_whole`) or unreadable, or a config that cannot be.
     """
+    if Path(model).is_dir():
+        read_config(model)
     check_weight_files(Path(model))
     load = getattr(transformers, auto_class).from_pretrained
     with readable(model, "readable weights"), _bars_on_terminals_only(), torch.random.fork_rng(devices=[]):
