@@ -396,6 +396,20 @@ def test_generate_continues_a_prompt(command: Command) -> None:
     assert warm[0] == warm[1] != warm[2]
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_vocabulary_does_not_command_the_terminal(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from linearize.run.generate import Printer
+
+    text = "a\x1b]0;title\x07\tb\n\x9b2J\r\u202ec é\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    tokenizer: Any = None
+    Printer(tokenizer).on_finalized_text(text)
+    shown = "a\\x1b]0;title\\x07\tb\n\\x9b2J\\r\\u202ec é\n"
+    assert capsys.readouterr().out == (shown if terminal else text)
+
+
 def test_steps_are_compiled_on_request(command: Command, compiler: Compiler) -> None:
     """Of both models, where two are measured; held-out rows are not."""
     model = tiny.finished_run().folder / "model"

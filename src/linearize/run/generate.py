@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,21 @@ from linearize.hf.finite import require_finite
 from linearize.hf.prefill import PREFILL_COSTS, STREAMING
 from linearize.run.folder import student_folder
 from linearize.run.given_models import GENERATES, compile_if_possible, require_head, require_linearized
+
+# Characters that let a text move the cursor, run a terminal's commands or show itself in another order.
+_COMMANDS = {chr(c) for c in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))} - set(
+    "\n\t"
+)
+
+
+class Printer(transformers.TextStreamer):
+    """Prints text as it comes; on a terminal, a vocabulary's control characters are shown, not obeyed."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """As in transformers."""
+        if sys.stdout.isatty():
+            text = "".join(c.encode("unicode_escape").decode() if c in _COMMANDS else c for c in text)
+        super().on_finalized_text(text, stream_end)
 
 
 def generate(
@@ -62,5 +78,5 @@ def generate(
         note(f"the prompt is read with prefill={way}: {PREFILL_COSTS[way]}")
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    streamer = transformers.TextStreamer(tokenizer, skip_special_tokens=True)
+    streamer = Printer(tokenizer, skip_special_tokens=True)
     loaded.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling)
