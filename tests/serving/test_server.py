@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -306,11 +306,30 @@ def test_a_model_of_no_numbers_says_so(folder: Path, tmp_path: Path) -> None:
         for temperature in (0, 1):
             with pytest.raises(openai.InternalServerError, match="expected logits that are numbers, found NaN"):
                 api.completions.create(**asked(broken, temperature=temperature))
-        with pytest.raises(openai.APIError):
+        with pytest.raises(openai.APIError, match="expected logits that are numbers, found NaN"):
             list(api.completions.create(**asked(broken), stream=True))
         with urllib.request.urlopen(f"{server.address}/health") as answer:
             assert answer.status == 200
         assert not any("Traceback" in line for line in server.said)
+
+
+def test_errors_within_a_stream_are_escaped() -> None:
+    from fastapi.responses import StreamingResponse
+
+    from linearize.serving.app import _with_escaped_errors
+
+    text = 'data: {"text": "data: {\\"error\\": \\"x\\"}"}\n\n'
+
+    async def chunks() -> AsyncIterator[str]:
+        yield text
+        yield text + 'data: {"error": "a "quote" and\na line"}\n\n'
+
+    async def read() -> str:
+        return "".join([str(x) async for x in _with_escaped_errors(StreamingResponse(chunks())).body_iterator])
+
+    first, second, third = [json.loads(event[6:]) for event in asyncio.run(read()).strip().split("\n\n")]
+    assert first == second == json.loads(text[6:])
+    assert third["error"]["message"] == 'a "quote" and\na line'
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,20 @@ model that a client names, unload those in use, and list what lies in the hub's 
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request  # type: ignore[import-not-found]
 from fastapi.exceptions import RequestValidationError  # type: ignore[import-not-found]
-from fastapi.responses import HTMLResponse  # type: ignore[import-not-found]
+from fastapi.responses import HTMLResponse, StreamingResponse  # type: ignore[import-not-found]
 from jinja2 import TemplateError
 from starlette.concurrency import run_in_threadpool  # type: ignore[import-not-found]
 from starlette.exceptions import HTTPException as StarletteHTTPException  # type: ignore[import-not-found]
@@ -29,7 +31,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerationState
 
 from linearize.base import UserError
-from linearize.serving.guard import BYTES_PER_TOKEN, OTHER_BYTES, Guard, refusal
+from linearize.serving.guard import BYTES_PER_TOKEN, OTHER_BYTES, Guard, error_of, refusal
 from linearize.serving.page import Page
 from linearize.serving.requests import ChatRequest, CompletionRequest, TokenizeRequest, fault
 
@@ -132,7 +134,7 @@ def build_app(
         tokens = await run_in_threadpool(_chat_tokens, served[name], body.turns())
         _check_room(served[name], tokens, body.sampling().get("max_tokens"))
         asked = {"model": name, "messages": body.turns()} | body.sampling()
-        return await chat.handle_request(asked, _request_id(request))
+        return _with_escaped_errors(await chat.handle_request(asked, _request_id(request)))
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Any:
@@ -140,7 +142,7 @@ def build_app(
         tokens = await run_in_threadpool(served[name].tokens, body.prompt)
         _check_room(served[name], tokens, body.max_tokens)
         asked = {"model": name, "prompt": body.prompt} | body.sampling()
-        return await completion.handle_request(asked, _request_id(request))
+        return _with_escaped_errors(await completion.handle_request(asked, _request_id(request)))
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Any:
@@ -191,6 +193,27 @@ def build_app(
         return refusal(500, "the server failed at this request; its own output says where")
 
     return app
+
+
+# What transformers' server ends a stream with when generation fails; the message is not escaped.
+_STREAM_ERROR = re.compile(r'(?:\A|(?<=\n\n))data: \{"error": "(.*)"\}\n\n\Z', re.DOTALL)
+
+
+def _with_escaped_errors(response: Any) -> Any:
+    """Make the error that can end a stream one of OpenAI's API, whatever its message holds."""
+    if not isinstance(response, StreamingResponse):
+        return response
+
+    def escaped(found: re.Match[str]) -> str:
+        return f"data: {json.dumps(error_of(500, found[1]))}\n\n"
+
+    async def pieces(chunks: Any) -> AsyncGenerator[str, None]:
+        async with aclosing(chunks):  # a client that leaves ends the generation
+            async for chunk in chunks:
+                yield _STREAM_ERROR.sub(escaped, chunk)
+
+    response.body_iterator = pieces(response.body_iterator)
+    return response
 
 
 def _request_id(request: Request) -> str:

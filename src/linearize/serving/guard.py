@@ -146,7 +146,12 @@ class LimitedProtocol(H11Protocol):
 
 
 def refusal(status: int, message: str, field: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
+    """Return the answer to a request that is refused, or that failed."""
+    return JSONResponse(error_of(status, message, field), status, headers)
+
+
+def error_of(status: int, message: str, field: str | None = None) -> dict[str, Any]:
     """Return an error as OpenAI's API has it."""
     message = message.encode("utf-8", "replace").decode()
     kind = "invalid_request_error" if status < 500 else "internal_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": field, "code": status}}, status, headers)
+    return {"error": {"message": message, "type": kind, "param": field, "code": status}}
