@@ -57,7 +57,7 @@ def main() -> None:
     if arguments.recipe is not None:
         model = linearize.convert(model, Recipe.load(arguments.recipe)).eval()
     config = DataConfig(dataset=arguments.dataset, max_documents=arguments.tokens)
-    text = "\n".join(row[config.text_column] for row in islice(read_rows(config), 20))
+    text = "\n".join(row[config.text_column] for _, row in islice(read_rows(config), 20))
     ids = load_tokenizer(arguments.model)(text, return_tensors="pt").input_ids[:, : arguments.tokens]
     exact, *others = (step_by_step(model, ids, dtype) for dtype in DTYPES)
     found = {

@@ -137,7 +137,7 @@ def sources_of(given: Sequence[str]) -> dict[str, DataConfig]:
 def read_texts(config: DataConfig) -> list[str]:
     """The texts of one column."""
     rows = islice(read_rows(config), config.max_documents)
-    texts = (text_cell(row, config.text_column, f"data row {n}", "text_column") for n, row in enumerate(rows, 1))
+    texts = (text_cell(row, config.text_column, where, "text_column") for where, row in rows)
     return [text for text in texts if text.strip()]
 
 

@@ -66,8 +66,8 @@ def read_pairs(path: str, columns: Sequence[str], named: bool, limit: int | None
     *pair, score = columns
     rows = read_rows(DataConfig(dataset=path, columns=None if named else tuple(columns), max_documents=limit))
     found = []
-    for number, row in enumerate(islice(rows, limit), 1):
-        where = f"{path}: row {number}"
+    for place, row in islice(rows, limit):
+        where = f"{path}: {place}"
         found.append((texts(pair, row, where, "--columns"), as_number(cell(row, score, where, "--columns"), where)))
     return found
 

@@ -221,7 +221,7 @@ def text_rows(model: str, text: Path, length: int, fit: int, measured: int) -> t
         raise UserError(f"--text: expected a file of text, found none at {text}; check the path")
     tokenizer = load_tokenizer(model)
     start = tokenizer("").input_ids[:1]
-    documents = (row.get("text", "") for row in read_rows(DataConfig(dataset=str(text))))
+    documents = (row.get("text", "") for _, row in read_rows(DataConfig(dataset=str(text))))
     ids = [token for document in documents for token in tokenizer(document, verbose=False).input_ids]
     size, cut = length - len(start), len(ids) * 3 // 4
     parts = []
