@@ -120,7 +120,7 @@ def test_rows_of_a_model_that_tells_nothing_fit_its_positions(command: Command, 
 
 
 def test_files_have_the_permissions_of_any_file() -> None:
-    """Of safetensors too, which by itself leaves them to their owner."""
+    """safetensors writes files that only their owner can read; a run gives them the usual permissions."""
     plain = tiny.finished_run().folder / "run.json"
     modes = {path.name: path.stat().st_mode for path in plain.parent.rglob("*") if path.is_file()}
     assert any(name.endswith(".safetensors") for name in modes)

@@ -109,7 +109,7 @@ def step_progress() -> Progress:
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
-os.umask(_UMASK := os.umask(0))  # which can only be read by setting it
+os.umask(_UMASK := os.umask(0))  # the only way to read the umask is to set it
 _AGAIN = "run the same command again, which goes on from the last checkpoint"
 
 
@@ -170,7 +170,7 @@ def read_json(path: Path) -> Any:
 def sync(path: Path) -> None:
     """Wait until the file is on the disk: a rename must not overtake the contents when the power fails.
 
-    It gets the permissions of any new file, which safetensors does not give it.
+    Also set the permissions of a new file; safetensors lets only the owner read its files.
     """
     with path.open("rb+") as file:
         if hasattr(os, "fchmod"):

@@ -8,10 +8,10 @@ import yaml
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Knows no aliases, by which a few lines can stand for gigabytes."""
+    """Refuse aliases: with them, a few lines can expand to gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """As in PyYAML."""
+        """Do as PyYAML, except for aliases."""
         if self.check_event(yaml.AliasEvent):
             event: Any = self.peek_event()
             raise yaml.MarkedYAMLError(

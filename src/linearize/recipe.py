@@ -333,7 +333,7 @@ def _one_line(error: ValidationError, data: Any) -> str:
 
 
 def _example(names: list[str]) -> str:
-    """A recipe that has the first of a field's names: `lolcats`, or the one that `linearize run` takes."""
+    """Return the name of a recipe that has the field: `memory` is in `recommended`, all other fields in `lolcats`."""
     return "recommended" if names[:1] == ["memory"] else "lolcats"
 
 

@@ -171,7 +171,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(
 
 
 def test_an_empty_key_is_refused(command: Command, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would let nobody in; in the environment it would have let everybody in."""
+    """An empty --api-key refused every client, and an empty environment variable meant that no key is required."""
     assert_refused(command("serve", run.folder, "--api-key", ""), "--api-key: expected a key, found an empty one")
     monkeypatch.setenv("LINEARIZE_API_KEY", "")
     assert_refused(command("serve", run.folder), "--api-key: expected a key, found an empty one")

@@ -248,7 +248,7 @@ NESTED = b'{"prompt": ' + b"[" * 30_000_000 + b"]" * 30_000_000 + b"}"
 
 
 def test_bodies_without_a_key_cost_nothing(folder: Path) -> None:
-    """60 MB of nested lists, which take seconds to parse, while others are answered; with a key they are too many."""
+    """60 MB of nested lists take seconds to parse. They get 401, or 413 with the key, and /health answers meanwhile."""
     with serving(folder, "--api-key", "s3cret") as server:
         before, slowest = load.resident_bytes(server.process.pid), 0.0
         for key, expected in (("none", 401), ("s3cret", 413)):
@@ -269,8 +269,8 @@ def test_bodies_without_a_key_cost_nothing(folder: Path) -> None:
         assert load.resident_bytes(server.process.pid) - before < 200e6
 
 
-def test_clients_that_send_slowly_lock_nobody_out(server: Server) -> None:
-    """Beyond the limit of connections they are closed, and all of them once the head of a request is late."""
+def test_slow_clients_do_not_block_others(server: Server) -> None:
+    """Connections beyond the limit are closed at once, and the others after `HEAD_SECONDS` without a whole head."""
     from linearize.serving import guard
 
     host, port = server.address.removeprefix("http://").split(":")
@@ -356,25 +356,30 @@ def test_what_is_wrong_with_a_body_is_said(
     assert error["param"] in (None, "messages")
 
 
-def test_a_body_that_does_not_come() -> None:
+@pytest.mark.parametrize("late", [True, False])
+def test_a_body_that_is_late_or_too_large(late: bool) -> None:
+    """Without a Content-Length, a size is known only when the body has come."""
     from linearize.serving import guard
 
+    chunks: list[dict[str, Any]] = [{"type": "http.request", "body": b"12345", "more_body": k < 2} for k in range(3)]
     sent: list[dict[str, Any]] = []
 
     async def application(*_: Any) -> None:
-        raise AssertionError("it must not be asked")
+        raise AssertionError("the application received the request")
 
     async def receive() -> dict[str, Any]:
-        await asyncio.sleep(60)
-        return {"type": "http.request"}
+        if late:
+            await asyncio.sleep(60)
+        return chunks.pop(0)
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    made = guard.Guard(application, api_key=None, open_paths=(), most_bytes=10, body_seconds=0.05)
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"content-length", b"5")]}
+    made = guard.Guard(application, api_key=None, open_paths=(), most_bytes=14, body_seconds=0.05 if late else 30.0)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
     asyncio.run(made(scope, receive, send))
-    assert sent[0]["status"] == 408 and b"within 0.05 seconds" in sent[1]["body"]
+    assert sent[0]["status"] == (408 if late else 413)
+    assert (b"within 0.05 seconds" if late else b"expected at most 14 bytes") in sent[1]["body"]
 
 
 def test_without_a_template_it_continues_text_and_has_a_teacher_by_name(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from linearize.data.labels import Classes, as_number, cell, text_cell, texts
 from linearize.data.packing import Dataset, document_progress
 from linearize.data.rows import IGNORED, Indices, Rows
 from linearize.data.sources import LocatedRow, read_rows
-from linearize.data.splits import more_held_out, require_enough, shuffled, split, validation_and_test, without
+from linearize.data.splits import require_enough_of, shuffled, split, validation_and_test, without
 from linearize.data.tasks import MaskedLanguageModelling, TextClassification, TextEmbedding, TokenClassification
 
 _BATCH = 256  # texts per tokenizer call
@@ -201,7 +201,7 @@ def split_examples(
         raise UserError("data: expected examples to train on, found none that are not held out; use more data")
     wanted = config.validation_rows
     validation, test = validation_and_test(held_out, key, size=lambda _: 1, wanted=wanted)
-    require_enough(len(test := test[:wanted]), "examples", more_held_out([*train, *held_out], key))
+    require_enough_of(test := test[:wanted], [*train, *held_out], key, "examples")
     return shuffled(train, f"train {seed}"), validation, test
 
 

@@ -26,8 +26,8 @@ from linearize.data.sources import LocatedRow, on_disk, read_rows
 from linearize.data.splits import (
     ENOUGH,
     copies,
-    more_held_out,
     require_enough,
+    require_enough_of,
     shuffled,
     split,
     validation_and_test,
@@ -172,7 +172,7 @@ def _dataset(
 ) -> Dataset:
     wanted = config.validation_rows * config.sequence_length
     validation, test = validation_and_test(held_out, _digest, size=len, wanted=wanted)
-    require_enough(len(test), "documents", more_held_out([*train, *held_out], _digest))
+    require_enough_of(test, [*train, *held_out], _digest, "documents")
     train_rows = _rows(shuffled(train, f"train {seed}"), config, "training", "use more data")
     vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
     train_rows = with_repeats(_chosen(train_rows, config, score), config.repeats, vocabulary, seed=seed)

@@ -65,16 +65,8 @@ def validation_and_test(
 MORE_HELD_OUT = "use more data, hold out more of it (data.validation_fraction), or set data.validation_dataset"
 
 
-def more_held_out(items: Sequence[Item], key: Callable[[Item], bytes]) -> str:
-    """Advice where too few of these items can be tested on: copies of one item are all on one side."""
-    different = len(copies(items, key))
-    if different == len(items):
-        return MORE_HELD_OUT
-    return f"{different:,} of {len(items):,} in all are different, and copies stay together; {MORE_HELD_OUT}"
-
-
 def require_enough(found: int, what: str, advice: str = MORE_HELD_OUT) -> None:
-    """See that there are enough items to test on.
+    """Check that there are enough items to test on.
 
     Raises:
         UserError: fewer than `ENOUGH`.
@@ -84,6 +76,19 @@ def require_enough(found: int, what: str, advice: str = MORE_HELD_OUT) -> None:
             f"data: expected at least {ENOUGH} held-out {what} to test on, beside those that choose checkpoints, found "
             f"{found}; {advice}"
         )
+
+
+def require_enough_of(test: Sequence[Item], items: Sequence[Item], key: Callable[[Item], bytes], what: str) -> None:
+    """Check that there are enough items to test on; the message says how many of all `items` are copies.
+
+    Raises:
+        UserError: fewer than `ENOUGH`.
+    """
+    if len(test) >= ENOUGH:
+        return
+    different = len(copies(items, key))
+    advice = f"{different:,} of {len(items):,} in all are different, and copies stay together; {MORE_HELD_OUT}"
+    require_enough(len(test), what, MORE_HELD_OUT if different == len(items) else advice)
 
 
 def spread(owners: Sequence[int], count: int, stream: str) -> list[int]:

@@ -88,13 +88,13 @@ class Architecture:
 
     @property
     def slides(self) -> bool:
-        """Whether its layers can have sliding windows. If not, `sliding_window` in a config has no effect."""
+        """Return True if its layers can have sliding windows. If not, `sliding_window` in a config has no effect."""
         module = sys.modules[self.attention.__module__]
         return any(hasattr(module, f"create_{mask}_mask") for mask in _WINDOW_MASKS)
 
     @property
     def slides_by_layer(self) -> bool:
-        """Whether `layer_types` chooses the layers with sliding windows. If not, it has no effect."""
+        """Return True if `layer_types` chooses the layers with sliding windows. If not, it has no effect."""
         return self.slides and "layer_types" in self.attention.__init__.__code__.co_names
 
 

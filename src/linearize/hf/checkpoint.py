@@ -81,10 +81,10 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def _refuse_contents(where: str, config: dict[str, Any]) -> None:
-    """See that nothing in a config makes transformers fetch code, or modules without end.
+    """Check that a config does not make transformers fetch code, or build millions of layers.
 
     Raises:
-        UserError: something does.
+        UserError: it does.
     """
     for name in ("attn_implementation", "experts_implementation"):
         found = config.get(name)

@@ -1,4 +1,4 @@
-"""Models whose logits are not numbers: found while they generate, which would only end, or choose any token."""
+"""Check that logits are finite during generation. transformers would end the text, or sample arbitrary tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from linearize.base import UserError
 
 
 def require_finite(model: PreTrainedModel) -> None:
-    """From now on, let a forward of `model` raise where a logit of the last token is NaN or infinite.
+    """Make every later forward of `model` raise UserError if a logit of the last token is NaN or infinite.
 
-    Minus infinity is allowed, for tokens that never come. Compiled forwards are not checked.
+    Minus infinity is allowed: it excludes a token. Compiled forwards are not checked.
     """
     model.register_forward_hook(_check)
 

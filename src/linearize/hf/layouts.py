@@ -37,12 +37,11 @@ def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         mask = without_slots_to_come(mask, given.get("past_key_values"), tokens.shape[1])
     layout, cache = read_layout(mask, _positions(model, given), *tokens.shape[:2]), given.get("past_key_values")
     position_ids = given.get("position_ids")
-    if mask is None or position_ids is not None:
-        refuse_other_angles(model.config, cache, position_ids, tokens.shape[1])
-        return args, kwargs | {LAYOUT: layout}
-    position_ids = _without_padding(mask, cache, tokens.shape[1])
+    if mask is not None and position_ids is None:
+        position_ids = _without_padding(mask, cache, tokens.shape[1])
+        args, kwargs = (), given | {"position_ids": position_ids}
     refuse_other_angles(model.config, cache, position_ids, tokens.shape[1])
-    return (), given | {LAYOUT: layout, "position_ids": position_ids}
+    return args, kwargs | {LAYOUT: layout}
 
 
 def _without_padding(mask: Tensor, cache: Any, tokens: int) -> Tensor | None:

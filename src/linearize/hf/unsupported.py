@@ -79,85 +79,90 @@ def refuse_context_parallel() -> None:
 
 
 def refuse_other_angles(config: Any, cache: Any, position_ids: Tensor | None, tokens: int) -> None:
-    """See that rotary angles are the same for what a cache holds and for what follows.
-
-    The angles of `longrope` change behind the length that a model was trained on, and those of `dynamic` with every
-    token there. Keys in a state cannot be rotated again.
+    """Check that new tokens have the rotary angles of the keys in a cache, which cannot be rotated again.
 
     Args:
         config: of the model.
-        cache: None, or what the tokens before are held in.
-        position_ids: [B or 1, T], or None: counted on from what the cache holds.
+        cache: None, or the state of the tokens before.
+        position_ids: [B or 1, T], or None: they continue those of the cache.
         tokens: T.
 
     Raises:
-        UserError: they are not.
+        UserError: they have other angles.
     """
-    if cache is None or torch.compiler.is_compiling():
+    if cache is None or torch.compiler.is_compiling() or not _limits(config):
         return
-    for kind, border in _borders(config):
-        before = int(cache.get_seq_length())
-        if before and position_ids is not None:
-            before = int(position_ids[:, 0].max())
-        after = before + tokens
-        if before > 0 and border < after and (before <= border or kind == "dynamic"):
-            raise UserError(
-                f"config.rope_parameters: expected at most {border} tokens where a state is carried on, because the "
-                f"angles of {kind!r} are others behind them and keys in a state cannot be rotated again; found "
-                f"{before} tokens in the state and {tokens} more. Give all {after} tokens in one call with a new state"
-                + (", or choose a rope_type with fixed angles (linear, yarn)" if kind == "dynamic" else "")
-            )
-
-
-def _borders(config: Any) -> list[tuple[str, int]]:
-    """Each rope type of a config whose angles change with the length, and the tokens up to which they do not."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    found = []
-    for one in [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]:
-        if one.get("rope_type") == "longrope":
-            found.append(("longrope", one["original_max_position_embeddings"]))
-        elif one.get("rope_type") == "dynamic":
-            found.append(("dynamic", config.max_position_embeddings))
-    return found
-
-
-def refuse_forgetting(input_ids: Tensor, position_ids: Tensor | None, held: int) -> None:
-    """See that a base that drops a cache, to read all tokens again with other rotary angles, has all of them.
-
-    Args:
-        input_ids: [B, T], all tokens or those behind the cache.
-        position_ids: [B or 1, T or more] up to the last of these tokens, or None.
-        held: tokens in the cache.
-
-    Raises:
-        UserError: it does not.
-    """
-    seen = held if position_ids is None else int(position_ids.max()) + 1
-    if max(held, seen - 1) >= input_ids.shape[1]:
+    before = int(cache.get_seq_length())
+    if before and position_ids is not None:
+        before = int(position_ids[:, 0].max())
+    if before and (changed := _changed_angles(config, before, before + tokens)):
+        kind, limit = changed
         raise UserError(
-            f"input_ids: expected all tokens of the conversation, because this model reads them again where a text "
-            f"grows past the length that it was trained on (longrope); found {input_ids.shape[1]} of them behind a "
-            f"state of {held}; give those before as well"
+            f"config.rope_parameters: expected at most {limit} tokens where a state is carried on, because the angles "
+            f"of {kind!r} change beyond them and keys in a state cannot be rotated again; found {before} tokens in the "
+            f"state and {tokens} more. Give all {before + tokens} tokens in one call with a new state"
+            + (", or choose a rope_type with fixed angles (linear, yarn)" if kind == "dynamic" else "")
         )
 
 
 def refuse_candidates(config: Any, prompt: int, longest: int) -> None:
-    """See that assisted generation stays on one side of the length where rotary angles change.
-
-    Candidates beyond it would turn the keys of tokens before it, too.
+    """Check that rotary angles do not change during assisted generation: rejected candidates would change them, too.
 
     Args:
         config: of the model.
-        prompt: tokens that it starts from.
-        longest: tokens that it may come to.
+        prompt: number of tokens of the prompt.
+        longest: largest number of tokens of prompt and answer.
 
     Raises:
-        UserError: it may not.
+        UserError: they may change.
     """
-    for kind, border in _borders(config):
-        if border < longest and (prompt <= border or kind == "dynamic"):
-            raise UserError(
-                f"assisted generation: expected at most {border} tokens in all, because the angles of {kind!r} "
-                f"(config.rope_parameters) are others behind them, found room for {longest}; set a smaller "
-                "max_new_tokens, or generate without an assistant"
-            )
+    if changed := _changed_angles(config, prompt, longest):
+        kind, limit = changed
+        raise UserError(
+            f"assisted generation: expected at most {limit} tokens in all, because the angles of {kind!r} "
+            f"(config.rope_parameters) change beyond them, found room for {longest}; set a smaller max_new_tokens, or "
+            "generate without an assistant"
+        )
+
+
+def refuse_forgetting(input_ids: Tensor, position_ids: Tensor | None, cached: int) -> None:
+    """Check that a model that drops its cache, to read all tokens again with other rotary angles, has all of them.
+
+    Args:
+        input_ids: [B, T], all tokens or those after the cached ones.
+        position_ids: [B or 1, T or more] up to the last of these tokens, or None.
+        cached: number of tokens in the cache.
+
+    Raises:
+        UserError: it has only the new ones.
+    """
+    tokens = input_ids.shape[1]
+    if tokens <= cached or (position_ids is not None and tokens <= int(position_ids.max())):
+        raise UserError(
+            "input_ids: expected all tokens of the conversation, because this model reads them again when a text "
+            f"exceeds the length that it was trained on (longrope); found {tokens} of them after a state of {cached}; "
+            "give those before as well"
+        )
+
+
+def _limits(config: Any) -> list[tuple[str, int]]:
+    """Return each rope type whose angles change with the length of the text, and the length up to which they do not.
+
+    Beyond it, those of `longrope` are others for all tokens, and those of `dynamic` change with every further token.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for part in [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]:
+        if part.get("rope_type") == "longrope":
+            limits.append(("longrope", part["original_max_position_embeddings"]))
+        elif part.get("rope_type") == "dynamic":
+            limits.append(("dynamic", config.max_position_embeddings))
+    return limits
+
+
+def _changed_angles(config: Any, before: int, after: int) -> tuple[str, int] | None:
+    """Return the rope type whose angles differ between texts of `before` and `after` tokens, and its limit, or None."""
+    for kind, limit in _limits(config):
+        if limit < after and (before <= limit or kind == "dynamic"):
+            return kind, limit
+    return None

@@ -150,10 +150,10 @@ def check_output(run: Run) -> None:
 
 
 def _refuse_links(folder: Path) -> None:
-    """See that no path below a run's folder leads elsewhere, where the run would write, or delete what it has not made.
+    """Check that a run's folder contains no symbolic links: a run would write and delete files through them.
 
     Raises:
-        UserError: one does.
+        UserError: it contains one.
     """
     for place, folders, files in os.walk(folder):
         for path in (Path(place) / name for name in sorted((*folders, *files))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,19 +17,17 @@ from linearize.hf.prefill import PREFILL_COSTS, STREAMING
 from linearize.run.folder import student_folder
 from linearize.run.given_models import GENERATES, compile_if_possible, require_head, require_linearized
 
-# Characters that let a text move the cursor, run a terminal's commands or show itself in another order.
-_COMMANDS = {chr(c) for c in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))} - set(
-    "\n\t"
-)
+# Control characters, which a terminal takes for commands, and those that reorder text; not line breaks and tabs.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class Printer(transformers.TextStreamer):
-    """Prints text as it comes; on a terminal, a vocabulary's control characters are shown, not obeyed."""
+    """Print each token when it is generated; on a terminal, print control characters as escape sequences."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """As in transformers."""
         if sys.stdout.isatty():
-            text = "".join(c.encode("unicode_escape").decode() if c in _COMMANDS else c for c in text)
+            text = _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
         super().on_finalized_text(text, stream_end)
 
 

@@ -85,7 +85,7 @@ def public_name(folder: str) -> str:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How a server is reached, and what it answers.
+    """The address of a server, the key it requires, and the name and length limit of its model.
 
     Attributes:
         api_key: what clients must send; None: nothing.

@@ -1,7 +1,4 @@
-"""What stands before the application: who may ask, how much may be sent, and how long that may take.
-
-All of it is decided before a request is parsed, so that clients without the key cost nothing but a connection.
-"""
+"""Limits of the server that apply before a request is parsed: its key, its size, its duration, and connections."""
 
 from __future__ import annotations
 
@@ -15,13 +12,14 @@ from fastapi.responses import JSONResponse  # type: ignore[import-not-found]
 from starlette.exceptions import HTTPException  # type: ignore[import-not-found]
 from uvicorn.protocols.http.h11_impl import H11Protocol  # type: ignore[import-not-found]
 
-HEAD_SECONDS = 10  # in which the head of a request must have come
-BODY_SECONDS = 30  # in which its body must have
-DISCARD_SECONDS = 2  # for which the body of a request that is refused is read
+HEAD_SECONDS = 10  # to receive the head of a request
+BODY_SECONDS = 30  # to receive its body
+DISCARD_SECONDS = 2  # to receive the body of a request that is refused by its head
 MOST_CONNECTIONS = 128  # at a time
-BYTES_PER_TOKEN = 16  # of a body: as many as four characters of ASCII, or two written as \\uXXXX, have, and more
+BYTES_PER_TOKEN = 16  # of a body; a token of English text has about 4, and a character escaped as in JSON 6
 OTHER_BYTES = 65_536  # of a body, beside the prompt
 
+_CLOSE = {"Connection": "close"}  # of the response to a request whose body was not read to its end
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
@@ -37,13 +35,14 @@ class Guard:
         most_bytes: int,
         body_seconds: float = BODY_SECONDS,
     ) -> None:
-        """Wrap `app`.
+        """Wrap an application.
 
         Args:
-            api_key: what requests must bear; None: nothing.
-            open_paths: those that need no key.
-            most_bytes: of a body.
-            body_seconds: in which it must have come.
+            app: an ASGI application.
+            api_key: the key that requests must have; None: they need none.
+            open_paths: paths that need no key.
+            most_bytes: largest size of a body.
+            body_seconds: longest time to receive it.
         """
         self.app, self.api_key, self.open_paths = app, api_key, open_paths
         self.most_bytes, self.body_seconds = most_bytes, body_seconds
@@ -53,15 +52,18 @@ class Guard:
             await self.app(scope, receive, send)
             return
         try:
-            self._check_head(scope)
+            if error := self._error_in_head(scope):
+                # Many clients read the answer only after they have sent the whole body.
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._read(receive, 0), DISCARD_SECONDS)
+                raise error
             body = await asyncio.wait_for(self._body(receive), self.body_seconds)
-        except (HTTPException, asyncio.TimeoutError) as error:
+        except HTTPException as error:
+            await refusal(error.status_code, error.detail, headers=_CLOSE)(scope, receive, send)
+            return
+        except asyncio.TimeoutError:
             late = f"body: expected it within {self.body_seconds:g} seconds, found a part of it"
-            status, message = (error.status_code, error.detail) if isinstance(error, HTTPException) else (408, late)
-            # Many clients read no answer before they have sent all, and from others no more is read.
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._discard(receive), DISCARD_SECONDS)
-            await refusal(status, message, headers={"Connection": "close"})(scope, receive, send)
+            await refusal(408, late, headers=_CLOSE)(scope, receive, send)
             return
         if body is None:
             return  # the client has left
@@ -72,36 +74,34 @@ class Guard:
 
         await self.app(scope, replay, send)
 
-    def _check_head(self, scope: dict[str, Any]) -> None:
-        """See that a request has the key, and does not announce a body that is too large."""
+    def _error_in_head(self, scope: dict[str, Any]) -> HTTPException | None:
+        """Return the error of a request without the key, or with a Content-Length that is too large."""
         headers = dict(scope["headers"])
         wanted, given = f"Bearer {self.api_key}".encode(), headers.get(b"authorization", b"")
         guarded = self.api_key is not None and scope["path"] not in self.open_paths
         if guarded and not secrets.compare_digest(given, wanted):
-            raise HTTPException(401, "Authorization: expected `Bearer KEY` with the server's --api-key")
+            return HTTPException(401, "Authorization: expected `Bearer KEY` with the server's --api-key")
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self.most_bytes:
-            raise self._too_large()
+        return self._too_large() if length.isdigit() and int(length[:20]) > self.most_bytes else None
 
     async def _body(self, receive: Receive) -> bytes | None:
         """Return the whole body; None: the client left before its end."""
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            body += message.get("body", b"")
-            if len(body) > self.most_bytes:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                return bytes(body)
+        body, size = await self._read(receive, self.most_bytes)
+        if size > self.most_bytes:
+            raise self._too_large()
+        return body
 
-    async def _discard(self, receive: Receive) -> None:
-        """Read the rest of a body, and keep nothing of it."""
-        more = True
+    async def _read(self, receive: Receive, most_bytes: int) -> tuple[bytes | None, int]:
+        """Read a whole body; return its first `most_bytes` bytes, or None if the client left, and its size."""
+        body, size, more = bytearray(), 0, True
         while more:
             message = await receive()
-            more = message["type"] == "http.request" and message.get("more_body", False)
+            if message["type"] == "http.disconnect":
+                return None, size
+            chunk, more = message.get("body", b""), message.get("more_body", False)
+            size += len(chunk)
+            body += chunk[: max(0, most_bytes - len(body))]
+        return bytes(body), size
 
     def _too_large(self) -> HTTPException:
         return HTTPException(
@@ -112,12 +112,12 @@ class Guard:
 
 
 class LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, for `MOST_CONNECTIONS` at a time, whose requests' heads come within `HEAD_SECONDS`."""
+    """uvicorn's HTTP/1.1 with at most `MOST_CONNECTIONS`, each closed if a head takes longer than `HEAD_SECONDS`."""
 
     _head_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """As uvicorn; one connection too many is closed at once."""
+        """Do as uvicorn; close the connection at once if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
@@ -125,18 +125,18 @@ class LimitedProtocol(H11Protocol):
             self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """As uvicorn; the time of a head counts from its first byte, not from its last."""
+        """Do as uvicorn; measure the time of a head from its first byte."""
         super().data_received(data)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As uvicorn."""
+        """Do as uvicorn."""
         if self._head_due is not None:
             self._head_due.cancel()
         super().connection_lost(exc)
 
     def _expect_head(self) -> None:
-        """Begin or end to wait for the rest of a head."""
+        """Start the timer of a head, or stop it once the head is complete."""
         if self.cycle is None or self.cycle.response_complete:
             if self._head_due is None:
                 self._head_due = self.loop.call_later(HEAD_SECONDS, self.transport.close)
@@ -146,7 +146,7 @@ class LimitedProtocol(H11Protocol):
 
 
 def refusal(status: int, message: str, field: str | None = None, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Return the answer to a request that is refused, or that failed."""
+    """Return the response to a request that is refused, or that failed."""
     return JSONResponse(error_of(status, message, field), status, headers)
 
 
