@@ -44,8 +44,10 @@ test: setup quick-lint ## quick lint, then all tests but the slow ones
 test-slow: setup ## the slow tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
-test-faults: setup ## kills, broken disks and input nobody meant: some minutes
+test-faults: setup ## kills, broken disks, hostile folders and hostile clients: some minutes (installs the extra `serve`)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m faults tests/faults
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,serve]'
+	$(BIN)/python -m pytest -m serve tests/serving/test_hostile.py
 
 test-gpu: setup ## a smoke of some minutes on a CUDA device: tests, then the demo
 	$(BIN)/python -m pytest -m gpu tests/test_gpu.py

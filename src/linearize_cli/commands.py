@@ -432,6 +432,17 @@ def serve(
         int | None,
         typer.Option(min=1, help="most tokens of a prompt and its answer; by default 32,768, or the model's positions"),
     ] = None,
+    max_queued_requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="most requests in progress or waiting for a model, then status 429; by default 64; not vLLM",
+        ),
+    ] = None,
+    max_request_seconds: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="longest time to generate an answer; by default 600; not vLLM"),
+    ] = None,
     engine: Annotated[
         str, typer.Option(help="vllm or transformers; auto: vLLM where it is installed, but not for the page")
     ] = "auto",
@@ -446,7 +457,9 @@ def serve(
         raise UserError(
             "--api-key: expected a key, found an empty one; give one, or leave it out and unset the variable"
         )
-    endpoint = serving.Endpoint(host, port, api_key, served_model_name, max_model_len)
+    endpoint = serving.Endpoint(
+        host, port, api_key, served_model_name, max_model_len, max_queued_requests, max_request_seconds
+    )
     if serving.choose_engine(engine, alone=not page and teacher is None) == "vllm":
         if device != "auto":
             raise UserError(

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    with serving(folder) as running:
+    with serving(folder, "--max-queued-requests", load.CLIENTS) as running:
         yield running
 
 
@@ -144,7 +144,7 @@ def test_it_samples_unless_temperature_is_0_and_a_seed_repeats_it(api: Any, fold
 def test_what_is_wrong_with_a_request_is_said(api: Any, folder: Path) -> None:
     import openai
 
-    with pytest.raises(openai.NotFoundError, match="expected student; it is not served here"):
+    with pytest.raises(openai.NotFoundError, match="expected 'student', found another name"):
         api.completions.create(**asked(folder, model="gpt-4"))
     for fields, message in (
         ({"n": 3}, "n: Input should be 1"),
@@ -152,6 +152,7 @@ def test_what_is_wrong_with_a_request_is_said(api: Any, folder: Path) -> None:
         ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
         ({"max_tokens": 0}, "max_tokens: Input should be greater"),
         ({"prompt": ""}, "prompt: expected some text"),
+        ({"stop": ["x" * 300]}, "stop: expected a string of 1 to 256 characters, or up to 4 of them"),
         ({"extra_body": {"generation_config": "{}"}}, "generation_config: this field is not supported"),
     ):
         with pytest.raises(openai.BadRequestError, match=message) as found:
@@ -190,6 +191,9 @@ def test_a_name_and_a_limit_of_its_own(folder: Path) -> None:
         assert api.completions.create(**asked(folder, model="mine")).usage.completion_tokens == 12
         with pytest.raises(openai.BadRequestError, match="expected at most 40 tokens for prompt and answer, found"):
             api.completions.create(**asked(folder, model="mine", max_tokens=40))
+        usage = api.completions.create(model="mine", prompt=PROMPT, temperature=0).usage
+        assert usage.total_tokens <= 40  # an answer of no stated length ends where the room does
+        assert usage.total_tokens == 40 or usage.completion_tokens < 20
 
 
 def test_malformed_requests_are_the_clients_fault(server: Server) -> None:
@@ -314,9 +318,7 @@ def test_a_model_of_no_numbers_says_so(folder: Path, tmp_path: Path) -> None:
 
 
 def test_errors_within_a_stream_are_escaped() -> None:
-    from fastapi.responses import StreamingResponse
-
-    from linearize.serving.app import _with_escaped_errors
+    from linearize.serving.app import _stream
 
     text = 'data: {"text": "data: {\\"error\\": \\"x\\"}"}\n\n'
 
@@ -325,7 +327,11 @@ def test_errors_within_a_stream_are_escaped() -> None:
         yield text + 'data: {"error": "a "quote" and\na line"}\n\n'
 
     async def read() -> str:
-        return "".join([str(x) async for x in _with_escaped_errors(StreamingResponse(chunks())).body_iterator])
+        watch = asyncio.create_task(asyncio.sleep(60))
+        read = "".join([chunk async for chunk in _stream(chunks(), watch)])
+        await asyncio.sleep(0)
+        assert watch.cancelled()
+        return read
 
     first, second, third = [json.loads(event[6:]) for event in asyncio.run(read()).strip().split("\n\n")]
     assert first == second == json.loads(text[6:])
@@ -402,15 +408,6 @@ def test_without_a_template_it_continues_text_and_has_a_teacher_by_name(tmp_path
         assert len(texts) == 2  # they are two models
 
 
-def test_who_goes_away_does_not_keep_the_others_waiting(api: Any, folder: Path) -> None:
-    endless = api.completions.create(**asked(folder, max_tokens=30_000, temperature=1), stream=True)
-    next(iter(endless))
-    endless.response.close()
-    started = time.perf_counter()
-    assert api.completions.create(**asked(folder)).usage.completion_tokens == 12
-    assert time.perf_counter() - started < 30
-
-
 def test_many_clients_at_once_each_get_their_own_answer(server: Server, folder: Path) -> None:
     with client(server, timeout=600) as api:
         expected = load.answers(api, partial(asked, folder))
@@ -420,11 +417,74 @@ def test_many_clients_at_once_each_get_their_own_answer(server: Server, folder: 
         assert not any("Traceback" in line for line in server.said)
 
 
+def endless(folder: Path, **fields: Any) -> dict[str, Any]:
+    """Return a request whose answer takes minutes."""
+    return asked(folder, max_tokens=30_000) | fields
+
+
+def leave(server: Server, body: dict[str, Any]) -> None:
+    """Send a request, and leave while the server generates."""
+    host, port = server.address.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + data)
+        time.sleep(1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_ends_the_generation(server: Server, api: Any, folder: Path, stream: bool) -> None:
+    for _ in range(3):
+        leave(server, endless(folder, stream=stream))
+    started = time.perf_counter()
+    assert api.completions.create(**asked(folder)).usage.completion_tokens == 12
+    assert time.perf_counter() - started < 10
+    assert not any("Traceback" in line or "Exception" in line for line in server.said)
+
+
+def test_a_job_ends_before_the_next_layer() -> None:
+    """A long prompt is one pass through the layers, so what ends it is checked there."""
+    from linearize.serving.jobs import Ended, Generation
+
+    model: Any = AutoModelForCausalLM.from_pretrained(teacher_path(), dtype=torch.float32)
+    generation, tokens, passed = Generation([model], most_seconds=60.0), torch.tensor([[5, 6, 7]]), []
+    model.model.layers[1].register_forward_hook(lambda *_: passed.append(1) or job.cancel(499, "left"))
+    model.model.layers[2].register_forward_hook(lambda *_: passed.append(2))
+    job = generation.job()
+    with pytest.raises(Ended, match="left"), job.running():
+        model(tokens)
+    assert passed == [1]
+    with pytest.raises(Ended, match="left"), job.running():
+        passed.append(3)
+    assert passed == [1]
+    generation.job()
+    model(tokens)
+    assert passed == [1, 1, 2]
+
+
+def test_a_full_queue_refuses_and_a_long_answer_ends(folder: Path) -> None:
+    import openai
+
+    limits = ("--max-queued-requests", "1", "--max-request-seconds", "3")
+    with serving(folder, *limits) as server, client(server) as api:
+        stream = api.completions.create(**endless(folder), stream=True)
+        next(iter(stream))
+        for streaming in (False, True):
+            with pytest.raises(openai.RateLimitError, match="expected at most 1 requests of this model at a time"):
+                api.completions.create(**asked(folder), stream=streaming)
+        with pytest.raises(openai.APIError, match="expected an answer within 3 seconds"):
+            list(stream)
+        with pytest.raises(openai.BadRequestError, match="expected an answer within 3 seconds"):
+            api.completions.create(**endless(folder))
+        assert api.completions.create(**asked(folder)).usage.completion_tokens == 12
+        assert not any("Traceback" in line for line in server.said)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_answers_end(folder: Path, number: int) -> None:
     with serving(folder) as server, client(server) as api:
-        expected = api.completions.create(**asked(folder, max_tokens=100)).choices[0].text
-        stream = iter(api.completions.create(**asked(folder, max_tokens=100), stream=True))
+        expected = api.completions.create(**asked(folder, max_tokens=30)).choices[0].text
+        stream = iter(api.completions.create(**asked(folder, max_tokens=30), stream=True))
         pieces = [next(stream).choices[0].text]
         ended: list[int] = []
         waiting = threading.Thread(target=lambda: ended.append(server.end(number)))
@@ -432,4 +492,30 @@ def test_a_signal_lets_answers_end(folder: Path, number: int) -> None:
         pieces += [piece.choices[0].text for piece in stream]
         waiting.join()
         assert "".join(pieces) == expected and ended == [0]
+        assert not any("Traceback" in line for line in server.said)
+
+
+def test_a_signal_ends_the_server_within_5_seconds(folder: Path) -> None:
+    import openai
+
+    with serving(folder) as server, client(server) as api:
+        stream = api.completions.create(**endless(folder), stream=True)
+        next(iter(stream))
+        refused: list[str] = []
+
+        def wait() -> None:
+            with pytest.raises(openai.APIStatusError) as error:
+                api.completions.create(**endless(folder))
+            refused.append(str(error.value))
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        time.sleep(1)
+        started = time.perf_counter()
+        assert server.end() == 0
+        assert time.perf_counter() - started < 5
+        with pytest.raises(openai.APIError, match="the server shuts down"):
+            list(stream)
+        waiting.join()
+        assert "503" in refused[0] and "the server shuts down" in refused[0]
         assert not any("Traceback" in line for line in server.said)

@@ -6,6 +6,7 @@ model that a client names, unload those in use, and list what lies in the hub's 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -17,24 +18,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, HTTPException, Request  # type: ignore[import-not-found]
 from fastapi.exceptions import RequestValidationError  # type: ignore[import-not-found]
 from fastapi.responses import HTMLResponse, StreamingResponse  # type: ignore[import-not-found]
 from jinja2 import TemplateError
-from starlette.concurrency import run_in_threadpool  # type: ignore[import-not-found]
 from starlette.exceptions import HTTPException as StarletteHTTPException  # type: ignore[import-not-found]
 from starlette.middleware.trustedhost import TrustedHostMiddleware  # type: ignore[import-not-found]
-from transformers import PreTrainedModel
+from transformers import BatchEncoding, PreTrainedModel
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import GenerationState
+from transformers.cli.serving.utils import Modality
 
 from linearize.base import UserError
 from linearize.serving.guard import BYTES_PER_TOKEN, OTHER_BYTES, Guard, error_of, refusal
+from linearize.serving.jobs import Generation, Job
 from linearize.serving.page import Page
 from linearize.serving.requests import ChatRequest, CompletionRequest, TokenizeRequest, fault
 
+NEW_TOKENS = 1024  # of an answer whose request does not say how many
 NO_TEMPLATE = "this model has no chat template, it continues text: use /v1/completions"
 
 
@@ -66,25 +70,57 @@ class Served:
         return self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
 
 
-class LoadedModels(ModelManager):
-    """In the place of transformers' manager: the models of the command by name; no request loads another."""
+class TokenizedPrompt:
+    """A tokenizer that has tokenized the prompt of a request already, in another thread than the server's.
 
-    def __init__(self, served: Mapping[str, Served]) -> None:
+    transformers' handlers tokenize in the thread of the server, where a long prompt keeps other requests waiting. For
+    everything else it is the tokenizer itself.
+    """
+
+    def __init__(self, tokenizer: Any, tokens: list[int]) -> None:
+        self._wrapped, self._tokens = tokenizer, tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+    def __call__(self, text: str, **options: Any) -> BatchEncoding:
+        """Return the prompt as tensors, for which the handler of completions asks; tokenize any other text."""
+        return self._inputs() if "return_tensors" in options else self._wrapped(text, **options)
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> BatchEncoding:
+        """Return the prompt as tensors."""
+        return self._inputs()
+
+    def _inputs(self) -> BatchEncoding:
+        ids = torch.tensor([self._tokens])
+        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+class Prepared(ModelManager):
+    """In the place of transformers' manager, for one request: its model, and its prompt; it loads no other."""
+
+    def __init__(self, served: Served, tokens: list[int]) -> None:
         super().__init__()
-        self.served = dict(served)
+        self.served, self.tokens = served, tokens
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
-        """The name as it is; transformers would add a revision of the hub."""
+        """Return the name as it is; transformers would add a revision of the hub."""
         return model_id
 
-    def load_model_and_processor(self, model_id_and_revision: str, *_: Any, **__: Any) -> Any:
-        found = self.served[model_id_and_revision]
-        return found.model, found.tokenizer
+    @staticmethod
+    def get_model_modality(*_: Any, **__: Any) -> Modality:
+        """Return that of all models here."""
+        return Modality.LLM
+
+    def load_model_and_processor(self, *_: Any, **__: Any) -> Any:
+        """Return the model and its tokenizer."""
+        return self.served.model, TokenizedPrompt(self.served.tokenizer, self.tokens)
 
 
 def build_app(
     served: Mapping[str, Served],
+    generation: Generation,
     *,
     api_key: str | None = None,
     hosts: list[str] | None = None,
@@ -95,6 +131,7 @@ def build_app(
 
     Args:
         served: the models by their names; a request that names none means the first.
+        generation: that of these models, with its limits.
         api_key: what requests must bear, but for those of ``/health`` and the page itself.
         hosts: the names by which it may be called, so that no web page can by a name of its own; None: any.
         started: is called once requests are answered.
@@ -108,8 +145,8 @@ def build_app(
     # transformers warns of every request that comes, and of those that do not sample.
     for name in ("cli.serving", "generation.configuration_utils"):
         logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
-    state, models = GenerationState(), LoadedModels(served)
-    chat, completion = ChatCompletionHandler(models, state), CompletionHandler(models, state)
+    # One prompt at a time is tokenized: several would take the cores that answer others.
+    tokenizing = CapacityLimiter(1)
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     most_tokens = max(found.most_tokens for found in served.values())
     app.add_middleware(
@@ -125,24 +162,47 @@ def build_app(
     def named(name: str | None) -> str:
         chosen = next(iter(served)) if name is None else name
         if chosen not in served:
-            raise HTTPException(404, f"model: expected {' or '.join(served)}; it is not served here")
+            names = " or ".join(map(repr, served))
+            raise HTTPException(404, f"model: expected {names}, found another name, which is not served here")
         return chosen
+
+    async def answer(
+        handler: type[ChatCompletionHandler] | type[CompletionHandler],
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        prompt: dict[str, Any],
+        tokenize: Callable[[Served], list[int]],
+    ) -> Any:
+        """Answer by a handler of transformers; if the client leaves, its generation ends."""
+        name = named(body.model)
+        found = served[name]
+        asked: dict[str, Any] = {"model": name} | prompt | body.sampling()
+        tokens = await to_thread.run_sync(tokenize, found, limiter=tokenizing)
+        asked["max_tokens"] = _new_tokens(found, tokens, asked.get("max_tokens"))
+        watch = asyncio.create_task(_cancel_when_left(request, generation.job()))
+        try:
+            response = await handler(Prepared(found, tokens), generation).handle_request(asked, _request_id(request))
+        except BaseException:
+            watch.cancel()
+            raise
+        if isinstance(response, StreamingResponse):
+            response.body_iterator = _stream(response.body_iterator, watch)
+        else:
+            watch.cancel()
+        return response
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Any:
-        name = named(body.model)
-        tokens = await run_in_threadpool(_chat_tokens, served[name], body.turns())
-        _check_room(served[name], tokens, body.sampling().get("max_tokens"))
-        asked = {"model": name, "messages": body.turns()} | body.sampling()
-        return _with_escaped_errors(await chat.handle_request(asked, _request_id(request)))
+        turns = body.turns()
+        return await answer(
+            ChatCompletionHandler, request, body, {"messages": turns}, lambda found: _chat_tokens(found, turns)
+        )
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Any:
-        name = named(body.model)
-        tokens = await run_in_threadpool(served[name].tokens, body.prompt)
-        _check_room(served[name], tokens, body.max_tokens)
-        asked = {"model": name, "prompt": body.prompt} | body.sampling()
-        return _with_escaped_errors(await completion.handle_request(asked, _request_id(request)))
+        return await answer(
+            CompletionHandler, request, body, {"prompt": body.prompt}, lambda found: found.tokens(body.prompt)
+        )
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Any:
@@ -151,10 +211,10 @@ def build_app(
             raise HTTPException(400, "prompt: expected either a prompt or messages")
         if body.messages is not None:
             turns = [message.model_dump(include={"role", "content"}) for message in body.messages]
-            tokens = await run_in_threadpool(_chat_tokens, found, turns)
+            tokens = await to_thread.run_sync(_chat_tokens, found, turns, limiter=tokenizing)
         else:
             assert body.prompt is not None
-            tokens = await run_in_threadpool(found.tokens, body.prompt)
+            tokens = await to_thread.run_sync(found.tokens, body.prompt, limiter=tokenizing)
         return {"count": len(tokens), "max_model_len": found.most_tokens, "tokens": tokens}
 
     @app.get("/v1/models")
@@ -199,21 +259,24 @@ def build_app(
 _STREAM_ERROR = re.compile(r'(?:\A|(?<=\n\n))data: \{"error": "(.*)"\}\n\n\Z', re.DOTALL)
 
 
-def _with_escaped_errors(response: Any) -> Any:
-    """Make the error that can end a stream one of OpenAI's API, whatever its message holds."""
-    if not isinstance(response, StreamingResponse):
-        return response
+async def _stream(chunks: Any, watch: asyncio.Task[None]) -> AsyncGenerator[str, None]:
+    """Pass a stream on; the error that can end it becomes one of OpenAI's API, whatever its message holds."""
 
-    def escaped(found: re.Match[str]) -> str:
-        return f"data: {json.dumps(error_of(500, found[1]))}\n\n"
+    def escaped(error: re.Match[str]) -> str:
+        return f"data: {json.dumps(error_of(500, error[1]))}\n\n"
 
-    async def pieces(chunks: Any) -> AsyncGenerator[str, None]:
+    try:
         async with aclosing(chunks):  # a client that leaves ends the generation
             async for chunk in chunks:
                 yield _STREAM_ERROR.sub(escaped, chunk)
+    finally:
+        watch.cancel()
 
-    response.body_iterator = pieces(response.body_iterator)
-    return response
+
+async def _cancel_when_left(request: Request, job: Job) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    job.cancel(499, "the client has left")
 
 
 def _request_id(request: Request) -> str:
@@ -223,9 +286,7 @@ def _request_id(request: Request) -> str:
 def _chat_tokens(found: Served, turns: list[dict[str, Any]]) -> list[int]:
     if not found.chats:
         raise HTTPException(400, NO_TEMPLATE)
-    texts: Any = ChatCompletionHandler.get_processor_inputs_from_messages(
-        turns, LoadedModels.get_model_modality(found.model, processor=found.tokenizer)
-    )
+    texts: Any = ChatCompletionHandler.get_processor_inputs_from_messages(turns, Modality.LLM)
     try:
         prompt: Any = found.tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False)
     except TemplateError as error:  # by which templates refuse an order of roles
@@ -233,17 +294,23 @@ def _chat_tokens(found: Served, turns: list[dict[str, Any]]) -> list[int]:
     return found.tokens(prompt, add_special_tokens=False)
 
 
-def _check_room(found: Served, tokens: list[int], max_tokens: int | None) -> None:
-    """See that a prompt holds something, of this model's vocabulary, and leaves room for an answer."""
+def _new_tokens(found: Served, tokens: list[int], max_tokens: int | None) -> int:
+    """Return how many tokens to generate: as many as the request allows, or else `NEW_TOKENS` or what has room.
+
+    Raises:
+        HTTPException: the prompt is empty, holds tokens that are not in the model's vocabulary, or is too long.
+    """
     if not tokens:
         raise HTTPException(400, "prompt: expected some text, found no token in it")
     vocabulary: int = found.model.config.get_text_config().vocab_size
     if max(tokens) >= vocabulary:
         raise HTTPException(400, f"prompt: expected tokens below the vocab_size of {vocabulary}, found {max(tokens)}")
-    new = 1024 if max_tokens is None else max_tokens  # as many as transformers' server generates at most
-    if len(tokens) + new > found.most_tokens:
+    room = found.most_tokens - len(tokens)
+    new = min(NEW_TOKENS, max(room, 1)) if max_tokens is None else max_tokens
+    if new > room:
         raise HTTPException(
             400,
             f"max_tokens: expected at most {found.most_tokens} tokens for prompt and answer, found {len(tokens)} and "
             f"{new} to generate",
         )
+    return new

