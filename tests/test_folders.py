@@ -85,6 +85,25 @@ def test_a_moved_model_finds_its_data(command: Command, finished: Run, moved: Pa
     assert json.loads(done.out)["provenance"]["data"] == expected["provenance"]["data"]
 
 
+@pytest.mark.parametrize("field", ["dataset", "validation_dataset"])
+def test_a_recipe_does_not_choose_what_is_read(command: Command, moved: Path, tmp_path: Path, field: str) -> None:
+    """An evaluation quotes its text and is made to be shared; the recipe of a folder can be a stranger's."""
+    secret = tmp_path / "diary.jsonl"
+    secret.write_text(
+        "".join(json.dumps({"text": f"my secret number {i} is {i * 7919}. " * 9}) + "\n" for i in range(99))
+    )
+    recipe = yaml.safe_load((moved / "recipe.yaml").read_text())
+    recipe["data"] |= {field: str(secret)}
+    (moved / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    done = command("eval", moved, "--json", "--output", tmp_path / "evaluation.json")
+    assert_refused(done, "data.dataset: expected the data of the run, tokens with sha256 ")
+    assert "secret number" not in done.err and not (tmp_path / "evaluation.json").exists()
+    done = command("eval", moved, "--json", "--set", "data.sequence_length=48")
+    assert_refused(done, "data.dataset: expected the data of the run, tokens with sha256 ")
+    done = command("eval", moved, "--json", "--dataset", secret)
+    assert done.status == 0
+
+
 def test_a_moved_model_whose_teacher_is_gone_is_measured_alone(command: Command, moved: Path) -> None:
     done = command("eval", moved, "--json")
     assert done.status == 0

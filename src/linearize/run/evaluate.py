@@ -41,7 +41,7 @@ from linearize.mixers.config import LayerPlan, each_mixer, is_spread
 from linearize.recipe import Recipe
 from linearize.report.card import evaluation_page, model_card
 from linearize.report.load import load_run
-from linearize.run.folder import Run, student_folder, versions, write_json, write_text
+from linearize.run.folder import Run, require_data_of_run, student_folder, versions, write_json, write_text
 from linearize.run.given_models import (
     GENERATES,
     check_teacher,
@@ -52,6 +52,8 @@ from linearize.run.given_models import (
 from linearize.training.attention_transfer import load_transferred
 from linearize.training.finetune import load_finetuned
 from linearize.training.resumption import RESULT
+
+SOURCES = ("dataset", "validation_dataset")  # the fields of a recipe that name data
 
 # What says something of any task; the others are about what lies beyond a window of text.
 OF_ANY_TASK = ("teacher", "swapped", "transferred", "student")
@@ -256,7 +258,8 @@ def evaluate(
         note: is told what is measured otherwise than asked for, once everything is loaded.
 
     Raises:
-        UserError: not a linearized model, another model's teacher, no data to measure on, or a field of what made it.
+        UserError: not a linearized model, another model's teacher, no data to measure on, other data than the run's
+            that the user did not name, or a field of what made it.
     """
     for field in overrides:
         if not field.startswith(("data.", "evaluation.")):
@@ -266,7 +269,7 @@ def evaluate(
             )
     model = student_folder(model)
     config = require_linearized(model)
-    run = Run.behind(model, dtype, device)
+    run = made_by = Run.behind(model, dtype, device)
     recipe = Recipe(name="evaluation") if run is None else run.recipe
     if dataset is not None:
         belongs_to_the_other = {f"data.{name}": None for name in ("validation_dataset", "subset", "top_esl")}
@@ -294,6 +297,11 @@ def evaluate(
     student = load_model(model, dtype=dtype, device=device, auto_class=task.auto_class)
     processor = load_processor(task, model)
     score = None if chooser is None else reach_by(chooser.load_teacher)
+    sources = {field for field in SOURCES if getattr(recipe.data, field) is not None}
+    if made_by is not None and not {f"data.{field}" for field in sources} <= overrides.keys():
+        of_run = load_dataset(made_by.recipe.data, processor, config, score, seed=made_by.recipe.seed)
+        require_data_of_run(made_by, of_run)
+        notes.append(f"data: {', '.join(str(getattr(recipe.data, field)) for field in sorted(sources))}, as the run")
     data = load_dataset(recipe.data, processor, config, score, seed=recipe.seed)
     started = time.perf_counter()
     teacher_model = None if run is None else run.load_teacher()
