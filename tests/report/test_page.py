@@ -8,11 +8,12 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from linearize.base import UserError
-from linearize.report.load import RunFiles
+from linearize.report.load import RunFiles, load_run
 from linearize.report.page import clean, numeric, render, rich, write_report
 from tests.report import sample
 
@@ -106,6 +107,24 @@ def test_texts_of_models_cannot_become_markup(whole_page: str) -> None:
     assert "alert('prompt')" not in whole_page and "\x07" not in whole_page
     assert rich("`<b>` & x") == "<code>&lt;b&gt;</code> &amp; x"
     assert clean("a\x00b\tc\n\x1b") == "a\ufffdb\tc\n\ufffd"
+
+
+def test_control_characters_of_a_run_are_not_shown(tmp_path: Path) -> None:
+    """They can command a terminal that shows the page's source, and turn a line around."""
+
+    def spoiled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {spoiled(name): spoiled(each) for name, each in value.items()}
+        return f"{value}\x1b]0;title\x07\u202e\x0b" if isinstance(value, str) else value
+
+    found = sample.evaluation()
+    found["provenance"] = spoiled(found["provenance"])
+    folder = sample.write_run(tmp_path / "run", found, model_type="llama\x1b[2J")
+    about = {"model": "a/b", "dtype": "float32", "device": "cpu", "data": "0" * 64, "versions": {"torch": "2.0"}}
+    sample.write_json(folder / "run.json", {name: spoiled(value) for name, value in about.items()})
+    page = render([load_run(folder)])
+    assert "]0;title" in page
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", page)
 
 
 def test_text_within_a_map_cannot_end_its_script(read: Callable[..., RunFiles]) -> None:

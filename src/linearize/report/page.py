@@ -37,9 +37,10 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
 def render(runs: Sequence[RunFiles]) -> str:
     """The page as text."""
     runs = [replace(run, beside_others=len(runs) > 1) for run in runs]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_cleaned
+    )
     environment.filters["rich"] = rich
-    environment.filters["clean"] = clean
     environment.tests["numeric"] = numeric
     template = environment.from_string(_read("template.html.jinja"))
     context: dict[str, Any] = {
@@ -60,8 +61,17 @@ def rich(text: str) -> Markup:
 
 
 def clean(text: str) -> str:
-    """Without the control characters that HTML forbids; line ends and tabs stay."""
-    return "".join(c if c in "\n\t" or c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    """Return a text with U+FFFD in the place of control characters, but for line ends and tabs."""
+
+    def allowed(c: str) -> bool:
+        return c in "\n\t" or c.isprintable() or (c.isspace() and c > "\x9f")
+
+    return "".join(c if allowed(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _cleaned(value: Any) -> Any:
+    """Clean what the template shows; markup is made of texts that are clean."""
+    return clean(value) if type(value) is str else value
 
 
 def numeric(text: str) -> bool:
