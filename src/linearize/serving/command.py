@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import os
 import signal
@@ -222,6 +223,7 @@ def start_transformers(
     # interpreter down would need seconds more, and nothing is left to write.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os._exit(0))
+    gc.freeze()  # else each full collection looks at all that was imported, while requests wait
     listener.listen()  # who connects before uvicorn is ready waits, and is not refused
     Server(config).run(sockets=[listener])
 
