@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pyarrow
@@ -99,7 +100,11 @@ def test_home_folder(tmp_path, monkeypatch):
     "name, content, pattern",
     [
         ("rows.xls", b"a,b", "data.dataset: expected a file that ends in .txt, .*parquet, .*found .*rows.xls"),
-        ("rows.csv", b"a,b\n1\n", "rows.csv line 2: expected 2 columns \\(a, b\\), found 1"),
+        ("rows.csv", b"a,b\n1\n", "rows.csv line 2: expected 2 columns \\(a, b\\), found 1; put quotation marks around"),
+        ("rows.csv", b"text\nx, y, z\n", "line 2: expected 1 column \\(text\\), found 3; put quotation marks around a cell"),
+        ("rows.tsv", b"text\nx\ty\n", "line 2: expected 1 column \\(text\\), found 2; name the columns of a file without"),
+        ("rows.csv", b"text,n,text\n1,2,3\n", "rows.csv line 1: expected columns of different names, found 'text' 2 times"),
+        ("rows.jsonl.gz", b"x", "expected a file that ends in .*found .*rows.jsonl.gz'; unpack a compressed file"),
         ("rows", b"a,b", "data.dataset: expected a file that ends in"),
         ("bad.json", b'[{"a": 1},\n {"a": }]', "bad.json line 2: not valid JSON: Expecting value"),
         ("lines.json", b'{"a": 1}\n{"a": 2}\n', "lines.json line 2: not valid JSON: Extra data; .*must end in .jsonl"),
@@ -270,3 +275,64 @@ def test_what_a_folder_has_besides_is_named(tmp_path, caplog):
     caplog.clear()
     rows_of(tmp_path)
     assert caplog.messages[0].endswith("0.bin, 1.bin, 2.bin, 3.bin, 4.bin and 6 more")
+
+
+@pytest.mark.parametrize("name, separator", [("rows.csv", ","), ("rows.tsv", "\t")])
+def test_columns_of_one_name(tmp_path, name, separator):
+    """Of two columns of one name, the first would be lost. Columns without a name are those of an index."""
+    (tmp_path / name).write_text(separator.join(["", "", "text"]) + "\n" + separator.join("12x") + "\n")
+    assert rows_of(tmp_path / name)[0]["text"] == "x"
+    with fails("data.columns: expected columns of different names, found 'a' 3 times; rename all but one"):
+        rows_of(tmp_path / name, columns=["a", "a", "a"])
+
+
+def test_columns_of_one_name_in_parquet(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 2, names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with fails("rows.parquet: expected columns of different names, found 'text' 2 times"):
+        rows_of(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("lines", [100, 400])
+def test_a_cell_of_many_lines_is_named(tmp_path, caplog, lines):
+    """Two stray quotation marks, far apart, make one cell of all rows between them."""
+    between = "".join(f"{number}\n" for number in range(lines))
+    path = tmp_path / "rows.csv"
+    path.write_text(f'text\n"unclosed\n{between}a pipe of 5"\nlast\n' * 2)
+    assert len(rows_of(path)) == 5
+    (message,) = caplog.messages
+    assert message.startswith(f"{path} line {lines + 3}: a cell of {lines + 2} lines ends here; ")
+    path.write_text('text\n"' + "line\n" * 100 + '"\n')
+    caplog.clear()
+    assert len(rows_of(path)) == 1 and not caplog.messages
+
+
+def test_links_in_a_folder(tmp_path, caplog):
+    """A link to a file is read. A link to a folder could lead back, and is named, as what is no file is."""
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    for path in (folder, other):
+        path.mkdir()
+        write_jsonl(path / "a.jsonl", ROWS)
+    (folder / "b.jsonl").symlink_to(other / "a.jsonl")
+    (folder / "back").symlink_to(folder)
+    (folder / "other.jsonl").symlink_to(other)
+    (folder / "gone.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    os.mkfifo(folder / "pipe.jsonl")
+    assert rows_of(folder) == ROWS * 2
+    links, broken, special = sorted(caplog.messages, key=lambda message: message.split(": ")[-1])
+    assert [message.split(": ")[-1] for message in (links, broken, special)] == [
+        "back, other.jsonl",
+        "gone.jsonl",
+        "pipe.jsonl",
+    ]
+    assert "links to folders" in links and "links to nothing" in broken and "are no files" in special
+
+
+def test_a_folder_in_which_nothing_can_be_read(tmp_path):
+    for name in ("a.jsonl.gz", "b.zst"):
+        (tmp_path / name).write_text("x")
+    with fails("expected files that end in .txt.*found none in .*; unpack or convert a.jsonl.gz, b.zst"):
+        rows_of(tmp_path)
+    (tmp_path / "data").symlink_to(tmp_path)
+    with fails("unpack or convert a.jsonl.gz, b.zst; not read, because they are links to folders.*: data"):
+        rows_of(tmp_path)

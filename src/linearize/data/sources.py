@@ -6,7 +6,8 @@ import csv
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 DOCUMENT_SEPARATOR = "<|endoftext|>"
 _NAMED = 5  # files in a message
+_LINES = 100  # line breaks of a csv cell that are worth a warning
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -28,11 +30,12 @@ def read_rows(config: DataConfig) -> Iterator[LocatedRow]:
 
     A text file is one row, with its text in `config.text_column`; a .txt file is cut at `DOCUMENT_SEPARATOR` into
     several. A folder is all files of a known suffix below it, by path, hidden ones apart; it holds either text files
-    or tables. A hub dataset is streamed.
+    or tables. Links to files are read, links to folders are not. A warning names what a folder holds besides, and a
+    csv cell of more than `_LINES` line breaks, which a stray quotation mark may have made. A hub dataset is streamed.
 
     Raises:
-        UserError: nothing there, an unknown or unreadable file, a mixed or empty folder, an unreachable hub dataset,
-            or one whose reading nothing limits.
+        UserError: nothing there, an unknown or unreadable file, a mixed or empty folder, columns of one name, an
+            unreachable hub dataset, or one whose reading nothing limits.
     """
     name = config.dataset
     if not name:
@@ -44,7 +47,10 @@ def read_rows(config: DataConfig) -> Iterator[LocatedRow]:
         return _folder_rows(path, config)
     if path.is_file():
         if path.suffix.lower() not in _SUFFIXES:
-            raise UserError(f"data.dataset: expected a file that ends in {', '.join(_SUFFIXES)}, found {name!r}")
+            raise UserError(
+                f"data.dataset: expected a file that ends in {', '.join(_SUFFIXES)}, found {name!r}; unpack a "
+                "compressed file, and convert others"
+            )
         return _located(_file_rows(path, config), "data")
     if path.suffix.lower() in _SUFFIXES or not _HUB_ID.fullmatch(name):
         raise UserError(
@@ -77,19 +83,38 @@ def files_of(name: str) -> list[Path]:
     return sorted(_files_below(path)[0]) if path.is_dir() else [path] if path.is_file() else []
 
 
-def _files_below(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the files in a folder and those below it that can be read, and all others that are not hidden."""
-    files: tuple[list[Path], list[Path]] = [], []
+def _files_below(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
+    """Return the files in a folder and those below it that can be read, and all others that are not hidden, by why."""
+    files: list[Path] = []
+    others: dict[str, list[Path]] = {}
     for path in folder.rglob("*"):
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts) and path.is_file():
-            files[path.suffix.lower() not in _SUFFIXES].append(path)
-    return files
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        if path.is_file():
+            if path.suffix.lower() in _SUFFIXES:
+                files.append(path)
+            else:
+                others.setdefault(_UNKNOWN, []).append(path)
+        elif path.is_symlink():
+            others.setdefault(_LINK if path.is_dir() else _BROKEN, []).append(path)
+        elif not path.is_dir():
+            others.setdefault(_SPECIAL, []).append(path)
+    return files, others
+
+
+def _some(paths: list[Path], folder: Path) -> str:
+    names = sorted(path.relative_to(folder).as_posix() for path in paths)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _folder_rows(folder: Path, config: DataConfig) -> Iterator[LocatedRow]:
     files, others = _files_below(folder)
     if not files:
-        raise UserError(f"data.dataset: expected files that end in {', '.join(_SUFFIXES)}, found none in {folder}")
+        advice = [f"unpack or convert {_some(others.pop(_UNKNOWN), folder)}"] if _UNKNOWN in others else []
+        advice += [f"not read, because {reason}: {_some(paths, folder)}" for reason, paths in others.items()]
+        found = "; ".join([f"found none in {folder}", *advice])
+        raise UserError(f"data.dataset: expected files that end in {', '.join(_SUFFIXES)}, {found}")
     tables = [path for path in files if path.suffix.lower() not in _TEXT_READERS]
     texts = [path for path in files if path.suffix.lower() in _TEXT_READERS]
     if tables and texts:
@@ -98,11 +123,8 @@ def _folder_rows(folder: Path, config: DataConfig) -> Iterator[LocatedRow]:
             f"data.dataset: expected either text files or tables in {folder}, found both ({min(texts)} and "
             f"{min(tables)}); name one file or a subfolder"
         )
-    if others:
-        names = sorted(path.relative_to(folder).as_posix() for path in others)
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        endings, named = ", ".join(_SUFFIXES), ", ".join(names[:_NAMED])
-        logger.warning("%s: not read, because they do not end in %s: %s%s", folder, endings, named, more)
+    for reason, paths in others.items():
+        logger.warning("%s: not read, because %s: %s", folder, reason, _some(paths, folder))
     for path in sorted(files, key=lambda path: path.relative_to(folder).as_posix()):
         yield from _located(_file_rows(path, config), f"data {path.relative_to(folder).as_posix()}")
 
@@ -175,6 +197,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
     try:
         with _readable(path), pyarrow.parquet.ParquetFile(path) as table:
+            _require_different(table.schema_arrow.names, str(path))
             for batch in table.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
@@ -190,16 +213,42 @@ def _separated_rows(separator: str) -> Callable[[Path, tuple[str, ...] | None], 
             table = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
             rows = _checked_rows(path, table)
             names = list(columns) if columns else next(rows, [])
+            _require_different(names, "data.columns" if columns else f"{path} line 1")
+            warned = False
             for cells in rows:
                 if cells and len(cells) != len(names):
+                    wanted = f"{len(names)} column{'s' * (len(names) != 1)} ({', '.join(names):.100})"
+                    quote = "" if separator == "\t" else "put quotation marks around a cell with commas, and "
                     raise UserError(
-                        f"{path} line {table.line_num}: expected {len(names)} columns ({', '.join(names)}), found "
-                        f"{len(cells)}; name those of a file without a first line of names in data.columns"
+                        f"{path} line {table.line_num}: expected {wanted}, found {len(cells)}; {quote}name the columns "
+                        "of a file without a first line of names in data.columns"
+                    )
+                most = max((cell.count("\n") for cell in cells), default=0)
+                if most > _LINES and not warned:
+                    warned = True
+                    logger.warning(
+                        "%s line %d: a cell of %d lines ends here; if that is not one text, correct the quotation mark "
+                        "that stands alone where the cell begins, or convert the file to .jsonl",
+                        *(path, table.line_num, most + 1),
                     )
                 if cells:
                     yield dict(zip(names, cells, strict=True))
 
     return read
+
+
+def _require_different(names: Sequence[str], where: str) -> None:
+    """Check that no two columns have one name; of these all but the last would be lost.
+
+    Raises:
+        UserError: two have.
+    """
+    repeated = sorted(name for name, count in Counter(names).items() if name and count > 1)
+    if repeated:
+        raise UserError(
+            f"{where}: expected columns of different names, found {repeated[0]!r:.100} {names.count(repeated[0])} "
+            "times; rename all but one"
+        )
 
 
 def _checked_rows(path: Path, table: Any) -> Iterator[list[str]]:
@@ -232,6 +281,11 @@ _TABLE_READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
 }
 _SEPARATED_READERS = {".csv": _separated_rows(","), ".tsv": _separated_rows("\t")}
 _SUFFIXES = (*_TEXT_READERS, *_TABLE_READERS, *_SEPARATED_READERS)
+# Why something in a folder is not read.
+_UNKNOWN = f"they do not end in {', '.join(_SUFFIXES)}"
+_LINK = "they are links to folders, which may lead back or out of the folder (copy what they hold, or name it yourself)"
+_BROKEN = "they are links to nothing"
+_SPECIAL = "they are no files"
 
 
 @contextmanager
