@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from linearize.base import UserError
 from linearize.data import templates
 from linearize.data.config import DataConfig
-from linearize.data.templates import TokenDocument, encode_alpaca, encode_chat, encode_samsum, encode_text
+from linearize.data.templates import (
+    TokenDocument,
+    encode_alpaca,
+    encode_chat,
+    encode_samsum,
+    encode_text,
+    encoder_for,
+)
 from tests.byte_tokenizer import CHATML, byte_tokenizer
 
 CHATML_BLOCKS = (
@@ -36,6 +45,10 @@ CONVERSATION = [
 @pytest.fixture(scope="module")
 def tokenizer():
     return byte_tokenizer()
+
+
+def chats(rows, tokenizer) -> list[TokenDocument]:
+    return list(encode_chat(rows, tokenizer, DataConfig()))
 
 
 def fails(pattern: str):
@@ -118,7 +131,7 @@ def test_samsum_dialogues_carry_no_loss(bos, eos):
 @pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS])
 def test_chat_loss_on_the_assistant_only(template):
     tokenizer = byte_tokenizer(template=template)
-    (document,) = encode_chat([("data row 1", {"messages": CONVERSATION})], tokenizer, DataConfig())
+    (document,) = chats([("data row 1", {"messages": CONVERSATION})], tokenizer)
     text, loss = text_and_loss(document, tokenizer)
     assert text == "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CONVERSATION)
     assert loss == "Hello, you — über.<|im_end|> No.<|im_end|>"
@@ -130,7 +143,7 @@ def test_chat_replies_of_templates_without_an_end_token():
         "{% if add_generation_prompt %}A: {% endif %}"
     )
     tokenizer = byte_tokenizer(template=template, eos=None)
-    (document,) = encode_chat([("data row 1", {"messages": CONVERSATION[1:4]})], tokenizer, DataConfig())
+    (document,) = chats([("data row 1", {"messages": CONVERSATION[1:4]})], tokenizer)
     assert text_and_loss(document, tokenizer) == (
         "<s>Q: Hi\nA: Hello, you — über.\nQ: assistant\n",
         "Hello, you — über.\n",  # the line break ends the reply, so it is learned
@@ -140,21 +153,21 @@ def test_chat_replies_of_templates_without_an_end_token():
 def test_chat_opening_turn_has_no_prompt_and_no_loss():
     tokenizer = byte_tokenizer(template=CHATML)
     messages = [{"role": "assistant", "content": "Welcome"}, *CONVERSATION[1:3]]
-    (document,) = encode_chat([("data row 1", {"messages": messages})], tokenizer, DataConfig())
+    (document,) = chats([("data row 1", {"messages": messages})], tokenizer)
     assert text_and_loss(document, tokenizer)[1] == "Hello, you — über.<|im_end|>"
 
 
 def test_chat_template_that_forgets_thoughts_gives_a_document_per_reply():
     """As Qwen 3's, which leaves thoughts out of earlier turns."""
     tokenizer = byte_tokenizer(template=FORGETFUL)
-    documents = encode_chat([("data row 1", {"messages": CONVERSATION})], tokenizer, DataConfig())
+    documents = chats([("data row 1", {"messages": CONVERSATION})], tokenizer)
     replies = "<think></think>Hello, you — über.", "<think></think> No."
     chat = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CONVERSATION[:5])
     assert [text_and_loss(document, tokenizer) for document in documents] == [
         (chat[: chat.index("Hello")] + replies[0] + "<|im_end|>\n", replies[0] + "<|im_end|>"),
         (chat[: chat.index(" No.")] + replies[1] + "<|im_end|>\n", replies[1] + "<|im_end|>"),
     ]
-    (document,) = encode_chat([("data row 1", {"messages": CONVERSATION[:3]})], tokenizer, DataConfig())
+    (document,) = chats([("data row 1", {"messages": CONVERSATION[:3]})], tokenizer)
     assert text_and_loss(document, tokenizer)[1] == replies[0] + "<|im_end|>"
 
 
@@ -201,7 +214,7 @@ def test_chat_loss_by_templates_of_many_styles(style, reply):
     tokenizer = byte_tokenizer(template=STYLES[style], end="</s>")
     turns = [("user", "Hi"), ("assistant", reply), ("user", "a"), ("assistant", "Bye")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    (document,) = encode_chat([("data row 1", {"messages": messages})], tokenizer, DataConfig())
+    (document,) = chats([("data row 1", {"messages": messages})], tokenizer)
     text, loss = text_and_loss(document, tokenizer)
     assert text == tokenizer.apply_chat_template(messages, tokenize=False)
     kept = reply.strip() if "trim" in STYLES[style] else reply
@@ -209,22 +222,200 @@ def test_chat_loss_by_templates_of_many_styles(style, reply):
     assert loss == expected
 
 
+# As Mistral's v0.3 and Nemo, which write the system prompt before the last question, and only where it comes last.
+MISTRAL = (
+    "{% if messages[0].role == 'system' %}{% set s = messages[0].content %}{% set ms = messages[1:] %}"
+    "{% else %}{% set ms = messages %}{% endif %}{% for m in ms %}{% if m.role == 'user' %}"
+    "{{ '[INST] ' + (s + '\n\n' if loop.last and s is defined else '') + m.content + '[/INST]' }}"
+    "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
+)
+# As DeepSeek-R1's, whose prompt begins a thought that the conversation leaves out.
+R1 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<s>' + m.content }}{% elif m.role == 'assistant' %}"
+    "{{ '<|im_start|>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|><think>\n' }}{% endif %}"
+)
+TWO_IN_A_ROW = [{"role": "user", "content": "Hi"}, *({"role": "assistant", "content": text} for text in ("One", "Two"))]
+THOUGHTFUL = [
+    {"role": role, "content": content}
+    for role, content in [
+        ("user", "Hi"),
+        ("assistant", "<think>\nhm\n</think>\n\nOne"),
+        ("user", "More"),
+        ("assistant", "<think>so</think><Two>"),
+    ]
+]
+
+
+@pytest.mark.parametrize(
+    "template, messages, expected",
+    [
+        (
+            MISTRAL,
+            CONVERSATION,
+            [
+                ("[INST] Be brief.\n\nHi[/INST]", " Hello, you — über.<|im_end|>"),
+                (
+                    "[INST] Hi[/INST] Hello, you — über.<|im_end|>[INST] Be brief.\n\nassistant[/INST]",
+                    " No.<|im_end|>",
+                ),
+            ],
+        ),
+        (MISTRAL, CONVERSATION[:3], [("[INST] Be brief.\n\nHi[/INST]", " Hello, you — über.<|im_end|>")]),
+        (
+            FORGETFUL,
+            TWO_IN_A_ROW,
+            [
+                ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "<think></think>One<|im_end|>"),
+                (
+                    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think></think>One<|im_end|>\n"
+                    "<|im_start|>assistant\n",
+                    "<think></think>Two<|im_end|>",
+                ),
+            ],
+        ),
+        (R1, CONVERSATION[:3], [("<s>Hi<|im_start|>", "Hello, you — über.<|im_end|>")]),
+        (
+            R1,
+            THOUGHTFUL,
+            [
+                ("<s>Hi<|im_start|><think>\n", "hm\n</think>\n\nOne<|im_end|>"),
+                ("<s>Hi<|im_start|>\n\nOne<|im_end|><s>More<|im_start|><think>\n", "so</think><Two><|im_end|>"),
+            ],
+        ),
+    ],
+)
+def test_chat_prompts_that_the_conversation_does_not_hold(template, messages, expected):
+    """The model answers a prompt, so that is what it learns to answer."""
+    documents = chats([("data row 1", {"messages": messages})], tokenizer := byte_tokenizer(template=template))
+    assert [text_and_loss(document, tokenizer)[1] for document in documents] == [reply for _, reply in expected]
+    for document, (prompt, reply) in zip(documents, expected, strict=True):
+        assert text_and_loss(document, tokenizer)[0].removesuffix("\n") == prompt + reply
+
+
+def test_chat_prompts_that_begin_a_thought_which_no_reply_has():
+    tokenizer = byte_tokenizer(template=R1)
+    messages = [*CONVERSATION[1:4], *TWO_IN_A_ROW[1:]]
+    (document,) = chats([("data row 1", {"messages": messages})], tokenizer)
+    assert text_and_loss(document, tokenizer) == (
+        "<s>Hi<|im_start|>Hello, you — über.<|im_end|><s>assistant<|im_start|>One<|im_end|><|im_start|>Two<|im_end|>",
+        "Hello, you — über.<|im_end|>One<|im_end|>Two<|im_end|>",
+    )
+
+
+@pytest.mark.parametrize("begin", ["", "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n\n</think>\n"])
+@pytest.mark.parametrize("trained", ["", "<think>", "assistant\n"])
+@pytest.mark.parametrize("reply", ["Yes.", " assistant\n"])
+def test_chat_blocks_that_hold_more_than_the_reply(begin, trained, reply):
+    """As SmolLM 3's, which hold the header, an empty thought and a line break."""
+    header = begin or "<|im_start|>assistant\n"
+    asked, begins, written = (f"{{{{ {json.dumps(text)} }}}}" for text in (header, begin, trained))
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        f"{'' if begin else asked}{{% generation %}}{begins}{written}"
+        "{{ m.content + '<|im_end|>\n' }}{% endgeneration %}"
+        "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        f"{{% if add_generation_prompt %}}{asked}{{% endif %}}"
+    )
+    messages = [
+        *CONVERSATION[:2],
+        {"role": "assistant", "content": reply},
+        *CONVERSATION[3:5],
+        {"role": "assistant", "content": reply},
+    ]
+    tokenizer = byte_tokenizer(template=template)
+    (document,) = chats([("data row 1", {"messages": messages})], tokenizer)
+    text, loss = text_and_loss(document, tokenizer)
+    assert text == tokenizer.apply_chat_template(messages, tokenize=False) and text.count(header) == 3
+    assert loss == f"{trained}{reply}<|im_end|>{trained} No.<|im_end|>{trained}{reply}<|im_end|>"
+
+
 def test_chat_content_in_parts():
     """As OpenAI's API has it; the template sees one text, as the model does when it is asked."""
     tokenizer = byte_tokenizer(template=CHATML)
     parts = [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "you — über."}]
     messages = [*CONVERSATION[:2], {"role": "assistant", "content": parts}, *CONVERSATION[3:]]
-    both = [
-        encode_chat([("data row 1", {"messages": m})], tokenizer, DataConfig())[0] for m in (messages, CONVERSATION)
-    ]
+    both = [chats([("data row 1", {"messages": m})], tokenizer)[0] for m in (messages, CONVERSATION)]
     assert text_and_loss(both[0], tokenizer) == text_and_loss(both[1], tokenizer)
 
 
-def test_chat_with_tools():
-    row = {"messages": CONVERSATION, "tools": [{"type": "function"}]}
-    with fails("data row 7: expected a conversation without tools"):
-        encode_chat([("data row 7", row)], byte_tokenizer(template=CHATML), DataConfig())
-    assert encode_chat([("data row 7", row | {"tools": None})], byte_tokenizer(template=CHATML), DataConfig())
+EMPTY = [None, [], "[]", "null", "", {}]
+
+
+@pytest.mark.parametrize("column", ["tools", "functions"])
+@pytest.mark.parametrize("tools", [[{"type": "function"}], '[{"type": "function"}]', "search"])
+def test_chat_with_tools(column, tools):
+    row, tokenizer = {"messages": CONVERSATION}, byte_tokenizer(template=CHATML)
+    with fails(f"data row 7: expected a conversation without {column}, found "):
+        chats([("data row 7", row | {column: tools})], tokenizer)
+    for empty in EMPTY:
+        assert len(chats([("data row 7", row | {column: empty})], tokenizer)) == 1
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "function_call", "audio"])
+@pytest.mark.parametrize("value", [[{"function": {}}], {"name": "f"}, '[{"function": {}}]'])
+def test_chat_messages_that_are_more_than_text(name, value):
+    tokenizer = byte_tokenizer(template="{% if messages[-1]." + name + " is defined %}called{% endif %}" + CHATML)
+
+    def read(found) -> list[TokenDocument]:
+        messages = [*CONVERSATION[:4], {"role": "assistant", "content": "Sure.", name: found}]
+        return chats([("data row 7", {"messages": messages})], tokenizer)
+
+    with fails(f"data row 7, message 5: expected text alone, found {name}"):
+        read(value)
+    for empty in EMPTY:
+        assert "called" not in text_and_loss(read(empty)[0], tokenizer)[0]
+
+
+NAMES = (
+    "{% for m in messages %}{{ 'Q: ' if m.role == 'user' else 'A: ' if m.role in ['assistant', 'model'] else 'T: ' }}"
+    "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS, MISTRAL, R1, FORGETFUL, STYLES["model"], NAMES])
+@pytest.mark.parametrize("role", ["Assistant", "model", "gpt", "tool"])
+def test_chat_roles_that_the_template_does_not_know(template, role):
+    tokenizer = byte_tokenizer(template=template)
+    messages = [{"role": "user", "content": "Hi"}, {"role": role, "content": "Ho"}]
+    if template == NAMES and role == "model":
+        (document,) = chats([("data row 7", {"messages": messages})], tokenizer)
+        assert text_and_loss(document, tokenizer) == ("Q: Hi<|im_end|>A: Ho<|im_end|>", "Ho<|im_end|>")
+        return
+    with fails(f"data row 7: expected the role system, user or assistant, .* found '{role}' in message 2; rename it"):
+        chats([("data row 7", {"messages": messages})], tokenizer)
+
+
+def test_chat_roles_that_only_the_template_knows():
+    """They are rendered as it says, without a loss."""
+    template = CHATML.replace("{{ m.role }}", "{{ 'user: tool' if m.role == 'tool' else m.role }}")
+    tokenizer = byte_tokenizer(template=template)
+    messages = [*CONVERSATION[1:3], {"role": "tool", "content": "3"}, *CONVERSATION[4:5]]
+    (document,) = chats([("data row 7", {"messages": messages})], tokenizer)
+    text, loss = text_and_loss(document, tokenizer)
+    assert "user: tool\n3<|im_end|>" in text and loss == "Hello, you — über.<|im_end|> No.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "row, format, advice",
+    [
+        ({"conversations": []}, "auto", "conversations of the ShareGPT form: rename the column to messages, and from"),
+        ({"conversations": []}, "chat", "conversations of the ShareGPT form: rename the column to messages, and from"),
+        ({"prompt": "a", "completion": "b"}, "auto", "rename prompt and completion to instruction and output"),
+        ({"prompt": "a", "completion": "b"}, "alpaca", "rename prompt and completion to instruction and output"),
+        ({"prompt": "a"}, "auto", "set data.text_column to the column that holds the text"),
+    ],
+)
+def test_columns_of_other_forms(tokenizer, row, format, advice):
+    config = DataConfig(format=format)
+    with fails(f"data row 1: expected a column .*, found {', '.join(row)}; {advice}"):
+        list(encoder_for(row.keys(), config)([("data row 1", row)], byte_tokenizer(template=CHATML), config))
+
+
+def test_half_of_a_character_in_a_chat():
+    messages = [{"role": "user", "content": "\ud83d"}, *CONVERSATION[2:3]]
+    with fails("data row 7: messages: expected text, found half of a character"):
+        chats([("data row 7", {"messages": messages})], byte_tokenizer(template=CHATML))
 
 
 @pytest.mark.parametrize(
@@ -234,6 +425,12 @@ def test_chat_with_tools():
         ({"tool_use": CHATML}, CONVERSATION, "chat template, found none"),
         (CUTTING, CONVERSATION, "data row 7: expected a chat template that renders the text of message 3 as it is"),
         (SHOUTING, CONVERSATION, "data row 7: expected a chat template by which message 3 follows the prompt"),
+        (
+            SHOUTING.replace("\n", "t"),
+            [*CONVERSATION[:2], {"role": "assistant", "content": "two"}],
+            "message 3 follows",
+        ),
+        (R1, [*THOUGHTFUL[:1], {"role": "assistant", "content": "hm</think>One"}], "message 2 follows the prompt"),
         (REFUSING, CONVERSATION, "data row 7: the tokenizer's chat template refuses it: starts with a user"),
         (CHATML, [], "data row 7: expected messages to be a list of objects with role and content"),
         (CHATML, ["Hi"], r"data row 7: .*role and content, found \['Hi'\]"),
@@ -256,11 +453,11 @@ def test_chat_with_tools():
 )
 def test_chat_errors(template, messages, pattern):
     with fails(pattern):
-        encode_chat([("data row 7", {"messages": messages})], byte_tokenizer(template=template), DataConfig())
+        chats([("data row 7", {"messages": messages})], byte_tokenizer(template=template))
 
 
 def test_chat_needs_offsets(monkeypatch):
     tokenizer = byte_tokenizer(template=CHATML)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with fails("data.format chat: expected a fast tokenizer"):
-        encode_chat([("data row 1", {"messages": CONVERSATION})], tokenizer, DataConfig())
+        chats([("data row 1", {"messages": CONVERSATION})], tokenizer)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jinja2
 import torch
 from jaxtyping import Int64
 from torch import Tensor
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from linearize.base import UserError, check_text
 from linearize.data.config import DataConfig
@@ -31,16 +34,33 @@ ALPACA_WITHOUT_INPUT = (
 SAMSUM = "Summarize this dialog:\n{dialogue}\n---\nSummary:\n"
 
 PIECE = 2**20  # characters of a text that are tokenized at once: a tokenizer needs far more memory than the text
+MESSAGES = 256  # of a conversation: a template renders all of them for each reply, so more are read only if needed
 _MARK = "\ue000"  # stands in no text: for private use
+_ROLES = ("system", "user", "assistant")
+_NO_TEXT = ("tool_calls", "function_call", "audio")  # of a message, beside its text
+_TOOLS = ("tools", "functions")  # columns
+_SHAREGPT = (
+    "conversations of the ShareGPT form: rename the column to messages, and from and value in it to role (system, "
+    "user, assistant) and content"
+)
+_OTHER_COLUMNS = {
+    ("conversations",): _SHAREGPT,
+    ("prompt", "completion"): "rename prompt and completion to instruction and output",
+}
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
 class TokenDocument:
-    """One document: its tokens, and for each the token again, or `IGNORED` where it carries no loss."""
+    """One document: its tokens, and for each the token again, or `IGNORED` where it carries no loss.
+
+    Attributes:
+        row: the place of a row that may give several documents; None: the document stands alone.
+    """
 
     input_ids: Int64[Tensor, " T"]
     labels: Int64[Tensor, " T"]
+    row: str | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -53,7 +73,8 @@ class TokenDocument:
         )
 
 
-Encoder = Callable[[Sequence[LocatedRow], PreTrainedTokenizerBase, DataConfig], list[TokenDocument]]
+Encoder = Callable[[Sequence[LocatedRow], PreTrainedTokenizerBase, DataConfig], Iterator[TokenDocument]]
+"""Make the documents of some rows, one by one as they are needed."""
 
 
 def encoder_for(columns: Collection[str], config: DataConfig) -> Encoder:
@@ -71,46 +92,58 @@ def encoder_for(columns: Collection[str], config: DataConfig) -> Encoder:
 
 def encode_text(
     rows: Sequence[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> list[TokenDocument]:
+) -> Iterator[TokenDocument]:
     """``BOS text EOS``, each only where the tokenizer has it, with loss on every token. Blank texts are left out.
 
     A text of more than PIECE characters is tokenized piece by piece. Once `config.max_tokens` are reached, the rest of
-    it is dropped, and no EOS follows.
+    it is dropped, and no EOS follows. The other formats do so, too.
     """
     hint = "set data.text_column to the column that holds the text"
     texts = [_string(row, config.text_column, where, hint) for where, row in rows]
     bos, eos = _special(tokenizer.bos_token_id), _special(tokenizer.eos_token_id)
-    texts = [text for text in texts if text.strip()]
+    for ids, whole in _tokens_of([text for text in texts if text.strip()], tokenizer, _most(config)):
+        input_ids = torch.tensor([*bos, *ids, *(eos if whole else [])], dtype=torch.int64)
+        yield TokenDocument(input_ids, input_ids)
+
+
+def _most(config: DataConfig) -> int | None:
+    """Return how many tokens of one text are enough; None: only all of them."""
+    return None if config.max_tokens is None else max(config.max_tokens, config.min_document_tokens)
+
+
+def _tokens_of(
+    texts: list[str], tokenizer: PreTrainedTokenizerBase, most: int | None
+) -> Iterator[tuple[list[int], bool]]:
+    """Yield the tokens of each text, of a long one not many more than `most`, and whether they are all that it has."""
     short = iter(_tokenise([text for text in texts if len(text) <= PIECE], tokenizer))
-    documents = []
     for text in texts:
-        if len(text) <= PIECE:
-            tokens = [*bos, *next(short), *eos]
-        else:
-            ids, whole = _tokenise_long(text, tokenizer, config.max_tokens)
-            tokens = [*bos, *ids, *(eos if whole else [])]
-        input_ids = torch.tensor(tokens, dtype=torch.int64)
-        documents.append(TokenDocument(input_ids, input_ids))
-    return documents
+        yield (next(short), True) if len(text) <= PIECE else _tokenise_long(text, tokenizer, most)
 
 
 def _tokenise_long(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None) -> tuple[list[int], bool]:
-    """Return the tokens of a long text, at least `most`, and whether the text is whole. Pieces begin at white space."""
     ids: list[int] = []
+    for _, piece in _pieces(text):
+        if most is not None and len(ids) >= most:
+            return ids, False
+        ids += _tokenise([piece], tokenizer)[0]
+    return ids, True
+
+
+def _pieces(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the text in pieces of at most PIECE characters that begin at white space, each with its place."""
     start = 0
-    while start < len(text) and (most is None or len(ids) < most):
+    while start < len(text):
         end = start + PIECE
         if end < len(text):
             end = max((text.rfind(space, start + 1, end) for space in " \n"), default=-1)
             end = start + PIECE if end < 0 else end
-        ids += _tokenise([text[start:end]], tokenizer)[0]
+        yield start, text[start:end]
         start = end
-    return ids, start >= len(text)
 
 
 def encode_alpaca(
     rows: Sequence[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> list[TokenDocument]:
+) -> Iterator[TokenDocument]:
     """``BOS prompt`` without loss, then ``output EOS`` with it (LoLCATs; the Stanford Alpaca templates)."""
     hint = "data.format alpaca needs the columns instruction and output"
     prompts, outputs = [], []
@@ -120,43 +153,51 @@ def encode_alpaca(
         template = ALPACA_WITH_INPUT if context else ALPACA_WITHOUT_INPUT
         prompts.append(template.format(instruction=instruction, input=context))
         outputs.append(output)
-    return _completions(prompts, outputs, tokenizer)
+    yield from _completions(prompts, outputs, tokenizer, _most(config))
 
 
 def encode_samsum(
     rows: Sequence[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> list[TokenDocument]:
+) -> Iterator[TokenDocument]:
     """``BOS prompt`` without loss, then ``summary EOS`` with it (Hedgehog's template for SAMSum)."""
     hint = "data.format samsum needs the columns dialogue and summary"
     prompts = [SAMSUM.format(dialogue=_string(row, "dialogue", where, hint)) for where, row in rows]
-    return _completions(prompts, [_string(row, "summary", where, hint) for where, row in rows], tokenizer)
+    summaries = [_string(row, "summary", where, hint) for where, row in rows]
+    yield from _completions(prompts, summaries, tokenizer, _most(config))
 
 
-def _completions(prompts: list[str], outputs: list[str], tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
+def _completions(
+    prompts: list[str], outputs: list[str], tokenizer: PreTrainedTokenizerBase, most: int | None
+) -> Iterator[TokenDocument]:
     bos, eos = _special(tokenizer.bos_token_id), _special(tokenizer.eos_token_id)
-    documents = []
-    for prompt, output in zip(_tokenise(prompts, tokenizer), _tokenise(outputs, tokenizer), strict=True):
-        input_ids = torch.tensor([*bos, *prompt, *output, *eos], dtype=torch.int64)
+    both = zip(_tokens_of(prompts, tokenizer, most), _tokens_of(outputs, tokenizer, most), strict=True)
+    for (prompt, asked), (output, whole) in both:
+        reply = [*output, *(eos if whole else [])] if asked else []
+        input_ids = torch.tensor([*bos, *prompt, *reply], dtype=torch.int64)
         labels = input_ids.clone()
         labels[: len(bos) + len(prompt)] = IGNORED
-        documents.append(TokenDocument(input_ids, labels))
-    return documents
+        yield TokenDocument(input_ids, labels)
 
 
 def encode_chat(
     rows: Sequence[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
-) -> list[TokenDocument]:
+) -> Iterator[TokenDocument]:
     """`messages` through the tokenizer's chat template, with loss on the assistant's turns.
 
-    A template with ``{% generation %}`` blocks says itself which tokens are the assistant's. For any other, a turn is
-    what rendering the conversation up to it adds to the generation prompt of the conversation before it, up to the
-    special token that ends it. An opening assistant turn then carries no loss: there is no conversation before it to
-    render. A conversation whose earlier turns are rendered differently once later ones follow, as by templates that
-    leave out earlier thoughts, becomes one document per reply, with loss on that reply alone.
+    A template with ``{% generation %}`` blocks says itself which tokens are the assistant's; the generation prompt at
+    the begin of a block and what follows its end token carry no loss. For any other template, a turn is what rendering
+    the conversation up to it adds to the generation prompt of the conversation before it, up to the special token that
+    ends it. An opening assistant turn then carries no loss: there is no conversation before it to render.
+
+    A conversation becomes one document per reply, with loss on that reply alone, where its earlier turns are rendered
+    differently once later ones follow: by templates that leave out earlier thoughts, or that write the system prompt
+    before the last question. `TokenDocument.row` says which documents are of one conversation. Of more than MESSAGES
+    messages, no more are read than `config.max_tokens` need.
 
     Raises:
-        UserError: no (default) chat template, a slow tokenizer, not a conversation of texts, one that the template
-            refuses, or a template that changes texts or renders the prompt of a reply in another way than the reply.
+        UserError: no (default) chat template, a slow tokenizer, not a conversation of texts, a role that the template
+            does not know, a conversation that it refuses, or a template that changes texts or renders the prompt of a
+            reply in another way than the reply.
     """
     try:
         template = tokenizer.get_chat_template()
@@ -169,58 +210,186 @@ def encode_chat(
         raise UserError("data.format chat: expected a fast tokenizer (tokenizer.json), found a slow one")
     by_block = _GENERATION_BLOCK.search(template) is not None
     encode = _encode_by_block if by_block else _encode_by_prefix
-    documents = []
     for where, row in rows:
         messages = _messages(row, where)
         try:
-            documents += encode(messages, tokenizer)
+            messages = _needed(_with_known_roles(messages, tokenizer), tokenizer, _most(config))
+            for document in encode(messages, tokenizer, _most(config)):
+                yield replace(document, row=where)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"{where}: the tokenizer's chat template refuses it: {reason}") from error
-    return documents
 
 
-def _encode_by_block(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
-    encoded = cast(
-        BatchEncoding,
-        tokenizer.apply_chat_template(
-            messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
-        ),
+def _with_known_roles(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    """Return the messages, with the role assistant for another that the template knows and renders in the same way.
+
+    Raises:
+        UserError: a role that the template renders like any word, so that replies of that role would carry no loss; an
+            empty reply.
+    """
+    for role in sorted({message["role"] for message in messages} - set(_ROLES)):
+        rendered = _render(messages, tokenizer)
+        as_any, as_reply = (_with_role(messages, role, other) for other in (_MARK, "assistant"))
+        if _rendered(as_any, tokenizer).replace(_MARK, role).lower() == rendered.lower():
+            number = 1 + [message["role"] for message in messages].index(role)
+            raise UserError(
+                f"expected the role {', '.join(_ROLES[:-1])} or {_ROLES[-1]}, or one that the tokenizer's chat "
+                f"template knows, found {role!r:.60} in message {number}; rename it"
+            )
+        if _rendered(as_reply, tokenizer) == rendered:
+            messages = as_reply
+    for number, message in enumerate(messages, 1):
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise UserError(f"message {number}: expected a reply, found an empty one")
+    return messages
+
+
+def _needed(messages: list[Row], tokenizer: PreTrainedTokenizerBase, most: int | None) -> list[Row]:
+    """Return the messages up to the reply with which their texts have `most` tokens, but at least MESSAGES."""
+    if most is None or len(messages) <= MESSAGES:
+        return messages
+    tokens = 0
+    for number, message in enumerate(messages, 1):
+        tokens += len(_tokenise_long(message["content"], tokenizer, most)[0])
+        if number >= MESSAGES and tokens >= most and message["role"] == "assistant":
+            return messages[:number]
+    return messages
+
+
+def _with_role(messages: list[Row], role: str, other: str) -> list[Row]:
+    return [message | {"role": other} if message["role"] == role else message for message in messages]
+
+
+def _rendered(messages: list[Row], tokenizer: PreTrainedTokenizerBase, *, prompt: bool = False) -> str:
+    """Return the conversation as `_render` does; empty if the template refuses it."""
+    try:
+        return _render(messages, tokenizer, prompt=prompt)
+    except jinja2.TemplateError:
+        return ""
+
+
+def _render(messages: list[Row], tokenizer: PreTrainedTokenizerBase, *, prompt: bool = False) -> str:
+    """Return the conversation as text, with the prompt for a reply behind it if `prompt` is set."""
+    return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+
+
+def _marked(messages: list[Row], index: int, *, in_front: bool = False) -> list[Row]:
+    """Return the messages with a mark behind the text of one of them, or in front of it."""
+    text = messages[index]["content"]
+    marked = list(messages)
+    marked[index] = messages[index] | {"content": _MARK + text if in_front else text.rstrip() + _MARK}
+    return marked
+
+
+def _encode_by_block(
+    messages: list[Row], tokenizer: PreTrainedTokenizerBase, most: int | None
+) -> Iterator[TokenDocument]:
+    render: Any = render_jinja_template
+    (text,), (blocks,) = render(
+        [messages],
+        chat_template=tokenizer.get_chat_template(),
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
     )
-    return [_with_loss(encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]])]
+    header, ends = _header(messages, tokenizer), tuple(_special_tokens(tokenizer))
+    spans = []
+    for begin, end in blocks:
+        place = text.find(header, max(0, begin - len(header)), min(end, begin + len(header)))
+        start = begin if place < 0 else max(begin, place + len(header))
+        reply = text[start:end].rstrip()
+        spans.append((start, start + len(reply) if reply.endswith(ends) else end))
+    yield _with_loss_within(text, spans, tokenizer, most)
 
 
-def _encode_by_prefix(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
-    def render(count: int, last: str = "", *, prompt: bool = False) -> str:
-        """Render so many messages, with something behind the text of the last one."""
-        given = messages[:count]
-        if last:
-            given = [*given[:-1], given[-1] | {"content": given[-1]["content"].rstrip() + last}]
-        return cast(str, tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=prompt))
+def _header(messages: list[Row], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the template writes between the text of a message and the reply to it; empty without such a one."""
+    asked = [number for number, message in enumerate(messages, 1) if message["role"] != "assistant"]
+    if not asked:
+        return ""
+    question = messages[: asked[-1]]
+    return _rendered(_marked(question, -1), tokenizer, prompt=True).rpartition(_MARK)[2]
 
-    conversation = render(len(messages))
-    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index]
-    rendered = {index: (render(index, prompt=True), render(index + 1)) for index in replies}
-    for index, (before, after) in rendered.items():
-        if not after.startswith(before):
-            raise UserError(
-                f"expected a chat template by which message {index + 1} follows the prompt that asks for it, found one "
-                "that renders them in another way; use a template with {% generation %} blocks"
-            )
-    ends, turns = _special_tokens(tokenizer), dict[int, tuple[int, int]]()
-    for index, (before, after) in rendered.items():
-        text_ends = render(index + 1, _MARK).find(_MARK, len(before))
-        if text_ends < 0:
-            raise UserError(
-                f"expected a chat template that renders the text of message {index + 1} as it is, found one that "
-                "changes it; use a template with {% generation %} blocks"
-            )
-        turns[index] = len(before), _end_of_turn(after, text_ends, ends)
-    if all(conversation.startswith(after[: turns[index][1]]) for index, (_, after) in rendered.items()):
-        return [_with_loss_within(conversation, list(turns.values()), tokenizer)]
-    return [_with_loss_within(after, [turns[index]], tokenizer) for index, (_, after) in rendered.items()]
+
+def _encode_by_prefix(
+    messages: list[Row], tokenizer: PreTrainedTokenizerBase, most: int | None
+) -> Iterator[TokenDocument]:
+    ends = _special_tokens(tokenizer)
+    conversation = _render(messages, tokenizer)
+    replies = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant" and number > 1]
+    spans = []
+    for number in replies:
+        text, span = _last_turn(messages[:number], tokenizer, ends)
+        if not conversation.startswith(text[: span[1]]):
+            break
+        spans.append(span)
+    else:
+        yield _with_loss_within(conversation, spans, tokenizer, most)
+        return
+    for number in replies:
+        text, span = _last_turn(messages[:number], tokenizer, ends)
+        yield _with_loss_within(text, [span], tokenizer, most)
+
+
+def _last_turn(
+    messages: list[Row], tokenizer: PreTrainedTokenizerBase, ends: Sequence[str]
+) -> tuple[str, tuple[int, int]]:
+    """Return a rendered conversation that ends with a reply, and where the reply and its end token are in it.
+
+    Where the conversation does not begin with the prompt that asks for the reply, the text is that prompt up to the end
+    of the last message, and from there on the conversation. The loss then begins behind the whole prompt; where the
+    prompt goes on otherwise (with the begin of a thought), behind all that is in front of the reply's own text. A reply
+    of which the template leaves a part out follows the prompt if it begins as the prompt ends.
+
+    Args:
+        ends: special tokens.
+
+    Raises:
+        UserError: the template changes the text of the reply, or writes the prompt in another way than the reply.
+    """
+    prompt, rendered = _render(messages[:-1], tokenizer, prompt=True), _render(messages, tokenizer)
+    text_ends = _render(_marked(messages, -1), tokenizer).rfind(_MARK)
+    if text_ends < 0:
+        raise UserError(
+            f"expected a chat template that renders the text of message {len(messages)} as it is, found one that "
+            "changes it; use a template with {% generation %} blocks"
+        )
+    end = _end_of_turn(rendered, text_ends, ends)
+    if rendered.startswith(prompt):
+        return rendered, (len(prompt), end)
+    in_prompt = _render(_marked(messages[:-1], -1), tokenizer, prompt=True).rfind(_MARK)
+    in_rendered = _render(_marked(messages, -2), tokenizer).rfind(_MARK)
+    header, reply = prompt[in_prompt:], messages[-1]["content"]
+    if rendered.startswith(header, in_rendered):
+        start = in_rendered + len(header)
+    else:
+        start = _render(_marked(messages, -1, in_front=True), tokenizer).rfind(_MARK)
+    as_it_is = "".join(rendered[start:text_ends].split()).endswith("".join(reply.split()))
+    if min(in_prompt, in_rendered, start) >= 0 and as_it_is:
+        moved = in_prompt - in_rendered
+        return prompt[:in_prompt] + rendered[in_rendered:], (start + moved, end + moved)
+    rest = _rest(header, rendered[in_rendered:], reply)
+    if min(in_prompt, in_rendered) < 0 or rest is None:
+        raise UserError(
+            f"expected a chat template by which message {len(messages)} follows the prompt that asks for it, found one "
+            "that renders them in another way; use a template with {% generation %} blocks"
+        )
+    text = prompt + rest + rendered[text_ends:end]
+    return text, (len(prompt), len(text))
+
+
+def _rest(header: str, rendered: str, reply: str) -> str | None:
+    """Return what follows in a reply that begins as its header ends; None for any other reply.
+
+    Args:
+        rendered: the reply with its header, as the conversation has them. What only `header` has begins the reply.
+    """
+    reply, header = reply.strip(), header.rstrip()
+    differ = (place for place, (one, other) in enumerate(zip(header, rendered, strict=False)) if one != other)
+    begins = (header[start:] for start in range(1 + next(differ, -1)))
+    return next((reply[len(begin) :].lstrip() for begin in begins if reply.startswith(begin)), None)
 
 
 def _end_of_turn(rendered: str, text_ends: int, ends: Sequence[str]) -> int:
@@ -243,16 +412,26 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return sorted({*tokenizer.all_special_tokens, *(token.content for token in added.values() if token.special)})
 
 
-def _with_loss_within(text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase) -> TokenDocument:
-    """Return the tokens of a rendered conversation, with loss within these spans of its characters."""
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    places = encoded["offset_mapping"]
-    return _with_loss(encoded["input_ids"], [any(start < b and end > a for a, b in spans) for start, end in places])
+def _with_loss_within(
+    text: str, spans: Sequence[tuple[int, int]], tokenizer: PreTrainedTokenizerBase, most: int | None
+) -> TokenDocument:
+    """Return the tokens of a rendered conversation, with loss within these spans of its characters, in their order.
 
-
-def _with_loss(input_ids: list[int], carries_loss: list[bool]) -> TokenDocument:
-    ids = torch.tensor(input_ids, dtype=torch.int64)
-    return TokenDocument(ids, ids.masked_fill(~torch.tensor(carries_loss, dtype=torch.bool), IGNORED))
+    As of other texts, no more pieces are read than `most` tokens need.
+    """
+    ids: list[int] = []
+    carries_loss: list[bool] = []
+    ends = [end for _, end in spans]
+    for offset, piece in _pieces(check_text(text, "messages")):
+        if most is not None and len(ids) >= most:
+            break
+        encoded = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids += encoded["input_ids"]
+        for start, end in encoded["offset_mapping"]:
+            span = bisect_right(ends, offset + start)
+            carries_loss.append(span < len(spans) and spans[span][0] < offset + end)
+    input_ids = torch.tensor(ids, dtype=torch.int64)
+    return TokenDocument(input_ids, input_ids.masked_fill(~torch.tensor(carries_loss, dtype=torch.bool), IGNORED))
 
 
 _ENCODERS: dict[str, Encoder] = {
@@ -273,28 +452,39 @@ def _messages(row: Row, where: str) -> list[Row]:
         raise UserError(
             f"{where}: expected messages to be a list of objects with role and content, found {messages!r:.60}"
         )
-    if row.get("tools"):
-        raise UserError(f"{where}: expected a conversation without tools, found {row['tools']!r:.60}")
-    return [message | {"content": _content(message, f"{where}, message {k}")} for k, message in enumerate(messages, 1)]
+    for column in _TOOLS:
+        if not _is_empty(row.get(column)):
+            raise UserError(f"{where}: expected a conversation without {column}, found {row[column]!r:.60}")
+    return [
+        {name: value for name, value in message.items() if value is not None and name not in _NO_TEXT}
+        | {"content": _content(message, f"{where}, message {number}")}
+        for number, message in enumerate(messages, 1)
+    ]
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether a value is nothing, or the JSON of nothing, as tables write it that have no column of lists."""
+    try:
+        return not (json.loads(value) if isinstance(value, str) and value.strip() else value)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _content(message: Row, where: str) -> str:
     """The text of a message: a string, or text parts as OpenAI's API has them, which are joined.
 
     Raises:
-        UserError: there is none, it has other parts, or is a reply of nothing, or one that calls tools.
+        UserError: there is none, it has other parts, or the message calls tools or speaks.
     """
-    if message.get("tool_calls"):
-        raise UserError(f"{where}: expected text alone, found tool_calls")
+    for name in _NO_TEXT:
+        if not _is_empty(message.get(name)):
+            raise UserError(f"{where}: expected text alone, found {name}")
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
         raise UserError(f"{where}: expected content that is text, or a list of text parts, found {content!r:.60}")
-    text = "".join(cast(list[str], texts))
-    if message["role"] == "assistant" and not text.strip():
-        raise UserError(f"{where}: expected a reply, found an empty one")
-    return text
+    return "".join(cast(list[str], texts))
 
 
 def _string(row: Row, column: str, where: str, hint: str) -> str:
@@ -307,7 +497,8 @@ def _string(row: Row, column: str, where: str, hint: str) -> str:
 def _column(row: Row, column: str, where: str, hint: str) -> Any:
     if column not in row:
         found = ", ".join(str(name) for name in row) or "no columns"
-        raise UserError(f"{where}: expected a column {column!r}, found {found}; {hint}")
+        known = [advice for columns, advice in _OTHER_COLUMNS.items() if row.keys() >= set(columns)]
+        raise UserError(f"{where}: expected a column {column!r}, found {found}; {'; '.join(known) or hint}")
     return row[column]
 
 
