@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import string
 import time
 from collections.abc import Iterator
@@ -15,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linearize.base import UserError
+from linearize.data import packing, templates
 from linearize.data.config import DataConfig
 from linearize.data.packing import Dataset, build_dataset, dataset_from_documents, pack
 from linearize.data.rows import PackedRows, Rows
+from linearize.data.sources import read_rows
 from linearize.data.templates import TokenDocument
 from tests.byte_tokenizer import CHATML, byte_tokenizer
+from tests.data.test_templates import CHATML_BLOCKS, FORGETFUL
 
 GREETING = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, you."}]
 
@@ -268,6 +272,79 @@ def test_limits_of_given_documents(tokenizer):
     assert dataset.documents == (10, 6, 18)
 
 
+def chat(*texts: str) -> list[dict]:
+    """Questions and replies in turn."""
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+LONG = "word and " * 400
+FORMS = {
+    "text": {"text": LONG},
+    "alpaca": {"instruction": "Write.", "output": LONG},
+    "alpaca, a long input": {"instruction": "Write.", "input": LONG, "output": LONG},
+    "samsum": {"dialogue": LONG, "summary": LONG},
+    "chat": {"messages": chat("Write.", LONG)},
+    "chat, a long question": {"messages": chat(LONG, "Well.")},
+    "chat, many replies": {"messages": chat(*["Well."] * 200)},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS, FORGETFUL])
+def test_no_more_is_tokenized_than_max_tokens_need(tmp_path, monkeypatch, form, template):
+    """Of any format, whatever the number of long rows."""
+    tokenizer = byte_tokenizer(template=template)
+    monkeypatch.setattr(templates, "PIECE", 256)
+    path = write_rows(tmp_path / "rows.jsonl", [FORMS[form]] * 64)
+    whole = next(packing._tokenised(read_rows(config(path)), tokenizer, config(path)))
+    tokenized, call = [], type(tokenizer).__call__
+
+    def counted(tokenizer, text, **settings):
+        tokenized.extend([text] if isinstance(text, str) else text)
+        return call(tokenizer, text, **settings)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
+    limited = config(path, max_tokens=100)
+    document, *others = packing._tokenised(read_rows(limited), tokenizer, limited)
+    assert sum(map(len, [document, *others])) >= 100 and sum(map(len, tokenized)) < 1100
+    # What is read is the begin of the document, and so is what carries the loss.
+    assert torch.equal(document.input_ids, whole.input_ids[: len(document)])
+    assert torch.equal(document.labels, whole.labels[: len(document)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_max_tokens_leave_ordinary_documents_whole(tmp_path, form):
+    tokenizer = byte_tokenizer(template=CHATML)
+    path = write_rows(tmp_path / "rows.jsonl", [FORMS[form]] * 64)
+    read = [
+        next(packing._tokenised(read_rows(limited), tokenizer, limited))
+        for limited in (config(path), config(path, max_tokens=100))
+    ]
+    assert torch.equal(read[0].input_ids, read[1].input_ids) and torch.equal(read[0].labels, read[1].labels)
+    assert len(read[0]) > 2000
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS, FORGETFUL])
+def test_of_a_very_long_conversation_no_more_is_rendered_than_max_tokens_need(tmp_path, template):
+    """To render a conversation for each of its replies takes long."""
+    tokenizer = byte_tokenizer(template=template)
+    path = write_rows(tmp_path / "rows.jsonl", [{"messages": chat(*["Well."] * 6000)}])
+    for most, turns in ((100, 256), (1401, 282)):
+        limited = config(path, max_tokens=most)
+        documents = list(packing._tokenised(read_rows(limited), tokenizer, limited))
+        assert sum(map(len, documents)) >= most
+        if template != FORGETFUL:
+            assert tokenizer.decode(documents[0].input_ids).count("<|im_start|>") == turns
+
+
+def test_long_documents_are_not_left_out_as_short_ones(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.setattr(templates, "PIECE", 16)
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": LONG}] * 3)
+    limited = config(path, max_tokens=20, min_document_tokens=200)
+    (document,) = packing._tokenised(read_rows(limited), tokenizer, limited)
+    assert 200 <= len(document) < 216
+
+
 # --- the training rows of the highest score ---------------------------------------------------------------------------
 
 
@@ -393,6 +470,72 @@ def test_the_seed_decides_in_which_order_and_nothing_else(tmp_path, tokenizer):
     (train, held_out), (other_train, other_held_out) = given_sides(1), given_sides(2)
     assert train != other_train and sorted(train) == sorted(other_train) == texts[:60]
     assert held_out == other_held_out and sorted(held_out) == texts[60:]
+
+
+def tagged(part: Rows, tokenizer) -> set[str]:
+    """The tags that a part's documents have."""
+    return set(re.findall(r"<[a-z]+\d+>", tokenizer.decode(part.input_ids.flatten())))
+
+
+def conversations(count: int) -> list[dict]:
+    """Conversations of four replies; ten each begin with the same two, so documents of these are equal."""
+    return [
+        {
+            "messages": [
+                *chat(f"<first{index // 10}>", "Yes.", f"<second{index // 10}>", "No."),
+                *chat(f"<third{index}>", "So.", f"<fourth{index}>", "Ah."),
+            ]
+        }
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_replies_of_one_conversation_stay_together(tmp_path, sources):
+    """Also those of equal conversations, and of those that begin alike."""
+    tokenizer = byte_tokenizer(template=FORGETFUL)
+    rows = conversations(400)
+    rows = [*rows, *rows[:30]]
+    fields: dict = dict(validation_fraction=0.6, validation_rows=10_000, sequence_length=32)
+    if sources == 2:
+        # Of each conversation that begins like others, the two replies that these have in common.
+        begun = [{"messages": row["messages"][:4]} for row in rows[: 10 * 24 : 10]]
+        fields["validation_dataset"] = str(write_rows(tmp_path / "held.jsonl", begun))
+    dataset = build_dataset(config(write_rows(tmp_path / "rows.jsonl", rows), **fields), tokenizer, seed=0)
+    parts = [tagged(part, tokenizer) for part in (dataset.train, dataset.validation, dataset.test)]
+    assert not any(one & other for one, other in combinations(parts, 2))
+    assert all(parts) and dataset.documents == (4 * 160, 2 * 6, 2 * 18) if sources == 2 else all(parts)
+    replies = [tokenizer.decode(document.input_ids) for document in dataset.test_documents]
+    assert not {tag for reply in replies for tag in re.findall(r"<[a-z]+\d+>", reply)} & (parts[0] | parts[1])
+
+
+def test_conversations_count_not_their_replies(tmp_path, monkeypatch):
+    tokenizer = byte_tokenizer(template=FORGETFUL)
+    rows = [{"messages": chat(*(f"<{index}> {turn}" for turn in range(8)))} for index in range(60)]
+    path = write_rows(tmp_path / "rows.jsonl", [*rows, *rows[:4]])
+    fields = dict(sequence_length=32, validation_rows=1000)
+    dataset = build_dataset(config(path, validation_fraction=0.5, **fields), tokenizer, seed=0)
+    assert dataset.documents == (4 * 32, 4 * 8, 4 * 24)
+    limited = build_dataset(config(path, max_documents=40, validation_fraction=0.5, **fields), tokenizer, seed=0)
+    assert sum(limited.documents) == 4 * 40
+    with fails(
+        "at least 16 held-out conversations to test on, .*, found 14; 60 of 64 in all are different, and copies"
+    ):
+        build_dataset(config(path, validation_fraction=0.25, **fields), tokenizer, seed=0)
+    with fails("at least 16 held-out conversations in 17 rows to test on, .*; set a larger data.validation_rows"):
+        build_dataset(config(path, validation_fraction=0.5, sequence_length=32, validation_rows=17), tokenizer, seed=0)
+    alone = write_rows(tmp_path / "alone.jsonl", rows[:1] * 3)
+    with fails(
+        "data: expected several conversations, some of them to hold out, found 12 documents of one, or of several"
+    ):
+        build_dataset(config(alone, **fields), tokenizer, seed=0)
+    # Of a stream, as many conversations are held out as an interval needs.
+    endless = ({"messages": chat(*(f"<{index}> {turn}" for turn in range(8)))} for index in count(60))
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: endless)
+    dataset = build_dataset(
+        config(path, validation_dataset="held", **fields | {"validation_rows": 64}), tokenizer, seed=0
+    )
+    assert dataset.documents[0] == 4 * 64 and sum(dataset.documents[1:]) == 4 * 31 + 1
 
 
 def test_the_fingerprint_is_of_all_three_parts(numbers: DataConfig, tokenizer):

@@ -100,10 +100,26 @@ def test_home_folder(tmp_path, monkeypatch):
     "name, content, pattern",
     [
         ("rows.xls", b"a,b", "data.dataset: expected a file that ends in .txt, .*parquet, .*found .*rows.xls"),
-        ("rows.csv", b"a,b\n1\n", "rows.csv line 2: expected 2 columns \\(a, b\\), found 1; put quotation marks around"),
-        ("rows.csv", b"text\nx, y, z\n", "line 2: expected 1 column \\(text\\), found 3; put quotation marks around a cell"),
-        ("rows.tsv", b"text\nx\ty\n", "line 2: expected 1 column \\(text\\), found 2; name the columns of a file without"),
-        ("rows.csv", b"text,n,text\n1,2,3\n", "rows.csv line 1: expected columns of different names, found 'text' 2 times"),
+        (
+            "rows.csv",
+            b"a,b\n1\n",
+            "rows.csv line 2: expected 2 columns \\(a, b\\), found 1; put quotation marks around",
+        ),
+        (
+            "rows.csv",
+            b"text\nx, y, z\n",
+            "line 2: expected 1 column \\(text\\), found 3; put quotation marks around a cell",
+        ),
+        (
+            "rows.tsv",
+            b"text\nx\ty\n",
+            "line 2: expected 1 column \\(text\\), found 2; name the columns of a file without",
+        ),
+        (
+            "rows.csv",
+            b"text,n,text\n1,2,3\n",
+            "rows.csv line 1: expected columns of different names, found 'text' 2 times",
+        ),
         ("rows.jsonl.gz", b"x", "expected a file that ends in .*found .*rows.jsonl.gz'; unpack a compressed file"),
         ("rows", b"a,b", "data.dataset: expected a file that ends in"),
         ("bad.json", b'[{"a": 1},\n {"a": }]', "bad.json line 2: not valid JSON: Expecting value"),

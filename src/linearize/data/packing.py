@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -25,6 +26,7 @@ from linearize.data.rows import IGNORED, PackedRows, Rows
 from linearize.data.sources import LocatedRow, on_disk, read_rows
 from linearize.data.splits import (
     ENOUGH,
+    connected,
     copies,
     require_enough,
     require_enough_of,
@@ -33,9 +35,10 @@ from linearize.data.splits import (
     validation_and_test,
     without,
 )
-from linearize.data.templates import TokenDocument, encoder_for
+from linearize.data.templates import PIECE, TokenDocument, encoder_for
 
-_BATCH = 64  # documents per tokenizer call: enough for its threads, little enough for its memory
+_BATCH = 64  # rows per tokenizer call: enough for its threads, little enough for its memory
+_CHARACTERS = 8  # of text per token that `max_tokens` allows, in one tokenizer call
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,13 @@ def build_dataset(
     """Read, tokenise, split and pack `config.dataset`.
 
     `config.validation_fraction` of the documents is held out, whatever the format (the papers hold out the first 200
-    rows of Alpaca; a fraction serves any size). Exact duplicates fall on the same side. A source that is one document,
-    repeated or not, is cut: the last `validation_fraction` of its tokens is held out, and each of its rows stands for a
-    document. With a `validation_dataset`, that is held out instead, and training documents that are also in it are left
-    out. It is read whole from disk; from the hub, without the subset of `dataset`, as far as `validation_rows` need it.
-    `splits.validation_and_test` says which held-out documents choose checkpoints and which are the test; test rows come
-    from all of its documents alike.
+    rows of Alpaca; a fraction serves any size). Exact duplicates fall on the same side; so do the documents of one
+    conversation, and conversations that have a document in common. A source that is one document, repeated or not, is
+    cut: the last `validation_fraction` of its tokens is held out, and each of its rows stands for a document. With a
+    `validation_dataset`, that is held out instead, and training documents that are also in it are left out, with the
+    rest of their conversations. It is read whole from disk; from the hub, without the subset of `dataset`, as far as
+    `validation_rows` need it. `splits.validation_and_test` says which held-out documents choose checkpoints and which
+    are the test; test rows come from all of its documents alike.
 
     Args:
         score: of the training rows, the `config.top_esl` with the largest score are kept; held-out ones all are.
@@ -99,7 +103,7 @@ def build_dataset(
     else:
         source = _held_out_source(config, config.validation_dataset)
         held_out = _read(source, tokenizer, "data.validation_dataset", least=2 * ENOUGH)
-        train = without(documents, held_out, _digest)
+        train = _without(documents, held_out)
     return _dataset(train, held_out, config, tokenizer, seed, score)
 
 
@@ -125,7 +129,7 @@ def dataset_from_documents(
         return list(_tokenised(rows, tokenizer, as_text))
 
     held_out = tokenised(held_out_texts, None)
-    train = without(tokenised(islice(train_texts, config.max_documents), config.max_tokens), held_out, _digest)
+    train = _without(tokenised(islice(train_texts, config.max_documents), config.max_tokens), held_out)
     return _dataset(train, held_out, config, tokenizer, seed, None)
 
 
@@ -171,14 +175,22 @@ def _dataset(
     score: Score | None,
 ) -> Dataset:
     wanted = config.validation_rows * config.sequence_length
-    validation, test = validation_and_test(held_out, _digest, size=len, wanted=wanted)
-    require_enough_of(test, [*train, *held_out], _digest, "documents")
+    sources = _by_row(held_out)
+    rows = [*_by_row(train), *sources]
+    key, what = _key(rows), "documents"
+    if len(rows) < len(train) + len(held_out):
+        # Conversations that have documents in common go to the same part together, as one.
+        sources, what = [_flat(group) for group in copies(sources, key).values()], "conversations"
+    parts = validation_and_test(sources, key, size=lambda source: sum(map(len, source)), wanted=wanted)
+    require_enough_of(parts[1], rows, key, what)
+    validation, test = map(_flat, parts)
     train_rows = _rows(shuffled(train, f"train {seed}"), config, "training", "use more data")
     vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
     train_rows = with_repeats(_chosen(train_rows, config, score), config.repeats, vocabulary, seed=seed)
     validation_rows = _rows(validation, config, "held-out", "use more data, or hold out more of it")
     # The shortest first: one that fills no row of its own then shares a row with its like, not with a long one's.
-    test_rows = pack(sorted(test, key=len), config.sequence_length).spread(config.validation_rows)
+    shortest_first = sorted(test, key=len)
+    test_rows = pack(shortest_first, config.sequence_length).spread(config.validation_rows)
     validation_rows = validation_rows.rows(slice(config.validation_rows))
     for name, part in (("training", train_rows), ("held-out", validation_rows), ("test", test_rows)):
         if not (part.labels != IGNORED).any():
@@ -186,8 +198,10 @@ def _dataset(
                 f"data: expected {name} tokens that carry a loss, found none in {part.num_tokens}; check that the "
                 "rows have outputs or assistant turns, and set a longer data.sequence_length if their prompts fill it"
             )
-    found = len(test_rows.documents[test_rows.labels != IGNORED].unique())
-    require_enough(found, f"documents in {len(test_rows)} rows", "set a larger data.validation_rows, or use more data")
+    numbers = test_rows.documents[test_rows.labels != IGNORED].unique().tolist()
+    shown = {id(shortest_first[number]) for number in numbers}
+    found = sum(any(id(document) in shown for document in source) for source in parts[1])
+    require_enough(found, f"{what} in {len(test_rows)} rows", "set a larger data.validation_rows, or use more data")
     sizes = len(train), len(validation), len(test)
     return Dataset(train_rows, validation_rows, test_rows, sizes, tuple(test))
 
@@ -224,7 +238,15 @@ def _chosen(rows: PackedRows, config: DataConfig, score: Score | None) -> Packed
 
 def _split(documents: list[TokenDocument], config: DataConfig) -> tuple[list[TokenDocument], list[TokenDocument]]:
     if len(copies(documents, _digest)) > 1:
-        return split(documents, _digest, config.validation_fraction)
+        rows = _by_row(documents)
+        key = _key(rows)
+        if len(copies(rows, key)) == 1:
+            raise UserError(
+                f"data: expected several conversations, some of them to hold out, found {len(documents)} documents of "
+                "one, or of several that have replies in common; use more data, or set data.validation_dataset"
+            )
+        train, held_out = split(rows, key, config.validation_fraction)
+        return _flat(train), _flat(held_out)
     length = len(documents[0])
     cuts = [document.cut(length - max(1, round(config.validation_fraction * length))) for document in documents]
     rows, rest = [], cuts[0][1]
@@ -233,6 +255,26 @@ def _split(documents: list[TokenDocument], config: DataConfig) -> tuple[list[Tok
         rows.append(row)
     require_enough(max(0, len(rows) - 1), "rows of the only document")  # one at least chooses checkpoints
     return [head for head, _ in cuts], rows
+
+
+def _without(documents: list[TokenDocument], held_out: list[TokenDocument]) -> list[TokenDocument]:
+    """Return the documents of the rows that have nothing in common with the held-out ones."""
+    rows, excluded = _by_row(documents), _by_row(held_out)
+    return _flat(without(rows, excluded, _key([*rows, *excluded])))
+
+
+def _by_row(documents: Iterable[TokenDocument]) -> list[list[TokenDocument]]:
+    """Return the documents of each row together, in order; a document that stands alone is a row."""
+    return list(copies(documents, lambda document: document.row or id(document)).values())
+
+
+def _flat(rows: Iterable[list[TokenDocument]]) -> list[TokenDocument]:
+    return list(chain.from_iterable(rows))
+
+
+def _key(rows: Iterable[list[TokenDocument]]) -> Callable[[list[TokenDocument]], bytes]:
+    """Return a key that is equal for rows which must not be on two sides of a split."""
+    return connected(rows, lambda row: map(_digest, row))
 
 
 def _digest(document: TokenDocument) -> bytes:
@@ -261,22 +303,47 @@ def _read(source: DataConfig, tokenizer: PreTrainedTokenizerBase, field: str, le
 def _tokenised(
     rows: Iterator[LocatedRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig, least: int = 0
 ) -> Iterator[TokenDocument]:
-    """Documents that are long enough, until there are `config.max_tokens` tokens and `least` of them.
+    """Documents that are long enough, until there are `config.max_tokens` tokens and those of `least` rows.
 
-    The last one stays whole, unless it is a long text (`encode_text`).
+    The last one stays whole, unless it has a long text (`encode_text`).
     """
-    encode, tokens, found = None, 0, 0
+    encode, tokens, found, last = None, 0, 0, None
     with document_progress("tokenising") as advance:
-        while batch := list(islice(rows, _BATCH)):
+        for batch in _batches(rows, config.max_tokens):
             encode = encode or encoder_for(batch[0][1].keys(), config)
             for document in encode(batch, tokenizer, config):
                 if len(document) < config.min_document_tokens:
                     continue
                 yield document
-                tokens, found = tokens + len(document), found + 1
+                tokens += len(document)
+                found += document.row is None or document.row != last
+                last = document.row
                 if config.max_tokens is not None and tokens >= config.max_tokens and found >= least:
                     return
             advance(len(batch))
+
+
+def _batches(rows: Iterator[LocatedRow], max_tokens: int | None) -> Iterator[list[LocatedRow]]:
+    """Yield the rows in batches of at most `_BATCH`; of long ones no more than `max_tokens` are likely to need."""
+    most = PIECE if max_tokens is None else min(PIECE, _CHARACTERS * max_tokens)
+    batch: list[LocatedRow] = []
+    characters = 0
+    for row in rows:
+        batch.append(row)
+        characters += _characters(row[1])
+        if len(batch) == _BATCH or characters >= most:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _characters(value: Any) -> int:
+    """Return how much text there is in a row, or a part of it."""
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_characters, parts))
 
 
 @contextmanager

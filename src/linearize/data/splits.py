@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -20,9 +20,28 @@ ENOUGH = 16
 """Documents or examples that a 95 % interval needs, to cover what it says: see `evaluation.intervals.resamples`."""
 
 
-def copies(items: Sequence[Item], key: Callable[[Item], bytes]) -> dict[bytes, list[Item]]:
+Key = TypeVar("Key", bound=Hashable)
+
+
+def connected(items: Iterable[Item], keys: Callable[[Item], Iterable[bytes]]) -> Callable[[Item], bytes]:
+    """Return a key of these items that is equal for two that share one of their keys, or that others connect so."""
+    above: dict[bytes, bytes] = {}
+
+    def top(key: bytes) -> bytes:
+        while above.setdefault(key, key) != key:
+            above[key] = key = above[above[key]]
+        return key
+
+    for item in items:
+        first, *others = keys(item)
+        for other in others:
+            above[top(other)] = top(first)
+    return lambda item: top(next(iter(keys(item))))
+
+
+def copies(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
     """The items by their key, in order; those of one key are copies of each other."""
-    groups: dict[bytes, list[Item]] = {}
+    groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
