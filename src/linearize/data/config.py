@@ -36,7 +36,9 @@ class DataConfig(Config):
     split: str = Field(default="train", description="the split of a hub dataset")
     subset: str | None = Field(default=None, description="the configuration of a hub dataset, e.g. sample-10BT")
     sequence_length: int = Field(default=1024, ge=2, description="tokens per packed row; examples are cut there")
-    max_documents: PositiveInt | None = Field(default=None, description="read at most this many documents or examples")
+    max_documents: PositiveInt | None = Field(
+        default=None, description="read at most this many documents, conversations or examples"
+    )
     max_tokens: PositiveInt | None = Field(
         default=None, description="stop reading at this many tokens; what a stream of pre-training text needs"
     )
@@ -56,8 +58,8 @@ class DataConfig(Config):
         default=0.05,
         gt=0,
         lt=1,
-        description="share of the documents or examples held out; at most a quarter of these choose checkpoints and "
-        "drive schedules, the others are the test, which is measured once, at the end",
+        description="share of the documents, conversations or examples held out; at most a quarter of these choose "
+        "checkpoints and drive schedules, the others are the test, which is measured once, at the end",
     )
     validation_rows: PositiveInt = Field(
         default=64, description="at most this many rows, packed or examples, choose checkpoints; as many are the test"
