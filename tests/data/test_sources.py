@@ -314,10 +314,10 @@ def test_a_cell_of_many_lines_is_named(tmp_path, caplog, lines):
     """Two stray quotation marks, far apart, make one cell of all rows between them."""
     between = "".join(f"{number}\n" for number in range(lines))
     path = tmp_path / "rows.csv"
-    path.write_text(f'text\n"unclosed\n{between}a pipe of 5"\nlast\n' * 2)
-    assert len(rows_of(path)) == 5
+    path.write_text(f'text\nfirst\n"unclosed\n{between}a pipe of 5"\nlast\n' * 2)
+    assert len(rows_of(path)) == 7
     (message,) = caplog.messages
-    assert message.startswith(f"{path} line {lines + 3}: a cell of {lines + 2} lines ends here; ")
+    assert message.startswith(f"{path} line 3: a cell of {lines + 2} lines begins in this row; ")
     path.write_text('text\n"' + "line\n" * 100 + '"\n')
     caplog.clear()
     assert len(rows_of(path)) == 1 and not caplog.messages

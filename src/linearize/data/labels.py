@@ -69,7 +69,7 @@ def cell(row: Mapping[str, Any], column: str, where: str, field: str) -> Any:
         UserError: there is no such column; `field` of the recipe names it.
     """
     if column not in row:
-        found = ", ".join(str(name) for name in row) or "no columns"
+        found = " ".join(", ".join(map(str, row)).split())[:200] or "no columns"
         settable = " or ".join(dict.fromkeys((field, "data.columns")))
         raise UserError(f"{where}: expected a column {column!r} ({field}), found {found}; set {settable}")
     return row[column]

@@ -218,18 +218,18 @@ def _separated_rows(separator: str) -> Callable[[Path, tuple[str, ...] | None], 
             for cells in rows:
                 if cells and len(cells) != len(names):
                     wanted = f"{len(names)} column{'s' * (len(names) != 1)} ({', '.join(names):.100})"
-                    quote = "" if separator == "\t" else "put quotation marks around a cell with commas, and "
+                    quote = "" if separator == "\t" else "put quotation marks around a cell with commas, or "
                     raise UserError(
                         f"{path} line {table.line_num}: expected {wanted}, found {len(cells)}; {quote}name the columns "
                         "of a file without a first line of names in data.columns"
                     )
-                most = max((cell.count("\n") for cell in cells), default=0)
-                if most > _LINES and not warned:
+                breaks = [cell.count("\n") for cell in cells]
+                if max(breaks, default=0) > _LINES and not warned:
                     warned = True
                     logger.warning(
-                        "%s line %d: a cell of %d lines ends here; if that is not one text, correct the quotation mark "
-                        "that stands alone where the cell begins, or convert the file to .jsonl",
-                        *(path, table.line_num, most + 1),
+                        "%s line %d: a cell of %d lines begins in this row; if it is not one text, correct the "
+                        "quotation mark in front of it, or convert the file to .jsonl",
+                        *(path, table.line_num - sum(breaks), max(breaks) + 1),
                     )
                 if cells:
                     yield dict(zip(names, cells, strict=True))

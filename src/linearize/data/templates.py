@@ -496,7 +496,7 @@ def _string(row: Row, column: str, where: str, hint: str) -> str:
 
 def _column(row: Row, column: str, where: str, hint: str) -> Any:
     if column not in row:
-        found = ", ".join(str(name) for name in row) or "no columns"
+        found = " ".join(", ".join(map(str, row)).split())[:200] or "no columns"
         known = [advice for columns, advice in _OTHER_COLUMNS.items() if row.keys() >= set(columns)]
         raise UserError(f"{where}: expected a column {column!r}, found {found}; {'; '.join(known) or hint}")
     return row[column]
