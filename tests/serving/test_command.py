@@ -143,11 +143,15 @@ def test_what_cannot_be_served_is_refused_in_one_line(
 ) -> None:
     installed |= {engine, *SERVER}
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("vLLM was started"))
-    monkeypatch.setitem(sys.modules, "uvicorn", importlib.util)  # which the environment need not have
-    for module, names in (("app", ("NO_TEMPLATE", "Served", "build_app")), ("guard", ("LimitedProtocol",))):
+    for module, names in {  # which the environment need not have
+        "uvicorn": ("Server",),
+        "linearize.serving.app": ("NO_TEMPLATE", "Served", "build_app"),
+        "linearize.serving.guard": ("LimitedProtocol",),
+        "linearize.serving.jobs": ("MOST_QUEUED", "MOST_SECONDS", "Generation"),
+    }.items():
         instead = type(sys)(module)
-        vars(instead).update(dict.fromkeys(names))
-        monkeypatch.setitem(sys.modules, f"linearize.serving.{module}", instead)
+        vars(instead).update(dict.fromkeys(names, object))
+        monkeypatch.setitem(sys.modules, module, instead)
 
     def refused(message: str, *words: Any) -> None:
         assert_refused(command("serve", *words, "--engine", engine), message)

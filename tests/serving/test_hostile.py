@@ -69,10 +69,16 @@ def head(length: int, key: str, path: str = COMPLETIONS) -> bytes:
 
 
 KINDS = [
-    *("malformed", "keyless", "wrong key", "nested", "large", "long"),
+    *("malformed", "keyless", "wrong key", "nested", "errors", "large", "long"),
     *("leaves", "leaves full", "half", "bytes", "host"),
 ]
 NESTED = b'{"prompt": ' + b"[" * 250_000 + b"]" * 250_000 + b"}"  # as large as a body may be
+ERRORS = [  # each of as many errors as a body can hold
+    json.dumps({"messages": [{}] * 125_000}).encode(),
+    json.dumps({"messages": [1] * 180_000}).encode(),
+    json.dumps({"messages": [{"role": "user", "content": [1] * 180_000}]}).encode(),
+    json.dumps({f"{number:x}": 1 for number in range(50_000)}).encode(),
+]
 LARGE = b'{"prompt": "' + b"a b " * 1_000_000 + b'"}'
 LONG = json.dumps({"prompt": "def f(x):\n" * 40_000, "max_tokens": 1}).encode()  # more tokens than fit
 FULL = json.dumps({"prompt": "def f(x):\n" * 3_000, "max_tokens": 20_000}).encode()
@@ -95,21 +101,7 @@ def ask(server: Server, number: int) -> tuple[int, str]:
 
 def hostile(server: Server, source: Random) -> str:
     """Send a hostile request and see that its answer is the one it should have; return its kind."""
-    kind = source.choice(
-        [
-            "malformed",
-            "keyless",
-            "wrong key",
-            "nested",
-            "large",
-            "long",
-            "leaves",
-            "leaves full",
-            "half",
-            "bytes",
-            "host",
-        ]
-    )
+    kind = source.choice(KINDS)
     path, body = bodies(source)
     keyed = {"authorization": f"Bearer {KEY}"}
     if kind == "malformed":
@@ -120,6 +112,9 @@ def hostile(server: Server, source: Random) -> str:
         assert post(server.address, path, body, {"authorization": source.choice(["", "Bearer ", "Basic x"])})[0] == 401
     elif kind == "nested":
         assert post(server.address, path, NESTED, keyed)[0] == 400
+    elif kind == "errors":
+        body, path = source.choice(ERRORS), source.choice([path, "/v1/chat/completions"])
+        assert post(server.address, path, body, keyed)[0] == 400
     elif kind == "large":
         with suppress(OSError):  # the connection may be closed before all of it is sent
             assert post(server.address, path, LARGE, keyed)[0] == 413
@@ -129,7 +124,8 @@ def hostile(server: Server, source: Random) -> str:
         data = json.dumps(ENDLESS | {"stream": source.random() < 0.5}).encode()
         raw(server, head(len(data), KEY) + data, source.choice([0, 0.1]))
     elif kind == "leaves full":
-        raw(server, head(len(FULL), KEY) + FULL, source.choice([0, 0.1]))
+        data = source.choice([FULL, LONG])
+        raw(server, head(len(data), KEY) + data, source.choice([0, 0.1]))
     elif kind == "half":
         raw(server, head(500, KEY) + b'{"prompt": "', source.choice([0, 0.1]))
     elif kind == "bytes":

@@ -13,13 +13,13 @@ import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
-from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, HTTPException, Request  # type: ignore[import-not-found]
 from fastapi.exceptions import RequestValidationError  # type: ignore[import-not-found]
 from fastapi.responses import HTMLResponse, StreamingResponse  # type: ignore[import-not-found]
@@ -38,6 +38,7 @@ from linearize.serving.jobs import Generation, Job
 from linearize.serving.page import Page
 from linearize.serving.requests import ChatRequest, CompletionRequest, TokenizeRequest, fault
 
+_AT_THE_END = 1024
 NEW_TOKENS = 1024  # of an answer whose request does not say how many
 NO_TEMPLATE = "this model has no chat template, it continues text: use /v1/completions"
 
@@ -54,19 +55,22 @@ class Served:
     def chats(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    @cached_property
-    def most_characters(self) -> int:
-        """Characters of a text that `most_tokens` can hold, if each is the longest of the vocabulary."""
-        return self.most_tokens * max(map(len, self.tokenizer.get_vocab()))
-
     def tokens(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize a text; one that is too long in any case is refused before it takes time."""
-        if len(text) > self.most_characters:
-            raise HTTPException(
-                400,
-                f"prompt: expected at most {self.most_tokens} tokens for prompt and answer, found a text of "
-                f"{len(text)} characters, which has more",
-            )
+        """Tokenize a text; of one that is far too long only so much as shows it.
+
+        Raises:
+            HTTPException: it is too long.
+        """
+        characters = 2 * self.most_tokens
+        while characters < len(text):
+            # The tokens at the end of a part can be others than in the text, but hardly so many.
+            if len(self.tokenizer(text[:characters]).input_ids) > self.most_tokens + _AT_THE_END:
+                raise HTTPException(
+                    400,
+                    f"prompt: expected at most {self.most_tokens} tokens for prompt and answer, found a text of "
+                    f"{len(text)} characters, which has more",
+                )
+            characters *= 4
         return self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
 
 
@@ -141,12 +145,14 @@ def build_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         started()
         yield
+        tokenizing.shutdown(wait=False, cancel_futures=True)
 
     # transformers warns of every request that comes, and of those that do not sample.
     for name in ("cli.serving", "generation.configuration_utils"):
         logging.getLogger(f"transformers.{name}").setLevel(logging.ERROR)
-    # One prompt at a time is tokenized: several would take the cores that answer others.
-    tokenizing = CapacityLimiter(1)
+    # One prompt at a time is tokenized: several would take the cores that answer others. One whose client has left is
+    # dropped if it waits, and if not, the next one waits for it.
+    tokenizing = ThreadPoolExecutor(1)
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     most_tokens = max(found.most_tokens for found in served.values())
     app.add_middleware(
@@ -166,6 +172,21 @@ def build_app(
             raise HTTPException(404, f"model: expected {names}, found another name, which is not served here")
         return chosen
 
+    def begin(request: Request, name: str) -> tuple[Job, Callable[[], None]]:
+        """Admit a request; return its job, which ends if the client leaves, and what to call when it is answered."""
+        queue, job = generation.get_manager(name), generation.job()
+        queue.admit(job)
+        watch = asyncio.create_task(_cancel_when_left(request, job))
+
+        def end() -> None:
+            watch.cancel()
+            queue.jobs.discard(job)
+
+        return job, end
+
+    async def tokens_of(job: Job, tokenize: Callable[..., list[int]], *args: Any) -> list[int]:
+        return await job.result_of(asyncio.get_running_loop().run_in_executor(tokenizing, partial(tokenize, *args)))
+
     async def answer(
         handler: type[ChatCompletionHandler] | type[CompletionHandler],
         request: Request,
@@ -173,22 +194,22 @@ def build_app(
         prompt: dict[str, Any],
         tokenize: Callable[[Served], list[int]],
     ) -> Any:
-        """Answer by a handler of transformers; if the client leaves, its generation ends."""
+        """Answer by a handler of transformers."""
         name = named(body.model)
         found = served[name]
         asked: dict[str, Any] = {"model": name} | prompt | body.sampling()
-        tokens = await to_thread.run_sync(tokenize, found, limiter=tokenizing)
-        asked["max_tokens"] = _new_tokens(found, tokens, asked.get("max_tokens"))
-        watch = asyncio.create_task(_cancel_when_left(request, generation.job()))
+        job, end = begin(request, name)
         try:
+            tokens = await tokens_of(job, tokenize, found)
+            asked["max_tokens"] = _new_tokens(found, tokens, asked.get("max_tokens"))
             response = await handler(Prepared(found, tokens), generation).handle_request(asked, _request_id(request))
         except BaseException:
-            watch.cancel()
+            end()
             raise
         if isinstance(response, StreamingResponse):
-            response.body_iterator = _stream(response.body_iterator, watch)
+            response.body_iterator = _stream(response.body_iterator, end)
         else:
-            watch.cancel()
+            end()
         return response
 
     @app.post("/v1/chat/completions")
@@ -205,16 +226,21 @@ def build_app(
         )
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Any:
-        found = served[named(body.model)]
+    async def tokenize(request: Request, body: TokenizeRequest) -> Any:
+        name = named(body.model)
+        found = served[name]
         if (body.prompt is None) == (body.messages is None):
             raise HTTPException(400, "prompt: expected either a prompt or messages")
-        if body.messages is not None:
-            turns = [message.model_dump(include={"role", "content"}) for message in body.messages]
-            tokens = await to_thread.run_sync(_chat_tokens, found, turns, limiter=tokenizing)
-        else:
-            assert body.prompt is not None
-            tokens = await to_thread.run_sync(found.tokens, body.prompt, limiter=tokenizing)
+        job, end = begin(request, name)
+        try:
+            if body.messages is not None:
+                turns = [message.model_dump(include={"role", "content"}) for message in body.messages]
+                tokens = await tokens_of(job, _chat_tokens, found, turns)
+            else:
+                assert body.prompt is not None
+                tokens = await tokens_of(job, found.tokens, body.prompt)
+        finally:
+            end()
         return {"count": len(tokens), "max_model_len": found.most_tokens, "tokens": tokens}
 
     @app.get("/v1/models")
@@ -259,8 +285,13 @@ def build_app(
 _STREAM_ERROR = re.compile(r'(?:\A|(?<=\n\n))data: \{"error": "(.*)"\}\n\n\Z', re.DOTALL)
 
 
-async def _stream(chunks: Any, watch: asyncio.Task[None]) -> AsyncGenerator[str, None]:
-    """Pass a stream on; the error that can end it becomes one of OpenAI's API, whatever its message holds."""
+async def _stream(chunks: Any, end: Callable[[], None]) -> AsyncGenerator[str, None]:
+    """Pass a stream on; the error that can end it becomes one of OpenAI's API, whatever its message holds.
+
+    Args:
+        chunks: the stream.
+        end: is called when it ends.
+    """
 
     def escaped(error: re.Match[str]) -> str:
         return f"data: {json.dumps(error_of(500, error[1]))}\n\n"
@@ -270,7 +301,7 @@ async def _stream(chunks: Any, watch: asyncio.Task[None]) -> AsyncGenerator[str,
             async for chunk in chunks:
                 yield _STREAM_ERROR.sub(escaped, chunk)
     finally:
-        watch.cancel()
+        end()
 
 
 async def _cancel_when_left(request: Request, job: Job) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException  # type: ignore[import-not-found]
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cli.serving.utils import GenerateManager, GenerationState
+
+T = TypeVar("T")
 
 MOST_QUEUED = 64  # requests of one model that are in progress or wait
 MOST_SECONDS = 600.0  # of the generation of one request
@@ -27,24 +31,50 @@ class Ended(HTTPException):
 
 
 class Job:
-    """The generation of one request.
+    """The work for one request: its prompt is tokenized, it waits, and an answer is generated.
 
     It is made by the task that handles the request and runs in the thread of its model. The two know it by a context
     variable, because transformers' handlers between them do not pass it on.
     """
 
     def __init__(self, most_seconds: float) -> None:
-        """Make a job that may take so many seconds from when it starts to run."""
+        """Make a job whose generation may take so many seconds."""
         self.most_seconds = most_seconds
-        self.on_cancel: Callable[[], None] = lambda: None
         self._deadline = float("inf")
-        self._ended: Ended | None = None
+        self._reason: tuple[int, str] | None = None  # why it ended: status and message
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._callbacks: list[Callable[[], None]] = []
 
     def cancel(self, status: int, message: str) -> None:
-        """End it before the next layer of its model, or before it starts; call this in the thread of the server."""
-        if self._ended is None:
-            self._ended = Ended(status, message)
-            self.on_cancel()
+        """End it: at once where it waits, else before the next layer of its model; call this in the server's thread."""
+        if self._reason is None:
+            self._reason = status, message
+            for future in self._waiting:
+                future.cancel()
+            for callback in self._callbacks:
+                callback()
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Have a function called when the job is cancelled."""
+        self._callbacks.append(callback)
+
+    async def result_of(self, future: asyncio.Future[T]) -> T:
+        """Wait for a future that is cancelled if the job ends first.
+
+        Raises:
+            Ended: the job ended.
+        """
+        self._waiting.add(future)
+        try:
+            if self._reason is not None:
+                future.cancel()
+            return await future
+        except asyncio.CancelledError:
+            if self._reason is None:
+                raise
+            raise Ended(*self._reason) from None
+        finally:
+            self._waiting.discard(future)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -63,8 +93,8 @@ class Job:
 
     def check(self) -> None:
         """Raise `Ended` if it was cancelled, or if its time is over."""
-        if self._ended is not None:
-            raise self._ended
+        if self._reason is not None:
+            raise Ended(*self._reason)
         if time.monotonic() > self._deadline:
             raise Ended(
                 400,
@@ -80,34 +110,17 @@ class ModelQueue(GenerateManager):
     """transformers' queue of one model, whose requests run one after another, with a limit on its length."""
 
     def __init__(self, most_queued: int) -> None:
-        """Make an empty queue.
-
-        Args:
-            most_queued: most requests in progress or waiting; those whose clients left do not count.
-        """
+        """Make an empty queue for so many requests in progress or waiting."""
         super().__init__()
         self.most_queued = most_queued
         self.jobs: set[Job] = set()
 
-    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """Queue a generation that streams.
+    def admit(self, job: Job) -> None:
+        """Count a request from now on, before its prompt is tokenized, until it is taken out of `jobs`.
 
         Raises:
             HTTPException: the queue is full (429).
         """
-        return super().submit(self._as_job(fn), *args, **kwargs)
-
-    def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Queue a generation that does not stream.
-
-        Raises:
-            HTTPException: the queue is full (429).
-        """
-        return super().async_submit(self._as_job(fn), *args, **kwargs)
-
-    def _as_job(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        job = _current.get()
-        assert job is not None, "a generation outside a job"
         if len(self.jobs) >= self.most_queued:
             raise HTTPException(
                 429,
@@ -115,16 +128,41 @@ class ModelQueue(GenerateManager):
                 "server), found as many in progress or waiting; send it again later",
             )
         self.jobs.add(job)
-        job.on_cancel = lambda: self.jobs.discard(job)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            try:
-                with job.running():
-                    return generate(*args, **kwargs)
-            finally:
-                self.jobs.discard(job)
+    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """Queue a generation that streams."""
+        return super().submit(_as_job(partial(fn, *args, **kwargs)))
 
-        return run
+    def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Queue a generation that does not stream; return its result, for which the job need not wait once it ends."""
+        job = _current.get()
+        assert job is not None, "a generation outside a job"
+        inner = super().async_submit(_as_job(partial(fn, *args, **kwargs)))
+        outer = asyncio.get_running_loop().create_future()
+
+        def pass_on(done: asyncio.Future[Any]) -> None:
+            error = done.exception()  # it is looked at, also if nobody waits
+            if not outer.done():
+                outer.set_result(done.result()) if error is None else outer.set_exception(error)
+
+        inner.add_done_callback(pass_on)
+        return job.result_of(outer)
+
+
+def _as_job(generate: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what runs a generation as the current job; once the job is cancelled it holds no inputs."""
+    job = _current.get()
+    assert job is not None, "a generation outside a job"
+    work = [generate]
+    job.on_cancel(work.clear)
+
+    def run() -> Any:
+        todo = work.copy()
+        work.clear()
+        with job.running():
+            return todo.pop()()
+
+    return run
 
 
 class Generation(GenerationState):

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from linearize.base import check_text
 
 GREEDY = 1e-5  # temperatures below choose the likeliest token, as in vLLM
+_MOST_FIELDS = 64  # of an object
 _LARGEST_SEED = 2**63 - 1  # of torch's generator
 
 # UserError is a ValueError, which is what pydantic takes for a refusal.
@@ -24,7 +25,15 @@ Stop = Annotated[Text, Field(min_length=1, max_length=256)]
 
 
 class _Body(BaseModel):
+    # A body can hold many errors, of which one is told: what can be long ends with its first, so that none takes long.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > _MOST_FIELDS:
+            raise ValueError(f"expected at most {_MOST_FIELDS} fields, found {len(data)}")
+        return data
 
 
 class StreamOptions(_Body):
@@ -69,7 +78,7 @@ class Message(_Body):
     """A turn of a conversation; the fields from `refusal` on are those of an answer that is sent back, and empty."""
 
     role: Annotated[Text, Field(min_length=1)]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
     refusal: None = None
     annotations: None = None
@@ -85,7 +94,7 @@ class ResponseFormat(_Body):
 class ChatRequest(Generation):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**20)] | None = None
     logprobs: Literal[False] | None = None
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -117,7 +126,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] | None = None
 
 
 def fault(errors: Sequence[Any]) -> tuple[str, str | None]:
