@@ -328,7 +328,7 @@ def test_a_run_of_one_block_says_what_is_left(command: Command, tmp_path: Path) 
 
 def test_eval_shows_a_table(command: Command) -> None:
     finished = tiny.finished_run()
-    done = command("eval", finished.folder / "model", "--set", "data.sequence_length=48")
+    done = command("eval", finished.folder / "model", "--dataset", tiny.text_file(), "--set", "data.sequence_length=48")
     assert done.status == 0
     assert "Held-out loss" in done.out
     for measured in json.loads((finished.folder / "evaluation.json").read_text())["measured"]:

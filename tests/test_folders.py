@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from linearize.base import UserError
+from linearize.data.packing import Dataset
+from linearize.data.rows import PackedRows
+from linearize.data.stored import _fields
 from linearize.evaluation.harness import check_tasks, run_benchmarks
 from linearize.report.load import load_run
 from linearize.run.folder import Run
@@ -77,8 +81,8 @@ def test_a_run_without_a_model_yet(command: Command, finished: Run, tmp_path: Pa
         assert_refused(done, f"run folder {tmp_path / 'run'}: expected its model, found none yet; the command that")
 
 
-def test_a_moved_model_finds_its_data(command: Command, finished: Run, moved: Path) -> None:
-    done = command("eval", moved, "--teacher", finished.model, "--json")
+def test_a_moved_model_is_measured_on_the_data_that_is_named(command: Command, finished: Run, moved: Path) -> None:
+    done = command("eval", moved, "--teacher", finished.model, "--dataset", tiny.text_file(), "--json")
     assert done.status == 0
     assert candidates(done.out) == {"teacher", "swapped", "student", "ablated", "window", "window_sinks"}
     expected = json.loads((finished.folder / "evaluation.json").read_text())
@@ -86,26 +90,61 @@ def test_a_moved_model_finds_its_data(command: Command, finished: Run, moved: Pa
 
 
 @pytest.mark.parametrize("field", ["dataset", "validation_dataset"])
-def test_a_recipe_does_not_choose_what_is_read(command: Command, moved: Path, tmp_path: Path, field: str) -> None:
+@pytest.mark.parametrize("place", ["run", "model"])
+def test_a_recipe_does_not_choose_what_is_read(
+    command: Command, finished: Run, tmp_path: Path, place: str, field: str
+) -> None:
     """An evaluation quotes its text and is made to be shared; the recipe of a folder can be a stranger's."""
-    secret = tmp_path / "diary.jsonl"
-    secret.write_text(
-        "".join(json.dumps({"text": f"my secret number {i} is {i * 7919}. " * 9}) + "\n" for i in range(99))
+    copied, secret = tmp_path / "copied", tmp_path / "diary.jsonl"
+    shutil.copytree(finished.folder if place == "run" else finished.folder / "model", copied)
+    texts = [f"my secret number {i} is {i * 7919}. " * 9 for i in range(99)]
+    secret.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    recipe = yaml.safe_load((copied / "recipe.yaml").read_text())
+    recipe["data"] |= {"dataset": None if field == "validation_dataset" else str(secret)} | {field: str(secret)}
+    (copied / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    refused = f"data.{field}: expected data that you name, found '{secret}' on this machine"
+    for options in ([], ["--set", "data.sequence_length=48"]):
+        done = command("eval", copied, "--json", "--output", tmp_path / "evaluation.json", *options)
+        if place == "run" and not options:  # the rows are in the folder
+            expected = json.loads((finished.folder / "evaluation.json").read_text())["provenance"]["data"]
+            assert json.loads(done.out)["provenance"]["data"] == expected
+            (tmp_path / "evaluation.json").unlink()
+        else:
+            assert_refused(done, refused)
+        assert "secret number" not in done.err and not (tmp_path / "evaluation.json").exists()
+    assert command("eval", copied, "--json", "--dataset", secret).status == 0
+
+
+def test_a_recipe_does_not_choose_the_questions(command: Command, finished: Run, tmp_path: Path) -> None:
+    shutil.copytree(finished.folder, tmp_path / "copied")
+    (tmp_path / "questions.jsonl").write_text('{"query": "secret", "choices": "secret", "gold": 0}\n')
+    with_tasks(tmp_path / "copied", tmp_path / "questions.jsonl")
+    done = command("eval", tmp_path / "copied")
+    assert_refused(done, "evaluation.tasks: expected files of questions that you name, found '")
+    assert "secret" not in done.err
+
+
+@pytest.mark.parametrize("name", ["train/input_ids", "test/position_ids", "validation/labels"])
+def test_stored_rows_that_the_model_cannot_read(command: Command, finished: Run, tmp_path: Path, name: str) -> None:
+    shutil.copytree(finished.folder, tmp_path / "copied")
+    path = tmp_path / "copied" / "rows.safetensors"
+    with safe_open(path, framework="pt") as file:
+        about = file.metadata()
+    tensors = load_file(path)
+    tensors[name] += 100_000
+    save_file(tensors, path, about)
+    done = command("eval", tmp_path / "copied")
+    assert_refused(done, f"{path}: expected the rows that were written there, found others")
+    dataset = Dataset(
+        *(PackedRows(**_fields(tensors, part)) for part in ("train", "validation", "test")), (1, 1, 1), ()
     )
-    recipe = yaml.safe_load((moved / "recipe.yaml").read_text())
-    recipe["data"] |= {field: str(secret)}
-    (moved / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    done = command("eval", moved, "--json", "--output", tmp_path / "evaluation.json")
-    assert_refused(done, "data.dataset: expected the data of the run, tokens with sha256 ")
-    assert "secret number" not in done.err and not (tmp_path / "evaluation.json").exists()
-    done = command("eval", moved, "--json", "--set", "data.sequence_length=48")
-    assert_refused(done, "data.dataset: expected the data of the run, tokens with sha256 ")
-    done = command("eval", moved, "--json", "--dataset", secret)
-    assert done.status == 0
+    save_file(tensors, path, about | {"fingerprint": dataset.fingerprint})
+    done = command("eval", tmp_path / "copied")
+    assert done.status == 2 and done.err.count("\n") == 1, done.err
 
 
 def test_a_moved_model_whose_teacher_is_gone_is_measured_alone(command: Command, moved: Path) -> None:
-    done = command("eval", moved, "--json")
+    done = command("eval", moved, "--dataset", tiny.text_file(), "--json")
     assert done.status == 0
     assert candidates(done.out) == {"student", "ablated"}
     assert done.err.startswith("measured without the teacher, which --teacher would name: model: expected a model fol")
@@ -151,7 +190,7 @@ def test_weights_that_are_no_numbers_are_one_line(command: Command, moved: Path)
     tensors = load_file(path)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
     save_file(tensors, path, {"format": "pt"})
-    done = command("eval", moved, "--json")
+    done = command("eval", moved, "--dataset", tiny.text_file(), "--json")
     assert done.status == 2 and done.err.splitlines()[-1].startswith("error: evaluation: expected finite outputs, ")
     for temperature in (0, 1):
         done = command("generate", moved, "--prompt", "abc", "--temperature", temperature)

@@ -54,8 +54,11 @@ def write_dataset(path: Path, dataset: Dataset, identity: str) -> None:
         save_file(tensors, scratch, metadata=about)
 
 
-def read_dataset(path: Path, identity: str) -> Dataset | None:
+def read_dataset(path: Path, identity: str | None) -> Dataset | None:
     """The rows that were written there, mapped; None where there are none, or they were made from something else.
+
+    Args:
+        identity: of what they have to be made from (`source_identity`); None: from anything.
 
     Raises:
         UserError: the file is damaged.
@@ -65,7 +68,7 @@ def read_dataset(path: Path, identity: str) -> Dataset | None:
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
-        if about.get("identity") != identity:
+        if identity is not None and about.get("identity") != identity:
             return None
         tensors = load_file(path)
         parts = [PackedRows(**_fields(tensors, part)) for part in _PARTS]  # type: ignore[arg-type]

@@ -98,13 +98,14 @@ def run_benchmarks(
     return Benchmarks(found["n-shot"], results, {"lm_eval": _of_extra("lm_eval").__version__} | versions)
 
 
-def check_tasks(config: EvaluationConfig, *, trusted: bool) -> None:
+def check_tasks(config: EvaluationConfig, *, trusted: bool, files: bool = True) -> None:
     """See that the tasks can be asked, before hours of training or measuring, and that none of them runs code.
 
     A task YAML of lm-eval names Python functions to call (`!function`), and a recipe may be a stranger's.
 
     Args:
         trusted: the user has named the tasks, or trusts whoever wrote the recipe.
+        files: whether files of questions may be read: not those that only the recipe of a folder names.
 
     Raises:
         UserError: a task that may run code and is not trusted, lm-eval is not installed, or a file that is missing or
@@ -116,6 +117,11 @@ def check_tasks(config: EvaluationConfig, *, trusted: bool) -> None:
             raise UserError(
                 f"evaluation.tasks: expected names of lm-eval's tasks or .jsonl files in a recipe, found {task!r}, "
                 "task YAML, which can run any code; pass --trust-tasks if you trust it"
+            )
+        if not files and path.exists():
+            raise UserError(
+                f"evaluation.tasks: expected files of questions that you name, found {task!r} on this machine, as the "
+                "recipe of the folder names it; pass --tasks, or --trust-tasks if you trust it"
             )
         if path.suffix == ".jsonl":
             choice_task(path, config.shots)
@@ -181,14 +187,14 @@ def _fault(line: bytes) -> str | None:
     if not isinstance(row, dict):
         return f"{line[:40]!r}"
     if missing := [name for name in ("query", "choices", "gold") if name not in row]:
-        return f"no {', '.join(missing)} but {', '.join(row) or 'nothing'}"
+        return f"no {', '.join(missing)} but {', '.join(row)[:80] or 'nothing'}"
     query, choices, gold = row["query"], row["choices"], row["gold"]
     if not isinstance(query, str):
-        return f"query {query!r}"
+        return f"query {query!r:.80}"
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-        return f"choices {choices!r}"
+        return f"choices {choices!r:.80}"
     if type(gold) is not int or not 0 <= gold < len(choices):
-        return f"gold {gold!r} for {len(choices)} choices"
+        return f"gold {gold!r:.80} for {len(choices)} choices"
     return None
 
 

@@ -41,7 +41,7 @@ from linearize.mixers.config import LayerPlan, each_mixer, is_spread
 from linearize.recipe import Recipe
 from linearize.report.card import evaluation_page, model_card
 from linearize.report.load import load_run
-from linearize.run.folder import Run, require_data_of_run, student_folder, versions, write_json, write_text
+from linearize.run.folder import Run, student_folder, versions, write_json, write_text
 from linearize.run.given_models import (
     GENERATES,
     check_teacher,
@@ -49,11 +49,10 @@ from linearize.run.given_models import (
     require_head,
     require_linearized,
 )
+from linearize.run.rows import SOURCES, refuse_local_sources, stored_rows
 from linearize.training.attention_transfer import load_transferred
 from linearize.training.finetune import load_finetuned
 from linearize.training.resumption import RESULT
-
-SOURCES = ("dataset", "validation_dataset")  # the fields of a recipe that name data
 
 # What says something of any task; the others are about what lies beyond a window of text.
 OF_ANY_TASK = ("teacher", "swapped", "transferred", "student")
@@ -258,8 +257,8 @@ def evaluate(
         note: is told what is measured otherwise than asked for, once everything is loaded.
 
     Raises:
-        UserError: not a linearized model, another model's teacher, no data to measure on, other data than the run's
-            that the user did not name, or a field of what made it.
+        UserError: not a linearized model, another model's teacher, no data to measure on, local files that only the
+            recipe of a folder names, or a field of what made it.
     """
     for field in overrides:
         if not field.startswith(("data.", "evaluation.")):
@@ -275,7 +274,8 @@ def evaluate(
         belongs_to_the_other = {f"data.{name}": None for name in ("validation_dataset", "subset", "top_esl")}
         overrides = {"data.dataset": dataset} | belongs_to_the_other | overrides
     recipe = recipe.override(overrides)
-    check_tasks(recipe.evaluation, trusted=trust_tasks or "evaluation.tasks" in overrides)
+    trusted = trust_tasks or "evaluation.tasks" in overrides
+    check_tasks(recipe.evaluation, trusted=trusted, files=trusted or run is None)
     task, shape, notes = recipe.data.task, TeacherShape.from_config(config), []
     if run is None and "data.sequence_length" not in overrides and shape.max_positions < recipe.data.sequence_length:
         recipe = recipe.override({"data.sequence_length": shape.max_positions})
@@ -297,12 +297,13 @@ def evaluate(
     student = load_model(model, dtype=dtype, device=device, auto_class=task.auto_class)
     processor = load_processor(task, model)
     score = None if chooser is None else reach_by(chooser.load_teacher)
-    sources = {field for field in SOURCES if getattr(recipe.data, field) is not None}
-    if made_by is not None and not {f"data.{field}" for field in sources} <= overrides.keys():
-        of_run = load_dataset(made_by.recipe.data, processor, config, score, seed=made_by.recipe.seed)
-        require_data_of_run(made_by, of_run)
-        notes.append(f"data: {', '.join(str(getattr(recipe.data, field)) for field in sorted(sources))}, as the run")
-    data = load_dataset(recipe.data, processor, config, score, seed=recipe.seed)
+    named = {field for field in SOURCES if f"data.{field}" in overrides}
+    data = None
+    if made_by is not None and not any(field.startswith("data.") for field in overrides):
+        data = stored_rows(made_by, shape)
+    if data is None:
+        refuse_local_sources(made_by, recipe.data, named)
+        data = load_dataset(recipe.data, processor, config, score, seed=recipe.seed)
     started = time.perf_counter()
     teacher_model = None if run is None else run.load_teacher()
     for line in notes:

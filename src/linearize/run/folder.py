@@ -245,23 +245,6 @@ def claim(run: Run, dataset: Dataset) -> None:
     write_json(run_file, _identity(run) | {"data": dataset.fingerprint, "versions": versions()})
 
 
-def require_data_of_run(run: Run, dataset: Dataset) -> None:
-    """Check that what the recipe of a folder names is what its run was made from.
-
-    The recipe can be a stranger's, and can name any file here; sentences of it would be part of an evaluation.
-
-    Raises:
-        UserError: it is something else.
-    """
-    expected, found = str(_about(run.folder).get("data")), dataset.fingerprint
-    if found != expected:
-        raise UserError(
-            f"data.dataset: expected the data of the run, tokens with sha256 {expected[:12]}, found {found[:12]} in "
-            f"{run.recipe.data.dataset!r}, as {run.folder / 'recipe.yaml'} names it; pass --dataset to measure on it "
-            "nevertheless, or on other data"
-        )
-
-
 @contextmanager
 def _can_be_written_to(folder: Path) -> Iterator[None]:
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +9,12 @@ from typing import Any
 import torch
 import transformers
 
-from linearize.base import UserError, check_text
+from linearize.base import UserError, check_text, without_controls
 from linearize.hf.checkpoint import CAUSAL, check_tokens, load_model, load_tokenizer, read_config
 from linearize.hf.finite import require_finite
 from linearize.hf.prefill import PREFILL_COSTS, STREAMING
 from linearize.run.folder import student_folder
 from linearize.run.given_models import GENERATES, compile_if_possible, require_head, require_linearized
-
-# Control characters, which a terminal takes for commands, and those that reorder text; not line breaks and tabs.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class Printer(transformers.TextStreamer):
@@ -27,7 +23,7 @@ class Printer(transformers.TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """As in transformers."""
         if sys.stdout.isatty():
-            text = _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+            text = without_controls(text)
         super().on_finalized_text(text, stream_end)
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+from linearize.base import UserError
+from linearize.data.config import DataConfig
 from linearize.data.load import load_dataset
 from linearize.data.packing import Dataset
-from linearize.data.rows import PackedRows
+from linearize.data.rows import IGNORED, PackedRows
 from linearize.data.selection import reach_by
+from linearize.data.sources import on_disk
 from linearize.data.stored import read_dataset, source_identity, write_dataset
+from linearize.hf.checkpoint import check_tokens
+from linearize.hf.teacher import TeacherShape
 from linearize.run.folder import Run
 
 ROWS = "rows.safetensors"
+SOURCES = ("dataset", "validation_dataset")  # the fields of a recipe that name data
 
 
 def rows_of(run: Run, processor: Any, config: dict[str, Any]) -> Dataset:
@@ -24,6 +31,50 @@ def rows_of(run: Run, processor: Any, config: dict[str, Any]) -> Dataset:
     if path.is_file() and (found := read_dataset(path, _identity(run, processor))) is not None:
         return found
     return load_dataset(run.recipe.data, processor, config, reach_by(run.load_teacher), seed=run.recipe.seed)
+
+
+def stored_rows(run: Run, teacher: TeacherShape) -> Dataset | None:
+    """Return the rows in a run's folder, whatever has become of what they were made from; None if there are none.
+
+    Raises:
+        UserError: they are damaged, or hold tokens or positions that the model does not have.
+    """
+    path = run.folder / ROWS
+    found = read_dataset(path, None)
+    if found is None:
+        return None
+    for rows in (found.train, found.validation, found.test):
+        assert isinstance(rows, PackedRows)
+        check_tokens(rows.input_ids, teacher.vocab_size)
+        if not ((rows.position_ids >= 0) & (rows.position_ids < teacher.max_positions)).all():
+            raise UserError(f"{path}: expected positions below the model's {teacher.max_positions}, found others")
+        if not ((rows.labels == IGNORED) | ((rows.labels >= 0) & (rows.labels < teacher.vocab_size))).all():
+            raise UserError(f"{path}: expected labels below the model's vocab_size {teacher.vocab_size}, found others")
+    for document in found.test_documents:
+        check_tokens(document.input_ids, teacher.vocab_size)
+    return found
+
+
+def refuse_local_sources(run: Run | None, data: DataConfig, named: Collection[str]) -> None:
+    """Check that the recipe of a folder does not choose which files of its reader are read.
+
+    A recipe can be a stranger's, and an evaluation quotes its text and is made to be shared.
+
+    Args:
+        run: whose folder the recipe came with; None: the user wrote all of it.
+        data: that of the recipe.
+        named: the fields of `data` that the user named.
+
+    Raises:
+        UserError: a field that the user did not name is something on this machine.
+    """
+    for field in SOURCES:
+        name = getattr(data, field)
+        if run is not None and name is not None and field not in named and on_disk(name):
+            raise UserError(
+                f"data.{field}: expected data that you name, found {name!r} on this machine, as "
+                f"{run.folder / 'recipe.yaml'} names it; pass --dataset {name} to measure on it, or other data"
+            )
 
 
 def kept(run: Run, processor: Any, dataset: Dataset) -> Dataset:
