@@ -49,6 +49,15 @@ def check_text(text: str, where: str) -> str:
     return text
 
 
+# Control characters, which a terminal takes for commands, and those that reorder text; not line breaks and tabs.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def without_controls(text: str) -> str:
+    """Return a text with escape sequences (as ``\\x1b``) for its control characters, but for line breaks and tabs."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class Config(BaseModel):
     """Base of every recipe component: immutable, and unknown fields are errors."""
 

@@ -135,4 +135,7 @@ def show(result: Any, as_json: bool) -> None:
 
 
 def note(text: str) -> None:
-    typer.echo(text, err=True)
+    """Print a line on standard error, without control characters of what it quotes."""
+    from linearize.base import without_controls
+
+    typer.echo(without_controls(text), err=True)

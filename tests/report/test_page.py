@@ -6,15 +6,19 @@ import json
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
-from linearize.base import UserError
+from linearize.base import UserError, without_controls
+from linearize.report import terminal
+from linearize.report.card import evaluation_page, model_card
 from linearize.report.load import RunFiles, load_run
-from linearize.report.page import clean, numeric, render, rich, write_report
+from linearize.report.page import numeric, render, rich, write_report
 from tests.report import sample
 
 COPIES = Path(__file__).parent / "measured" / "pycode-5m"
@@ -106,7 +110,7 @@ def test_texts_of_models_cannot_become_markup(whole_page: str) -> None:
     assert "&lt;script&gt;alert(&#39;prompt&#39;)&lt;/script&gt;" in whole_page
     assert "alert('prompt')" not in whole_page and "\x07" not in whole_page
     assert rich("`<b>` & x") == "<code>&lt;b&gt;</code> &amp; x"
-    assert clean("a\x00b\tc\n\x1b") == "a\ufffdb\tc\n\ufffd"
+    assert without_controls("a\x00b\tc\n\x1b\u202e") == "a\\x00b\tc\n\\x1b\\u202e"
 
 
 def test_control_characters_of_a_run_are_not_shown(tmp_path: Path) -> None:
@@ -119,12 +123,19 @@ def test_control_characters_of_a_run_are_not_shown(tmp_path: Path) -> None:
 
     found = sample.evaluation()
     found["provenance"] = spoiled(found["provenance"])
+    found["measured"] = [line | {"note": spoiled(line["note"])} for line in found["measured"]]
+    found["tasks"]["results"] = [line | {"task": spoiled(line["task"])} for line in found["tasks"]["results"]]
+    found["tasks"]["shots"] = spoiled(found["tasks"]["shots"])
     folder = sample.write_run(tmp_path / "run", found, model_type="llama\x1b[2J")
     about = {"model": "a/b", "dtype": "float32", "device": "cpu", "data": "0" * 64, "versions": {"torch": "2.0"}}
     sample.write_json(folder / "run.json", {name: spoiled(value) for name, value in about.items()})
-    page = render([load_run(folder)])
+    run = load_run(folder)
+    console = Console(file=StringIO(), force_terminal=False, width=500)
+    console.print(terminal.measured(run))
+    page = render([run])
     assert "]0;title" in page
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", page)
+    for text in (page, evaluation_page(run), model_card(run), cast(Any, console.file).getvalue()):
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
 
 
 def test_text_within_a_map_cannot_end_its_script(read: Callable[..., RunFiles]) -> None:

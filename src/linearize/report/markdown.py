@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from linearize.base import without_controls
 from linearize.report.html import Table
 
 # What begins something, at the start of a line or anywhere. A bracket does, unless it holds an interval and no more.
@@ -21,8 +22,8 @@ def escaped(text: str) -> str:
 
 
 def _line(text: str) -> str:
-    """Without line ends and other control characters."""
-    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text).strip()
+    """Return a text on one line, without control characters."""
+    return without_controls(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text)).strip()
 
 
 def code(text: str) -> str:

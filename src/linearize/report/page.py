@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
-from linearize.base import atomic_file
+from linearize.base import atomic_file, without_controls
 from linearize.report.load import RunFiles, as_written, load_runs
 from linearize.report.overview import cautions, key_numbers, overview
 from linearize.report.sections import sections
@@ -57,21 +57,12 @@ def render(runs: Sequence[RunFiles]) -> str:
 
 def rich(text: str) -> Markup:
     """Escaped text in which `backquotes` are code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(clean(text)))))
-
-
-def clean(text: str) -> str:
-    """Return a text with U+FFFD in the place of control characters, but for line ends and tabs."""
-
-    def allowed(c: str) -> bool:
-        return c in "\n\t" or c.isprintable() or (c.isspace() and c > "\x9f")
-
-    return "".join(c if allowed(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(without_controls(text)))))
 
 
 def _cleaned(value: Any) -> Any:
     """Clean what the template shows; markup is made of texts that are clean."""
-    return clean(value) if type(value) is str else value
+    return without_controls(value) if type(value) is str else value
 
 
 def numeric(text: str) -> bool:

@@ -17,6 +17,7 @@ import matplotlib
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from linearize.base import without_controls
 from linearize.report.numbers import Number
 
 LEVELS = 12  # colours of a heat map, from --h0 to --h11
@@ -104,7 +105,7 @@ def printable(text: str) -> str:
 
 
 def _embed(text: str, key: str, label: str, width: Number, height: Number) -> Markup:
-    root = ElementTree.fromstring(text)
+    root = ElementTree.fromstring(without_controls(text))  # XML allows no control characters
     for parent in list(root.iter()):
         for child in list(parent):
             # The style sheet in it would reach all of the page.
@@ -114,7 +115,7 @@ def _embed(text: str, key: str, label: str, width: Number, height: Number) -> Ma
     for element in root.iter():
         element.tag = element.tag.removeprefix(_SVG)
         _rewrite(element, key, used)
-    root.attrib = {"viewBox": f"0 0 {width:g} {height:g}", "role": "img", "aria-label": label}
+    root.attrib = {"viewBox": f"0 0 {width:g} {height:g}", "role": "img", "aria-label": without_controls(label)}
     root.set("style", f"width: {width:g}px")
     return Markup(ElementTree.tostring(root, encoding="unicode"))
 

@@ -8,6 +8,7 @@ from rich import table
 from rich.console import Group
 from rich.text import Text
 
+from linearize.base import without_controls
 from linearize.report import tables
 from linearize.report.findings import faster, memory, sentences
 from linearize.report.html import Table
@@ -16,7 +17,7 @@ from linearize.report.load import RunFiles
 
 def measured(run: RunFiles) -> Group:
     """All of a run's tables and findings."""
-    return Group(*map(_table, tables.of_run(run)), *(Text(f"- {line}") for line in sentences(run)))
+    return Group(*map(_table, tables.of_run(run)), *(_text(f"- {line}") for line in sentences(run)))
 
 
 def timed(bench: dict[str, Any]) -> Group:
@@ -28,17 +29,21 @@ def timed(bench: dict[str, Any]) -> Group:
         found = [memory(batch), *faster(batch, crossover)]
         lines += [f"- Batch of {size}: {finding.words}" for finding in found if finding is not None]
     rounds = f"{entries[0]['new_tokens']} tokens behind each prompt, {bench['repeats']} rounds ({bench['setting']})"
-    return Group(_table(tables.speed([(None, entries)])), *map(Text, [*lines, f"- {rounds}."]))
+    return Group(_table(tables.speed([(None, entries)])), *map(_text, [*lines, f"- {rounds}."]))
 
 
 def _table(found: Table) -> table.Table:
     """The table without its notes."""
     shown = [i for i, column in enumerate(found.columns) if column != tables.NOTE]
-    made = table.Table(title=Text(found.caption), title_justify="left")
+    made = table.Table(title=_text(found.caption), title_justify="left")
     for i in shown:
-        made.add_column(Text(found.columns[i]))
+        made.add_column(_text(found.columns[i]))
     for group in found.groups:
         for row in group.rows:
-            made.add_row(*(Text(row[i]) for i in shown))
+            made.add_row(*(_text(row[i]) for i in shown))
         made.add_section()
     return made
+
+
+def _text(words: str) -> Text:
+    return Text(without_controls(words))
