@@ -188,28 +188,78 @@ def test_all_weights(tmp_path: Path, dtype: torch.dtype, adapters: bool) -> None
     assert not changed(loaded, tiny.snapshot(student))
 
 
+IN_FP32 = [{}, {"mixers": True}, {"lora": None, "mixers": True}, {"lora": None, "all_weights": True}]
+in_fp32 = pytest.mark.parametrize("fields", IN_FP32, ids=["adapters", "adapters and mixers", "mixers", "all weights"])
+
+
 @pytest.mark.parametrize("fields", [{}, {"lora": None, "all_weights": True}], ids=["adapters", "all weights"])
-@pytest.mark.parametrize("lr, few", [(1e-7, True), (1e-1, False)])
+@pytest.mark.parametrize("lr, lost", [(1e-7, True), (1e-2, False)])
 def test_what_rounding_undoes_is_said(
-    tmp_path: Path, caplog: Any, fields: dict[str, Any], lr: float, few: bool
+    tmp_path: Path, caplog: Any, fields: dict[str, Any], lr: float, lost: bool
 ) -> None:
     """In half precision alone: a small learning rate moves few weights by as much as their spacing."""
     for dtype in (torch.bfloat16, torch.float32):
         caplog.clear()
         student = linearize.convert(tiny.llama().to(dtype), tiny.recipe())
-        tune(student, tmp_path / str(dtype), config(lr=lr, **fields))
-        said = [text for text in caplog.messages if "of the trained weights changed" in text]
-        assert len(said) == (few and dtype == torch.bfloat16)
-        assert not said or re.search(r"0\.0\d % of .* rounding to bfloat16", said[0])
+        result = tune(student, tmp_path / str(dtype), config(lr=lr, **fields))
+        assert result.best_loss["model"] < result.initial_loss["model"]
+        assert bool(caplog.messages) == (lost and dtype == torch.bfloat16)
+        for said in caplog.messages:
+            words = r"rounding the weights to bfloat16 leaves (\d+) % of the gain: .* ([\d.]+) rounded, where 0\.0\d % of"
+            found = re.search(words, said)
+            assert found is not None and int(found[1]) < 50
+            rounded = next_token_loss(copy.deepcopy(student).float(), VALIDATION).item()
+            assert float(found[2]) == pytest.approx(rounded, abs=1e-4)
 
 
-def test_held_out_losses_are_computed_in_fp32(tmp_path: Path) -> None:
-    """Hold the held-out loss of a bf16 model to that of the same weights in fp32."""
+@in_fp32
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_start_that_stays_best_is_said(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Rounding is not the cause: every step has raised the loss."""
+    backward = OutputObjective.backward
+
+    def uphill(self: OutputObjective, micro_batches: list[PackedRows], step: Step) -> dict[str, float]:
+        losses = backward(self, micro_batches, step)
+        for parameter in self.units[0].parameters.values():
+            assert parameter.grad is not None
+            parameter.grad.neg_()
+        return losses
+
+    monkeypatch.setattr(OutputObjective, "backward", uphill)
+    student = linearize.convert(tiny.llama().to(dtype), tiny.recipe())
+    before = tiny.snapshot(student)
+    tune(student, tmp_path, config(lr=1e-4, **fields))
+    (said,) = caplog.messages
+    assert "no held-out loss was below the first" in said and "rounding" not in said
+    assert not changed(student, before)
+    caplog.clear()
+    tune(student, tmp_path, config(lr=1e-4, **fields))
+    assert not caplog.messages, "a finished stage has said it"
+
+
+@in_fp32
+def test_held_out_losses_are_computed_in_fp32(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Hold the held-out losses of a bf16 model to those of the same weights in fp32."""
     student = linearize.convert(tiny.llama().bfloat16(), tiny.recipe())
     exact = next_token_loss(copy.deepcopy(student).float(), VALIDATION)
     rounded = next_token_loss(student, VALIDATION)
-    found = tune(student, tmp_path, config(lora=None, all_weights=True)).initial_loss["model"]
-    assert found == pytest.approx(exact.item(), abs=1e-4) and (rounded - exact).abs().item() > 1e-3
+    result = tune(student, tmp_path, config(lr=3e-7, **fields))
+    found = result.initial_loss["model"]
+    assert found == pytest.approx(exact.item(), abs=1e-5) and (rounded - exact).abs().item() > 1e-3
+    assert 0 < found - result.best_loss["model"] < 1e-3, "a gain that half precision hides"
+
+
+def test_a_teacher_in_half_precision_has_nothing_to_learn_of_itself(tmp_path: Path) -> None:
+    """What is compared is computed alike, so that the loss is 0 from the start."""
+    loss = LossConfig(labels=0, kl=1)
+    for fields in IN_FP32[0], IN_FP32[-1]:
+        teacher = tiny.llama().bfloat16()
+        chosen = config(loss=loss, **fields)
+        folder = tmp_path / str(len(fields))
+        result = finetune(copy.deepcopy(teacher), TRAIN, VALIDATION, chosen, output_dir=folder, teacher=teacher)
+        assert result.initial_loss["model"] == 0 and result.steps == 0
 
 
 @pytest.mark.parametrize(

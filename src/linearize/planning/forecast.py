@@ -1,4 +1,4 @@
-"""The most memory that a step of a training stage takes, beside what is there before it.
+"""The most memory that a step or an evaluation of a training stage takes, beside what is there before it.
 
 The stage's own code runs on pretended tensors (`footprint`), so that no formula has to follow it. Layers that are alike
 take alike: two of each kind are run, and the difference to one is what every further one adds. So it is with rows.
@@ -36,21 +36,23 @@ from linearize.training.loop import Step
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Of one optimizer step, gradients included.
+    """Of one optimizer step, gradients included, and of an evaluation.
 
     Attributes:
         forward: the most until the gradients of the first layer are computed, 0 where no stage of it can be told apart.
         backward: the most from then on.
         left: what the gradients take at the end.
+        evaluation: the most of a held-out loss, which has no gradients: one layer after the other.
     """
 
     forward: int
     backward: int
     left: int
+    evaluation: int
 
     @property
     def peak(self) -> int:
-        return max(self.forward, self.backward)
+        return max(self.forward, self.backward, self.evaluation)
 
 
 def step_bytes(
@@ -62,7 +64,9 @@ def step_bytes(
     length: int,
     device: torch.device,
 ) -> int:
-    """The most bytes that a step of attention transfer or of a stage on outputs takes, gradients included.
+    """The most bytes that attention transfer or a stage on outputs takes in a step, gradients included.
+
+    Or in an evaluation, where that takes more: its outputs are fp32, and so are weights of one layer at a time.
 
     Args:
         layers: what each of the teacher's layers becomes; block by block, the first block's are run.
@@ -123,7 +127,7 @@ def _step_bytes(
     for kind, less in zip(more, fewer, strict=True):
         forward += (counts[kind] - 2) * (found.forward - less.forward)
         backward += (counts[kind] - 2) * (found.left - less.left)
-    return max(forward, backward)
+    return max(forward, backward, found.evaluation)
 
 
 def _what_counts(config: TransferConfig | FinetuneConfig, rows: int) -> TransferConfig | FinetuneConfig:
@@ -196,11 +200,15 @@ def _counted(
                 for parameter in parameters:
                     parameter.grad = torch.zeros_like(parameter)
             objective.backward([rows], Step(0, 1, 0))
-            left = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+            left, backward = sum(p.grad.nbytes for p in parameters if p.grad is not None), footprint.peak
+            for parameter in parameters:
+                parameter.grad = None
+            footprint.peak = footprint.held
+            objective.evaluate(rows)
     finally:
         hook.remove()
         forget_layouts()
-    return StepBytes(forward, footprint.peak, left)
+    return StepBytes(forward, backward, left, footprint.peak)
 
 
 def _rows(model: PreTrainedModel, count: int, length: int) -> Rows:

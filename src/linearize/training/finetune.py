@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,13 @@ from linearize.hf.sharding import (
 )
 from linearize.training.bypass import dropped_windows
 from linearize.training.config import FinetuneConfig, LoRAConfig
+from linearize.training.full_precision import HALF, computed_in_fp32
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.losses import output_losses
+from linearize.training.resumption import RESULT
 
 logger = logging.getLogger(__name__)
-FEW = 0.01  # share of the trained weights: if fewer change, rounding has undone the training
-HALF = (torch.bfloat16, torch.float16)
+LITTLE = 0.5  # share of what training gained: if rounding leaves less, it is said
 
 AtEnd = Callable[[], AbstractContextManager[None]]
 
@@ -58,19 +59,25 @@ def finetune(
     """Train `model` (a student, or a plain teacher as a control) in place, as `config` says; adapters are merged.
 
     What is not trained is frozen. Weights that change are copied first, so a teacher that shares its storage with
-    `model` stays as it is. With `all_weights`, a model in half precision trains in it (autocast), while the weights
-    that train, their updates and held-out losses are fp32; at the end weights are rounded. After an exception the model
-    is what it was: the adapters are gone, and all weights are as before.
+    `model` stays as it is. A model in half precision trains in it, while the weights or adapters that train, their
+    updates and held-out losses are fp32; at the end weights are rounded. A warning says if that loses most of the gain,
+    or if no held-out loss was below the first. After an exception the model is what it was: the adapters are gone, and
+    all weights are as before.
 
     Args:
         train_rows, validation_rows: of `build_dataset`, token ids of shape (rows, `sequence_length`).
         output_dir: what it receives, what is raised and how it is resumed: as of `training.loop.train`.
         teacher: whose outputs `config.loss` compares with; None where it compares with none.
     """
+    output_dir, before = Path(output_dir), _half_weights(model)
+    finished = (output_dir / RESULT).is_file()
     with prepared(model, config, seed) as (module, autocast, at_end):
         objective = OutputObjective(module, config, teacher, autocast, at_end)
         about: dict[str, Any] = {"seed": seed, "title": title, "model": model}
-        return train(objective, train_rows, validation_rows, config, output_dir=Path(output_dir), **about)
+        result = train(objective, train_rows, validation_rows, config, output_dir=output_dir, **about)
+    if not finished:  # else it was said before
+        _warn(model, before, validation_rows, config, teacher, result, title)
+    return result
 
 
 def load_finetuned(model: PreTrainedModel, config: FinetuneConfig, output_dir: Path) -> None:
@@ -105,7 +112,6 @@ def prepared(
     divided, was_training = divided_weights(model), model.training
     half = model.dtype if config.all_weights and model.dtype in HALF else None
     adapted: Any = None
-    began = _half_weights(model)
     line = _Line(model, before, divided if config.all_weights else {}, config)
     try:
         for parameter, data in before.items():
@@ -137,7 +143,6 @@ def prepared(
         for parameter, data in before.items():
             parameter.data = parameter.data.to(data.dtype)
         round_weights(model)
-        _warn_of_rounding(began, _half_weights(model))
     finally:
         if config.activation_checkpointing:
             _checkpointing(model, "disable")
@@ -150,19 +155,56 @@ def _half_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.data for name, p in named if p.dtype in HALF and type(p) is nn.Parameter}
 
 
-def _warn_of_rounding(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """Warn if hardly any trained weight differs from before, once all are rounded to half precision."""
+def _warn(
+    model: PreTrainedModel,
+    before: dict[str, Tensor],
+    validation_rows: Rows,
+    config: FinetuneConfig,
+    teacher: PreTrainedModel | None,
+    result: TrainResult,
+    title: str,
+) -> None:
+    """Warn if a stage has changed little, and say why: nothing lowered the loss, or rounding lost what did.
+
+    Args:
+        model: as the stage leaves it, of weights that are rounded where they are in half precision or quantized.
+        before: its weights in half precision before the stage.
+    """
+    first, best = (sum(losses.values()) for losses in (result.initial_loss, result.best_loss))
+    if best >= first:
+        if result.steps:  # a teacher that learns its own outputs takes none
+            logger.warning(
+                "%s: no held-out loss was below the first, %.6g: the weights stay as they were. Lower finetune.lr, or "
+                "evaluate more often (finetune.eval_every)",
+                title,
+                first,
+            )
+        return
+    if not (before or is_sharded(model) or getattr(model, "is_quantized", False)):
+        return
+    rounded = OutputObjective(model, config, teacher).evaluate(validation_rows)["model"]
+    left = max(0.0, (first - rounded) / (first - best))
+    if left < LITTLE:
+        logger.warning(
+            "%s: rounding the weights to %s leaves %.0f %% of the gain: held-out loss %.6g before, %.6g trained, %.6g "
+            "rounded%s. Raise finetune.lr, or load the model in float32 (--dtype float32)",
+            title,
+            str(model.config.dtype if is_sharded(model) else model.dtype).removeprefix("torch."),
+            100 * left,
+            first,
+            best,
+            rounded,
+            _changed(before, _half_weights(model)),
+        )
+
+
+def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> str:
+    """Return how many of the trained weights differ from before, in words; nothing for weights that are divided."""
     pairs = [(before[name], x) for name, x in after.items() if name in before]
     trained = [(a, b) for a, b in pairs if a.data_ptr() != b.data_ptr()]  # others still are the teacher's own
     count = sum(b.numel() for _, b in trained)
     changed = sum(int((a != b).sum()) for a, b in trained)
-    if count and changed < FEW * count:
-        logger.warning(
-            "finetune: %.2f %% of the trained weights changed; the rest of what was learned is lost in rounding to %s. "
-            "Raise finetune.lr, or load the model in float32 (--dtype float32)",
-            100 * changed / count,
-            str(trained[0][1].dtype).removeprefix("torch."),
-        )
+    return f", where {100 * changed / count:.2f} % of the trained weights changed" if count else ""
 
 
 @dataclass(frozen=True)
@@ -301,11 +343,13 @@ class OutputObjective:
         return summed({"model": self._loss(micro_batches, step)})
 
     def evaluate(self, rows: Rows) -> dict[str, float]:
-        """The held-out loss, of the weights as they would end."""
+        """The held-out loss in fp32, of the weights as they would end; half precision is what they are rounded to."""
         self._model.eval()
         size = self._config.micro_batch_size or self._config.batch_size
         batches = [rows.rows(slice(i, i + size)) for i in range(0, len(rows), size)]
-        with self._at_end():
+        with self._at_end(), ExitStack() as stack:
+            for model in (self._model, *([] if self._teacher is None else [self._teacher])):
+                stack.enter_context(computed_in_fp32(model))
             return summed({"model": self._loss(batches, None)})
 
     def _loss(self, batches: list[Rows], step: Step | None) -> float:
