@@ -125,12 +125,12 @@ def test_a_student_holds_less_than_its_teacher_and_everything_is_plain_data() ->
     teacher = tiny.llama()
     models: dict[str, nn.Module] = dict(teacher=teacher, student=linearize.convert(teacher, tiny.recipe()))
     found = measured(models, rows=tiny.packed([[64]] * 4), missing=["ablated"])
-    short, long = POSITIONS // 4, POSITIONS - NEW_TOKENS
+    short, long = POSITIONS // 4 - NEW_TOKENS, POSITIONS - 1 - NEW_TOKENS
     held = {(speed.model, speed.prompt_length): speed.cache_bytes for speed in found.speed}
     assert list(held) == [(name, length) for length in (short, long) for name in ("teacher", "student")]
     kv_bytes_per_token = 2 * 2 * 2 * 8 * 4  # layers, keys and values, KV heads, head dimension, fp32
     assert held["teacher", short] == (short + NEW_TOKENS) * kv_bytes_per_token
-    assert held["teacher", long] == POSITIONS * kv_bytes_per_token
+    assert held["teacher", long] == (POSITIONS - 1) * kv_bytes_per_token
     assert held["student", short] == held["student", long]
 
     plain = found.to_json()
@@ -139,6 +139,27 @@ def test_a_student_holds_less_than_its_teacher_and_everything_is_plain_data() ->
     assert plain["missing"] == [LABELS["ablated"]]
     assert plain["measured"][1]["label"] == "student" and plain["measured"][1]["note"] == "note on student"
     assert plain["measured"][1]["quality"]["loss"]["mean"] == found.measured[1].quality.loss.mean
+
+
+@pytest.mark.parametrize(
+    "border, expected",
+    [
+        (POSITIONS // 4, [POSITIONS // 4 - NEW_TOKENS, POSITIONS - 1 - NEW_TOKENS]),
+        (POSITIONS // 4 - 1, [POSITIONS - 1 - NEW_TOKENS]),
+        (POSITIONS - 2, [POSITIONS // 4 - NEW_TOKENS]),
+    ],
+)
+def test_speed_where_rotary_angles_change(border: int, expected: list[int]) -> None:
+    """A length whose answers would cross the border is left out, with a reason, and nothing else is."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": border, "factor": 4.0}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    teacher = tiny.llama(rope_parameters=rope, max_position_embeddings=POSITIONS)
+    models: dict[str, nn.Module] = dict(teacher=teacher, student=linearize.convert(teacher, tiny.recipe()))
+    found = measured(models, rows=tiny.packed([[64]] * 4))
+    assert list(dict.fromkeys(speed.prompt_length for speed in found.speed)) == expected
+    assert ("speed" in found.not_measured) == (len(expected) < 2)
+    if len(expected) < 2:
+        assert f"config.rope_parameters: expected at most {border} tokens" in found.not_measured["speed"]
 
 
 def test_without_a_teacher_the_student_is_measured_alone() -> None:

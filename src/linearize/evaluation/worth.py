@@ -249,15 +249,26 @@ def measure(
 
 
 def _speed(opened: Mapping[str, Candidate], max_positions: int, seed: int, reasons: dict[str, str]) -> list[Speed]:
-    """Teacher and student at a quarter of the positions and at nearly all of them; not where weights are divided."""
-    lengths = (max_positions // 4, max_positions - NEW_TOKENS)
+    """Return the speed of teacher and student on texts of a quarter of the positions and of nearly all of them.
+
+    These lengths include what is generated. Rotary angles that depend on the length of a text may change where a
+    quarter ends, or at the last position, and a state cannot be carried on beyond. A length at which that happens is
+    left out; so is all of it where weights are divided. The reason is put into `reasons`.
+    """
+    lengths = (max(1, max_positions // 4 - NEW_TOKENS), max_positions - 1 - NEW_TOKENS)
     with opened["teacher"].open() as teacher, opened["student"].open() as student:
         if is_sharded(student):
             reasons["speed"] = "weights are divided among processes; `linearize bench` measures the model in one piece"
         if not world().main or is_sharded(student):
             return []
         models = {"teacher": teacher, "student": student}
-        return generation_speed(models, lengths, new_tokens=NEW_TOKENS, repeats=3, seed=seed)
+        speeds = []
+        for length in lengths:
+            try:
+                speeds += generation_speed(models, [length], new_tokens=NEW_TOKENS, repeats=3, seed=seed)
+            except UserError as error:  # of the model: the other numbers do not depend on it
+                reasons["speed"] = f"of prompts of {length} tokens: {error}"
+        return speeds
 
 
 # --- the closer look: what the loss does not show ---------------------------------------------------------------------
