@@ -188,7 +188,16 @@ def test_bad_field(assignment: str, field: str, expected: str) -> None:
     assert expected in message
 
 
-@pytest.mark.parametrize("assignment, example", [("memory.fraction=7", "recommended"), ("seed=-1", "lolcats")])
+@pytest.mark.parametrize(
+    "assignment, example",
+    [
+        ("memory.fraction=7", "recommended"),
+        ("memory={bytes: 20000, fraction: 0.1}", "recommended"),
+        ("memory={fraction: 0.1}", "recommended"),  # with a transfer: of the recipe as a whole
+        ("data.task={type: text_embedding}", "lolcats"),
+        ("seed=-1", "lolcats"),
+    ],
+)
 def test_the_example_has_the_field(assignment: str, example: str) -> None:
     with pytest.raises(UserError, match=f"`linearize recipes {example}` shows a valid one"):
         load(assignment)

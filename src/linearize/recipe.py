@@ -186,6 +186,11 @@ class Recipe(Config):
             raise ValueError("memory says what every head gets: set heads=[]")
         if self.memory is not None and self.transfer is not None:
             raise ValueError("memory chooses among parts that learn nothing from attention: set transfer=null")
+        if not self.data.task.language and (field := self._measured_on_text):
+            raise ValueError(
+                f"{field} is fitted to the attention of a language model: set it to null, or data.task.type to "
+                "language_modelling"
+            )
         if self.memory is not None and self.weights == "random":
             raise ValueError(
                 "memory is given to heads by what they need, and random weights need nothing: set it to null"
@@ -200,6 +205,14 @@ class Recipe(Config):
             if self.data.top_esl is not None:
                 raise ValueError("weights `random` have no attention to choose documents by: set data.top_esl=null")
         return self
+
+    @property
+    def _measured_on_text(self) -> str | None:
+        """Return the field for which a teacher's attention is measured on text; None if there is none."""
+        if self.memory is not None:
+            return "memory"
+        caches = {"mixer": self.mixer.cache} | {"heads": next((x.mixer.cache for x in self.heads if x.mixer), None)}
+        return next((f"{name}.cache" for name, cache in caches.items() if cache is not None), None)
 
     @property
     def controls(self) -> tuple[str, ...]:
@@ -316,6 +329,9 @@ def _assigned(data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
 
 def _one_line(error: ValidationError, data: Any) -> str:
     first = error.errors(include_url=False)[0]
+    # Of those that come with the package: `recommended` has `memory`, and what goes with it; `lolcats` all the rest.
+    has_memory = isinstance(data, dict) and data.get("memory") is not None
+    example = "recommended" if first["loc"][:1] == ("memory",) or (has_memory and not first["loc"]) else "lolcats"
     # Pydantic puts the type of a part into the location; it is not part of the field's name.
     names = []
     for name in first["loc"]:
@@ -329,12 +345,7 @@ def _one_line(error: ValidationError, data: Any) -> str:
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     message = message.removeprefix("Value error, ")
     where = ".".join(names) or "(all)"
-    return f"recipe field {where}: {message}{found}{more}; `linearize recipes {_example(names)}` shows a valid one"
-
-
-def _example(names: list[str]) -> str:
-    """Return the name of a recipe that has the field: `memory` is in `recommended`, all other fields in `lolcats`."""
-    return "recommended" if names[:1] == ["memory"] else "lolcats"
+    return f"recipe field {where}: {message}{found}{more}; `linearize recipes {example}` shows a valid one"
 
 
 # --- recipe x teacher -> layer plan -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from contextlib import nullcontext
 from dataclasses import asdict
 
@@ -18,7 +19,7 @@ from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import HeadwiseConfig
 from linearize.recipe import Recipe, resolve
 from linearize.training.allocation import Allocation, allocate
-from linearize.training.memory import MemoryConfig
+from linearize.training.memory import MemoryConfig, require_room
 from tests.hf.models import make_teacher, random_tokens
 
 
@@ -73,8 +74,32 @@ def test_small_budgets() -> None:
     found = allocate(memory, drawn_needs(), shape, torch.float64)
     assert found.window == 5 and found.held == memory.bytes
     assert not found.text and found.recall == {layer: [0, 0] for layer in range(3)}
-    with pytest.raises(UserError, match=r"memory: expected at least 3,840 bytes, .* found 3,000; give more, or fewer"):
+    expected = (
+        r"memory: expected at least 3,840 bytes, .* found 3,000; set memory\.bytes to at least 3840, or fewer mem"
+    )
+    with pytest.raises(UserError, match=expected):
         allocate(memory.model_copy(update={"bytes": 3000}), drawn_needs(), shape, torch.float64)
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 3, 28])
+@pytest.mark.parametrize("reference_length", [1, 29, 100, 1000, 1024, 77_777])
+def test_what_a_small_budget_is_told_to_take_suffices(reference_length: int, sinks: int) -> None:
+    """And no much smaller fraction does."""
+    shape = TeacherShape.from_config(make_teacher("llama").config.to_dict())
+    memory = MemoryConfig(fraction=1e-6, reference_length=reference_length, sinks=sinks)
+    with pytest.raises(UserError) as refused:
+        require_room(memory, shape, 3, torch.float32)
+    said = re.search(
+        r"set (?:memory.fraction=null and )?memory.(bytes|fraction) to at least ([\d.e-]+)", str(refused.value)
+    )
+    assert said is not None and ("memory.sinks" in str(refused.value)) == (sinks > 0)
+    assert (said[1] == "bytes") == (sinks >= reference_length), "the whole cache is not enough"
+    nothing = {"bytes": None, "fraction": None}
+    value = int(said[2]) if said[1] == "bytes" else float(said[2])
+    require_room(memory.model_copy(update=nothing | {said[1]: value}), shape, 3, torch.float32)
+    with pytest.raises(UserError):
+        less = int(0.9 * value) if said[1] == "bytes" else 0.9 * value
+        require_room(memory.model_copy(update=nothing | {said[1]: less}), shape, 3, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -102,8 +127,11 @@ def test_a_fraction_is_of_the_teachers_cache() -> None:
 @pytest.mark.parametrize(
     "fields, reason",
     [
-        ({"memory": {}}, "either `bytes` or `fraction`"),
-        ({"memory": {"bytes": 5, "fraction": 0.5}}, "either `bytes` or `fraction`"),
+        ({"memory": {}}, "either `bytes` or `fraction`, found neither; set memory.fraction"),
+        (
+            {"memory": {"bytes": 5, "fraction": 0.5}},
+            r"found both: memory\.bytes=5 and memory\.fraction=0\.5; add `--set memory\.fraction=null` to keep the by",
+        ),
         ({"memory": {"bytes": 5}}, "set transfer=null"),
         ({"memory": {"bytes": 5}, "transfer": None, "heads": [{"kv_heads": ["0.0"]}]}, r"set heads=\[\]"),
     ],

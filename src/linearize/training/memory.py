@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from pydantic import Field, PositiveInt, model_validator
 
@@ -38,8 +40,14 @@ class MemoryConfig(Config):
 
     @model_validator(mode="after")
     def _one_of_both(self) -> MemoryConfig:
-        if (self.bytes is None) == (self.fraction is None):
-            raise ValueError("memory: expected either `bytes` or `fraction`")
+        if self.bytes is None and self.fraction is None:
+            raise ValueError("expected either `bytes` or `fraction`, found neither; set memory.fraction, e.g. to 0.11")
+        if self.bytes is not None and self.fraction is not None:
+            raise ValueError(
+                f"expected either `bytes` or `fraction`, found both: memory.bytes={self.bytes} and "
+                f"memory.fraction={self.fraction:g}; add `--set memory.fraction=null` to keep the bytes, or "
+                "`--set memory.bytes=null` to keep the fraction"
+            )
         return self
 
     def budget(self, teacher: TeacherShape, dtype: torch.dtype) -> int:
@@ -64,10 +72,24 @@ def require_room(memory: MemoryConfig, teacher: TeacherShape, layers: int, dtype
     """
     smallest = layers * teacher.num_kv_heads * head_bytes(head_mixer(1, 0, memory.sinks), teacher, dtype)
     if (budget := memory.budget(teacher, dtype)) < smallest:
+        fewer = ", or fewer memory.sinks" if memory.sinks else ""
         raise UserError(
             f"memory: expected at least {smallest:,} bytes, with which every KV head has its sinks and its own key, "
-            f"found {budget:,}; give more, or fewer memory.sinks"
+            f"found {budget:,}; {_enough(memory, smallest, teacher, dtype)}{fewer}"
         )
+
+
+def _enough(memory: MemoryConfig, smallest: int, teacher: TeacherShape, dtype: torch.dtype) -> str:
+    """Return which value of the budget suffices for so many bytes, as advice."""
+    cache = memory.model_copy(update={"bytes": None, "fraction": 1.0}).budget(teacher, dtype)
+    if memory.fraction is None or smallest > cache:
+        null = "" if memory.fraction is None else "memory.fraction=null and "
+        return f"set {null}memory.bytes to at least {smallest}"
+    digits = 1 - math.floor(math.log10(smallest / cache))  # two that count
+    steps = math.ceil(smallest / cache * 10**digits)
+    while memory.model_copy(update={"fraction": steps / 10**digits}).budget(teacher, dtype) < smallest:
+        steps += 1  # a product of floats is cut to whole bytes
+    return f"set memory.fraction to at least {steps / 10**digits:g}"
 
 
 def head_mixer(window: int, text: int, sinks: int, recall: int = 0) -> MixerConfig:
