@@ -100,7 +100,7 @@ PLAN = """
 import sys
 import linearize_cli
 
-sys.argv = ["linearize", "plan", "lolcats", "--model", sys.argv[1]]
+sys.argv = ["linearize", "plan", "lolcats", "--set", "data.sequence_length=64", "--model", sys.argv[1]]
 try:
     linearize_cli.main()
 except SystemExit as status:
@@ -118,6 +118,7 @@ def test_a_plan_loads_no_more_than_the_models_code() -> None:
     assert child.stderr.splitlines()[-1] == "[]"
 
 
+SHORT = ("--set", "data.sequence_length=64")  # the tiny models have 256 positions
 TORCH_AFTER_HELP = """
 import sys
 import linearize_cli
@@ -170,7 +171,7 @@ def test_a_recipe_that_there_is_not(command: Command) -> None:
 
 
 def test_a_plan_as_json_is_one_object(command: Command) -> None:
-    arguments = ("plan", "lolcats", "--model", tiny.teacher_folder(), "--dtype", "float32")
+    arguments = ("plan", "lolcats", "--model", tiny.teacher_folder(), "--dtype", "float32", *SHORT)
     done = command(*arguments, "--set", "mixer.span.window_size=8", "--json")
     assert (done.status, done.err) == (0, "")
     assert done.out.count("\n") == 1
@@ -185,7 +186,7 @@ def test_a_plan_as_json_is_one_object(command: Command) -> None:
 
 
 def test_a_plan_with_text_measures_the_teachers_attention(command: Command) -> None:
-    arguments = ["plan", "lolcats", "--model", tiny.teacher_folder(), "--dataset", tiny.text_file()]
+    arguments = ["plan", "lolcats", "--model", tiny.teacher_folder(), *SHORT, "--dataset", tiny.text_file()]
     found = json.loads(command(*arguments, "--json").out)["teacher_attention"]
     assert found["heads"] == 8 and 0 < found["entropy"] < math.log(256)
     assert "The teacher gives its first token" in command(*arguments).out
@@ -207,7 +208,7 @@ def test_a_plan_for_a_gpu(command: Command) -> None:
 
 
 def test_the_recipe_when_none_is_named(command: Command, tmp_path: Path) -> None:
-    plan = command("plan", "--model", tiny.teacher_folder(), "--json")
+    plan = command("plan", "--model", tiny.teacher_folder(), *SHORT, "--json")
     assert (plan.status, json.loads(plan.out)["recipe"]) == (0, "recommended")
     fields = {name: value for name, value in tiny.RECIPE.items() if not name.startswith(("transfer", "mixer"))}
     fields |= {"memory.reference_length": 64}

@@ -67,7 +67,9 @@ def convert(
             f"recipe {recipe.name}: expected a tokenizer, because attention is measured on text for `memory`; "
             "found none; pass linearize.convert(teacher, recipe, tokenizer)"
         )
+    from linearize.planning.checks import check_run
     from linearize.run.allocation import measure
 
+    check_run(recipe, shape, plan)
     dataset = build_dataset(recipe.data, tokenizer, seed=recipe.seed)
     return measure(recipe, shape, plan, teacher, dataset, tokenizer, teacher.dtype).convert(teacher, recipe.seed)

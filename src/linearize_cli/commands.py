@@ -84,6 +84,7 @@ def plan(
         from linearize.hf.teacher import TeacherShape
         from linearize.planning import cluster as clusters
         from linearize.planning import plan as planning
+        from linearize.planning.checks import check_run
         from linearize.planning.fit import fit, parse_memory
         from linearize.recipe import KeepByTransferError, Recipe, parse_overrides, resolve
 
@@ -94,6 +95,7 @@ def plan(
     computed_in = dtype_of(dtype, torch.device("cpu"))
     # Which layers transfer worst is not known before; how many stay softmax is, and costs the same for any.
     layers = resolve(chosen, shape, errors=[float(index) for index in range(shape.num_layers)], dtype=computed_in)
+    check_run(chosen, shape, layers)
     found = None
     if gpu_memory is not None:
         found = fit(chosen, shape, layers, dtype=computed_in, memory=parse_memory(gpu_memory))

@@ -78,7 +78,7 @@ def test_a_step_takes_what_is_forecast(model_type: str, length: int, dtype: torc
 
 
 def test_an_evaluation_may_take_more_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a bf16 model with a large vocabulary: the head's weights and logits are in fp32, in a step logits by chunks."""
+    """Of a bf16 model with a large vocabulary: its head and logits are in fp32, those of a step in chunks."""
     monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 20_000)
     *_, (forecast, step, evaluation) = steps("llama", 8, torch.bfloat16, AGAIN, vocabulary=20_000)
     assert abs(forecast / evaluation - 1) < WITHIN and evaluation > 2 * step

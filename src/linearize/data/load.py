@@ -14,7 +14,7 @@ from linearize.data.images import build_images
 from linearize.data.labels import Classes
 from linearize.data.packing import Dataset, Score, build_dataset
 from linearize.data.rows import PackedRows
-from linearize.data.synthetic import PAD, build_generated
+from linearize.data.synthetic import PAD, build_generated, check_generated
 from linearize.data.tasks import (
     AnyTask,
     AssociativeRecall,
@@ -68,17 +68,36 @@ def check_kind(task: AnyTask, shape: TeacherShape) -> None:
         )
 
 
-def _check_head(task: AnyTask, shape: TeacherShape, config: dict[str, Any], processor: Any, classes: Classes) -> None:
-    """See that the model's head can learn the task's labels, and finds the token that it reads.
+def check_data(data: DataConfig, shape: TeacherShape) -> None:
+    """Check that a model is of the task's kind, and has its classes and tokens, and positions for the longest row.
+
+    All of that is in its config.json.
 
     Raises:
-        UserError: it has not one output for numbers; or a decoder whose config does not name the padding that is used.
+        UserError: it is not, or has not.
     """
+    task, classes = data.task, Classes.of(shape.contents)
+    check_kind(task, shape)
+    length, field = row_length(data, shape)
+    if length > shape.max_positions:
+        raise UserError(
+            f"{field}: expected at most the model's {shape.max_positions} positions, found "
+            f"{length}; pass --set {field}={shape.max_positions}"
+        )
     if isinstance(task, TextClassification) and task.regression and classes.count != 1:
         raise UserError(
             f"data.task.metrics: expected a model with one output for `spearman`, found {classes.count} classes; use a "
             "model with num_labels 1, or set data.task.metrics=[accuracy]"
         )
+    check_generated(task, shape, classes)
+
+
+def _check_padding(task: AnyTask, shape: TeacherShape, config: dict[str, Any], processor: Any) -> None:
+    """Check that the model's head finds the token that it reads.
+
+    Raises:
+        UserError: it has no such token, or its config does not name the padding that is used.
+    """
     padding = PAD if isinstance(task, ListOps) else getattr(processor, "pad_token_id", None)
     if padding is None or task.language:
         return
@@ -116,16 +135,10 @@ def load_dataset(
             positions, or data that cannot be used.
     """
     task, shape, classes = data.task, TeacherShape.from_config(config), Classes.of(config)
-    check_kind(task, shape)
+    check_data(data, shape)
     if data.dataset is None and not task.built_in:
         raise UserError("data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
-    length, field = row_length(data, shape)
-    if length > shape.max_positions:
-        raise UserError(
-            f"{field}: expected at most the model's {shape.max_positions} positions, found "
-            f"{length}; pass --set {field}={shape.max_positions}"
-        )
-    _check_head(task, shape, config, processor, classes)
+    _check_padding(task, shape, config, processor)
     dataset = _BUILDERS[type(task)](data, seed, processor, shape, classes, score)
     for rows in (dataset.train, dataset.validation, dataset.test):
         if shape.vocab_size:

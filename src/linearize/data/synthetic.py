@@ -18,7 +18,7 @@ from linearize.data.packing import Dataset, document_progress
 from linearize.data.rows import IGNORED, PackedRows
 from linearize.data.sources import read_rows
 from linearize.data.splits import require_enough, validation_and_test
-from linearize.data.tasks import AssociativeRecall, ListOps
+from linearize.data.tasks import AnyTask, AssociativeRecall, ListOps
 from linearize.hf.teacher import TeacherShape
 
 # --- associative recall -----------------------------------------------------------------------------------------------
@@ -52,11 +52,6 @@ def recall_rows(task: AssociativeRecall, examples: int, *, labels: str, seed: st
 def _recall(config: DataConfig, shape: TeacherShape, classes: Classes, seed: int, use_cache: bool | None) -> Dataset:
     task = config.task
     assert isinstance(task, AssociativeRecall)
-    if shape.vocab_size < task.vocabulary_size or shape.bidirectional:
-        raise UserError(
-            f"data.task: expected a decoder with at least {task.vocabulary_size} tokens (data.task.vocabulary_size), "
-            f"found {shape.model_type} with {shape.vocab_size}; use another model"
-        )
     require_enough(task.held_out_examples, "examples (data.task.held_out_examples)", "set more of them")
     train = recall_rows(task, task.train_examples, labels=task.labels, seed=f"recall, train {seed}")
     streams = ("recall, held out 0", "recall, test 0")
@@ -121,11 +116,6 @@ def _listops(config: DataConfig, shape: TeacherShape, classes: Classes, seed: in
     """Made, or read where there is a dataset: a table with the columns Source and Target."""
     task = config.task
     assert isinstance(task, ListOps)
-    if shape.vocab_size < len(TOKENS) or (classes.count or 10) < 10:
-        raise UserError(
-            f"data.task: expected a model with at least {len(TOKENS)} tokens and 10 classes, found {shape.vocab_size} "
-            f"and {classes.count}; use a config with vocab_size {len(TOKENS)} and num_labels 10"
-        )
     train_count, count = task.train_examples, task.held_out_examples
     if config.dataset is None:
         made = []
@@ -167,6 +157,25 @@ _BUILDERS: dict[type, Callable[[DataConfig, TeacherShape, Classes, int, bool | N
 }
 
 
+def check_generated(task: AnyTask, shape: TeacherShape, classes: Classes) -> None:
+    """Check that a model has the tokens and classes that a built-in task needs; other tasks need none.
+
+    Raises:
+        UserError: it has not.
+    """
+    recalls = isinstance(task, AssociativeRecall)
+    if recalls and (shape.vocab_size < task.vocabulary_size or shape.bidirectional):
+        raise UserError(
+            f"data.task: expected a decoder with at least {task.vocabulary_size} tokens (data.task.vocabulary_size), "
+            f"found {shape.model_type} with {shape.vocab_size}; use another model"
+        )
+    if isinstance(task, ListOps) and (shape.vocab_size < len(TOKENS) or (classes.count or 10) < 10):
+        raise UserError(
+            f"data.task: expected a model with at least {len(TOKENS)} tokens and 10 classes, found {shape.vocab_size} "
+            f"and {classes.count}; use a config with vocab_size {len(TOKENS)} and num_labels 10"
+        )
+
+
 def build_generated(
     config: DataConfig, shape: TeacherShape, classes: Classes, *, seed: int, use_cache: bool | None
 ) -> Dataset:
@@ -176,4 +185,5 @@ def build_generated(
         UserError: a model without the tokens or classes that the task needs, or one of another kind.
     """
     task: Any = config.task
+    check_generated(task, shape, classes)
     return _BUILDERS[type(task)](config, shape, classes, seed, use_cache)

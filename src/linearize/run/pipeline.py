@@ -23,6 +23,7 @@ from linearize.hf.sharded_checkpoint import save_sharded
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.planning import plan as planning
+from linearize.planning.checks import check_run
 from linearize.recipe import Recipe, resolve
 from linearize.run.allocation import measure, stored
 from linearize.run.evaluate import control, measure_run, write_results
@@ -32,7 +33,7 @@ from linearize.run.rows import kept, rows_of
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
 from linearize.training.config import FinetuneConfig
-from linearize.training.finetune import finetune
+from linearize.training.finetune import finetune, refuse_quantized
 
 STAGES = ("convert", "transfer", "adapt", "finetune", "evaluate")
 
@@ -62,6 +63,7 @@ def run(
     check_tasks(run.recipe.evaluation, trusted=trust_tasks)
     shape = TeacherShape.from_config(read_config(run.model))
     layers = resolve(run.recipe, shape, dtype=run.dtype)
+    check_run(run.recipe, shape, layers)
     check_block(run.recipe, shape, block)
     check_output(run)
     run = laid_out(run, shape, layers)
@@ -79,10 +81,10 @@ def _carry_out(
     command: str | None,
 ) -> Worth | None:
     """`run`, once it is known to be possible."""
-    config = read_config(run.model)
+    contents = read_config(run.model)
     processor = load_processor(run.recipe.data.task, run.model)
     own = dataset is None
-    dataset = rows_of(run, processor, config) if dataset is None else dataset
+    dataset = rows_of(run, processor, contents) if dataset is None else dataset
     if run.recipe.transfer is not None and run.recipe.transfer.layers_per_block is not None:
         if world().size > 1:
             raise UserError(
@@ -93,6 +95,9 @@ def _carry_out(
         if block is not None or until == "transfer":
             return None
     teacher = run.load_teacher()
+    for stage, config in (("adapt", run.recipe.adapt), ("finetune", run.recipe.finetune)):
+        if config is not None:
+            refuse_quantized(teacher, config, stage)
     measured = stored(run, shape, layers)
     if measured is None:
         measured = agreed(measure(run.recipe, shape, layers, teacher, dataset, processor, run.dtype))

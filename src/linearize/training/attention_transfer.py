@@ -7,14 +7,14 @@ graph is freed. Peak memory is that of inference plus one layer, and no T x T ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
@@ -107,10 +107,8 @@ class TransferObjective:
         for name, layer in linearized_layers(student).items():
             layer.mixer.requires_grad_(True)
             if parameters := {f"{name}.mixer.{key}": p for key, p in layer.mixer.named_parameters()}:
-                check_losses(config, name, layer)
                 units.append(Unit(name, parameters))
-        if not units:
-            raise UserError("transfer: expected mixers that learn, found none with parameters; set transfer=null")
+        check_transfer(config, {name: layer.mixer for name, layer in linearized_layers(student).items()})
         self.units: Sequence[Unit] = units
 
     def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
@@ -158,6 +156,22 @@ class TransferObjective:
             counts = zip(sizes, far, strict=True)
             shares[unit.name] = [Share(size / sum(sizes), count / max(1, sum(far))) for size, count in counts]
         return shares
+
+
+def check_transfer(config: TransferConfig, mixers: Mapping[str, nn.Module]) -> None:
+    """Check that attention transfer has something to learn, and that its losses mean something for what learns.
+
+    Args:
+        mixers: by the name of their layer; the meta device will do.
+
+    Raises:
+        UserError: no mixer has parameters, or a loss means nothing for one that has.
+    """
+    learning = {name: mixer for name, mixer in mixers.items() if any(True for _ in mixer.parameters())}
+    for name, mixer in learning.items():
+        check_losses(config, name, mixer)
+    if not learning:
+        raise UserError("transfer: expected mixers that learn, found none with parameters; set transfer=null")
 
 
 def layer_passes(student: PreTrainedModel) -> dict[str, int]:

@@ -80,6 +80,35 @@ def finetune(
     return result
 
 
+def check_trains(config: FinetuneConfig, mixers: Sequence[nn.Module], stage: str = "finetune") -> None:
+    """Check that a stage has weights to train.
+
+    Args:
+        mixers: of all layers that are converted; the meta device will do.
+
+    Raises:
+        UserError: it is to train mixers alone, and these have no parameters.
+    """
+    if not config.all_weights and config.lora is None and not any(True for m in mixers for _ in m.parameters()):
+        raise UserError(
+            f"{stage}: expected weights to train, found mixers without parameters; set {stage}.lora, or "
+            f"{stage}.all_weights=true and {stage}.mixers=false"
+        )
+
+
+def refuse_quantized(model: PreTrainedModel, config: FinetuneConfig, stage: str = "finetune") -> None:
+    """Check that all weights of a model can train, if they are to.
+
+    Raises:
+        UserError: they are quantized.
+    """
+    if config.all_weights and getattr(model, "is_quantized", False):
+        raise UserError(
+            f"{stage}.all_weights: expected a model that is not quantized, found quantized weights, which cannot be "
+            f"trained; set {stage}.all_weights=false and {stage}.lora, or load it unquantized"
+        )
+
+
 def load_finetuned(model: PreTrainedModel, config: FinetuneConfig, output_dir: Path) -> None:
     """Load what a finished stage trained into `model`, in place."""
     with prepared(model, config, seed=0) as (module, *_):
@@ -96,18 +125,12 @@ def prepared(
     weights; and a context within which the weights are those that training would end with, interpolated as `config`
     says. At the end so they are, adapters are merged, and dtypes are as before; after an exception, so is all the rest.
     """
-    if config.all_weights and getattr(model, "is_quantized", False):
-        raise UserError(
-            "finetune.all_weights: expected a model that is not quantized, found quantized weights, which "
-            "cannot be trained; set finetune.all_weights=false and finetune.lora, or load it unquantized"
-        )
-    chosen: list[nn.Module] = [model] if config.all_weights else []
-    if config.mixers:
-        chosen = [layer.mixer for layer in linearized_layers(model).values()]
+    refuse_quantized(model, config)
+    mixers = [layer.mixer for layer in linearized_layers(model).values()]
+    check_trains(config, mixers)
+    chosen: list[nn.Module] = [model] if config.all_weights else mixers if config.mixers else []
     model.requires_grad_(False)
     changed = list(dict.fromkeys(p for module in chosen for p in module.parameters()))
-    if not changed and config.lora is None:
-        raise UserError("finetune: expected weights to train, found mixers without parameters; set finetune.lora")
     before = {p: p.data for p in changed if not isinstance(p, DTensor)}
     divided, was_training = divided_weights(model), model.training
     half = model.dtype if config.all_weights and model.dtype in HALF else None

@@ -47,31 +47,34 @@ class Share:
     far_queries: float
 
 
-def check_losses(config: TransferConfig, name: str, layer: Any) -> None:
-    """Whether the losses mean something for the mixer of this layer.
+def check_losses(config: TransferConfig, name: str, mixer: Any) -> None:
+    """Check that the losses mean something for a layer's mixer.
+
+    Args:
+        name: of the layer.
 
     Raises:
         UserError: they do not.
     """
-    if isinstance(layer.mixer, HeadwiseMixer):
+    if isinstance(mixer, HeadwiseMixer):
         if config.weight_cross_entropy or config.linear_part:
             raise UserError(
                 f"transfer: expected output_mse alone for heads of several kinds, as {name} has; set "
                 "weight_cross_entropy and linear_part to 0"
             )
         return
-    if layer.mixer.config.cache is not None and (config.weight_cross_entropy or config.linear_part):
+    if mixer.config.cache is not None and (config.weight_cross_entropy or config.linear_part):
         raise UserError(
             f"transfer: expected output_mse alone beside a KV cache with eviction, found more for {name}; evictions "
             "decide which keys the linear part reads; set weight_cross_entropy and linear_part to 0"
         )
-    reason = no_distribution(layer.mixer)
+    reason = no_distribution(mixer)
     if config.weight_cross_entropy and reason is not None:
         raise UserError(
             "transfer.weight_cross_entropy: expected mixers whose attention weights are a distribution over the keys, "
             f"found {reason}, in {name}; set it to 0 and output_mse above 0"
         )
-    if config.linear_part and isinstance(layer.mixer.span, NoSpan):
+    if config.linear_part and isinstance(mixer.span, NoSpan):
         raise UserError(
             f"transfer.linear_part: expected mixers with a window beside the linear part, found span `none` in {name}, "
             "where it would be the same loss twice; set it to 0"

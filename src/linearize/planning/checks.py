@@ -1,0 +1,54 @@
+"""What is known of a run before any weights are read: from the recipe and the teacher's config.json."""
+
+from __future__ import annotations
+
+import torch
+
+from linearize.base import UserError
+from linearize.data.load import check_data
+from linearize.hf.classes import build
+from linearize.hf.partial_model import stored_by_layer
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.config import LayerPlan
+from linearize.recipe import Recipe
+from linearize.training.attention_transfer import check_transfer
+from linearize.training.finetune import check_trains
+
+
+def check_run(recipe: Recipe, teacher: TeacherShape, layers: LayerPlan) -> None:
+    """Check that a teacher can be converted and trained as a recipe says, as far as that is known without weights.
+
+    Args:
+        layers: the recipe, resolved for the teacher.
+
+    Raises:
+        UserError: the teacher is of another kind than the task's, or has too few positions; a stage has nothing to
+            train, or a loss without meaning for these mixers; or the weights cannot be read block by block.
+    """
+    check_data(recipe.data, teacher)
+    with torch.device("meta"):
+        built = {config: build(config, teacher) for config in dict.fromkeys(layers) if config is not None}
+    mixers = {f"layer {index}": built[config] for index, config in enumerate(layers) if config is not None}
+    if recipe.transfer is not None:
+        check_transfer(recipe.transfer, mixers)
+        if recipe.transfer.layers_per_block is not None:
+            _check_blocks(recipe, teacher)
+    for stage, config in (("adapt", recipe.adapt), ("finetune", recipe.finetune)):
+        if config is not None:
+            check_trains(config, [*mixers.values()], stage)
+
+
+def _check_blocks(recipe: Recipe, teacher: TeacherShape) -> None:
+    """Check that attention transfer can go block by block.
+
+    Raises:
+        UserError: the task is none of a language model, or the files do not hold the weights as the model does.
+    """
+    task, advice = recipe.data.task, "set transfer.layers_per_block=null"
+    if not task.language:
+        raise UserError(f"transfer.layers_per_block: expected a language model, found the task {task.type}; {advice}")
+    if not stored_by_layer(teacher.model_type):
+        raise UserError(
+            f"transfer.layers_per_block: expected weights that lie in their files as the model holds them, found "
+            f"{teacher.model_type!r}, whose experts do not; {advice}"
+        )

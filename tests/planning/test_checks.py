@@ -1,0 +1,153 @@
+"""What is known without weights is refused without weights, by `plan` as by `run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import linearize
+from linearize.base import UserError
+from linearize.hf.checkpoint import read_config
+from linearize.hf.teacher import TeacherShape
+from linearize.planning.checks import check_run
+from linearize.recipe import Recipe, resolve
+from linearize.run import folder, pipeline
+from tests import tiny
+from tests.commands import Command, assert_refused
+
+ALONE = {"finetune.lora": None, "finetune.mixers": True}
+# By name: a recipe, fields, and what is refused.
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mixers of a budget": (
+        "recommended",
+        {"finetune.all_weights": False, "finetune.mixers": True},
+        "finetune: expected weights to train, found mixers without parameters; set finetune.lora",
+    ),
+    "mixers without parameters": (
+        "elu",
+        {"transfer": None} | ALONE,
+        "finetune: expected weights to train, found mixers without parameters; set finetune.lora",
+    ),
+    "mixers without parameters, adapted": (
+        "elu",
+        {"transfer": None, "adapt": {"lora": None, "mixers": True}},
+        "adapt: expected weights to train, found mixers without parameters; set adapt.lora",
+    ),
+    "transfer to mixers without parameters": (
+        "elu",
+        {"transfer": {}},
+        "transfer: expected mixers that learn, found none with parameters; set transfer=null",
+    ),
+    "a loss without meaning": (
+        "lolcats",
+        {"mixer.span": {"type": "none"}, "mixer.combine.type": "add", "transfer.linear_part": 1.0},
+        "transfer.linear_part: expected mixers with a window beside the linear part, found span `none` in layer 0",
+    ),
+    "blocks with a task": (
+        "lolcats",
+        {"data.task.type": "associative_recall", "transfer.layers_per_block": 1},
+        "transfer.layers_per_block: expected a language model, found the task associative_recall",
+    ),
+    "too many positions": (
+        "lolcats",
+        {"data.sequence_length": 257},
+        "data.sequence_length: expected at most the model's 256 positions, found 257",
+    ),
+    "far too many positions": (
+        "recommended",
+        {"data.sequence_length": 100_000},
+        "data.sequence_length: expected at most the model's 256 positions, found 100000",
+    ),
+    "too long expressions": (
+        "lolcats",
+        {"data.task.type": "list_ops", "data.task.max_length": 256},
+        "data.task.max_length: expected at most the model's 256 positions, found 257",
+    ),
+    "no vision model": (
+        "hedgehog-vit",
+        {},
+        "data.task: expected a vision model for image_classification, found llama",
+    ),
+    "classes for a number": (
+        "lolcats",
+        {"data.task.type": "text_classification", "data.task.metrics": ["spearman"]},
+        "data.task.metrics: expected a model with one output for `spearman`, found 2 classes",
+    ),
+    "too few tokens": (
+        "lolcats",
+        {"data.task.type": "associative_recall", "data.task.vocabulary_size": 1000},
+        "data.task: expected a decoder with at least 1000 tokens",
+    ),
+    "too few classes": ("lolcats", {"data.task.type": "list_ops"}, "data.task: expected a model with at least"),
+    "a budget without text": (
+        "recommended",
+        {"data.task.type": "text_classification", "data.repeats": 0},
+        "recipe field (all): memory is fitted to the attention of a language model: set it to null",
+    ),
+    "a cache without text": (
+        "lolcats",
+        {"data.task.type": "associative_recall", "mixer.span.type": "terraced", "mixer.cache.size": 4},
+        "recipe field (all): mixer.cache is fitted to the attention of a language model: set it to null",
+    ),
+}
+
+
+def cases() -> list[Any]:
+    """Every command with everything that it refuses; `convert` has no stages."""
+    stages = ("transfer", "adapt", "finetune")
+    return [
+        pytest.param(command, *refused, id=f"{command}: {name}")
+        for name, refused in REFUSED.items()
+        for command in ("plan", "run", "convert")
+        if command != "convert" or not refused[2].startswith(stages)
+    ]
+
+
+@pytest.fixture
+def weightless(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights or rows are read")
+
+    monkeypatch.setattr(folder, "load_model", fail)
+    monkeypatch.setattr(pipeline, "load_processor", fail)
+
+
+@pytest.mark.usefixtures("weightless")
+@pytest.mark.parametrize("name, recipe, fields, message", cases())
+def test_every_command_refuses_it(
+    command: Command, name: str, recipe: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    fields = {"data.sequence_length": 64} | fields
+    options = [word for field, value in fields.items() for word in ("--set", f"{field}={_yaml(value)}")]
+    where = [] if name == "plan" else ["--dataset", tiny.text_file(), "--output-dir", str(tmp_path / "out")]
+    assert_refused(command(name, recipe, "--model", tiny.teacher_folder(), *where, *options), message)
+    assert not (tmp_path / "out").exists()
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(x)}" for key, x in value.items()) + "}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def test_what_is_converted_on_text_is_refused_before_the_text_is_read() -> None:
+    teacher = tiny.llama()
+    recipe = Recipe.load("recommended", {"data.dataset": "nowhere.txt", "data.sequence_length": 257})
+    with pytest.raises(UserError, match=r"data\.sequence_length: expected at most the model's 256 positions"):
+        linearize.convert(teacher, recipe, tiny.load_tokenizer(tiny.teacher_folder()))
+
+
+def test_what_trains_is_accepted() -> None:
+    shape = TeacherShape.from_config(read_config(tiny.teacher_folder()))
+    length = {"data.sequence_length": 64}
+    for name, fields in (
+        ("lolcats", ALONE),
+        ("recommended", {}),
+        ("elu", {}),
+        ("lolcats", {"heads": [{"kv_heads": ["0.0"], "mixer": None}]}),
+    ):
+        recipe = Recipe.load(name, length | fields)
+        check_run(recipe, shape, resolve(recipe, shape, dtype=torch.float32))
