@@ -140,6 +140,23 @@ def test_what_is_converted_on_text_is_refused_before_the_text_is_read() -> None:
         linearize.convert(teacher, recipe, tiny.load_tokenizer(tiny.teacher_folder()))
 
 
+@pytest.mark.parametrize("stage", ["adapt", "finetune"])
+def test_quantized_weights_that_are_to_train_are_refused_before_anything_is_measured(
+    command: Command, monkeypatch: pytest.MonkeyPatch, stage: str, tmp_path: Path
+) -> None:
+    teacher = tiny.llama()
+    teacher.is_quantized = True  # type: ignore[assignment]
+    monkeypatch.setattr(folder.Run, "load_teacher", lambda _: teacher)
+    monkeypatch.delattr(pipeline, "measure")
+    fields = {"data.sequence_length": 64, "data.validation_fraction": 0.3, stage: "{lora: null, all_weights: true}"}
+    options = [word for field, value in fields.items() for word in ("--set", f"{field}={value}")]
+    where = ["--model", tiny.teacher_folder(), "--dataset", tiny.text_file(), "--output-dir", str(tmp_path / "out")]
+    done = command("run", *where, *options)
+    assert done.status == 2
+    assert f"error: {stage}.all_weights: expected a model that is not quantized, found quantized weights" in done.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_trains_is_accepted() -> None:
     shape = TeacherShape.from_config(read_config(tiny.teacher_folder()))
     length = {"data.sequence_length": 64}

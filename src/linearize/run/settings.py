@@ -10,6 +10,7 @@ import torch
 
 from linearize.hf.checkpoint import read_config
 from linearize.hf.teacher import TeacherShape
+from linearize.planning.checks import check_run
 from linearize.planning.fit import SETTINGS, STAGES, fit, parse_memory
 from linearize.recipe import Recipe, resolve
 from linearize.run.folder import Run
@@ -21,7 +22,7 @@ def settled(run: Run, gpu_memory: str | None, note: Callable[[str], None]) -> Ru
     A run that was begun goes on with what it has, on whatever GPU. What was set is said by `note`.
 
     Raises:
-        UserError: a size that cannot be read, or a model that cannot be planned.
+        UserError: a size that cannot be read, or a recipe that cannot be run.
     """
     if gpu_memory is None and run.device.type != "cuda":
         return run
@@ -32,15 +33,10 @@ def settled(run: Run, gpu_memory: str | None, note: Callable[[str], None]) -> Ru
     if written.is_file():
         return replace(run, recipe=_as_before(run.recipe, Recipe.load(str(written))))
     shape = TeacherShape.from_config(read_config(run.model))
+    layers = resolve(run.recipe, shape, dtype=run.dtype)
+    check_run(run.recipe, shape, layers)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    found = fit(
-        run.recipe,
-        shape,
-        resolve(run.recipe, shape, dtype=run.dtype),
-        dtype=run.dtype,
-        memory=memory,
-        processes=processes,
-    )
+    found = fit(run.recipe, shape, layers, dtype=run.dtype, memory=memory, processes=processes)
     for stage, line in zip(found.stages, found.lines(), strict=True):
         if stage.settings or not stage.fits:
             note(f"chosen to fit the GPU: {line}" if stage.fits else line)
