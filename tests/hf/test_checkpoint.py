@@ -34,6 +34,7 @@ from tests.hf.models import (
     make_teacher,
     random_tokens,
     student_of,
+    teacher_of,
 )
 
 # By the name of their folder: every architecture, and some with other mixers.
@@ -125,8 +126,9 @@ def assert_comes_back(
 ) -> None:
     found, expected = outputs(student, inputs), outputs(teacher, inputs)
     student.save_pretrained(folder)
-    with pytest.raises(ValueError, match="load this model by an Auto class, after `import linearize`"):
-        type(teacher).from_pretrained(folder)
+    for options in ({}, {"attn_implementation": "eager"}):  # which takes the place of what config.json says
+        with pytest.raises(ValueError, match="load this model by an Auto class, after `import linearize`"):
+            type(teacher).from_pretrained(folder, **options)
     exact: dict[str, Any] = dict(attn_implementation=teacher.config._attn_implementation)
     if hasattr(teacher.config, "num_experts_per_tok"):
         exact["experts_implementation"] = "eager"
@@ -153,6 +155,49 @@ def test_every_head_of_encoders_comes_back(architecture: str, auto: str, base: s
     if auto == "AutoModelForMultipleChoice":  # of DistilBERT's, it takes no positions
         inputs = {name: torch.stack([x, x.flip(0)], dim=1) for name, x in inputs.items() if name != "position_ids"}
     assert_comes_back(encoders.teacher_of(case), encoders.make_student(case), auto, inputs, tmp_path)
+
+
+WITHOUT_MIXERS = CASE["llama-window-only"]  # its weights are the teacher's, names and shapes too
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(attn_implementation="sdpa"),
+        dict(attn_implementation="eager", dtype=torch.bfloat16, device_map="cpu"),
+        dict(attn_implementation="eager", ignore_mismatched_sizes=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification"])
+def test_classes_of_transformers_refuse_the_folder(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    student_of(WITHOUT_MIXERS).save_pretrained(tmp_path, max_shard_size="20KB")
+    base: Any = getattr(transformers, name)
+    config = transformers.LlamaConfig.from_pretrained(tmp_path)
+    for given in (options, options | {"config": str(tmp_path)}, options | {"config": config}):
+        with pytest.raises(ValueError, match="load this model by an Auto class, after `import linearize`"):
+            base.from_pretrained(tmp_path, **given)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    assert type(loaded).__name__ == "LinearizedLlamaForCausalLM"
+    assert not hasattr(loaded.config, "transformers_weights")
+
+
+def test_classes_of_transformers_take_the_weights_under_another_config(tmp_path: Path) -> None:
+    """Nothing else in the folder keeps them from it: docs/generation.md says so."""
+    student, teacher = student_of(WITHOUT_MIXERS), teacher_of(WITHOUT_MIXERS)
+    student.save_pretrained(tmp_path)
+    loaded: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=teacher.config, dtype=torch.float64)
+    assert_close(outputs(loaded), outputs(teacher))
+
+
+def test_a_folder_with_the_mark_of_older_versions(tmp_path: Path) -> None:
+    student = student_of(WITHOUT_MIXERS)
+    student.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    del config["transformers_weights"]
+    assert config["attn_implementation"].startswith("linearize")
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert_close(outputs(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)), outputs(student))
 
 
 def test_every_registered_class_is_an_attribute_of_its_module() -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +37,8 @@ _FROM_GGUF = (
     "quantization_config=GgufConfig(dequantize=True)), and give the folder that save_pretrained writes"
 )
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "tekken.json")
+_TOKENIZER_SETTINGS = ("*token*.json",)
+_GIT_LFS = b"version https://git-lfs"  # how a pointer begins
 _MOST_LAYERS = 10_000
 FLOATS = ("F16", "BF16", "F32", "F64")  # of safetensors
 
@@ -57,6 +59,7 @@ def read_config(model: str) -> dict[str, Any]:
             )
         if not path.is_file():
             raise UserError(f"model: expected a folder with a config.json, found none in {model!r}; is it a model?")
+        _refuse_pointer(path)
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -78,6 +81,19 @@ def read_config(model: str) -> dict[str, Any]:
         raise UserError(f"model: no folder {model!r}, and the hub gave no config for it: {reason}") from None
     _refuse_contents(model, config)
     return config
+
+
+def _refuse_pointer(path: Path) -> None:
+    """Check that a file is not the text that git keeps in its place until git-lfs fetches it.
+
+    Raises:
+        UserError: it is.
+    """
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(_GIT_LFS)) == _GIT_LFS:
+            raise UserError(
+                f"{path}: expected the file itself, found a git-lfs pointer to it; run `git lfs pull` in its folder"
+            )
 
 
 def _refuse_contents(where: str, config: dict[str, Any]) -> None:
@@ -176,6 +192,7 @@ def check_weight_files(folder: Path) -> None:
     if not (folder / SAFE_WEIGHTS_NAME).is_file():
         if not index.is_file():
             _refuse_without_safetensors(folder)
+        _refuse_pointer(index)
         try:
             names = sorted(set(read_json(index)["weight_map"].values()))
         except (AttributeError, KeyError, TypeError):
@@ -187,6 +204,7 @@ def check_weight_files(folder: Path) -> None:
             raise UserError(
                 f"model {folder}: expected {path.name}, which {index.name} names, found none; copy it again"
             )
+        _refuse_pointer(path)
         try:
             with safe_open(path, framework="pt"):
                 pass
@@ -195,9 +213,20 @@ def check_weight_files(folder: Path) -> None:
 
 
 def _refuse_without_safetensors(folder: Path) -> NoReturn:
-    pickles = sorted(folder.glob("*.bin"))
+    pickles, ggufs, others = (sorted(folder.glob(f"*.{kind}")) for kind in ("bin", "gguf", "safetensors"))
+    if others:
+        found = others[0].name + (f" and {len(others) - 1} more" if others[1:] else "")
+        raise UserError(
+            f"model {folder}: expected {SAFE_WEIGHTS_NAME}, or {SAFE_WEIGHTS_INDEX_NAME} beside {found}, "
+            "found neither; copy the missing file into the folder"
+        )
+    if ggufs:
+        raise UserError(f"model {folder}: expected weights (*.safetensors), found {ggufs[0].name}; {_FROM_GGUF}")
     if not pickles:
-        raise UserError(f"model {folder}: expected weights (*.safetensors), found none; is it a whole checkpoint?")
+        raise UserError(
+            f"model {folder}: expected weights (*.safetensors), found none; copy {SAFE_WEIGHTS_NAME}, or all shards "
+            "and their index, into the folder"
+        )
     raise UserError(
         f"model {folder}: expected weights as safetensors, found {pickles[0].name}, a pickle, which can run code; if "
         "you trust it, load it by AutoModelForCausalLM.from_pretrained(FOLDER, use_safetensors=False), and give "
@@ -258,15 +287,43 @@ def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer beside a model.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it cannot be read; the message names the file at fault.
     """
-    expected, folder = "a tokenizer beside the weights", Path(model)
-    if folder.is_dir() and not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
-        expected += " (copy its files, such as tokenizer.json, from the model that this one was made from)"
-    with readable(model, expected, Exception):
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **hub_options(model))
-        tokenizer("a")  # what its config says is only looked at now
+    with readable(model, "a tokenizer beside the weights", Exception):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **hub_options(model))
+            tokenizer("a")  # what its config says is only looked at now
+        except Exception:
+            if Path(model).is_dir():
+                _check_tokenizer_files(Path(model))
+            raise
         return tokenizer
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """Find what is wrong with the files of a tokenizer that cannot be loaded.
+
+    Raises:
+        UserError: there are none, or one is damaged.
+    """
+    paths = {path for name in (*_TOKENIZER_FILES, *_TOKENIZER_SETTINGS) for path in folder.glob(name)}
+    for path in sorted(paths):
+        _refuse_pointer(path)
+        if path.suffix != ".json":
+            continue
+        try:
+            contents = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"{path}: expected a whole JSON file, found one that is cut off or damaged ({error}); copy it again"
+            ) from None
+        if path.name == "tokenizer.json" and not (isinstance(contents, dict) and contents.get("model")):
+            raise UserError(f"{path}: expected a tokenizer of the library tokenizers, found none in it; copy it again")
+    if not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
+        raise UserError(
+            f"model {folder}: expected a tokenizer beside the weights, found none; copy its files, such as "
+            "tokenizer.json, from the model that this one was made from"
+        )
 
 
 def check_tokens(ids: Int64[Tensor, ...], vocab_size: int) -> None:
