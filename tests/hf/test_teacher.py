@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -163,7 +164,11 @@ def test_whatever_a_field_holds_there_is_a_plan_or_a_line(name: str) -> None:
             dict(model_type="another", layer_types=["linear_attention", "full_attention"]),
             "layer_types: expected full_attention and sliding_attention, found 'linear_attention': some of its layers",
         ),
-        (TINY["llama"] | dict(alibi=True), "alibi: expected false, found True"),
+        (dict(model_type="another", alibi=True), "alibi: expected false, found True"),
+        (
+            TINY["llama"] | dict(layer_types=["chunked_attention"]),
+            "layer_types: .*, found 'chunked_attention'",
+        ),
         (
             dict(model_type="gemma3", text_config=dict(model_type="gemma3_text")),
             "text_config: expected none, found 'gemma3_text': .*save its language model by itself and give that folder",
@@ -180,6 +185,26 @@ def test_refused(contents: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
         TeacherShape.from_config(contents)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name not in ENCODERS])
+def test_a_decoder_without_causal_masks(name: str) -> None:
+    """transformers lets every token of it see those behind it."""
+    with pytest.raises(UserError, match=f"is_causal: expected true, found false; {name} converts as a decoder"):
+        TeacherShape.from_config(TINY[name] | dict(is_causal=False))
+    assert shape(name, is_causal=True) == shape(name)
+
+
+STRAY = dict(kv_lora_rank=3, alibi=True, use_bidirectional_attention=True, inner_group_num=2, add_cross_attention=True)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_fields_that_a_model_does_not_have_are_no_reason(name: str) -> None:
+    """They change nothing: its config class and its code know nothing of them."""
+    known = {field.name for field in dataclasses.fields(CONFIG_MAPPING[name])}
+    stray = {field: value for field, value in STRAY.items() if field not in known}
+    assert len(stray) >= 4
+    assert shape(name, **stray) == shape(name)
 
 
 def test_ordinary_values_of_these_fields_are_no_reason() -> None:

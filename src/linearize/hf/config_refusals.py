@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +43,17 @@ def _model_type(config: Any) -> Any:
 
 @dataclass(frozen=True)
 class Refusal:
-    """`found` says what a field's value has that rules conversion out; None where it has nothing of the kind."""
+    """`found` says what a field's value has that rules conversion out; None where it has nothing of the kind.
+
+    `everywhere`: transformers reads the field of all models, not only of those whose config class has it.
+    """
 
     field: str
     found: Callable[[Any], Any]
     expected: str
     reason: str
     advice: str = "choose another model"
+    everywhere: bool = False
 
 
 _OTHER = "a model with softmax attention"
@@ -63,22 +67,29 @@ REFUSALS = (
     Refusal("model_type", _any_of("minimax", "nemotron_h", "qwen3_next", "recurrent_gemma"), _OTHER, _HYBRID),
     Refusal("model_type", _any_of("kimi_linear", "olmo_hybrid", "zamba", "zamba2"), _OTHER, _HYBRID),
     Refusal("kv_lora_rank", _anything, "none", _LATENT),
-    Refusal("layer_types", _other_layers, "full_attention and sliding_attention", _HYBRID),
+    Refusal("layer_types", _other_layers, "full_attention and sliding_attention", _HYBRID, everywhere=True),
     Refusal("alibi", _anything, "false", _ALIBI),
-    Refusal("text_config", _model_type, "none", _IMAGES, _TEXT_ALONE),
+    Refusal("text_config", _model_type, "none", _IMAGES, _TEXT_ALONE, everywhere=True),
     Refusal("use_bidirectional_attention", _anything, "false", _ENCODER),
     Refusal("inner_group_num", _not_one, "1", "several layers in a group of shared weights are not supported"),
     Refusal("add_cross_attention", _anything, "false", _CROSS_ATTENTION, "give a decoder alone"),
 )
 
 
-def refuse(config: dict[str, Any], model_type: str) -> None:
-    """See that nothing in a ``config.json`` rules conversion out.
+def refuse(config: dict[str, Any], model_type: str, known: Collection[str] | None) -> None:
+    """Check that nothing in a ``config.json`` rules conversion out.
+
+    Args:
+        config: contents of the file.
+        model_type: of the softmax model.
+        known: fields that its config class has, so that others change nothing; None where all may.
 
     Raises:
         UserError: something does; the message says which field, and why.
     """
     for refusal in REFUSALS:
+        if known is not None and refusal.field not in known and not refusal.everywhere:
+            continue
         found = refusal.found(model_type if refusal.field == "model_type" else config.get(refusal.field))
         if found is not None:
             raise UserError(

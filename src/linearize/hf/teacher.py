@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -65,14 +65,17 @@ class TeacherShape:
             UserError: the architecture is not supported, or cannot be, or a field makes no sense.
         """
         model_type = str(contents.get("model_type") or "").removeprefix("linearized_")
-        refuse(contents, model_type)
-        if model_type not in ARCHITECTURES:
+        supported = model_type in ARCHITECTURES
+        refuse(contents, model_type, {x.name for x in fields(CONFIG_MAPPING[model_type])} if supported else None)
+        if not supported:
             raise UserError(
                 f"model_type: expected one of {', '.join(ARCHITECTURES)}; found {model_type or 'nothing'!r}; "
                 "this architecture is not supported yet"
             )
         if ARCHITECTURES[model_type].bidirectional and contents.get("is_decoder"):
             raise UserError(f"config.json: is_decoder: expected false, found true; {model_type} converts as an encoder")
+        if not ARCHITECTURES[model_type].bidirectional and not contents.get("is_causal", True):
+            raise UserError(f"config.json: is_causal: expected true, found false; {model_type} converts as a decoder")
         contents = contents | {"model_type": model_type}
         names = CONFIG_MAPPING[model_type].attribute_map
         for name in _STATED:
