@@ -75,6 +75,11 @@ def sharded(folder: Path, index: Any = None) -> Path:
     return folder / first
 
 
+def without_index(folder: Path) -> Path:
+    (folder / "model.safetensors.index.json").unlink()
+    return folder
+
+
 def with_vocabulary(folder: Path, size: int) -> Path:
     """The teacher's folder with fewer embeddings."""
     tiny.llama(vocab_size=size, bos_token_id=1, eos_token_id=2).save_pretrained(folder)
@@ -127,6 +132,7 @@ def stranger(folder: Path, name: str, **fields: Any) -> Path:
     return folder
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 Case = tuple[Callable[[Path], list[Any]], str]
 
 # Added to a run that would do; the last of an option counts.
@@ -188,7 +194,19 @@ RUNS: dict[str, Case] = {
     "an encoder": (lambda _: ["--model", tiny.encoder_folder()], "mixer.span: expected `none`, because an encoder's"),
     "no weights": (
         lambda tmp: ["--model", without(tmp / "light", "*.safetensors")],
-        r"model .*light: expected weights \(\*.safetensors\), found none; is it a whole checkpoint",
+        r"model .*light: expected weights \(\*.safetensors\), found none; copy model.safetensors, or all shards and th",
+    ),
+    "weights as a gguf file": (
+        lambda tmp: ["--model", text(without(tmp / "light", "*.safetensors"), "m.gguf", "").parent],
+        r"model .*light: expected weights \(\*.safetensors\), found m.gguf; .*GgufConfig\(dequantize=True\)",
+    ),
+    "shards without their index": (
+        lambda tmp: ["--model", without_index(sharded(tmp / "two").parent)],
+        "model .*two: expected model.safetensors, or model.safetensors.index.json beside model-00001-of-00002.safe",
+    ),
+    "a pointer to weights": (
+        lambda tmp: ["--model", text(without(tmp / "far", "*.safetensors"), "model.safetensors", POINTER).parent],
+        ".*far/model.safetensors: expected the file itself, found a git-lfs pointer to it; run `git lfs pull` in its",
     ),
     "weights as a pickle": (
         lambda tmp: ["--model", text(without(tmp / "old", "*.safetensors"), "pytorch_model.bin", "").parent],
@@ -236,7 +254,15 @@ RUNS: dict[str, Case] = {
     ),
     "a tokenizer of other json": (
         lambda tmp: ["--model", text(without(tmp / "torn", "tokenizer.json"), "tokenizer.json", '{"a": 1}').parent],
-        "model .*torn: expected a tokenizer beside the weights; ",
+        ".*torn/tokenizer.json: expected a tokenizer of the library tokenizers, found none in it; copy it again",
+    ),
+    "a tokenizer cut short": (
+        lambda tmp: ["--model", text(without(tmp / "cut", "tokenizer.json"), "tokenizer.json", '{"model": {').parent],
+        ".*cut/tokenizer.json: expected a whole JSON file, found one that is cut off or damaged .*; copy it again",
+    ),
+    "a pointer to a tokenizer": (
+        lambda tmp: ["--model", text(without(tmp / "far", "tokenizer.json"), "tokenizer.json", POINTER).parent],
+        ".*far/tokenizer.json: expected the file itself, found a git-lfs pointer to it; run `git lfs pull` in its",
     ),
     "a tokenizer's length that is none": (
         lambda tmp: ["--model", tokenizer_with(tmp / "long", model_max_length={})],
@@ -244,7 +270,7 @@ RUNS: dict[str, Case] = {
     ),
     "no tokenizer": (
         lambda tmp: ["--model", without(tmp / "mute", "tokenizer*")],
-        r"model .*mute: expected a tokenizer beside the weights \(copy its files, such as tokenizer.json, from the",
+        "model .*mute: expected a tokenizer beside the weights, found none; copy its files, such as tokenizer.json, f",
     ),
     "linearized": (
         lambda _: ["--model", tiny.finished_run().folder / "model"],

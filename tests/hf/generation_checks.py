@@ -9,12 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 import linearize
-from linearize.hf.cache import layer_tensors
+from linearize.base import UserError
+from linearize.hf.cache import holds_keys, layer_tensors
 from tests.hf.checks import TOLERANCE, assert_close, assert_rows_alone, cached, left_padding, uncached
 from tests.hf.models import Case, random_tokens, student_of, teacher_of
 
@@ -83,6 +85,54 @@ def padded_without_positions(case: Case) -> None:
             given = {"attention_mask": mask[:, :stop], "past_key_values": cache, "use_cache": True}
             logits.append(model(ids[:, start:stop], **given).logits)
     assert_rows_alone(model, ids, mask, torch.cat(logits, dim=1))
+
+
+def padding_told_otherwise(case: Case) -> None:
+    """A state of padded rows goes on under the mask that it was read with, and raises before any work under another."""
+    model, ids, mask = student_of(case), random_tokens(2, 20), left_padding([7, 0], 20)
+    state = prefilled(model, ids[:, :18], mask[:, :18])
+    others = {"none over all slots": [None, mask[:, 18:], mask[:, 1:]]}
+    others |= {"one with 12 tokens": [left_padding([6, 0], 20)], "one with 18 tokens": [torch.ones_like(mask)]}
+    for found, other in ((found, mask) for found, masks in others.items() for mask in masks):
+        with pytest.raises(UserError, match=f"attention_mask: .* row 0 has seen 11 tokens in 18 slots; found {found}"):
+            model(ids[:, 18:], attention_mask=other, past_key_values=state)
+        with pytest.raises(UserError, match="attention_mask: expected a mask over all 19 slots"):
+            one = None if other is None else other[:, :-1]
+            model(ids[:, 18:19], attention_mask=one, past_key_values=state)
+    with pytest.raises(UserError, match="attention_mask: expected one for the 2 rows of the state, found 3 rows"):
+        model(ids[:, 18:], attention_mask=torch.cat([mask, mask[:1]]), past_key_values=state)
+    with pytest.raises(UserError, match="attention_mask"):
+        model.generate(ids, past_key_values=linearize.fork_state(state), max_new_tokens=1)  # makes positions of its own
+    # Positions tell the padding, too, but not to softmax layers.
+    fork, positions = linearize.fork_state(state), mask.cumsum(1)[:, 18:] - 1
+    with pytest.raises(UserError, match="found none over all slots"):
+        model(ids[:, 18:], position_ids=torch.arange(18, 20)[None], past_key_values=fork)
+    if holds_keys(state):
+        with pytest.raises(UserError, match="found none over all slots"):
+            model(ids[:, 18:], position_ids=positions, past_key_values=fork)
+    else:
+        with torch.no_grad():
+            found = model(ids[:, 18:], position_ids=positions, past_key_values=fork).logits
+        assert_close(found, cached(model, ids, (18, 20), mask, linearize.fork_state(state)))
+    assert state.get_seq_length() == 18
+    assert_close(cached(model, ids, (18, 19, 20), mask, state), cached(model, ids, (0, 18, 20), mask)[:, 18:])
+
+
+def masks_of_new_tokens(case: Case) -> None:
+    """Behind a state without padding, a mask of the new tokens alone is as good as the whole one, or as none."""
+    model, ids = student_of(case), random_tokens(2, 20)
+    whole = left_padding([0, 1], 20).flip(1)
+    for options in ({}, {"attention_mask": torch.ones(2, 1)}):
+        state = prefilled(model, ids[:, :18])
+        with torch.no_grad():
+            steps = [model(ids[:, i : i + 1], past_key_values=state, **options).logits for i in (18, 19)]
+        assert_close(torch.cat(steps, dim=1), uncached(model, ids)[:, 18:])
+    state = prefilled(model, ids[:, :18])
+    with pytest.raises(UserError, match=r"attention_mask: .* over all 19 slots, .* over the 1 new .*found one over 3"):
+        model(ids[:, :1], attention_mask=whole[:, :3], past_key_values=state)
+    with torch.no_grad():
+        found = model(ids[:, 18:], attention_mask=whole[:, 18:], past_key_values=state).logits
+    assert_rows_alone(model, ids, whole, torch.cat([uncached(model, ids[:, :18]), found], dim=1))
 
 
 def left_padded_cache(case: Case) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 import linearize
 from linearize.base import UserError
+from linearize.hf.attention import layer_of, linearized_layers
 from tests.hf.checks import assert_close, cached, left_padding, uncached
 from tests.hf.decoders import DECODERS
 from tests.hf.generation_checks import generate, prefilled
 from tests.hf.models import Case, make_student, make_teacher, random_tokens, student_of
 
 # Tokens up to which the angles are those that the model was trained with.
-BORDERS = {"phi3-longrope": 16, "llama-longrope": 16, "llama-dynamic": 64}
+BORDERS = {"phi3-longrope": 16, "llama-longrope": 16, "llama-dynamic": 63}
 every = pytest.mark.parametrize("name", BORDERS)
 REFUSED = r"config\.rope_parameters: expected at most {} tokens .*found {} tokens in the state and {} more"
 
@@ -28,10 +33,13 @@ def student(name: str) -> PreTrainedModel:
     """`llama-longrope` is a Llama with Phi-3's angles: its own code keeps the cache across the border."""
     if name in DECODERS:
         return student_of(Case("", name))
+    return make_student(Case(name), llama_longrope())
+
+
+def llama_longrope() -> PreTrainedModel:
     rope = DECODERS["phi3-longrope"][1]["rope_parameters"] | {"factor": 4.0, "partial_rotary_factor": 1.0}
     rope |= {"short_factor": [1, 2, 1, 2], "long_factor": [3, 9, 3, 9]}
-    fields = DECODERS["llama-dynamic"][1] | {"rope_parameters": rope}
-    return make_student(Case(name), make_teacher("llama", **fields))
+    return make_teacher("llama", **(DECODERS["llama-dynamic"][1] | {"rope_parameters": rope}))
 
 
 @every
@@ -60,6 +68,16 @@ def test_rows_with_padding_count_from_their_first_tokens(name: str) -> None:
         model(ids[:, border + 3 :], attention_mask=mask, past_key_values=state)
 
 
+def test_a_row_beside_a_longer_one_has_its_angles() -> None:
+    """In the teacher, too: docs/generation.md says so."""
+    teacher, ids, mask = llama_longrope(), random_tokens(2, 20), left_padding([8, 0], 20)
+    model = make_student(Case("", overrides={"mixer.span.window_size": 20}), teacher)
+    found, expected, valid = uncached(model, ids, mask), uncached(teacher, ids, mask), mask.bool()
+    assert_close(found[valid], expected[valid])
+    for each in (model, teacher):
+        assert (uncached(each, ids, mask)[0, 8:] - uncached(each, ids[:1, 8:])[0]).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("name", ["phi3-longrope", "llama-longrope"])
 def test_longer_texts_read_in_one_call_go_on(name: str) -> None:
     model, ids = student(name), random_tokens(2, 30)
@@ -80,6 +98,100 @@ def prefilled_at_once(model: PreTrainedModel, ids: torch.Tensor) -> DynamicCache
     return cache
 
 
+def taken_back(model: PreTrainedModel, ids: torch.Tensor, _: Path) -> Cache:
+    cache = DynamicCache(config=model.config)
+    for module in linearized_layers(model).values():
+        layer_of(cache, module).activate_past_recording()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.crop(-12)
+    return cache
+
+
+def without_the_longer_row(model: PreTrainedModel, ids: torch.Tensor, _: Path) -> Cache:
+    both, mask = ids.repeat(2, 1), left_padding([12, 0], ids.shape[1])
+    with torch.no_grad():
+        state = model(both, attention_mask=mask).past_key_values
+    return linearize.fork_state(state, [0])
+
+
+def selected(model: PreTrainedModel, ids: torch.Tensor, folder: Path) -> Cache:
+    state = without_the_longer_row(model, ids, folder)
+    state.batch_repeat_interleave(3)
+    state.batch_select_indices(torch.tensor([2]))
+    state.reorder_cache(torch.tensor([0]))
+    return state
+
+
+def saved(model: PreTrainedModel, ids: torch.Tensor, folder: Path) -> Cache:
+    linearize.save_state(without_the_longer_row(model, ids, folder), model, folder / "state")
+    return linearize.load_state(folder / "state", model)
+
+
+@every
+@pytest.mark.parametrize("shortened", [taken_back, without_the_longer_row, selected, saved])
+def test_a_shortened_state_keeps_the_angles_of_the_longer_text(
+    name: str, shortened: Callable[[PreTrainedModel, torch.Tensor, Path], Cache], tmp_path: Path
+) -> None:
+    model, border = student(name), BORDERS[name]
+    ids = random_tokens(1, border + 6)
+    state = shortened(model, ids, tmp_path)
+    # Of the row without the longer one, the first tokens are padding.
+    first = 0 if shortened is taken_back else 12
+    mask = left_padding([first], int(state.get_seq_length()) + 1)
+    with pytest.raises(UserError, match=f"keys with the angles of {border + 6} tokens, of which {border - 6} are left"):
+        model(ids[:, :1], attention_mask=mask, past_key_values=state)
+
+
+@pytest.mark.parametrize("name", ["phi3-longrope", "llama-longrope"])
+def test_a_shortened_state_goes_on_past_the_border(name: str, tmp_path: Path) -> None:
+    """New tokens that reach over it have the angles of the state's keys again."""
+    model, border = student(name), BORDERS[name]
+    ids = random_tokens(1, border + 6)
+    state = taken_back(model, ids, tmp_path)
+    assert_close(cached(model, ids, (border - 6, border + 3, border + 6), cache=state), uncached(model, ids)[:, -12:])
+
+
+def test_a_state_that_has_lost_all_tokens_takes_any_angles(tmp_path: Path) -> None:
+    model, ids = student("llama-longrope"), random_tokens(1, 12)
+    state = taken_back(model, ids, tmp_path)
+    assert_close(cached(model, ids, (0, 5, 12), cache=state), uncached(model, ids))
+
+
+@pytest.mark.parametrize("name", [*BORDERS, "llama"])
+def test_a_file_that_does_not_say_what_angles_its_keys_have(name: str, tmp_path: Path) -> None:
+    """An older version wrote it."""
+    model = student(name) if name in BORDERS else student_of(Case(name))
+    linearize.save_state(prefilled(model, random_tokens(1, 10)), model, tmp_path / "state")
+    with safe_open(tmp_path / "state", "pt") as file:
+        fields, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    del fields["rotated"]
+    save_file(tensors, tmp_path / "state", fields)
+    if name == "llama":
+        assert linearize.load_state(tmp_path / "state", model).get_seq_length() == 10
+        return
+    with pytest.raises(UserError, match=r"expected the length of the text by which its keys were rotated.*feed the"):
+        linearize.load_state(tmp_path / "state", model)
+
+
+@every
+def test_a_state_of_a_model_whose_angles_change_elsewhere(name: str, tmp_path: Path) -> None:
+    model = copy.deepcopy(student(name))
+    linearize.save_state(prefilled(model, random_tokens(1, 10)), model, tmp_path / "state")
+    model.config.max_position_embeddings *= 2
+    with pytest.raises(UserError, match="expected a state of this model, which has max_position_embeddings"):
+        linearize.load_state(tmp_path / "state", model)
+
+
+def test_a_text_as_long_as_training_after_a_longer_one() -> None:
+    """The angles of `dynamic` are then still those of the longer text, so that no state may go on to that length."""
+    model, ids = student("llama-dynamic"), random_tokens(1, 64)
+    state = prefilled(model, ids[:, :63])
+    uncached(model, random_tokens(1, 100))
+    with pytest.raises(UserError, match=REFUSED.format(63, 63, 1)):
+        model(ids[:, 63:], past_key_values=state)
+
+
 def test_generation_across_the_border() -> None:
     """Phi-3's own code reads all tokens again, once; others' would go on with two kinds of angles."""
     ids = random_tokens(2, 13)
@@ -87,8 +199,14 @@ def test_generation_across_the_border() -> None:
     expected = generate(student("phi3-longrope"), ids, use_cache=False)
     assert torch.equal(found.sequences, expected.sequences)
     assert_close(torch.stack(found.logits), torch.stack(expected.logits))
-    with pytest.raises(UserError, match=REFUSED.format(16, 16, 1)):
-        generate(student("llama-longrope"), ids)
+    llama = student("llama-longrope")
+    instead = r".*let the answer end at token 16 \(a smaller max_new_tokens\); in Python, .*use_cache=False"
+    with pytest.raises(UserError, match=REFUSED.format(16, 16, 1) + instead):
+        generate(llama, ids)
+    assert generate(llama, ids, max_new_tokens=3).sequences.shape[1] == 16
+    without = generate(llama, ids, use_cache=False)
+    for length, logits in enumerate(without.logits, 13):
+        assert_close(logits, uncached(llama, without.sequences[:, :length])[:, -1].float(), 1e-5)
 
 
 @pytest.mark.parametrize("tokens", [3, 8, 20])

@@ -151,6 +151,13 @@ def test_padding_without_positions_leaves_no_trace(name: str) -> None:
         generation.padded_without_positions(Case("", name, mixer="mix", keep_softmax=kept))
 
 
+@plain
+def test_a_padded_state_takes_no_other_mask(name: str) -> None:
+    """Nor does it where every other layer stays softmax."""
+    for kept in ((), (1,)):
+        generation.padding_told_otherwise(Case("", name, mixer="mix", keep_softmax=kept))
+
+
 @pytest.mark.parametrize("name", ["phi", "phi3", "gpt_neox", "smollm3", "llama-llama3", "llama-yarn", "llama-dynamic"])
 def test_rotated_features_are_cached(name: str) -> None:
     """By as many cosines and sines as the layer has; it may have none."""

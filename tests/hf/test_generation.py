@@ -57,6 +57,7 @@ SOME = [CASE[name] for name in ("llama-none", "llama-terraced", "llama-mixed", "
         *pairs(CASES + SLIDING_TEACHERS + HEADS, BY_HAND + OF_CACHES),
         *pairs(HEADS, [generation.greedy_by_hand, generation.interior_padding, generation.emptied]),
         *pairs([*HEADS, *SOME], [generation.padded_without_positions]),
+        *pairs(CASES + SLIDING_TEACHERS + HEADS, [generation.padding_told_otherwise, generation.masks_of_new_tokens]),
         *pairs(HEADS, [generation.chunked_prefill, generation.next_turn, generation.static_cache]),
         # The other ways of assisting compare states, slots of terraces that no later query reads included.
         *pairs(HEADS[:1], [generation.beams, generation.saved, generation.forked, *CANDIDATES[2:]]),

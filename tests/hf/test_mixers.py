@@ -82,6 +82,7 @@ def test_the_selection_asks_for_everything() -> None:
 SOME = [generation.beams, generation.token_by_token, generation.left_padded, generation.two_turns]
 SOME += [
     generation.padded_without_positions,
+    generation.padding_told_otherwise,
     generation.interior_padding,
     generation.packed,
     checks.softmax_restored,

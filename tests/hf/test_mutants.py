@@ -246,9 +246,9 @@ def saved_without(name: str) -> Any:
     def mutant(patch: pytest.MonkeyPatch) -> None:
         fill = cache.fill_layer
 
-        def wrong(layer: Any, tensors: dict[str, Tensor], length: int) -> None:
+        def wrong(layer: Any, tensors: dict[str, Tensor], *lengths: int | None) -> None:
             zeroed = {key: x.zero_() if key.endswith(name) else x for key, x in tensors.items()}
-            fill(layer, zeroed, length)
+            fill(layer, zeroed, *lengths)
 
         patch.setattr(conversation, "fill_layer", wrong)
 
@@ -268,6 +268,7 @@ class Guard:
     def hold(self, patch: pytest.MonkeyPatch) -> None:
         case = CASE[self.case]
         student_of(case)  # made before it is broken
+        patch.setattr(layouts, "first_with_state", lambda _: None)  # by which a mask that does not fit raises at once
         self.mutant(patch)
         with pytest.raises(self.error):
             self.check(case)

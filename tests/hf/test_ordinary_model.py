@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from accelerate import cpu_offload, disk_offload, init_empty_weights
+from accelerate import cpu_offload, disk_offload, dispatch_model, init_empty_weights
 from accelerate.hooks import attach_align_device_hook_on_blocks
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
 from safetensors.torch import load_file
@@ -25,8 +25,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 import linearize
+from linearize.base import UserError
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import MODEL_CLASSES
+from linearize.hf.convert import to_softmax
 from linearize.mixers.linear import LinearMixer
 from tests.byte_tokenizer import byte_tokenizer
 from tests.hf import encoders
@@ -217,6 +219,43 @@ def test_a_model_that_is_offloaded_after_it_was_loaded(case: Case, place: str, t
     assert_close(uncached(model, ids), uncached(student, ids))
     settings = dict(max_new_tokens=4, do_sample=False)
     assert torch.equal(model.generate(ids, **settings), student.generate(ids, **settings))
+
+
+@pytest.mark.parametrize("case", [*SOME, *KINDS], ids=lambda case: case.name)
+def test_a_teacher_that_accelerate_spreads_over_devices(case: Case) -> None:
+    """Its hooks stay with the student, and call the linearized layers."""
+    teacher, ids = copy.deepcopy(teacher_of(case)), random_tokens(2, 20)
+    dispatch_model(teacher, on_disk(teacher, set()), main_device="cpu", force_hooks=True)
+    model, student = make_student(case, teacher), student_of(case)
+    assert_close(uncached(model, ids), uncached(student, ids))
+    settings = dict(max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(ids, **settings), student.generate(ids, **settings))
+    for softmax in (teacher, to_softmax(model)):
+        assert_close(uncached(softmax, ids), uncached(teacher_of(case), ids))
+
+
+@EACH
+@pytest.mark.parametrize("place", ["cpu_offload", "disk_offload", "device_map"])
+def test_a_teacher_that_is_offloaded(case: Case, place: str, tmp_path: Path) -> None:
+    teacher, device = copy.deepcopy(teacher_of(case)), torch.device("cpu")
+    if place == "cpu_offload":
+        cpu_offload(teacher, execution_device=device)
+    elif place == "disk_offload":
+        disk_offload(teacher, str(tmp_path), execution_device=device)
+    else:
+        teacher.save_pretrained(tmp_path)
+        teacher = loaded(tmp_path, device_map=on_disk(teacher, {1}), offload_folder=tmp_path / "offload")
+    with pytest.raises(UserError, match=r"^model: expected all weights in memory, found .* offloaded .*convert it and"):
+        linearize.convert(teacher, case.recipe())
+
+
+def test_mixers_lie_where_their_layers_do() -> None:
+    """`meta` is another device."""
+    teacher = copy.deepcopy(teacher_of(CASE["llama-sliding"]))
+    teacher.model.layers[1].to("meta")
+    layers = linearized_layers(linearize.convert(teacher, CASE["llama-sliding"].recipe())).values()
+    places = [{x.device.type for x in layer.parameters()} for layer in layers]
+    assert places == [{"cpu"}, {"meta"}, {"cpu"}]
 
 
 def test_mixers_on_disk_stay_in_fp32(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from linearize.mixers.mixer import Mixer
 from linearize.ops.layout import Layout
 
 LAYOUT = "linearize_layout"  # keyword that carries the Layout from the model to its layers
+ROTATED = "linearize_rotated"  # likewise the length of the text by which rotary angles are chosen, where they change
 
 IMPLEMENTATION = "linearize"
 CALL = "linearize_call"  # keyword that carries a layer's call to the attention function
@@ -48,11 +49,12 @@ class Call:
     """What the attention function needs besides q, k, v.
 
     `hidden` [B, T, E] is there for mixers that ask for it; `rope`, each of [B or 1, T, R], where q and k arrive
-    unrotated, because the mixer asks for those.
+    unrotated, because the mixer asks for those; `rotated`, where rotary angles change with the length of the text.
     """
 
     cache: Any
     layout: Layout | None
+    rotated: int | None
     hidden: Tensor | None
     rope: tuple[Tensor, Tensor] | None
 
@@ -91,7 +93,8 @@ class LinearizedAttention:
         kwargs |= dict(zip(self.arguments, args, strict=False))
         hidden = kwargs["hidden_states"] if self.mixer.wants_hidden else None
         rope = kwargs.get("position_embeddings") if self.mixer.wants_unrotated and self.use_rope else None
-        call = Call(kwargs.get(self.cache_argument), kwargs.pop(LAYOUT, None), hidden, rope)
+        layout, rotated = kwargs.pop(LAYOUT, None), kwargs.pop(ROTATED, None)
+        call = Call(kwargs.get(self.cache_argument), layout, rotated, hidden, rope)
         if self.cache_argument in kwargs:
             kwargs[self.cache_argument] = None
         forward = super().forward if rope is None else self.unrotated_forward  # type: ignore[misc]
@@ -181,6 +184,8 @@ def linearized_attention(
             layer.absorb(module.mixer, inputs, call.layout)
         else:
             y = layer.step(module.mixer, inputs, call.layout)
+        if call.rotated is not None:
+            layer.rotated = call.rotated
     return y.transpose(1, 2).contiguous(), None
 
 
@@ -211,13 +216,15 @@ def _rotate(module: Any, query: Tensor, key: Tensor, rope: tuple[Tensor, Tensor]
     return query, key
 
 
-def attach(module: Any, mixer: nn.Module, linearized_class: type, config: Any) -> None:
+def attach(module: Any, mixer: nn.Module, linearized_class: Any, config: Any) -> None:
     """Turn one attention module into its linearized class, in place."""
     module.mixer, module.model_config = mixer, config
     module.softmax_implementation = config._attn_implementation
     module.config = copy.copy(config)
     module.config._attn_implementation_internal = IMPLEMENTATION
     module.__class__ = linearized_class
+    if "_old_forward" in vars(module):  # what accelerate calls, bound to the class that the module had
+        module._old_forward = MethodType(linearized_class.forward, module)
 
 
 def detach(module: Any) -> None:

@@ -59,7 +59,17 @@ class LinearizedCacheLayer(CacheLayerMixin):
         self.clocks = Clocks()  # of its own, unless it stands in a cache
         self.kept: State | None = None  # in `dtype`
         self.length: int | Tensor = 0  # slots seen, padding included: what transformers counts positions by
+        # Length of the text by which the keys were rotated, where the angles change with it. It may be more than
+        # `length`: tokens and longer rows of the batch may have been taken away since.
+        self.rotated: int | None = None
+        self.padded = False  # whether there may be padding among the slots: a step without any needs no look at it
         self.recording: Recording | None = None
+
+    @property
+    def seen(self) -> Tensor:
+        """Return how many tokens, padding not counted, each row of the state has seen, [B]."""
+        assert self.kept is not None
+        return self.kept.clock.seen
 
     @property
     def state(self) -> State | None:
@@ -75,6 +85,8 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     def step(self, mixer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
         """What `mixer` makes of more slots, [B, H, T, D]; the layer goes on to the state after them."""
+        if layout is not None:  # not read here, which would be another graph
+            self.padded = True
         if self.recording is None:
             y, state = mixer.step(inputs, self.state, layout)
         else:
@@ -88,6 +100,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     def absorb(self, mixer: Any, inputs: AttnInputs, layout: Layout | None) -> None:
         """Go on to the state after the tokens of a first call, whose outputs are made elsewhere."""
+        self.padded = layout is not None
         if self.recording is None:
             state = mixer.absorb(inputs, None, layout)
         else:
@@ -150,6 +163,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.state, self.length, self.is_initialized = None, 0, False
+        self.rotated, self.padded = None, False
         self._forget()
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
@@ -289,12 +303,32 @@ def layer_tensors(layer: Any) -> dict[str, Tensor]:
     return {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
 
 
-def fill_layer(layer: Any, tensors: dict[str, Tensor], length: int) -> None:
-    """Put `layer_tensors` of a layer that saw `length` slots into an empty one."""
+def rotated_length(cache: Cache) -> int:
+    """Return the length of the text by which the keys in a cache were rotated; 0 for an empty cache."""
+    slots = int(cache.get_seq_length())
+    lengths = (layer.rotated for layer in cache.layers if isinstance(layer, LinearizedCacheLayer))
+    return max((length for length in lengths if length is not None), default=slots) if slots else 0
+
+
+def first_with_state(cache: Cache) -> LinearizedCacheLayer | None:
+    """Return the first linearized layer of a cache that has a state, or None."""
+    layers = (layer for layer in cache.layers if isinstance(layer, LinearizedCacheLayer))
+    return next((layer for layer in layers if layer.kept is not None), None)
+
+
+def holds_keys(cache: Any) -> bool:
+    """Return whether softmax layers, too, have seen tokens: what they attend to depends on the mask."""
+    return any(not isinstance(layer, LinearizedCacheLayer) and layer.get_seq_length() for layer in cache.layers)
+
+
+def fill_layer(layer: Any, tensors: dict[str, Tensor], length: int, rotated: int | None) -> None:
+    """Put `layer_tensors` of a layer that saw `length` slots, and rotated keys so, into an empty one."""
     if isinstance(layer, LinearizedCacheLayer):
+        layer.rotated = rotated
         state = State.from_named_tensors(tensors)
         # It may come from a layer that kept S otherwise.
         layer.advance(state.matrices_in(None) if layer.dtype is None else state, length)
+        layer.padded = bool((state.clock.seen != length).any())
         return
     layer.update(tensors["keys"], tensors["values"])
     if isinstance(layer, DynamicSlidingWindowLayer):
@@ -310,11 +344,3 @@ def same_size_mask(mask: Tensor | None, cache: Cache | None) -> Tensor | None:
         return mask
     slots = max(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
     return torch.nn.functional.pad(mask, (0, max(slots - mask.shape[1], 0))) if slots else None
-
-
-def without_slots_to_come(mask: Tensor, cache: Cache | None, tokens: int) -> Tensor:
-    """A mask for `tokens` more tokens, without slots for those that come after them: `same_size_mask` adds such."""
-    if torch.compiler.is_compiling():
-        return mask
-    seen = (0 if cache is None else int(cache.get_seq_length())) + tokens
-    return mask[:, :seen] if seen < mask.shape[1] else mask

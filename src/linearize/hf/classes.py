@@ -37,7 +37,13 @@ from linearize.hf.cache import same_size_mask
 from linearize.hf.layouts import encoder_layout_hook, keep_documents_apart, layout_hook
 from linearize.hf.offload import keep_in_memory
 from linearize.hf.teacher import TeacherShape
-from linearize.hf.unsupported import Unsupported, refuse_candidates, refuse_forgetting, refuse_other_angles
+from linearize.hf.unsupported import (
+    Unsupported,
+    length_of_angles,
+    refuse_candidates,
+    refuse_forgetting,
+    refuse_other_angles,
+)
 from linearize.hf.whole_weights import load_whole
 from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig, is_spread
@@ -83,9 +89,12 @@ def read_plan(config: PreTrainedConfig) -> LayerPlan:
         raise ValueError(f"config.linearize.layers: {field}: {reason}") from None
 
 
-# In a config.json as `attn_implementation`, so that transformers' own classes refuse the folder. They would take it for
-# that of a softmax model, and of weights that they do not know they only warn.
+# In fields of a config.json that no model can be made with, so that transformers' own classes refuse the folder. They
+# would take it for that of a softmax model, and of weights that they do not know they only warn. An argument of
+# `from_pretrained` may take the place of `attn_implementation`; `transformers_weights`, the name of a weight file, is
+# read from the config alone.
 _OURS = "linearize (load this model by an Auto class, after `import linearize` or with trust_remote_code=True)"
+_MARKED = ("attn_implementation", "transformers_weights")
 
 
 class LinearizedConfig:
@@ -96,14 +105,13 @@ class LinearizedConfig:
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers."""
-        if config_dict.get("attn_implementation") == _OURS:
-            config_dict = {name: value for name, value in config_dict.items() if name != "attn_implementation"}
+        config_dict = {name: x for name, x in config_dict.items() if not (name in _MARKED and x == _OURS)}
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
     def to_diff_dict(self) -> dict[str, Any]:
         """As in transformers, which saves these fields, and what keeps others from loading them."""
         fields: dict[str, Any] = super().to_diff_dict()  # type: ignore[misc]
-        return fields | {"attn_implementation": _OURS}
+        return fields | dict.fromkeys(_MARKED, _OURS)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """As in transformers; models save theirs in here, before they upload what is new in the folder."""
@@ -207,7 +215,9 @@ class LinearizedGeneration(GenerationMixin):
             else:
                 inputs["past_key_values"] = cache  # there is nothing in it to read again
         if (position_ids := inputs.get("position_ids")) is not None:  # here, because a compiled forward cannot
-            refuse_other_angles(self.config, inputs.get("past_key_values"), position_ids, position_ids.shape[-1])
+            cache, tokens = inputs.get("past_key_values"), position_ids.shape[-1]
+            length = length_of_angles(self.config, cache, position_ids, tokens)
+            refuse_other_angles(self.config, cache, length, tokens)
         return inputs
 
     @staticmethod

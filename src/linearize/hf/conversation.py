@@ -17,9 +17,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from linearize.base import UserError, atomic_file
 from linearize.hf.architectures import ARCHITECTURES
 from linearize.hf.attention import LinearizedAttention, layer_of
-from linearize.hf.cache import fill_layer, layer_tensors
+from linearize.hf.cache import fill_layer, layer_tensors, rotated_length
 from linearize.hf.classes import MODEL_CLASSES, attention_modules
 from linearize.hf.fingerprint import fingerprint
+from linearize.hf.unsupported import angles_change
 
 VERSION = 2  # of the file
 
@@ -43,9 +44,10 @@ def save_state(state: Cache, model: PreTrainedModel, path: str | os.PathLike[str
     # Copies, because safetensors refuses tensors that share storage.
     named = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in named.items()}
     num_bytes = sum(x.nbytes for x in named.values())
+    lengths = {"tokens": str(tokens), "rotated": str(rotated_length(state))}
     with atomic_file(path, num_bytes, "save the state again") as scratch:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(named, scratch, metadata=_identity(model) | {"tokens": str(tokens)})
+        save_file(named, scratch, metadata=_identity(model) | lengths)
 
 
 def load_state(path: str | os.PathLike[str], model: PreTrainedModel) -> Cache:
@@ -64,18 +66,25 @@ def load_state(path: str | os.PathLike[str], model: PreTrainedModel) -> Cache:
             f"state {path}: expected a state of version {VERSION}, found {found.get('state_version')}; feed the "
             "conversation to the model again, and save it with this version of linearize"
         )
+    if "rotated" not in found and angles_change(model.config):
+        raise UserError(
+            f"state {path}: expected the length of the text by which its keys were rotated, because this model's "
+            "angles change with it (config.rope_parameters), found none; feed the conversation to the model again, and "
+            "save it with this version of linearize"
+        )
     for name, expected in _identity(model).items():
         if found.get(name) != expected:
             raise UserError(
                 f"state {path}: expected a state of this model, which has {name} {expected}; found {name} "
                 f"{found.get(name)}; load it into the model that it was saved from"
             )
+    rotated = int(found["rotated"]) if angles_change(model.config) else None
     cache = DynamicCache(config=model.config)
     for index, module in enumerate(_attention(model)):
         prefix, device = f"layers.{index}.", next(module.parameters()).device
         mine = {name.removeprefix(prefix): x.to(device) for name, x in tensors.items() if name.startswith(prefix)}
         layer = layer_of(cache, module) if isinstance(module, LinearizedAttention) else cache.layers[index]
-        fill_layer(layer, mine, int(found["tokens"]))
+        fill_layer(layer, mine, int(found["tokens"]), rotated)
     return cache
 
 
@@ -116,4 +125,6 @@ def _identity(model: PreTrainedModel) -> dict[str, str]:
     identity |= {"format_version": str(plan["format_version"]), "dtype": str(model.dtype).removeprefix("torch.")}
     # Not among the weights, and often changed when a model is loaded, for longer contexts.
     identity["rope_parameters"] = json.dumps(getattr(model.config, "rope_parameters", None), sort_keys=True)
+    if angles_change(model.config):
+        identity["max_position_embeddings"] = str(model.config.max_position_embeddings)
     return identity | layers | {"weights": fingerprint(model)}

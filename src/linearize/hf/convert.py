@@ -14,6 +14,7 @@ from linearize.hf.attention import detach, linearized_layers
 from linearize.hf.checkpoint import drops_soft_cap
 from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, plan_to_config, registered
 from linearize.hf.layouts import forget_layouts
+from linearize.hf.offload import refuse_offloaded
 from linearize.hf.quantized import beside_parameters, refuse_unsavable, settle
 from linearize.hf.sharding import is_sharded, shard_alike, skeleton
 from linearize.mixers.config import LayerPlan
@@ -31,7 +32,7 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     loaded, and in a block of layers the same as in the whole model (`linearize.hf.partial_model`).
 
     Raises:
-        UserError: an architecture or head that is not supported, or weights that cannot be saved.
+        UserError: an architecture or head that is not supported, or weights that cannot be saved or are offloaded.
     """
     config, whole = teacher.config, teacher
     if is_sharded(teacher):  # FSDP2's units cannot be copied
@@ -45,6 +46,7 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
         raise UserError(f"model: expected one of {known}; found {type(teacher).__name__}")
 
     refuse_unsavable(teacher)
+    refuse_offloaded(teacher)
     if drops_soft_cap(config):
         raise UserError(
             "model: expected an implementation of attention that caps its logits, as this model does, found sdpa, "
@@ -54,7 +56,7 @@ def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) 
     student = _remade(teacher, student_class, config_class(**_fields(config), linearize=plan_to_config(plan)), {})
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        install(student, whole.device)
+        install(student, whole.device if is_sharded(whole) else None)
     if is_sharded(whole):
         shard_alike(student, whole)
     return student

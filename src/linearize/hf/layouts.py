@@ -15,9 +15,9 @@ from transformers.masking_utils import create_causal_mask
 
 from linearize.base import UserError
 from linearize.hf.architectures import architecture_of
-from linearize.hf.attention import LAYOUT
-from linearize.hf.cache import without_slots_to_come
-from linearize.hf.unsupported import refuse_context_parallel, refuse_other_angles
+from linearize.hf.attention import LAYOUT, ROTATED
+from linearize.hf.cache import first_with_state, holds_keys
+from linearize.hf.unsupported import length_of_angles, refuse_context_parallel, refuse_other_angles
 from linearize.ops.layout import Layout
 
 
@@ -32,35 +32,96 @@ def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     tokens = _tokens(given)
     if tokens is None:
         return args, kwargs  # the model itself says what is missing
-    mask = given.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        mask = without_slots_to_come(mask, given.get("past_key_values"), tokens.shape[1])
-    layout, cache = read_layout(mask, _positions(model, given), *tokens.shape[:2]), given.get("past_key_values")
+    mask, cache = given.get("attention_mask"), given.get("past_key_values")
+    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+        mask = _whole_mask(mask, given.get("position_ids"), cache, tokens.shape[1])
+        if mask is not None and mask.shape[1] > given["attention_mask"].shape[1]:
+            given = given | {"attention_mask": mask}
+            args, kwargs = (), given
+    layout = read_layout(mask, _positions(model, given), *tokens.shape[:2])
     position_ids = given.get("position_ids")
     if mask is not None and position_ids is None:
-        position_ids = _without_padding(mask, cache, tokens.shape[1])
+        position_ids = _without_padding(mask, tokens.shape[1])
         args, kwargs = (), given | {"position_ids": position_ids}
-    refuse_other_angles(model.config, cache, position_ids, tokens.shape[1])
-    return args, kwargs | {LAYOUT: layout}
+    rotated = length_of_angles(model.config, cache, position_ids, tokens.shape[1])
+    refuse_other_angles(model.config, cache, rotated, tokens.shape[1])
+    return args, kwargs | {LAYOUT: layout} | ({} if rotated is None else {ROTATED: rotated})
 
 
-def _without_padding(mask: Tensor, cache: Any, tokens: int) -> Tensor | None:
-    """Positions [B, T] of these tokens, counted from each row's first one; None: the model counts the same.
+def _whole_mask(mask: Tensor | None, position_ids: Tensor | None, cache: Any, tokens: int) -> Tensor | None:
+    """Return the mask over all slots, those in the state too, and check that it has the padding of the state.
+
+    A state knows how many tokens each of its rows has seen, but not in which slots. Without the mask of these slots,
+    new tokens would get other positions, in `generate` too, and softmax layers would attend to padding.
+
+    Args:
+        mask: None, or [B, slots], 1 for tokens; of the new tokens alone, where the state has no padding.
+        position_ids: None, or [B or 1, T].
+        cache: None, or the state of the tokens before.
+        tokens: T.
+
+    Raises:
+        UserError: the mask is missing, is too short, or marks other padding.
+    """
+    if torch.compiler.is_compiling():
+        return mask
+    slots = 0 if cache is None else int(cache.get_seq_length())
+    mask = None if mask is None else mask[:, : slots + tokens]  # `same_size_mask` adds slots for tokens to come
+    whole = mask is not None and mask.shape[1] == slots + tokens
+    layer = None if cache is None else first_with_state(cache)
+    if layer is not None and (layer.padded or whole):
+        past = mask[:, :slots] if mask is not None and whole else None
+        first = None if position_ids is None or holds_keys(cache) else position_ids[:, 0]
+        _check_padding(past, first, layer.seen, slots, tokens)
+    if mask is None or whole:
+        return mask
+    if mask.shape[1] != tokens:
+        raise UserError(
+            f"attention_mask: expected a mask over all {slots + tokens} slots, those in the state too, or over the "
+            f"{tokens} new ones; found one over {mask.shape[1]}; give the whole mask"
+        )
+    return torch.cat([mask.new_ones(len(mask), slots), mask], dim=1)
+
+
+def _check_padding(mask: Tensor | None, first: Tensor | None, seen: Tensor, slots: int, tokens: int) -> None:
+    """Check that a mask marks as many tokens in the slots of a state as the state has seen.
+
+    Args:
+        mask: [B, slots], or None: all slots are tokens.
+        first: positions of the first new tokens, [B or 1], where no softmax layer reads masks; or None. Without a mask
+            they will do: so it is in steps of `generate` with a static cache.
+        seen: [B].
+        slots: of the state, padding included.
+        tokens: how many come now.
+
+    Raises:
+        UserError: it does not.
+    """
+    if mask is None and first is not None and bool((first.to(seen.device) == seen).all()):
+        return
+    if mask is not None and len(mask) not in (1, len(seen)):
+        raise UserError(f"attention_mask: expected one for the {len(seen)} rows of the state, found {len(mask)} rows")
+    marked = seen.new_full(seen.shape, slots) if mask is None else mask.bool().sum(1).to(seen.device).expand_as(seen)
+    differs = marked != seen
+    if bool(differs.any()):
+        row = int(differs.nonzero()[0])
+        raise UserError(
+            f"attention_mask: expected a mask over all {slots + tokens} slots with the padding of the state, whose row "
+            f"{row} has seen {int(seen[row])} tokens in {slots} slots; found "
+            + ("none over all slots" if mask is None else f"one with {int(marked[row])} tokens there")
+            + "; give the masks of the calls before and of the new tokens, side by side"
+        )
+
+
+def _without_padding(mask: Tensor, tokens: int) -> Tensor | None:
+    """Return positions [B, T] of these tokens, counted from each row's first one; None: the model counts the same.
 
     Args:
         mask: [B, past + T], 1 for tokens.
-
-    Raises:
-        ValueError: of a mask with padding that does not cover what the cache holds.
     """
     compiling = torch.compiler.is_compiling()  # where one token reads nothing of the mask
     if mask.shape[1] == 1 or (not (compiling and tokens == 1) and bool(mask.all())):
         return None
-    if not compiling and cache is not None and mask.shape[1] < cache.get_seq_length() + tokens:
-        raise ValueError(
-            f"attention_mask: expected padding to be marked in a mask over all {cache.get_seq_length() + tokens} "
-            f"tokens, those in the cache too, found one over {mask.shape[1]}; give the whole mask, or position_ids"
-        )
     return (mask.to(torch.int64).cumsum(1) - 1).clamp_min(0)[:, -tokens:]
 
 

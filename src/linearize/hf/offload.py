@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from linearize.base import UserError
+
 
 def keep_in_memory(mixer: nn.Module) -> None:
     """Give a mixer that accelerate has offloaded its weights back, for good: they are small.
@@ -17,6 +19,24 @@ def keep_in_memory(mixer: nn.Module) -> None:
         hook: Any = vars(module).get("_hf_hook")
         if getattr(hook, "offload", False):
             _load(module, hook)
+
+
+def refuse_offloaded(model: nn.Module) -> None:
+    """Check that accelerate offloads no weights of a model: a student that shares them would compute with nothing.
+
+    A model that is spread over several devices is fine, and so is one on torch's meta device, without accelerate.
+
+    Raises:
+        UserError: it does.
+    """
+    if not any("_hf_hook" in vars(module) for module in model.modules()):
+        return
+    if (name := next((name for name, x in model.named_parameters() if x.is_meta), None)) is not None:
+        raise UserError(
+            f"model: expected all weights in memory, found {name} offloaded by accelerate (device_map, cpu_offload, "
+            "disk_offload); load the model without that, convert it and save it: the converted folder can be loaded "
+            "with a device_map that offloads"
+        )
 
 
 def _load(module: nn.Module, hook: Any) -> None:

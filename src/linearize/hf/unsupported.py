@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from linearize.base import UserError
+from linearize.hf.cache import rotated_length
 
 CONTINUOUS_BATCHING = (
     "{found}: expected generate() with a padded batch, found continuous batching, which keeps keys and values in "
@@ -78,8 +79,13 @@ def refuse_context_parallel() -> None:
         )
 
 
-def refuse_other_angles(config: Any, cache: Any, position_ids: Tensor | None, tokens: int) -> None:
-    """Check that new tokens have the rotary angles of the keys in a cache, which cannot be rotated again.
+def angles_change(config: Any) -> bool:
+    """Return whether a model's rotary angles depend on the length of the text."""
+    return bool(_limits(config))
+
+
+def length_of_angles(config: Any, cache: Any, position_ids: Tensor | None, tokens: int) -> int | None:
+    """Return the length of the text by which transformers chooses the rotary angles of new tokens, of all rows alike.
 
     Args:
         config: of the model.
@@ -87,22 +93,47 @@ def refuse_other_angles(config: Any, cache: Any, position_ids: Tensor | None, to
         position_ids: [B or 1, T], or None: they continue those of the cache.
         tokens: T.
 
+    Returns:
+        The length; None where angles do not depend on it, and in a compiled graph, which cannot read it.
+    """
+    if torch.compiler.is_compiling() or not angles_change(config):
+        return None
+    if position_ids is not None:
+        return int(position_ids.max()) + 1
+    return tokens + (0 if cache is None else int(cache.get_seq_length()))
+
+
+def refuse_other_angles(config: Any, cache: Any, length: int | None, tokens: int) -> None:
+    """Check that new tokens have the rotary angles of the keys in a cache, which cannot be rotated again.
+
+    Args:
+        config: of the model.
+        cache: None, or the state of the tokens before.
+        length: `length_of_angles` of the new tokens.
+        tokens: how many these are.
+
     Raises:
         UserError: they have other angles.
     """
-    if cache is None or torch.compiler.is_compiling() or not _limits(config):
+    before = 0 if cache is None or length is None else rotated_length(cache)
+    changed = _changed_angles(config, before, length) if before and length is not None else None
+    if not changed or length is None:
         return
-    before = int(cache.get_seq_length())
-    if before and position_ids is not None:
-        before = int(position_ids[:, 0].max())
-    if before and (changed := _changed_angles(config, before, before + tokens)):
-        kind, limit = changed
+    (kind, limit), held = changed, length - tokens
+    if before > max(held, limit):
         raise UserError(
-            f"config.rope_parameters: expected at most {limit} tokens where a state is carried on, because the angles "
-            f"of {kind!r} change beyond them and keys in a state cannot be rotated again; found {before} tokens in the "
-            f"state and {tokens} more. Give all {before + tokens} tokens in one call with a new state"
-            + (", or choose a rope_type with fixed angles (linear, yarn)" if kind == "dynamic" else "")
+            f"config.rope_parameters: expected a state whose keys have the angles of a text of {length} tokens, "
+            f"because those of {kind!r} change beyond {limit} and keys in a state cannot be rotated again; found keys "
+            f"with the angles of {before} tokens, of which {held} are left in these rows. Give all {length} tokens in "
+            "one call with a new state"
         )
+    raise UserError(
+        f"config.rope_parameters: expected at most {limit} tokens where a state is carried on, because the angles "
+        f"of {kind!r} change beyond them and keys in a state cannot be rotated again; found {held} tokens in the "
+        f"state and {tokens} more. Give all {length} tokens in one call with a new state, or let the answer end at "
+        f"token {limit} (a smaller max_new_tokens); in Python, generate(..., use_cache=False) goes on"
+        + ("; or choose a rope_type with fixed angles (linear, yarn)" if kind == "dynamic" else "")
+    )
 
 
 def refuse_candidates(config: Any, prompt: int, longest: int) -> None:
@@ -148,7 +179,8 @@ def refuse_forgetting(input_ids: Tensor, position_ids: Tensor | None, cached: in
 def _limits(config: Any) -> list[tuple[str, int]]:
     """Return each rope type whose angles change with the length of the text, and the length up to which they do not.
 
-    Beyond it, those of `longrope` are others for all tokens, and those of `dynamic` change with every further token.
+    Beyond it, those of `longrope` are others for all tokens, and those of `dynamic` change with every further token. At
+    max_position_embeddings itself, those of `dynamic` are still the ones of a longer text that the model read before.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     limits = []
@@ -156,13 +188,14 @@ def _limits(config: Any) -> list[tuple[str, int]]:
         if part.get("rope_type") == "longrope":
             limits.append(("longrope", part["original_max_position_embeddings"]))
         elif part.get("rope_type") == "dynamic":
-            limits.append(("dynamic", config.max_position_embeddings))
+            limits.append(("dynamic", config.max_position_embeddings - 1))
     return limits
 
 
 def _changed_angles(config: Any, before: int, after: int) -> tuple[str, int] | None:
     """Return the rope type whose angles differ between texts of `before` and `after` tokens, and its limit, or None."""
     for kind, limit in _limits(config):
-        if limit < after and (before <= limit or kind == "dynamic"):
+        beyond = before > limit, after > limit
+        if any(beyond) if kind == "dynamic" else beyond[0] != beyond[1]:
             return kind, limit
     return None
