@@ -404,7 +404,7 @@ def test_what_needs_a_decoder_is_refused(tmp_path: Any) -> None:
 def test_causal_attention_is_refused() -> None:
     layer = next(iter(linearized_layers(student_of(Case("vit"))).values()))
     q = torch.randn(1, 4, 5, 8, dtype=torch.float64)
-    call = attention.Call(None, None, None, None)
+    call = attention.Call(None, None, None, None, None)
     with pytest.raises(ValueError, match="expected bidirectional attention without is_causal=True"):
         attention.linearized_attention(layer, q, q, q, None, is_causal=True, **{attention.CALL: call})
     y, _ = attention.linearized_attention(layer, q, q, q, None, is_causal=False, **{attention.CALL: call})

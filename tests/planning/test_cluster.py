@@ -55,7 +55,7 @@ def test_a_part_of_the_weights(fields: dict[str, Any], per_weight: int) -> None:
 
 
 def test_the_command_says_what_fits() -> None:
-    arguments = ["plan", "lolcats", "--model", tiny.teacher_folder(), "--json"]
+    arguments = ["plan", "lolcats", "--model", tiny.teacher_folder(), "--set", "data.sequence_length=64", "--json"]
     done = CliRunner().invoke(linearize_cli.app, [*arguments, "--cluster", "8x1GiB"])
     found = json.loads(done.stdout)["cluster"]
     assert {share["layout"] for share in found} == {"whole model", "sharded", "block-wise"}

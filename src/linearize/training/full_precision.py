@@ -23,10 +23,12 @@ def computed_in_fp32(model: nn.Module) -> Iterator[None]:
     Half precision rounds every activation, and what an adapter adds to it: a loss differs by more than a small step of
     training changes it. Here a part of the model (a layer, the embeddings, the head) has fp32 copies of its weights
     while its own forward runs, so the largest part is all the memory that is needed beside fp32 activations. On a GPU,
-    matrix products read these in TF32, which holds half-precision weights exactly and takes about twice the time of
-    bf16. A model without weights in half precision is computed as it is; so are weights that are quantized.
+    matrix products read these in TF32, which holds half-precision weights exactly and is slower than
+    bf16. A model without weights in half precision is computed as it is; so are weights that are quantized, and a model
+    with layers of FlashAttention, which has no fp32.
     """
-    parts = [_Part(module) for module in _parts(model)]
+    flash = "flash" in str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
+    parts = [] if flash else [_Part(module) for module in _parts(model)]
     products = torch.backends.cuda.matmul
     precision: Any = products.fp32_precision
     # A divided weight is gathered by hooks of the same modules: ours come after them, and leave before.
