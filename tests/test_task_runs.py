@@ -13,6 +13,7 @@ from linearize.evaluation.worth import Worth
 from linearize.run.evaluate import evaluate
 from linearize.run.folder import Run
 from linearize.run.pipeline import run
+from linearize.run.rows import SOURCES
 from linearize.training import loop
 from tests import tiny
 from tests.task_runs import CPU, KINDS, Kind, job, numbers, written
@@ -50,7 +51,8 @@ def test_a_run_of_each_kind(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     else:
         again = run(made)
         assert again is not None and numbers(again.to_json()) == before == numbers(written(made.folder))
-    assert numbers(evaluated(made.folder / "model").to_json()) == before
+    data = {f"data.{field}": value for field in SOURCES if (value := getattr(made.recipe.data, field)) is not None}
+    assert numbers(evaluated(made.folder / "model", overrides=data).to_json()) == before
 
 
 def check_what_is_written(made: Run, worth: Worth) -> None:

@@ -52,7 +52,7 @@ def test_run_plan_and_eval_as_commands(command: Command, tmp_path: Path) -> None
     on = ["--model", model, "--dataset", tiny.sentences_file(), "--output-dir", tmp_path / "run"]
     done = command("run", "hedgehog-bert", *on, *short)
     assert done.status == 0 and "accuracy" in done.out and "the model: " in done.err
-    done = command("eval", tmp_path / "run" / "model", "--json")
+    done = command("eval", tmp_path / "run" / "model", "--dataset", tiny.sentences_file(), "--json")
     assert done.status == 0
     assert numbers(json.loads(done.out)) == numbers(written(tmp_path / "run"))
 

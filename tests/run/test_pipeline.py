@@ -232,7 +232,7 @@ def test_apart_from_its_run(finished: Run, tmp_path: Path) -> None:
     assert [measured["name"] for measured in alone["measured"]] == ["student", "ablated"]
     assert alone["missing"] == [label for name, label in MEASURED.items() if name not in ("student", "ablated")]
     beside = numbers(evaluated(older, **told, teacher=finished.model))
-    itself = numbers(evaluated(moved))
+    itself = numbers(evaluated(moved, dataset=tiny.text_file()))
     for found in (beside, itself):
         assert found["missing"] == [
             LABELS[name] for name in ("teacher_lora", "transferred", "window_lora", "equal_lora")
