@@ -292,7 +292,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("template", [CHATML, CHATML_BLOCKS, FORGETFUL])
 def test_no_more_is_tokenized_than_max_tokens_need(tmp_path, monkeypatch, form, template):
-    """Of any format, whatever the number of long rows."""
+    """Check one long row and many long rows, in every format."""
     tokenizer = byte_tokenizer(template=template)
     monkeypatch.setattr(templates, "PIECE", 256)
     path = write_rows(tmp_path / "rows.jsonl", [FORMS[form]] * 64)
@@ -492,7 +492,7 @@ def conversations(count: int) -> list[dict]:
 
 @pytest.mark.parametrize("sources", [1, 2])
 def test_replies_of_one_conversation_stay_together(tmp_path, sources):
-    """Also those of equal conversations, and of those that begin alike."""
+    """Check equal conversations and conversations with the same first turns, too."""
     tokenizer = byte_tokenizer(template=FORGETFUL)
     rows = conversations(400)
     rows = [*rows, *rows[:30]]

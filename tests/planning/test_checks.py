@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "transfer to mixers without parameters": (
         "elu",
         {"transfer": {}},
-        "transfer: expected mixers that learn, found none with parameters; set transfer=null",
+        "transfer: expected mixers with parameters to train, found none; set transfer=null",
     ),
     "a loss without meaning": (
         "lolcats",

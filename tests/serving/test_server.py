@@ -470,6 +470,21 @@ def test_texts_that_are_far_too_long_are_tokenized_in_part() -> None:
     assert sum(seen) < 10_000
 
 
+def test_a_client_that_leaves_has_no_place_in_the_queue() -> None:
+    """Its stream may never begin, so that nothing else ends the request."""
+    from starlette.exceptions import HTTPException
+
+    from linearize.serving.jobs import Generation
+
+    generation = Generation([], most_queued=1)
+    queue, job = generation.get_manager("student"), generation.job()
+    queue.admit(job)
+    with pytest.raises(HTTPException, match="429"):
+        queue.admit(generation.job())
+    job.cancel(499, "left")
+    queue.admit(generation.job())
+
+
 def test_a_job_ends_before_the_next_layer() -> None:
     """A long prompt is one pass through the layers, so what ends it is checked there."""
     from linearize.serving.jobs import Ended, Generation

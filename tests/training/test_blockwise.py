@@ -217,7 +217,7 @@ def test_nothing_to_learn_at_all(tmp_path: Path) -> None:
     model = saved(TEACHERS["llama"](), tmp_path / "model")
     made = transfer_by_block(model, tiny.recipe(**fixed), 2, tmp_path / "by 2")
     made.train([0, 1])
-    with pytest.raises(UserError, match="expected mixers that learn, found none with parameters"):
+    with pytest.raises(UserError, match="expected mixers with parameters to train, found none"):
         made.merge()
 
 

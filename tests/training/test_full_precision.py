@@ -41,6 +41,19 @@ def cases() -> Iterator[Any]:
         yield from (pytest.param(make, name, id=name) for name in names)
 
 
+def test_flash_attention_has_no_fp32() -> None:
+    model, _ = decoder("llama")
+    model.bfloat16()
+    for implementation, computed_in in (("sdpa", torch.float32), ("flash_attention_2", torch.bfloat16)):
+        model.config._attn_implementation_internal = implementation
+        dtypes: list[torch.dtype] = []
+        hook = model.lm_head.register_forward_hook(lambda _, args, y, seen=dtypes: seen.append(y.dtype))
+        with computed_in_fp32(model):
+            model.lm_head(torch.zeros(1, model.config.hidden_size, dtype=torch.bfloat16))
+        hook.remove()
+        assert dtypes == [computed_in]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("make, architecture", [*cases()])
 @torch.no_grad()

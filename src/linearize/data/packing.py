@@ -88,7 +88,7 @@ def build_dataset(
     `validation_dataset`, that is held out instead, and training documents that are also in it are left out, with the
     rest of their conversations. It is read whole from disk; from the hub, without the subset of `dataset`, as far as
     `validation_rows` need it. `splits.validation_and_test` says which held-out documents choose checkpoints and which
-    are the test; test rows come from all of its documents alike.
+    are the test; test rows are taken evenly from all of its documents.
 
     Args:
         score: of the training rows, the `config.top_esl` with the largest score are kept; held-out ones all are.

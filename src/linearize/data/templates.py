@@ -319,17 +319,11 @@ def _encode_by_prefix(
     ends = _special_tokens(tokenizer)
     conversation = _render(messages, tokenizer)
     replies = [number for number, message in enumerate(messages, 1) if message["role"] == "assistant" and number > 1]
-    spans = []
-    for number in replies:
-        text, span = _last_turn(messages[:number], tokenizer, ends)
-        if not conversation.startswith(text[: span[1]]):
-            break
-        spans.append(span)
-    else:
-        yield _with_loss_within(conversation, spans, tokenizer, most)
+    turns = [_last_turn(messages[:number], tokenizer, ends) for number in replies]
+    if all(conversation.startswith(text[:end]) for text, (_, end) in turns):
+        yield _with_loss_within(conversation, [span for _, span in turns], tokenizer, most)
         return
-    for number in replies:
-        text, span = _last_turn(messages[:number], tokenizer, ends)
+    for text, span in turns:
         yield _with_loss_within(text, [span], tokenizer, most)
 
 

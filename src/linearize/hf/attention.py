@@ -30,7 +30,7 @@ from linearize.mixers.mixer import Mixer
 from linearize.ops.layout import Layout
 
 LAYOUT = "linearize_layout"  # keyword that carries the Layout from the model to its layers
-ROTATED = "linearize_rotated"  # likewise the length of the text by which rotary angles are chosen, where they change
+ROTATED = "linearize_rotated"  # keyword that carries the text length that sets rotary angles, for longrope and dynamic
 
 IMPLEMENTATION = "linearize"
 CALL = "linearize_call"  # keyword that carries a layer's call to the attention function

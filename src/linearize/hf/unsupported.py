@@ -85,7 +85,7 @@ def angles_change(config: Any) -> bool:
 
 
 def length_of_angles(config: Any, cache: Any, position_ids: Tensor | None, tokens: int) -> int | None:
-    """Return the length of the text by which transformers chooses the rotary angles of new tokens, of all rows alike.
+    """Return the text length from which transformers computes the rotary angles of new tokens, one for all rows.
 
     Args:
         config: of the model.

@@ -1,4 +1,4 @@
-"""What is known of a run before any weights are read: from the recipe and the teacher's config.json."""
+"""Check a recipe against the teacher's config.json, before any weights are read."""
 
 from __future__ import annotations
 

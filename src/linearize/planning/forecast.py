@@ -36,7 +36,7 @@ from linearize.training.loop import Step
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Of one optimizer step, gradients included, and of an evaluation.
+    """Memory of one optimizer step, gradients included, and of an evaluation, in bytes.
 
     Attributes:
         forward: the most until the gradients of the first layer are computed, 0 where no stage of it can be told apart.

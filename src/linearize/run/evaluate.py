@@ -294,15 +294,15 @@ def evaluate(
                 raise
             notes.append(f"measured without the teacher, which --teacher would name: {error}")
             run = chooser = None
-    student = load_model(model, dtype=dtype, device=device, auto_class=task.auto_class)
-    processor = load_processor(task, model)
-    score = None if chooser is None else reach_by(chooser.load_teacher)
-    named = {field for field in SOURCES if f"data.{field}" in overrides}
     data = None
     if made_by is not None and not any(field.startswith("data.") for field in overrides):
         data = stored_rows(made_by, shape)
     if data is None:
-        refuse_local_sources(made_by, recipe.data, named)
+        refuse_local_sources(made_by, recipe.data, {field for field in SOURCES if f"data.{field}" in overrides})
+    student = load_model(model, dtype=dtype, device=device, auto_class=task.auto_class)
+    processor = load_processor(task, model)
+    score = None if chooser is None else reach_by(chooser.load_teacher)
+    if data is None:
         data = load_dataset(recipe.data, processor, config, score, seed=recipe.seed)
     started = time.perf_counter()
     teacher_model = None if run is None else run.load_teacher()

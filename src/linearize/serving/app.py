@@ -38,7 +38,7 @@ from linearize.serving.jobs import Generation, Job
 from linearize.serving.page import Page
 from linearize.serving.requests import ChatRequest, CompletionRequest, TokenizeRequest, fault
 
-_AT_THE_END = 1024
+_MARGIN = 1024  # tokens by which a part of a text may have more than the whole text
 NEW_TOKENS = 1024  # of an answer whose request does not say how many
 NO_TEMPLATE = "this model has no chat template, it continues text: use /v1/completions"
 
@@ -63,8 +63,7 @@ class Served:
         """
         characters = 2 * self.most_tokens
         while characters < len(text):
-            # The tokens at the end of a part can be others than in the text, but hardly so many.
-            if len(self.tokenizer(text[:characters]).input_ids) > self.most_tokens + _AT_THE_END:
+            if len(self.tokenizer(text[:characters]).input_ids) > self.most_tokens + _MARGIN:
                 raise HTTPException(
                     400,
                     f"prompt: expected at most {self.most_tokens} tokens for prompt and answer, found a text of "

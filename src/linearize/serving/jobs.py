@@ -1,4 +1,4 @@
-"""Limits of the generation behind a request: how many wait, how long one takes, and what ends it early."""
+"""Limit the work for requests: the length of the queue, the time of an answer, and an early end."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class ModelQueue(GenerateManager):
         self.jobs: set[Job] = set()
 
     def admit(self, job: Job) -> None:
-        """Count a request from now on, before its prompt is tokenized, until it is taken out of `jobs`.
+        """Count a request from now on, before its prompt is tokenized, until it is taken out of `jobs` or cancelled.
 
         Raises:
             HTTPException: the queue is full (429).
@@ -128,6 +128,7 @@ class ModelQueue(GenerateManager):
                 "server), found as many in progress or waiting; send it again later",
             )
         self.jobs.add(job)
+        job.on_cancel(lambda: self.jobs.discard(job))
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Queue a generation that streams."""
@@ -141,7 +142,7 @@ class ModelQueue(GenerateManager):
         outer = asyncio.get_running_loop().create_future()
 
         def pass_on(done: asyncio.Future[Any]) -> None:
-            error = done.exception()  # it is looked at, also if nobody waits
+            error = done.exception()  # asyncio logs an exception that is never read
             if not outer.done():
                 outer.set_result(done.result()) if error is None else outer.set_exception(error)
 

@@ -39,6 +39,8 @@ from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.resumption import RESULT, read_stage_json
 from linearize.training.transfer_losses import Share, check_losses, transfer_loss
 
+NO_PARAMETERS = "transfer: expected mixers with parameters to train, found none; set transfer=null"
+
 
 def attention_transfer(
     student: PreTrainedModel,
@@ -159,19 +161,19 @@ class TransferObjective:
 
 
 def check_transfer(config: TransferConfig, mixers: Mapping[str, nn.Module]) -> None:
-    """Check that attention transfer has something to learn, and that its losses mean something for what learns.
+    """Check that attention transfer has parameters to train, and losses that are defined for their mixers.
 
     Args:
         mixers: by the name of their layer; the meta device will do.
 
     Raises:
-        UserError: no mixer has parameters, or a loss means nothing for one that has.
+        UserError: no mixer has parameters, or a loss is not defined for one that has.
     """
     learning = {name: mixer for name, mixer in mixers.items() if any(True for _ in mixer.parameters())}
     for name, mixer in learning.items():
         check_losses(config, name, mixer)
     if not learning:
-        raise UserError("transfer: expected mixers that learn, found none with parameters; set transfer=null")
+        raise UserError(NO_PARAMETERS)
 
 
 def layer_passes(student: PreTrainedModel) -> dict[str, int]:

@@ -31,7 +31,7 @@ from linearize.hf.partial_model import load_block
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan
 from linearize.training.activations import FILE_BYTES, Activations, StoredRows
-from linearize.training.attention_transfer import attention_transfer
+from linearize.training.attention_transfer import NO_PARAMETERS, attention_transfer
 from linearize.training.claims import claimed
 from linearize.training.config import TransferConfig
 from linearize.training.loop import TrainResult
@@ -219,7 +219,7 @@ class BlockwiseTransfer:
                     )
         learned = [block for block in found if block["best_loss"]]
         if not learned:
-            raise UserError("transfer: expected mixers that learn, found none with parameters; set transfer=null")
+            raise UserError(NO_PARAMETERS)
         result = TrainResult(
             steps=max(block["steps"] for block in learned),
             tokens=max(block["tokens"] for block in learned),

@@ -195,7 +195,7 @@ def _warn(
     """
     first, best = (sum(losses.values()) for losses in (result.initial_loss, result.best_loss))
     if best >= first:
-        if result.steps:  # a teacher that learns its own outputs takes none
+        if result.steps:  # a control of the teacher itself has nothing to learn from its own outputs
             logger.warning(
                 "%s: no held-out loss was below the first, %.6g: the weights stay as they were. Lower finetune.lr, or "
                 "evaluate more often (finetune.eval_every)",
