@@ -51,7 +51,7 @@ test-faults: setup ## kills, broken disks, hostile folders and hostile clients: 
 
 test-gpu: setup ## a smoke of some minutes on a CUDA device: tests, then the demo
 	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
-	$(BIN)/python -m pytest tests/ops/test_triton_kernels.py tests/ops/test_fla_kernels.py
+	$(BIN)/python -m pytest tests/ops/test_triton_kernels.py
 	$(BIN)/linearize demo --device cuda --output-dir $(OUTPUT_DIR)-cuda
 
 # Not into .venv itself: torch looks for triton wherever it finds it.
@@ -61,10 +61,9 @@ test-kernels: setup ## our Triton kernels, by its interpreter and its compiler, 
 	TRITON_INTERPRET=1 PYTHONPATH=.venv/kernels $(BIN)/python -m pytest $(PYTEST_ARGS) --dist load tests/ops/test_triton_kernels.py
 	PYTHONPATH=.venv/kernels $(BIN)/python -m pytest $(PYTEST_ARGS) --dist load tests/ops/test_triton_compiled.py
 
-test-fla: setup ## the operators against flash-linear-attention's, which is installed for it (the extra `gpu`)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gpu]'
+test-fla: setup ## the operators against those of flash-linear-attention, which is installed for it
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt fla-core
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_fla.py
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_fla_kernels.py
 
 # Each in an environment of its own. What transformers pins itself is left to it.
 test-matrix: $(TRANSFORMERS:%=test-transformers-%) ## what touches transformers, with the oldest and the newest that are supported

@@ -7,7 +7,7 @@ forward and backward, with the gradients of all inputs and parameters.
     python benchmarks/mixers.py                                       # an hour or so: every recipe, 1k to 32k tokens
     python benchmarks/mixers.py --recipes lolcats gla --lengths 4096  # seconds
     python benchmarks/mixers.py --json benchmarks/results/mixers.json # keep the numbers
-    python benchmarks/mixers.py --recipes lolcats gla --dtype bfloat16 --device cuda --implementations chunked fla
+    python benchmarks/mixers.py --recipes lolcats gla --dtype bfloat16 --device cuda --implementations chunked triton
 
 With `--implementations`, every recipe is timed by each of them (`LINEARIZE_IMPL`), else by the one that users get.
 `--dtype` is of the inputs; parameters are fp32, as in a converted model.
@@ -184,7 +184,7 @@ def main() -> None:
     )
     parser.add_argument("--passes", nargs="+", choices=["forward", "both"], default=["forward", "both"], help="to time")
     parser.add_argument(
-        "--implementations", nargs="+", default=[None], metavar="NAME", help="of the primitives: chunked, fla, ..."
+        "--implementations", nargs="+", default=[None], metavar="NAME", help="of the primitives: chunked, triton, ..."
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: %(default)s")
     parser.add_argument("--heads", type=int, default=8, metavar="H", help="query heads (default: 8)")

@@ -22,7 +22,7 @@ from tests.ops.parity import FP64, assert_near
 
 # This import comes first because it ignores warnings, which are errors elsewhere: fla warns of a missing GPU and a
 # missing FlashAttention and uses a deprecated decorator of torch's. Its naive functions need none of these.
-pytest.importorskip("fla.ops", reason="fla is not installed; `make test-fla` installs the extra `gpu` and runs this")
+pytest.importorskip("fla.ops", reason="fla is not installed; `make test-fla` installs it and runs this")
 
 from fla.ops.delta_rule.naive import delta_rule_chunkwise, delta_rule_parallel, delta_rule_recurrence
 from fla.ops.gated_delta_rule.naive import (

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from linearize.base import UserError
-from linearize.ops import chunked, dense, eviction_cache, fla, fused, reference
+from linearize.ops import chunked, dense, eviction_cache, fused, reference
 from linearize.ops.eviction_cache import Blocks
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout, Span
@@ -43,11 +43,10 @@ class Impl:
     supports: Callable[[torch.device], str | None] = lambda device: None
 
 
-# In order of preference. Where the first one does not serve, `SHORT` serves short rows. `fla` must be asked for: on a
-# device it measures its kernels for each new shape, which takes minutes.
+# In order of preference. Where the first one does not serve, `SHORT` serves short rows.
 SHORT = Impl("dense", dense)
 KERNELS = Impl("triton", fused, fused.missing)
-IMPLS = (KERNELS, Impl("chunked", chunked), SHORT, Impl("fla", fla, fla.missing), Impl("reference", reference))
+IMPLS = (KERNELS, Impl("chunked", chunked), SHORT, Impl("reference", reference))
 
 
 @functools.cache
