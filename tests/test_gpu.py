@@ -14,6 +14,7 @@ from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
 from linearize.ops import chunked, reference
 from linearize.ops.dispatch import ENVIRONMENT
+from linearize.ops.inputs import LinearInputs, SoftmaxInputs
 from linearize.ops.layout import Layout, SlidingSpan, TerracedSpan
 from linearize.recipe import Recipe, recipe_names
 
@@ -48,8 +49,8 @@ def test_chunked_equals_the_definition(span: SlidingSpan | TerracedSpan) -> None
     layout = Layout.full(1000, "cuda")
     for op in (reference, chunked):
         leaves = [x.detach().requires_grad_() for x in (q, k, v, phi_q, phi_k)]
-        linear = op.linear_scan(leaves[3], leaves[4], leaves[2], span=span, layout=layout)
-        window = op.window_softmax(*leaves[:3], span=span, scaling=0.125, layout=layout)
+        linear = op.linear_scan(LinearInputs(leaves[3], leaves[4], leaves[2], span, layout))
+        window = op.window_softmax(SoftmaxInputs(*leaves[:3], span, layout, 0.125))
         y = (window.num + linear.num) / (window.den + linear.den)[..., None]
         grads = torch.autograd.grad(y.square().sum(), leaves)
         if op is reference:

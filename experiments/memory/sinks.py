@@ -52,6 +52,7 @@ from linearize.hf.teacher import TeacherShape
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.dispatch import window_softmax
 from linearize.ops.heads import repeat_kv
+from linearize.ops.inputs import SoftmaxInputs
 from linearize.ops.layout import Layout, SlidingSpan
 from linearize.ops.partial import Partial
 from linearize.run.folder import versions, write_json
@@ -102,8 +103,8 @@ FORMS = (
 def kept_keys(inputs: AttnInputs, span: SlidingSpan) -> Partial:
     """Return the softmax sums over the keys that are kept, of rows that are one document each."""
     layout = Layout.full(inputs.q.shape[2], inputs.q.device)
-    options = {"scaling": inputs.scaling, "softcap": inputs.softcap, "layout": layout}
-    return window_softmax(inputs.q, inputs.k, inputs.v, span=span, **options)
+    given = inputs.q, inputs.k, inputs.v, span, layout, inputs.scaling, inputs.softcap
+    return window_softmax(SoftmaxInputs(*given))
 
 
 def with_logit(sums: Partial, logit: Float[Tensor, "#B H #T"]) -> Float[Tensor, "B H T D"]:

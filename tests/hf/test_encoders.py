@@ -416,9 +416,10 @@ def test_causal_attention_is_refused() -> None:
 
 def causal_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, layout: Any) -> Any:
     from linearize.ops.dispatch import linear_scan
+    from linearize.ops.inputs import LinearInputs
     from linearize.ops.layout import NoSpan
 
-    return linear_scan(phi_q, phi_k, v, span=NoSpan(), layout=layout)
+    return linear_scan(LinearInputs(phi_q, phi_k, v, NoSpan(), layout))
 
 
 def one_sided(module: Any, inputs: AttnInputs, layout: Any) -> Tensor:

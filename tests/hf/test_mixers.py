@@ -252,7 +252,7 @@ def test_layers_without_parameters_are_left_out() -> None:
     mixer = MIXERS["cosformer"] | dict(normalizer=dict(type="group_norm"), combine=dict(type="add"))
     teacher, rows = tiny.llama().double(), tiny.packed([[24]])
     recipe = tiny.recipe(mixer=mixer)
-    with pytest.raises(linearize.UserError, match="expected mixers with parameters to train, found none; set transfer=null"):
+    with pytest.raises(linearize.UserError, match="expected mixers with parameters to train, found none; set"):
         TransferObjective(linearize.convert(teacher, recipe), recipe.transfer)
     shape = TeacherShape.from_config(teacher.config.to_dict())
     student = convert_layers(teacher, (resolve(tiny.recipe(), shape)[0], resolve(recipe, shape)[1]))

@@ -170,6 +170,38 @@ def test_documents_in_one_row_have_caches_of_their_own() -> None:
         start += length
 
 
+@pytest.mark.parametrize("sizes", [dict(), dict(size=11, recall_size=4, sinks=1)], ids=str)
+def test_a_state_without_outputs_is_that_of_outputs(sizes: dict[str, int]) -> None:
+    """In one row documents end and begin, in the other the carried one goes on; with and without a state."""
+    x, its = inputs(90), mixer(**sizes)
+    ends = torch.tensor([*range(30), *range(5), *range(25)]), torch.arange(60)
+    first, layout = x.tokens(0, 30), Layout.from_positions(torch.stack(ends))
+    _, carried = its.step(first, None)
+    new = torch.cat([torch.zeros(20, dtype=torch.int64), torch.ones(40, dtype=torch.int64)])
+    positions = torch.cat([torch.arange(20), torch.arange(40)])
+    goes_on = Layout(
+        torch.stack([positions, torch.arange(60)]), torch.stack([new, torch.zeros(60, dtype=torch.int64)]), 60
+    )
+    for state, own in ((None, layout), (carried, goes_on), (carried, None)):
+        tokens = x.tokens(30, 90)
+        _, expected = its.step(tokens, state, own)
+        found = its.absorb(tokens, state, own)
+        for name, y in expected.named_tensors().items():
+            torch.testing.assert_close(found.named_tensors()[name], y, rtol=0, atol=1e-12, msg=lambda m, n=name: n + m)
+
+
+def test_a_prompt_takes_few_rounds_of_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which wait for one another: 8,192 tokens by blocks of 16 were 512 choices once."""
+    rounds: list[int] = []
+    least = eviction_cache._least
+    monkeypatch.setattr(eviction_cache, "_least", lambda ranks, size: rounds.append(1) or least(ranks, size))
+    scores = torch.randn(1, 1, 8192)
+    leaves = torch.arange(8192).view(1, -1, 8)
+    held = eviction_cache.choose(scores, leaves, 200)
+    assert sorted(held[0, 0, -1].tolist()) == sorted(scores[0, 0].topk(200).indices.tolist())
+    assert len(rounds) <= 6
+
+
 def test_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     x, its = inputs(41), mixer()
     whole = its(x)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from linearize.mixers import cached, linear, one_token
+from linearize.mixers import cached, linear, step
 from linearize.mixers.combine import Add
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.eviction_cache import EvictionCache
@@ -21,6 +20,8 @@ from linearize.mixers.normalizers import RmsNormalizer
 from linearize.mixers.running_maximum import running_maximum
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaUpdate
+from linearize.ops.backend import Backend
+from linearize.ops.inputs import LinearInputs, Parts
 from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
 from tests.mixers.forms import check_calls, check_oracle
 from tests.mixers.space import Drawn, make_drawn
@@ -59,24 +60,20 @@ def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(span, "lo", lambda self, position, lo=lo: (lo(self, position) + 1).clamp_min(0))
 
 
-def of_scans(patch: pytest.MonkeyPatch, change: Callable[..., Any]) -> None:
-    """`change` gets the scan, with a state behind it or without, and what that is given."""
-    for name in ("linear_scan", "scan_with_state"):
-        patch.setattr(linear, name, partial(change, getattr(linear, name)))
+def of_scans(patch: pytest.MonkeyPatch, change: Callable[[LinearInputs], LinearInputs]) -> None:
+    """`change` is made to what the linear part of many tokens is given."""
+    prefill = linear.prefill
+    patch.setattr(linear, "prefill", lambda window, keys, **how: prefill(window, keys and change(keys), **how))
 
 
 def state_dropped(patch: pytest.MonkeyPatch) -> None:
-    of_scans(patch, lambda scan, *args, **options: scan(*args, **options | {"state": None}))
+    of_scans(patch, lambda keys: replace(keys, state=None))
 
 
 def decays_to_the_wrong_power(patch: pytest.MonkeyPatch) -> None:
     """As if the step that writes a key decayed it too."""
 
-    def wrong(scan, phi_q, phi_k, v, **options):
-        decay = options["log_decay_k"]
-        return scan(phi_q, phi_k * decay.exp(), v, **options)
-
-    of_scans(patch, wrong)
+    of_scans(patch, lambda keys: replace(keys, phi_k=keys.phi_k * keys.log_decay_k.exp()))
 
 
 def carry_lost(patch: pytest.MonkeyPatch) -> None:
@@ -85,31 +82,29 @@ def carry_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def sinks_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    def wrong(scan, *args, **options):
-        return scan(*args, **options | {"span": options["span"].model_copy(update={"sinks": 0})})
-
-    of_scans(patch, wrong)
+    of_scans(patch, lambda keys: replace(keys, span=keys.span.model_copy(update={"sinks": 0})))
 
 
 def window_decays_lost(patch: pytest.MonkeyPatch) -> None:
     """One token at a time, what is read through the window has not decayed there."""
-    patch.setattr(one_token, "skipped_steps", lambda tokens, below: {})
+    patch.setattr(step, "skipped_steps", lambda new, slots, at: {})
 
 
 def terrace_lost(patch: pytest.MonkeyPatch) -> None:
     """The state that waits for the next terrace is lost between calls."""
-    scan = linear.scan_with_state
+    prefill = linear.prefill
 
-    def wrong(*args, **options):
-        linear_part, state = scan(*args, **options)
-        return linear_part, replace(state, next_S=state.S, next_z=state.z)
+    def wrong(*args: Any, **how: Any) -> Parts:
+        parts = prefill(*args, **how)
+        state = parts.state
+        return parts if state is None else parts._replace(state=replace(state, next_S=state.S, next_z=state.z))
 
-    patch.setattr(linear, "scan_with_state", wrong)
+    patch.setattr(linear, "prefill", wrong)
 
 
 def erasures_forgotten(patch: pytest.MonkeyPatch) -> None:
     """The delta rule adds where it should replace."""
-    patch.setattr(linear, "delta_values", lambda phi_k, v, beta, **options: beta * v)
+    patch.setattr(Backend, "delta_values", lambda self, keys: keys.beta * keys.v)
 
 
 def input_scale_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -138,7 +133,7 @@ def kept_and_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def dropped_by_steps_and_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(one_token, "folded", lambda mixer, state, dropped: state)
+    patch.setattr(step, "folded", lambda mixer, state, dropped: state)
 
 
 EXP = {"feature_map": ExpMap()}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from linearize.ops.inputs import LinearInputs, LinearState, SoftmaxInputs
 from linearize.ops.layout import Layout, NoSpan, SlidingSpan, Span, TerracedSpan
 from tests.oracles.attention import Documents
 from tests.oracles.spans import SpanSpec
@@ -75,6 +76,17 @@ class Case:
     def decays(self) -> dict[str, Tensor | None]:
         """What the ops call the log decays."""
         return {"log_decay_k": self.log_decay_k, "log_decay_v": self.log_decay_v}
+
+    def softmax(self, layout: Layout | None = None) -> SoftmaxInputs:
+        """What the ops take for the window."""
+        layout = self.layout if layout is None else layout
+        return SoftmaxInputs(self.q, self.k, self.v, self.package_span, layout, self.scaling, self.softcap)
+
+    def linear(self, layout: Layout | None = None, state: LinearState | None = None) -> LinearInputs:
+        """What the ops take for the linear part."""
+        layout = self.layout if layout is None else layout
+        keys = self.phi_q, self.phi_k, self.v, self.package_span, layout
+        return LinearInputs(*keys, beta=self.beta, **self.decays, state=state)
 
     @property
     def length(self) -> int:

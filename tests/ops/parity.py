@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from linearize.ops import chunked, reference
+from linearize.ops.inputs import LinearInputs, LinearState
 from linearize.ops.layout import Layout
-from linearize.ops.linear_state import LinearState, linear_state
+from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial
-from linearize.ops.recurrent import NextToken, linear_step, no_scores, window_step
+from linearize.ops.recurrent import LinearStep, NextToken, linear_step, no_scores, window_step
 from tests.ops.cases import DECAYS, INPUTS, Case, own_layout
 from tests.oracles.attention import linear_attention_quadratic, window_partial
 from tests.oracles.recurrent import RecurrentState, linear_attention_recurrent
@@ -42,21 +43,14 @@ def both_parts(
     ops: ModuleType, case: Case, layout: Layout | None = None, state: LinearState | None = None
 ) -> tuple[Partial, Partial]:
     """(linear, window) of the implementation `ops`."""
-    options = {"span": case.package_span, "layout": case.layout if layout is None else layout}
-    return (
-        ops.linear_scan(
-            case.phi_q, case.phi_k, written(ops, case, layout, state), **options, **case.decays, state=state
-        ),
-        ops.window_softmax(case.q, case.k, case.v, **options, scaling=case.scaling, softcap=case.softcap),
-    )
+    layout = case.layout if layout is None else layout
+    return ops.linear_scan(written(ops, case, layout, state)), ops.window_softmax(case.softmax(layout))
 
 
-def written(ops: ModuleType, case: Case, layout: Layout | None, state: LinearState | None) -> Tensor:
-    """Values, or what the delta rule writes instead."""
-    if case.beta is None:
-        return case.v
-    options = {"span": case.package_span, "layout": case.layout if layout is None else layout, "state": state}
-    return ops.delta_values(case.phi_k, case.v, case.beta, log_decay_k=case.log_decay_k, **options)
+def written(ops: ModuleType, case: Case, layout: Layout | None, state: LinearState | None) -> LinearInputs:
+    """The linear part's inputs, with what the delta rule writes instead of values."""
+    inputs = case.linear(layout, state)
+    return inputs if case.beta is None else inputs.with_values(ops.delta_values(inputs))
 
 
 def assert_partials_near(found: Sequence[Partial], expected: Sequence[Partial], tolerance: float) -> None:
@@ -207,8 +201,7 @@ def check_split(ops: ModuleType, case: Case, *ways: Sequence[int]) -> None:
     if plain:
         rows = _states(case)
     else:
-        values = written(reference, case, None, None)
-        one_call = linear_state(case.phi_k, values, **case.decays, span=case.package_span, layout=case.layout)
+        one_call = linear_state(written(reference, case, None, None))
     for cuts in ways:
         bounds = [0, *sorted(cuts), case.length]
         state: LinearState | None = None
@@ -216,9 +209,7 @@ def check_split(ops: ModuleType, case: Case, *ways: Sequence[int]) -> None:
         for start, stop in itertools.pairwise(bounds):
             part, layout = part_of(case, start, stop)
             calls.append(both_parts(ops, part, layout, state))
-            values = written(ops, part, layout, state)
-            options = {"span": case.package_span, "layout": layout, "state": state}
-            state = linear_state(part.phi_k, values, **part.decays, **options)
+            state = linear_state(written(ops, part, layout, state))
         joined = [
             Partial(*(torch.cat([getattr(x, field) for x in parts], dim=2) for field in ("num", "den", "log_scale")))
             for parts in zip(*calls, strict=True)
@@ -235,8 +226,7 @@ def check_steps(case: Case, start: int) -> None:
     """One-step forms after a first call of `start` slots (every row full) give what one call gives."""
     span = case.package_span
     part, layout = part_of(case, 0, start)
-    values = written(reference, part, layout, None)
-    state = linear_state(part.phi_k, values, **part.decays, span=span, layout=layout)
+    state = linear_state(written(reference, part, layout, None))
     expected = both_parts(reference, case)
     keys = torch.arange(case.length)[None]
     for n in range(start, case.length):
@@ -249,15 +239,9 @@ def check_steps(case: Case, start: int) -> None:
             for name, x in case.decays.items()
             if x is not None
         }
-        linear, state = linear_step(
-            case.phi_q[:, :, n : n + 1],
-            case.phi_k[:, :, entering],
-            case.v[:, :, entering],
-            **one,
-            **skipped,
-            at=NextToken(span, position),
-            state=state,
-        )
+        entered = case.phi_k[:, :, entering], case.v[:, :, entering]
+        step = LinearStep(case.phi_q[:, :, n : n + 1], state, *entered, **one, **skipped)
+        linear, state = linear_step(step, NextToken(span, position))
         found = [linear]
         if span.max_lag:  # or there is no window to read
             seen = (keys <= n) & ((keys >= span.lo(position)[:, None]) | (keys < span.sinks))
@@ -269,5 +253,4 @@ def check_steps(case: Case, start: int) -> None:
     if len(case.tensors) == len(INPUTS):
         check_state(case, _states(case), state, case.layout)
     else:
-        values = written(reference, case, None, None)
-        assert_states_near(state, linear_state(case.phi_k, values, **case.decays, span=span, layout=case.layout))
+        assert_states_near(state, linear_state(written(reference, case, None, None)))

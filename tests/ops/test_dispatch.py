@@ -1,4 +1,4 @@
-"""The choice of an implementation, and what is refused before one is called."""
+"""The choice of a backend, and what is refused before one is called."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from linearize.base import UserError
-from linearize.ops import chunked, dense, dispatch, fla, fused, reference
+from linearize.ops import chunked, dense, dispatch, reference, triton_backend
+from linearize.ops.backend import Backend
+from linearize.ops.dispatch import BACKENDS, TORCH
+from linearize.ops.inputs import LinearInputs, SoftmaxInputs
 from linearize.ops.layout import Layout, NoSpan, SlidingSpan
 from linearize.ops.partial import Partial
 from tests.ops.cases import make_case
@@ -32,7 +35,7 @@ def forgotten_choices() -> Iterator[None]:
 def test_dense_for_short_rows_chunked_by_default_and_any_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(SpanSpec("sliding", 7), ("packed",), 20)
     expected = both_parts(reference, case)
-    assert dispatch.choose(CPU, None).ops is chunked
+    assert dispatch.choose(CPU, None) is TORCH
     for name in ("dense", "chunked", "reference"):
         monkeypatch.setenv(dispatch.ENVIRONMENT, name)
         assert dispatch.choose(CPU, name).name == name
@@ -62,41 +65,48 @@ def _noted(called: list[ModuleType], ops: ModuleType, work: Callable[..., Partia
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(dispatch.ENVIRONMENT, "fused")
-    with pytest.raises(UserError, match=r"chunked, dense, fla, reference.*'fused'"):
+    with pytest.raises(UserError, match=r"triton, torch, chunked, dense, reference; found 'fused'"):
         both_parts(dispatch, make_case(SpanSpec("none"), ("full",), 3))
 
 
+class OnlyCuda(Backend):
+    def missing(self, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "needs a GPU"
+
+
 def test_one_that_cannot_serve_the_device_is_passed_over_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = dispatch.Impl("fused", chunked, lambda device: None if device.type == "cuda" else "needs a GPU")
-    monkeypatch.setattr(dispatch, "IMPLS", (fused, *dispatch.IMPLS))
-    assert [dispatch.choose(torch.device(x), None).name for x in ("cpu", "cuda")] == ["chunked", "fused"]
+    fused = OnlyCuda("fused")
+    monkeypatch.setattr(dispatch, "BACKENDS", (fused, *BACKENDS))
+    assert [dispatch.choose(torch.device(x), None).name for x in ("cpu", "cuda")] == ["torch", "fused"]
     with pytest.raises(UserError, match=r"cpu.*fused: needs a GPU"):
         dispatch.choose(CPU, "fused")
 
 
-def test_kernels_for_devices_serve_them_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our own by themselves, others' where they are asked for by name."""
-    device = torch.device("cuda")
-    for module, package in ((fla, "fla-core"), (fused, "triton")):
-        name = "triton" if module is fused else "fla"
-        dispatch.choose.cache_clear()
-        with pytest.raises(UserError, match=rf"cpu; found {name}: its kernels are for CUDA devices; unset it"):
-            dispatch.choose(CPU, name)
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
-        with pytest.raises(UserError, match=rf"{name}: {package} is not installed \(pip install 'linearize\[gpu\]'\)"):
-            dispatch.choose(device, name)
-    assert dispatch.choose(device, None).ops is chunked
-    for module, name in ((fla, "fla"), (fused, "triton")):
-        monkeypatch.setattr(module, "find_spec", lambda name: name)
-        assert dispatch.choose(device, name).ops is module
+def test_our_kernels_serve_gpus_where_triton_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, kernels = torch.device("cuda"), BACKENDS[0]
+    with pytest.raises(UserError, match="cpu; found triton: its kernels are for CUDA devices; unset it"):
+        dispatch.choose(CPU, "triton")
+    monkeypatch.setattr(triton_backend, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"triton: triton is not installed \(pip install 'linearize\[gpu\]'\)"):
+        dispatch.choose(device, "triton")
+    assert dispatch.choose(device, None) is TORCH
+    monkeypatch.setattr(triton_backend, "find_spec", lambda name: name)
+    assert dispatch.choose(device, "triton") is kernels
     dispatch.choose.cache_clear()
-    assert dispatch.choose(device, None).ops is fused
-    assert dispatch.choose(CPU, None).ops is chunked
+    assert dispatch.choose(device, None) is kernels
+    assert dispatch.choose(CPU, None) is TORCH
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, expected in (((7, 5), chunked), ((8, 0), fused)):
+    for capability, expected in (((7, 5), TORCH), ((8, 0), kernels)):
         dispatch.choose.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert dispatch.choose(device, None).ops is expected
+        assert dispatch.choose(device, None) is expected
+
+
+def test_compilers_see_operations_that_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "BACKENDS", (OnlyCuda("fused"), *BACKENDS))
+    assert dispatch.backend_for(torch.device("cuda")).name == "fused"
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert dispatch.backend_for(torch.device("cuda")) is TORCH
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
@@ -115,39 +125,43 @@ def x(heads: int, length: int, width: int) -> Tensor:
     return torch.rand(1, heads, length, width)
 
 
-FULL = {"span": NoSpan(), "layout": Layout.full(5)}
-WINDOW = {"span": SlidingSpan(window_size=2), "layout": Layout.full(5), "scaling": 1.0}
+def scan(phi_q: Tensor, phi_k: Tensor, v: Tensor, layout: Layout | None = None, **rules: Any) -> object:
+    layout = Layout.full(5) if layout is None else layout
+    return dispatch.linear_scan(LinearInputs(phi_q, phi_k, v, NoSpan(), layout, **rules))
+
+
+def window(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None) -> object:
+    layout = Layout.full(5) if layout is None else layout
+    return dispatch.window_softmax(SoftmaxInputs(q, k, v, SlidingSpan(window_size=2), layout, 1.0))
+
+
+def delta(phi_k: Tensor, v: Tensor, beta: Tensor) -> object:
+    return dispatch.delta_values(LinearInputs(None, phi_k, v, NoSpan(), Layout.full(5), beta))
+
+
 WELL: dict[str, Callable[[], object]] = {
-    "scan": lambda: dispatch.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_k=-x(2, 5, 1), **FULL),
-    "delta": lambda: dispatch.delta_values(x(2, 5, 3), x(1, 5, 4), x(2, 5, 1), **FULL),
-    "window": lambda: dispatch.window_softmax(x(2, 5, 4), x(1, 5, 4), x(1, 5, 4), **WINDOW),
+    "scan": lambda: scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_k=-x(2, 5, 1)),
+    "delta": lambda: delta(x(2, 5, 3), x(1, 5, 4), x(2, 5, 1)),
+    "window": lambda: window(x(2, 5, 4), x(1, 5, 4), x(1, 5, 4)),
 }
 BADLY: dict[str, Callable[[], object]] = {
-    "features": lambda: dispatch.linear_scan(x(2, 5, 3), x(2, 5, 2), x(1, 5, 4), **FULL),
-    "keys": lambda: dispatch.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 4, 4), **FULL),
-    "heads of a decay": lambda: dispatch.linear_scan(
-        x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_k=-x(3, 5, 1), **FULL
-    ),
-    "values of a decay": lambda: dispatch.linear_scan(
-        x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_v=-x(2, 5, 3), **FULL
-    ),
-    "beta": lambda: dispatch.delta_values(x(2, 5, 3), x(1, 5, 4), x(2, 5, 3), **FULL),
-    "values": lambda: dispatch.window_softmax(x(2, 5, 4), x(1, 5, 4), x(1, 5, 3), **WINDOW),
-    "an option": lambda: dispatch.linear_scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), decay=-x(2, 5, 1), **FULL),
-    "a longer layout": lambda: dispatch.linear_scan(
-        x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), span=NoSpan(), layout=Layout.full(7)
-    ),
-    "a layout of other queries": lambda: dispatch.linear_scan(x(2, 3, 3), x(2, 5, 3), x(1, 5, 4), **FULL),
-    "a shorter layout": lambda: dispatch.window_softmax(
-        x(2, 5, 4), x(1, 5, 4), x(1, 5, 4), span=SlidingSpan(window_size=2), scaling=1.0, layout=Layout.full(4)
-    ),
+    "features": lambda: scan(x(2, 5, 3), x(2, 5, 2), x(1, 5, 4)),
+    "keys": lambda: scan(x(2, 5, 3), x(2, 5, 3), x(1, 4, 4)),
+    "heads of a decay": lambda: scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_k=-x(3, 5, 1)),
+    "values of a decay": lambda: scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), log_decay_v=-x(2, 5, 3)),
+    "beta": lambda: delta(x(2, 5, 3), x(1, 5, 4), x(2, 5, 3)),
+    "values": lambda: window(x(2, 5, 4), x(1, 5, 4), x(1, 5, 3)),
+    "an option": lambda: scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), decay=-x(2, 5, 1)),
+    "a longer layout": lambda: scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), Layout.full(7)),
+    "a layout of other queries": lambda: scan(x(2, 3, 3), x(2, 5, 3), x(1, 5, 4)),
+    "a shorter layout": lambda: window(x(2, 5, 4), x(1, 5, 4), x(1, 5, 4), Layout.full(4)),
 }
 
 
 @pytest.mark.parametrize("name", BADLY)
 def test_a_wrong_shape_is_refused_before_any_implementation_sees_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By jaxtyping, which tests turn on, and by the layout's own lengths always."""
-    monkeypatch.setattr(dispatch, "IMPLS", (dispatch.Impl("untyped", Untyped("untyped")),))
+    monkeypatch.setattr(dispatch, "BACKENDS", (Backend("untyped", Untyped("untyped")),))
     for call in WELL.values():
         call()
     with pytest.raises((TypeError, AssertionError)):

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linearize.ops.dispatch import IMPLS, Impl
+from linearize.ops.backend import Backend
+from linearize.ops.dispatch import BACKENDS
+from linearize.ops.inputs import LinearInputs, LinearState
 from linearize.ops.layout import Layout, NoSpan
-from linearize.ops.linear_state import LinearState, linear_state
 from tests.ops.parity import FP64, assert_near
 
 # This import comes first because it ignores warnings, which are errors elsewhere: fla warns of a missing GPU and a
@@ -40,7 +41,7 @@ from fla.ops.simple_gla.naive import (
 )
 
 FP32 = 1e-4
-CPU = [impl for impl in IMPLS if impl.supports(torch.device("cpu")) is None]
+CPU = [backend for backend in BACKENDS if backend.missing(torch.device("cpu")) is None]
 
 
 @dataclass(frozen=True)
@@ -202,14 +203,13 @@ CASES = [
 # --- ours -------------------------------------------------------------------------------------------------------------
 
 
-def ours(impl: Impl, x: Inputs) -> Outputs:
+def ours(backend: Backend, x: Inputs) -> Outputs:
     state = None
     if x.S is not None:
         state = LinearState(x.S, x.S.new_zeros(x.S.shape[:3]) if x.z is None else x.z)
-    options = {"log_decay_k": x.log_decay, "span": NoSpan(), "layout": Layout.full(x.q.shape[2]), "state": state}
-    v = x.v if x.beta is None else impl.ops.delta_values(x.k, x.v, x.beta, **options)
-    read = impl.ops.linear_scan(x.q * x.q.shape[-1] ** -0.5, x.k, v, **options)
-    after = linear_state(x.k, v, **options)
+    given = x.q * x.q.shape[-1] ** -0.5, x.k, x.v, NoSpan(), Layout.full(x.q.shape[2]), x.beta, x.log_decay
+    _, read, after = backend.prefill(None, LinearInputs(*given, state=state), keeps_state=True)
+    assert read is not None and after is not None
     return {"o": read.num, "normalized": read.num / read.den[..., None], "S": after.S, "z": after.z}
 
 
@@ -245,16 +245,16 @@ def make_inputs(operator: Operator, length: int, *, with_state: bool) -> Inputs:
     return x
 
 
-@pytest.mark.parametrize("impl", CPU, ids=lambda impl: impl.name)
+@pytest.mark.parametrize("backend", CPU, ids=lambda backend: backend.name)
 @pytest.mark.parametrize("length", [1, 63, 64, 100, 200])
 @pytest.mark.parametrize("operator, with_state", CASES)
-def test_equals_fla(operator: Operator, with_state: bool, length: int, impl: Impl) -> None:
+def test_equals_fla(operator: Operator, with_state: bool, length: int, backend: Backend) -> None:
     """Outputs, final states, and gradients of all of them with respect to all inputs."""
     x = make_inputs(operator, length, with_state=with_state)
     expected = operator.theirs(x if operator.tolerance == FP64 else x.to_float32())
     expected = {name: y.double() for name, y in expected.items()}
     expected["o"] = expected["o"][:, :, :length]  # without what an adapter padded
-    found = {name: y for name, y in ours(impl, x).items() if name in expected}
+    found = {name: y for name, y in ours(backend, x).items() if name in expected}
     for name, y in found.items():
         assert_near(y, expected[name], operator.tolerance, name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from linearize.mixers.feature_maps.taylor import TaylorKernel
 from linearize.ops import chunked, dense, grid, reference
+from linearize.ops.inputs import LinearInputs, LinearState
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout
-from linearize.ops.linear_state import LinearState, linear_state
-from linearize.ops.recurrent import NextToken, linear_step
+from linearize.ops.linear_state import linear_state
+from linearize.ops.recurrent import LinearStep, NextToken, linear_step
 from tests.ops.cases import SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
 from tests.ops.parity import FP32, FP64, assert_near, assert_states_near, part_of
 from tests.oracles.spans import SpanSpec
@@ -30,7 +32,7 @@ SLIDING = SpanSpec("sliding", 7)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short sequences have several chunks, and several blocks."""
     monkeypatch.setattr(chunked, "MAX_CHUNK", 16)
-    monkeypatch.setattr(sys.modules[LinearState.__module__], "SLOTS_AT_ONCE", 16)
+    monkeypatch.setattr(sys.modules[linear_state.__module__], "SLOTS_AT_ONCE", 16)
     monkeypatch.setattr(grid, "MAX_CHUNKS_PER_BLOCK", 2)
 
 
@@ -44,8 +46,8 @@ def outputs_and_gradients(
     phi_q, phi_k, v, *carried = leaves.values()
     if kernel is None:
         phi_q, phi_k = TAYLOR.features(phi_q), TAYLOR.features(phi_k)
-    options = {"span": case.package_span, "layout": layout, "state": LinearState(*carried) if carried else None}
-    found = scan(phi_q, phi_k, v, **options, **({} if kernel is None else {"kernel": kernel}))
+    state = LinearState(*carried) if carried else None
+    found = scan(LinearInputs(phi_q, phi_k, v, case.package_span, layout, kernel=kernel, state=state))
     generator = torch.Generator().manual_seed(2)
     weights = (torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (found.num, found.den))
     loss = sum((x * w.to(x.dtype)).sum() for x, w in zip((found.num, found.den), weights, strict=True))
@@ -100,17 +102,14 @@ def test_context_and_a_carried_state(span: SpanSpec, ops: ModuleType) -> None:
 @pytest.mark.parametrize("span", SPANS + SINK_SPANS, ids=str)
 def test_states_and_steps_are_those_of_features(span: SpanSpec) -> None:
     case = make_case(span, ("full", "full"), 40, heads=(4, 2, 2))
-    options: dict[str, Any] = {"span": case.package_span, "layout": case.layout}
-    before = linear_state(case.phi_k, case.v, **options, kernel=TAYLOR)
-    expected = linear_state(TAYLOR.features(case.phi_k), case.v, **options)
+    given = case.linear()
+    before = linear_state(replace(given, kernel=TAYLOR))
+    expected = linear_state(replace(given, phi_q=None, phi_k=TAYLOR.features(case.phi_k)))
     assert_states_near(before, expected)
-    one = (x[:, :, -1:] for x in (case.phi_q, case.phi_k))
-    position = torch.tensor([40, 40])
-    phi_q, phi_k = one
-    v = case.v[:, :, -1:]
-    options = {"at": NextToken(case.package_span, position)}
-    found = linear_step(phi_q, phi_k, v, **options, state=before, kernel=TAYLOR)
-    with_features = linear_step(TAYLOR.features(phi_q), TAYLOR.features(phi_k), v, **options, state=expected)
+    phi_q, phi_k, v = (x[:, :, -1:] for x in (case.phi_q, case.phi_k, case.v))
+    at = NextToken(case.package_span, torch.tensor([40, 40]))
+    found = linear_step(LinearStep(phi_q, before, phi_k, v, kernel=TAYLOR), at)
+    with_features = linear_step(LinearStep(TAYLOR.features(phi_q), expected, TAYLOR.features(phi_k), v), at)
     assert_near(found[0].num, with_features[0].num, FP64, "num")
     assert_near(found[0].den, with_features[0].den, FP64, "den")
     assert_states_near(found[1], with_features[1])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from linearize.evaluation.speed import peak_bytes
 from linearize.mixers.feature_maps.taylor import TaylorKernel
 from linearize.ops import chunked, grid, reference
+from linearize.ops.inputs import LinearInputs, SoftmaxInputs
 from linearize.ops.layout import Layout, NoSpan, SlidingSpan, Span, TerracedSpan
 from tests.probes import LargestTensor, flops
 
@@ -33,13 +34,13 @@ def attention(ops: ModuleType, span: Span, length: int, *, backward: bool, rule:
     position = torch.arange(length)[None] % (length // 2 + 5)
 
     def call() -> None:
-        options: dict[str, Any] = {"span": span, "layout": Layout.from_positions(position)}
-        logs, keys, values = {name: -x for name, x in decays.items()}, phi_k, v
+        layout = Layout.from_positions(position)
+        keys = LinearInputs(phi_q, phi_k, v, span, layout, **{name: -x for name, x in decays.items()})
         if rule.startswith("delta"):
-            keys = torch.nn.functional.normalize(phi_k, dim=-1)
-            values = ops.delta_values(keys, v, beta, **logs, **options)
-        linear = ops.linear_scan(phi_q, keys, values, **logs, **options)
-        window = ops.window_softmax(q, k, v, scaling=0.25, **options)
+            keys = replace(keys, phi_k=torch.nn.functional.normalize(phi_k, dim=-1), beta=beta)
+            keys = keys.with_values(ops.delta_values(keys))
+        linear = ops.linear_scan(keys)
+        window = ops.window_softmax(SoftmaxInputs(q, k, v, span, layout, 0.25))
         if backward:
             sum(x.sum() for x in (linear.num, linear.den, window.num, window.den)).backward()
 
@@ -75,9 +76,8 @@ def test_memory_and_arithmetic_are_linear(rule: str, span: Span, backward: bool)
 def test_a_kernel_makes_features_of_some_slots_at_a_time(backward: bool) -> None:
     """561 features of 32 inputs, at 8,192 slots."""
     q, k, v = torch.rand(3, 1, 1, 8192, 32).requires_grad_(backward).unbind()
-    options = {"span": NoSpan(), "layout": Layout.full(8192)}
     with LargestTensor() as largest:
-        linear = chunked.linear_scan(q, k, v, **options, kernel=TaylorKernel())
+        linear = chunked.linear_scan(LinearInputs(q, k, v, NoSpan(), Layout.full(8192), kernel=TaylorKernel()))
         if backward:
             (linear.num.sum() + linear.den.sum()).backward()
     assert 8192 * 32 <= largest.elements < 8192 * 561 // 2  # a view of twice as many is counted, too
@@ -88,7 +88,8 @@ def test_states_of_all_segments_are_kept_for_backward_alone(monkeypatch: pytest.
     x = torch.rand(1, 1, 1024, 256)
     for wanted in (True, False):
         with LargestTensor() as largest:
-            chunked.linear_scan(x, x, x.clone().requires_grad_(wanted), span=NoSpan(), layout=Layout.full(1024))
+            values = x.clone().requires_grad_(wanted)
+            chunked.linear_scan(LinearInputs(x, x, values, NoSpan(), Layout.full(1024)))
         assert (largest.elements >= 16 * 256 * 256) == wanted
 
 

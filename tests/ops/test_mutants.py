@@ -11,7 +11,10 @@ import torch
 
 from linearize.ops import chunked, dense, grid, reference, window
 from linearize.ops.grid import Grid
+from linearize.ops.inputs import LinearInputs, SoftmaxInputs
 from linearize.ops.layout import Layout, SlidingSpan, TerracedSpan
+from linearize.ops.partial import Partial
+from linearize.ops.recurrent import LinearStep, NextToken
 from tests.ops import parity
 from tests.ops.cases import SIDE_BY_SIDE, WITH_GAPS, Case, make_case
 from tests.oracles.spans import SpanSpec
@@ -63,12 +66,12 @@ def _shift_lo(patch: pytest.MonkeyPatch, by: int) -> None:
 
 def state_dropped(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     scan = ops.linear_scan
-    patch.setattr(ops, "linear_scan", lambda *args, **options: scan(*args, **{**options, "state": None}))
+    patch.setattr(ops, "linear_scan", lambda x: scan(replace(x, state=None)))
 
 
 def carried_state_forgotten(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     fold = parity.linear_state
-    patch.setattr(parity, "linear_state", lambda *args, **options: fold(*args, **{**options, "state": None}))
+    patch.setattr(parity, "linear_state", lambda x: fold(replace(x, state=None)))
 
 
 def context_dropped(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
@@ -116,10 +119,11 @@ def heads_interleaved(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     """Query head h reads KV head h % G."""
     scan = ops.linear_scan
 
-    def wrong(phi_q, phi_k, v, **options):
-        tiles = phi_q.shape[1] // v.shape[1]
-        phi_k = phi_k if phi_k.shape[1] == phi_q.shape[1] else phi_k.tile(1, tiles, 1, 1)
-        return scan(phi_q, phi_k, v.tile(1, tiles, 1, 1), **options)
+    def wrong(x: LinearInputs) -> Partial:
+        heads = x.queries().shape[1]
+        tiles = heads // x.v.shape[1]
+        phi_k = x.phi_k if x.phi_k.shape[1] == heads else x.phi_k.tile(1, tiles, 1, 1)
+        return scan(replace(x, phi_k=phi_k, v=x.v.tile(1, tiles, 1, 1)))
 
     patch.setattr(ops, "linear_scan", wrong)
 
@@ -128,23 +132,23 @@ def sinks_ignored(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     for name in ("linear_scan", "window_softmax"):
         op = getattr(ops, name)
 
-        def without(*args, op=op, **options):
-            return op(*args, **{**options, "span": options["span"].model_copy(update={"sinks": 0})})
+        def without(x, op=op):
+            return op(replace(x, span=x.span.model_copy(update={"sinks": 0})))
 
         patch.setattr(ops, name, without)
 
 
 def softcap_ignored(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     softmax = ops.window_softmax
-    patch.setattr(ops, "window_softmax", lambda *args, **options: softmax(*args, **{**options, "softcap": None}))
+    patch.setattr(ops, "window_softmax", lambda x: softmax(replace(x, softcap=None)))
 
 
 def maximum_detached(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     """log_scale without its gradient, which eq. 7 needs."""
     softmax = ops.window_softmax
 
-    def wrong(*args, **options):
-        part = softmax(*args, **options)
+    def wrong(x: SoftmaxInputs) -> Partial:
+        part = softmax(x)
         return replace(part, log_scale=part.log_scale.detach())
 
     patch.setattr(ops, "window_softmax", wrong)
@@ -188,10 +192,11 @@ def pending_lost(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     """The block that is being folded never reaches the state."""
     step = parity.linear_step
 
-    def wrong(*args, state, **options):
+    def wrong(x: LinearStep, at: NextToken):
+        assert x.state.next_S is not None and x.state.next_z is not None
         nothing = torch.zeros_like
-        empty = replace(state, next_S=nothing(state.next_S), next_z=nothing(state.next_z))
-        return step(*args, state=empty, **options)
+        empty = replace(x.state, next_S=nothing(x.state.next_S), next_z=nothing(x.state.next_z))
+        return step(replace(x, state=empty), at)
 
     patch.setattr(parity, "linear_step", wrong)
 
@@ -200,8 +205,8 @@ def small_error(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     """One output element off by a millionth."""
     scan = ops.linear_scan
 
-    def wrong(*args, **options):
-        part = scan(*args, **options)
+    def wrong(x: LinearInputs) -> Partial:
+        part = scan(x)
         num = part.num.clone()
         num[0, 0, -1, 0] += 1e-6
         return replace(part, num=num)

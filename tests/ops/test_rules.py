@@ -11,6 +11,7 @@ from torch import Tensor
 
 from linearize.ops import chunk_recurrence, chunked, grid
 from linearize.ops.decay_products import decay_factor
+from linearize.ops.inputs import LinearInputs
 from linearize.ops.layout import Layout, SlidingSpan
 from tests.ops.cases import HEADS, RULES, SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
 from tests.ops.parity import (
@@ -49,12 +50,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_recurrence(case: Case, tolerance: float) -> None:
     """What is written is the recurrence's, and so is what is read."""
-    expected, u = recurrence(case), written(chunked, case, None, None)
+    expected, inputs = recurrence(case), written(chunked, case, None, None)
+    dtype = inputs.v.dtype
     if case.beta is not None:
-        assert_near(u, expected.u.to(u.dtype), tolerance, "u")
-    part = chunked.linear_scan(case.phi_q, case.phi_k, u, **case.decays, span=case.package_span, layout=case.layout)
-    assert_near(part.num, expected.num.to(u.dtype), tolerance, "num")
-    assert_near(part.den, expected.den.to(u.dtype), tolerance, "den")
+        assert_near(inputs.v, expected.u.to(dtype), tolerance, "u")
+    part = chunked.linear_scan(inputs)
+    assert_near(part.num, expected.num.to(dtype), tolerance, "num")
+    assert_near(part.den, expected.den.to(dtype), tolerance, "den")
 
 
 @each_rule
@@ -164,7 +166,7 @@ def test_4096_steps_in_float32(rule: str, span: SpanSpec, decay: str) -> None:
     expected, ((linear, _), gradients) = recurrence(case), outputs_and_gradients(chunked, case, case.layout, None)
     assert all(x.isfinite().all() for x in gradients.values())
     if case.beta is not None:
-        assert_near(written(chunked, case, None, None), expected.u.float(), 1e-5, "u")
+        assert_near(written(chunked, case, None, None).v, expected.u.float(), 1e-5, "u")
         return
     assert_near(linear.num, expected.num.float(), 2e-5, "num")
     assert_near(linear.den, expected.den.float(), 2e-5, "den")
@@ -172,9 +174,7 @@ def test_4096_steps_in_float32(rule: str, span: SpanSpec, decay: str) -> None:
 
 def test_a_key_that_decays_at_once_is_read_by_its_own_query_only() -> None:
     case = long_case(SpanSpec("none"), "gates", "fast")
-    part = chunked.linear_scan(
-        case.phi_q, case.phi_k, case.v, **case.decays, span=case.package_span, layout=case.layout
-    )
+    part = chunked.linear_scan(case.linear())
     own = (case.phi_q * case.phi_k).sum(-1, keepdim=True) * case.v
     assert_near(part.num, own, 1e-6, "num")
 
@@ -183,8 +183,7 @@ def test_writing_the_same_key_fully_replaces_its_value() -> None:
     """beta = 1 and keys of length 1: reading right after writing gives the value back, whatever was there before."""
     case = make_case(SpanSpec("none"), ("full",), 500, heads=(1, 1, 1), seed=3, rule="delta")
     case = replace(case, beta=torch.ones_like(case.v[..., :1]), phi_q=case.phi_k)
-    u = written(chunked, case, None, None)
-    part = chunked.linear_scan(case.phi_q, case.phi_k, u, span=case.package_span, layout=case.layout)
+    part = chunked.linear_scan(written(chunked, case, None, None))
     assert_near(part.num, case.v, 1e-8, "what was written")
 
 
@@ -211,12 +210,8 @@ def test_the_gradient_of_what_is_0_may_be_too_large_for_the_dtype(length: int, w
         its_q[..., 2:] = 1e31
         decay = log_decay if width == 1 else torch.nn.functional.pad(log_decay, (0, features - 2), value=-0.5)
         leaves = [x.to(dtype).requires_grad_() for x in (its_q, its_k, v, decay)]
-        part = chunked.linear_scan(
-            *leaves[:3],
-            log_decay_k=leaves[3],
-            span=SlidingSpan(window_size=5),
-            layout=Layout.full(length, torch.device("cpu")),
-        )
+        layout = Layout.full(length, torch.device("cpu"))
+        part = chunked.linear_scan(LinearInputs(*leaves[:3], SlidingSpan(window_size=5), layout, log_decay_k=leaves[3]))
         return torch.autograd.grad(part.num, leaves, g.to(dtype))[3][..., :width]
 
     assert_near(gradient(3, torch.float32).double(), gradient(2, torch.float64), 1e-5, "gradient of the decay")

@@ -1,4 +1,4 @@
-"""The kernels of `fused` compile for GPUs, and fit them, where there is none: by Triton's compiler alone."""
+"""The kernels of `triton_backend` compile for GPUs, and fit them, where there is none: by Triton's compiler alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from linearize.ops import fused, triton_kernels, triton_outputs  # noqa: E402
+from linearize.ops import triton_kernels, triton_outputs  # noqa: E402
+from linearize.ops.triton_backend import CHUNK, HOW, MOST_BYTES  # noqa: E402
 
 SHARED_MEMORY = 99 * 2**10  # bytes that a program can have on every GPU since Ampere
 INTEGERS = ["lo", "ends", "q_position", "q_document", "k_position", "k_document", "position", "at", "held", "leaves"]
@@ -32,15 +33,15 @@ def cases() -> list[Any]:
     """Kernel, constants and the type of q, k and v: the widest heads and blocks, and common ones."""
     found = []
     for D in (64, 128):
-        wide, side = {"D": D, "BLOCK_D": D}, {"F": D, "BLOCK_F": D, "D": D, "BLOCK_D": 64, "C": fused.CHUNK}
+        wide, side = {"D": D, "BLOCK_D": D}, {"F": D, "BLOCK_F": D, "D": D, "BLOCK_D": 64, "C": CHUNK}
         for dtype, size in (("bf16", 2), ("fp32", 4)):
             for softcap, sinks, carried in ((False, False, False), (True, False, False), (True, True, True)):
-                own = {"SOFTCAP": softcap, "SINKS": sinks, "CARRIED": carried, "M": fused.CHUNK, "N": 32}
+                own = {"SOFTCAP": softcap, "SINKS": sinks, "CARRIED": carried, "M": CHUNK, "N": 32}
                 found.append(("window", wide | own, dtype))
-            found.append(("cached", wide | {"SOFTCAP": True, "M": fused.MOST_BYTES // D // size, "N": 32}, dtype))
+            found.append(("cached", wide | {"SOFTCAP": True, "M": MOST_BYTES // D // size, "N": 32}, dtype))
             found += [(name, side, dtype) for name in ("linear_states", "linear_outputs")]
             square = {"D": D, "BLOCK_D": 64, "N": D, "BLOCK_N": D, "BIAS": True, "SOFTMAX": True, "HALVES": True}
-            found += [("hedgehog", square | {"M": rows}, dtype) for rows in (16, fused.CHUNK)]
+            found += [("hedgehog", square | {"M": rows}, dtype) for rows in (16, CHUNK)]
             one = wide | {"F": D, "BLOCK_F": D, "SIDE": 64, "N": 32, "WINDOW": True, "LINEAR": True, "SOFTCAP": True}
             found.append(("quotient", wide | {"WINDOW": True, "LINEAR": True, "M": 32}, dtype))
             for cache, ahead, rows in ((False, False, 16), (False, True, 64), (True, False, 64)):
@@ -53,7 +54,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_and_fit(name: str, constants: dict[str, Any], dtype: str, capability: int) -> None:
     kernel = getattr(triton_outputs if hasattr(triton_outputs, name) else triton_kernels, name)
-    constants = constants | {x: how for x, how in fused.HOW.items() if x in kernel.arg_names or x == "num_stages"}
+    constants = constants | {x: how for x, how in HOW.items() if x in kernel.arg_names or x == "num_stages"}
     options = {key: constants.pop(key) for key in ("num_stages", "num_warps") if key in constants}
     types = POINTERS | SCALARS | dict.fromkeys([*"qkvxy", *TOKENS], f"*{dtype}")
     if name in ("linear_states", "one_token"):

@@ -1,4 +1,4 @@
-"""The kernels of `fused`, held to the definition, and those of eviction caches to their own.
+"""The kernels of `triton_backend`, held to the definition, and those of eviction caches to their own.
 
 On a CUDA device, or on a CPU by Triton's interpreter (`make test-kernels`), which `TRITON_INTERPRET=1` turns on before
 triton is imported: so these tests have a process of their own.
@@ -17,16 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import linearize
-from linearize.mixers import causal, one_token
 from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps import hedgehog
 from linearize.mixers.feature_maps.hedgehog import Hedgehog, HedgehogMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.shape import LayerShape
-from linearize.ops import chunked, dense, dispatch, eviction_cache, fused, reference
+from linearize.ops import chunked, dense, dispatch, eviction_cache, reference, triton_backend
+from linearize.ops.backend import Backend
+from linearize.ops.inputs import Blocks, CachedPairs, LinearState, SoftmaxInputs
 from linearize.ops.layout import Layout, TerracedSpan
-from linearize.ops.linear_state import LinearState, linear_state
+from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial
 from linearize.recipe import Recipe
 from tests.ops.cases import Case, make_case
@@ -41,6 +41,9 @@ if not (INTERPRETED or torch.cuda.is_available()):
         "there is no CUDA device; `make test-kernels` runs this by Triton's interpreter", allow_module_level=True
     )
 pytest.importorskip("triton", reason="triton is not installed; `make test-kernels` installs it")
+
+KERNELS = triton_backend.TritonBackend("triton")
+DEFINITION = Backend("reference", reference)
 
 SPANS = [SpanSpec("none"), SpanSpec("sliding", 1), SpanSpec("sliding", 7), SpanSpec("sliding", 100)]
 SPANS += [SpanSpec("terraced", 64, 1), SpanSpec("terraced", 16, 2), SpanSpec("terraced", 7, 3)]
@@ -64,15 +67,20 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
             monkeypatch.setattr(module, name, other)
 
 
+def by(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
+    """From here on this backend serves all devices."""
+    monkeypatch.setattr(dispatch, "choose", lambda device, forced: backend)
+
+
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that are launched from here on."""
-    launch, names = fused.launch, list[str]()
+    launch, names = triton_backend.launch, list[str]()
 
     def with_note(kernel: Any, *args: Any, **options: Any) -> None:
         names.append(kernel.fn.__name__)
         launch(kernel, *args, **options)
 
-    monkeypatch.setattr(fused, "launch", with_note)
+    monkeypatch.setattr(triton_backend, "launch", with_note)
     return names
 
 
@@ -87,22 +95,19 @@ def check(
     layout, span = (case.layout if layout is None else layout).to(DEVICE), case.package_span
     case = replace(case, **{name: x.float().to(DEVICE) for name, x in case.tensors.items()})
     state = None if state is None else LinearState(state.S.float().to(DEVICE), state.z.float().to(DEVICE))
-    found = []
-    for ops in (fused, reference):
+    keys, found = case.linear(layout, state), []
+    for ops in (KERNELS, DEFINITION):
         own = []
         if part != "window":
-            how: dict[str, Any] = {"span": span, "layout": layout, "state": state}
-            own.append(ops.linear_scan(case.phi_q, case.phi_k, case.v, **case.decays, **how))
+            own.append(ops.linear_scan(keys))
         if part != "linear" and span.max_lag:
-            how = {"scaling": case.scaling, "softcap": case.softcap, "layout": layout}
-            own.append(ops.window_softmax(case.q, case.k, case.v, span=span, **how))
+            own.append(ops.window_softmax(case.softmax(layout)))
         found.append(own)
     assert_partials_near(*found, tolerance)
     if part != "window":  # the state behind them comes with the outputs
-        given = case.decays | {"span": span, "layout": layout, "state": state}
-        own, after = fused.scan_with_state(case.phi_q, case.phi_k, case.v, **given)
+        own, after = KERNELS.scan_with_state(keys)
         assert_partials_near([own], found[1][:1], tolerance)
-        expected = linear_state(case.phi_k, case.v, **given).named_tensors()
+        expected = linear_state(keys).named_tensors()
         for name, x in after.named_tensors().items():
             assert_near(x, expected.pop(name), tolerance, f"state {name}")
         assert not expected
@@ -124,7 +129,7 @@ def test_hedgehogs_maps(
     x = 20 * torch.randn(2, tokens, 4, 72, device=DEVICE, dtype=dtype).transpose(1, 2)
     k, position = x[:, ::2], torch.arange(tokens, device=DEVICE)[None]
     expected = map_.q(x, position), map_.k(k, position)
-    monkeypatch.setattr(hedgehog, "has_kernels", lambda device: True)
+    by(monkeypatch, KERNELS)
     monkeypatch.setattr(Hedgehog, "_project", lambda *args: pytest.fail("not served by a kernel"))
     for found, right in zip((map_.q(x, position), map_.k(k, position)), expected, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-3, atol=2e-5 if activation == "exp" else 0)
@@ -135,14 +140,14 @@ def test_a_map_that_learns_is_not_by_the_kernel(trained: str, monkeypatch: pytes
     """The other one is."""
     map_ = Hedgehog(HedgehogMap(), LayerShape(2, 2, 16, 32, 64)).to(DEVICE).requires_grad_(False)
     getattr(map_, trained).requires_grad_(True)
-    monkeypatch.setattr(hedgehog, "has_kernels", lambda device: True)
-    launch, weights = fused.launch, []
+    by(monkeypatch, KERNELS)
+    launch, weights = triton_backend.launch, []
 
     def noted(kernel: Any, grid: Any, x: Any, weight: torch.Tensor, *args: Any, **options: Any) -> None:
         weights.append(weight)
         launch(kernel, grid, x, weight, *args, **options)
 
-    monkeypatch.setattr(fused, "launch", noted)
+    monkeypatch.setattr(triton_backend, "launch", noted)
     x, position = torch.randn(1, 2, 5, 16, device=DEVICE), torch.arange(5, device=DEVICE)[None]
     (map_.q(x, position).square().sum() + map_.k(x, position).square().sum()).backward()
     assert getattr(map_, trained).grad.abs().sum() > 0
@@ -168,7 +173,7 @@ def test_a_carried_document_goes_on(span: SpanSpec, start: int) -> None:
     """From the state that the first tokens leave, before and after window and sinks are full."""
     case = make_case(span, ("full", "full"), 170, heads=(4, 2, 4), seed=start)
     first, layout = part_of(case, 0, start)
-    state = linear_state(first.phi_k, first.v, span=case.package_span, layout=layout)
+    state = linear_state(first.linear(layout))
     check(*part_of(case, start, 170), LinearState(state.S, state.z))
 
 
@@ -197,9 +202,9 @@ def test_windows_in_half_precision(span: SpanSpec) -> None:
     """As the definition has them of the same rounded inputs, within what half precision rounds off of values."""
     case = make_case(span, ("packed", "full"), 150, heads=(4, 2, 2), seed=4)
     q, k, v = (x.half().to(DEVICE) for x in (case.q, case.k, case.v))
-    how = {"span": case.package_span, "scaling": 0.4, "layout": case.layout.to(DEVICE)}
+    inputs = SoftmaxInputs(q, k, v, case.package_span, case.layout.to(DEVICE), 0.4)
     with torch.no_grad():
-        found, right = fused.window_softmax(q, k, v, **how), reference.window_softmax(q, k, v, **how)
+        found, right = KERNELS.window_softmax(inputs), reference.window_softmax(inputs)
     assert_partials_near([found], [right], 2e-3)
 
 
@@ -253,16 +258,15 @@ def test_what_queries_read_of_a_cache(style: str, softcap: float | None, monkeyp
     size = 40
     pool = Pool(style, 300, size, TerracedSpan(window_size=16, blocks=2), seed=1)
     held = pool.chosen(size)
-    layout, blocks = pool.layout.to(DEVICE), eviction_cache.Blocks(*(x.to(DEVICE) for x in vars(pool.blocks).values()))
-    given, how = (
-        (pool.q, pool.k, pool.v, blocks, held.to(DEVICE)),
-        {"scaling": 0.4, "softcap": softcap, "layout": layout},
-    )
-    window = reference.window_softmax(pool.q, pool.k[:, :, size:], pool.v[:, :, size:], span=pool.span, **how)
-    expected = eviction_cache.merged(window, eviction_cache.cached_softmax(*given, **how))
+    layout, blocks = pool.layout.to(DEVICE), Blocks(*(x.to(DEVICE) for x in vars(pool.blocks).values()))
+    k, v = (x[:, :, size:] for x in (pool.k, pool.v))
+    cached = CachedPairs(pool.k, pool.v, blocks, held.to(DEVICE))
+    inputs = SoftmaxInputs(pool.q, k, v, pool.span, layout, 0.4, softcap, cached)
+    window = reference.window_softmax(inputs)
+    expected = eviction_cache.merged(window, eviction_cache.cached_softmax(inputs))
     monkeypatch.setattr(eviction_cache, "cached_softmax", None)
     copy = Partial(window.num.clone(), window.den.clone(), window.log_scale.clone())
-    assert_partials_near([fused.with_cached(*given, copy, **how)], [expected], TOLERANCE)
+    assert_partials_near([KERNELS.with_cached(inputs, copy)], [expected], TOLERANCE)
 
 
 # --- outputs from sums ------------------------------------------------------------------------------------------------
@@ -283,7 +287,7 @@ def test_what_sums_make_together(
     inputs = AttnInputs(*torch.zeros(3, 2, 4, tokens, head_dim, device=DEVICE, dtype=dtype), 1.0)
     found, launched = [], noted(monkeypatch)
     for by_kernel in (False, True):
-        monkeypatch.setattr(causal, "has_kernels", lambda device, it=by_kernel: it)
+        by(monkeypatch, KERNELS if by_kernel else dispatch.TORCH)
         torch.manual_seed(0)
         num, den = torch.randn(2, 2, 4, tokens, head_dim, device=DEVICE), torch.rand(2, 2, 4, tokens, device=DEVICE)
         num[..., 0, :], den[..., 0] = 0, 0
@@ -312,6 +316,7 @@ STEPS: dict[str, dict[str, Any]] = {
         "span": {"type": "terraced", "window_size": 8, "blocks": 1, "sinks": 3}
     },
     "a window of blocks": ALONE | {"span": {"type": "terraced", "window_size": 8, "blocks": 3}},
+    "unrotated features": {"feature_map": {"type": "hedgehog", "rotation": "none"}},
     "an eviction cache": ALONE | CACHE,
     "a KV cache with eviction and sinks": ALONE | CACHE | {"span": CACHE["span"] | {"sinks": 3}},
     "an eviction cache and a linear part": CACHE | {"state_dtype": "bfloat16"},
@@ -334,7 +339,7 @@ def test_one_more_token_by_one_kernel(
     for weight in mixer.requires_grad_(False).parameters():
         weight.normal_()
     q, k, v = (torch.randn(3, 97, heads, head_dim, device=DEVICE, dtype=dtype).transpose(1, 2) for heads in (6, 2, 2))
-    inputs = AttnInputs(q, k, v, head_dim**-0.5, softcap)
+    inputs = AttnInputs(q, k, v, head_dim**-0.5, softcap, unrotated=(q.flip(1), k.flip(1)))
     valid = torch.ones(3, 87, dtype=torch.bool)
     valid[1, :80], valid[2] = False, False
     near = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 3e-3, "atol": 3e-3}
@@ -345,7 +350,7 @@ def test_one_more_token_by_one_kernel(
         for at in range(87, 97):
             steps = []
             for by_kernel, state in ((False, expected), (True, found)):
-                monkeypatch.setattr(one_token, "has_kernels", lambda device, it=by_kernel: it)
+                by(monkeypatch, KERNELS if by_kernel else dispatch.TORCH)
                 steps.append(mixer.step(inputs.tokens(at, at + 1), state))
             (right, expected), (y, found) = steps
             torch.testing.assert_close(y, right, **near)
@@ -359,7 +364,6 @@ TORCHS: dict[str, dict[str, Any]] = {
     "exponential features": {"feature_map": {"type": "hedgehog", "activation": "exp"}},
     "a decay": {"decay": {"type": "fixed"}},
     "the delta rule": OTHER | {"update": {"type": "delta"}},
-    "unrotated features": {"feature_map": {"type": "hedgehog", "rotation": "none"}},
     "a kernel in closed form": {"feature_map": {"type": "taylor2"}},
     "another norm": OTHER,
     "another combination": {"combine": {"type": "mix"}},
@@ -376,7 +380,7 @@ def test_one_more_token_of_what_the_kernel_does_not_define(name: str, monkeypatc
     launched = noted(monkeypatch)
     with torch.no_grad():
         state = mixer.step(inputs.tokens(0, 19), None)[1]
-        monkeypatch.setattr(one_token, "has_kernels", lambda device: True)
+        by(monkeypatch, KERNELS)
         found = mixer.step(inputs.tokens(19, 20), state)[0]
     torch.testing.assert_close(found, mixer(inputs)[:, :, 19:].detach(), rtol=1e-4, atol=1e-4)
     assert "one_token" not in launched
@@ -384,13 +388,11 @@ def test_one_more_token_of_what_the_kernel_does_not_define(name: str, monkeypatc
 
 def test_parts_by_themselves_are_of_inputs_that_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though no gradient is wanted: they are compared with sums over other keys."""
-    monkeypatch.setattr(dispatch, "IMPLS", (dispatch.Impl("triton", fused), *dispatch.IMPLS[1:]))
-    dispatch.choose.cache_clear()
+    by(monkeypatch, KERNELS)
     mixer = LinearMixer(MixerConfig(), LayerShape(2, 2, 16, 64, 128)).to(DEVICE)
     inputs, layout = AttnInputs(*torch.randn(3, 1, 2, 90, 16, device=DEVICE).half(), 0.25), Layout.full(90, DEVICE)
     with torch.no_grad():
         found, expected = (mixer.partials(x, layout) for x in (inputs, inputs.accumulated()))
-    dispatch.choose.cache_clear()
     assert_partials_near(found, expected, 0.0)
 
 
@@ -400,8 +402,7 @@ def test_gradients_are_not_by_kernels(tokens: int, monkeypatch: pytest.MonkeyPat
     mixer = LinearMixer(MixerConfig(), LayerShape(2, 2, 16, 64, 128)).to(DEVICE)
     inputs = AttnInputs(*torch.randn(3, 1, 2, tokens, 16, device=DEVICE), 0.25)
     launched = noted(monkeypatch)
-    for module in (one_token, causal):
-        monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    by(monkeypatch, KERNELS)
     mixer.step(inputs, mixer.state_like(inputs))[0].sum().backward()
     assert mixer.combine.window_factor.grad is not None
     assert not set(launched) - {"window"}  # on a GPU: what it reads and returns has no gradient here
@@ -412,8 +413,7 @@ def test_a_compiled_step_is_not_by_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     mixer = LinearMixer(MixerConfig(), LayerShape(2, 2, 16, 64, 128)).to(DEVICE)
     inputs = AttnInputs(*torch.randn(3, 1, 2, 1, 16, device=DEVICE), 0.25)
     launched = noted(monkeypatch)
-    monkeypatch.setattr(dispatch, "IMPLS", (dispatch.Impl("triton", fused), *dispatch.IMPLS[1:]))
-    dispatch.choose.cache_clear()
+    by(monkeypatch, KERNELS)
     with torch.no_grad():
         state = mixer.state_like(inputs)
         expected = mixer.step(inputs, state)[0]
@@ -421,7 +421,6 @@ def test_a_compiled_step_is_not_by_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         launched.clear()
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         found = mixer.step(inputs, state)[0]
-    dispatch.choose.cache_clear()
     assert not launched
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -470,18 +469,15 @@ def test_a_model_reads_its_prompt_by_kernels(name: str, padding: int, monkeypatc
     tokens = torch.randint(50, (2, 131), device=DEVICE)
     mask = torch.ones_like(tokens)
     mask[1, :padding] = 0
-    monkeypatch.setattr(dispatch, "IMPLS", (dispatch.Impl("triton", fused), *dispatch.IMPLS[1:]))
     launched, found = noted(monkeypatch), []
-    for implementation in ("chunked", "triton"):
+    for backend in (dispatch.TORCH, KERNELS):
         assert not launched
-        monkeypatch.setenv(dispatch.ENVIRONMENT, implementation)
-        dispatch.choose.cache_clear()
+        by(monkeypatch, backend)
         with torch.no_grad():
             cache = DynamicCache(config=student.config)
             prompt = student(tokens[:, :130], attention_mask=mask[:, :130], past_key_values=cache, use_cache=True)
             step = student(tokens[:, 130:], attention_mask=mask, past_key_values=cache, use_cache=True)
         found.append(torch.cat([prompt.logits, step.logits], 1)[mask.bool()])
-    dispatch.choose.cache_clear()
     assert set(launched) == kernels
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
@@ -508,16 +504,15 @@ def test_by_kernels_it_is_few_operations(
 ) -> None:
     """Which are what a short prompt and a step cost a GPU: no more than so many times the teacher's."""
     softmax = teacher()
-    monkeypatch.setattr(dispatch, "IMPLS", (dispatch.Impl("triton", fused), *dispatch.IMPLS[1:]))
-    dispatch.choose.cache_clear()
-    launch, found = fused.launch, []
+    by(monkeypatch, KERNELS)
+    launch, found = triton_backend.launch, []
 
     def counted(*args: Any, **options: Any) -> None:
         operations.count, operations.launching = operations.count + 1, True
         launch(*args, **options)
         operations.launching = False
 
-    monkeypatch.setattr(fused, "launch", counted)
+    monkeypatch.setattr(triton_backend, "launch", counted)
     for model in (softmax, linearize.convert(softmax, Recipe.load("lolcats", MODELS[name][0]))):
         for _ in range(2):  # what layers share is worked out once
             cache, counts = DynamicCache(config=model.config), []
@@ -526,7 +521,6 @@ def test_by_kernels_it_is_few_operations(
                     model(torch.randint(50, (1, tokens), device=DEVICE), past_key_values=cache, use_cache=True)
                 counts.append(operations.count)
         found.append(counts)
-    dispatch.choose.cache_clear()
     assert found[1][0] < prompt * found[0][0] and found[1][2] < step * found[0][2], found
 
 
@@ -534,15 +528,17 @@ def test_by_kernels_it_is_few_operations(
 def test_more_rows_than_a_grids_other_axes_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's grids have 65,535 programs on all axes but the first."""
     grids = dict[str, tuple[int, ...]]()
-    monkeypatch.setattr(fused, "launch", lambda kernel, grid, *args, **how: grids.update({kernel.fn.__name__: grid}))
-    monkeypatch.setattr(dispatch, "IMPLS", (dispatch.Impl("triton", fused), *dispatch.IMPLS[1:]))
-    dispatch.choose.cache_clear()
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        grids[kernel.fn.__name__] = grid
+
+    monkeypatch.setattr(triton_backend, "launch", launch)
+    by(monkeypatch, KERNELS)
     short = MixerConfig.model_validate({"span": {"type": "sliding", "window_size": 1}})
     mixer = LinearMixer(short, LayerShape(1, 1, 8, 8, 16)).to(DEVICE)
     inputs = AttnInputs(*torch.zeros(3, 65_536, 1, 3, 8, device=DEVICE), 1.0)
     with torch.no_grad():
         _, state = mixer.step(inputs.tokens(0, 2), None)
         mixer.step(inputs.tokens(2, 3), state)
-    dispatch.choose.cache_clear()
     assert grids.keys() == {"hedgehog", "window", "linear_states", "linear_outputs", "quotient", "one_token"}
     assert all(grid[0] == 65_536 and max(grid[1:]) < 65_536 for grid in grids.values()), grids

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,8 +23,9 @@ from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer import Mixer
 from linearize.mixers.mixer_state import Tokens
 from linearize.ops.block_sizes import kind
-from linearize.ops.dispatch import linear_scan
+from linearize.ops.dispatch import prefill
 from linearize.ops.heads import repeat_kv
+from linearize.ops.inputs import LinearInputs
 from linearize.ops.layout import Layout, NoSpan
 from linearize.ops.linear_state import cumulative
 from linearize.ops.partial import Partial
@@ -186,11 +187,11 @@ class LinearPart:
         For causal mixers alone: the other kind's output is nothing else.
         """
         assert isinstance(self.mixer, LinearMixer)
-        written = self.mixer.written(self.tokens, self.phi_k, self.layout, None)
-        options: dict[str, Any] = {name: self.tokens.get(name) for name in ("log_decay_k", "log_decay_v")}
-        options |= {"span": self.mixer.span, "layout": self.layout}
-        linear = linear_scan(self.phi_q, self.phi_k, written, **options)
-        return self.mixer.normalized(linear, self.inputs)
+        rules = self.mixer.rules(self.tokens) | {"kernel": None}  # of features
+        keys = self.phi_k, self.tokens["values"], self.mixer.span, self.layout
+        parts = prefill(None, LinearInputs(self.phi_q, *keys, **rules))
+        assert parts.linear is not None
+        return self.mixer.normalized(parts.linear, self.inputs)
 
     def features(self) -> Features:
         """What weights are made of, for all tokens."""

@@ -16,6 +16,7 @@ from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.mixers.shape import LayerShape
 from linearize.ops.dispatch import linear_scan
 from linearize.ops.heads import repeat_kv
+from linearize.ops.inputs import LinearInputs
 from linearize.ops.layout import Layout, NoSpan, SlidingSpan
 from linearize.ops.partial import Partial, accumulation_dtype
 
@@ -104,9 +105,9 @@ def sum_over_documents(
         S, z = (repeat_kv(x, phi_q.shape[1]) for x in (S, phi_k.sum(2)[..., None]))
         den = (phi_q @ z).squeeze(-1)
         return Partial(phi_q @ S, den, torch.zeros_like(den))
-    before = linear_scan(phi_q, phi_k, v, span=NoSpan(), layout=layout)
-    backwards = (x.flip(2) for x in (phi_q, phi_k, v))
-    after = linear_scan(*backwards, span=SlidingSpan(window_size=1), layout=reversed_layout(layout))
+    before = linear_scan(LinearInputs(phi_q, phi_k, v, NoSpan(), layout))
+    phi_q, phi_k, v = (x.flip(2) for x in (phi_q, phi_k, v))
+    after = linear_scan(LinearInputs(phi_q, phi_k, v, SlidingSpan(window_size=1), reversed_layout(layout)))
     den = before.den + after.den.flip(2)
     return Partial(before.num + after.num.flip(2), den, torch.zeros_like(den))
 

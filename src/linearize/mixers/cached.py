@@ -11,8 +11,9 @@ from torch import Tensor
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.eviction_cache import EvictionCache, EvictionScorer
 from linearize.mixers.mixer_state import MixerState, Tokens
-from linearize.ops.eviction_cache import Blocks, choose, cut, held_before, leaving, taken, written
+from linearize.ops.eviction_cache import choose, cut, held_before, leaving, taken, written
 from linearize.ops.heads import repeat_kv
+from linearize.ops.inputs import Blocks, CachedPairs
 from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.recurrent import NextToken
 
@@ -38,6 +39,11 @@ class CachedKeys(NamedTuple):
     blocks: Blocks
     leaves: Int[Tensor, "b J w"]
     held: Int[Tensor, "B G J C"]
+
+    @property
+    def pairs(self) -> CachedPairs:
+        """What attention reads of it."""
+        return CachedPairs(self.pool["keys"], self.pool["values"], self.blocks, self.held)
 
     @property
     def before(self) -> int:
@@ -202,23 +208,26 @@ def room(config: MixerConfig) -> int:
     return span.max_lag + cache.size // span.window_size * span.window_size
 
 
-def first_cache(config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens) -> Tokens:
-    """What the cache holds after one document's first tokens, of which there was `room` for all: none is dropped."""
-    cache, span, length = config.cache, config.span, tokens["keys"].shape[2]
-    assert cache is not None and scorer is not None and isinstance(span, TerracedSpan)
-    left = ((length - 1) // span.window_size - span.blocks + 1) * span.window_size
-    kept = max(0, left - span.sinks)
-    position = torch.arange(span.sinks, span.sinks + kept, device=tokens["keys"].device)[None]
-    tokens = {name: x[:, :, span.sinks : span.sinks + kept] for name, x in tokens.items()}
-    pool = _scored(tokens, scorer, position)
-    if len(cache.parts) == 1 or kept <= cache.recall_size:  # the first part holds all
-        found = empty_cache(tokens, cache.size)
-        for name, x in pool.items():
-            found[name][:, :, cache.size - kept :] = x
-        return found
-    pool, _ = _pooled(cache, empty_cache(tokens, cache.size), pool)
-    there = torch.arange(cache.size + kept, device=position.device).where(pool["position"] >= 0, -1)
-    return taken(pool, _chosen(cache, pool, there))
+def cache_after(
+    config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: Layout, state: MixerState | None
+) -> Tokens:
+    """Return what the cache holds after all tokens behind their context, where no query reads it before.
+
+    A choice for each block would end with the same pairs, for a running top-C is the top C of all.
+    """
+    cache, span = config.cache, config.span
+    assert cache is not None and scorer is not None
+    last, position = layout.count[:, None] - 1, layout.key_position
+    carried = empty_cache(tokens, cache.size) if state is None else state.exact
+    assert carried is not None
+    pool, _ = _pooled(cache, carried, _scored(tokens, scorer, position))
+    left = (position >= span.sinks) & (position < span.lo(last)) & (layout.key_document == layout.last_document)
+    held = pool["position"][..., : cache.size] >= 0
+    if state is not None:
+        held = held & (layout.last_document == 0)[..., None]
+    there = torch.cat([held, left[:, None].expand(*held.shape[:2], -1)], dim=2)
+    every = torch.arange(there.shape[2], device=position.device)
+    return taken(pool, _chosen(cache, pool, torch.where(there, every, -1)))
 
 
 def empty_cache(tokens: Tokens, size: int) -> Tokens:

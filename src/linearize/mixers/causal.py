@@ -22,9 +22,9 @@ from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.rope import rotated
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaRule, DeltaUpdate
-from linearize.ops.dispatch import has_kernels
-from linearize.ops.fused_outputs import OneQuotient, quotient, serves_quotient
+from linearize.ops.dispatch import backend_for
 from linearize.ops.heads import repeat_kv
+from linearize.ops.inputs import Quotient
 from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial, accumulation_dtype
 
@@ -54,17 +54,17 @@ class CausalMixer(Mixer):
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
 
     @property
-    def one_quotient(self) -> OneQuotient | None:
+    def quotient(self) -> Quotient | None:
         """How the output is one quotient of sums; None: it is not."""
         if self.feature_map is None:
-            return OneQuotient(None, MIN_DENOMINATOR)
+            return Quotient(None, MIN_DENOMINATOR)
         least = self.feature_map.min_denominator(torch.float32)
         if not self.config.sums:
             return None
         if not self.span.max_lag:
-            return OneQuotient(None, least)
+            return Quotient(None, least)
         combine = self.combine
-        return OneQuotient(combine.window_factor, least) if isinstance(combine, SharedDenominatorCombine) else None
+        return Quotient(combine.window_factor, least) if isinstance(combine, SharedDenominatorCombine) else None
 
     def new_tokens(self, inputs: AttnInputs) -> Tokens:
         """Return the slots of the inputs' tokens."""
@@ -129,15 +129,16 @@ class CausalMixer(Mixer):
         self, inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
         """The output, in the inputs' dtype, from the parts, which may be overwritten where no gradient is wanted."""
-        how = self.one_quotient if has_kernels(inputs.q.device) else None
-        if how is not None and serves_quotient(window, linear):
-            return quotient(window, linear, how, inputs.v.dtype)
-        y, dtype = self.combine(window, linear, lambda sums: self.normalized(sums, inputs), has_linear), inputs.v.dtype
+        dtype = inputs.v.dtype
+        y = backend_for(inputs.q.device).output(window, linear, self.quotient, dtype)
+        if y is not None:
+            return y
+        y = self.combine(window, linear, lambda sums: self.normalized(sums, inputs), has_linear)
         # A copy lies as it is read next: the heads of a token side by side.
         if y.dtype == dtype:
             return y
         return y.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).transpose(1, 2)
 
-    def how(self, tokens: Tokens) -> dict[str, Any]:
-        """Decays of the tokens and the kernel, as the ops take them."""
-        return {name: tokens.get(name) for name in ("log_decay_k", "log_decay_v")} | {"kernel": self.kernel}
+    def rules(self, tokens: Tokens) -> dict[str, Any]:
+        """How the tokens are written to the state: beta, log decays and the kernel, as the ops take them."""
+        return {name: tokens.get(name) for name in ("beta", "log_decay_k", "log_decay_v")} | {"kernel": self.kernel}

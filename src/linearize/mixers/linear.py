@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linearize.mixers.cached import CachedKeys, cached_keys, empty_cache, first_cache, room
+from linearize.mixers.cached import CachedKeys, cache_after, cached_keys, empty_cache, room
 from linearize.mixers.causal import CausalMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, learnable, without_lost
 from linearize.mixers.mixer_state import STATE_DTYPES, Clock, MixerState, Tokens, keep_slots
-from linearize.mixers.one_token import one_token
 from linearize.mixers.running_maximum import running_maximum
+from linearize.mixers.step import one_token
 from linearize.ops.block_sizes import kind
-from linearize.ops.dispatch import delta_values, has_kernels, linear_scan, scan_with_state, window_softmax, with_cached
+from linearize.ops.dispatch import backend_for, linear_scan, prefill, state_after
 from linearize.ops.full import full_softmax
+from linearize.ops.inputs import LinearInputs, LinearState, SoftmaxInputs
 from linearize.ops.layout import Layout, TerracedSpan
-from linearize.ops.linear_state import LinearState, linear_state
 from linearize.ops.partial import Partial, accumulation_dtype
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
@@ -80,8 +80,8 @@ class LinearMixer(CausalMixer):
         with inputs.outside_autocast():
             if state is not None and layout is None and length == 1:
                 return one_token(self, inputs, state)
-            # Up to where a cache is full it is softmax over all keys, which is faster by itself; not than few launches.
-            alone = state is None and self._pairs_alone() and not has_kernels(inputs.q.device)
+            # Up to where a cache is full it is softmax over all keys.
+            alone = state is None and self._pairs_alone() and backend_for(inputs.q.device).splits_prompts
             first, segment = room(self.config) if alone else 0, self._segment(inputs)
             first = first if 0 < first < length else segment
             if layout is not None or first >= length:
@@ -115,11 +115,10 @@ class LinearMixer(CausalMixer):
             offset, log_decay, maximum = running_maximum(mapped.amax(-1), own, before)
             slots["offset"] = offset[..., None]
             slots["log_decay_k"] = self.with_step(slots, log_decay)
-        if state is not None:
-            slots = {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in slots.items()}
-            if mapped is not None:
-                context = layout.key_position[:, : layout.key_position.shape[1] - own.length]
-                mapped = torch.cat([self.map_keys(state.slots, context), mapped], dim=2)
+        slots = _behind(state, slots)
+        if state is not None and mapped is not None:
+            context = layout.key_position[:, : layout.key_position.shape[1] - own.length]
+            mapped = torch.cat([self.map_keys(state.slots, context), mapped], dim=2)
         cached, written = cached_keys(self.config, self.scorer, slots, layout, state), slots
         if mapped is None:
             return Prepared(slots, slots, None, None, cached)
@@ -131,10 +130,11 @@ class LinearMixer(CausalMixer):
     def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
         _, tokens, keys, _, _ = self.tokens(inputs, layout, layout, None)
         assert keys is not None
-        phi_k, how, nothing = keys, self.how(tokens), tokens["values"][..., :0]
+        phi_k, nothing = keys, tokens["values"][..., :0]
+        rules = self.rules(tokens) | {"beta": None}
 
         def sums(phi_q: Tensor) -> Tensor:
-            return linear_scan(phi_q, keys, nothing, **how, span=self.span, layout=layout).den
+            return linear_scan(LinearInputs(phi_q, keys, nothing, self.span, layout, **rules)).den
 
         phi_q, log_scale = self.scaled_queries(inputs, layout.query_position, sums)
         if self.kernel is not None:
@@ -145,16 +145,6 @@ class LinearMixer(CausalMixer):
 
     # --- many tokens --------------------------------------------------------------------------------------------------
 
-    def written(
-        self, tokens: Tokens, phi_k: Tensor | None, layout: Layout, state: LinearState | None
-    ) -> Float[Tensor, "B h K D"]:
-        """What is written to the state with each key: its value, or what the delta rule makes of it."""
-        if phi_k is None or self.delta is None:
-            return tokens["values"]
-        decay = tokens.get("log_decay_k")
-        options = {"span": self.span, "layout": layout, "state": state}
-        return delta_values(phi_k, tokens["values"], tokens["beta"], log_decay_k=decay, **options)
-
     def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
         with inputs.outside_autocast():
             return self._of_documents(inputs.accumulated(), layout)
@@ -162,43 +152,38 @@ class LinearMixer(CausalMixer):
     def _of_documents(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
         """`partials`, of inputs as they are."""
         found = self.tokens(inputs, layout, layout, None)
-        written = self.written(found.written, found.phi_k, layout, None)
-        return self._partials(inputs, found, written, layout, None, keeps=False)[:2]
+        return self._partials(inputs, found, layout, None, keeps_state=False)[:2]
 
     def _partials(
-        self,
-        inputs: AttnInputs,
-        found: Prepared,
-        written: Tensor,
-        layout: Layout,
-        state: MixerState | None,
-        *,
-        keeps: bool = True,
+        self, inputs: AttnInputs, found: Prepared, layout: Layout, state: MixerState | None, *, keeps_state: bool = True
     ) -> tuple[Partial | None, Partial | None, LinearState | None]:
         """The parts, and the linear state after the last token, if it is kept."""
-        window = linear = after = None
-        tokens, phi_k, cached = found.tokens, found.phi_k, found.cached
+        tokens, softmax = found.tokens, None
         if self.span.max_lag:
-            softmax: dict[str, Any] = {"scaling": inputs.scaling, "softcap": inputs.softcap, "layout": layout}
-            window = window_softmax(inputs.q, tokens["keys"], tokens["values"], span=self.span, **softmax)
-            if cached is not None:
-                k, v = cached.pool["keys"], cached.pool["values"]
-                window = with_cached(inputs.q, k, v, cached.blocks, cached.held, window, **softmax)
-        if phi_k is not None:
-            before = None if state is None else state.linear
-            how: dict[str, Any] = self.how(tokens) | {"span": self.span, "layout": layout, "state": before}
-            phi_q, log_scale = self.query_features(inputs, layout.query_position)
-            if keeps:
-                linear, after = scan_with_state(phi_q, phi_k, written, **how)
-            else:
-                linear = linear_scan(phi_q, phi_k, written, **how)
-            lost = self.lost(linear)
-            if self.too_small(linear.den, layout.query_position):
-                phi_q, log_scale = self.query_features(inputs, layout.query_position, linear.den.detach())
-                linear = learnable(linear_scan(phi_q, phi_k, written, **how))
-            own = {name: x[:, :, x.shape[2] - layout.length :] for name, x in tokens.items()}
-            linear = self.in_scale(without_lost(linear, lost), log_scale, own)
-        return window, linear, after
+            pairs = inputs.q, tokens["keys"], tokens["values"]
+            cached = None if found.cached is None else found.cached.pairs
+            softmax = SoftmaxInputs(*pairs, self.span, layout, inputs.scaling, inputs.softcap, cached)
+        if found.phi_k is None:
+            return prefill(softmax, None)
+        phi_q, log_scale = self.query_features(inputs, layout.query_position)
+        keys = replace(self._keys(found, layout, state), phi_q=phi_q)
+        window, linear, after = prefill(softmax, keys, keeps_state=keeps_state)
+        assert linear is not None
+        lost = self.lost(linear)
+        if self.too_small(linear.den, layout.query_position):
+            phi_q, log_scale = self.query_features(inputs, layout.query_position, linear.den.detach())
+            _, linear, _ = prefill(None, replace(keys, phi_q=phi_q))
+            assert linear is not None
+            linear = learnable(linear)
+        own = {name: x[:, :, x.shape[2] - layout.length :] for name, x in tokens.items()}
+        return window, self.in_scale(without_lost(linear, lost), log_scale, own), after
+
+    def _keys(self, found: Prepared, layout: Layout, state: MixerState | None) -> LinearInputs:
+        """What is written to the linear state."""
+        assert found.phi_k is not None
+        before = None if state is None else state.linear
+        written, rules = found.written, self.rules(found.written)
+        return LinearInputs(None, found.phi_k, written["values"], self.span, layout, state=before, **rules)
 
     def _prefill(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> tuple[Tensor, MixerState]:
         batch, length = len(inputs.q), inputs.q.shape[2]
@@ -207,9 +192,7 @@ class LinearMixer(CausalMixer):
             return self._all_by_softmax(inputs, own)
         layout = own if state is None else own.with_context(state.seen, self.span)
         found = self.tokens(inputs, own, layout, state)
-        phi_k, before = found.phi_k, None if state is None else state.linear
-        written = self.written(found.written, phi_k, layout, before)
-        window, linear, after = self._partials(inputs, found, written, layout, state)
+        window, linear, after = self._partials(inputs, found, layout, state)
         y = self.combined(inputs, window, linear, lambda: self.has_linear(layout.query_position))
         return y, self._state(found, layout, after, batch)
 
@@ -235,13 +218,18 @@ class LinearMixer(CausalMixer):
     def _absorb(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> MixerState:
         own = Layout.full(inputs.q.shape[2], inputs.q.device) if own is None else own
         layout = own if state is None else own.with_context(state.seen, self.span)
-        found, before = self.tokens(inputs, own, layout, state), None if state is None else state.linear
-        after = None
-        if found.phi_k is not None:
-            written = self.written(found.written, found.phi_k, layout, before)
-            options: dict[str, Any] = {"span": self.span, "layout": layout, "state": before}
-            after = linear_state(found.phi_k, written, **self.how(found.written), **options)
-        return self._state(found, layout, after, len(inputs.q))
+        if self.feature_map is None:
+            return self._exact_state(_behind(state, self.new_tokens(inputs)), layout, state, len(inputs.q))
+        found = self.tokens(inputs, own, layout, state)
+        return self._state(found, layout, state_after(self._keys(found, layout, state)), len(inputs.q))
+
+    def _exact_state(self, tokens: Tokens, layout: Layout, state: MixerState | None, batch: int) -> MixerState:
+        """Return the state after these tokens, behind those of `state`, where nothing enters a linear state."""
+        slots = keep_slots(tokens, layout, self.span, batch)
+        exact = None
+        if self.config.cache is not None:
+            exact = cache_after(self.config, self.scorer, tokens, layout, state)
+        return MixerState(slots, Clock(layout.count.expand(batch).clone()), exact=exact)
 
     def _all_exact(self, layout: Layout) -> bool:
         """Whether every key of these rows is in window or cache, and softmax over all of them is all that is wanted."""
@@ -255,11 +243,9 @@ class LinearMixer(CausalMixer):
     def _all_by_softmax(self, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, MixerState]:
         """Where window and cache hold all keys: softmax, and a state that nothing has entered yet."""
         y = full_softmax(inputs.q, inputs.k, inputs.v, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout)
-        batch, nothing = len(inputs.q), self.state_like(inputs.tokens(0, 1))
-        new = self.new_tokens(inputs)
-        exact = None if self.config.cache is None else first_cache(self.config, self.scorer, new)
-        clock = Clock(layout.count.expand(batch).clone())
-        return y, replace(nothing, slots=keep_slots(new, layout, self.span, batch), clock=clock, exact=exact)
+        nothing = self.state_like(inputs.tokens(0, 1))
+        state = self._exact_state(self.new_tokens(inputs), layout, None, len(inputs.q))
+        return y, replace(state, linear=nothing.linear, maximum=nothing.maximum)
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape: what stands before the first token."""
@@ -285,3 +271,10 @@ class LinearMixer(CausalMixer):
         state = MixerState(slots, Clock(seen), linear, maximum, exact)
         kept = STATE_DTYPES[self.config.state_dtype]
         return state if kept is None else state.matrices_in(kept)
+
+
+def _behind(state: MixerState | None, tokens: Tokens) -> Tokens:
+    """Tokens behind those that a state has kept."""
+    if state is None:
+        return tokens
+    return {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in tokens.items()}

@@ -13,13 +13,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from linearize.ops.inputs import LinearState
 from linearize.ops.layout import Layout, Span, context_positions
-from linearize.ops.linear_state import LinearState
-from linearize.ops.recurrent import NextToken
+from linearize.ops.recurrent import Tokens
 
 AnyState = TypeVar("AnyState", bound="State")
 Found = TypeVar("Found")
-Tokens = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
 MATRICES = ("linear.S", "linear.next_S")
 STATE_DTYPES = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GROWING = ("all_keys", "all_values")  # slots of every token seen
@@ -234,19 +233,3 @@ def _last(x: Float[Tensor, "B h T X"], span: Span) -> Float[Tensor, "B h S X"]:
     recent = min(span.context, length)
     kept[:, :, kept.shape[2] - recent :] = x[:, :, length - recent :]
     return kept
-
-
-def push_slot(slots: Tokens, at: NextToken) -> Tokens:
-    """Return slots that had one more token at the end, moved up; the one that leaves them can fill a sink's slot."""
-    sinks = at.span.sinks
-    if not sinks:
-        return {name: x[:, :, 1:] for name, x in slots.items()}
-    moved: Tokens = {}
-    for name, x in slots.items():
-        pushed = at.pushed(x)
-        if pushed is not None:
-            moved[name] = pushed
-            continue
-        filled = torch.where(at.fills, x[:, :, sinks : sinks + 1], x[:, :, :sinks])
-        moved[name] = torch.cat([filled, x[:, :, sinks + 1 :]], dim=2)
-    return moved

@@ -19,9 +19,10 @@ from linearize.ops import vector_decay
 from linearize.ops.delta import delta_values
 from linearize.ops.grid import Block, ChunkLayout, Grid, chunks_back, make_grid
 from linearize.ops.heads import repeat_kv
+from linearize.ops.inputs import LinearInputs
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Layout, Span
-from linearize.ops.linear_state import LinearState, ticking
+from linearize.ops.layout import Span
+from linearize.ops.linear_state import ticking
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.recomputed_scan import Body, Given, Grads, Tensors, scan
 from linearize.ops.window import window_softmax
@@ -34,29 +35,20 @@ MAX_CHUNK = 256  # with a kernel: scores are cheap beside states, the more so th
 NEGLIGIBLE = {torch.float32: -80.0, torch.float64: -700.0}
 
 
-def linear_scan(
-    phi_q: Float[Tensor, "B H T F"],
-    phi_k: Float[Tensor, "B Hk K F"],
-    v: Float[Tensor, "B G K D"],
-    *,
-    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
-    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
-    kernel: Kernel | None = None,
-    span: Span,
-    layout: Layout,
-    state: LinearState | None = None,
-) -> Partial:
+def linear_scan(x: LinearInputs) -> Partial:
     """The linear part (`reference.linear_scan`) in O(T) time and memory, forward and backward."""
-    assert kernel is None or (log_decay_k is None and log_decay_v is None)
-    if log_decay_v is not None or (log_decay_k is not None and log_decay_k.shape[-1] > 1):
-        return vector_decay.linear_scan(phi_q, phi_k, v, log_decay_k, log_decay_v, span, layout, state)
+    assert x.kernel is None or (x.log_decay_k is None and x.log_decay_v is None)
+    if x.vector_decays:
+        return vector_decay.linear_scan(x)
+    span, layout, kernel, state, phi_k = x.span, x.layout, x.kernel, x.state, x.phi_k
     chunk = CHUNK if kernel is None else min(max(CHUNK, 4 * phi_k.shape[3]), MAX_CHUNK)
-    dtype, slots = accumulation_dtype(v.dtype), ChunkLayout(layout, chunk)
+    dtype, slots = accumulation_dtype(x.v.dtype), ChunkLayout(layout, chunk)
     sums = None
-    if log_decay_k is not None:
-        ticks = slots.spread(ticking(log_decay_k, span, layout).expand(len(phi_k), -1, -1, -1))
+    if x.log_decay_k is not None:
+        ticks = slots.spread(ticking(x.log_decay_k, span, layout).expand(len(phi_k), -1, -1, -1))
         sums = ticks.double().cumsum(2)
-    phi_q, phi_k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, repeat_kv(v, phi_k.shape[1])))
+    tensors = x.queries(), phi_k, repeat_kv(x.v, phi_k.shape[1])
+    phi_q, phi_k, v = (slots.spread(tensor.to(dtype)) for tensor in tensors)
     # Keys lie beside the first query that reads them, at the latest. Of query chunk c, keys in chunks c - first .. c
     # are read through scores, all before through the state.
     first = min(chunks_back(slots, span.max_lag - span.fold_lag), slots.num_chunks - 1)

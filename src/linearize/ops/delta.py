@@ -9,35 +9,30 @@ from torch import Tensor
 from linearize.ops.chunk_recurrence import ChunkRecurrence, Masks, power_of_two_chunks
 from linearize.ops.decay_products import decayed_scores
 from linearize.ops.heads import repeat_kv
-from linearize.ops.layout import Layout, NoSpan, Span
-from linearize.ops.linear_state import LinearState, ticking
+from linearize.ops.inputs import LinearInputs
+from linearize.ops.layout import NoSpan
+from linearize.ops.linear_state import ticking
 from linearize.ops.partial import accumulation_dtype
 from linearize.ops.recomputed_scan import scan
 
 
-def delta_values(
-    phi_k: Float[Tensor, "B Hk K F"],
-    v: Float[Tensor, "B G K D"],
-    beta: Float[Tensor, "B Hk K 1"],
-    *,
-    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
-    span: Span,
-    layout: Layout,
-    state: LinearState | None = None,
-) -> Float[Tensor, "B Hk K D"]:
+def delta_values(x: LinearInputs) -> Float[Tensor, "B Hk K D"]:
     """u_j = beta_j (v_j - (D_k S)^T phi_k(j)), as `reference.delta_values`.
 
     A key is written when it comes, whatever its window: the span only says which keys are sinks.
     """
-    dtype, slots = accumulation_dtype(v.dtype), power_of_two_chunks(layout)
-    beta = beta * (layout.key_position >= span.sinks)[:, None, :, None]
-    batch, heads, _, features = phi_k.shape
-    tensors = [slots.spread(x.to(dtype)) for x in (phi_k, repeat_kv(v, heads), beta)]
-    if log_decay_k is not None:
-        tensors.append(slots.spread(ticking(log_decay_k.to(dtype), span, layout).expand(batch, -1, -1, -1)))
-    S = v.new_zeros(batch, heads, features, v.shape[3], dtype=dtype) if state is None else state.S.to(dtype)
+    assert x.beta is not None
+    dtype, slots = accumulation_dtype(x.v.dtype), power_of_two_chunks(x.layout)
+    batch, heads, _, features = x.phi_k.shape
+    beta = x.beta * (x.layout.key_position >= x.span.sinks)[:, None, :, None]
+    tensors = [slots.spread(tensor.to(dtype)) for tensor in (x.phi_k, repeat_kv(x.v, heads), beta)]
+    if x.log_decay_k is not None:
+        ticks = ticking(x.log_decay_k.to(dtype), x.span, x.layout)
+        tensors.append(slots.spread(ticks.expand(batch, -1, -1, -1)))
+    width = x.v.shape[3]
+    S = x.v.new_zeros(batch, heads, features, width, dtype=dtype) if x.state is None else x.state.S.to(dtype)
     body = ChunkRecurrence(slots, NoSpan(), tensors[0], S, _segment)
-    (u,) = scan(body, v.shape[3:], (S,), *tensors)
+    (u,) = scan(body, (width,), (S,), *tensors)
     return slots.collect(u, slots.length)
 
 

@@ -13,9 +13,9 @@ from torch.nn.functional import pad
 from linearize.ops import vector_decay
 from linearize.ops.delta import delta_values
 from linearize.ops.heads import repeat_kv
-from linearize.ops.kernel import Kernel
+from linearize.ops.inputs import LinearInputs, SoftmaxInputs
 from linearize.ops.layout import Layout, Span
-from linearize.ops.linear_state import LinearState, cumulative
+from linearize.ops.linear_state import cumulative
 from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
 from linearize.ops.reference import visible_keys
 from linearize.ops.window import LOG2_E
@@ -31,23 +31,13 @@ def pays(queries: torch.Size, keys: int) -> bool:
     return keys <= MOST_KEYS and queries[:3].numel() * keys <= MOST_SCORES
 
 
-def linear_scan(
-    phi_q: Float[Tensor, "B H T F"],
-    phi_k: Float[Tensor, "B Hk K F"],
-    v: Float[Tensor, "B G K D"],
-    *,
-    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
-    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
-    kernel: Kernel | None = None,
-    span: Span,
-    layout: Layout,
-    state: LinearState | None = None,
-) -> Partial:
+def linear_scan(x: LinearInputs) -> Partial:
     """The linear part (`reference.linear_scan`); decays of more than one number per head, by chunks."""
-    if log_decay_v is not None or (log_decay_k is not None and log_decay_k.shape[-1] > 1):
-        return vector_decay.linear_scan(phi_q, phi_k, v, log_decay_k, log_decay_v, span, layout, state)
-    dtype, (batch, heads, length, _), key_heads = accumulation_dtype(v.dtype), phi_q.shape, phi_k.shape[1]
-    phi_q, phi_k, v = (in_dtype(x, dtype) for x in (phi_q, phi_k, v))
+    if x.vector_decays:
+        return vector_decay.linear_scan(x)
+    span, layout, kernel, state = x.span, x.layout, x.kernel, x.state
+    dtype, (batch, heads, length, _), key_heads = accumulation_dtype(x.v.dtype), x.queries().shape, x.phi_k.shape[1]
+    phi_q, phi_k, v = (in_dtype(tensor, dtype) for tensor in (x.queries(), x.phi_k, x.v))
     first, keys = 0, v.shape[2]
     if layout.uniform and state is None:  # nothing is below the first windows, nor in the last one
         first, keys = min(span.max_lag, length), max(0, keys - span.fold_lag)
@@ -56,8 +46,8 @@ def linear_scan(
     weights = _grouped(phi_q[:, :, first:], key_heads) @ phi_k[:, :, :keys].mT
     weights = (weights if kernel is None else kernel.scores(weights)).view(batch, heads, length - first, keys)
     sums = None
-    if log_decay_k is not None:
-        sums = repeat_kv(cumulative(log_decay_k, span, layout), heads)
+    if x.log_decay_k is not None:
+        sums = repeat_kv(cumulative(x.log_decay_k, span, layout), heads)
         decay = sums[:, :, sums.shape[2] - length + first :] - sums[:, :, :keys].mT
         visible = decay.masked_fill(visible == 0, -torch.inf).exp().to(dtype)
     weights = weights * visible if weights.requires_grad or visible.requires_grad else weights.mul_(visible)
@@ -74,19 +64,11 @@ def linear_scan(
     return Partial(num, den, torch.zeros_like(den))
 
 
-def window_softmax(
-    q: Float[Tensor, "B H T D"],
-    k: Float[Tensor, "B G K D"],
-    v: Float[Tensor, "B G K D"],
-    *,
-    span: Span,
-    scaling: float,
-    softcap: float | None = None,
-    layout: Layout,
-) -> Partial:
+def window_softmax(x: SoftmaxInputs) -> Partial:
     """The softmax part (`reference.window_softmax`)."""
-    dtype, (batch, heads, length, _), groups = accumulation_dtype(v.dtype), q.shape, k.shape[1]
-    q, k, v = (in_dtype(x, dtype) for x in (q, k, v))
+    span, layout, scaling, softcap = x.span, x.layout, x.scaling, x.softcap
+    dtype, (batch, heads, length, _), groups = accumulation_dtype(x.v.dtype), x.q.shape, x.k.shape[1]
+    q, k, v = (in_dtype(tensor, dtype) for tensor in (x.q, x.k, x.v))
     # In powers of 2, which a CPU has in a quarter of the time; of exp(-inf) it takes more than of any other.
     factor = scaling * LOG2_E if softcap is None else scaling / softcap
     scores = (_grouped(q * factor, groups) @ k.mT).view(batch, heads, length, k.shape[2])

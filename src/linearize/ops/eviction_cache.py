@@ -10,8 +10,6 @@ of keys: the C slots of an earlier call's cache, where there was one, then the K
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -20,28 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from linearize.ops.block_sizes import kind
 from linearize.ops.heads import repeat_kv
+from linearize.ops.inputs import Blocks, SoftmaxInputs
 from linearize.ops.layout import Layout, TerracedSpan
 from linearize.ops.partial import Partial, accumulation_dtype
 
 RANKS_AT_ONCE = 1024  # of one block, in a round of the choice
 SCORES_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # of queries with cached keys
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The blocks of each row, in order: [B, J], B being 1 where all rows are alike.
-
-    Attributes:
-        slots: [B, J, w], the slot of each of a block's keys, -1 where there is none.
-        begins: whether the block's first query is one of this call.
-        leaves: whether the block `span.blocks` before leaves the window now.
-        fresh: whether a document begins with the block, whose cache is empty.
-    """
-
-    slots: Int[Tensor, "B J w"]
-    begins: Bool[Tensor, "B J"]
-    leaves: Bool[Tensor, "B J"]
-    fresh: Bool[Tensor, "B J"]
 
 
 def cut(layout: Layout, span: TerracedSpan) -> Blocks:
@@ -200,18 +182,10 @@ def _rows(x: Float[Tensor, "B h P X"], index: Int[Tensor, "B G M 1"]) -> Float[T
     return x.gather(2, repeat_kv(index, heads).expand(-1, -1, -1, x.shape[3]))
 
 
-def cached_softmax(
-    q: Float[Tensor, "B H T D"],
-    k: Float[Tensor, "B G P D"],
-    v: Float[Tensor, "B G P D"],
-    blocks: Blocks,
-    held: Int[Tensor, "B G J C"],
-    *,
-    scaling: float,
-    softcap: float | None,
-    layout: Layout,
-) -> Partial:
+def cached_softmax(x: SoftmaxInputs) -> Partial:
     """Softmax of every query over what its block's cache holds, in O(T C) time and O(T C / w) memory."""
+    assert x.cached is not None
+    q, k, v, blocks, held, layout = x.q, x.cached.keys, x.cached.values, x.cached.blocks, x.cached.held, x.layout
     dtype, (batch, heads), length = accumulation_dtype(v.dtype), q.shape[:2], layout.length
     before = layout.key_position.shape[1] - length
     at = torch.where(blocks.slots >= before, blocks.slots - before, -1).expand(batch, -1, -1)
@@ -221,8 +195,8 @@ def cached_softmax(
     found = []
     for start in range(0, count, step):
         some = slice(start, start + step)
-        given = q, k, v, at[:, some], held[:, :, some], scaling, softcap, dtype
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        given = q, k, v, at[:, some], held[:, :, some], x.scaling, x.softcap, dtype
+        wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
         found.append(checkpoint(_of_blocks, *given, use_reentrant=False) if wanted else _of_blocks(*given))
     # Back to the order of the queries; what no block holds is padding and reads nothing.
     place = at.new_full((batch, length + 1), count * width)
@@ -231,8 +205,8 @@ def cached_softmax(
         1, torch.where(flat >= 0, flat, length), torch.arange(count * width, device=q.device).expand(batch, -1)
     )
     place = place[:, None, :length].expand(-1, heads, -1)
-    parts = (pad(torch.cat(x, dim=2).flatten(2, 3), (0, 0, 0, 1)) for x in zip(*found, strict=True))
-    num, den, top = (x.gather(2, place[..., None].expand(-1, -1, -1, x.shape[3])) for x in parts)
+    parts = (pad(torch.cat(part, dim=2).flatten(2, 3), (0, 0, 0, 1)) for part in zip(*found, strict=True))
+    num, den, top = (part.gather(2, place[..., None].expand(-1, -1, -1, part.shape[3])) for part in parts)
     return Partial(num, den[..., 0], top[..., 0])
 
 
@@ -261,22 +235,6 @@ def _of_blocks(
     weights = (scores - top).exp()
     found = weights @ values, weights.sum(-1, keepdim=True), top
     return tuple(x.unflatten(3, (-1, at.shape[2])).transpose(2, 3).flatten(1, 2) for x in found)
-
-
-def with_cached(
-    q: Float[Tensor, "B H T D"],
-    k: Float[Tensor, "B G P D"],
-    v: Float[Tensor, "B G P D"],
-    blocks: Blocks,
-    held: Int[Tensor, "B G J C"],
-    window: Partial,
-    *,
-    scaling: float,
-    softcap: float | None,
-    layout: Layout,
-) -> Partial:
-    """`window` and the `cached_softmax`, of different keys, as one."""
-    return merged(window, cached_softmax(q, k, v, blocks, held, scaling=scaling, softcap=softcap, layout=layout))
 
 
 def merged(a: Partial, b: Partial) -> Partial:

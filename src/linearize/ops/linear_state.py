@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linearize.ops.heads import repeat_kv
+from linearize.ops.inputs import LinearInputs, LinearState
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout, Span, TerracedSpan
 from linearize.ops.partial import accumulation_dtype
@@ -17,100 +17,61 @@ from linearize.ops.partial import accumulation_dtype
 SLOTS_AT_ONCE = 256  # of which features are made
 
 
-@dataclass(frozen=True)
-class LinearState:
-    """S and z as of the last key that the last query could read, at lo(n) - 1, with the decays up to that step.
-
-    For terraced spans `next_S` and `next_z` are the same recurrence some keys further: they become readable as a whole
-    when the next block of queries begins, and one key is added to them per step, so a step costs the same at any
-    position.
-    """
-
-    S: Float[Tensor, "B Hk F D"]
-    z: Float[Tensor, "B Hk F"]
-    next_S: Float[Tensor, "B Hk F D"] | None = None
-    next_z: Float[Tensor, "B Hk F"] | None = None
-
-    def named_tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state, by the name of its field."""
-        following = {} if self.next_S is None or self.next_z is None else {"next_S": self.next_S, "next_z": self.next_z}
-        return {"S": self.S, "z": self.z} | following
-
-
-def linear_state(
-    phi_k: Float[Tensor, "B Hk K F"],
-    v: Float[Tensor, "B G K D"],
-    *,
-    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
-    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
-    kernel: Kernel | None = None,
-    span: Span,
-    layout: Layout,
-    state: LinearState | None = None,
-) -> LinearState:
+def linear_state(x: LinearInputs) -> LinearState:
     """The state after the last token: keys of its document with sinks <= position < lo(its position).
 
-    `state` counts only where a row is still in the carried document. For the delta rule, v are its `delta_values`.
-    With a `kernel`, phi_k is what it makes features of.
+    `x.state` counts only where a row is still in the carried document. For the delta rule, x.v are its `delta_values`.
     """
-    keys: dict[str, Any] = {"phi_k": phi_k, "v": v, "log_decay_k": log_decay_k, "log_decay_v": log_decay_v}
-    given: dict[str, Any] = {"kernel": kernel, "span": span, "layout": layout}
+    span, layout, state = x.span, x.layout, x.state
     terraced = isinstance(span, TerracedSpan)
     if layout.uniform:  # the keys lie side by side, and what is readable later begins where that which is now ends
         last = layout.length - 1
         lowest = max(span.sinks, int(span.lo(torch.tensor(last, device="cpu"))))
-        readable = with_keys(**_slots(keys, span.sinks, lowest), which=None, **given, state=state)
+        readable = with_keys(_slots(x, span.sinks, lowest), None)
         if terraced:
             ends = last - span.fold_lag + 1
-            following = with_keys(**_slots(keys, lowest, ends), which=None, **given, state=readable)
+            following = with_keys(replace(_slots(x, lowest, ends), state=readable), None)
     else:
         last = layout.count[:, None] - 1
         mine = layout.key_document == layout.last_document
         if state is not None:
             goes_on = (layout.last_document == 0)[:, :, None].to(state.z.dtype)
-            state = LinearState(state.S * goes_on[..., None], state.z * goes_on)
-        readable = with_keys(**keys, which=mine & (layout.key_position < span.lo(last)), **given, state=state)
+            x = replace(x, state=LinearState(state.S * goes_on[..., None], state.z * goes_on))
+        readable = with_keys(x, mine & (layout.key_position < span.lo(last)))
         if terraced:
-            which = mine & (layout.key_position <= last - span.fold_lag)
-            following = with_keys(**keys, which=which, **given, state=state)
+            following = with_keys(x, mine & (layout.key_position <= last - span.fold_lag))
     return LinearState(readable.S, readable.z, following.S, following.z) if terraced else readable
 
 
-def _slots(keys: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    return {name: x if x is None else x[:, :, start : max(start, stop)] for name, x in keys.items()}
+def _slots(x: LinearInputs, start: int, stop: int) -> LinearInputs:
+    """The inputs of some slots of a uniform row."""
+    stop = max(start, stop)
+    names = "phi_k", "v", "log_decay_k", "log_decay_v"
+    tensors = {name: getattr(x, name) for name in names}
+    some = {name: y if y is None else y[:, :, start:stop] for name, y in tensors.items()}
+    return replace(x, **some, phi_q=None, beta=None)
 
 
-def with_keys(
-    phi_k: Float[Tensor, "B Hk K F"],
-    v: Float[Tensor, "B G K D"],
-    which: Bool[Tensor, "#B K"] | None,
-    *,
-    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
-    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
-    kernel: Kernel | None = None,
-    span: Span,
-    layout: Layout,
-    state: LinearState | None = None,
-) -> LinearState:
+def with_keys(x: LinearInputs, which: Bool[Tensor, "#B K"] | None) -> LinearState:
     """S and z with these of the keys, but for sinks, and the decays of their steps alone.
 
     `which` None: all of them; none is a sink.
     """
-    dtype = accumulation_dtype(v.dtype)
-    phi_k, v = phi_k.to(dtype), repeat_kv(v, phi_k.shape[1]).to(dtype)
-    counts = None if which is None else (which & (layout.key_position >= span.sinks))[:, None, :, None]
+    dtype, state = accumulation_dtype(x.v.dtype), x.state
+    phi_k, v = x.phi_k.to(dtype), repeat_kv(x.v, x.phi_k.shape[1]).to(dtype)
+    counts = None if which is None else (which & (x.layout.key_position >= x.span.sinks))[:, None, :, None]
     S, z = (None, None) if state is None else (state.S, state.z[..., None])
-    if kernel is not None:
-        added_S, added_z = _sums_of_features(kernel, phi_k, counts, v)
+    if x.kernel is not None:
+        added_S, added_z = _sums_of_features(x.kernel, phi_k, counts, v)
     else:
         keys, values = phi_k if counts is None else phi_k * counts, v
-        if log_decay_k is not None:
-            after, total = remaining(log_decay_k, span, layout, which)
+        if x.log_decay_k is not None:
+            after, total = remaining(x.log_decay_k, x.span, x.layout, which)
             keys = keys * after.exp().to(dtype)
             if S is not None and z is not None:
                 S, z = S * total.mT.exp().to(dtype), z * total.mT.exp().to(dtype)
-        if log_decay_v is not None:
-            after, total = remaining(log_decay_v, span, layout, which)
+        if x.log_decay_v is not None:
+            after, total = remaining(x.log_decay_v, x.span, x.layout, which)
             values = values * after.exp().to(dtype)
             S = None if S is None else S * total.exp().to(dtype)
         added_S, added_z = keys.mT @ values, keys.sum(2)

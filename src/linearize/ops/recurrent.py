@@ -7,8 +7,9 @@ the number of tokens seen alone (`NextToken`) is worked out by the caller, once 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from linearize.ops.heads import repeat_kv
+from linearize.ops.inputs import LinearState, Quotient
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Span, TerracedSpan, context_positions
-from linearize.ops.linear_state import LinearState
-from linearize.ops.partial import Partial, in_dtype
+from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
 
 NARROW = 4  # numbers of a slot up to which a gather on a CPU is faster than `index_select`, whatever the batch
 
@@ -188,6 +189,110 @@ class NextToken:
         return self._known[name]
 
 
+Tokens = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
+
+
+@dataclass(frozen=True)
+class LinearStep:
+    """The linear part of one more token.
+
+    Attributes:
+        phi_q, state: what is read, after what enters.
+        phi_k, v, beta, log_decay_k, log_decay_v: of the token that enters the state, at position - span.fold_lag, as in
+            `LinearInputs`; phi_k None: nothing enters.
+        skipped_k, skipped_v: log decays of the steps lo(position) .. position, summed.
+        kernel: makes features of phi_q and phi_k.
+    """
+
+    phi_q: Float[Tensor, "B H 1 F"]
+    state: LinearState
+    phi_k: Float[Tensor, "B Hk 1 F"] | None = None
+    v: Float[Tensor, "B G 1 D"] | None = None
+    beta: Float[Tensor, "B Hk 1 1"] | None = None
+    log_decay_k: Float[Tensor, "#B Hk 1 X"] | None = None
+    log_decay_v: Float[Tensor, "#B Hk 1 D"] | None = None
+    skipped_k: Float[Tensor, "#B Hk 1 X"] | None = None
+    skipped_v: Float[Tensor, "#B Hk 1 D"] | None = None
+    kernel: Kernel | None = None
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One more token of every row.
+
+    Attributes:
+        new, slots: what is kept of the token and of those before, `keys` and `values` among it.
+        at: what its span makes of its position.
+        cached: `keys`, `values` and `position` of a KV cache with eviction, -1 being the position of nothing.
+        quotient: how the output is one quotient of sums; None: it is not.
+    """
+
+    q: Float[Tensor, "B H 1 D"]
+    new: Tokens
+    slots: Tokens
+    at: NextToken
+    scaling: float
+    softcap: float | None = None
+    cached: Tokens | None = None
+    linear: LinearStep | None = None
+    quotient: Quotient | None = None
+
+
+class StepOutputs(NamedTuple):
+    """The output, or the parts that it is made of; and the slots and the linear state behind the token."""
+
+    y: Float[Tensor, "B H 1 D"] | None
+    window: Partial | None
+    linear: Partial | None
+    slots: Tokens
+    state: LinearState | None
+
+
+def one_token(x: StepInputs) -> StepOutputs:
+    """One more token by torch's operations."""
+    span, at = x.at.span, x.at
+    tokens = {name: torch.cat([in_dtype(x.slots[name], new.dtype), new], dim=2) for name, new in x.new.items()}
+    slots = pushed(tokens, at)
+    if x.linear is None and x.softcap is None:
+        k, v, bias = _read(tokens, x.cached, at, x.q.dtype)
+        return StepOutputs(softmax_step(x.q, k, v, bias=bias, scaling=x.scaling), None, None, slots, None)
+    window = linear = state = None
+    if span.max_lag:
+        k, v, bias = _read(tokens, x.cached, at, accumulation_dtype(tokens["values"].dtype))
+        window = window_step(x.q, k, v, bias=bias, scaling=x.scaling, softcap=x.softcap)
+    if x.linear is not None:
+        state = x.linear.state
+        if x.linear.phi_k is None:
+            linear = linear_read(x.linear, state, at)
+        else:
+            linear, state = linear_step(x.linear, at)
+    return StepOutputs(None, window, linear, slots, state)
+
+
+def _read(tokens: Tokens, cached: Tokens | None, at: NextToken, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """What one softmax reads, window and cache: keys, values, and what is added to their scores, in `dtype`."""
+    k, v = tokens["keys"], tokens["values"]
+    if cached is None:
+        return k, v, at.bias(k.shape[1], dtype)
+    k, v = (torch.cat([in_dtype(cached[name], x.dtype), x], dim=2) for name, x in (("keys", k), ("values", v)))
+    return k, v, at.bias_with_cache(cached["position"].shape[2], k.shape[1], dtype)
+
+
+def pushed(slots: Tokens, at: NextToken) -> Tokens:
+    """Return slots that had one more token at the end, moved up; the one that leaves them can fill a sink's slot."""
+    sinks = at.span.sinks
+    if not sinks:
+        return {name: x[:, :, 1:] for name, x in slots.items()}
+    moved: Tokens = {}
+    for name, x in slots.items():
+        found = at.pushed(x)
+        if found is None:
+            filled = torch.where(at.fills, x[:, :, sinks : sinks + 1], x[:, :, :sinks])
+            found = torch.cat([filled, x[:, :, sinks + 1 :]], dim=2)
+        moved[name] = found
+    return moved
+
+
 @lru_cache(maxsize=16)
 def _behind_sinks(sinks: int, context: int, device: torch.device) -> Int[Tensor, " S"]:
     """All slots but the one behind the sinks."""
@@ -210,30 +315,11 @@ def _no_bias(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(rows, 1, size, dtype=dtype, device=device)
 
 
-def linear_step(
-    phi_q: Float[Tensor, "B H 1 F"],
-    phi_k: Float[Tensor, "B Hk 1 F"],
-    v: Float[Tensor, "B G 1 D"],
-    *,
-    beta: Float[Tensor, "B Hk 1 1"] | None = None,
-    log_decay_k: Float[Tensor, "#B Hk 1 X"] | None = None,
-    log_decay_v: Float[Tensor, "#B Hk 1 D"] | None = None,
-    skipped_k: Float[Tensor, "#B Hk 1 X"] | None = None,
-    skipped_v: Float[Tensor, "#B Hk 1 D"] | None = None,
-    kernel: Kernel | None = None,
-    at: NextToken,
-    state: LinearState,
-) -> tuple[Partial, LinearState]:
-    """Read the linear part for the query of the next token.
-
-    `phi_k`, `v`, `beta` (of the delta rule) and the log decays are those of the token that enters the state, at
-    position - span.fold_lag; `skipped` are the log decays of the steps lo(position) .. position, summed.
-    With a `kernel`, phi_q and phi_k are what it makes features of.
-    """
-    dtype, heads = state.z.dtype, phi_k.shape[1]
-    v = in_dtype(v, dtype)
-    if kernel is not None:
-        phi_q, phi_k = kernel.features(phi_q), kernel.features(phi_k)
+def linear_step(x: LinearStep, at: NextToken) -> tuple[Partial, LinearState]:
+    """Read the linear part for the query of the next token, after what enters the state; and the state behind it."""
+    assert x.phi_k is not None and x.v is not None
+    dtype, heads, state = x.state.z.dtype, x.phi_k.shape[1], x.state
+    v, phi_k = in_dtype(x.v, dtype), x.phi_k if x.kernel is None else x.kernel.features(x.phi_k)
     phi_k = phi_k * at.enters
     S, z = state.S, state.z
     readable = S, z
@@ -241,40 +327,34 @@ def linear_step(
         assert state.next_S is not None and state.next_z is not None
         readable = torch.where(at.flushes[..., None], state.next_S, S), torch.where(at.flushes, state.next_z, z)
         S, z = state.next_S, state.next_z
-    if log_decay_k is not None:
-        step = log_decay_k.exp().to(dtype)
+    if x.log_decay_k is not None:
+        step = x.log_decay_k.exp().to(dtype)
         S, z = S * step.mT, z * step.squeeze(2)
-    if log_decay_v is not None:
-        S = S * log_decay_v.exp().to(dtype)
-    if beta is not None:
-        v = beta.to(dtype) * (repeat_kv(v, heads) - phi_k @ S)
+    if x.log_decay_v is not None:
+        S = S * x.log_decay_v.exp().to(dtype)
+    if x.beta is not None:
+        v = x.beta.to(dtype) * (repeat_kv(v, heads) - phi_k @ S)
     # Heads that share a value lie side by side, and so do their features: one matrix of them all.
     shared = len(v) * v.shape[1]
-    one, value = phi_k.view(shared, -1, 1), v.view(shared, 1, -1)
+    one, value = phi_k.reshape(shared, -1, 1), v.reshape(shared, 1, -1)
     S = torch.baddbmm(S.view(shared, -1, v.shape[3]), one, value).view(S.shape)
     z = z + phi_k.view(z.shape)
     state = LinearState(S, z) if at.flushes is None else LinearState(*readable, S, z)
-    return linear_read(phi_q, state, skipped_k, skipped_v, at=at), state
+    return linear_read(x, state, at), state
 
 
-def linear_read(
-    phi_q: Float[Tensor, "B H 1 F"],
-    state: LinearState,
-    skipped_k: Float[Tensor, "#B Hk 1 X"] | None = None,
-    skipped_v: Float[Tensor, "#B Hk 1 D"] | None = None,
-    *,
-    at: NextToken,
-) -> Partial:
-    """What a query reads of the state; `skipped` are the log decays since, summed."""
+def linear_read(x: LinearStep, state: LinearState, at: NextToken) -> Partial:
+    """What a query reads of a state."""
+    phi_q = x.phi_q if x.kernel is None else x.kernel.features(x.phi_q)
     dtype, (batch, heads), features = state.z.dtype, phi_q.shape[:2], phi_q.shape[3]
     q = phi_q.contiguous().view(batch * state.z.shape[1], -1, features)
-    if skipped_k is not None:
-        steps = skipped_k.exp().to(dtype).expand(batch, -1, -1, -1)
+    if x.skipped_k is not None:
+        steps = x.skipped_k.exp().to(dtype).expand(batch, -1, -1, -1)
         q = q * steps.reshape(-1, *steps.shape[2:])
     num = torch.bmm(q, state.S.view(len(q), features, -1)).view(batch, heads, 1, -1)
     den = torch.bmm(q, state.z.view(len(q), features, 1)).view(batch, heads, 1)
-    if skipped_v is not None:
-        num = num * repeat_kv(skipped_v.exp().to(dtype), heads)
+    if x.skipped_v is not None:
+        num = num * repeat_kv(x.skipped_v.exp().to(dtype), heads)
     return Partial(num, den, at.zeros(den))
 
 

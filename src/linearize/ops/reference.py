@@ -7,9 +7,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linearize.ops.heads import repeat_kv
-from linearize.ops.kernel import Kernel
+from linearize.ops.inputs import LinearInputs, SoftmaxInputs
 from linearize.ops.layout import Layout, Span
-from linearize.ops.linear_state import LinearState, cumulative
+from linearize.ops.linear_state import cumulative
 from linearize.ops.partial import Partial, accumulation_dtype
 
 
@@ -22,18 +22,7 @@ def visible_keys(span: Span, layout: Layout) -> tuple[Bool[Tensor, "B T K"], Boo
     return seen & softmax, seen & ~softmax
 
 
-def linear_scan(
-    phi_q: Float[Tensor, "B H T F"],
-    phi_k: Float[Tensor, "B Hk K F"],
-    v: Float[Tensor, "B G K D"],
-    *,
-    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
-    log_decay_v: Float[Tensor, "#B Hk K D"] | None = None,
-    kernel: Kernel | None = None,
-    span: Span,
-    layout: Layout,
-    state: LinearState | None = None,
-) -> Partial:
+def linear_scan(x: LinearInputs) -> Partial:
     """num_n = sum_j (phi_q(n) . D_k(n,j) phi_k(j)) D_v(n,j) v_j over sinks <= j < lo(n) (METHODS, common form).
 
     D(n,j) is exp of the sum of the log decays of steps j+1 .. n, elementwise: one number per head (X = 1) or per
@@ -42,11 +31,13 @@ def linear_scan(
 
     With a `kernel`, phi_q and phi_k are what it makes features of, and there are no decays.
     """
-    dtype, heads, length = accumulation_dtype(v.dtype), phi_q.shape[1], phi_q.shape[2]
-    phi_q, phi_k, v = phi_q.to(dtype), repeat_kv(phi_k, heads).to(dtype), repeat_kv(v, heads).to(dtype)
+    (heads, length), span, layout, kernel, state = x.queries().shape[1:3], x.span, x.layout, x.kernel, x.state
+    dtype = accumulation_dtype(x.v.dtype)
+    phi_q, phi_k, v = x.queries().to(dtype), repeat_kv(x.phi_k, heads).to(dtype), repeat_kv(x.v, heads).to(dtype)
     mask = visible_keys(span, layout)[1][:, None]
     sums_k, sums_v = (
-        None if x is None else repeat_kv(cumulative(x, span, layout), heads) for x in (log_decay_k, log_decay_v)
+        None if decay is None else repeat_kv(cumulative(decay, span, layout), heads)
+        for decay in (x.log_decay_k, x.log_decay_v)
     )
     if kernel is None:
         weights = kernel_weights(phi_q, phi_k, sums_k, mask)
@@ -72,26 +63,18 @@ def linear_scan(
     return Partial(num, den, torch.zeros_like(den))
 
 
-def delta_values(
-    phi_k: Float[Tensor, "B Hk K F"],
-    v: Float[Tensor, "B G K D"],
-    beta: Float[Tensor, "B Hk K 1"],
-    *,
-    log_decay_k: Float[Tensor, "#B Hk K X"] | None = None,
-    span: Span,
-    layout: Layout,
-    state: LinearState | None = None,
-) -> Float[Tensor, "B Hk K D"]:
+def delta_values(x: LinearInputs) -> Float[Tensor, "B Hk K D"]:
     """u_j = beta_j (v_j - (D_k S)^T phi_k(j)): what the delta rule adds to S as phi_k(j) u_j^T.
 
     With u for v, `linear_scan` and `linear_state` are those of the (gated) delta rule. 0 in slots whose keys never
     enter the state.
     """
-    dtype, heads = accumulation_dtype(v.dtype), phi_k.shape[1]
-    phi_k, v, beta = phi_k.to(dtype), repeat_kv(v, heads).to(dtype), beta.to(dtype)
+    assert x.beta is not None
+    dtype, heads, span, layout, state = accumulation_dtype(x.v.dtype), x.phi_k.shape[1], x.span, x.layout, x.state
+    phi_k, v, beta = x.phi_k.to(dtype), repeat_kv(x.v, heads).to(dtype), x.beta.to(dtype)
     enters = layout.key_position >= span.sinks
     pairs = (layout.key_document[:, :, None] == layout.key_document[:, None]) & enters[:, :, None] & enters[:, None]
-    sums = None if log_decay_k is None else cumulative(log_decay_k, span, layout)
+    sums = None if x.log_decay_k is None else cumulative(x.log_decay_k, span, layout)
     beta = beta * enters[:, None, :, None]
     u = beta * v
     if state is not None:
@@ -126,21 +109,12 @@ def _pairwise(sums: Float[Tensor, "B H K X"], length: int, mask: Tensor) -> Floa
     return difference.masked_fill(~mask[..., None], 0).exp()
 
 
-def window_softmax(
-    q: Float[Tensor, "B H T D"],
-    k: Float[Tensor, "B G K D"],
-    v: Float[Tensor, "B G K D"],
-    *,
-    span: Span,
-    scaling: float,
-    softcap: float | None = None,
-    layout: Layout,
-) -> Partial:
+def window_softmax(x: SoftmaxInputs) -> Partial:
     """num_n = sum_j e^{s_nj - c_n} v_j over the softmax keys, den_n likewise, c_n the largest of the scores s_nj."""
-    dtype = accumulation_dtype(v.dtype)
-    q, k, v = q.to(dtype), repeat_kv(k, q.shape[1]).to(dtype), repeat_kv(v, q.shape[1]).to(dtype)
-    mask = visible_keys(span, layout)[0][:, None]
-    weights, top = exponentials(softmax_scores(q, k, scaling, softcap), mask)
+    dtype, heads = accumulation_dtype(x.v.dtype), x.q.shape[1]
+    q, k, v = x.q.to(dtype), repeat_kv(x.k, heads).to(dtype), repeat_kv(x.v, heads).to(dtype)
+    mask = visible_keys(x.span, x.layout)[0][:, None]
+    weights, top = exponentials(softmax_scores(q, k, x.scaling, x.softcap), mask)
     return Partial(weights @ v, weights.sum(-1), top)
 
 

@@ -1,10 +1,10 @@
 """Triton kernels: Hedgehog's maps, the window, the additive linear part, and reading a KV cache with eviction,
 forward alone.
 
-Each is what its caller in `fused` says. Rows are slots of keys, whose last ones are those of the queries; positions and
-documents are int64, with a stride of 0 between rows that are alike. Logarithms are to base 2. A program is of one head,
-or one KV head, of one row: `programs` are numbered row by row, on the first axis, which alone can have more than
-65,535. Blocks are powers of 2, as Triton wants them.
+Each is what its caller in `triton_backend` says. Rows are slots of keys, whose last ones are those of the queries;
+positions and documents are int64, with a stride of 0 between rows that are alike. Logarithms are to base 2. A program
+is of one head, or one KV head, of one row: `programs` are numbered row by row, on the first axis, which alone can have
+more than 65,535. Blocks are powers of 2, as Triton wants them.
 
 This module imports triton, which not every machine has.
 """

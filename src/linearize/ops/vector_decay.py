@@ -15,39 +15,31 @@ from torch import Tensor
 from linearize.ops.chunk_recurrence import ChunkRecurrence, Masks, power_of_two_chunks
 from linearize.ops.decay_products import decay_factor, decayed_scores, decayed_sums
 from linearize.ops.heads import repeat_kv
-from linearize.ops.layout import Layout, Span, TerracedSpan
-from linearize.ops.linear_state import LinearState, ticking
+from linearize.ops.inputs import LinearInputs
+from linearize.ops.layout import TerracedSpan
+from linearize.ops.linear_state import ticking
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.recomputed_scan import scan
 
 
-def linear_scan(
-    phi_q: Float[Tensor, "B H T F"],
-    phi_k: Float[Tensor, "B Hk K F"],
-    v: Float[Tensor, "B G K D"],
-    log_decay_k: Float[Tensor, "#B Hk K X"] | None,
-    log_decay_v: Float[Tensor, "#B Hk K D"] | None,
-    span: Span,
-    layout: Layout,
-    state: LinearState | None,
-) -> Partial:
+def linear_scan(x: LinearInputs) -> Partial:
     """The linear part (`reference.linear_scan`) with decays on the feature axis, the value axis, or both."""
-    dtype, slots = accumulation_dtype(v.dtype), power_of_two_chunks(layout)
-    batch, heads, _, features = phi_k.shape
-    q, k, v = (slots.spread(x.to(dtype)) for x in (phi_q, phi_k, repeat_kv(v, heads)))
+    dtype, slots, span, layout = accumulation_dtype(x.v.dtype), power_of_two_chunks(x.layout), x.span, x.layout
+    batch, heads, _, features = x.phi_k.shape
+    q, k, v = (slots.spread(tensor.to(dtype)) for tensor in (x.queries(), x.phi_k, repeat_kv(x.v, heads)))
     decays, skipped = {}, {}
     lag = min(span.fold_lag, q.shape[2])
-    for name, log_decay in (("log_decay_k", log_decay_k), ("log_decay_v", log_decay_v)):
+    for name, log_decay in (("log_decay_k", x.log_decay_k), ("log_decay_v", x.log_decay_v)):
         if log_decay is not None:
             decays[name] = slots.spread(ticking(log_decay.to(dtype), span, layout).expand(batch, -1, -1, -1))
             if lag:
                 skipped[name] = decay_factor(repeat_kv(_last(decays[name], lag, slots.chunk), q.shape[1]))
     if "log_decay_k" in skipped:
         q = q * skipped["log_decay_k"]
-    if state is None:
-        S = phi_k.new_zeros(batch, heads, features, v.shape[3] + 1, dtype=dtype)
+    if x.state is None:
+        S = x.phi_k.new_zeros(batch, heads, features, v.shape[3] + 1, dtype=dtype)
     else:
-        S = torch.cat([state.S, state.z[..., None]], dim=-1).to(dtype)
+        S = torch.cat([x.state.S, x.state.z[..., None]], dim=-1).to(dtype)
 
     # A register for all keys, and for terraced spans one for those before the terrace.
     S = S[:, :, None].expand(-1, -1, 1 + isinstance(span, TerracedSpan), -1, -1)

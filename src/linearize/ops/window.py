@@ -14,7 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linearize.ops.grid import ChunkLayout, Grid, chunks_back, make_grid, pick
-from linearize.ops.layout import Layout, Span
+from linearize.ops.inputs import SoftmaxInputs
+from linearize.ops.layout import Span
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.recomputed_scan import Body, Given, Grads, Tensors, scan
 
@@ -22,24 +23,16 @@ WINDOW_CHUNK = 32  # shorter than those of the linear part: fewer of the near ke
 LOG2_E = math.log2(math.e)
 
 
-def window_softmax(
-    q: Float[Tensor, "B H T D"],
-    k: Float[Tensor, "B G K D"],
-    v: Float[Tensor, "B G K D"],
-    *,
-    span: Span,
-    scaling: float,
-    softcap: float | None = None,
-    layout: Layout,
-) -> Partial:
+def window_softmax(x: SoftmaxInputs) -> Partial:
     """The softmax part (`reference.window_softmax`) in O(T w) time and O(T) memory, forward and backward."""
-    dtype, slots = accumulation_dtype(v.dtype), ChunkLayout(layout, min(WINDOW_CHUNK, max(16, span.max_lag)))
-    q, k, v = (slots.spread(x.to(dtype)) for x in (q, k, v))
+    span, layout, dtype = x.span, x.layout, accumulation_dtype(x.v.dtype)
+    slots = ChunkLayout(layout, min(WINDOW_CHUNK, max(16, span.max_lag)))
+    q, k, v = (slots.spread(tensor.to(dtype)) for tensor in (x.q, x.k, x.v))
     first = min(chunks_back(slots, span.max_lag), slots.num_chunks - 1)
     grid = make_grid(slots, q, k, first)
     slot, sinks_seen = _far_sinks(grid, slots, span)
-    sink_k, sink_v = (_take(x, slot) for x in (k, v))
-    body = _WindowSoftmax(grid, span, scaling, softcap, sinks_seen, dtype)
+    sink_k, sink_v = (_take(tensor, slot) for tensor in (k, v))
+    body = _WindowSoftmax(grid, span, x.scaling, x.softcap, sinks_seen, dtype)
     num, rest = scan(body, (v.shape[3], 2), (), q, k, v, sink_k, sink_v)
     return Partial(slots.collect(num, layout.length), *slots.collect(rest, layout.length).unbind(-1))
 

@@ -23,6 +23,7 @@ from linearize.mixers.feature_maps.learned import Learned
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops.dispatch import window_softmax
+from linearize.ops.inputs import SoftmaxInputs
 from linearize.ops.layout import Layout, SlidingSpan
 
 LEAST_SHARE = 1e-4  # of the far keys, where the teacher has less: with none at all there is nothing to learn from
@@ -76,12 +77,12 @@ class _Fit:
         self.log_odds: list[Float[Tensor, "t H N"]] = []
 
     def add(self, inputs: AttnInputs, layout: Layout) -> None:
-        every, options = SlidingSpan(window_size=layout.length), {"scaling": inputs.scaling, "softcap": inputs.softcap}
+        every = SlidingSpan(window_size=layout.length)
         accumulated = inputs.accumulated()
         near, _ = self.mixer.partials(inputs, layout)
         assert near is not None
         q, k, v = accumulated.q, accumulated.k, accumulated.v
-        whole = window_softmax(q, k, v, span=every, layout=layout, **options)
+        whole = window_softmax(SoftmaxInputs(q, k, v, every, layout, inputs.scaling, inputs.softcap))
         log_near = near.den.log() + near.log_scale
         counts = self.mixer.has_linear(layout.query_position)[0]
         self.share.append(1 - (log_near - whole.den.log() - whole.log_scale).exp().clamp(0, 1)[0, :, counts].double())

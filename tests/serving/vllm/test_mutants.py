@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.mixers import linear, one_token
+from linearize.mixers import linear
 from linearize.mixers.mixer_state import Clock, MixerState
+from linearize.ops import recurrent
 from linearize.serving.vllm.layer import LinearizeMetadataBuilder
 from linearize.serving.vllm.pages import PageLayout
 from tests.serving.vllm.served import by_transformers, by_vllm, differences, engine, plans, prompts, saved, student
@@ -30,8 +31,8 @@ def of_another(patch: pytest.MonkeyPatch) -> None:
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
     """A step leaves the keys of the window one place further than they belong."""
-    push = one_token.push_slot
-    patch.setattr(one_token, "push_slot", lambda *given: {k: x.roll(1, dims=2) for k, x in push(*given).items()})
+    push = recurrent.pushed
+    patch.setattr(recurrent, "pushed", lambda *given: {k: x.roll(1, dims=2) for k, x in push(*given).items()})
     keep = linear.keep_slots
     patch.setattr(linear, "keep_slots", lambda *given: {k: x.roll(1, dims=2) for k, x in keep(*given).items()})
 

@@ -14,8 +14,7 @@ from linearize.base import UserError
 from linearize.mixers.feature_maps.base import Even, FeatureMapConfig
 from linearize.mixers.feature_maps.learned import Learned, LearnedMap
 from linearize.mixers.shape import LayerShape
-from linearize.ops import fused
-from linearize.ops.dispatch import has_kernels
+from linearize.ops.dispatch import backend_for
 
 MIN_FEATURE = 1e-12  # LoLCATs' clamp
 
@@ -64,9 +63,10 @@ class Hedgehog(Learned):
     def _features(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
     ) -> Float[Tensor, "B h2 T F"]:
-        if self.config.per != "model" and has_kernels(x.device) and fused.serves_hedgehog(x, weight):
-            return fused.hedgehog(x, weight, bias, self.config.activation, MIN_FEATURE)
-        return super()._features(x, weight, bias)
+        if self.config.per == "model":
+            return super()._features(x, weight, bias)
+        phi = backend_for(x.device).hedgehog(x, weight, bias, self.config.activation, MIN_FEATURE)
+        return super()._features(x, weight, bias) if phi is None else phi
 
     def _project(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None

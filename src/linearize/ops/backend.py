@@ -1,0 +1,114 @@
+"""How the parts of an attention layer are evaluated by torch's operations, on any device.
+
+A backend is asked for three things: a prompt (`prefill`), one more token (`step`), and the output of its parts
+(`output`). `triton_backend` overrides what its kernels serve; `dispatch` chooses. The definitions are in `reference`.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from linearize.ops import chunked, dense, eviction_cache, recurrent
+from linearize.ops.inputs import LinearInputs, LinearState, Parts, Quotient, SoftmaxInputs
+from linearize.ops.layout import Layout
+from linearize.ops.linear_state import linear_state
+from linearize.ops.partial import Partial
+from linearize.ops.recurrent import StepInputs, StepOutputs
+
+
+class Backend:
+    """Torch's operations: all scores of short rows at once, chunks of longer ones; or of one form for all rows.
+
+    Attributes:
+        name: by which `LINEARIZE_IMPL` asks for it.
+        splits_prompts: whether the first tokens of a prompt, all keys of which are kept, are faster by themselves.
+    """
+
+    splits_prompts = True
+
+    def __init__(self, name: str, form: ModuleType | None = None) -> None:
+        self.name, self.form = name, form
+
+    def missing(self, device: torch.device) -> str | None:
+        """Why it cannot serve a device; None: it can."""
+        return None
+
+    def prefill(
+        self, softmax: SoftmaxInputs | None, linear: LinearInputs | None, *, keeps_state: bool = False
+    ) -> Parts:
+        """The parts of every query, and the linear state after the last token if it is kept."""
+        window = None if softmax is None else self.softmax(softmax)
+        if linear is None:
+            return Parts(window, None, None)
+        if linear.beta is not None:
+            linear = linear.with_values(self.delta_values(linear))
+        if keeps_state:
+            return Parts(window, *self.scan_with_state(linear))
+        return Parts(window, self.linear_scan(linear), None)
+
+    def step(self, x: StepInputs) -> StepOutputs:
+        """One more token of every row."""
+        return recurrent.one_token(x)
+
+    def output(
+        self, window: Partial | None, linear: Partial | None, quotient: Quotient | None, dtype: torch.dtype
+    ) -> Float[Tensor, "B H T D"] | None:
+        """The output of these parts in `dtype`; None: the mixer makes it of them."""
+        return None
+
+    def hedgehog(
+        self,
+        x: Float[Tensor, "B h T D"],
+        weight: Float[Tensor, "M D N"],
+        bias: Float[Tensor, "M N"] | None,
+        activation: str,
+        least: float,
+    ) -> Float[Tensor, "B H T F"] | None:
+        """Hedgehog's map of x; None: the map makes it by itself."""
+        return None
+
+    def softmax(self, x: SoftmaxInputs) -> Partial:
+        """Softmax of every query over its window, and over what its block's cache holds."""
+        window = self.window_softmax(x)
+        return window if x.cached is None else self.with_cached(x, window)
+
+    def window_softmax(self, x: SoftmaxInputs) -> Partial:
+        """Softmax over the window (`reference.window_softmax`)."""
+        _check_lengths(x.layout, x.k, x.q)
+        return self._form(x.q, x.k).window_softmax(x)
+
+    def with_cached(self, x: SoftmaxInputs, window: Partial) -> Partial:
+        """Add what the block's cache holds to `window`, which may be overwritten."""
+        return eviction_cache.merged(window, eviction_cache.cached_softmax(x))
+
+    def linear_scan(self, x: LinearInputs) -> Partial:
+        """The linear part (`reference.linear_scan`)."""
+        _check_lengths(x.layout, x.phi_k, x.queries())
+        return self._form(x.queries(), x.phi_k).linear_scan(x)
+
+    def scan_with_state(self, x: LinearInputs) -> tuple[Partial, LinearState]:
+        """The `linear_scan`, and the state after the last token."""
+        return self.linear_scan(x), linear_state(x)
+
+    def state(self, x: LinearInputs) -> LinearState:
+        """The state after the last token alone."""
+        return linear_state(x if x.beta is None else x.with_values(self.delta_values(x)))
+
+    def delta_values(self, x: LinearInputs) -> Float[Tensor, "B Hk K D"]:
+        """What the delta rule writes instead of values (`reference.delta_values`)."""
+        form = chunked if self.form is None else self.form
+        return form.delta_values(x)
+
+    def _form(self, queries: Tensor, keys: Tensor) -> ModuleType:
+        if self.form is not None:
+            return self.form
+        return dense if dense.pays(queries.shape, keys.shape[2]) else chunked
+
+
+def _check_lengths(layout: Layout, keys: Tensor, queries: Tensor) -> None:
+    found, expected = (layout.key_position.shape[1], layout.length), (keys.shape[2], queries.shape[2])
+    assert found == expected, f"layout: expected (keys, queries) {expected}, found {found}"
