@@ -59,7 +59,7 @@ test-kernels: setup ## our Triton kernels, by its interpreter and its compiler, 
 	@test -d .venv/kernels/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	    --target .venv/kernels -c constraints.txt triton
 	TRITON_INTERPRET=1 PYTHONPATH=.venv/kernels $(BIN)/python -m pytest $(PYTEST_ARGS) --dist load tests/ops/test_triton_kernels.py
-	PYTHONPATH=.venv/kernels $(BIN)/python -m pytest $(PYTEST_ARGS) --dist load tests/ops/test_triton_compiled.py
+	PYTHONPATH=.venv/kernels $(BIN)/python -m pytest $(PYTEST_ARGS) --dist load tests/ops/test_triton_compiled.py tests/test_roofline.py
 
 test-fla: setup ## the operators against those of flash-linear-attention, which is installed for it
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt fla-core

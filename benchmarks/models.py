@@ -3,8 +3,9 @@
     python benchmarks/models.py --model src/linearize/demo/teacher --lengths 128 512
     python benchmarks/models.py --model llama-1b --dtype bfloat16 --device cuda --batch 1 16
 
-`--model` is a folder, a hub id, or a shape whose weights are random. Conversions are not trained. No time depends on
-weights, but by what heads get where they share a budget: that is measured on them, and of random ones it is chance.
+`--model` is a folder, a hub id, or a shape whose weights are random. Conversions are not trained. `NAME:full` is the
+recipe with prompts read in full, by the teacher's softmax attention. No time depends on weights: what heads get where
+they share a budget is that of SmolLM2-135M-Instruct.
 Prefill is of random tokens, with the last one's logits only. A step is of one more token of every sequence:
 behind random keys and values of that length for the teacher (a prompt would cost the square of it and change nothing),
 behind a real prompt of that length for students, read once and repeated for every sequence of the batch. The teacher's
@@ -33,6 +34,7 @@ from transformers import PreTrainedModel
 from linearize.base import UserError
 from linearize.evaluation.speed import Spread, require_positions, seconds_in_turns
 from linearize.hf.compiled import decoding
+from linearize.hf.prefill import FULL
 from linearize.hf.teacher import TeacherShape
 from linearize.recipe import Recipe
 
@@ -50,6 +52,16 @@ class Row:
     times_faster: Spread
     student: Spread
     teacher: Spread
+
+
+def student_of(teacher: PreTrainedModel, name: str) -> PreTrainedModel:
+    """A student by its recipe, or by `NAME:full`, which reads prompts in full."""
+    recipe, _, prefill = name.partition(":")
+    student = make_student(teacher, Recipe.load(recipe))
+    if prefill not in ("", FULL):
+        raise UserError(f"--recipes: expected NAME or NAME:{FULL}, found {name!r}")
+    student.config.prefill = prefill or None
+    return student
 
 
 def prefill_call(model: PreTrainedModel, batch: int, length: int) -> Callable[[], object]:
@@ -141,7 +153,7 @@ def main() -> None:
     try:
         teacher = make_teacher(arguments.model, getattr(torch, arguments.dtype), torch.device(arguments.device))
         require_positions(arguments.model, teacher.config, max(arguments.lengths) + arguments.repeats + 1)
-        models = {TEACHER: teacher} | {name: make_student(teacher, Recipe.load(name)) for name in arguments.recipes}
+        models = {TEACHER: teacher} | {name: student_of(teacher, name) for name in arguments.recipes}
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
     print(head(arguments.lengths))  # noqa: T201 (the result)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import random
+import json
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -31,6 +32,7 @@ def llama_config(
     )
 
 
+NEEDS = Path(__file__).parent / "results" / "attention-needs-smollm2-135m.json"
 SHAPES = {
     "llama-135m": llama_config(576, 30, 9, 3, 1536, 49152),  # SmolLM-135M
     "llama-1b": llama_config(2048, 16, 32, 8, 8192, 128256),  # Llama-3.2-1B
@@ -63,17 +65,23 @@ def make_teacher(name: str, dtype: torch.dtype, device: torch.device) -> PreTrai
     return teacher.eval().requires_grad_(False)
 
 
-def drawn_needs(heads: int, seed: int) -> list[list[float]]:
-    """Return quantiles of what recall needs of KV heads that differ about as SmolLM2-135M-Instruct's do."""
-    draw = random.Random(seed)
-    return [sorted(draw.gauss(mean, 1.5) for _ in range(256)) for mean in (draw.gauss(-8, 2) for _ in range(heads))]
+def measured_needs(layers: int, heads: int) -> dict[int, list[list[float]]]:
+    """Return what recall needs of the KV heads of a model of this shape, taken from SmolLM2-135M-Instruct's.
+
+    Layers are those at the same relative depth, and heads are repeated, so that of any shape as large a share of heads
+    has a cache for recall, and no time depends on what is chance in random weights.
+    """
+    needs = json.loads(NEEDS.read_text())["needs"]
+    depth = [round(layer * (len(needs) - 1) / max(1, layers - 1)) for layer in range(layers)]
+    return {layer: [needs[at][head % len(needs[at])] for head in range(heads)] for layer, at in enumerate(depth)}
 
 
 def make_student(teacher: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """Return an untrained student over the teacher's storage; what recall needs of its heads is drawn at random."""
+    """Return an untrained student over the teacher's storage; its heads need for recall what SmolLM2-135M's do."""
     shape = TeacherShape.from_config(teacher.config.to_dict())
     plan, memory = resolve(recipe, shape), recipe.memory
     if memory is not None:
-        needs = {layer: drawn_needs(shape.num_kv_heads, layer) for layer in range(len(plan)) if plan[layer] is not None}
+        every = measured_needs(shape.num_layers, shape.num_kv_heads)
+        needs = {layer: every[layer] for layer in range(len(plan)) if plan[layer] is not None}
         plan = allocate(memory, needs, shape, teacher.dtype).plan(shape.num_layers)
     return convert_layers(teacher, plan, seed=recipe.seed).requires_grad_(False)

@@ -53,7 +53,7 @@ def test_each_script_can_be_loaded(script: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_whole_models(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--lengths", 8, 24, "--batch", 1, 3, "--repeats", 3]
-    recipes = ["lolcats", "recommended"]
+    recipes = ["lolcats", "recommended", "recommended:full"]
     found = benchmark("models", "--model", tiny.teacher_folder(), "--recipes", *recipes, *arguments)
     cases = [(r["what"], r["batch"], r["length"], r["recipe"]) for r in found["results"]]
     expected = [(p, b, n, r) for p in ("prefill", "decode") for b in (1, 3) for n in (8, 24) for r in recipes]
@@ -64,7 +64,9 @@ def test_whole_models(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> Non
         assert row["times_faster"]["high"] <= greatest
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| pass | batch | recipe | 8 | 24 |" and len(lines) == 2 + len(cases) // 2
-    assert lines[2].startswith("| prefill | 1 | lolcats | ") and lines[-1].startswith("| decode | 3 | recommended | ")
+    assert lines[2].startswith("| prefill | 1 | lolcats | ") and lines[-1].startswith(
+        "| decode | 3 | recommended:full | "
+    )
 
 
 def test_batches(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:

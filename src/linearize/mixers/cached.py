@@ -11,7 +11,7 @@ from torch import Tensor
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.eviction_cache import EvictionCache, EvictionScorer
 from linearize.mixers.mixer_state import MixerState, Tokens
-from linearize.ops.eviction_cache import choose, cut, held_before, leaving, taken, written
+from linearize.ops.eviction_cache import at_places, choose, cut, held_before, leaving, taken, written
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import Blocks, CachedPairs
 from linearize.ops.layout import Layout, TerracedSpan
@@ -165,7 +165,12 @@ def cache_of_next(
 def _exchanged(cache: EvictionCache, held: Tokens, tokens: Tokens) -> Tokens:
     """Return what a full cache holds after a whole block: as `_chosen` and `taken`, in fewer operations."""
     pool = _appended(held, tokens)
-    ages = pool["position"].argsort(-1) if len(cache.parts) > 1 else None  # one part has the oldest first already
+    # One part has the oldest first already.
+    return _best(cache, pool, pool["position"].argsort(-1) if len(cache.parts) > 1 else None)
+
+
+def _best(cache: EvictionCache, pool: Tokens, ages: Int[Tensor, "B G P"] | None = None) -> Tokens:
+    """Return what a full cache holds of a pool without empty slots, whose places by age are `ages`; None: in order."""
     chosen: list[Tensor] = []
     for column, part in enumerate(cache.parts):
         scores, size = pool[SCORES][..., column], part.stop - part.start
@@ -174,12 +179,16 @@ def _exchanged(cache: EvictionCache, held: Tokens, tokens: Tokens) -> Tokens:
         best = order[:, :, :size].sort(-1).values
         chosen.append(best if ages is None else ages.gather(2, best))
         if part.start:
-            assert ages is not None
-            ages = ages.gather(2, order[:, :, size:].sort(-1).values)
+            others = order[:, :, size:].sort(-1).values
+            ages = others if ages is None else ages.gather(2, others)
     index = _joined(chosen)
-    rows = index[..., None].expand(*index.shape, tokens["keys"].shape[3])
-    exchanged = {name: x.gather(2, rows[..., : x.shape[3]]) for name, x in pool.items() if name != "position"}
-    return exchanged | {"position": pool["position"].gather(2, index)}
+    found: Tokens = {}
+    for name, x in pool.items():
+        if name == "position":
+            found[name] = x.expand(*index.shape[:2], -1).gather(2, index)
+        else:
+            found[name] = at_places(x, index[..., None])
+    return found
 
 
 @torch.no_grad()
@@ -217,6 +226,12 @@ def cache_after(
     """
     cache, span = config.cache, config.span
     assert cache is not None and scorer is not None
+    if state is None and layout.uniform:
+        lowest = int(span.lo(torch.tensor(layout.length - 1, device="cpu")))
+        if lowest - span.sinks >= cache.size:  # nothing is empty
+            position = layout.key_position[:, span.sinks : lowest]
+            left = {name: x[:, :, span.sinks : lowest] for name, x in tokens.items()}
+            return _best(cache, _scored(left, scorer, position))
     last, position = layout.count[:, None] - 1, layout.key_position
     carried = empty_cache(tokens, cache.size) if state is None else state.exact
     assert carried is not None

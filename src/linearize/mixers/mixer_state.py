@@ -225,8 +225,11 @@ def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int) -> Tokens:
 def _last(x: Float[Tensor, "B h T X"], span: Span) -> Float[Tensor, "B h S X"]:
     """What `keep_slots` takes of whole rows; a copy, which does not hold on to them."""
     length = x.shape[2]
-    if not span.sinks and length >= span.context:
-        return x[:, :, length - span.context :].clone(memory_format=torch.contiguous_format)
+    if length >= span.sinks + span.context:
+        recent = x[:, :, length - span.context :]
+        if span.sinks:
+            return torch.cat([x[:, :, : span.sinks], recent], dim=2)
+        return recent.clone(memory_format=torch.contiguous_format)
     moved = max(0, min(span.sinks, length - span.context))
     kept = x.new_zeros(*x.shape[:2], span.sinks + span.context, x.shape[3])
     kept[:, :, :moved] = x[:, :, :moved]

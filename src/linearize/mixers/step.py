@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from linearize.mixers.cached import Dropped, cache_of_next
@@ -62,8 +61,9 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
 def _with_entering(mixer: CausalMixer, linear: LinearStep, new: Tokens, slots: Tokens, at: NextToken) -> LinearStep:
     """The linear part with the token that enters the state now: it leaves the window, or is the new one."""
     slot = mixer.span.sinks + mixer.span.context - mixer.span.fold_lag
-    one = new
-    if slot < slots["keys"].shape[2]:
+    if slot == slots["keys"].shape[2]:
+        one = {name: x.contiguous() for name, x in new.items()}
+    else:
         one = {name: in_dtype(slots[name][:, :, slot : slot + 1], x.dtype) for name, x in new.items()}
     phi_k = mixer.key_features(one, mixer.map_keys(one, at.entering), None)
     return replace(linear, phi_k=phi_k, v=one["values"], **mixer.rules(one))
@@ -87,11 +87,10 @@ def skipped_steps(new: Tokens, slots: Tokens, at: NextToken) -> dict[str, Any]:
     """Log decays of the steps within the window, which no key below it has been through; none without a window."""
     if not at.span.max_lag:
         return {}
-    below: Bool[Tensor, "B S"] = at.below[:, :-1]  # the new token never is
     found: dict[str, Any] = {}
     for axis in ("k", "v"):
         name = f"log_decay_{axis}"
         if name in new:
-            steps = slots[name].masked_fill(below[:, None, :, None], 0).sum(2, keepdim=True)
+            steps = slots[name].masked_fill(at.passed, 0).sum(2, keepdim=True)
             found[f"skipped_{axis}"] = steps + new[name]
     return found

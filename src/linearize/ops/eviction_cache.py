@@ -170,12 +170,12 @@ def taken(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Te
         if name == "position":
             found[name] = x.expand(*index.shape[:2], -1).gather(2, index).masked_fill(~there, -1)
         else:
-            slots = _rows(x, rows)
+            slots = at_places(x, rows)
             found[name] = slots * repeat_kv(present, slots.shape[1])
     return found
 
 
-def _rows(x: Float[Tensor, "B h P X"], index: Int[Tensor, "B G M 1"]) -> Float[Tensor, "B H M X"]:
+def at_places(x: Float[Tensor, "B h P X"], index: Int[Tensor, "B G M 1"]) -> Float[Tensor, "B H M X"]:
     """Places of each KV head; of what all heads share, or of each of a KV head's own heads."""
     heads = max(x.shape[1], index.shape[1])
     x = x if x.shape[1] == heads else x.expand(-1, heads, -1, -1)
@@ -226,7 +226,7 @@ def _of_blocks(
     # Those of a KV head's query heads side by side: [B, G, j, r w, D].
     queries = queries.unflatten(2, at.shape[1:]).unflatten(1, (groups, -1)).transpose(2, 3).flatten(3, 4)
     index = held.clamp_min(0).flatten(2)[..., None]
-    keys, values = (_rows(x, index).unflatten(2, held.shape[2:]).to(dtype) for x in (k, v))
+    keys, values = (at_places(x, index).unflatten(2, held.shape[2:]).to(dtype) for x in (k, v))
     scores = (queries * scaling) @ keys.mT
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill((held < 0)[..., None, :], -torch.inf)

@@ -95,6 +95,11 @@ class NextToken:
         return self._once("below", lambda: self._places < self.span.lo(self.column))
 
     @property
+    def passed(self) -> Bool[Tensor, "B 1 S 1"]:
+        """Slots before its own that are below its window."""
+        return self._once("passed", lambda: self.below[:, None, :-1, None])
+
+    @property
     def column(self) -> Int[Tensor, "B 1"]:
         """Its position, for its row's only query."""
         return self._once("column", lambda: self.position[:, None])
@@ -336,7 +341,7 @@ def linear_step(x: LinearStep, at: NextToken) -> tuple[Partial, LinearState]:
         v = x.beta.to(dtype) * (repeat_kv(v, heads) - phi_k @ S)
     # Heads that share a value lie side by side, and so do their features: one matrix of them all.
     shared = len(v) * v.shape[1]
-    one, value = phi_k.reshape(shared, -1, 1), v.reshape(shared, 1, -1)
+    one, value = phi_k.view(shared, -1, 1), v.view(shared, 1, -1)
     S = torch.baddbmm(S.view(shared, -1, v.shape[3]), one, value).view(S.shape)
     z = z + phi_k.view(z.shape)
     state = LinearState(S, z) if at.flushes is None else LinearState(*readable, S, z)
