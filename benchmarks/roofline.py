@@ -51,6 +51,7 @@ TARGETS = {
     },
     "decode": {"recommended": (1.0, 1.2, 1.4, 2.0), "lolcats": (1.0, 1.2, 1.4, 2.0)},
 }
+NO_KERNELS = {"_unsafe_view", "new_empty", "empty", "empty_like", "new_empty_strided"}
 LENGTHS = 512, 2048, 8192, 32768
 
 
@@ -81,7 +82,7 @@ def nbytes(*tensors: Any) -> int:
 
 
 class Operations(TorchDispatchMode):
-    """Counts torch's operations, views excepted."""
+    """Counts torch's operations that launch a kernel."""
 
     def __init__(self, cost: Cost) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        if not function.is_view:
+        if not (function.is_view or function.overloadpacket.__name__ in NO_KERNELS):
             count = flop_registry.get(function.overloadpacket)
             flops = 0 if count is None else count(*args, **(kwargs or {}), out_val=out)
             tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

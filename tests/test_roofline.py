@@ -34,11 +34,11 @@ def teacher(roofline: Any) -> LlamaForCausalLM:
 
 # Operations of a pass over 2,048 tokens, or behind them, over the teacher's: at most.
 MOST = [
-    ("prefill", "lolcats", 1.4),
-    ("prefill", "recommended", 3.3),
-    ("prefill", "recommended:full", 2.1),
-    ("decode", "lolcats", 1.2),
-    ("decode", "recommended", 2.8),
+    ("prefill", "lolcats", 1.3),
+    ("prefill", "recommended", 3.7),
+    ("prefill", "recommended:full", 2.3),
+    ("decode", "lolcats", 1.1),
+    ("decode", "recommended", 3.1),
 ]
 
 
