@@ -146,15 +146,13 @@ def cache_of_next(
     slots = slice(span.sinks, span.sinks + span.window_size)
     tokens = {name: x[:, :, slots] for name, x in state.slots.items()}
     scored = _scored(tokens, scorer, position)
-    if state.linear is None and at.keeps_full(cache.size):
-        return Dropped(_exchanged(cache, exact, scored), None, position)
+    if state.linear is None:
+        return Dropped(_exchanged(cache, exact, scored, full=at.keeps_full(cache.size)), None, position)
     pool, carried = _pooled(cache, exact, scored)
     places = torch.arange(cache.size + span.window_size, device=position.device)
     there = torch.where(pool["position"] >= 0, places, -1)
     held = _chosen(cache, pool, there)
     exact = taken(pool, held)
-    if state.linear is None:
-        return Dropped(exact, None, position)
     new = there[:, :, cache.size :]
     for part in cache.parts:
         new = written(carried[..., part].sort(-1).values, held[..., part], new)
@@ -162,18 +160,33 @@ def cache_of_next(
     return Dropped(exact, tokens, position)
 
 
-def _exchanged(cache: EvictionCache, held: Tokens, tokens: Tokens) -> Tokens:
-    """Return what a full cache holds after a whole block: as `_chosen` and `taken`, in fewer operations."""
+def _exchanged(cache: EvictionCache, held: Tokens, tokens: Tokens, *, full: bool) -> Tokens:
+    """Return what a cache holds after a block, whose tokens have position -1 in rows where none leaves the window.
+
+    As `_chosen` and `taken`, in fewer operations. `full`: neither cache nor block has an empty slot.
+    """
     pool = _appended(held, tokens)
+    # Empty slots of the cache come before those of the block, so that they are chosen first.
+    empty = None if full else pool["position"] < 0
     # One part has the oldest first already.
-    return _best(cache, pool, pool["position"].argsort(-1) if len(cache.parts) > 1 else None)
+    ages = pool["position"].argsort(dim=-1, stable=True) if len(cache.parts) > 1 else None
+    return _best(cache, pool, ages, empty)
 
 
-def _best(cache: EvictionCache, pool: Tokens, ages: Int[Tensor, "B G P"] | None = None) -> Tokens:
-    """Return what a full cache holds of a pool without empty slots, whose places by age are `ages`; None: in order."""
+def _best(
+    cache: EvictionCache,
+    pool: Tokens,
+    ages: Int[Tensor, "B G P"] | None = None,
+    empty: Bool[Tensor, "B G P"] | None = None,
+) -> Tokens:
+    """Return what a cache holds of a pool of no fewer slots.
+
+    `ages`: its places, the oldest first; None: as they lie. `empty`: which slots are; None: none.
+    """
     chosen: list[Tensor] = []
     for column, part in enumerate(cache.parts):
         scores, size = pool[SCORES][..., column], part.stop - part.start
+        scores = scores if empty is None else scores.masked_fill(empty, -torch.inf)
         scores = scores if ages is None else scores.gather(2, ages)
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         best = order[:, :, :size].sort(-1).values
