@@ -38,7 +38,7 @@ MOST = [
     ("prefill", "recommended", 3.7),
     ("prefill", "recommended:full", 2.3),
     ("decode", "lolcats", 1.1),
-    ("decode", "recommended", 3.1),
+    ("decode", "recommended", 2.5),
 ]
 
 
