@@ -1,7 +1,8 @@
 """How the parts of an attention layer are evaluated by torch's operations, on any device.
 
-A backend is asked for three things: a prompt (`prefill`), one more token (`step`), and the output of its parts
-(`output`). `triton_backend` overrides what its kernels serve; `dispatch` chooses. The definitions are in `reference`.
+A backend serves prompts (`prefill`, and the parts that it is made of), one more token (`step`), the output of parts
+(`output`) and Hedgehog's map. `triton_backend` overrides what its kernels serve; `dispatch` chooses. The definitions
+are in `reference`.
 """
 
 from __future__ import annotations
