@@ -1,17 +1,19 @@
 #!/bin/sh
-# What a GPU has to say: correctness, then the tables of README.md, "On a GPU". Some nine minutes of one H100.
+# Measure prompts, steps and training on one GPU, after a check of correctness. At most eight minutes.
 #
 #     sh benchmarks/gpu.sh [FOLDER]        # JSON files and logs go to FOLDER (default: gpu-results)
 #
-# PYTHON names an interpreter with torch for CUDA, triton and what pyproject.toml asks for. Weights are random; the
-# memory of each KV head is SmolLM2-135M-Instruct's. A part that fails or takes too long does not stop the others.
+# PYTHON names an interpreter with torch for CUDA, triton and the extra `dev` of pyproject.toml. Weights are random; the
+# memory of each KV head is SmolLM2-135M-Instruct's. A part that fails or takes too long does not stop the others, but
+# the exit status is 1 then. models.py writes its JSON after each length, the others at their end.
 set -u
-export PYTHONUNBUFFERED=1
-cd "$(dirname "$0")/.." || exit 2
 out=${1:-gpu-results}
+mkdir -p "$out" || exit 2
+out=$(cd "$out" && pwd)
+cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
-mkdir -p "$out"
-export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+status=0
 
 last=$(git log -1 --format=%h -- 'benchmarks/results/*h100*' 2>/dev/null)
 since=$([ -n "$last" ] && git log --oneline "$last.." -- src/linearize/ops src/linearize/mixers src/linearize/hf | wc -l)
@@ -20,29 +22,28 @@ echo "new since the last table on a GPU: ${since:-an unknown number of} commits 
 part() { # seconds, name, command: its output goes to a log, the end of it here
     seconds=$1 name=$2
     shift 2
-    timeout "$seconds" "$@" >"$out/$name.log" 2>&1
-    echo "$name: exit $?"
+    timeout -k 5 "$seconds" "$@" >"$out/$name.log" 2>&1
+    code=$?
+    [ "$code" = 0 ] || status=1
+    echo "$name: exit $code"
     tail -n 8 "$out/$name.log"
 }
 
-models() { # seconds, name, model, further arguments of models.py
-    seconds=$1 name=$2 model=$3
-    shift 3
-    part "$seconds" "$name" "$python" benchmarks/models.py --model "$model" --dtype bfloat16 --device cuda --threads 8 \
-        --json "$out/$name.json" "$@"
+on_gpu() { # seconds, name, script, model, further arguments
+    seconds=$1 name=$2 script=$3 model=$4
+    shift 4
+    part "$seconds" "$name" "$python" "benchmarks/$script.py" --model "$model" --dtype bfloat16 --device cuda \
+        --threads 8 --json "$out/$name.json" "$@"
 }
 
-part 90 correctness "$python" -m pytest -q -p no:cacheprovider -m "gpu or not gpu" tests/test_gpu.py \
-    tests/ops/test_triton_kernels.py
 lengths="512 2048 8192 32768"
-models 80 models-llama-1b-prefill llama-1b --pass prefill --repeats 3 --lengths $lengths \
+part 110 correctness "$python" -m pytest -q -x -p no:cacheprovider tests/test_gpu.py tests/ops/test_triton_kernels.py
+on_gpu 80 models-llama-1b-prefill models llama-1b --pass prefill --repeats 3 --lengths $lengths \
     --recipes lolcats recommended recommended:full
-models 40 models-llama-1b-decode llama-1b --pass decode --repeats 5 --lengths $lengths --recipes lolcats recommended
-models 80 models-llama-8b-prefill llama-8b --pass prefill --repeats 2 --lengths $lengths \
+on_gpu 40 models-llama-1b-decode models llama-1b --pass decode --repeats 5 --lengths $lengths \
+    --recipes lolcats recommended
+on_gpu 70 models-llama-8b-prefill models llama-8b --pass prefill --repeats 2 --lengths $lengths \
     --recipes lolcats recommended recommended:full
-part 150 compiled-llama-1b "$python" benchmarks/compiled.py --model llama-1b --dtype bfloat16 --device cuda --threads 8 \
-    --recipes lolcats --lengths 2048 --new-tokens 32 --repeats 3 --json "$out/compiled-llama-1b.json"
-part 60 training-llama-1b "$python" benchmarks/training.py --model llama-1b --dtype bfloat16 --device cuda --threads 8 \
-    --recipes lolcats --length 2048 --batch 2 --repeats 3 --json "$out/training-llama-1b.json"
-part 40 profile-llama-1b-prefill "$python" benchmarks/profiles.py --model llama-1b --dtype bfloat16 --device cuda \
-    --threads 8 --recipes recommended --pass prefill --length 8192 --json "$out/profile-llama-1b-prefill.json"
+on_gpu 130 compiled-llama-1b compiled llama-1b --recipes lolcats --lengths 2048 --new-tokens 32 --repeats 3
+on_gpu 40 training-llama-1b training llama-1b --recipes lolcats --length 2048 --batch 2 --repeats 3
+exit $status

@@ -56,11 +56,9 @@ class Row:
 
 def student_of(teacher: PreTrainedModel, name: str) -> PreTrainedModel:
     """A student by its recipe, or by `NAME:full`, which reads prompts in full."""
-    recipe, _, prefill = name.partition(":")
+    recipe = name.removesuffix(f":{FULL}")
     student = make_student(teacher, Recipe.load(recipe))
-    if prefill not in ("", FULL):
-        raise UserError(f"--recipes: expected NAME or NAME:{FULL}, found {name!r}")
-    student.config.prefill = prefill or None
+    student.config.prefill = None if recipe == name else FULL
     return student
 
 

@@ -57,7 +57,7 @@ LENGTHS = 512, 2048, 8192, 32768
 
 @dataclass
 class Cost:
-    """What one forward pass launches, and the seconds it takes by the roofline."""
+    """Kernels that one forward pass launches, and their estimated seconds."""
 
     operations: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
@@ -159,7 +159,7 @@ def counted() -> Iterator[Cost]:
 
 
 def cost_of(model: PreTrainedModel, what: str, length: int) -> Cost:
-    """What a prompt of so many tokens, or one more token behind it, launches."""
+    """Count the kernels of a prompt of so many tokens, or of one more token behind it."""
     cache = DynamicCache(config=model.config)
 
     def forward(tokens: int) -> None:

@@ -68,8 +68,8 @@ def make_teacher(name: str, dtype: torch.dtype, device: torch.device) -> PreTrai
 def measured_needs(layers: int, heads: int) -> dict[int, list[list[float]]]:
     """Return what recall needs of the KV heads of a model of this shape, taken from SmolLM2-135M-Instruct's.
 
-    Layers are those at the same relative depth, and heads are repeated, so that of any shape as large a share of heads
-    has a cache for recall, and no time depends on what is chance in random weights.
+    Layers are those at the same relative depth, and heads are repeated, so that about as large a share of heads has a
+    cache for recall in any shape, and no time depends on what is chance in random weights.
     """
     needs = json.loads(NEEDS.read_text())["needs"]
     depth = [round(layer * (len(needs) - 1) / max(1, layers - 1)) for layer in range(layers)]

@@ -505,7 +505,7 @@ def page(grid: Grid, record: dict[str, Any], heading: str = "#", folder: str = "
     parts += (
         [f"![Score over {' and '.join(grid.figure)} of attention weights]({folder}{drawing})"] if grid.figure else []
     )
-    parts += [f"**Found.** {grid.finding.strip()}"] if grid.finding else []
+    parts += [f"**Finding.** {grid.finding.strip()}"] if grid.finding else []
     parts += [f"{missing} more cells of this grid have not been run."] if missing else []
     return "\n\n".join([*parts, f"    {record['command']}"]) + "\n"
 

@@ -1,4 +1,4 @@
-"""What prompts and steps launch on a GPU, counted without one (`make test-kernels`, which installs triton)."""
+"""Count the kernels of prompts and steps on a GPU, without one (`make test-kernels` installs triton and runs this)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_few_operations_are_launched(roofline: Any, teacher: Any, what: str, nam
     )
     assert theirs.total() < ours.total() < most * theirs.total()
     long = roofline.cost_of(roofline.student_of(teacher, name), what, 8192).operations
-    assert long.total() < 1.15 * ours.total()  # the longest chain does not grow with the prompt
+    assert long.total() < 1.15 * ours.total()  # they do not grow with the prompt
 
 
 def test_an_estimate_is_near_what_an_h100_took(roofline: Any, teacher: Any) -> None:

@@ -260,7 +260,7 @@ def markdown(found: dict[str, Any]) -> str:
             titles["finetuned"] = lambda row: row.get("finetuned")
         rows = {label: {title: get(row) for title, get in titles.items()} for label, row in task["maps"].items()}
         lines += ["", f"## Swapped into the teacher of another task: {name} (Table 15)", "", *_table(rows)]
-    lines += ["", f"**Found.** {found['finding']}"] if found["finding"] else []
+    lines += ["", f"**Finding.** {found['finding']}"] if found["finding"] else []
     return "\n".join(lines) + "\n"
 
 

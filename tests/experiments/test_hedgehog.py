@@ -269,7 +269,7 @@ def test_generalisation(
     assert list(kl) == ["HH", "T2R-HH", "hedgehog, untrained", "t2r, untrained", *generalisation.FIXED]
     assert 0 < kl["HH"] < kl["hedgehog, untrained"] and kl["T2R-HH"] < kl["t2r, untrained"], "they were distilled"
     assert {tuple(row) for row in found["lengths"].values()} == {("8", "16")}, "the model has 64 positions"
-    assert f"| HH | {kl['HH']:.3f} |" in page and "**Found.** So it is.\n" in page
+    assert f"| HH | {kl['HH']:.3f} |" in page and "**Finding.** So it is.\n" in page
 
     other = found["moved"]["other"]
     assert other["metric"] == "accuracy" and "kl" not in other["maps"]["softmax"]

@@ -191,7 +191,7 @@ def test_a_state_without_outputs_is_that_of_outputs(sizes: dict[str, int]) -> No
 
 
 def test_a_prompt_takes_few_rounds_of_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which wait for one another: 8,192 tokens by blocks of 16 were 512 choices once."""
+    """Each round waits for the one before; with one choice per block, 8,192 tokens would take 1,024."""
     rounds: list[int] = []
     least = eviction_cache._least
     monkeypatch.setattr(eviction_cache, "_least", lambda ranks, size: rounds.append(1) or least(ranks, size))

@@ -78,12 +78,12 @@ class Case:
         return {"log_decay_k": self.log_decay_k, "log_decay_v": self.log_decay_v}
 
     def softmax(self, layout: Layout | None = None) -> SoftmaxInputs:
-        """What the ops take for the window."""
+        """Return the inputs of the window."""
         layout = self.layout if layout is None else layout
         return SoftmaxInputs(self.q, self.k, self.v, self.package_span, layout, self.scaling, self.softcap)
 
     def linear(self, layout: Layout | None = None, state: LinearState | None = None) -> LinearInputs:
-        """What the ops take for the linear part."""
+        """Return the inputs of the linear part."""
         layout = self.layout if layout is None else layout
         keys = self.phi_q, self.phi_k, self.v, self.package_span, layout
         return LinearInputs(*keys, beta=self.beta, **self.decays, state=state)

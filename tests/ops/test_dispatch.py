@@ -136,7 +136,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None) -> obj
 
 
 def delta(phi_k: Tensor, v: Tensor, beta: Tensor) -> object:
-    return dispatch.delta_values(LinearInputs(None, phi_k, v, NoSpan(), Layout.full(5), beta))
+    return dispatch.prefill(None, LinearInputs(x(2, 5, 3), phi_k, v, NoSpan(), Layout.full(5), beta))
 
 
 WELL: dict[str, Callable[[], object]] = {

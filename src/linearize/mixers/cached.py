@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.eviction_cache import EvictionCache, EvictionScorer
@@ -42,7 +43,7 @@ class CachedKeys(NamedTuple):
 
     @property
     def pairs(self) -> CachedPairs:
-        """What attention reads of it."""
+        """Return the pairs that attention reads."""
         return CachedPairs(self.pool["keys"], self.pool["values"], self.blocks, self.held)
 
     @property
@@ -72,7 +73,7 @@ class CachedKeys(NamedTuple):
         for part in self.cache.parts:
             carried = None if self.carried is None else self.carried[..., part]
             new = _passed_on(self.held[..., part], carried, self.blocks, new)
-        places = torch.nn.functional.pad(own.expand(batch, heads, -1), (0, 1))  # one more, for what is none
+        places = pad(own.expand(batch, heads, -1), (0, 1))  # one more, for what is none
         places = places.scatter(2, leaves.flatten(2) - self.before, new.flatten(2))[:, :, :slots]
         return _as_written(self.pool, places, own) | {name: tokens[name] for name in STEPS if name in tokens}
 
@@ -214,8 +215,9 @@ def _chosen(cache: EvictionCache, pool: Tokens, there: Int[Tensor, "B G P"]) -> 
     held: list[Tensor] = []
     for column, part in enumerate(cache.parts):
         scores = pool[SCORES][..., column].masked_fill(there < 0, -torch.inf)
-        order = scores.argsort(dim=-1, descending=True, stable=True)[:, :, : part.stop - part.start]
-        held.append(there.gather(2, order).sort(-1).values)
+        size = part.stop - part.start
+        order = scores.argsort(dim=-1, descending=True, stable=True)[:, :, :size]
+        held.append(pad(there.gather(2, order).sort(-1).values, (size - order.shape[2], 0), value=-1))
         if part.start:
             there = there.scatter(2, order, -1)
     return _joined(held)
@@ -246,16 +248,16 @@ def cache_after(
             left = {name: x[:, :, span.sinks : lowest] for name, x in tokens.items()}
             return _best(cache, _scored(left, scorer, position))
     last, position = layout.count[:, None] - 1, layout.key_position
-    carried = empty_cache(tokens, cache.size) if state is None else state.exact
-    assert carried is not None
-    pool, _ = _pooled(cache, carried, _scored(tokens, scorer, position))
-    left = (position >= span.sinks) & (position < span.lo(last)) & (layout.key_document == layout.last_document)
-    held = pool["position"][..., : cache.size] >= 0
+    pool = _scored(tokens, scorer, position)
+    candidates = (position >= span.sinks) & (position < span.lo(last)) & (layout.key_document == layout.last_document)
+    candidates = candidates[:, None].expand(*tokens["keys"].shape[:2], -1)
     if state is not None:
-        held = held & (layout.last_document == 0)[..., None]
-    there = torch.cat([held, left[:, None].expand(*held.shape[:2], -1)], dim=2)
-    every = torch.arange(there.shape[2], device=position.device)
-    return taken(pool, _chosen(cache, pool, torch.where(there, every, -1)))
+        assert state.exact is not None
+        pool, _ = _pooled(cache, state.exact, pool)
+        carried = (pool["position"][..., : cache.size] >= 0) & (layout.last_document == 0)[..., None]
+        candidates = torch.cat([carried, candidates], dim=2)
+    every = torch.arange(candidates.shape[2], device=position.device)
+    return taken(pool, _chosen(cache, pool, torch.where(candidates, every, -1)))
 
 
 def empty_cache(tokens: Tokens, size: int) -> Tokens:

@@ -53,9 +53,8 @@ class CausalMixer(Mixer):
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
 
-    @property
     def quotient(self) -> Quotient | None:
-        """How the output is one quotient of sums; None: it is not."""
+        """Return how the output is one quotient of sums, None where it is not."""
         if self.feature_map is None:
             return Quotient(None, MIN_DENOMINATOR)
         least = self.feature_map.min_denominator(torch.float32)
@@ -140,5 +139,5 @@ class CausalMixer(Mixer):
         return y.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).transpose(1, 2)
 
     def rules(self, tokens: Tokens) -> dict[str, Any]:
-        """How the tokens are written to the state: beta, log decays and the kernel, as the ops take them."""
+        """Return beta, log decays and the kernel of the tokens, as the ops take them."""
         return {name: tokens.get(name) for name in ("beta", "log_decay_k", "log_decay_v")} | {"kernel": self.kernel}

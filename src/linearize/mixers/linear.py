@@ -179,7 +179,7 @@ class LinearMixer(CausalMixer):
         return window, self.in_scale(without_lost(linear, lost), log_scale, own), after
 
     def _keys(self, found: Prepared, layout: Layout, state: MixerState | None) -> LinearInputs:
-        """What is written to the linear state."""
+        """Return the keys and values that enter the linear state."""
         assert found.phi_k is not None
         before = None if state is None else state.linear
         written, rules = found.written, self.rules(found.written)

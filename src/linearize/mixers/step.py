@@ -1,4 +1,4 @@
-"""One more token, with a state: a short sequence of operations, the same at every position."""
+"""Compute one more token from a state: a short sequence of operations, the same at every position."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERY_KEY = NoSpan()  # once: compilers do not make them
 
 
 def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tuple[Tensor, MixerState]:
-    """Output and next state, as `LinearMixer.step` gives them for one token of every row."""
+    """Return output and next state, as `LinearMixer.step` gives them for one token of every row."""
     span, clock = mixer.span, state.clock
     at = clock.once(span, lambda seen: NextToken(span, seen))
     new, maximum = mixer.new_tokens(inputs), None
@@ -59,7 +59,7 @@ def one_token(mixer: CausalMixer, inputs: AttnInputs, state: MixerState) -> tupl
 
 
 def _with_entering(mixer: CausalMixer, linear: LinearStep, new: Tokens, slots: Tokens, at: NextToken) -> LinearStep:
-    """The linear part with the token that enters the state now: it leaves the window, or is the new one."""
+    """Add the token that enters the state now: it leaves the window, or is the new one."""
     slot = mixer.span.sinks + mixer.span.context - mixer.span.fold_lag
     if slot == slots["keys"].shape[2]:
         one = {name: x.contiguous() for name, x in new.items()}
@@ -70,7 +70,7 @@ def _with_entering(mixer: CausalMixer, linear: LinearStep, new: Tokens, slots: T
 
 
 def folded(mixer: CausalMixer, state: LinearState | None, dropped: Dropped) -> LinearState | None:
-    """The state with what the KV cache with eviction drops when a block begins."""
+    """Return the state with the pairs that the KV cache with eviction drops when a block begins."""
     if state is None:
         return None
     assert dropped.tokens is not None
@@ -84,7 +84,7 @@ def folded(mixer: CausalMixer, state: LinearState | None, dropped: Dropped) -> L
 
 
 def skipped_steps(new: Tokens, slots: Tokens, at: NextToken) -> dict[str, Any]:
-    """Log decays of the steps within the window, which no key below it has been through; none without a window."""
+    """Return summed log decays of the steps within the window, by which no key below it has decayed yet."""
     if not at.span.max_lag:
         return {}
     found: dict[str, Any] = {}

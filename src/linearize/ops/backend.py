@@ -1,4 +1,4 @@
-"""How the parts of an attention layer are evaluated by torch's operations, on any device.
+"""Evaluate the parts of an attention layer by torch's operations, on any device.
 
 A backend serves prompts (`prefill`, and the parts that it is made of), one more token (`step`), the output of parts
 (`output`) and Hedgehog's map. `triton_backend` overrides what its kernels serve; `dispatch` chooses. The definitions
@@ -7,6 +7,7 @@ are in `reference`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from linearize.ops import chunked, dense, eviction_cache, recurrent
 from linearize.ops.inputs import LinearInputs, LinearState, Parts, Quotient, SoftmaxInputs
-from linearize.ops.layout import Layout
 from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial
 from linearize.ops.recurrent import StepInputs, StepOutputs
@@ -35,13 +35,13 @@ class Backend:
         self.name, self.form = name, form
 
     def missing(self, device: torch.device) -> str | None:
-        """Why it cannot serve a device; None: it can."""
+        """Return why it cannot serve a device, None where it can."""
         return None
 
     def prefill(
         self, softmax: SoftmaxInputs | None, linear: LinearInputs | None, *, keeps_state: bool = False
     ) -> Parts:
-        """The parts of every query, and the linear state after the last token if it is kept."""
+        """Return the parts of every query, and the linear state after the last token if it is kept."""
         window = None if softmax is None else self.softmax(softmax)
         if linear is None:
             return Parts(window, None, None)
@@ -52,13 +52,20 @@ class Backend:
         return Parts(window, self.linear_scan(linear), None)
 
     def step(self, x: StepInputs) -> StepOutputs:
-        """One more token of every row."""
+        """Compute one more token of every row."""
         return recurrent.one_token(x)
 
     def output(
-        self, window: Partial | None, linear: Partial | None, quotient: Quotient | None, dtype: torch.dtype
+        self,
+        window: Partial | None,
+        linear: Partial | None,
+        quotient: Callable[[], Quotient | None],
+        dtype: torch.dtype,
     ) -> Float[Tensor, "B H T D"] | None:
-        """The output of these parts in `dtype`; None: the mixer makes it of them."""
+        """Return the output of these parts in `dtype`, or None where the mixer has to combine them.
+
+        `quotient` returns how the output is one quotient of sums, None where it is not.
+        """
         return None
 
     def hedgehog(
@@ -69,38 +76,36 @@ class Backend:
         activation: str,
         least: float,
     ) -> Float[Tensor, "B H T F"] | None:
-        """Hedgehog's map of x; None: the map makes it by itself."""
+        """Return Hedgehog's map of x, or None where the map has to compute it."""
         return None
 
     def softmax(self, x: SoftmaxInputs) -> Partial:
-        """Softmax of every query over its window, and over what its block's cache holds."""
+        """Compute softmax of every query over its window and its block's KV cache with eviction."""
         window = self.window_softmax(x)
         return window if x.cached is None else self.with_cached(x, window)
 
     def window_softmax(self, x: SoftmaxInputs) -> Partial:
-        """Softmax over the window (`reference.window_softmax`)."""
-        _check_lengths(x.layout, x.k, x.q)
+        """Compute softmax over the window (`reference.window_softmax`)."""
         return self._form(x.q, x.k).window_softmax(x)
 
     def with_cached(self, x: SoftmaxInputs, window: Partial) -> Partial:
-        """Add what the block's cache holds to `window`, which may be overwritten."""
+        """Add the pairs of the block's cache to `window`, which may be overwritten."""
         return eviction_cache.merged(window, eviction_cache.cached_softmax(x))
 
     def linear_scan(self, x: LinearInputs) -> Partial:
-        """The linear part (`reference.linear_scan`)."""
-        _check_lengths(x.layout, x.phi_k, x.queries())
+        """Compute the linear part (`reference.linear_scan`)."""
         return self._form(x.queries(), x.phi_k).linear_scan(x)
 
     def scan_with_state(self, x: LinearInputs) -> tuple[Partial, LinearState]:
-        """The `linear_scan`, and the state after the last token."""
+        """Return the `linear_scan`, and the state after the last token."""
         return self.linear_scan(x), linear_state(x)
 
     def state(self, x: LinearInputs) -> LinearState:
-        """The state after the last token alone."""
+        """Return the state after the last token alone."""
         return linear_state(x if x.beta is None else x.with_values(self.delta_values(x)))
 
     def delta_values(self, x: LinearInputs) -> Float[Tensor, "B Hk K D"]:
-        """What the delta rule writes instead of values (`reference.delta_values`)."""
+        """Return the values that the delta rule writes (`reference.delta_values`)."""
         form = chunked if self.form is None else self.form
         return form.delta_values(x)
 
@@ -108,8 +113,3 @@ class Backend:
         if self.form is not None:
             return self.form
         return dense if dense.pays(queries.shape, keys.shape[2]) else chunked
-
-
-def _check_lengths(layout: Layout, keys: Tensor, queries: Tensor) -> None:
-    found, expected = (layout.key_position.shape[1], layout.length), (keys.shape[2], queries.shape[2])
-    assert found == expected, f"layout: expected (keys, queries) {expected}, found {found}"

@@ -1,4 +1,4 @@
-"""What the operations take: the softmax part and the linear part of one call.
+"""Inputs of the operations: the softmax part and the linear part of one call.
 
 Axes: B rows, T queries, K key slots whose last T are the queries' own, H query heads, G KV heads, Hk heads of phi_k,
 D head dimension, F features, X 1 or F numbers of a decay.
@@ -36,7 +36,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class CachedPairs:
-    """What a KV cache with eviction holds for each block of queries.
+    """Pairs that a KV cache with eviction holds for each block of queries.
 
     Attributes:
         keys, values: a pool of P pairs.
@@ -113,7 +113,7 @@ class LinearInputs:
 
     @property
     def vector_decays(self) -> bool:
-        """Whether features or values decay each at their own rate."""
+        """Return whether features or values decay each at their own rate."""
         return self.log_decay_v is not None or (self.log_decay_k is not None and self.log_decay_k.shape[-1] > 1)
 
     def queries(self) -> Float[Tensor, "B H T F"]:

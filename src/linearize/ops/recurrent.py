@@ -229,7 +229,7 @@ class StepInputs:
         new, slots: what is kept of the token and of those before, `keys` and `values` among it.
         at: what its span makes of its position.
         cached: `keys`, `values` and `position` of a KV cache with eviction, -1 being the position of nothing.
-        quotient: how the output is one quotient of sums; None: it is not.
+        quotient: returns how the output is one quotient of sums, None where it is not; not every backend asks.
     """
 
     q: Float[Tensor, "B H 1 D"]
@@ -240,7 +240,7 @@ class StepInputs:
     softcap: float | None = None
     cached: Tokens | None = None
     linear: LinearStep | None = None
-    quotient: Quotient | None = None
+    quotient: Callable[[], Quotient | None] = lambda: None
 
 
 class StepOutputs(NamedTuple):
@@ -275,7 +275,7 @@ def one_token(x: StepInputs) -> StepOutputs:
 
 
 def _read(tokens: Tokens, cached: Tokens | None, at: NextToken, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """What one softmax reads, window and cache: keys, values, and what is added to their scores, in `dtype`."""
+    """Return keys and values of window and cache, and the bias of their scores, in `dtype`."""
     k, v = tokens["keys"], tokens["values"]
     if cached is None:
         return k, v, at.bias(k.shape[1], dtype)
@@ -349,7 +349,7 @@ def linear_step(x: LinearStep, at: NextToken) -> tuple[Partial, LinearState]:
 
 
 def linear_read(x: LinearStep, state: LinearState, at: NextToken) -> Partial:
-    """What a query reads of a state."""
+    """Read a state by a query."""
     phi_q = x.phi_q if x.kernel is None else x.kernel.features(x.phi_q)
     dtype, (batch, heads), features = state.z.dtype, phi_q.shape[:2], phi_q.shape[3]
     q = phi_q.contiguous().view(batch * state.z.shape[1], -1, features)

@@ -9,6 +9,7 @@ is served by torch's operations.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -137,11 +138,15 @@ class TritonBackend(Backend):
         return linear, linear_state(x) if state is None else state
 
     def output(
-        self, window: Partial | None, linear: Partial | None, quotient: Quotient | None, dtype: torch.dtype
+        self,
+        window: Partial | None,
+        linear: Partial | None,
+        quotient: Callable[[], Quotient | None],
+        dtype: torch.dtype,
     ) -> Float[Tensor, "B H T D"] | None:
         """The output in `dtype`. It lies as it is read next: the heads of a token side by side."""
-        parts = [part for part in (window, linear) if part is not None]
-        if quotient is None or wants_more(tuple(x for part in parts for x in (part.num, part.den)), None):
+        parts, one = [part for part in (window, linear) if part is not None], quotient()
+        if one is None or wants_more(tuple(x for part in parts for x in (part.num, part.den)), None):
             return None
         from linearize.ops import triton_outputs
 
@@ -149,22 +154,23 @@ class TritonBackend(Backend):
         (num_w, den_w), (num_l, den_l) = sums[0], sums[-1]
         (batch, heads, length, width), rows = num_w.shape, min(32, power_of_2(num_w.shape[2]))
         y = num_w.new_empty(batch, length, heads, width, dtype=dtype)
-        factor = num_w if quotient.factor is None else quotient.factor
+        factor = num_w if one.factor is None else one.factor
         launch(
             triton_outputs.quotient, (batch * heads, -(-length // rows)),
-            *(num_w, den_w, num_l, den_l, factor, y, heads, length, quotient.least),
+            *(num_w, den_w, num_l, den_l, factor, y, heads, length, one.least),
             WINDOW=window is not None, LINEAR=linear is not None, D=width, BLOCK_D=power_of_2(width), M=rows,
         )  # fmt: skip
         return y.transpose(1, 2)
 
     def step(self, x: StepInputs) -> StepOutputs:
         """The output of one more token, the slots behind it, and the linear state: in one launch."""
-        return _one_token(x) if _serves_step(x) else super().step(x)
+        quotient = x.quotient()
+        return _one_token(x, quotient) if quotient is not None and _serves_step(x) else super().step(x)
 
 
 def _serves_step(x: StepInputs) -> bool:
-    """Whether the kernel defines the output, of so many heads, and no gradient is wanted."""
-    if x.quotient is None or torch.is_grad_enabled() or x.q.dtype == torch.float64:
+    """Return whether the kernel can compute the step: sizes, no gradients, nothing that decays or is erased."""
+    if torch.is_grad_enabled() or x.q.dtype == torch.float64:
         return False
     widest, units, linear = x.q.shape[3], x.new["keys"].shape[1], x.linear
     if linear is not None:
@@ -175,15 +181,14 @@ def _serves_step(x: StepInputs) -> bool:
     return widest <= WIDEST and x.q.shape[1] <= MOST_GROUPED * units
 
 
-def _one_token(x: StepInputs) -> StepOutputs:
+def _one_token(x: StepInputs, quotient: Quotient) -> StepOutputs:
     """Softmax over the slots, the token itself, and what a cache holds, and the linear part below them.
 
     The first `span.sinks` slots are those of sinks that have left the others (`recurrent.pushed`).
     """
     from linearize.ops import triton_outputs
 
-    assert x.quotient is not None
-    span, at, linear, quotient = x.at.span, x.at, x.linear, x.quotient
+    span, at, linear = x.at.span, x.at, x.linear
     pairs = (*(x.new[name] for name in PAIR), *(x.slots[name] for name in PAIR))
     q, new_k, new_v, k, v = (rows_of_numbers(tensor.to(x.q.dtype)) for tensor in (x.q, *pairs))
     bias = at.bias(1, accumulation_dtype(x.new["values"].dtype)) if span.max_lag else None
@@ -289,7 +294,7 @@ def wants_more(inputs: tuple[Tensor, ...], layout: Layout | None) -> bool:
 
 
 def _one_document(layout: Layout, carried: bool) -> bool:
-    """Whether all tokens of a row are of one document, the carried one where there is a state."""
+    """Return whether all tokens of a row are of one document, the carried one where there is a state."""
     if layout.uniform:
         return True
 
@@ -302,7 +307,7 @@ def _one_document(layout: Layout, carried: bool) -> bool:
 
 
 def _end_together(layout: Layout) -> bool:
-    """Whether every row's last token is in its last slot."""
+    """Return whether every row's last token is in its last slot."""
     last = layout.key_position[:, -1:]
     return layout.uniform or layout.once("end together", lambda: bool((last == layout.count[:, None] - 1).all()))
 
