@@ -62,7 +62,7 @@ test-kernels: setup ## our Triton kernels, by its interpreter and its compiler, 
 	PYTHONPATH=.venv/kernels $(BIN)/python -m pytest $(PYTEST_ARGS) --dist load tests/ops/test_triton_compiled.py tests/test_roofline.py
 
 test-fla: setup ## the operators against those of flash-linear-attention, which is installed for it
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt fla-core
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gpu]' fla-core  # which imports triton
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/ops/test_fla.py
 
 # Each in an environment of its own. What transformers pins itself is left to it.
