@@ -27,7 +27,7 @@ from linearize.mixers.combine import Add
 from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
 from linearize.plain_yaml import parse_yaml
 from linearize.training.config import FinetuneConfig, TransferConfig
-from linearize.training.memory import MemoryConfig, head_mixer, pair_bytes, require_room
+from linearize.training.memory import MemoryConfig, head_mixer, layer_mixer, layer_sizes, pair_bytes, require_room
 
 # --- which layers ---
 
@@ -372,6 +372,30 @@ def resolve(
     """
     if teacher.bidirectional:
         _check_encoder(recipe)
+    layers = convertible_layers(recipe, teacher, errors)
+    if recipe.memory is not None:
+        return _before_measuring(recipe.memory, teacher, layers, dtype)
+    mixer = recipe.mixer.resolved(teacher.layer)
+    if teacher.bidirectional:
+        mixer = mixer.model_copy(update={"combine": Add()})  # without a window there is nothing to share or to learn
+    plan: dict[int, list[MixerConfig | None]] = {index: [mixer] * teacher.num_kv_heads for index in layers}
+    for listed in recipe.heads:
+        for layer, head in listed.places(teacher):
+            if layer not in plan:
+                raise UserError(f"heads.kv_heads: expected heads of layers that are converted, found {layer}.{head}")
+            plan[layer][head] = listed.mixer and listed.mixer.resolved(teacher.layer)
+    return tuple(HeadwiseConfig.of(plan[index]) if index in plan else None for index in range(teacher.num_layers))
+
+
+def convertible_layers(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | None = None) -> list[int]:
+    """Return the layers that the recipe does not keep as they are, in rising order.
+
+    Args:
+        errors: as of `resolve`.
+
+    Raises:
+        UserError: a layer index the teacher does not have, or nothing left to convert.
+    """
     kept = recipe.layers.keep_softmax.kept(teacher.num_layers, errors)
     if not recipe.layers.convert_sliding:
         kept |= set(teacher.sliding_layers)
@@ -380,25 +404,26 @@ def resolve(
             "layers: nothing to convert, every layer stays softmax; shorten layers.keep_softmax, or set "
             "layers.convert_sliding=true to convert layers that already attend within a sliding window"
         )
-    if recipe.memory is not None:
-        # What each head gets is not known before the teacher is measured: all alike, in as many bytes.
-        require_room(recipe.memory, teacher, teacher.num_layers - len(kept), dtype)
-        budget, pair = recipe.memory.budget(teacher, dtype), pair_bytes(teacher, dtype)
-        pairs = budget // (pair * teacher.num_kv_heads * (teacher.num_layers - len(kept)))
-        mixer = head_mixer(max(1, pairs - recipe.memory.sinks), 0, recipe.memory.sinks)
-        return tuple(None if index in kept else mixer for index in range(teacher.num_layers))
-    mixer = recipe.mixer.resolved(teacher.layer)
-    if teacher.bidirectional:
-        mixer = mixer.model_copy(update={"combine": Add()})  # without a window there is nothing to share or to learn
-    plan: dict[int, list[MixerConfig | None]] = {
-        index: [mixer] * teacher.num_kv_heads for index in range(teacher.num_layers) if index not in kept
-    }
-    for listed in recipe.heads:
-        for layer, head in listed.places(teacher):
-            if layer not in plan:
-                raise UserError(f"heads.kv_heads: expected heads of layers that are converted, found {layer}.{head}")
-            plan[layer][head] = listed.mixer and listed.mixer.resolved(teacher.layer)
-    return tuple(HeadwiseConfig.of(plan[index]) if index in plan else None for index in range(teacher.num_layers))
+    return [index for index in range(teacher.num_layers) if index not in kept]
+
+
+def _before_measuring(
+    memory: MemoryConfig, teacher: TeacherShape, layers: Sequence[int], dtype: torch.dtype
+) -> LayerPlan:
+    """Return a plan of as many bytes as the allocation will have, which is not known before the teacher is measured.
+
+    Full layers are spread evenly, and all KV heads have the same window.
+    """
+    require_room(memory, teacher, len(layers), dtype)
+    full = set[int]()
+    if memory.per == "layer":
+        count, window = layer_sizes(memory, teacher, len(layers), dtype)
+        full = {layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)}
+        mixer = layer_mixer(window, memory.sinks, learned_sink=memory.learned_sink)
+    else:
+        pairs = memory.budget(teacher, dtype) // (pair_bytes(teacher, dtype) * teacher.num_kv_heads * len(layers))
+        mixer = head_mixer(max(1, pairs - memory.sinks), 0, memory.sinks)
+    return tuple(mixer if index in layers and index not in full else None for index in range(teacher.num_layers))
 
 
 def _check_encoder(recipe: Recipe) -> None:

@@ -232,7 +232,9 @@ def make_drawn(
     for name, x in mixer.named_parameters():
         # Gates' pre-activations from about -20 to 20 at some steps; biases stay as the config says.
         x.data.copy_(normal(*x.shape) * (2.0 if "gate." in name else 0.7) if x.ndim > 1 else x.data)
-        if name.endswith(("combine.window_factor", "combine.window_weight", "combine.offset", "normalizer.weight")):
+        if name.endswith(("combine.window_factor", "combine.window_weight", "combine.offset", "combine.sink_logit")):
+            x.data.copy_(normal(*x.shape))
+        if name.endswith("normalizer.weight"):
             x.data.copy_(normal(*x.shape))
     for name, x in mixer.named_buffers():
         x.copy_(normal(*x.shape) * (0.05 if name.endswith("recency") else 1))

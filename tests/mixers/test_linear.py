@@ -80,6 +80,47 @@ def test_window_only_is_softmax_over_the_span(span: Span) -> None:
     assert_near(case.mixer(x, case.layout), num / den.clamp_min(1e-6)[..., None], FP64, "output")
 
 
+@pytest.mark.parametrize("span", WITH_WINDOW, ids=str)
+def test_a_learned_sink_is_one_more_key_that_every_query_sees(span: Span) -> None:
+    """Softmax over the window's scores and the sink's logit, with a value of its own; padding has output 0."""
+    config = MixerConfig(span=span, feature_map=None, combine=WindowOnly(learned_sink=True))
+    for seed, shift in ((1, 0), (3, 30), (4, -30)):
+        documents = [documents_of(style, 33, random.Random(seed)) for style in ("full", "left", "mixed")]
+        case = make_drawn(config, SHAPE, documents, 33, seed)
+        with torch.no_grad():
+            case.mixer.combine.sink_logit.add_(shift)
+        x, combine = case.inputs, case.mixer.combine
+        expected = torch.zeros_like(x.q)
+        for row, of_row in enumerate(documents):
+            for slots in of_row:
+                for n, slot in enumerate(slots):
+                    first = int(span.lo(torch.tensor(n)))
+                    seen = [other for m, other in enumerate(slots[: n + 1]) if m >= first or m < span.sinks]
+                    for head in range(4):
+                        scores = x.k[row, head // 2, seen] @ x.q[row, head, slot] * x.scaling
+                        if x.softcap is not None:
+                            scores = x.softcap * (scores / x.softcap).tanh()
+                        weights = torch.cat([scores, combine.sink_logit[head, None]]).softmax(0)
+                        values = torch.cat([x.v[row, head // 2, seen], combine.sink_value[head // 2, None]])
+                        expected[row, head, slot] = weights @ values
+        assert_near(case.mixer(x, case.layout), expected, FP64, "output")
+    whole = make_drawn(config, SHAPE, [documents_of("full", 42, random.Random(0))] * 2, 42, 3)
+    check_calls(whole, range(1, 42))
+
+
+def test_a_learned_sink_has_gradients() -> None:
+    config = MixerConfig(span=SlidingSpan(window_size=5), feature_map=None, combine=WindowOnly(learned_sink=True))
+    case = make_drawn(config, SHAPE, [documents_of("full", 12, random.Random(0))], 12, 1)
+    combine, x = case.mixer.combine, case.inputs
+
+    def output(logit: Tensor, value: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        named = {"combine.sink_logit": logit, "combine.sink_value": value}
+        return torch.func.functional_call(case.mixer, named, (replace(x, q=q, k=k, v=v),))
+
+    inputs = (combine.sink_logit, combine.sink_value, x.q, x.k, x.v)
+    assert torch.autograd.gradcheck(output, [tensor.detach().requires_grad_() for tensor in inputs])
+
+
 @pytest.mark.parametrize("length", [1, 65, 130])
 def test_a_window_of_the_whole_sequence_is_softmax_attention(length: int) -> None:
     sliding = SlidingSpan(window_size=length)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from linearize.mixers.cached import SCORES
-from linearize.mixers.combine import COMBINES, HasLinear, SharedDenominatorCombine
+from linearize.mixers.combine import COMBINES, HasLinear, SharedDenominatorCombine, WindowOnlyCombine
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.eviction_cache import EvictionScorer
 from linearize.mixers.feature_maps.base import MIN_DENOMINATOR, exponentials
@@ -55,14 +55,15 @@ class CausalMixer(Mixer):
 
     def quotient(self) -> Quotient | None:
         """Return how the output is one quotient of sums, None where it is not."""
-        if self.feature_map is None:
-            return Quotient(None, MIN_DENOMINATOR)
+        combine = self.combine
+        if isinstance(combine, WindowOnlyCombine):
+            return Quotient(None, MIN_DENOMINATOR) if combine.sink_logit is None else None
+        assert self.feature_map is not None
         least = self.feature_map.min_denominator(torch.float32)
         if not self.config.sums:
             return None
         if not self.span.max_lag:
             return Quotient(None, least)
-        combine = self.combine
         return Quotient(combine.window_factor, least) if isinstance(combine, SharedDenominatorCombine) else None
 
     def new_tokens(self, inputs: AttnInputs) -> Tokens:

@@ -16,6 +16,7 @@ from linearize.base import Config
 from linearize.mixers.feature_maps.base import MIN_DENOMINATOR
 from linearize.mixers.normalizers import NoParameters, divided
 from linearize.mixers.shape import LayerShape
+from linearize.ops.heads import repeat_kv
 from linearize.ops.partial import Partial, in_dtype
 
 Normalize = Callable[[Partial], Tensor]
@@ -148,16 +149,57 @@ class AddCombine(NoParameters):
 
 
 class WindowOnly(Config):
-    """The control without a linear part: softmax over the span, nothing else."""
+    """Softmax over the span, without a linear part.
+
+    With a learned sink, y = (num_w + e^s u) / (den_w + e^s): a key that every query sees, with a logit s per query head
+    and a value u per KV head. In gpt-oss and Granite SWA, u is 0.
+    """
 
     type: Literal["window_only"] = "window_only"
+    learned_sink: bool = Field(
+        default=False, description="one more key that all queries see: a logit per query head, a value per KV head"
+    )
 
 
-class WindowOnlyCombine(NoParameters):
+class WindowOnlyCombine(nn.Module):
+    """Softmax over the window.
+
+    Attributes:
+        sink_logit: [H], of the learned sink; None where there is none.
+        sink_value: [G, D], of the learned sink.
+    """
+
+    def __init__(self, config: WindowOnly, shape: LayerShape) -> None:
+        super().__init__()
+        self.config = config
+        self.sink_logit: nn.Parameter | None = None
+        self.sink_value: nn.Parameter | None = None
+        if config.learned_sink:
+            self.sink_logit = nn.Parameter(torch.empty(shape.num_heads))
+            self.sink_value = nn.Parameter(torch.empty(shape.num_kv_heads, shape.head_dim))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the sink to 0; it is measured on the teacher (`training/layer_allocation`), or learned."""
+        for parameter in self.parameters():
+            parameter.zero_()
+
     def forward(
         self, window: Partial, linear: None, normalize: Normalize, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
-        return _softmax(window)
+        if self.sink_logit is None:
+            return _softmax(window)
+        assert self.sink_value is not None
+        dtype = window.den.dtype
+        excess = in_dtype(self.sink_logit, dtype)[:, None] - window.log_scale
+        # Whichever of window and sink is larger stays in scale, so that no exponential is too large.
+        top = excess.clamp_min(0).detach()
+        near = (-top).exp()
+        sink = torch.where(window.den > 0, (excess - top).exp(), 0)  # padding has output 0
+        value = repeat_kv(in_dtype(self.sink_value, dtype)[None, :, None], window.num.shape[1])
+        num = torch.addcmul(near[..., None] * window.num, sink[..., None], value)
+        return divided(num, torch.addcmul(sink, near, window.den).clamp_min(MIN_DENOMINATOR))
 
 
 def _softmax(window: Partial) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,18 @@ from linearize.data.rows import PackedRows
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import LayerPlan, each_mixer
-from linearize.recipe import Recipe
+from linearize.recipe import Recipe, convertible_layers
 from linearize.run.folder import Run, write_json
 from linearize.training.allocation import Allocation, allocate
 from linearize.training.eviction_scores import EvictionScores, measure_attention
+from linearize.training.layer_allocation import LayerAllocation, allocate_layers, measure_layers
 
-ALLOCATION, SCORES = "allocation.json", "eviction_scores.safetensors"
+SCORES = "eviction_scores.safetensors"
+# By `memory.per`: the file of an allocation, and what is read from it.
+ALLOCATIONS: dict[str, tuple[str, type[Allocation] | type[LayerAllocation]]] = {
+    "kv_head": ("allocation.json", Allocation),
+    "layer": ("layer_allocation.json", LayerAllocation),
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Measured:
     """
 
     layers: LayerPlan
-    allocation: Allocation | None = None
+    allocation: Allocation | LayerAllocation | None = None
     scores: EvictionScores | None = None
 
     def convert(self, teacher: PreTrainedModel, seed: int) -> PreTrainedModel:
@@ -45,12 +51,15 @@ class Measured:
         student = convert_layers(teacher, self.layers, seed=seed)
         if self.scores is not None:
             self.scores.apply(student)
+        if isinstance(self.allocation, LayerAllocation):
+            self.allocation.measured.set_sinks(student)
         return student
 
     def save(self, run: Run) -> None:
         """Write what was measured to the run's folder."""
         if self.allocation is not None:
-            write_json(run.folder / ALLOCATION, asdict(self.allocation))
+            name = next(name for name, kind in ALLOCATIONS.values() if isinstance(self.allocation, kind))
+            write_json(run.folder / name, asdict(self.allocation))
         if self.scores is not None:
             named, path = self.scores.named_tensors(), run.folder / SCORES
             with atomic_file(path, sum(x.nbytes for x in named.values()), "start the run again") as scratch:
@@ -66,7 +75,7 @@ def measure(
     tokenizer: Any,
     dtype: torch.dtype,
 ) -> Measured:
-    """Measure what the recipe's plan depends on: what recall needs of each KV head, and eviction scores.
+    """Measure what the recipe's plan depends on: what recall needs of each KV head, and eviction scores; or layers.
 
     Args:
         layers: the plan as the recipe alone has it; layers that it leaves as they are stay so.
@@ -81,6 +90,11 @@ def measure(
     if not isinstance(rows, PackedRows):
         raise UserError(f"memory: expected a language model, found {recipe.data.task.type}; set memory=null")
     text = without_repeats(rows, recipe.data.repeats, seed=recipe.seed)
+    if memory is not None and memory.per == "layer":
+        converted = convertible_layers(recipe, shape)
+        by_layer = measure_layers(teacher, converted, memory, text, tokenizer, seed=recipe.seed)
+        per_layer = allocate_layers(memory, by_layer, shape, dtype)
+        return Measured(per_layer.plan(shape.num_layers), per_layer)
     quantiles, scores = measure_attention(teacher, text, tokenizer, seed=recipe.seed)
     if memory is None:
         return Measured(layers, None, scores)
@@ -99,16 +113,19 @@ def stored(run: Run, shape: TeacherShape, layers: LayerPlan) -> Measured | None:
     Raises:
         UserError: a file is damaged, or of an earlier version.
     """
-    path, allocation = run.folder / ALLOCATION, None
-    if path.is_file():
+    allocation: Allocation | LayerAllocation | None = None
+    if run.recipe.memory is not None:
+        name, kind = ALLOCATIONS[run.recipe.memory.per]
+        path = run.folder / name
+        if not path.is_file():
+            return None
         data = read_json(path)
         try:
-            allocation = Allocation.of(data)
+            allocation = kind.of(data)
             layers = allocation.plan(shape.num_layers)
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise _not_measured(path, "window, text, recall, needs, sinks, budget and held") from None
-    elif run.recipe.memory is not None:
-        return None
+            names = [field.name for field in fields(kind)]
+            raise _not_measured(path, f"{', '.join(names[:-1])} and {names[-1]}") from None
     if all(mixer.cache is None for mixer in each_mixer(layers)):
         return Measured(layers, allocation)
     path = run.folder / SCORES

@@ -5,7 +5,6 @@ Axes: G KV heads of a layer, Q quantiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.config import HeadwiseConfig, LayerPlan
 from linearize.training.eviction_scores import cache_sizes
-from linearize.training.memory import BLOCK, MemoryConfig, head_bytes, head_mixer, require_room
+from linearize.training.memory import BLOCK, MemoryConfig, head_bytes, head_mixer, largest, require_room
 
 WINDOW = 2 * BLOCK  # beside a cache: a query sees its own block and the one before
 SMALLEST_RECALL = 48  # fewer pairs for recall are none
@@ -96,12 +95,3 @@ def allocate(
         budget=budget,
         held=held(window, text, chosen),
     )
-
-
-def largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number from 1 to `most` that fits, 0 where none does; whatever is less fits, too."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

@@ -115,6 +115,21 @@ def contexts(rows: PackedRows, tokenizer: Tokenizer, *, longest: int, seed: int,
         yield (found[:place] + fact + found[place:])[:size]
 
 
+def context_length(shape: TeacherShape, request: int) -> int:
+    """Return how many tokens a context has at most that the teacher repeats, after a request of so many tokens.
+
+    Raises:
+        UserError: the model has too few positions.
+    """
+    longest = min(LONGEST, (shape.max_positions - request) // 2)
+    if longest < 4 * BLOCK + FIRST:
+        raise UserError(
+            f"memory: expected a teacher with at least {2 * (4 * BLOCK + FIRST) + request} positions to repeat a "
+            f"context in, found {shape.max_positions}"
+        )
+    return longest
+
+
 @torch.no_grad()
 def measure_attention(
     teacher: PreTrainedModel, rows: PackedRows, tokenizer: Tokenizer, *, seed: int
@@ -136,12 +151,7 @@ def measure_attention(
     """
     shape = TeacherShape.from_config(teacher.config.to_dict())
     request: list[int] = tokenizer(REQUEST, add_special_tokens=False).input_ids
-    longest = min(LONGEST, (shape.max_positions - len(request)) // 2)
-    if longest < 4 * BLOCK + FIRST:
-        raise UserError(
-            f"memory: expected a teacher with at least {2 * (4 * BLOCK + FIRST) + len(request)} positions to repeat a "
-            f"context in, found {shape.max_positions}"
-        )
+    longest = context_length(shape, len(request))
     cache = MixerConfig(
         span=TerracedSpan(window_size=BLOCK), feature_map=None, combine=WindowOnly(), cache=EvictionCache(size=1)
     )  # a mixer that is given what eviction scores read

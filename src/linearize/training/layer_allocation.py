@@ -1,0 +1,191 @@
+"""KV budget allocation per layer: full softmax attention in some layers, one common window with a sink in the others.
+
+Stock engines run such models (docs/running.md). Which layers stay full is measured: each layer alone is given the
+window, and the teacher's text and the teacher's repetition of a text are compared with the teacher's own (KL).
+
+Axes: H query heads, G KV heads, T tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from linearize.base import UserError, progress
+from linearize.data.rows import PackedRows
+from linearize.hf.attention import linearized_layers, observed, softmax_output
+from linearize.hf.convert import convert_layers
+from linearize.hf.teacher import TeacherShape
+from linearize.mixers.combine import WindowOnlyCombine
+from linearize.mixers.config import LayerPlan
+from linearize.mixers.inputs import AttnInputs
+from linearize.ops.heads import repeat_kv
+from linearize.ops.layout import Layout
+from linearize.training.eviction_scores import REQUEST, context_length, contexts
+from linearize.training.memory import MemoryConfig, layer_mixer, layer_sizes, layers_bytes
+
+CONTEXTS = 2  # that the teacher repeats once per layer
+SINK_CONTEXTS = 16  # over which the first token's logits and values are averaged
+WINDOW = 64  # tokens, with which layers are compared
+
+
+@dataclass(frozen=True)
+class LayerMeasurements:
+    """What is measured on the teacher for an allocation per layer.
+
+    Attributes:
+        losses: by layer that can be converted, KL from the teacher in nats per token, if this layer alone has a window
+            of WINDOW tokens with its sink: over a text and its repetition.
+        sink_logits: by layer [H], the mean scaled logit that queries give to the first token.
+        sink_values: by layer [G][D], the mean value of the first token.
+    """
+
+    losses: dict[int, float]
+    sink_logits: dict[int, list[float]]
+    sink_values: dict[int, list[list[float]]]
+
+    def set_sinks(self, student: PreTrainedModel) -> None:
+        """Set the learned sinks of a student of the teacher that was measured, in place."""
+        for layer in linearized_layers(student).values():
+            combine = layer.mixer.combine
+            if isinstance(combine, WindowOnlyCombine) and combine.sink_logit is not None:
+                assert combine.sink_value is not None
+                combine.sink_logit.data.copy_(torch.tensor(self.sink_logits[layer.layer_idx]))
+                combine.sink_value.data.copy_(torch.tensor(self.sink_values[layer.layer_idx]))
+
+
+@dataclass(frozen=True)
+class LayerAllocation:
+    """What each layer that can be converted keeps.
+
+    Attributes:
+        window: tokens of a layer that is not full, the query's own included.
+        full: layers with full softmax attention, in rising order.
+        budget, held: bytes of one sequence of `reference_length` tokens: at most, and as allocated.
+    """
+
+    window: int
+    full: list[int]
+    sinks: int
+    learned_sink: bool
+    measured: LayerMeasurements
+    budget: int
+    held: int
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> LayerAllocation:
+        """Return the allocation that JSON data, whose keys are strings, says."""
+        by_layer = {name: {int(layer): x for layer, x in values.items()} for name, values in data["measured"].items()}
+        return cls(**(data | {"measured": LayerMeasurements(**by_layer)}))
+
+    def plan(self, num_layers: int) -> LayerPlan:
+        """Return the layer plan; full layers and those that cannot be converted stay as they are."""
+        mixer = layer_mixer(self.window, self.sinks, learned_sink=self.learned_sink)
+        converted = set(self.measured.losses) - set(self.full)
+        return tuple(mixer if layer in converted else None for layer in range(num_layers))
+
+
+def allocate_layers(
+    memory: MemoryConfig, measured: LayerMeasurements, teacher: TeacherShape, dtype: torch.dtype
+) -> LayerAllocation:
+    """Keep the layers full whose window costs most, as many as the budget allows (`layer_sizes`)."""
+    layers = sorted(measured.losses)
+    count, window = layer_sizes(memory, teacher, len(layers), dtype)
+    full = sorted(sorted(layers, key=lambda layer: -measured.losses[layer])[:count])
+    return LayerAllocation(
+        window=window,
+        full=full,
+        sinks=memory.sinks,
+        learned_sink=memory.learned_sink,
+        measured=measured,
+        budget=memory.budget(teacher, dtype),
+        held=layers_bytes(memory, teacher, count, len(layers) - count, window, dtype),
+    )
+
+
+@torch.no_grad()
+def measure_layers(
+    teacher: PreTrainedModel,
+    layers: Sequence[int],
+    memory: MemoryConfig,
+    rows: PackedRows,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+) -> LayerMeasurements:
+    """Measure what a window costs in each layer, and the logit and the value of the first token.
+
+    Costs CONTEXTS forward passes of about 1,050 tokens per layer, and SINK_CONTEXTS for all.
+
+    Args:
+        layers: those that can be converted.
+        rows: training text.
+
+    Raises:
+        UserError: the model has too few positions, or there is too little text.
+    """
+    shape = TeacherShape.from_config(teacher.config.to_dict())
+    request: list[int] = tokenizer(REQUEST, add_special_tokens=False).input_ids
+    longest = context_length(shape, len(request))
+    window = min(WINDOW, longest // 4)
+    mixer = layer_mixer(window, memory.sinks, learned_sink=memory.learned_sink)
+    watched = convert_layers(teacher, tuple(mixer if i in layers else None for i in range(shape.num_layers)))
+    texts = list(contexts(rows, tokenizer, longest=longest, seed=seed, count=SINK_CONTEXTS))
+    logits, values = _first_tokens(watched, texts, window)
+    measured = LayerMeasurements({layer: 0.0 for layer in layers}, logits, values)
+    measured.set_sinks(watched)
+    losses = dict.fromkeys(layers, 0.0)
+    windowed = -1  # no layer
+
+    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+        return layer.mixer(inputs, layout) if layer.layer_idx == windowed else softmax_output(layer, inputs, layout)
+
+    passes = progress([(text, layer) for text in texts[:CONTEXTS] for layer in (-1, *layers)], "what windows cost")
+    targets = torch.empty(0)
+    with observed(watched, observe):
+        for text, windowed in passes:
+            ids = torch.tensor([text + request + text], device=watched.device)
+            log_probs = watched(input_ids=ids, use_cache=False).logits[0, window:].float().log_softmax(-1)
+            if windowed < 0:
+                targets = log_probs
+            else:
+                kl = torch.nn.functional.kl_div(log_probs, targets, reduction="sum", log_target=True)
+                losses[windowed] += kl.item() / len(targets) / CONTEXTS
+    if not all(torch.tensor(list(losses.values())).isfinite()):
+        raise UserError("memory: expected finite logits of the teacher, found others; load it in float32 or bfloat16")
+    return LayerMeasurements({layer: round(loss, 6) for layer, loss in losses.items()}, logits, values)
+
+
+def _first_tokens(
+    watched: PreTrainedModel, texts: Sequence[Sequence[int]], window: int
+) -> tuple[dict[int, list[float]], dict[int, list[list[float]]]]:
+    """Return the mean logit of the first token, over queries beyond the window, and its mean value, by layer."""
+    logits: dict[int, list[Tensor]] = {}
+    values: dict[int, list[Tensor]] = {}
+
+    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+        first = repeat_kv(inputs.k[:, :, :1], inputs.q.shape[1])
+        scores = (inputs.q[:, :, window:] * first).float().sum(-1) * inputs.scaling
+        if inputs.softcap is not None:
+            scores = inputs.softcap * (scores / inputs.softcap).tanh()
+        logits.setdefault(layer.layer_idx, []).append(scores[0].mean(-1))
+        values.setdefault(layer.layer_idx, []).append(inputs.v[0, :, 0].float())
+        return softmax_output(layer, inputs, layout)
+
+    with observed(watched, observe):
+        for text in progress(texts, "the first token's attention"):
+            watched(input_ids=torch.tensor([list(text)], device=watched.device), use_cache=False)
+    return (
+        {layer: _rounded(torch.stack(x).mean(0)) for layer, x in logits.items()},
+        {layer: [_rounded(head) for head in torch.stack(x).mean(0)] for layer, x in values.items()},
+    )
+
+
+def _rounded(x: Tensor) -> list[float]:
+    return [round(number, 5) for number in x.tolist()]
