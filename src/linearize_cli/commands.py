@@ -376,6 +376,39 @@ def bench(
 
 
 @app.command()
+def export(
+    model: Student,
+    directory: Annotated[Path, typer.Argument(help="a new folder", metavar="DIR")],
+    to: Annotated[str, typer.Option(help="hf: a stock class of transformers; gguf: a file for llama.cpp")],
+    stock_class: Annotated[
+        str | None,
+        typer.Option(
+            "--class", help="granite_swa, ministral, cwm or qwen2, for hf; by default the first with a place for all"
+        ),
+    ] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option("--type", help="of the weights: bf16, f16 or f32; for gguf bf16, f16 or q8_0"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a converted model as one that vLLM, llama.cpp and transformers run without linearize, and check it.
+
+    \b
+    linearize run local-global --model M --dataset D --output-dir OUT
+    linearize export OUT DIR --to hf       # then: vllm serve DIR
+    linearize export OUT DIR --to gguf     # then: llama-cli -m DIR/model-bf16.gguf
+
+    Layers may have full attention or one sliding window with a learned sink, as the
+    recipe local-global makes them. Other parts are refused, by layer.
+    """
+    from linearize.export.command import export as exporting
+
+    found = exporting(model, directory, to=to, stock_class=stock_class, kind=kind, note=note)
+    show(asdict(found) if as_json else "\n".join(found.lines()), as_json)
+
+
+@app.command()
 def generate(
     model: Student,
     prompt: Annotated[str, typer.Option(help="the text to continue")],

@@ -1,0 +1,1 @@
+"""Write converted models as stock models, which engines run without linearize."""
