@@ -104,8 +104,10 @@ def test_a_learned_sink_is_one_more_key_that_every_query_sees(span: Span) -> Non
                         values = torch.cat([x.v[row, head // 2, seen], combine.sink_value[head // 2, None]])
                         expected[row, head, slot] = weights @ values
         assert_near(case.mixer(x, case.layout), expected, FP64, "output")
-    whole = make_drawn(config, SHAPE, [documents_of("full", 42, random.Random(0))] * 2, 42, 3)
-    check_calls(whole, range(1, 42))
+    for seed in (1, 3):  # without and with a soft cap
+        whole = make_drawn(config, SHAPE, [documents_of("full", 42, random.Random(0))] * 2, 42, seed)
+        check_calls(whole, range(1, 42))
+        check_short_prompts(make_drawn(config, SHAPE, [documents_of("full", 20, random.Random(0))] * 2, 20, seed), [5])
 
 
 def test_a_learned_sink_has_gradients() -> None:

@@ -33,7 +33,11 @@ _LAYER = {
         for name, short in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "output"))
         for kind in ("weight", "bias")
     },
-    **{f"mlp.{name}_proj.{kind}": f"ffn_{name}.{kind}" for name in ("gate", "up", "down") for kind in ("weight", "bias")},
+    **{
+        f"mlp.{name}_proj.{kind}": f"ffn_{name}.{kind}"
+        for name in ("gate", "up", "down")
+        for kind in ("weight", "bias")
+    },
 }
 _WHOLE = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -42,9 +46,7 @@ _WHOLE = {
 }
 
 # Splits text into words before byte-pair encoding, as llama.cpp names it, by what tokenizer.json says of it.
-_LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 _PRE_TOKENIZERS = {
     (("ByteLevel", True),): "gpt-2",
@@ -80,7 +82,9 @@ def write_gguf(model: PreTrainedModel, tokenizer: Tokenizer, path: Path, *, kind
     for key, tensor in progress(list(_tensors(model)), "writing tensors"):
         matrix = tensor.ndim == 2
         if matrix and kind == "q8_0" and tensor.shape[1] % BLOCK:
-            raise UserError(f"--type: expected rows of a multiple of {BLOCK} for q8_0, found {key} of {tensor.shape[1]}")
+            raise UserError(
+                f"--type: expected rows of a multiple of {BLOCK} for q8_0, found {key} of {tensor.shape[1]}"
+            )
         data = tensor.detach().float().cpu().numpy()
         if matrix:
             data = data.astype(np.float16) if kind == "f16" else gguf.quants.quantize(data, storage)

@@ -94,7 +94,7 @@ def read_layers(student: PreTrainedModel) -> Layers:
         config = layer.mixer.config
         _refuse_parts(layer.layer_idx, config)
         windows[layer.layer_idx] = config.span.window_size
-        sinks.add(config.combine.learned_sink)
+        sinks.add(config.learned_sink)
     if len(set(windows.values())) > 1:
         sizes = ", ".join(f"layer {layer}: {size}" for layer, size in sorted(windows.items()))
         raise UserError(f"layers: expected one window in all layers that have one, found {sizes}; {RECIPE}")
@@ -116,7 +116,9 @@ def _refuse_parts(layer: int, config: MixerConfig | HeadwiseConfig) -> None:
     elif not isinstance(config.span, SlidingSpan):
         found = f"span `{config.span.type}`"
     elif config.span.sinks:
-        found = f"{config.span.sinks} first tokens kept as sinks, which memory.learned_sink=true memory.sinks=0 replaces"
+        found = (
+            f"{config.span.sinks} first tokens kept as sinks, which memory.learned_sink=true memory.sinks=0 replaces"
+        )
     else:
         return
     raise UserError(
@@ -165,8 +167,8 @@ def _unfit(student: PreTrainedModel, source: str, layers: Layers, name: str) -> 
         return "biases of the MLP"
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act}"
-    if name == "granite_swa" and config.head_dim * config.num_attention_heads != config.hidden_size:
-        return f"heads of {config.head_dim} beside a width of {config.hidden_size}"
+    if name == "granite_swa" and _head_dim(config) * config.num_attention_heads != config.hidden_size:
+        return f"heads of {_head_dim(config)} beside a width of {config.hidden_size}"
     return None
 
 
@@ -182,7 +184,7 @@ def stock_model(student: PreTrainedModel, name: str | None = None) -> PreTrained
     layers = read_layers(student)
     chosen = choose_class(student, layers, name)
     config = _config(student, layers, chosen)
-    state = to_softmax(student).state_dict()
+    state = {name: tensor.clone() for name, tensor in to_softmax(student).state_dict().items()}
     if STOCK_CLASSES[chosen].biases != "none":
         state = _zero_biases(student, chosen) | state
     if STOCK_CLASSES[chosen].sinks:
@@ -204,9 +206,9 @@ def stock_model(student: PreTrainedModel, name: str | None = None) -> PreTrained
 def _config(student: PreTrainedModel, layers: Layers, name: str) -> Any:
     """Return the config of the stock class."""
     source = student.config
-    fields = {field: getattr(source, field) for field in COPIED if hasattr(source, field)}
+    fields = {field: getattr(source, field) for field in COPIED if getattr(source, field, None) is not None}
     fields |= STOCK_CLASSES[name].fields
-    head_dim = getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads
+    head_dim = _head_dim(source)
     fields |= {"head_dim": head_dim, "layer_types": layers.types, "dtype": student.dtype}
     fields["sliding_window"] = source.max_position_embeddings if layers.window is None else layers.window
     if name == "granite_swa":
@@ -217,10 +219,14 @@ def _config(student: PreTrainedModel, layers: Layers, name: str) -> Any:
     return CONFIG_MAPPING[name](**fields)
 
 
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def _zero_biases(student: PreTrainedModel, name: str) -> dict[str, Tensor]:
     """Return zeros for the biases of attention that the class has."""
     config = student.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = _head_dim(config)
     sizes = {
         "q_proj": config.num_attention_heads * head_dim,
         "k_proj": config.num_key_value_heads * head_dim,
@@ -248,12 +254,11 @@ def _sinks(student: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tens
         assert isinstance(combine, WindowOnlyCombine) and isinstance(combine.config, WindowOnly)
         if combine.sink_logit is None or combine.sink_value is None:
             continue
-        found[f"{prefix}.sinks"] = combine.sink_logit.detach().to(student.dtype)
+        found[f"{prefix}.sinks"] = combine.sink_logit.detach().to(student.dtype).clone()
         value = combine.sink_value.detach().double()
-        of_queries = repeat_kv(value[None], config.num_attention_heads)[0].flatten()
+        of_queries = repeat_kv(value[None, :, None], config.num_attention_heads).flatten()
         added = state[f"{prefix}.o_proj.weight"].double() @ of_queries
         for name, change in (("v_proj", -value.flatten()), ("o_proj", added)):
             bias = state[f"{prefix}.{name}.bias"]
             found[f"{prefix}.{name}.bias"] = (bias.double().to(change) + change).to(student.dtype)
     return found
-

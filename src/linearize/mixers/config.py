@@ -127,6 +127,11 @@ class MixerConfig(Config):
         return isinstance(self.combine, AbsoluteScale)
 
     @property
+    def learned_sink(self) -> bool:
+        """Return whether softmax has one more key than the window, which is learned."""
+        return isinstance(self.combine, WindowOnly) and self.combine.learned_sink
+
+    @property
     def reads_hidden(self) -> bool:
         """Whether any part reads the layer's input."""
         learned_decay = self.decay is not None and not self.decay.constant

@@ -237,8 +237,8 @@ class LinearMixer(CausalMixer):
         return layout.uniform and layout.length <= holds and self._pairs_alone()
 
     def _pairs_alone(self) -> bool:
-        """Whether nothing but keys and values is kept of exact keys, nor any parameter wanted for its gradient."""
-        return not (self.config.keeps_maximum or torch.is_grad_enabled())
+        """Whether nothing but keys and values is kept of exact keys, nor any parameter read, or wanted for its gradient."""
+        return not (self.config.keeps_maximum or self.config.learned_sink or torch.is_grad_enabled())
 
     def _all_by_softmax(self, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, MixerState]:
         """Where window and cache hold all keys: softmax, and a state that nothing has entered yet."""

@@ -258,7 +258,7 @@ def one_token(x: StepInputs) -> StepOutputs:
     span, at = x.at.span, x.at
     tokens = {name: torch.cat([in_dtype(x.slots[name], new.dtype), new], dim=2) for name, new in x.new.items()}
     slots = pushed(tokens, at)
-    if x.linear is None and x.softcap is None:
+    if x.linear is None and x.softcap is None and x.quotient() is not None:
         k, v, bias = _read(tokens, x.cached, at, x.q.dtype)
         return StepOutputs(softmax_step(x.q, k, v, bias=bias, scaling=x.scaling), None, None, slots, None)
     window = linear = state = None
