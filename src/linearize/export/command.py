@@ -58,8 +58,8 @@ class Exported:
         """Return what is printed."""
         full = [index for index, kind in enumerate(self.layer_types) if kind == "full_attention"]
         return [
-            f"{self.path}: {self.stock_class} with full attention in layers {', '.join(map(str, full)) or 'none'} and a "
-            f"window of {self.window} tokens in the others",
+            f"{self.path}: {self.stock_class} with full attention in layers {', '.join(map(str, full)) or 'none'}, "
+            f"and a window of {self.window} tokens in the others",
             f"checked on {self.tokens} tokens: in float32 the logits differ from the converted model's by at most "
             f"{self.difference:.1e} of the largest logit; as written, the first {self.agreed} of {NEW_TOKENS} greedy "
             "tokens are the same",
@@ -150,8 +150,8 @@ def _compare(student: PreTrainedModel, stock: PreTrainedModel, ids: torch.Tensor
     difference = float((ours - theirs).abs().max() / ours.abs().max())
     if not difference <= TOLERANCE:
         raise UserError(
-            f"export: expected logits of {stock.config.model_type} within {TOLERANCE:g} of the converted model's, found "
-            f"{difference:.1e}; nothing was written; please report this model"
+            f"export: expected logits of {stock.config.model_type} within {TOLERANCE:g} of the converted model's, "
+            f"found {difference:.1e}; nothing was written; please report this model"
         )
     return difference
 

@@ -46,7 +46,10 @@ _WHOLE = {
 }
 
 # Splits text into words before byte-pair encoding, as llama.cpp names it, by what tokenizer.json says of it.
-_LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 _PRE_TOKENIZERS = {
     (("ByteLevel", True),): "gpt-2",
@@ -150,7 +153,7 @@ def _sizes(config: Any) -> dict[str, int | float]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors by llama.cpp's names; queries and keys in its order of rotated dimensions, pairs side by side."""
+    """Yield the tensors by llama.cpp's names, the two dimensions that RoPE rotates together side by side."""
     config = model.config
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

@@ -138,8 +138,8 @@ def choose_class(student: PreTrainedModel, layers: Layers, name: str | None = No
     source = str(student.config.model_type).removeprefix("linearized_")
     if source not in SOURCES:
         raise UserError(
-            f"model_type: expected a converted {', '.join(SOURCES)}, found {source!r}, whose weights no stock class with "
-            "a window per layer has a place for"
+            f"model_type: expected a converted {', '.join(SOURCES)}, found {source!r}, for whose weights "
+            "no stock class with a window per layer has a place"
         )
     if name is not None and name not in STOCK_CLASSES:
         raise UserError(f"--class: expected one of {', '.join(STOCK_CLASSES)}, found {name!r}")

@@ -237,7 +237,7 @@ class LinearMixer(CausalMixer):
         return layout.uniform and layout.length <= holds and self._pairs_alone()
 
     def _pairs_alone(self) -> bool:
-        """Whether nothing but keys and values is kept of exact keys, nor any parameter read, or wanted for its gradient."""
+        """Return whether softmax over keys and values is the output, and no parameter wants a gradient."""
         return not (self.config.keeps_maximum or self.config.learned_sink or torch.is_grad_enabled())
 
     def _all_by_softmax(self, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, MixerState]:

@@ -138,7 +138,7 @@ def measure_layers(
     watched = convert_layers(teacher, tuple(mixer if i in layers else None for i in range(shape.num_layers)))
     texts = list(contexts(rows, tokenizer, longest=longest, seed=seed, count=SINK_CONTEXTS))
     logits, values = _first_tokens(watched, texts, window)
-    measured = LayerMeasurements({layer: 0.0 for layer in layers}, logits, values)
+    measured = LayerMeasurements(dict.fromkeys(layers, 0.0), logits, values)
     measured.set_sinks(watched)
     losses = dict.fromkeys(layers, 0.0)
     windowed = -1  # no layer
