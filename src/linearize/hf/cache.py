@@ -215,6 +215,7 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
         super().__init__(dtype, full_prefill=full_prefill)
         self.slots = slots
         self.length = torch.tensor(0)  # an int would be another graph
+        self.spare: tuple[State, Tensor] | None = None  # after a reset: the state and the length to write to
 
     def _stored(self, state: State) -> State:
         """It is written to in place, so that what was worked out from its clock would go stale."""
@@ -222,23 +223,44 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
         return stored.on_clock(Clock(stored.clock.seen, shared=False))
 
     def advance(self, state: State, tokens: int) -> None:
-        if state.grows and not torch.compiler.is_compiling() and int(self.length) + tokens > self.slots:
-            raise ValueError(
-                f"static cache: expected room for {int(self.length) + tokens} tokens, because some heads keep all "
-                f"keys, found room for {self.slots}; make it with a larger max_cache_len"
-            )
-        state = state.with_room(self.slots)
+        if state.grows:  # `slots` is not read elsewhere: a compiled step would depend on it
+            if not torch.compiler.is_compiling() and int(self.length) + tokens > self.slots:
+                raise ValueError(
+                    f"static cache: expected room for {int(self.length) + tokens} tokens, because some heads keep all "
+                    f"keys, found room for {self.slots}; make it with a larger max_cache_len"
+                )
+            state = state.with_room(self.slots)
         if self.kept is None:
+            self._start(state, tokens)
+            return
+        assert isinstance(self.length, Tensor)
+        for kept, new in zip(self.kept.tensors(), state.tensors(), strict=True):
+            kept.copy_(new)
+        self.length.add_(tokens)
+
+    def _start(self, state: State, tokens: int) -> None:
+        """Take the state after the first call: in the tensors of the text before, where there are such."""
+        stored = self._stored(state)
+        if self.spare is not None and _can_hold(self.spare[0], stored):
+            self.kept, self.length = self.spare
+            for kept, new in zip(self.kept.tensors(), stored.tensors(), strict=True):
+                kept.copy_(new)
+            self.length.fill_(tokens)
+        else:
             self.kept = stored = self._stored(state.map(Tensor.clone))
-            self.length, self.is_initialized = torch.tensor(tokens, device=stored.tensors()[0].device), True
+            self.length = torch.tensor(tokens, device=stored.tensors()[0].device)
             if not torch.compiler.is_compiling():
                 for x in (*stored.tensors(), self.length):
                     torch._dynamo.mark_static_address(x)
-            return
-        for kept, new in zip(self.kept.tensors(), state.tensors(), strict=True):
-            kept.copy_(new)
+        self.spare, self.is_initialized = None, True
+
+    def reset(self) -> None:
+        """Forget all tokens, but keep the tensors: captured CUDA graphs can be replayed for another text."""
         assert isinstance(self.length, Tensor)
-        self.length.add_(tokens)
+        if self.kept is not None:
+            self.spare = self.kept, self.length
+        self.kept, self.length = None, torch.tensor(0)
+        self.is_initialized, self.rotated, self.padded = False, None, False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Asked where no softmax layer is, so that nobody reads the mask: a small one, the same at every step."""
@@ -246,6 +268,20 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
 
     def activate_past_recording(self) -> None:
         """Nothing is recorded."""
+
+
+def _can_hold(spare: State, state: State) -> bool:
+    """Return whether every tensor of `state` can be written to its counterpart in `spare`, in place."""
+    mine, theirs = spare.named_tensors(), state.named_tensors()
+    if mine.keys() != theirs.keys():
+        return False
+    return all(
+        x.shape == theirs[name].shape
+        and x.dtype == theirs[name].dtype
+        and x.device == theirs[name].device
+        and (torch.is_inference_mode_enabled() or not x.is_inference())
+        for name, x in mine.items()
+    )
 
 
 def cache_layer(cache: Cache, index: int, config: Any) -> LinearizedCacheLayer:
