@@ -321,8 +321,9 @@ def greedy(model: PreTrainedModel, new_tokens: int, ends: list[int]) -> Iterator
     own = model.generation_config
     # After its end a text is padded up to the others of its batch; any token would do.
     special = {"eos_token_id": ends, "pad_token_id": ends[0]} if ends else {}
-    how = {} if own is None else {name: getattr(own, name) for name in ("cache_implementation", "compile_config")}
-    model.generation_config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, **special, **how)
+    compiling = ("cache_implementation", "compile_config", "disable_compile")
+    kept = {} if own is None else {name: getattr(own, name) for name in compiling}
+    model.generation_config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, **special, **kept)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -34,6 +35,7 @@ from linearize.hf.attention import (
     unhide_masks,
 )
 from linearize.hf.cache import same_size_mask
+from linearize.hf.compiled import cache_to_compile, history
 from linearize.hf.layouts import encoder_layout_hook, keep_documents_apart, layout_hook
 from linearize.hf.offload import keep_in_memory
 from linearize.hf.teacher import TeacherShape
@@ -177,9 +179,17 @@ class LinearizedGeneration(GenerationMixin):
     """Mixed into the base's classes that generate: gives `generate` what a state needs, and refuses the rest."""
 
     def _prepare_cache_for_generation(
-        self: Any, generation_config: Any, model_kwargs: Any, generation_mode: Any, *args: Any, **kwargs: Any
+        self: Any,
+        generation_config: Any,
+        model_kwargs: Any,
+        generation_mode: Any,
+        batch_size: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Also puts our layers into the cache; candidates, own or an assistant's, can be taken back out of them.
+
+        Where compiled steps pay, it is a static cache: see `cache_to_compile`.
 
         Raises:
             UserError: they cannot, see `refuse_candidates`.
@@ -189,8 +199,14 @@ class LinearizedGeneration(GenerationMixin):
             positions = model_kwargs.get("position_ids")
             prompt = 0 if positions is None else int(positions.max()) + 1
             refuse_candidates(self.config, prompt, generation_config.max_length)
+        rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+        plan = partial(read_plan, self.config)
+        cache = cache_to_compile(self, plan, generation_config, model_kwargs, generation_mode, rows)
+        if cache is not None:
+            model_kwargs["past_key_values"] = cache
+            return None
         result = super()._prepare_cache_for_generation(  # type: ignore[misc]
-            generation_config, model_kwargs, generation_mode, *args, **kwargs
+            generation_config, model_kwargs, generation_mode, batch_size, *args, **kwargs
         )
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
@@ -200,12 +216,20 @@ class LinearizedGeneration(GenerationMixin):
                     layer.activate_past_recording()
         return result
 
+    def get_compiled_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, but a copy of a model does not run what was compiled of the original."""
+        if vars(self).get("_compiled_for") != id(self):
+            vars(self).pop("_compiled_call", None)
+            self._compiled_for = id(self)
+        return super().get_compiled_call(*args, **kwargs)  # type: ignore[misc]
+
     def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in the base, which may drop the cache and read all tokens again (Phi-3 with `longrope`).
 
         Raises:
             UserError: it would forget what is in a state, see `refuse_forgetting`, or go on from one with other angles.
         """
+        history(self).steps[len(input_ids)] += 1
         inputs: dict[str, Any]
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
         cache = kwargs.get("past_key_values")

@@ -260,6 +260,16 @@ def each_mixer(plan: LayerPlan) -> Iterator[MixerConfig]:
         yield from layer.mixers if isinstance(layer, HeadwiseConfig) else () if layer is None else (layer,)
 
 
+def is_constant(plan: LayerPlan) -> bool:
+    """Return whether no layer and no head of a plan keeps softmax over all keys: its state is constant in size."""
+    return all(
+        all(group.mixer is not None for group in layer.groups)
+        if isinstance(layer, HeadwiseConfig)
+        else layer is not None
+        for layer in plan
+    )
+
+
 def is_spread(plan: LayerPlan) -> bool:
     """Return whether heads of a layer have different memory, or some memory is a KV cache with eviction."""
     return any(isinstance(layer, HeadwiseConfig) for layer in plan) or any(
