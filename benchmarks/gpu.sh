@@ -44,6 +44,6 @@ on_gpu 40 models-llama-1b-decode models llama-1b --pass decode --repeats 5 --len
     --recipes lolcats recommended
 on_gpu 70 models-llama-8b-prefill models llama-8b --pass prefill --repeats 2 --lengths $lengths \
     --recipes lolcats recommended recommended:full
-on_gpu 130 compiled-llama-1b compiled llama-1b --recipes lolcats --lengths 2048 --new-tokens 32 --repeats 3
+on_gpu 130 generate-llama-1b generate llama-1b --recipes lolcats --lengths 2048 --new-tokens 32 --repeats 3
 on_gpu 40 training-llama-1b training llama-1b --recipes lolcats --length 2048 --batch 2 --repeats 3
 exit $status

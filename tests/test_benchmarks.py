@@ -319,3 +319,14 @@ def test_questions(benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "| small | - | `piqa` | 20 | 25.0 [11.2, 46.9], 50% | 25.0 [11.2, 46.9], 100% |" in lines
     benchmark("questions", *models, "--tasks", "x/piqa.jsonl", *options)
     assert len(asked) == 2
+
+
+def test_steps_as_generate_runs_them(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU nothing is compiled by itself."""
+    arguments = ["--model", tiny.teacher_folder(), "--recipes", "lolcats", "--lengths", 8, 24]
+    found = benchmark("generate", *arguments, "--new-tokens", 8, "--repeats", 2)
+    names = ["teacher", "lolcats eager", "lolcats"]
+    assert [(row["model"], row["length"]) for row in found["steps"]] == [(name, n) for n in (8, 24) for name in names]
+    assert not any(row["compiled"] for row in found["steps"])
+    assert all(0 < row["step"]["low"] <= row["step"]["high"] for row in found["steps"])
+    assert re.search(r"\| lolcats eager \| 24 \| no \| [\d.]+ \([\d.]+-[\d.]+\) \|", capsys.readouterr().out)
