@@ -109,12 +109,21 @@ def test_generate_compiles_by_itself_once_it_pays(
     assert "for a batch of 2: the first one takes a minute or two" in line
     assert "disable_compile = True" in line
     compiler.steps.clear()
-    tokens_of(student, ids[:1])  # a batch of another size has not been worth it yet
+    tokens_of(student, ids[:1])  # for another batch size it does not pay yet
     assert not compiler.steps
-    short = student.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
-    assert torch.equal(short, first[:, :16])
-    assert len(compiler.steps) == 1  # what is compiled is used, however few tokens come
     assert len(compiler.options) == 1
+
+
+def test_what_is_compiled_is_used_however_few_tokens_come(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the text that it was compiled for ended early."""
+    student, ids = ready_student(monkeypatch, pays_after=100), random_tokens(2, 14)
+    mask = torch.ones_like(ids)
+    short = student.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
+    assert not compiler.steps
+    every_token = list(range(student.config.vocab_size))
+    student.generate(ids, attention_mask=mask, max_new_tokens=100, eos_token_id=every_token, pad_token_id=0)
+    assert torch.equal(student.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False), short)
+    assert [step["input_ids"].shape for step in compiler.steps] == [(2, 1)]
 
 
 def test_nothing_is_compiled_by_default_on_a_cpu(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
