@@ -50,7 +50,7 @@ test-faults: setup ## kills, broken disks, hostile folders and hostile clients: 
 	$(BIN)/python -m pytest -m serve tests/serving/test_hostile.py
 
 test-gpu: setup ## a smoke of some minutes on a CUDA device: tests, then the demo
-	$(BIN)/python -m pytest -m gpu tests/test_gpu.py
+	$(BIN)/python -m pytest -m gpu tests/test_gpu.py tests/hf/test_compiled.py
 	$(BIN)/python -m pytest tests/ops/test_triton_kernels.py
 	$(BIN)/linearize demo --device cuda --output-dir $(OUTPUT_DIR)-cuda
 

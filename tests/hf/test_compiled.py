@@ -275,3 +275,20 @@ def test_without_a_compiler_generate_says_so_and_goes_on(
     (line,) = lines(caplog)
     assert re.match(NO_COMPILER, line)
     assert line.endswith("generating without it")
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.slow),
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+)
+def test_machine_code_writes_what_eager_steps_write(device: str) -> None:
+    """By inductor, and on a GPU by captured graphs, none of which is left out; one graph for all prompts."""
+    command = [sys.executable, "-m", "tests.hf.compiled_by_itself", device]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "equal"), done.stderr
