@@ -131,7 +131,7 @@ def _begin(model: PreTrainedModel, past: StepHistory, rows: int) -> bool:
         past.possible = True
     logger.warning(
         "generate: steps of this model are compiled from here on, for a batch of %d: the first one takes a minute or "
-        "two, once (55 s in the shape of a 1B model on an H100), and later ones are several times faster; to turn this "
+        "two, once (55 s in the shape of a 1B model on an H100), and later ones about twice as fast; to turn this "
         "off, set model.generation_config.disable_compile = True",
         rows,
     )
