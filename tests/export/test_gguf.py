@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import builtins
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 
 from linearize.base import UserError
 from linearize.export.gguf import pre_tokenizer, read_gguf, write_gguf
@@ -22,9 +22,7 @@ ROUNDING = {"bf16": 2**-8, "f16": 2**-10, "q8_0": 2**-6}  # relative to a row's 
 
 def gpt2_tokenizer(**fields: Any) -> Any:
     tokenizer = byte_tokenizer(**fields)
-    contents = json.loads(tokenizer.backend_tokenizer.to_str())
-    contents["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(contents))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return tokenizer
 
 
