@@ -26,10 +26,8 @@ def main() -> None:
         name, _, path = given.partition("=")
         teachers[name] = json.loads(Path(path).read_text(encoding="utf-8"))
     reference = results[arguments.files[0].stem]["tokens"]
-    print(
-        "| engine | prompts with equal tokens | MiB per sequence | teacher's MiB | a prompt's time | a token's time |"
-    )  # noqa: T201
-    print("|---|---|---|---|---|---|")  # noqa: T201
+    titles = ["engine", "prompts with equal tokens", "MiB per sequence", "teacher's MiB", "per prompt", "per token"]
+    print(f"| {' | '.join(titles)} |\n|{' --- |' * len(titles)}")  # noqa: T201
     equal = True
     for name, found in results.items():
         same = sum(a == b for a, b in zip(found["tokens"], reference, strict=True))

@@ -137,7 +137,7 @@ def measure_layers(
     mixer = layer_mixer(window, memory.sinks, learned_sink=memory.learned_sink)
     watched = convert_layers(teacher, tuple(mixer if i in layers else None for i in range(shape.num_layers)))
     texts = list(contexts(rows, tokenizer, longest=longest, seed=seed, count=SINK_CONTEXTS))
-    logits, values = _first_tokens(watched, texts, window)
+    logits, values = measure_first_tokens(watched, texts, window)
     measured = LayerMeasurements(dict.fromkeys(layers, 0.0), logits, values)
     measured.set_sinks(watched)
     losses = dict.fromkeys(layers, 0.0)
@@ -162,10 +162,16 @@ def measure_layers(
     return LayerMeasurements({layer: round(loss, 6) for layer, loss in losses.items()}, logits, values)
 
 
-def _first_tokens(
+def measure_first_tokens(
     watched: PreTrainedModel, texts: Sequence[Sequence[int]], window: int
 ) -> tuple[dict[int, list[float]], dict[int, list[list[float]]]]:
-    """Return the mean logit of the first token, over queries beyond the window, and its mean value, by layer."""
+    """Return the mean logit of the first token, over queries beyond the window, and its mean value, by layer.
+
+    Args:
+        watched: the teacher, with any mixers in the layers that are measured.
+        texts: token ids.
+        window: tokens.
+    """
     logits: dict[int, list[Tensor]] = {}
     values: dict[int, list[Tensor]] = {}
 
