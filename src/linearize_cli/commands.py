@@ -126,7 +126,9 @@ def plan(
         note(line)
     if isinstance(chosen.layers.keep_softmax, KeepByTransferError):
         note("which layers stay softmax is decided by their transfer errors; those above stand in for them")
-    if chosen.memory is not None:
+    if chosen.memory is not None and chosen.memory.per == "layer":
+        note("a run measures which layers stay softmax; those above stand in for them, and cost the same")
+    elif chosen.memory is not None:
         note("a run measures the teacher's KV heads and allocates these bytes per head")
 
 
@@ -308,10 +310,10 @@ def frontier(
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
-    """Draw quality against bytes: per-head KV budget allocation beside one window of as many bytes.
+    """Draw quality against bytes: a KV budget allocated per head and per layer, beside one window of as many bytes.
 
-    Each is measured before fine-tuning; then the window and the allocation are fine-tuned on the same tokens
-    (--set finetune=null: not).
+    Each is measured before fine-tuning; then the window and both allocations are fine-tuned on the same tokens
+    (--set finetune=null: not). Layers with full attention grow: their bytes are those at memory.reference_length.
     """
     from linearize.report import frontier as words
     from linearize.run import frontier as measuring

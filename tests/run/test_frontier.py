@@ -18,7 +18,7 @@ from linearize.hf.convert import convert_layers
 from linearize.recipe import Recipe
 from linearize.report import frontier as words
 from linearize.run.folder import Run
-from linearize.run.frontier import ALLOCATED, WINDOW, frontier
+from linearize.run.frontier import ALLOCATED, LAYERS, WINDOW, frontier
 from linearize.training.loop import StageRun
 from linearize.training.memory import head_mixer
 from tests import tiny
@@ -55,12 +55,14 @@ def test_every_way_at_every_fraction(made: tuple[Run, dict[str, Any]]) -> None:
     found = points(made[1])
     for fraction in (0.75, 0.25):
         untrained = {name for at, name, trained in found if at == fraction and not trained}
-        assert untrained == {"window", WINDOW, ALLOCATED}
-        assert {name for at, name, trained in found if at == fraction and trained} == {WINDOW, ALLOCATED}
+        assert untrained == {"window", WINDOW, ALLOCATED, LAYERS}
+        assert {name for at, name, trained in found if at == fraction and trained} == {WINDOW, ALLOCATED, LAYERS}
         budget = fraction * LENGTH * HEADS * PAIR
         assert found[fraction, "window", False]["bytes"] == found[fraction, WINDOW, False]["bytes"] == budget
         for trained in (False, True):  # one more pair in every head, with its scores and position, would be too much
             assert budget - HEADS * (PAIR + 16) < found[fraction, ALLOCATED, trained]["bytes"] <= budget
+            assert budget - HEADS * PAIR <= found[fraction, LAYERS, trained]["bytes"] <= budget
+    assert [made[1]["chosen"][fraction]["full_layers"] != [] for fraction in (0.75, 0.25)] == [True, False]
     assert all((point["far_alike"] is None) != point["trained"] for point in made[1]["points"])
     assert made[1]["tokens"] == 2 * 4 * LENGTH
 
@@ -80,14 +82,15 @@ def test_losses_are_those_of_the_models(made: tuple[Run, dict[str, Any]]) -> Non
 def test_the_same_again_trains_nothing(made: tuple[Run, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     run, found = made
     monkeypatch.setattr(StageRun, "update", lambda self: pytest.fail("an optimizer step was taken"))
-    monkeypatch.setattr("linearize.run.allocation.measure_attention", lambda *_, **__: pytest.fail("measured again"))
+    for name in ("measure_attention", "measure_layers"):
+        monkeypatch.setattr(f"linearize.run.allocation.{name}", lambda *_, **__: pytest.fail("measured again"))
     again = frontier(run, [0.75, 0.25], reference=REFERENCE, command="linearize frontier")
     assert json.loads(json.dumps(again)) == json.loads(json.dumps(found))
 
 
 def test_without_training(tmp_path: Path) -> None:
     found = frontier(job(tmp_path / "out", finetune=None), [0.25], reference=REFERENCE, command="")
-    assert {name for _, name, _ in points(found)} == {"window", WINDOW, ALLOCATED}
+    assert {name for _, name, _ in points(found)} == {"window", WINDOW, ALLOCATED, LAYERS}
     assert not any(point["trained"] for point in found["points"]) and found["tokens"] is None
 
 

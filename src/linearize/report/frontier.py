@@ -17,10 +17,12 @@ from linearize.report.numbers import scaled
 COLUMNS = ("of the cache", "what is held", "bytes", "far gain", "far gain, all trained", "copying", "needle")
 PANELS = {"far": "far gain", "copying": "copying", "needle": "needle"}
 # Names and styles of the lines that are drawn.
-ALLOCATED, WINDOW = "per-head allocation", "window and sinks"
+ALLOCATED, LAYERS, WINDOW = "per-head allocation", "full layers and windows", "window and sinks"
 LINES = {
     (ALLOCATED, True): (f"{ALLOCATED}, fine-tuned", "#0072b2", "-"),
     (ALLOCATED, False): (ALLOCATED, "#0072b2", "--"),
+    (LAYERS, True): (f"{LAYERS}, fine-tuned", "#cc79a7", "-"),
+    (LAYERS, False): (LAYERS, "#cc79a7", "--"),
     (WINDOW, True): (f"{WINDOW}, fine-tuned", "#d55e00", "-"),
     (WINDOW, False): (WINDOW, "#d55e00", "--"),
     ("window", False): ("window", "#009e73", "--"),
@@ -132,4 +134,8 @@ def _percent(share: dict[str, float] | None) -> str:
 
 def _heads(chosen: dict[str, Any]) -> str:
     layers = " | ".join(" ".join(map(str, heads)) for heads in chosen["recall"].values())
-    return f"{chosen['window']}+{chosen['text']} in every head, for recall {layers}"
+    words = f"{chosen['window']}+{chosen['text']} in every head, for recall {layers}"
+    if "full_layers" not in chosen:  # of a version that did not measure them
+        return words
+    full = ", ".join(map(str, chosen["full_layers"])) or "none"
+    return f"{words}; per layer: full {full}, windows of {chosen['layer_window']}"

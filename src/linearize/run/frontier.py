@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -28,11 +28,12 @@ from linearize.mixers.config import LayerPlan, MixerConfig
 from linearize.recipe import resolve
 from linearize.run.allocation import Measured, measure, stored
 from linearize.run.folder import Run, alone_in, check_output, claim, versions, write_json
-from linearize.training.allocation import allocate
+from linearize.training.allocation import Allocation, allocate
 from linearize.training.finetune import finetune
+from linearize.training.layer_allocation import LayerAllocation, allocate_layers
 from linearize.training.memory import MemoryConfig, head_bytes, head_mixer, require_room
 
-ALLOCATED, WINDOW = "per-head allocation", "window and sinks"
+ALLOCATED, LAYERS, WINDOW = "per-head allocation", "full layers and windows", "window and sinks"
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,9 @@ class Ruler:
 def frontier(run: Run, fractions: Sequence[float], *, reference: int, command: str) -> dict[str, Any]:
     """Measure each way to hold less memory at each fraction of the teacher's cache; the same call resumes.
 
-    At each fraction: the same window in every head (`uniform`), and the recipe's budget allocated per head. If the
-    recipe has a finetune stage, the window with sinks and the allocation are also trained by it. The teacher and the
+    At each fraction: the same window in every head (`uniform`), and the recipe's budget allocated per head and per
+    layer. If the recipe has a finetune stage, the window with sinks and both allocations are also trained by it. Layers
+    with full attention grow: their bytes are those at the recipe's `reference_length`. The teacher and the
     reference window are then trained on the same tokens, for comparison.
 
     Args:
@@ -87,8 +89,11 @@ def _measured(
     recipe, config = run.recipe, read_config(run.model)
     shape = TeacherShape.from_config(config)
     plan = resolve(recipe, shape, dtype=run.dtype)
-    sizes = {fraction: memory.model_copy(update={"bytes": None, "fraction": fraction}) for fraction in fractions}
-    for sized in sizes.values():
+    per_head = memory.model_copy(update={"per": "kv_head", "learned_sink": False})
+    per_layer = memory.model_copy(update={"per": "layer", "learned_sink": True, "sinks": 0})
+    sizes = {fraction: {"bytes": None, "fraction": fraction} for fraction in fractions}
+    for size in sizes.values():
+        sized = per_head.model_copy(update=size)
         require_room(sized, shape, len(plan) - plan.count(None), run.dtype)
     processor = load_processor(recipe.data.task, run.model)
     dataset = load_dataset(recipe.data, processor, config, reach_by(run.load_teacher), seed=recipe.seed)
@@ -96,10 +101,16 @@ def _measured(
     ruler = _ruler(dataset, processor, recipe.evaluation, reference, longest)
     teacher = run.load_teacher()
     claim(run, dataset)
-    measured = stored(run, shape, plan) or measure(recipe, shape, plan, teacher, dataset, processor, run.dtype)
-    measured.save(run)
-    assert measured.allocation is not None
-    needs = measured.allocation.needs
+
+    def measured(kind: MemoryConfig) -> Measured:
+        by = replace(run, recipe=recipe.model_copy(update={"memory": kind}))
+        found = stored(by, shape, plan) or measure(by.recipe, shape, plan, teacher, dataset, processor, run.dtype)
+        found.save(run)
+        return found
+
+    of_heads, of_layers = measured(per_head), measured(per_layer)
+    assert isinstance(of_heads.allocation, Allocation) and isinstance(of_layers.allocation, LayerAllocation)
+    needs = of_heads.allocation.needs
     layers = sorted(needs)
     untrained = {"teacher": ruler.see(teacher, "teacher")}
     plan = _in_every_head(head_mixer(reference, 0, memory.sinks), layers, shape)
@@ -135,18 +146,21 @@ def _measured(
 
     points: list[dict[str, Any]] = []
     chosen: dict[float, Any] = {}
-    for fraction, sized in sizes.items():
+    for fraction, size in sizes.items():
         heads = shape.num_kv_heads * len(layers)
         plans = {}
         for name, mixer in uniform(round(fraction * memory.reference_length), memory.sinks).items():
             plans[name] = Measured(_in_every_head(mixer, layers, shape)), heads * head_bytes(mixer, shape, run.dtype)
-        allocation = allocate(sized, needs, shape, run.dtype)
+        allocation = allocate(per_head.model_copy(update=size), needs, shape, run.dtype)
         chosen[fraction] = {"window": allocation.window, "text": allocation.text, "recall": allocation.recall}
-        made = Measured(allocation.plan(shape.num_layers), allocation, measured.scores)
+        made = Measured(allocation.plan(shape.num_layers), allocation, of_heads.scores)
         plans[ALLOCATED] = made, allocation.held
+        by_layer = allocate_layers(per_layer.model_copy(update=size), of_layers.allocation.measured, shape, run.dtype)
+        chosen[fraction] |= {"full_layers": by_layer.full, "layer_window": by_layer.window}
+        plans[LAYERS] = Measured(by_layer.plan(shape.num_layers), by_layer), by_layer.held
         points += [point(fraction, name, *its, trained=False) for name, its in plans.items()]
         if recipe.finetune is not None:
-            points += [point(fraction, name, *plans[name], trained=True) for name in (WINDOW, ALLOCATED)]
+            points += [point(fraction, name, *plans[name], trained=True) for name in (WINDOW, ALLOCATED, LAYERS)]
     return {
         "command": command,
         "versions": versions(),
