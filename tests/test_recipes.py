@@ -56,6 +56,7 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "exp": (16, 2, 0),
     "absolute-scale": (32, 4, 2 * 4 * 16 * 16 + 4),
     "absolute-scale-hybrid": (32, 4, 2 * 4 * 16 * 16 + 4),
+    "local-global": (0, 0, 36),
     "recommended": (0, 0, 0),
 }
 
