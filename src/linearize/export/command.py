@@ -105,7 +105,7 @@ def export(
     require_linearized(model)
     tokenizer = load_tokenizer(model)
     student = load_model(model, dtype=torch.float32, device=torch.device("cpu"))
-    stock = stock_model(student, CLASS if to == "gguf" else stock_class)
+    stock: Any = stock_model(student, CLASS if to == "gguf" else stock_class)
     layers = read_layers(student)
     ids = _text_ids(tokenizer, layers.window or 1, student.config.max_position_embeddings)
     note(f"comparing logits of {stock.config.model_type} and the converted model on {ids.shape[1]} tokens")
@@ -159,6 +159,7 @@ def _compare(student: PreTrainedModel, stock: PreTrainedModel, ids: torch.Tensor
 def _agreed(student: PreTrainedModel, written: PreTrainedModel, ids: torch.Tensor) -> int:
     """Return how many greedy tokens are the same before the first that differs."""
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-    ours, theirs = (model.generate(input_ids=ids, **options)[0, ids.shape[1] :] for model in (student, written))
+    models: list[Any] = [student, written]
+    ours, theirs = (model.generate(input_ids=ids, **options)[0, ids.shape[1] :] for model in models)
     same = (ours == theirs).long().cumprod(0)
     return int(same.sum())

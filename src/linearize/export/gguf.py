@@ -197,7 +197,8 @@ def _rotated_heads(name: str, config: Any) -> int:
 
 def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int, kinds: Any) -> None:
     """Add vocabulary, merges, special tokens and the chat template."""
-    contents = json.loads(tokenizer.backend_tokenizer.to_str())
+    backend: Any = tokenizer.backend_tokenizer
+    contents = json.loads(backend.to_str())
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer(contents))
     tokens, types = [f"[PAD{index}]" for index in range(vocab_size)], [int(kinds.UNUSED)] * vocab_size
@@ -231,8 +232,8 @@ def pre_tokenizer(contents: dict[str, Any]) -> str:
             f"tokenizer: expected byte-pair encoding over bytes for --to gguf, found {contents['model']['type']}"
             f"{' with byte fallback' if contents['model'].get('byte_fallback') else ''}; {CONVERTER}"
         )
-    pre = contents.get("pre_tokenizer") or {"type": "none"}
-    parts = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
+    pre: dict[str, Any] = contents.get("pre_tokenizer") or {"type": "none"}
+    parts: list[dict[str, Any]] = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
     fields = {"ByteLevel": "use_regex", "Digits": "individual_digits"}
     found = tuple(
         (x["type"], x["pattern"].get("Regex") if x["type"] == "Split" else x.get(fields.get(x["type"], ""), True))

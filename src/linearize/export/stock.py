@@ -19,7 +19,7 @@ from linearize.hf.attention import linearized_layers
 from linearize.hf.convert import to_softmax
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnly, WindowOnlyCombine
-from linearize.mixers.config import HeadwiseConfig, MixerConfig
+from linearize.mixers.config import HeadwiseConfig
 from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import SlidingSpan
 
@@ -88,7 +88,8 @@ def read_layers(student: PreTrainedModel) -> Layers:
     shape = TeacherShape.from_config(student.config.to_dict())
     windows: dict[int, int] = {}
     if shape.sliding_layers:
-        windows |= dict.fromkeys(shape.sliding_layers, student.config.sliding_window)
+        own: int = student.config.sliding_window
+        windows |= dict.fromkeys(shape.sliding_layers, own)
     sinks = set[bool]()
     for layer in linearized_layers(student).values():
         config = layer.mixer.config
@@ -105,8 +106,8 @@ def read_layers(student: PreTrainedModel) -> Layers:
     )
 
 
-def _refuse_parts(layer: int, config: MixerConfig | HeadwiseConfig) -> None:
-    """Raise UserError for a layer that is more than a sliding window."""
+def _refuse_parts(layer: int, config: Any) -> None:
+    """Raise UserError for a layer whose mixer's config has more than a sliding window."""
     if isinstance(config, HeadwiseConfig):
         found = "KV heads with mixers of their own"
     elif config.cache is not None:

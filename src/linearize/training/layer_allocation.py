@@ -82,7 +82,8 @@ class LayerAllocation:
     def of(cls, data: dict[str, Any]) -> LayerAllocation:
         """Return the allocation that JSON data, whose keys are strings, says."""
         by_layer = {name: {int(layer): x for layer, x in values.items()} for name, values in data["measured"].items()}
-        return cls(**(data | {"measured": LayerMeasurements(**by_layer)}))
+        fields: dict[str, Any] = data | {"measured": LayerMeasurements(**by_layer)}
+        return cls(**fields)
 
     def plan(self, num_layers: int) -> LayerPlan:
         """Return the layer plan; full layers and those that cannot be converted stay as they are."""
