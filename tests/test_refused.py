@@ -169,7 +169,7 @@ RUNS: dict[str, Case] = {
     "no model": (lambda tmp: ["--model", tmp / "none"], "model: expected a model folder, found nothing at '.*none'"),
     "a file for a model": (
         lambda tmp: ["--model", text(tmp, "m", "")],
-        "model: expected a folder or a hub id, found t",
+        "model: expected a folder, a .gguf file or a hub id, found t",
     ),
     "not a model": (
         lambda tmp: ["--model", folder_with(tmp / "empty")],
@@ -198,7 +198,7 @@ RUNS: dict[str, Case] = {
     ),
     "weights as a gguf file": (
         lambda tmp: ["--model", text(without(tmp / "light", "*.safetensors"), "m.gguf", "").parent],
-        r"model .*light: expected weights \(\*.safetensors\), found m.gguf; .*GgufConfig\(dequantize=True\)",
+        r"model .*light: expected weights \(\*.safetensors\), found m.gguf; to use it, name the file: --model",
     ),
     "shards without their index": (
         lambda tmp: ["--model", without_index(sharded(tmp / "two").parent)],
@@ -222,11 +222,19 @@ RUNS: dict[str, Case] = {
     ),
     "a gguf file": (
         lambda tmp: ["--model", text(tmp, "m.gguf", "")],
-        r"model: expected a folder or a hub id, found the file .*; load it by .*GgufConfig\(dequantize=True\)",
+        "model: .*m.gguf: expected a GGUF file, found one that does not begin with GGUF; copy it again",
     ),
     "a folder with a gguf file": (
         lambda tmp: ["--model", text(folder_with(tmp / "g"), "m.gguf", "").parent],
-        r"model: expected a folder with a config.json and safetensors, found .*m.gguf; .*GgufConfig\(dequantize=True\)",
+        "model: .*m.gguf: expected a GGUF file, found one that does not begin with GGUF; copy it again",
+    ),
+    "a folder with several gguf files": (
+        lambda tmp: ["--model", folder_with(tmp / "g", a__gguf="GGUF", b__gguf="GGUF")],
+        "model: expected one GGUF file in .*/g, found a.gguf, b.gguf; name the file itself",
+    ),
+    "a part of a gguf file": (
+        lambda tmp: ["--model", text(tmp, "m-00001-of-00003.gguf", "GGUF")],
+        "model: expected a GGUF file with the whole model, found .*, one of 3 parts; join them by `llama-gguf-split",
     ),
     "half the weights": (
         lambda tmp: ["--model", text(without(tmp / "half", "*.safetensors"), "model.safetensors", "abc").parent],

@@ -28,14 +28,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from transformers.utils.hub import cached_file
 
 from linearize.base import UserError, read_json, sync, writing
+from linearize.hf.config_json import read_contents
+from linearize.hf.gguf_file import gguf_file, load_gguf, load_gguf_tokenizer, read_gguf_config
 from linearize.hf.layouts import keep_documents_apart
 from linearize.hf.whole_weights import load_whole
 
 AUTO_MODULE = "modeling_linearize"
-_FROM_GGUF = (
-    "load it by AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME, "
-    "quantization_config=GgufConfig(dequantize=True)), and give the folder that save_pretrained writes"
-)
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "tekken.json")
 _TOKENIZER_SETTINGS = ("*token*.json",)
 _GIT_LFS = b"version https://git-lfs"  # how a pointer begins
@@ -44,19 +42,19 @@ FLOATS = ("F16", "BF16", "F32", "F64")  # of safetensors
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """The contents of a model's ``config.json``: of a local folder, or of a hub id.
+    """The contents of a model's ``config.json``: of a local folder, or of a hub id; or what a GGUF file says instead.
 
     Raises:
-        UserError: no such folder, a folder that is not a model, a hub id that cannot be read, or what
-            `_refuse_contents` refuses.
+        UserError: no such folder, a folder that is not a model, a hub id that cannot be read, a GGUF file that
+            `gguf_file` or `read_gguf_config` refuses, or what `_refuse_contents` refuses.
     """
     folder = Path(model)
+    if (gguf := gguf_file(model)) is not None:
+        config = read_gguf_config(gguf)
+        _refuse_contents(str(gguf), config)
+        return config
     if folder.is_dir():
         path = folder / "config.json"
-        if not path.is_file() and (ggufs := sorted(folder.glob("*.gguf"))):
-            raise UserError(
-                f"model: expected a folder with a config.json and safetensors, found {ggufs[0]}; {_FROM_GGUF}"
-            )
         if not path.is_file():
             raise UserError(f"model: expected a folder with a config.json, found none in {model!r}; is it a model?")
         _refuse_pointer(path)
@@ -69,8 +67,7 @@ def read_config(model: str) -> dict[str, Any]:
         _refuse_contents(str(path), config)
         return config
     if folder.exists():
-        advice = f"; {_FROM_GGUF}" if folder.suffix.lower() == ".gguf" else ""
-        raise UserError(f"model: expected a folder or a hub id, found the file {model!r}{advice}")
+        raise UserError(f"model: expected a folder, a .gguf file or a hub id, found the file {model!r}")
     # A hub id is at most two words; where the first is a folder here, nobody means somebody on the hub.
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or ("/" in model and folder.parent.is_dir()):
         raise UserError(f"model: expected a model folder, found nothing at {model!r}; check the path")
@@ -163,21 +160,33 @@ CAUSAL = "AutoModelForCausalLM"
 def load_model(model: str, *, dtype: torch.dtype, device: torch.device, auto_class: str = CAUSAL) -> PreTrainedModel:
     """A model with the head of an Auto class of transformers, softmax or linearized, in eval mode.
 
-    Weights are read from safetensors alone: the pickles of former days can name code.
+    Weights are read from safetensors, or widened from a GGUF file: the pickles of former days can name code.
 
     Raises:
         UserError: weights are missing, left over (see `load_whole`) or unreadable, or a config that cannot be.
     """
+    if (gguf := gguf_file(model)) is not None:
+        read_config(model)
+        with readable(model, "readable weights"), _bars_on_terminals_only(), _same_new_heads():
+            loaded: Any = load_gguf(gguf, dtype=dtype, auto_class=auto_class)
+        return as_trained(loaded.to(device).eval())
     if Path(model).is_dir():
         read_config(model)
     check_weight_files(Path(model))
     load = getattr(transformers, auto_class).from_pretrained
-    with readable(model, "readable weights"), _bars_on_terminals_only(), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # for a head that the checkpoint is not of: each time the same
+    with readable(model, "readable weights"), _bars_on_terminals_only(), _same_new_heads():
         options = {"dtype": dtype, "trust_remote_code": False, "use_safetensors": True} | hub_options(model)
         loaded, _ = load_whole(load, model, **options)
         _check_dtypes(model, loaded)
     return as_trained(loaded.to(device).eval())
+
+
+@contextmanager
+def _same_new_heads() -> Iterator[None]:
+    """Draw the weights of a head that the checkpoint does not contain from the same seed every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield
 
 
 def check_weight_files(folder: Path) -> None:
@@ -221,7 +230,10 @@ def _refuse_without_safetensors(folder: Path) -> NoReturn:
             "found neither; copy the missing file into the folder"
         )
     if ggufs:
-        raise UserError(f"model {folder}: expected weights (*.safetensors), found {ggufs[0].name}; {_FROM_GGUF}")
+        raise UserError(
+            f"model {folder}: expected weights (*.safetensors), found {ggufs[0].name}; to use it, name the file: "
+            f"--model {ggufs[0]}"
+        )
     if not pickles:
         raise UserError(
             f"model {folder}: expected weights (*.safetensors), found none; copy {SAFE_WEIGHTS_NAME}, or all shards "
@@ -261,10 +273,13 @@ def new_model(
     Raises:
         UserError: no such model.
     """
-    read_config(model)
+    contents = read_config(model)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False, **hub_options(model))
+        if gguf_file(model) is not None:
+            config = read_contents(contents)
+        else:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False, **hub_options(model))
         made: Any = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
     return as_trained(made.to(device, dtype).eval())
 
@@ -284,11 +299,14 @@ def as_trained(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer beside a model.
+    """The tokenizer beside a model, or in its GGUF file.
 
     Raises:
         UserError: there is none, or it cannot be read; the message names the file at fault.
     """
+    if (gguf := gguf_file(model)) is not None:
+        with readable(model, "a tokenizer that transformers can read from a GGUF file", Exception):
+            return load_gguf_tokenizer(gguf)
     with readable(model, "a tokenizer beside the weights", Exception):
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, **hub_options(model))

@@ -23,6 +23,7 @@ from transformers.utils.hub import cached_file
 from linearize.base import UserError
 from linearize.hf.architectures import ARCHITECTURES, Parts
 from linearize.hf.checkpoint import hub_options, readable
+from linearize.hf.gguf_file import gguf_file
 
 
 def stored_by_layer(model_type: str) -> bool:
@@ -134,6 +135,11 @@ class StoredWeights:
     """
 
     def __init__(self, model: str) -> None:
+        if gguf_file(model) is not None:
+            raise UserError(
+                f"model {model}: expected safetensors, from which block-wise transfer reads single layers, found a "
+                "GGUF file; set transfer.layers_per_block=null"
+            )
         self._model, self._options = model, hub_options(model)
         with readable(model, "readable weights"):
             self.config: Any = AutoConfig.from_pretrained(model, trust_remote_code=False, **self._options)

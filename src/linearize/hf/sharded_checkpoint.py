@@ -29,6 +29,7 @@ from linearize.base import UserError, progress
 from linearize.distributed import in_turn, read_rows, world
 from linearize.hf.attention import mixer_weights
 from linearize.hf.checkpoint import CAUSAL, as_trained, hub_options, readable
+from linearize.hf.gguf_file import gguf_file
 from linearize.hf.partial_model import compute_buffers, weight_files
 from linearize.hf.sharding import first_row, local, replace_weights, shard, skeleton, whole
 
@@ -52,8 +53,14 @@ def load_sharded(
         stored: of the weights, where it is another: that of masters which train.
 
     Raises:
-        UserError: an encoder, quantized weights, or weights that are missing, left over, or of another shape.
+        UserError: a GGUF file, an encoder, quantized weights, or weights that are missing, left over, or of another
+            shape.
     """
+    if gguf_file(model) is not None:
+        raise UserError(
+            f"model {model}: distributed.shard: expected safetensors, of which each process reads its part, found a "
+            "GGUF file; set distributed.shard=none"
+        )
     with readable(model, "readable weights"):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False, **hub_options(model))
         if getattr(config, "quantization_config", None) is not None:

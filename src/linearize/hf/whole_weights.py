@@ -26,7 +26,7 @@ def load_whole(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -
       tokens: nobody means that.
 
     Args:
-        name: of the checkpoint; None where `kwargs` has the weights.
+        name: of the checkpoint; None where `kwargs` has the weights. For a `gguf_file`, `kwargs` has the `config`.
 
     Raises:
         UserError: other weights are missing, left over or of another shape.
@@ -39,7 +39,12 @@ def load_whole(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -
             if not (key := re.search(r"^(\S+) .*CONVERSION", "".join(report), re.MULTILINE)):
                 raise
             raise UserError(f"model {name}: expected weights that fit config.json, found others for {key[1]}") from None
-    stored = {} if name is None else PreTrainedConfig.get_config_dict(name, **kwargs)[0]
+    if name is None:
+        stored = {}
+    elif "gguf_file" in kwargs:  # whose vocabulary would be read again, for seconds
+        stored = kwargs["config"].to_dict()
+    else:
+        stored = PreTrainedConfig.get_config_dict(name, **kwargs)[0]
     missing, left = set(info["missing_keys"]), set(info["unexpected_keys"])
     mixers = mixer_weights(model)
     if mixers <= missing and not str(stored.get("model_type")).startswith("linearized_"):
