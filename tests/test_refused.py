@@ -290,6 +290,10 @@ RUNS: dict[str, Case] = {
         lambda tmp: ["--dataset", text(tmp, "short.txt", "a few words")],
         "data: expected at least 16 held-out rows of the only document to test on, beside those that choose ",
     ),
+    "a damaged gz file": (
+        lambda tmp: ["--dataset", text(tmp, "text.jsonl.gz", "a")],
+        ".*/text.jsonl.gz: expected a whole gzip file, found a damaged one ",
+    ),
     "unknown file": (lambda tmp: ["--dataset", text(tmp, "text.xml", "a")], "data.dataset: expected a file that ends"),
     "broken lines": (lambda tmp: ["--dataset", text(tmp, "a.jsonl", "{}\n{")], ".*a.jsonl line 2: not valid JSON: "),
     "lines nested without end": (

@@ -21,7 +21,7 @@ RECOMMENDED = "recommended"
 RecipeName = Annotated[
     str, typer.Argument(help="a recipe's name (see `linearize recipes`) or a YAML file", metavar="[RECIPE]")
 ]
-Model = Annotated[str, typer.Option(help="the softmax model: a Hugging Face folder or hub id")]
+Model = Annotated[str, typer.Option(help="the softmax model: a Hugging Face folder, a GGUF file or a hub id")]
 Student = Annotated[str, typer.Argument(help="a run's folder, or a linearized model's", metavar="RUN")]
 OutputDir = Annotated[Path, typer.Option(help="the run's folder; the same command again resumes it")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="override a recipe field, e.g. mixer.span.window_size=32")]
@@ -50,7 +50,8 @@ Seed = Annotated[int | None, typer.Option(help="seed of everything random; the r
 Text = Annotated[
     str | None,
     typer.Option(
-        help="a txt, csv, tsv, json, jsonl or parquet file, a folder of them or of images, or a hub dataset id"
+        help="a txt, csv, tsv, json, jsonl (also .gz, .zst) or parquet file, a folder of them or of images, or a hub "
+        "dataset id"
     ),
 ]
 

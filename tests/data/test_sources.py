@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -45,6 +46,59 @@ def test_tables(tmp_path):
     write_parquet(tmp_path / "rows.parquet", ROWS)
     for name in ("list.json", "object.JSON", "rows.jsonl", "rows.parquet"):
         assert rows_of(tmp_path / name) == ROWS, name
+
+
+def zstd(data: bytes) -> bytes:
+    """In two frames, as parallel compressors write them, with checksums, as `zstd` writes them."""
+    zstandard = pytest.importorskip(
+        "zstandard", reason="zstandard is not installed; the extras `dev` and `zstd` have it"
+    )
+    half = len(data) // 2
+    return b"".join(zstandard.ZstdCompressor(write_checksum=True).compress(part) for part in (data[:half], data[half:]))
+
+
+COMPRESSORS = {"gz": gzip.compress, "zst": zstd}
+compressed = pytest.mark.parametrize("kind", COMPRESSORS)
+
+
+@compressed
+def test_compressed_lines(tmp_path, kind):
+    """Alone, in capitals, and in a folder beside others."""
+    many = [{"text": f"{index} é " * 50} for index in range(3000)]
+    data = write_jsonl(tmp_path / "b.jsonl", many).read_bytes()
+    for name in (f"a.jsonl.{kind}", f"A.JSONL.{kind.upper()}"):
+        (tmp_path / name).write_bytes(COMPRESSORS[kind](data))
+        assert rows_of(tmp_path / name) == many
+    assert rows_of(tmp_path) == many * 3
+
+
+@compressed
+def test_damaged_compressed_lines(tmp_path, kind):
+    """Cut off, no such file at all, and with other bytes within, which gzip may unpack to what is no JSON."""
+    path = tmp_path / f"rows.jsonl.{kind}"
+    whole = COMPRESSORS[kind](b"".join(f'{{"text": "{index * 7919}"}}\n'.encode() for index in range(5000)))
+    middle = len(whole) // 3
+    damaged = r"expected a whole \w+ file, found a damaged one \(.+\); copy it again"
+    for data in (whole[:-3], whole[:middle], b"text"):
+        path.write_bytes(data)
+        with fails(f"{path}: {damaged}"):
+            rows_of(path)
+    path.write_bytes(whole[:middle] + b"0123456789" * 5 + whole[middle + 50 :])
+    with fails(rf"{path}(: {damaged}| line \d+: not valid JSON|: expected UTF-8 text)"):
+        rows_of(path)
+    path.write_bytes(COMPRESSORS[kind](b'{"text": "a"}\n{"text": \n'))
+    with fails(rf"{path} line 2: not valid JSON"):
+        rows_of(path)
+    path.write_bytes(COMPRESSORS[kind](b"\xff\n"))
+    with fails(f"{path}: expected UTF-8 text, found byte 0xff"):
+        rows_of(path)
+
+
+def test_zst_without_its_package(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl.zst").write_bytes(b"x")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with fails(r"rows.jsonl.zst: zst files need the package zstandard; run `pip install 'linearize\[zstd\]'`"):
+        rows_of(tmp_path / "rows.jsonl.zst")
 
 
 def test_parquet_keeps_conversations(tmp_path):
@@ -120,7 +174,7 @@ def test_home_folder(tmp_path, monkeypatch):
             b"text,n,text\n1,2,3\n",
             "rows.csv line 1: expected columns of different names, found 'text' 2 times",
         ),
-        ("rows.jsonl.gz", b"x", "expected a file that ends in .*found .*rows.jsonl.gz'; unpack a compressed file"),
+        ("rows.csv.gz", b"x", "expected a file that ends in .*found .*rows.csv.gz'; unpack other compressed files"),
         ("rows", b"a,b", "data.dataset: expected a file that ends in"),
         ("bad.json", b'[{"a": 1},\n {"a": }]', "bad.json line 2: not valid JSON: Expecting value"),
         ("lines.json", b'{"a": 1}\n{"a": 2}\n', "lines.json line 2: not valid JSON: Extra data; .*must end in .jsonl"),
@@ -281,11 +335,11 @@ def test_quotation_marks_that_do_not_fit(tmp_path, text):
 
 def test_what_a_folder_has_besides_is_named(tmp_path, caplog):
     write_jsonl(tmp_path / "a.jsonl", ROWS)
-    for name in ("b.jsonl.gz", "notes/c.rst", ".hidden"):
+    for name in ("b.csv.gz", "notes/c.rst", ".hidden"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     assert rows_of(tmp_path) == ROWS
-    assert len(caplog.messages) == 1 and caplog.messages[0].endswith(".tsv: b.jsonl.gz, notes/c.rst")
+    assert len(caplog.messages) == 1 and caplog.messages[0].endswith(".tsv: b.csv.gz, notes/c.rst")
     for number in range(9):
         (tmp_path / f"{number}.bin").write_text("x")
     caplog.clear()
@@ -345,10 +399,10 @@ def test_links_in_a_folder(tmp_path, caplog):
 
 
 def test_a_folder_in_which_nothing_can_be_read(tmp_path):
-    for name in ("a.jsonl.gz", "b.zst"):
+    for name in ("a.csv.gz", "b.zst"):
         (tmp_path / name).write_text("x")
-    with fails("expected files that end in .txt.*found none in .*; unpack or convert a.jsonl.gz, b.zst"):
+    with fails("expected files that end in .txt.*found none in .*; unpack or convert a.csv.gz, b.zst"):
         rows_of(tmp_path)
     (tmp_path / "data").symlink_to(tmp_path)
-    with fails("unpack or convert a.jsonl.gz, b.zst; not read, because they are links to folders.*: data"):
+    with fails("unpack or convert a.csv.gz, b.zst; not read, because they are links to folders.*: data"):
         rows_of(tmp_path)

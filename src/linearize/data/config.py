@@ -14,8 +14,8 @@ from linearize.hf.teacher import TeacherShape
 class DataConfig(Config):
     """What to learn, and from what: text in packed rows, or the examples of a task.
 
-    `dataset` is a hub id, or a local txt / json / jsonl / csv / tsv / parquet file or a folder of them; of images, a
-    folder with a folder per class.
+    `dataset` is a hub id, or a local txt / json / jsonl / csv / tsv / parquet file or a folder of them, jsonl also
+    compressed as .jsonl.gz or .jsonl.zst; of images, a folder with a folder per class.
     """
 
     task: AnyTask = LanguageModelling()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import importlib.util
+import io
 import json
 import logging
 import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,8 @@ logger = logging.getLogger(__name__)
 DOCUMENT_SEPARATOR = "<|endoftext|>"
 _NAMED = 5  # files in a message
 _LINES = 100  # line breaks of a csv cell that are worth a warning
+_ZSTD_READ = 16 * 1024  # bytes of a file that are unpacked at once
+_ZSTD_WINDOW = 2**31  # bytes, the largest that `zstd --long=31` writes
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -46,13 +52,13 @@ def read_rows(config: DataConfig) -> Iterator[LocatedRow]:
     if path.is_dir():
         return _folder_rows(path, config)
     if path.is_file():
-        if path.suffix.lower() not in _SUFFIXES:
+        if _suffix(path) not in _SUFFIXES:
             raise UserError(
-                f"data.dataset: expected a file that ends in {', '.join(_SUFFIXES)}, found {name!r}; unpack a "
-                "compressed file, and convert others"
+                f"data.dataset: expected a file that ends in {', '.join(_SUFFIXES)}, found {name!r}; unpack other "
+                "compressed files, and convert the rest"
             )
         return _located(_file_rows(path, config), "data")
-    if path.suffix.lower() in _SUFFIXES or not _HUB_ID.fullmatch(name):
+    if _suffix(path) in _SUFFIXES or not _HUB_ID.fullmatch(name):
         raise UserError(
             f"data.dataset: expected a local file or folder or a hub id, found nothing at {name!r}; check the path"
         )
@@ -73,6 +79,12 @@ def on_disk(name: str) -> bool:
     return _local(name).exists()
 
 
+def _suffix(path: Path) -> str:
+    """Return the end of a file's name that says how it is read; of a compressed file, both ends."""
+    both = "".join(path.suffixes[-2:]).lower()
+    return both if both in _COMPRESSED else path.suffix.lower()
+
+
 def _local(name: str) -> Path:
     return Path(name).expanduser()
 
@@ -91,7 +103,7 @@ def _files_below(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
         if path.is_file():
-            if path.suffix.lower() in _SUFFIXES:
+            if _suffix(path) in _SUFFIXES:
                 files.append(path)
             else:
                 others.setdefault(_UNKNOWN, []).append(path)
@@ -115,8 +127,8 @@ def _folder_rows(folder: Path, config: DataConfig) -> Iterator[LocatedRow]:
         advice += [f"not read, because {reason}: {_some(paths, folder)}" for reason, paths in others.items()]
         found = "; ".join([f"found none in {folder}", *advice])
         raise UserError(f"data.dataset: expected files that end in {', '.join(_SUFFIXES)}, {found}")
-    tables = [path for path in files if path.suffix.lower() not in _TEXT_READERS]
-    texts = [path for path in files if path.suffix.lower() in _TEXT_READERS]
+    tables = [path for path in files if _suffix(path) not in _TEXT_READERS]
+    texts = [path for path in files if _suffix(path) in _TEXT_READERS]
     if tables and texts:
         # Either reading could be meant (a README beside tables, a JSON file among sources), so neither is guessed.
         raise UserError(
@@ -130,7 +142,7 @@ def _folder_rows(folder: Path, config: DataConfig) -> Iterator[LocatedRow]:
 
 
 def _file_rows(path: Path, config: DataConfig) -> Iterator[Row]:
-    suffix = path.suffix.lower()
+    suffix = _suffix(path)
     if suffix in _TEXT_READERS:
         for text in _TEXT_READERS[suffix](path):
             yield {config.text_column: text}
@@ -179,16 +191,91 @@ def _json_rows(path: Path) -> Iterator[Any]:
 
 def _jsonl_rows(path: Path) -> Iterator[Any]:
     with _readable(path), path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except RecursionError:
-                    raise UserError(
-                        f"{path} line {number}: expected rows of text, found JSON nested too deeply"
-                    ) from None
-                except ValueError as error:  # or a number of thousands of digits
-                    raise UserError(f"{path} line {number}: not valid JSON: {getattr(error, 'msg', error)}") from None
+        yield from _rows_of_lines(path, lines)
+
+
+def _gzip_rows(path: Path) -> Iterator[Any]:
+    with _readable(path):
+        try:
+            with gzip.open(path, "rt", encoding="utf-8-sig") as lines:
+                yield from _rows_of_lines(path, lines)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise _damaged(path, "gzip", error) from None
+
+
+def _zstd_rows(path: Path) -> Iterator[Any]:
+    if importlib.util.find_spec("zstandard") is None:
+        raise UserError(f"{path}: zst files need the package zstandard; run `pip install 'linearize[zstd]'`")
+    import zstandard
+
+    with _readable(path), path.open("rb") as file:
+        try:
+            with io.TextIOWrapper(io.BufferedReader(_ZstdFrames(file)), encoding="utf-8-sig") as lines:
+                yield from _rows_of_lines(path, lines)
+        except (EOFError, zstandard.ZstdError) as error:
+            raise _damaged(path, "Zstandard", error) from None
+
+
+class _ZstdFrames(io.RawIOBase):
+    """The contents of a .zst file, all of its frames.
+
+    zstandard's own stream ends silently in the middle of a file that is cut off.
+
+    Raises:
+        EOFError: the file ends within a frame.
+    """
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        import zstandard
+
+        self._file = file
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+        self._frame = self._decompressor.decompressobj()
+        self._begun = False  # whether anything of this frame was read
+        self._packed = b""
+        self._unpacked = memoryview(b"")
+
+    def readable(self) -> bool:
+        """As every stream that is read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer with at most its size; 0 bytes are the end of the last frame."""
+        while not self._unpacked:
+            self._packed = self._packed or self._file.read(_ZSTD_READ)
+            if not self._packed and self._begun:
+                raise EOFError("the end of the file within a frame")
+            if not self._packed:
+                return 0
+            self._unpacked = memoryview(self._frame.decompress(self._packed))
+            self._packed = self._frame.unused_data
+            self._begun = not self._frame.eof
+            if self._frame.eof:
+                self._frame = self._decompressor.decompressobj()
+        count = min(len(buffer), len(self._unpacked))
+        buffer[:count] = self._unpacked[:count]
+        self._unpacked = self._unpacked[count:]
+        return count
+
+
+def _damaged(path: Path, kind: str, error: Exception) -> UserError:
+    return UserError(f"{path}: expected a whole {kind} file, found a damaged one ({_one_line(error)}); copy it again")
+
+
+def _rows_of_lines(path: Path, lines: Iterable[str]) -> Iterator[Any]:
+    """Yield the value of each line of a JSON lines file that is not empty.
+
+    Raises:
+        UserError: a line is not JSON.
+    """
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except RecursionError:
+                raise UserError(f"{path} line {number}: expected rows of text, found JSON nested too deeply") from None
+            except ValueError as error:  # or a number of thousands of digits
+                raise UserError(f"{path} line {number}: not valid JSON: {getattr(error, 'msg', error)}") from None
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
@@ -277,9 +364,12 @@ _TEXT_READERS: dict[str, Callable[[Path], Iterator[str]]] = {
 _TABLE_READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
     ".json": _json_rows,
     ".jsonl": _jsonl_rows,
+    ".jsonl.gz": _gzip_rows,
+    ".jsonl.zst": _zstd_rows,
     ".parquet": _parquet_rows,
 }
 _SEPARATED_READERS = {".csv": _separated_rows(","), ".tsv": _separated_rows("\t")}
+_COMPRESSED = (".jsonl.gz", ".jsonl.zst")
 _SUFFIXES = (*_TEXT_READERS, *_TABLE_READERS, *_SEPARATED_READERS)
 # Why something in a folder is not read.
 _UNKNOWN = f"they do not end in {', '.join(_SUFFIXES)}"
