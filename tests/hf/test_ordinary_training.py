@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import linearize
 from linearize.hf.attention import linearized_layers
@@ -132,3 +132,83 @@ def test_trainer_with_gradient_checkpointing(case: Case, tmp_path: Path) -> None
     expected = dict(plain.model.named_parameters())
     for name, parameter in found.model.named_parameters():
         assert_close(parameter, expected[name], 1e-5)
+
+
+# --- gradient accumulation --------------------------------------------------------------------------------------------
+
+LENGTHS = (24, 5, 17, 9)  # of rows
+
+
+def unequal_rows() -> list[dict[str, list[int]]]:
+    """Rows of different lengths; the first tokens of one have no loss, as those of a prompt."""
+    rows = []
+    for index, length in enumerate(LENGTHS):
+        ids = random_tokens(1, length, seed=index)[0].tolist()
+        prompt = 6 if index == 0 else 0
+        rows.append(dict(input_ids=ids, labels=[-100] * prompt + ids[prompt:]))
+    return rows
+
+
+def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Rows with padding behind them, as a batch of tensors."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    fill = dict(input_ids=0, labels=-100, attention_mask=0)
+    whole = [row | {"attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    return {
+        name: torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in whole])
+        for name, value in fill.items()
+    }
+
+
+class Gradients(TrainerCallback):
+    """Copies of the gradients of the first step, by parameter."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        self.found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def one_step(model: Any, folder: Path, batch_size: int, collator: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss that Trainer logs of a step over all rows, `batch_size` at a time, and the gradients."""
+    options: dict[str, Any] = dict(max_steps=1, logging_steps=1, learning_rate=1e-3, max_grad_norm=0.0, use_cpu=True)
+    options |= dict(report_to=[], disable_tqdm=True, save_strategy="no", remove_unused_columns=False)
+    options |= dict(per_device_train_batch_size=batch_size, gradient_accumulation_steps=len(LENGTHS) // batch_size)
+    gradients = Gradients()
+    arguments = TrainingArguments(str(folder), **options)
+    trainer = Trainer(model, arguments, collator, train_dataset=unequal_rows(), callbacks=[gradients])
+    trainer.train()
+    return next(row["loss"] for row in trainer.state.log_history if "loss" in row), gradients.found
+
+
+def in_training(case: Case, adapters: bool) -> Any:
+    """A new student in fp64, the same weights every time, or LoRA on it."""
+    model = make_student(case, make_teacher(case.architecture)).train()
+    if not adapters:
+        return model
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+@PEFT
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "name, collator, adapters",
+    [
+        ("llama-none", padded, False),
+        ("llama-mixed", padded, False),
+        ("llama-mixed", DataCollatorWithFlattening(), False),
+        ("llama-sliding", padded, True),
+        ("llama-cache", padded, False),
+        ("gpt2-sliding", padded, False),
+    ],
+)
+def test_accumulated_gradients(name: str, collator: Any, adapters: bool, tmp_path: Path) -> None:
+    """The loss is the mean over the tokens of a whole step, not of the means of its batches."""
+    loss, expected = one_step(in_training(CASE[name], adapters), tmp_path, 4, collator)
+    found_loss, found = one_step(in_training(CASE[name], adapters), tmp_path, 2, collator)
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert found.keys() == expected.keys() and max(float(x.abs().max()) for x in expected.values()) > 1e-3
+    for parameter, gradient in expected.items():
+        assert_close(found[parameter], gradient, 1e-9)
