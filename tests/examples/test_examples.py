@@ -41,6 +41,8 @@ def example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_fits_on_a_screen_and_says_what_stands_behind_it(path: Path, example: Example) -> None:
+    if path.stem == "finetune_trl":
+        pytest.importorskip("trl", reason="trl is not installed; `make test-trl` installs it")
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 55
     assert f"python examples/{path.name}" in text  # how to run it
@@ -59,6 +61,23 @@ def test_convert(example: Example, tmp_path: Path, teacher: Callable[[], Any]) -
         assert json.loads((tmp_path / stage / "result.json").read_text())["steps"] == 2
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert type(model).__name__ == "LinearizedLlamaForCausalLM"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:'pin_memory':UserWarning")
+@pytest.mark.parametrize("name, options", [("trainer", []), ("trl", []), ("trl", ["--packing"])])
+def test_finetune(example: Example, tmp_path: Path, name: str, options: list[str]) -> None:
+    """The model that is saved is the fine-tuned one, and differs from the one that was converted."""
+    if name == "trl":
+        pytest.importorskip("trl", reason="trl is not installed; `make test-trl` installs it")
+    text = tiny.write_text(tmp_path / "text.jsonl", documents=400)
+    data = ["--data" if name == "trl" else "--text", text]
+    given = ["--model", tiny.teacher_folder(), *data, "--output-dir", tmp_path, "--steps", 2, "--length", 64]
+    example(f"finetune_{name}", *given, *options)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert type(model).__name__ == "LinearizedLlamaForCausalLM"
+    before = AutoModelForCausalLM.from_pretrained(tiny.teacher_folder()).state_dict()
+    changed = {key for key, x in model.state_dict().items() if key in before and not x.equal(before[key])}
+    assert len(changed) == 2 * 7  # of both layers, all projections
 
 
 def test_chat_beside_teacher(example: Example, tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def in_training(case: Case, adapters: bool) -> Any:
     [
         ("llama-none", padded, False),
         ("llama-mixed", padded, False),
-        ("llama-mixed", DataCollatorWithFlattening(), False),
+        ("llama-mixed", DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True), False),
         ("llama-sliding", padded, True),
         ("llama-cache", padded, False),
         ("gpt2-sliding", padded, False),

@@ -39,6 +39,7 @@ CALL = "linearize_call"  # keyword that carries a layer's call to the attention 
 IGNORED = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch"}
     | {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "sliding_window", "deterministic"}
+    | {"seq_idx"}  # of TRL's packed rows: documents are told apart by their positions, as softmax attention does
     | {"output_router_logits"}
     | {"tokenizer", "assistant_tokenizer"}  # generate() hands them on to every forward
 )
