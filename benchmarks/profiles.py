@@ -78,11 +78,10 @@ def times_by_operation(call: Callable[[], object], device: torch.device) -> dict
             torch.cuda.synchronize()
     found, ours = recorded.key_averages(), set[str]()
     if cuda:
-        from linearize.ops import triton_kernels, triton_outputs
+        from linearize.ops import triton_gradients, triton_kernels, triton_outputs
 
-        ours = {
-            name for module in (triton_kernels, triton_outputs) for name, x in vars(module).items() if hasattr(x, "fn")
-        }
+        modules = triton_kernels, triton_gradients, triton_outputs
+        ours = {name for module in modules for name, x in vars(module).items() if hasattr(x, "fn")}
     events = [event for event in found if event.key.startswith("aten::") or event.key in ours]
     own = {event.key: 1e-6 * (event.self_device_time_total if cuda else event.self_cpu_time_total) for event in events}
     return dict(sorted(own.items(), key=lambda item: -item[1]))

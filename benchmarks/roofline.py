@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
-from linearize.ops import dispatch, full, triton_backend
+from linearize.ops import dispatch, full, triton_backend, triton_launch
 
 SHARE = 0.6
 TFLOPS = {torch.bfloat16: 989 * SHARE, torch.float32: 495 / 3 * SHARE}  # float32 by three products of TF32
@@ -149,7 +149,7 @@ def counted() -> Iterator[Cost]:
     cost, kernels = Cost(), triton_backend.TritonBackend("triton")
     with (
         mock.patch.object(dispatch, "choose", return_value=kernels),
-        mock.patch.object(triton_backend, "launch", kernel_of(cost)),
+        mock.patch.object(triton_launch, "launch", kernel_of(cost)),
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", softmax_of(cost)),
         mock.patch.object(full, "scaled_dot_product_attention", softmax_of(cost)),
         torch.no_grad(),

@@ -89,7 +89,7 @@ class Backend:
         return self._form(x.q, x.k).window_softmax(x)
 
     def with_cached(self, x: SoftmaxInputs, window: Partial) -> Partial:
-        """Add the pairs of the block's cache to `window`, which may be overwritten."""
+        """Add the pairs of the block's cache to `window`."""
         return eviction_cache.merged(window, eviction_cache.cached_softmax(x))
 
     def linear_scan(self, x: LinearInputs) -> Partial:

@@ -1,37 +1,45 @@
 """Triton kernels of our own for NVIDIA GPUs: Hedgehog's maps, window, additive linear part, KV caches, one more token.
 
-Forward alone. A GPU works on one operation of a short prompt for less time than it takes to launch it, and the chunked
-forms make hundreds of them per layer. Where gradients are wanted, and what the kernels do not define (decays, kernels
-in closed form, the delta rule, float64, padding within a document, more than one document in front of a linear part),
-is served by torch's operations.
+A GPU works on one operation of a short prompt for less time than it takes to launch it, and the chunked forms make
+hundreds of them per layer. Window, cache, linear part and maps have backward passes (`triton_autograd`); the output of
+sums and one more token are kernels only where no gradient is wanted. The backward kernels are checked by Triton's
+interpreter and compiled for GPUs; they have not been timed on one yet.
+
+Torch's operations serve what the kernels do not define: decays, kernels in closed form, the delta rule, float64,
+padding within a document, and more than one document in front of a linear part. Gradients of gradients are an error.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from linearize.ops import triton_launch
 from linearize.ops.backend import Backend
 from linearize.ops.inputs import LinearInputs, LinearState, Quotient, SoftmaxInputs
 from linearize.ops.layout import Layout, Span, TerracedSpan
 from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.recurrent import StepInputs, StepOutputs, pushed
+from linearize.ops.triton_autograd import (
+    HedgehogFeatures,
+    KeysRead,
+    LinearRead,
+    LinearScan,
+    Softmax,
+    linear_states,
+    linear_sums,
+    summed_states,
+)
+from linearize.ops.triton_launch import CHUNK, HOW, WIDEST, between_rows, power_of_2, rows_of_numbers, strides
 from linearize.ops.window import LOG2_E
 
-WIDEST = 128  # features, and values of a head
-MOST_BYTES = 2**15  # of the queries of a program
-MOST_GROUPED = 64  # query heads of one program
-CHUNK = 64  # queries of a program
-# Products of float32 are three of TF32, which come near to it. No loads ahead: then 99 KiB of shared memory are enough,
-# which GPUs have since Ampere.
-HOW = {"PRECISION": "tf32x3", "num_stages": 1}
+MOST_GROUPED = 64  # query heads of one program of a step
 PAIR = "keys", "values"
 
 
@@ -59,83 +67,42 @@ class TritonBackend(Backend):
         """y = x W + b and -y side by side, F = 2 N: `exp` as they are, `softmax_halves` and `softmax` each one's or
         over both, no less than `least`.
         """
-        if max(weight.shape[1:]) > WIDEST or wants_more((x, weight), None):
+        tensors = (x, weight) if bias is None else (x, weight, bias)
+        if max(weight.shape[1:]) > WIDEST or any(tensor.dtype == torch.float64 for tensor in tensors):
             return None
-        from linearize.ops import triton_kernels
+        bias = None if bias is None else bias.contiguous()
+        return HedgehogFeatures.apply(rows_of_numbers(x), weight.contiguous(), bias, activation, least)
 
-        x, weight, biased = rows_of_numbers(x), weight.contiguous(), bias is not None
-        bias = weight if bias is None else bias.contiguous()
-        (batch, _, length, width), outputs, heads = x.shape, weight.shape[2], max(x.shape[1], len(weight))
-        phi, rows = x.new_empty(batch, heads, length, 2 * outputs, dtype=torch.float32), min(CHUNK, power_of_2(length))
-        launch(
-            triton_kernels.hedgehog, (batch * heads, -(-length // rows)),
-            *(x, weight, bias, phi, *strides(x), heads, heads // x.shape[1], heads // len(weight), length, least),
-            D=width, BLOCK_D=min(64, power_of_2(width)), N=outputs, BLOCK_N=power_of_2(outputs), M=rows,
-            BIAS=biased, SOFTMAX=activation != "exp", HALVES=activation == "softmax_halves", **HOW,
-        )  # fmt: skip
-        return phi
+    def softmax(self, x: SoftmaxInputs) -> Partial:
+        """Compute softmax of every query over its window and its block's KV cache with eviction."""
+        return _softmax(x) if _serves_softmax(x) else super().softmax(x)
 
     def window_softmax(self, x: SoftmaxInputs) -> Partial:
-        """The softmax part (`reference.window_softmax`)."""
-        span, layout = x.span, x.layout
-        if wants_more((x.q, x.k, x.v), layout) or not span.max_lag or x.v.shape[3] > WIDEST:
-            return super().window_softmax(x)
-        from linearize.ops import triton_kernels
-
-        q, k, v = (rows_of_numbers(tensor) for tensor in (x.q, x.k.to(x.q.dtype), x.v.to(x.q.dtype)))
-        batch, heads, length, width = q.shape
-        num = q.new_empty(q.shape, dtype=torch.float32)
-        part = Partial(num, *(num.new_empty(q.shape[:3]) for _ in range(2)))
-        lowest, queries = _lowest(span, layout), (layout.query_position, layout.query_document)
-        keys = layout.key_position, layout.key_document
-        launch(
-            triton_kernels.window, (batch * heads, -(-length // CHUNK)),
-            *(q, k, v, lowest, *queries, *keys, part.num, part.den, part.log_scale),
-            *(*strides(q), *strides(k), *strides(v), *map(between_rows, (lowest, queries[0], keys[0]))),
-            *(heads, heads // k.shape[1], length, k.shape[2], span.max_lag, span.sinks),
-            *(x.scaling * LOG2_E, 1.0 if x.softcap is None else x.softcap),
-            D=width, BLOCK_D=power_of_2(width), SOFTCAP=x.softcap is not None, SINKS=span.sinks > 0,
-            CARRIED=layout.sink_slots > 0, M=CHUNK, N=32, **HOW,
-        )  # fmt: skip
-        return part
-
-    def with_cached(self, x: SoftmaxInputs, window: Partial) -> Partial:
-        """Softmax of every query over window and what its block's cache holds; overwrites `window`."""
-        assert x.cached is not None
-        keys, values, blocks, held = x.cached.keys, x.cached.values, x.cached.blocks, x.cached.held
-        group, block = x.q.shape[1] // keys.shape[1], blocks.slots.shape[2]
-        rows = power_of_2(group * block)
-        if wants_more((x.q, keys, values), None) or rows * values.shape[3] * x.q.element_size() > MOST_BYTES:
-            return super().with_cached(x, window)
-        from linearize.ops import triton_kernels
-
-        q, k, v = (rows_of_numbers(tensor) for tensor in (x.q, keys.to(x.q.dtype), values.to(x.q.dtype)))
-        batch, length, width, size = len(q), *q.shape[2:], held.shape[3]
-        before = x.layout.key_position.shape[1] - length
-        at, held = torch.where(blocks.slots >= before, blocks.slots - before, -1), held.contiguous()
-        part = Partial(*(tensor.contiguous() for tensor in (window.num, window.den, window.log_scale)))
-        launch(
-            triton_kernels.cached, (batch * k.shape[1], held.shape[2]),
-            *(q, k, v, at, held, part.num, part.den, part.log_scale),
-            *(*strides(q), *strides(k), *strides(v), between_rows(at)),
-            *(k.shape[1], group, length, held.shape[2], block, size),
-            *(x.scaling * LOG2_E, 1.0 if x.softcap is None else x.softcap),
-            D=width, BLOCK_D=power_of_2(width), SOFTCAP=x.softcap is not None, M=rows, N=32, **HOW,
-        )  # fmt: skip
-        return part
+        """Compute softmax over the window (`reference.window_softmax`)."""
+        x = replace(x, cached=None)
+        return _softmax(x) if _serves_softmax(x) else super().window_softmax(x)
 
     def linear_scan(self, x: LinearInputs) -> Partial:
-        """The linear part (`reference.linear_scan`)."""
-        found = _scan(x, ends=False)
-        return super().linear_scan(x) if found is None else found[0]
+        """Compute the linear part (`reference.linear_scan`)."""
+        if not _serves_linear(x):
+            return super().linear_scan(x)
+        phi_q, phi_k, v = (rows_of_numbers(tensor) for tensor in (x.queries(), x.phi_k, x.v))
+        state = (None, None) if x.state is None else (x.state.S, x.state.z)
+        return _unscaled(*LinearScan.apply(phi_q, phi_k, v, *state, LinearRead.of(x, None)))
 
     def scan_with_state(self, x: LinearInputs) -> tuple[Partial, LinearState]:
-        """The `linear_scan`, and the state after the last token (`linear_state.linear_state`)."""
-        found = _scan(x, ends=True)
-        if found is None:
-            return super().linear_scan(x), linear_state(x)
-        linear, state = found
-        return linear, linear_state(x) if state is None else state
+        """Return the `linear_scan`, and the state after the last token."""
+        if wants_gradients(_tensors(x)) or not (_serves_linear(x) and _end_together(x.layout)):
+            return self.linear_scan(x), linear_state(x)
+        layout, span = x.layout, x.span
+        phi_q, phi_k, v = (rows_of_numbers(tensor) for tensor in (x.queries(), x.phi_k, x.v))
+        read = LinearRead.of(x, layout.once(("ends", span), lambda: _ends(span, layout)))
+        carried = None if x.state is None else (x.state.S, x.state.z)
+        S, z = summed_states(linear_states(phi_k, v, phi_q.shape[2], read), carried)
+        linear = _unscaled(*linear_sums(phi_q, phi_k, v, (S, z), read))
+        count = read.ends.shape[1]
+        behind = [y[:, :, i].clone() for i in range(-count, 0) for y in (S, z)]  # which do not hold on to all states
+        return linear, LinearState(*behind)
 
     def output(
         self,
@@ -146,7 +113,10 @@ class TritonBackend(Backend):
     ) -> Float[Tensor, "B H T D"] | None:
         """The output in `dtype`. It lies as it is read next: the heads of a token side by side."""
         parts, one = [part for part in (window, linear) if part is not None], quotient()
-        if one is None or wants_more(tuple(x for part in parts for x in (part.num, part.den)), None):
+        if one is None:
+            return None
+        tensors = *(x for part in parts for x in (part.num, part.den)), *(() if one.factor is None else (one.factor,))
+        if wants_gradients(tensors) or any(x.dtype == torch.float64 for x in tensors):
             return None
         from linearize.ops import triton_outputs
 
@@ -155,7 +125,7 @@ class TritonBackend(Backend):
         (batch, heads, length, width), rows = num_w.shape, min(32, power_of_2(num_w.shape[2]))
         y = num_w.new_empty(batch, length, heads, width, dtype=dtype)
         factor = num_w if one.factor is None else one.factor
-        launch(
+        triton_launch.launch(
             triton_outputs.quotient, (batch * heads, -(-length // rows)),
             *(num_w, den_w, num_l, den_l, factor, y, heads, length, one.least),
             WINDOW=window is not None, LINEAR=linear is not None, D=width, BLOCK_D=power_of_2(width), M=rows,
@@ -166,6 +136,23 @@ class TritonBackend(Backend):
         """The output of one more token, the slots behind it, and the linear state: in one launch."""
         quotient = x.quotient()
         return _one_token(x, quotient) if quotient is not None and _serves_step(x) else super().step(x)
+
+
+def _softmax(x: SoftmaxInputs) -> Partial:
+    """Compute softmax over window and cache by kernels."""
+    pairs = (x.k, x.v) if x.cached is None else (x.k, x.v, x.cached.keys, x.cached.values)
+    q, k, v, *pool = (rows_of_numbers(tensor.to(x.q.dtype)) for tensor in (x.q, *pairs))
+    pool_k, pool_v = pool or (None, None)
+    return Partial(*Softmax.apply(q, k, v, pool_k, pool_v, KeysRead.of(x)))
+
+
+def _serves_softmax(x: SoftmaxInputs) -> bool:
+    """Return whether kernels can compute softmax over window and cache."""
+    tensors = (x.q, x.k, x.v) if x.cached is None else (x.q, x.k, x.v, x.cached.keys, x.cached.values)
+    # Kernels add up the gradients of a cache's pairs in any order.
+    if x.cached is not None and torch.are_deterministic_algorithms_enabled() and wants_gradients(tensors):
+        return False
+    return bool(x.span.max_lag) and x.v.shape[3] <= WIDEST and not needs_fallback(tensors, x.layout)
 
 
 def _serves_step(x: StepInputs) -> bool:
@@ -214,7 +201,7 @@ def _one_token(x: StepInputs, quotient: Quotient) -> StepOutputs:
     y = q.new_empty(q.shape)
     next_k, next_v = (tensor.new_empty(tensor.shape) if window else tensor for tensor in (k, v))
     side, group = min(64, power_of_2(width)), heads // units
-    launch(
+    triton_launch.launch(
         triton_outputs.one_token, (batch * units, -(-width // side)),
         *(q, new_k, new_v, k, v, unread if bias is None else bias, at.position, held_k, held_v),
         held_position.contiguous(),
@@ -233,64 +220,35 @@ def _one_token(x: StepInputs, quotient: Quotient) -> StepOutputs:
     return StepOutputs(y, None, None, {"keys": next_k, "values": next_v} | pushed(others, at), state)
 
 
-def _scan(x: LinearInputs, *, ends: bool) -> tuple[Partial, LinearState | None] | None:
-    """The linear part, and where `ends` are asked for the state behind rows that end together; None: the kernels do
-    not define it.
-    """
-    phi_q, phi_k, v, span, layout, state = x.queries(), x.phi_k, x.v, x.span, x.layout, x.state
-    before = phi_k.shape[2] - phi_q.shape[2]
-    decays = x.log_decay_k, x.log_decay_v
-    other = any(y is not None for y in (*decays, x.kernel)) or max(phi_k.shape[3], v.shape[3]) > WIDEST
-    other |= before > span.max_lag + CHUNK - 1 or v.shape[3] == 0
-    if other or wants_more((phi_q, phi_k, v), layout) or not _one_document(layout, state is not None):
-        return None
-    from linearize.ops import triton_kernels
-
-    phi_q, phi_k, v = (rows_of_numbers(tensor) for tensor in (phi_q, phi_k, v))
-    (batch, heads, length, features), (key_heads, slots), width = phi_q.shape, phi_k.shape[1:3], v.shape[3]
-    chunks, position = -(-length // CHUNK), layout.key_position
-    until = layout.once(("ends", span), lambda: _ends(span, layout))
-    states = chunks + (until.shape[1] if ends and _end_together(layout) else 0)
-    S = phi_q.new_empty(batch, key_heads, states, features, width, dtype=torch.float32)
-    z = phi_q.new_empty(batch, key_heads, states, features, dtype=torch.float32)
-    side = min(64, power_of_2(width))
-    blocks = {"F": features, "BLOCK_F": power_of_2(features), "D": width, "BLOCK_D": side, "C": CHUNK} | HOW
-    num = phi_q.new_empty(batch, heads, length, width, dtype=torch.float32)
-    den = num.new_empty(num.shape[:3])
-    launch(
-        triton_kernels.linear_states, (batch * key_heads, states, -(-width // side)),
-        *(phi_k, v, position, until, S, z, *strides(phi_k), *strides(v), between_rows(position), between_rows(until)),
-        *(key_heads, key_heads // v.shape[1], slots, before, chunks, states, span.max_lag, span.sinks),
-        **blocks,
-    )  # fmt: skip
-    if state is not None:
-        S[:, :, 0] += state.S
-        z[:, :, 0] += state.z
-    S, z, lowest = S.cumsum(2), z.cumsum(2), _lowest(span, layout)
-    launch(
-        triton_kernels.linear_outputs, (batch * heads, chunks, -(-width // side)),
-        *(phi_q, phi_k, v, lowest, position, S, z, num, den),
-        *(*strides(phi_q), *strides(phi_k), *strides(v), between_rows(lowest), between_rows(position)),
-        *(heads, heads // key_heads, heads // v.shape[1], length, slots, states),
-        *(span.max_lag, span.fold_lag, span.sinks),
-        **(blocks if v.dtype == torch.float32 else blocks | {"PRECISION": "tf32"}),  # values are rounded more than that
-    )  # fmt: skip
-    scale = layout.once("no scale", lambda: torch.zeros((), device=v.device))
-    behind = [y[:, :, i].clone() for i in range(chunks, states) for y in (S, z)]  # which do not hold on to all states
-    return Partial(num, den, scale.expand_as(den)), LinearState(*behind) if behind else None
+def _tensors(x: LinearInputs) -> tuple[Tensor, ...]:
+    """Return what the linear part has gradients for."""
+    state = () if x.state is None else (x.state.S, x.state.z)
+    return (x.queries(), x.phi_k, x.v, *state)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *inputs: Any, **options: Any) -> None:
-    """On the device of the inputs, whichever is the current one."""
-    with torch.cuda.device_of(inputs[0]):
-        kernel[grid](*inputs, **options)
+def _serves_linear(x: LinearInputs) -> bool:
+    """Return whether kernels can compute the linear part."""
+    if any(y is not None for y in (x.log_decay_k, x.log_decay_v, x.kernel)):
+        return False
+    before, features, width = x.phi_k.shape[2] - x.queries().shape[2], x.phi_k.shape[3], x.v.shape[3]
+    if max(features, width) > WIDEST or width == 0 or before > x.span.max_lag + CHUNK - 1:
+        return False
+    return not needs_fallback(_tensors(x), x.layout) and _one_document(x.layout, x.state is not None)
 
 
-def wants_more(inputs: tuple[Tensor, ...], layout: Layout | None) -> bool:
-    """Gradients, numbers of double precision, or padding within a document."""
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    doubles = any(x.dtype == torch.float64 for x in inputs)
-    return wanted or doubles or (layout is not None and layout.compaction is not None)
+def _unscaled(num: Float[Tensor, "B H T D"], den: Float[Tensor, "B H T"]) -> Partial:
+    """Return the sums as they are."""
+    return Partial(num, den, torch.zeros((), device=den.device).expand_as(den))
+
+
+def wants_gradients(inputs: tuple[Tensor, ...]) -> bool:
+    """Return whether a gradient is wanted of any of these."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
+def needs_fallback(inputs: tuple[Tensor, ...], layout: Layout) -> bool:
+    """Return whether there are numbers of double precision, or padding within a document."""
+    return any(x.dtype == torch.float64 for x in inputs) or layout.compaction is not None
 
 
 def _one_document(layout: Layout, carried: bool) -> bool:
@@ -312,12 +270,6 @@ def _end_together(layout: Layout) -> bool:
     return layout.uniform or layout.once("end together", lambda: bool((last == layout.count[:, None] - 1).all()))
 
 
-def _lowest(span: Span, layout: Layout) -> Int[Tensor, "B T"]:
-    """lo(n) of each query, -1 for padding."""
-    position = layout.query_position
-    return layout.once(("lowest", span), lambda: torch.where(position >= 0, span.lo(position), -1))
-
-
 def _ends(span: Span, layout: Layout) -> Int[Tensor, "B n"]:
     """Below which positions keys are in the state after the last token, and in that of the next block if there is one
     (`linear_state.linear_state`).
@@ -325,21 +277,3 @@ def _ends(span: Span, layout: Layout) -> Int[Tensor, "B n"]:
     last = layout.count - 1
     found = [span.lo(last), last - span.fold_lag + 1] if isinstance(span, TerracedSpan) else [span.lo(last)]
     return torch.stack(found, dim=1)
-
-
-def rows_of_numbers(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def strides(x: Float[Tensor, "B h K X"]) -> tuple[int, ...]:
-    return x.stride()[:3]
-
-
-def between_rows(x: Tensor) -> int:
-    return x.stride(0) if len(x) > 1 else 0
-
-
-@functools.cache
-def power_of_2(number: int) -> int:
-    """The least one that is no less, and no less than 16, which products take at least."""
-    return max(16, 1 << (number - 1).bit_length())

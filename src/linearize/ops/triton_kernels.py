@@ -1,10 +1,9 @@
-"""Triton kernels: Hedgehog's maps, the window, the additive linear part, and reading a KV cache with eviction,
-forward alone.
+"""Triton kernels of forward passes: Hedgehog's maps, window, additive linear part, and a KV cache with eviction.
 
-Each is what its caller in `triton_backend` says. Rows are slots of keys, whose last ones are those of the queries;
-positions and documents are int64, with a stride of 0 between rows that are alike. Logarithms are to base 2. A program
-is of one head, or one KV head, of one row: `programs` are numbered row by row, on the first axis, which alone can have
-more than 65,535. Blocks are powers of 2, as Triton wants them.
+Each is what its caller in `triton_autograd` says; `triton_gradients` has their backward passes. Rows are slots of keys,
+whose last ones are those of the queries; positions and documents are int64, with a stride of 0 between rows that are
+alike. Logarithms are to base 2. A program is of one head, or one KV head, of one row: `programs` are numbered row by
+row, on the first axis, which alone can have more than 65,535. Blocks are powers of 2, as Triton wants them.
 
 This module imports triton, which not every machine has.
 """
@@ -42,6 +41,44 @@ def added(scores, seen, values, top, total, num, PRECISION: tl.constexpr):
     total = total * before + tl.sum(weights, 1)
     num = num * before[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
     return larger, total, num
+
+
+@triton.jit
+@no_type_check
+def place_of_largest(place, top, scores, seen, places):
+    """Return where the largest score is: `place`, where `top` is, or one of these."""
+    scores = tl.where(seen, scores, -float("inf"))
+    largest = tl.max(scores, 1)
+    own = tl.max(tl.where(seen & (scores == largest[:, None]), places[None], -1), 1)
+    return tl.where(largest > top, own, place)
+
+
+@triton.jit
+@no_type_check
+def sees_near(k_position, k_document, keys_at, j, inside, lowest, position, document, sinks, SINKS: tl.constexpr):
+    """Return which of the keys in slots `j` each query sees: those from `lowest` on, and sinks."""
+    its = tl.load(k_position + keys_at + j, inside, -1)[None]
+    of = tl.load(k_document + keys_at + j, inside, -1)[None]
+    seen = (its >= lowest) & (its <= position) & (its >= 0) & (of == document)
+    if SINKS:
+        seen = seen | ((its >= 0) & (its < sinks) & (its <= position) & (of == document))
+    return seen
+
+
+@triton.jit
+@no_type_check
+def far_sinks(k_position, k_document, keys_at, last, n, sinks, CARRIED: tl.constexpr):
+    """Return the slots of sinks `n` up to the slot `last`, and whether there are any.
+
+    They belong to one document, that of `last`: others of the queries begin behind it. Its tokens lie side by side,
+    but for the sinks that have left a carried document's slots.
+    """
+    j = n + last - tl.load(k_position + keys_at + last, last >= 0, -1)
+    if CARRIED:
+        owner = tl.load(k_document + keys_at + last, last >= 0, -1)
+        moved = tl.load(k_position + keys_at + n, n < sinks, -1) == n
+        j = tl.where(moved & (owner == 0), n, j)
+    return j, (n < sinks) & (j >= 0) & (j <= last)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -90,16 +127,17 @@ def hedgehog(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def window(
-    q, k, v, lo, q_position, q_document, k_position, k_document, num, den, log_scale,
+    q, k, v, lo, q_position, q_document, k_position, k_document, num, den, log_scale, place,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot, lo_row, queries_row, keys_row,
     heads, group, length, slots, lag, sinks, factor, softcap,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, CARRIED: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    PLACE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the keys from `lo` on and the first `sinks`: of M queries over the `lag` slots that end with each,
     N at a time, and over the sinks before these slots.
 
-    SINKS: whether there are any; CARRIED: whether the first slots hold those of document 0 that left the slots behind.
+    SINKS: whether there are any; CARRIED: whether the first slots hold those of document 0 that left the slots behind;
+    PLACE: whether `place`, the slot of the key with the largest score, is wanted; -1 where there is no key.
     """
     row, head, start = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1) * M
     t, d = (start + tl.arange(0, M)).to(tl.int64), tl.arange(0, BLOCK_D)  # T H D can be more than 2**31
@@ -112,36 +150,29 @@ def window(
     top = tl.full([M], -float("inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     sums = tl.zeros([M, BLOCK_D], tl.float32)
+    largest = tl.full([M], -1, tl.int32)
     k_at = row.to(tl.int64) * k_row + (head // group) * k_head
     v_at = row.to(tl.int64) * v_row + (head // group) * v_head
     first = slots - length + start - lag + 1
     for i in range((lag + M - 2) // N + 1):
         j = (first + i * N + tl.arange(0, N)).to(tl.int64)
         inside = (j >= 0) & (j < slots)
-        its = tl.load(k_position + row * keys_row + j, inside, -1)[None]
-        of = tl.load(k_document + row * keys_row + j, inside, -1)[None]
         keys = tl.load(k + k_at + j[None] * k_slot + d[:, None], inside[None] & wide[:, None], 0.0)
         scores = tl.dot(x, keys, input_precision=PRECISION) * factor
         if SOFTCAP:
             scores = capped(scores, softcap)
-        seen = (its >= lowest) & (its <= position) & (its >= 0) & (of == document)
-        if SINKS:
-            seen = seen | ((its >= 0) & (its < sinks) & (its <= position) & (of == document))
+        seen = sees_near(
+            k_position, k_document, row * keys_row, j, inside, lowest, position, document, sinks, SINKS
+        )  # fmt: skip
         values = tl.load(v + v_at + j[:, None] * v_slot + d[None], inside[:, None] & wide[None], 0.0)
+        if PLACE:
+            largest = place_of_largest(largest, top, scores, seen, j.to(tl.int32))
         top, total, sums = added(scores, seen, values, top, total, sums, PRECISION)
     if SINKS:
-        # All of one document, that of the slot before: others of these queries begin behind it. Its tokens lie side by
-        # side, but for the sinks that have left a carried document's slots.
         last = (first - 1).to(tl.int64)
-        begin = last - tl.load(k_position + row * keys_row + last, last >= 0, -1)
-        owner = tl.load(k_document + row * keys_row + last, last >= 0, -1)
         for i in range((sinks - 1) // N + 1):
             n = i * N + tl.arange(0, N)
-            j = begin + n
-            if CARRIED:
-                moved = tl.load(k_position + row * keys_row + n, n < sinks, -1) == n
-                j = tl.where(moved & (owner == 0), n, j)
-            inside = (n < sinks) & (j >= 0) & (j <= last)
+            j, inside = far_sinks(k_position, k_document, row * keys_row, last, n, sinks, CARRIED)
             of = tl.load(k_document + row * keys_row + j, inside, -1)[None]
             keys = tl.load(k + k_at + j[None] * k_slot + d[:, None], inside[None] & wide[:, None], 0.0)
             scores = tl.dot(x, keys, input_precision=PRECISION) * factor
@@ -149,26 +180,30 @@ def window(
                 scores = capped(scores, softcap)
             seen = inside[None] & (n[None] <= position) & (of == document)
             values = tl.load(v + v_at + j[:, None] * v_slot + d[None], inside[:, None] & wide[None], 0.0)
+            if PLACE:
+                largest = place_of_largest(largest, top, scores, seen, j.to(tl.int32))
             top, total, sums = added(scores, seen, values, top, total, sums, PRECISION)
     out = tl.program_id(0).to(tl.int64) * length + t
     tl.store(num + out[:, None] * D + d[None], sums, there[:, None] & wide[None])
     tl.store(den + out, total, there)
     tl.store(log_scale + out, tl.where(top == -float("inf"), 0.0, top) / LOG2_E, there)
+    if PLACE:
+        tl.store(place + out, largest, there)
 
 
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def linear_states(
-    phi_k, v, k_position, ends, S, z,
+    phi_k, v, weight, k_position, ends, S, z,
     k_row, k_head, k_slot, v_row, v_head, v_slot, keys_row, ends_row,
     heads, v_group, slots, before, chunks, states, lag, sinks,
-    F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What is added to S and z before each chunk of C queries: C keys, up to `lag` slots before it.
 
     And then, of `states` in all, by those that are left below each of a row's `ends`, which are positions. BLOCK_D of
-    the values at a time.
+    the values at a time. WEIGHTED: keys have a `weight` each in z, else 1.
     """
     row, head, c = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
     f, d = tl.arange(0, BLOCK_F), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -188,6 +223,8 @@ def linear_states(
         keys = tl.load(phi_k + k_at + j[None] * k_slot + f[:, None], there[None] & tall[:, None], 0.0).to(tl.float32)
         values = tl.load(v + v_at + j[:, None] * v_slot + d[None], there[:, None] & wide[None], 0.0).to(tl.float32)
         sums += tl.dot(keys, values, input_precision=PRECISION)
+        if WEIGHTED:
+            keys *= tl.load(weight + tl.program_id(0).to(tl.int64) * slots + j, there, 0.0)[None]
         total += tl.sum(keys, 1)
     out = tl.program_id(0).to(tl.int64) * states + c
     tl.store(S + out * F * D + f[:, None] * D + d[None], sums, tall[:, None] & wide[None])
@@ -243,18 +280,19 @@ def linear_outputs(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def cached(
-    q, k, v, at, held, num, den, log_scale,
+    q, k, v, at, held, num, den, log_scale, place,
     q_row, q_head, q_slot, k_row, k_head, k_slot, v_row, v_head, v_slot, at_row,
-    heads, group, length, blocks, width, size, factor, softcap,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    heads, group, length, slots, blocks, width, size, factor, softcap,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, PLACE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Softmax of a block's queries over the `size` keys that it holds besides those whose sums there are: in place.
 
-    All query heads of a KV head together.
+    M at a time, all query heads of a KV head together. The `place` of the largest score, if it is wanted, is here that
+    in the pool behind the `slots` of the window.
     """
     row, head, block = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)  # KV head
-    m, d = tl.arange(0, M), tl.arange(0, BLOCK_D)
+    m, d = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, BLOCK_D)
     wide, of, own = d < D, head * group + m // width, m < group * width
     t = tl.load(at + row * at_row + block * width + m % width, own, -1)
     there = own & (t >= 0)
@@ -264,6 +302,9 @@ def cached(
     total = tl.load(den + out, there, 0.0)
     top = tl.where(total > 0, tl.load(log_scale + out, there, 0.0) * LOG2_E, -float("inf"))
     sums = tl.load(num + out[:, None] * D + d[None], there[:, None] & wide[None], 0.0)
+    largest = tl.full([M], -1, tl.int32)
+    if PLACE:
+        largest = tl.load(place + out, there, -1)
     k_at, v_at = row.to(tl.int64) * k_row + head * k_head, row.to(tl.int64) * v_row + head * v_head
     holds = held + (tl.program_id(0).to(tl.int64) * blocks + block) * size
     for i in range((size - 1) // N + 1):
@@ -275,7 +316,12 @@ def cached(
         if SOFTCAP:
             scores = capped(scores, softcap)
         values = tl.load(v + v_at + j[:, None] * v_slot + d[None], inside[:, None] & wide[None], 0.0)
+        if PLACE:
+            seen = inside[None] & there[:, None]
+            largest = place_of_largest(largest, top, scores, seen, (slots + j).to(tl.int32))
         top, total, sums = added(scores, inside[None] & there[:, None], values, top, total, sums, PRECISION)
     tl.store(num + out[:, None] * D + d[None], sums, there[:, None] & wide[None])
     tl.store(den + out, total, there)
     tl.store(log_scale + out, tl.where(top == -float("inf"), 0.0, top) / LOG2_E, there)
+    if PLACE:
+        tl.store(place + out, largest, there)
