@@ -51,14 +51,14 @@ test-faults: setup ## kills, broken disks, hostile folders and hostile clients: 
 
 test-gpu: setup ## a smoke of some minutes on a CUDA device: tests, then the demo
 	$(BIN)/python -m pytest -m gpu tests/test_gpu.py tests/hf/test_compiled.py
-	$(BIN)/python -m pytest tests/ops/test_triton_kernels.py
+	$(BIN)/python -m pytest tests/ops/test_triton_kernels.py tests/ops/test_triton_gradients.py
 	$(BIN)/linearize demo --device cuda --output-dir $(OUTPUT_DIR)-cuda
 
 # Not into .venv itself: torch looks for triton wherever it finds it.
 test-kernels: setup ## our Triton kernels, by its interpreter and its compiler, on any machine; triton is installed for it
 	@test -d .venv/kernels/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	    --target .venv/kernels -c constraints.txt triton
-	TRITON_INTERPRET=1 PYTHONPATH=.venv/kernels $(BIN)/python -m pytest $(PYTEST_ARGS) --dist load tests/ops/test_triton_kernels.py
+	TRITON_INTERPRET=1 PYTHONPATH=.venv/kernels $(BIN)/python -m pytest $(PYTEST_ARGS) --dist load tests/ops/test_triton_kernels.py tests/ops/test_triton_gradients.py
 	PYTHONPATH=.venv/kernels $(BIN)/python -m pytest $(PYTEST_ARGS) --dist load tests/ops/test_triton_compiled.py tests/test_roofline.py
 
 test-fla: setup ## the operators against those of flash-linear-attention, which is installed for it

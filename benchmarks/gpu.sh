@@ -37,7 +37,8 @@ on_gpu() { # seconds, name, script, model, further arguments
 }
 
 lengths="512 2048 8192 32768"
-part 120 correctness "$python" -m pytest -q -x -p no:cacheprovider tests/test_gpu.py tests/ops/test_triton_kernels.py \
+part 120 correctness "$python" -m pytest -q -x -n 4 -p no:cacheprovider \
+    tests/test_gpu.py tests/ops/test_triton_kernels.py tests/ops/test_triton_gradients.py \
     "tests/hf/test_compiled.py::test_machine_code_writes_what_eager_steps_write[cuda]"
 on_gpu 80 models-llama-1b-prefill models llama-1b --pass prefill --repeats 3 --lengths $lengths \
     --recipes lolcats recommended recommended:full
