@@ -257,9 +257,13 @@ def prefill(run: RunFiles) -> Finding | None:
     other = next(way for way in PREFILL_COSTS if way != saved)
     choice = f"model.config.prefill = '{other}' or linearize generate --prefill {other}"
     cost, other_cost = PREFILL_COSTS[saved], PREFILL_COSTS[other]
-    return Finding(
-        "fact", f"The saved model reads a prompt with prefill={saved}: {cost}. {choice} chooses {other_cost}."
-    )
+    words = f"The saved model reads a prompt with prefill={saved}: {cost}. {choice} chooses {other_cost}."
+    if (run.plan or {}).get("student_cache_bytes_per_token"):
+        words += (
+            " Both are of the converted layers and heads; those that stay softmax take the teacher's time, and their "
+        )
+        words += "cache grows."
+    return Finding("fact", words)
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
