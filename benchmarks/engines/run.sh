@@ -13,7 +13,7 @@ count=${COUNT:-20} tokens=${TOKENS:-600} length=${LENGTH:-4096}
 export OMP_NUM_THREADS=1
 mkdir -p "$out"
 python="$root/.venv/bin/python"
-"$root/.venv/bin/linearize" export "$run" "$out/hf" --to hf --type f32
+"$root/.venv/bin/linearize" export "$run" "$out/hf" --to hf --type bf16
 "$root/.venv/bin/linearize" export "$run" "$out/gguf" --to gguf --type bf16
 "$python" "$here/prompts.py" --model "$out/hf" --text "$text" --count "$count" --tokens "$tokens" --output "$out/prompts.json"
 mkdir -p "$out/node" "$out/teacher"

@@ -3,7 +3,8 @@
 //     npm install node-llama-cpp@3.22.1
 //     node with_llama_cpp.mjs model.gguf prompts.json llama-cpp.json [new tokens] [context]
 //
-// The bytes are those that llama.cpp logs for the keys and values of a context of one sequence.
+// The bytes are those that llama.cpp logs for the keys and values, in float32, of a context of one sequence. Its caches
+// of windows have room for a batch beside the window.
 
 import {readFileSync, writeFileSync} from "node:fs";
 import {createRequire} from "node:module";
@@ -21,7 +22,7 @@ const llama = await getLlama({
 const loaded = await llama.loadModel({modelPath: model});
 const context = await loaded.createContext({
     contextSize: Number(contextSize), sequences: 1, threads: 1, swaFullCache: false, flashAttention: false,
-    batchSize: 512,
+    batchSize: 512, experimentalKvCacheKeyType: "F32", experimentalKvCacheValueType: "F32",
 });
 // "size = 12.34 MiB ( 4096 cells, ..." of each of the two caches: of full layers, and of layers with a window.
 const sizes = lines.join("\n").matchAll(/llama_kv_cache: size = +([\d.]+) MiB/g);
