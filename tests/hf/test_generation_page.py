@@ -43,7 +43,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_calls_are_found() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
     assert len(CALLS) == 12
 
 
@@ -64,9 +64,15 @@ def test_states(page: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["state"].get_seq_length() == names["mask"].shape[1] + 3  # the last new token is not fed
 
 
+def test_compiling_can_be_turned_off(page: dict[str, Any]) -> None:
+    model = copy.deepcopy(page["model"])
+    exec(BLOCKS[2], page | {"model": model})
+    assert model.generation_config.disable_compile
+
+
 def test_compiled_steps(page: dict[str, Any], compiler: Compiler) -> None:
     model = copy.deepcopy(page["model"])
     names = page | {"model": model}
-    exec(BLOCKS[2], names)
+    exec(BLOCKS[3], names)
     assert len(compiler.steps) == 1 + 4 - 1  # to see whether it can; and four new tokens, the first from the prompt
     assert torch.equal(names["out"], page["model"].generate(**page["prompt"]))
