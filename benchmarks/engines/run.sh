@@ -13,16 +13,20 @@ count=${COUNT:-20} tokens=${TOKENS:-600} length=${LENGTH:-4096}
 export OMP_NUM_THREADS=1
 mkdir -p "$out"
 python="$root/.venv/bin/python"
-"$root/.venv/bin/linearize" export "$run" "$out/hf" --to hf --type bf16
-"$root/.venv/bin/linearize" export "$run" "$out/gguf" --to gguf --type bf16
+"$root/.venv/bin/linearize" export "$run" "$out/hf" --to hf --type f32
+"$root/.venv/bin/linearize" export "$run" "$out/gguf" --to gguf --type f32
 "$python" "$here/prompts.py" --model "$out/hf" --text "$text" --count "$count" --tokens "$tokens" --output "$out/prompts.json"
 mkdir -p "$out/node" "$out/teacher"
+"$python" "$here/unconverted_gguf.py" --model "$teacher" --type f32 --output "$out/teacher/model.gguf"
 (cd "$out/node" && npm install --silent --no-audit --no-fund --ignore-scripts node-llama-cpp@3.22.1)
 "$python" "$here/with_transformers.py" --model "$out/hf" --prompts "$out/prompts.json" --output "$out/transformers.json"
 "$python" "$here/with_transformers.py" --model "$teacher" --prompts "$out/prompts.json" --output "$out/teacher/transformers.json"
-(cd "$out/node" && node "$here/with_llama_cpp.mjs" "$out/gguf/model-bf16.gguf" "$out/prompts.json" "$out/llama-cpp.json" 64 "$length")
+llama="$here/with_llama_cpp.mjs"
+(cd "$out/node" && node "$llama" "$out/gguf/model-f32.gguf" "$out/prompts.json" "$out/llama-cpp.json" 64 "$length")
+(cd "$out/node" && node "$llama" "$out/teacher/model.gguf" "$out/prompts.json" "$out/teacher/llama-cpp.json" 64 "$length")
 vllm="$root/.venv-vllm/bin/python"
 "$vllm" "$here/with_vllm.py" --model "$out/hf" --prompts "$out/prompts.json" --max-model-len "$length" --output "$out/vllm.json"
 "$vllm" "$here/with_vllm.py" --model "$teacher" --prompts "$out/prompts.json" --max-model-len "$length" --output "$out/teacher/vllm.json"
 "$python" "$here/compare.py" "$out/transformers.json" "$out/vllm.json" "$out/llama-cpp.json" \
-    --teacher "transformers=$out/teacher/transformers.json" "vllm=$out/teacher/vllm.json"
+    --teacher "transformers=$out/teacher/transformers.json" "vllm=$out/teacher/vllm.json" \
+    "llama-cpp=$out/teacher/llama-cpp.json"

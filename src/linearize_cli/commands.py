@@ -390,7 +390,7 @@ def export(
     ] = None,
     kind: Annotated[
         str | None,
-        typer.Option("--type", help="of the weights: bf16, f16 or f32; for gguf bf16, f16 or q8_0"),
+        typer.Option("--type", help="of the weights: bf16, f16 or f32; for gguf also q8_0"),
     ] = None,
     as_json: Json = False,
 ) -> None:

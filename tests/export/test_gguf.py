@@ -17,7 +17,7 @@ from tests.byte_tokenizer import CHATML, byte_tokenizer
 from tests.export.students import WINDOW, make_student, random_ids
 
 gguf = pytest.importorskip("gguf")
-ROUNDING = {"bf16": 2**-8, "f16": 2**-10, "q8_0": 2**-6}  # relative to a row's largest number
+ROUNDING = {"bf16": 2**-8, "f16": 2**-10, "f32": 0, "q8_0": 2**-6}  # relative to a row's largest number
 
 
 def gpt2_tokenizer(**fields: Any) -> Any:

@@ -83,7 +83,7 @@ def export(
         directory: a folder that is not there yet, or is empty.
         to: `hf`, a folder of a stock class of transformers, or `gguf`, a folder with one file for llama.cpp.
         stock_class: for `hf`, its model type; None: the first that fits.
-        kind: dtype of the weights: bf16, f16 or f32, for `gguf` bf16, f16 or q8_0; None: the model's own, or bf16.
+        kind: dtype of the weights: bf16, f16 or f32, for `gguf` also q8_0; None: the model's own, or bf16.
         note: is told what is being done.
 
     Raises:

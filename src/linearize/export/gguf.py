@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from linearize.base import UserError, progress
 
 ARCHITECTURE = CLASS = "granite_swa"  # llama.cpp and transformers call it the same
-TYPES = ("bf16", "f16", "q8_0")  # of matrices; vectors are float32
+TYPES = ("bf16", "f16", "f32", "q8_0")  # of matrices; vectors are float32
 CONVERTER = "use `--to hf` and llama.cpp's convert_hf_to_gguf.py"
 BLOCK = 32  # numbers that share one scale in q8_0
 
@@ -74,7 +74,7 @@ def write_gguf(model: PreTrainedModel, tokenizer: Tokenizer, path: Path, *, kind
     config = model.config
     writer = gguf.GGUFWriter(path, ARCHITECTURE)
     writer.add_name(name)
-    writer.add_file_type({"bf16": 32, "f16": 1, "q8_0": 7}[kind])
+    writer.add_file_type({"bf16": 32, "f16": 1, "f32": 0, "q8_0": 7}[kind])
     for key, value in _sizes(config).items():
         value_type = gguf.GGUFValueType.UINT32 if isinstance(value, int) else gguf.GGUFValueType.FLOAT32
         writer.add_key_value(f"{ARCHITECTURE}.{key}", value, value_type)

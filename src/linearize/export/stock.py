@@ -177,6 +177,7 @@ def stock_model(student: PreTrainedModel, name: str | None = None) -> PreTrained
     """Return a model of a stock class with a student's function, in its dtype and on its device.
 
     Args:
+        student: a converted model, or an unconverted one, whose layers all have full attention.
         name: the model type of the class; None: the first of STOCK_CLASSES that fits.
 
     Raises:
@@ -185,7 +186,8 @@ def stock_model(student: PreTrainedModel, name: str | None = None) -> PreTrained
     layers = read_layers(student)
     chosen = choose_class(student, layers, name)
     config = _config(student, layers, chosen)
-    state = {name: tensor.clone() for name, tensor in to_softmax(student).state_dict().items()}
+    softmax = to_softmax(student) if linearized_layers(student) else student
+    state = {name: tensor.clone() for name, tensor in softmax.state_dict().items()}
     if STOCK_CLASSES[chosen].biases != "none":
         state = _zero_biases(student, chosen) | state
     if STOCK_CLASSES[chosen].sinks:
