@@ -1,6 +1,6 @@
 """Write an unconverted Llama, Mistral or Qwen2 to a GGUF file by linearize's exporter, as the baseline for llama.cpp.
 
-    python benchmarks/engines/unconverted_gguf.py --model HuggingFaceTB/SmolLM2-135M-Instruct --type f32 --output teacher.gguf
+    python benchmarks/engines/unconverted_gguf.py --model M --type f32 --output teacher.gguf
 
 All layers of the file have full attention, in the architecture of exported models.
 """
