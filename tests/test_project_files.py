@@ -26,6 +26,20 @@ def test_the_workflow_runs_what_continuous_integration_runs() -> None:
     assert oldest is not None and oldest[1] in jobs["test"]["strategy"]["matrix"]["python"]
 
 
+def test_every_suite_of_tests_runs_on_each_commit_or_each_night() -> None:
+    """GPU tests apart: the machines of these workflows have none."""
+    nightly: dict[str, Any] = yaml.safe_load(read(".github/workflows/nightly.yml"))["jobs"]["suite"]
+    suites = set(re.findall(r"^(test-?[a-z]*):", read("Makefile"), re.MULTILINE)) - {"test-gpu"}
+    every_commit = set(re.findall(r"^make (\S+)$", read(".ci/run"), re.MULTILINE))
+    assert every_commit | set(nightly["strategy"]["matrix"]["target"]) == suites
+
+
+def test_actions_are_pinned_by_their_commit() -> None:
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        used = re.findall(r"uses: (\S+)", path.read_text(encoding="utf-8"))
+        assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in used), path
+
+
 def test_the_citation_is_of_this_version_and_names_the_papers() -> None:
     cited = yaml.safe_load(read("CITATION.cff"))
     assert cited["version"] == version("linearize") and cited["license"] == "Apache-2.0"
