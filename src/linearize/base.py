@@ -1,4 +1,4 @@
-"""What everything rests on: the base of all data, errors that a user can act on, progress bars, and whole files."""
+"""The base of configs, errors that a user can act on, progress bars, and atomic files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What mixers cost: built and run on torch's meta device, and read off there; and the memory of generating with them.
+"""Compute costs of mixers on torch's meta device, and the memory of generating with them.
 
 Parameters and bytes of state are exact; FLOPs of a token are estimates.
 """

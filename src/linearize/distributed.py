@@ -28,7 +28,7 @@ from linearize.base import Config, UserError
 
 
 class DistributedConfig(Config):
-    """What several processes have of a model. The results are the same, so a run may go on with another choice."""
+    """Set how several processes share a model. Results are the same, so a run may resume with another choice."""
 
     shard: Literal["auto", "none", "full"] = Field(
         default="auto",
@@ -41,14 +41,14 @@ _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun
 
 @dataclass(frozen=True)
 class World:
-    """Which process this is, from 0, of how many."""
+    """The rank of this process, from 0, and the number of processes."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def main(self) -> bool:
-        """Whether it is the one that writes files."""
+        """Return whether this process is the one that writes files."""
         return self.rank == 0
 
 
@@ -106,7 +106,7 @@ def barrier() -> None:
 
 
 def dealt(batches: Sequence[object]) -> list[tuple[int, int]]:
-    """Which of these batches this process computes, and whether each counts: 1, or 0.
+    """Return the batches that this process computes, and whether each counts: 1, or 0.
 
     Processes take as many each, as those that share a model's weights must: where batches run out, the first is
     computed once more, and does not count.
@@ -126,14 +126,14 @@ def summed(losses: dict[str, float]) -> dict[str, float]:
 
 
 def put_together(part: Tensor) -> Tensor:
-    """What the processes have filled in of a tensor on the CPU, each its part, and zeros elsewhere: all of it."""
+    """Return the whole of a CPU tensor of which each process filled in a part and left zeros elsewhere."""
     if world().size > 1:
         dist.all_reduce(part)
     return part
 
 
 def agreed(value: Any) -> Any:
-    """What the main process has, plain data, where another may have come to something else by rounding."""
+    """Return the main process's value, plain data, which other processes may have rounded differently."""
     if world().size == 1:
         return value
     values = [value]

@@ -1,4 +1,4 @@
-"""What to learn, and from what, as data."""
+"""Configs of data and tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linearize.hf.teacher import TeacherShape
 
 
 class DataConfig(Config):
-    """What to learn, and from what: text in packed rows, or the examples of a task.
+    """Name the task and its data: text in packed rows, or the examples of a task.
 
     `dataset` is a hub id, or a local txt / json / jsonl / csv / tsv / parquet file or a folder of them, jsonl also
     compressed as .jsonl.gz or .jsonl.zst; of images, a folder with a folder per class.

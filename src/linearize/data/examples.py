@@ -186,7 +186,7 @@ def build_examples(
 def split_examples(
     config: DataConfig, read: Callable[[DataConfig], list[Any]], key: Callable[[Any], bytes], seed: int
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """What to train on, what chooses checkpoints and what is tested on, the first in the order that the seed gives.
+    """Return training, validation and test examples; the training examples in the order that the seed gives.
 
     Raises:
         UserError: nothing to train on, or fewer to test on than an interval needs.
@@ -211,7 +211,7 @@ def examples_dataset(train: Rows, validation: Rows, test: Rows) -> Dataset:
 
 
 def make_texts(task: Any) -> Callable[[Sequence[Example], int, bool | None], Texts]:
-    """What turns a task's examples into rows."""
+    """Turn a task's examples into rows."""
     return _MAKE[type(task)]
 
 

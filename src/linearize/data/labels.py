@@ -63,7 +63,7 @@ def as_number(value: object, where: str) -> float:
 
 
 def cell(row: Mapping[str, Any], column: str, where: str, field: str) -> Any:
-    """What a row has in a column.
+    """Return the value of a row in a column.
 
     Raises:
         UserError: there is no such column; `field` of the recipe names it.

@@ -1,4 +1,4 @@
-"""What a recipe's task needs beside the model: its tokenizer or image processor, and its rows."""
+"""Load what a recipe's task needs beside the model: its tokenizer or image processor, and its rows."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def fingerprint(*parts: Rows) -> str:
 
 
 Score = Callable[[PackedRows], Float[Tensor, " N"]]
-"""How worthwhile each row is to train on; `linearize.data.selection` has one."""
+"""A score of each row by which training rows are selected; `linearize.data.selection` has one."""
 
 
 def build_dataset(

@@ -39,7 +39,7 @@ def with_repeats(rows: PackedRows, share: float, vocabulary: Int[Tensor, " V"], 
 
 
 def without_repeats(rows: PackedRows, share: float, *, seed: int) -> PackedRows:
-    """Of the rows that `with_repeats` gave for this share and seed, those that are as they were; all, if none are."""
+    """Return the rows that `with_repeats` left unchanged for this share and seed; all rows if there are none."""
     plain = torch.ones(len(rows), dtype=torch.bool)
     plain[_chosen(len(rows), share, torch.Generator().manual_seed(seed))] = False
     return rows if plain.all() or not plain.any() else rows.rows(plain.nonzero()[:, 0])

@@ -1,4 +1,4 @@
-"""What a model is trained and measured on: rows of text, examples of a task, images."""
+"""Rows that a model is trained and measured on: of text, examples of a task, or images."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Rows(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens all rows have together, padding apart."""
+        """Return the number of tokens of all rows, without padding."""
         ...
 
     def target_counts(self) -> Int64[Tensor, " N"]:
-        """How many outputs of each row are compared with something; a mean loss is a mean over all of these."""
+        """Return the number of outputs of each row that have labels; a mean loss is a mean over all of these."""
         ...
 
     def rows(self, indices: Indices) -> Rows:

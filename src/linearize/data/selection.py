@@ -1,4 +1,4 @@
-"""Which rows to train on: how far back the teacher looks in them (LoLCATs, effective sequence length).
+"""Select training rows by how far back the teacher looks in them (LoLCATs, effective sequence length).
 
 Axes: N rows, L tokens per row, H heads.
 """
@@ -60,7 +60,7 @@ def reach_by(load_teacher: Callable[[], PreTrainedModel]) -> Score:
 
 
 def _reach(watched: PreTrainedModel, inputs: dict[str, Any]) -> Float64[Tensor, " L"]:
-    """How far back each token of a row looks, in tokens, a mean over heads and layers."""
+    """Return how far back each token of a row looks, in tokens, as a mean over heads and layers."""
     position: Tensor = inputs["position_ids"][0]
     found: list[Float[Tensor, " L"]] = []
 

@@ -75,7 +75,7 @@ def _located(rows: Iterator[Row], source: str) -> Iterator[LocatedRow]:
 
 
 def on_disk(name: str) -> bool:
-    """Whether `read_rows` finds a dataset of this name on disk, and so does not ask the hub for it."""
+    """Return whether `read_rows` finds a dataset of this name on disk, and so does not ask the hub for it."""
     return _local(name).exists()
 
 

@@ -1,4 +1,4 @@
-"""Which items are trained on, which choose checkpoints, and which are tested on, no two equal ones apart.
+"""Split items into training, validation and test; equal items stay together.
 
 By chance, but the same whatever the seed of a run is: students of several seeds are measured on the same items.
 """

@@ -1,4 +1,4 @@
-"""What a model is for, as data: its head, its examples and what they are scored by. No torch."""
+"""Tasks as data: a model's head, its examples and their scores. No torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TextClassification(Task):
 
     @property
     def regression(self) -> bool:
-        """Whether labels are numbers."""
+        """Return whether labels are numbers."""
         return "spearman" in self.metrics
 
     @property

@@ -1,1 +1,1 @@
-"""What `linearize demo` runs on: a bundled teacher, and the sources of the standard library as its data."""
+"""Run `linearize demo`: a bundled teacher, and the sources of the standard library as its data."""

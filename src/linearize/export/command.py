@@ -34,7 +34,7 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and how it compares with the converted model.
+    """The exported model, and how it compares with the converted model.
 
     Attributes:
         path: the folder or file.

@@ -29,7 +29,7 @@ NO_SINK = -1e4  # a sink logit whose exponential is 0 beside any other
 
 @dataclass(frozen=True)
 class StockClass:
-    """What a class of transformers has a place for.
+    """The parts that a class of transformers has.
 
     Attributes:
         sinks: whether query heads have sink logits.
@@ -61,7 +61,7 @@ COPIED = (
 
 @dataclass(frozen=True)
 class Layers:
-    """Which layers of a converted model have a window, and what the windows are.
+    """The layers of a converted model that have a window, and the windows.
 
     Attributes:
         windowed: by layer.

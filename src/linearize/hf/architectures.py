@@ -1,4 +1,4 @@
-"""What we know of each supported base: its attention class, where its projections are, its parts, its heads."""
+"""Supported architectures: the attention class of each, its projections, its parts and its heads."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Architecture:
 
     @property
     def bidirectional(self) -> bool:
-        """Whether every token sees those behind it too."""
+        """Return whether every token attends to later tokens too."""
         return self.parts is None
 
     @property

@@ -47,7 +47,7 @@ IGNORED = frozenset(
 
 @dataclass(frozen=True)
 class Call:
-    """What the attention function needs besides q, k, v.
+    """Arguments of the attention function besides q, k and v.
 
     `hidden` [B, T, E] is there for mixers that ask for it; `rope`, each of [B or 1, T, R], where q and k arrive
     unrotated, because the mixer asks for those; `rotated`, where rotary angles change with the length of the text.
@@ -305,7 +305,7 @@ def replaced_mixers(model: nn.Module, make: Callable[[Any], nn.Module]) -> Itera
 
 
 def softmax_output(module: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
-    """What the layer's original attention gives for `inputs`, [B, H, T, D], 0 for padding.
+    """Return the output of the layer's original attention for `inputs`, [B, H, T, D], 0 for padding.
 
     Each document by itself, no T x T mask.
     """
@@ -324,7 +324,7 @@ def softmax_output(module: Any, inputs: AttnInputs, layout: Layout | None) -> Te
 
 
 def sliding_window(module: Any) -> int | None:
-    """How far a query of the layer's original attention sees, its own key included; None: without limit.
+    """Return the window of the layer's original attention, the query's own key included; None: no limit.
 
     A decoder's looks back only, an encoder's to both sides.
     """

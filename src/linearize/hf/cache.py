@@ -30,7 +30,7 @@ class Clocks:
         return state.on_clock(clock)  # all groups of a layer's heads on one
 
     def forget(self) -> None:
-        """What was seen is no longer a matter of the slots alone."""
+        """Drop the shared clock: layers may have seen different tokens."""
         self._clock = None
 
 
@@ -84,7 +84,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
         return state if self.dtype is None else state.matrices_in(self.dtype)
 
     def step(self, mixer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
-        """What `mixer` makes of more slots, [B, H, T, D]; the layer goes on to the state after them."""
+        """Return the output of `mixer` for more slots, [B, H, T, D], and keep the state after them."""
         if layout is not None:  # not read here, which would be another graph
             self.padded = True
         if self.recording is None:
@@ -143,7 +143,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     @property
     def record_past(self) -> bool:
-        """Whether the last tokens can be taken back; transformers asks for it by this name."""
+        """Return whether the last tokens can be taken back; transformers reads it by this name."""
         return self.recording is not None
 
     @record_past.setter

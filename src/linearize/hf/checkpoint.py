@@ -112,7 +112,7 @@ def _refuse_contents(where: str, config: dict[str, Any]) -> None:
 
 
 def hub_options(model: str) -> dict[str, Any]:
-    """What transformers is to be told when it reads a model: where the hub is out of reach, to look in the cache alone.
+    """Return options for transformers' loading: where the hub is out of reach, to look in the cache alone.
 
     The hub is asked once, for its own retries take most of a minute.
     """
@@ -285,7 +285,7 @@ def new_model(
 
 
 def drops_soft_cap(config: PreTrainedConfig) -> bool:
-    """Whether a model computes without the soft cap of its logits: SDPA has none, and transformers once let it pass."""
+    """Return whether a model drops its logits' soft cap: SDPA has none, and transformers let it pass once."""
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     return capped and config._attn_implementation == "sdpa"
 
@@ -358,7 +358,7 @@ def check_tokens(ids: Int64[Tensor, ...], vocab_size: int) -> None:
 
 
 def load_image_processor(model: str) -> Any:
-    """What turns images into a vision model's inputs, as the file beside its weights says.
+    """Load the image processor of a vision model, as the file beside its weights says.
 
     Raises:
         UserError: there is none.

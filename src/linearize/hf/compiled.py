@@ -28,7 +28,7 @@ STEPS_TO_PAY = 2048
 
 @dataclass
 class StepHistory:
-    """What `generate()` has done with one model in this process.
+    """A record of what `generate()` has done with one model in this process.
 
     Attributes:
         steps: how many steps were taken, by rows of the batch.
@@ -168,13 +168,13 @@ def compile_steps(*models: PreTrainedModel) -> None:
 
 
 def is_compiled(model: PreTrainedModel) -> bool:
-    """Whether `generate()` compiles the model's steps without being told each time."""
+    """Return whether `generate()` compiles the model's steps without being told each time."""
     settings = model.generation_config
     return settings is not None and settings.compile_config is not None
 
 
 def decoding(model: PreTrainedModel, slots: int) -> tuple[Callable[..., Any], Cache]:
-    """What `generate()` feeds one more token to, and an empty cache; a static one has room for `slots` tokens."""
+    """Return the step function of `generate()` and an empty cache; a static one has room for `slots` tokens."""
     if not is_compiled(model):
         return model, DynamicCache(config=model.config)
     assert model.generation_config is not None

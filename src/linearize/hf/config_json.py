@@ -32,7 +32,7 @@ def positive(name: str, value: Any) -> int:
 
 
 def blaming_fields(contents: dict[str, Any], make: Callable[[dict[str, Any]], T]) -> T:
-    """What `make` makes of the contents of a ``config.json``, without transformers' warnings: loading repeats them.
+    """Call `make` on the contents of a ``config.json``, without transformers' warnings: loading repeats them.
 
     Raises:
         UserError: transformers raises something. The field at fault is the first one without which it does not.

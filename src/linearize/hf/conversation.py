@@ -1,4 +1,4 @@
-"""What a model has seen of a conversation, in files and copies: functions over the ordinary transformers cache."""
+"""Save, load and copy what a model has seen of a conversation: functions over the ordinary transformers cache."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def save_state(state: Cache, model: PreTrainedModel, path: str | os.PathLike[str
 
 
 def load_state(path: str | os.PathLike[str], model: PreTrainedModel) -> Cache:
-    """What `save_state` wrote, on the devices of `model`: a cache to go on from, as `past_key_values`.
+    """Load what `save_state` wrote, on the devices of `model`: a cache to continue from, as `past_key_values`.
 
     Raises:
         UserError: no such file, or the state of another model.
@@ -112,7 +112,7 @@ def _attention(model: PreTrainedModel) -> list[Any]:
 
 
 def _identity(model: PreTrainedModel) -> dict[str, str]:
-    """What must be the same of the model that a state is loaded into, in words.
+    """Describe what must be equal of the model that a state is loaded into.
 
     Raises:
         UserError: not a linearized model.

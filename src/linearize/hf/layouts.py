@@ -126,7 +126,7 @@ def _without_padding(mask: Tensor, tokens: int) -> Tensor | None:
 
 
 def _arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a model's forward is called with, by name."""
+    """Return the arguments of a model's forward by name."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     return dict(zip(names, args, strict=False)) | kwargs
 

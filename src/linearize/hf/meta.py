@@ -23,7 +23,7 @@ from linearize.hf.teacher import TeacherShape
 
 @dataclass(frozen=True)
 class MetaModel:
-    """How many weights a softmax model has, and where: a language model with its head, or the base of an encoder.
+    """Count the weights of a softmax model by place: a language model with its head, or the base of an encoder.
 
     Attributes:
         model: the model itself, without data.
@@ -121,5 +121,5 @@ def _build(contents: dict[str, Any]) -> PreTrainedModel:
 
 
 def _met(parameter: nn.Parameter, config: Any) -> int:
-    """How many of a layer's weights a token meets. Experts lie in tensors of three dimensions, the first one theirs."""
+    """Count a layer's weights that one token uses. Experts are the first of a tensor's three dimensions."""
     return parameter.numel() if parameter.ndim < 3 else config.num_experts_per_tok * parameter[0].numel()

@@ -27,7 +27,7 @@ from linearize.hf.gguf_file import gguf_file
 
 
 def stored_by_layer(model_type: str) -> bool:
-    """Whether `load_block` can read a model of this type: a decoder whose files hold its weights as the model does."""
+    """Return whether `load_block` can read a model type: a decoder whose files name its weights as the model does."""
     return not ARCHITECTURES[model_type].bidirectional and not get_checkpoint_conversion_mapping(model_type)
 
 

@@ -190,6 +190,6 @@ def _name_in(stored: set[str], key: str, model: Any) -> str | None:
 
 
 def _of_no_account(key: str, model: Any) -> bool:
-    """Whether a tensor that the model has not may be in its files: tied weights, and what transformers ignores."""
+    """Return whether a tensor that the model lacks may be in its files: tied weights, and what transformers ignores."""
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     return key in getattr(model, "all_tied_weights_keys", {}) or any(re.search(pattern, key) for pattern in ignored)

@@ -28,7 +28,7 @@ from linearize.hf.layouts import keep_documents_apart
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the model's weights are divided among processes."""
+    """Return whether the model's weights are divided among processes."""
     return isinstance(model, FSDPModule)
 
 
@@ -125,7 +125,7 @@ def adopt(model: nn.Module) -> None:
 
 
 def units(model: nn.Module) -> list[Any]:
-    """What FSDP2 gathers at a time: the layers, and the model itself for the rest."""
+    """Return the modules that FSDP2 gathers at a time: the layers, and the model itself for the rest."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
@@ -162,7 +162,7 @@ def first_row(tensor: Tensor) -> int:
 
 
 def own_rows(tensor: Tensor, like: Any) -> Tensor:
-    """Of a tensor that every process has, a DTensor that is divided as `like` is; nothing is sent."""
+    """Return a DTensor, divided as `like` is, of a tensor that every process has; nothing is sent."""
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 

@@ -54,7 +54,7 @@ class TeacherShape:
 
     @property
     def layer(self) -> LayerShape:
-        """What one attention layer, and the mixer that takes its place, needs to know."""
+        """Return the sizes of one attention layer and of the mixer that takes its place."""
         return LayerShape(self.num_heads, self.num_kv_heads, self.head_dim, self.hidden_size, self.max_positions)
 
     @classmethod
@@ -117,7 +117,7 @@ def _size(config: PreTrainedConfig, name: str, default: int | None = None) -> in
 
 
 def _passes(config: PreTrainedConfig) -> tuple[int, ...]:
-    """How often the stream goes through each layer: once, but for ALBERT's groups, which transformers chooses so."""
+    """Return how often the residual stream goes through each layer: once, except in ALBERT's groups."""
     depth, groups = config.num_hidden_layers, getattr(config, "num_hidden_groups", config.num_hidden_layers)
     if depth < positive("num_hidden_groups", groups):
         raise UserError(f"config.json: num_hidden_layers: expected {groups} (num_hidden_groups) or more, found {depth}")

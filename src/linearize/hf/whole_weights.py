@@ -71,7 +71,7 @@ def load_whole(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -
 
 
 def _in_trunk(key: str, model: PreTrainedModel) -> bool:
-    """Whether a tensor belongs to what all models of a base share: neither to a head nor to a pooler."""
+    """Return whether a tensor belongs to the base, and not to a head or a pooler."""
     child = key.removeprefix(f"{model.base_model_prefix}.").split(".")[0]
     return child in dict(model.base_model.named_children()).keys() - {"pooler"}
 

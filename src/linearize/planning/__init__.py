@@ -1,1 +1,1 @@
-"""What a run means and costs, counted without weights: parameters, bytes, FLOPs, and what fits a GPU or a cluster."""
+"""Plan a run without weights: parameters, bytes, FLOPs, and what fits a GPU or a cluster."""

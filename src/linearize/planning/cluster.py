@@ -1,4 +1,4 @@
-"""What of a run fits the GPUs of a cluster, and laid out how: the parts of the plan's forecast for one, divided.
+"""Find layouts in which a run fits the GPUs of a cluster: the plan's forecast for one GPU, divided.
 
 Bytes of one GPU, with N of them: a model in one piece on each; its weights divided (`distributed.shard=full`); or block
 by block, one layer of the transfer at a time (`transfer.layers_per_block=1`).
@@ -47,7 +47,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Share:
-    """What one GPU holds in one stage, laid out in one way; bytes by part."""
+    """The bytes of one GPU in one stage and one layout, by part."""
 
     stage: str
     layout: str
@@ -124,7 +124,7 @@ def _trained(parameters: int, beside: float) -> int:
 
 
 def _step(cost: StageCost, held: int) -> int:
-    """What a step takes beside what is held."""
+    """Return the bytes of a step beside the weights and states."""
     assert cost.memory_bytes is not None
     return cost.memory_bytes - held
 

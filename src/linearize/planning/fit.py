@@ -1,4 +1,4 @@
-"""Which settings make a run fit a GPU's memory: those that cost least time first. None of them changes the result.
+"""Find settings that make a run fit a GPU: those that cost least time first. None changes the result.
 
 What would change it, moments in 8 bits, is named where nothing else fits, and never chosen.
 """
@@ -127,7 +127,7 @@ def fit(
 
 
 def _candidates(config: AnyStage, layers: int) -> Iterator[dict[str, Any]]:
-    """What may be changed of a stage, by the time that it costs: nothing; smaller micro batches; what else helps."""
+    """Return changes of a stage by the time that they cost: none; smaller micro batches; what else helps."""
     free = {name for name in SETTINGS if name not in config.model_fields_set}
     sizes = [None] if "micro_batch_size" not in free else [None, *_divisors(config.batch_size)]
     smaller = [{} if size is None else {"micro_batch_size": size} for size in sizes]

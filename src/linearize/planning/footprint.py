@@ -117,7 +117,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _gives_floats(func: Any, tensors: list[Tensor], args: Any, dtype: torch.dtype | None) -> bool:
-    """Whether an operation on real tensors gives floats, as far as that is known before."""
+    """Return whether an operation on real tensors gives floats, as far as that is known before."""
     if dtype is not None:
         return dtype.is_floating_point
     if tensors:

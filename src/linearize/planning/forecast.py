@@ -87,7 +87,7 @@ def step_bytes(
 
 @dataclass(frozen=True)
 class _Teacher:
-    """The same for a cache if its config.json is."""
+    """A cache key of a teacher: its config.json."""
 
     contents: str
     model: MetaModel = field(compare=False)
@@ -131,7 +131,7 @@ def _step_bytes(
 
 
 def _what_counts(config: TransferConfig | FinetuneConfig, rows: int) -> TransferConfig | FinetuneConfig:
-    """The same stage with micro batches of so many rows, without what makes no difference to memory."""
+    """Return the stage with micro batches of so many rows, without what makes no difference to memory."""
     several = config.micro_batch_size is not None and config.batch_size > config.micro_batch_size
     nothing: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "epochs": 1, "max_tokens": None, "clip_norm": None}
     nothing |= {"schedule": Constant(), "eval_every": 1, "early_stopping": None, "window_dropout": None}

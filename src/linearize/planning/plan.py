@@ -1,4 +1,4 @@
-"""What a run would cost, from the recipe and the teacher's config.json: counted on models without weights.
+"""Compute the cost of a run from the recipe and the teacher's config.json, on models without weights.
 
 An encoder has neither cache nor state: what conversion saves there is that its attention takes time and memory in
 proportion to length. Of its parameters the base model's are counted, without the head of a task.
@@ -53,7 +53,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Plan:
-    """What converting a teacher by a recipe means and costs; bytes of state and cache are per sequence.
+    """The plan of a conversion by a recipe; bytes of state and cache are per sequence.
 
     `control_flops`: the evaluation's trained controls, each finetuned on as many tokens as all stages together have.
     `state_bytes`: constant, over the converted layers. `student_cache_bytes_per_token`: what the student still grows
@@ -169,7 +169,7 @@ def make_plan(
 
 
 def finetuned_parameters(config: FinetuneConfig, teacher: MetaModel, mixers: int) -> int:
-    """What trains in the fine-tuning of a student whose mixers have that many parameters."""
+    """Count what trains in the fine-tuning of a student whose mixers have that many parameters."""
     if config.all_weights:
         return teacher.total + mixers
     adapters = 0 if config.lora is None else lora_parameters(config.lora, teacher)
@@ -304,7 +304,7 @@ def render(plan: Plan) -> Table:
 
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Of a decoder: what generating takes."""
+    """Return the costs of generating with a decoder."""
     growth, start = plan.student_cache_bytes_per_token, plan.break_even_tokens
     grows = f", and {size(growth)} per token" if growth else " at any length"
     yield "teacher's cache", f"{size(plan.teacher_cache_bytes_per_token)} per token of each sequence"

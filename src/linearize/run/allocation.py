@@ -1,4 +1,4 @@
-"""What a run measures on the teacher before it converts: the allocation of its KV budget, and eviction scores."""
+"""Measure the teacher before conversion: the allocation of the KV budget, and eviction scores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALLOCATIONS: dict[str, tuple[str, type[Allocation] | type[LayerAllocation]]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a teacher once it has been measured.
+    """Measurements of a teacher.
 
     Attributes:
         layers: the layer plan.

@@ -165,7 +165,7 @@ def _refuse_links(folder: Path) -> None:
 
 
 def _unclaimed(run: Run) -> bool:
-    """Whether there is no folder, an empty one, or one in which `claim` was killed before its last file."""
+    """Return whether there is no folder, an empty one, or one in which `claim` was killed before its last file."""
     if not run.folder.is_dir():
         return not run.folder.exists()
     recipe = run.folder / "recipe.yaml"
@@ -174,7 +174,7 @@ def _unclaimed(run: Run) -> bool:
 
 
 def _written(recipe_file: Path) -> str | None:
-    """What a run's recipe, perhaps of an earlier version with fewer fields, says of results; None: there is none."""
+    """Return what a run's recipe, perhaps of an earlier version, says of results; None: there is no recipe."""
     try:
         return _results_by(Recipe.load(str(recipe_file)))
     except UserError:

@@ -38,7 +38,7 @@ ALLOCATED, LAYERS, WINDOW = "per-head allocation", "full layers and windows", "w
 
 @dataclass(frozen=True)
 class Seen:
-    """What one model was seen to do: its losses on held-out rows and on copies, and its answers about needles."""
+    """Measurements of one model: its losses on held-out rows and on copies, and its answers about needles."""
 
     losses: TokenLosses
     copies: Sequence[Totals]
@@ -47,14 +47,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Ruler:
-    """What all models are measured with."""
+    """The material that all models are measured with."""
 
     rows: PackedRows
     copies: CopyRows
     needles: RetrievalTest
 
     def see(self, model: PreTrainedModel, label: str) -> Seen:
-        """What a model does with all of it."""
+        """Measure a model on all of it."""
         losses = token_losses(model, self.rows, batch_size=BATCH_SIZE, title=label)
         copies = copy_losses(model, self.copies, batch_size=BATCH_SIZE)
         return Seen(losses, copies, answer(model, self.needles, batch_size=BATCH_SIZE, title=label))

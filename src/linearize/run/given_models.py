@@ -1,4 +1,4 @@
-"""What a command sees to of the models that it is given, before it loads or times them."""
+"""Check the models that a command is given, before it loads or times them."""
 
 from __future__ import annotations
 

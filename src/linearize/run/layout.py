@@ -1,4 +1,4 @@
-"""Whether the weights of a run are divided among its processes, or every process has the whole model."""
+"""Decide whether a run's weights are divided among its processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def laid_out(run: Run, shape: TeacherShape, layers: LayerPlan) -> Run:
 
 
 def fits(run: Run, shape: TeacherShape, layers: LayerPlan) -> bool:
-    """Whether the device of every process has room for the whole model in every stage."""
+    """Return whether the device of every process has room for the whole model in every stage."""
     if run.device.type != "cuda":
         return True
     plan = make_plan(run.recipe, shape, layers, dtype=run.dtype, device=run.device, training_tokens=None)

@@ -22,7 +22,7 @@ SOURCES = ("dataset", "validation_dataset")  # the fields of a recipe that name 
 
 
 def rows_of(run: Run, processor: Any, config: dict[str, Any]) -> Dataset:
-    """What the run trains and is measured on: from its folder where it is there, else from the sources.
+    """Return the rows of a run: from its folder where they are there, else from the sources.
 
     Raises:
         UserError: data that cannot be used, or a damaged file of rows.
@@ -78,7 +78,7 @@ def refuse_local_sources(run: Run | None, data: DataConfig, named: Collection[st
 
 
 def kept(run: Run, processor: Any, dataset: Dataset) -> Dataset:
-    """The same rows, packed ones in the run's folder from now on.
+    """Return the rows, and keep packed ones in the run's folder.
 
     Args:
         processor: the tokenizer that made them; None: they were not made by this run, and are not kept.

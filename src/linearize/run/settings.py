@@ -1,4 +1,4 @@
-"""What a run sets by itself, so that it fits its GPU: chosen when it begins, and kept in its recipe.yaml."""
+"""Choose settings so that a run fits its GPU, when it begins; its recipe.yaml keeps them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `linearize serve` does: vLLM where it is installed, else transformers' own server, over the same folder."""
+"""Run `linearize serve`: vLLM where it is installed, else transformers' own server, over the same folder."""
 
 from __future__ import annotations
 

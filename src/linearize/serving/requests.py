@@ -1,4 +1,4 @@
-"""What a request to the server on a laptop may ask for.
+"""Requests to the server on a laptop, checked.
 
 transformers' handlers pass over fields that they do not know how to honour, and end in a traceback where a value makes
 no sense. So requests are checked before them: a field is honoured, is accepted with the one value that changes nothing,
@@ -44,7 +44,7 @@ class StreamOptions(_Body):
 
 
 class Generation(_Body):
-    """What both endpoints take. The fields from `n` on have one value that changes nothing."""
+    """Fields of both endpoints. Those from `n` on have one value that changes nothing."""
 
     model: str | None = None
     stream: bool | None = None

@@ -21,7 +21,7 @@ SMALLEST_RECALL = 48  # fewer pairs for recall are none
 
 @dataclass(frozen=True)
 class Allocation:
-    """What each KV head of the layers that are converted holds.
+    """The memory of each KV head of the converted layers.
 
     Attributes:
         window, text: pairs of the window, and of the cache with the highest scores for text; alike in all heads.

@@ -81,7 +81,7 @@ def transfer_errors(output_dir: Path, num_layers: int) -> list[float]:
 
 
 def layer_index(name: str) -> int:
-    """Which layer a module is in, by its name: the first number in it. (ALBERT's have another, which is 0.)"""
+    """Return a module's layer: the first number in its name. (ALBERT's names have another, which is 0.)"""
     return int(next(part for part in name.split(".") if part.isdigit()))
 
 
@@ -148,7 +148,7 @@ class TransferObjective:
         return summed({name: float(value) for name, value in sums.items()})
 
     def _shares(self, batches: list[Rows]) -> dict[str, list[Share]]:
-        """What every batch has of what there is in all of them, for each layer that learns."""
+        """Return each batch's share of the tokens and queries of all batches, for each layer that trains."""
         sizes = [batch.num_tokens for batch in batches]  # padding apart
         layers, shares = linearized_layers(self._student), {}
         for unit in self.units:
@@ -177,7 +177,7 @@ def check_transfer(config: TransferConfig, mixers: Mapping[str, nn.Module]) -> N
 
 
 def layer_passes(student: PreTrainedModel) -> dict[str, int]:
-    """How often the stream goes through each converted layer."""
+    """Return how often the residual stream goes through each converted layer."""
     layers = linearized_layers(student)
     if not any(layer.bidirectional for layer in layers.values()):
         return dict.fromkeys(layers, 1)

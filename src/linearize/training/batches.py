@@ -1,4 +1,4 @@
-"""Which rows every optimizer step of a stage sees."""
+"""Draw the rows of every optimizer step of a stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from linearize.training.config import TrainConfig
 
 
 class Batches:
-    """Which rows each step sees, in micro batches: rows and order are a function of the seed and the step alone."""
+    """The rows of each step, in micro batches: a function of the seed and the step alone."""
 
     def __init__(self, rows: Rows, config: TrainConfig, seed: int) -> None:
         if not len(rows):

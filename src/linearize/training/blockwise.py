@@ -178,7 +178,7 @@ class BlockwiseTransfer:
         return Activations(folder, side, len(self._sides[side]), passes * self._pass_rows, made_from)
 
     def _is_complete(self, index: int) -> bool:
-        """Whether all that enters a block is there."""
+        """Return whether all inputs of a block are on disk."""
         return all(self._leaving(index - 1, side).complete for side in self._sides)
 
     @property
@@ -255,7 +255,7 @@ def _stage(folder: Path, index: int) -> Path:
 
 @torch.no_grad()
 def residual_stream(student: PreTrainedModel, rows: PackedRows) -> Float[Tensor, "N L E"]:
-    """What leaves the last layer of a converted block whose every layer computes softmax attention, un-normalised."""
+    """Return the residual stream behind a converted block whose layers all compute softmax attention."""
     with observed(student, softmax_output):
         return student.base_model(**on_device(rows.inputs(), student.device)).last_hidden_state
 

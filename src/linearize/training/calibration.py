@@ -66,7 +66,7 @@ def calibrate(student: PreTrainedModel, rows: Rows, tokens: int) -> None:
 
 
 class _Fit:
-    """What one layer's queries give: the far keys' share of softmax, and the log odds of it, at every temperature."""
+    """Compute the far keys' share of softmax of one layer's queries, and its log odds at every temperature."""
 
     def __init__(self, mixer: LinearMixer) -> None:
         self.mixer = mixer

@@ -1,4 +1,4 @@
-"""Which of the jobs that share a folder works on what: files that one of them locks."""
+"""Divide work among jobs that share a folder, by files that one of them locks."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class WindowDropout(Config):
 
 
 class TrainConfig(Config):
-    """What every training stage has in common; the loop reads nothing else."""
+    """Set what every training stage has in common; the loop reads nothing else."""
 
     lr: float = Field(gt=0, le=LARGEST)
     weight_decay: float = Field(default=0.0, ge=0, le=LARGEST)
@@ -96,7 +96,7 @@ class TrainConfig(Config):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """What has to be equal for a stage to be gone on with; of fields that older stages lack, those that are set."""
+        """Return the fields that must be equal for a stage to resume; of later fields, those that are set."""
         fields = self.model_dump(mode="json")
         later = {"optimizer": "adamw", "activation_checkpointing": False, "interpolation": 1.0}
         return {name: value for name, value in fields.items() if name not in later or value != later[name]}
@@ -143,7 +143,7 @@ class LoRAConfig(Config):
 
 
 class LossConfig(Config):
-    """What fine-tuning minimises: a weighted sum, every term a mean over the labels."""
+    """Set the loss of fine-tuning: a weighted sum of terms, each a mean over the labels."""
 
     labels: float = Field(
         default=1.0,

@@ -37,7 +37,7 @@ WINDOW = 64  # tokens, with which layers are compared
 
 @dataclass(frozen=True)
 class LayerMeasurements:
-    """What is measured on the teacher for an allocation per layer.
+    """Measurements on the teacher for an allocation per layer.
 
     Attributes:
         losses: by layer that can be converted, KL from the teacher in nats per token, if this layer alone has a window
@@ -62,7 +62,7 @@ class LayerMeasurements:
 
 @dataclass(frozen=True)
 class LayerAllocation:
-    """What each layer that can be converted keeps.
+    """The memory of each layer that can be converted.
 
     Attributes:
         window: tokens of a layer that is not full, the query's own included.

@@ -45,7 +45,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Step:
-    """Which optimizer step: the one that follows `number` others, of `total`, in a stage with this seed."""
+    """An optimizer step: the one that follows `number` others, of `total`, in a stage with this seed."""
 
     number: int
     total: int
@@ -73,7 +73,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a stage did. Losses are held-out ones per unit, `initial_loss` before the first step."""
+    """The result of a stage. Losses are held-out losses per unit; `initial_loss` is before the first step."""
 
     steps: int
     tokens: int
@@ -204,7 +204,7 @@ class _UnitRun:
 
     @property
     def stopped(self) -> bool:
-        """Whether it trains no more: it has not improved for long, or, as a teacher on its own outputs, cannot."""
+        """Return whether a unit stops: it has not improved for long, or is a teacher on its own outputs."""
         if self.best_loss <= 0:
             return True
         return self._early_stopping is not None and self._stale_evaluations >= self._early_stopping

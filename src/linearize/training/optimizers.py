@@ -49,7 +49,7 @@ _MAKERS: dict[str, Callable[[], Callable[..., Optimizer]]] = {
 
 
 def state_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """What an optimizer keeps of a parameter, numbers as tensors too; nothing before its first gradient."""
+    """Return an optimizer's state of a parameter, numbers as tensors too; empty before its first gradient."""
     return {key: torch.as_tensor(value) for key, value in optimizer.state[parameter].items()}
 
 

@@ -165,7 +165,7 @@ class StageFolder:
 def read_stage(
     tensors_file: Path, json_file: Path, parameters: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What a stage has written, whosever it is: its tensors, and the data beside them with the stage's identity.
+    """Read a stage's tensors, and the data beside them, which hold the stage's identity.
 
     Args:
         parameters: what the last part of a tensor's name, behind slashes, is about; of what is divided among them, this
@@ -245,7 +245,7 @@ def run_identity(
     seed: int,
     model: PreTrainedModel | None = None,
 ) -> dict[str, Any]:
-    """What has to be equal for a run to go on from another's checkpoint; tensors count by name, shape and dtype.
+    """Return what must be equal for a run to resume from a checkpoint; tensors count by name, shape and dtype.
 
     Of `model`, if given, its layer plan counts, and the weights that no stage changes here.
     """

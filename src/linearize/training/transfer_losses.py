@@ -38,7 +38,7 @@ MIN_WEIGHT = 1e-20  # what a weight is taken for, if it is less: relu and roundi
 
 @dataclass(frozen=True)
 class Share:
-    """What a micro batch has of an optimizer step's tokens, and of its queries with linear keys (of one layer).
+    """A micro batch's share of an optimizer step's tokens, and of one layer's queries with linear keys.
 
     `rows`: of its tokens, padding apart; without padding, that is its share of the rows.
     """

@@ -34,7 +34,7 @@ from linearize.serving.vllm.pages import PageLayout, stateful
 
 
 class Extras(NamedTuple):
-    """What a mixer may ask for besides q, k and v: the layer's input [N, E]; positions [N], and q and k before RoPE."""
+    """Inputs of a mixer besides q, k and v: the layer's input [N, E]; positions [N], and q and k before RoPE."""
 
     hidden: Tensor | None = None
     positions: Tensor | None = None
@@ -44,7 +44,7 @@ class Extras(NamedTuple):
 
 @dataclass
 class Step:
-    """What a step does, said once for all layers whose pages are chosen alike.
+    """A step's work, described once for all layers whose pages are chosen alike.
 
     Attributes:
         decodes: the first so many tokens are one of a sequence each.
@@ -185,7 +185,7 @@ class StateLayer(nn.Module, MambaBase):
             self._go_on(inputs, list(states), slot, y[start:stop].transpose(0, 1)[None])
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, some: slice, *, one_each: bool) -> AttnInputs:
-        """Of `some` tokens: of one sequence, or one of each of several."""
+        """Return the inputs of `some` tokens: of one sequence, or one of each of several."""
 
         def rows(x: Tensor) -> Tensor:  # [n, X] -> [n, 1, X] or [1, n, X]
             return x[some][:, None] if one_each else x[some][None]

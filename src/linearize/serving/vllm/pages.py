@@ -105,7 +105,7 @@ def teacher_shape(config: Any) -> TeacherShape:
 
 
 def heads_of_ranks(config: Any, size: int) -> list[range]:
-    """Which KV heads each of `size` processes has, as vLLM divides q, k and v over them.
+    """Return the KV heads of each of `size` processes, as vLLM divides q, k and v over them.
 
     Args:
         config: of a converted model.
@@ -133,7 +133,7 @@ def heads_of_ranks(config: Any, size: int) -> list[range]:
 
 
 def page_layouts(config: Any, dtype: torch.dtype, heads: range) -> list[PageLayout | None]:
-    """Of these KV heads of each layer of a converted model in `dtype`; None where it stays softmax."""
+    """Return the page layout of these KV heads in each layer of a converted model in `dtype`; None: softmax."""
     shape, rope = teacher_shape(config).layer, getattr(config, "rope_parameters", None) or {}
     rotary_dims = int(shape.head_dim * rope.get("partial_rotary_factor", 1))
     how = shape, heads, dtype, rotary_dims, getattr(config, "state_dtype", None)
@@ -156,7 +156,7 @@ def _page_layout(
 
 
 def page_bytes(vllm_config: Any) -> int:
-    """Of one sequence in one layer: what the largest layer takes, in whichever process."""
+    """Return the bytes of one sequence in one layer: the largest over layers and processes."""
     model, size = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     each = (page_layouts(model.hf_config, model.dtype, heads) for heads in heads_of_ranks(model.hf_config, size))
     return max(layout.nbytes for layouts in each for layout in layouts if layout)
@@ -174,5 +174,5 @@ def _one_token(shape: LayerShape, dtype: torch.dtype, rotary_dims: int) -> AttnI
 
 
 def _empty(name: str) -> float:
-    """What a tensor of a `MixerState` holds before the first token."""
+    """Return the value of a tensor of a `MixerState` before the first token."""
     return -math.inf if name == "maximum" else -1.0 if name == "exact.position" else 0.0

@@ -1,4 +1,4 @@
-"""What a converted model cannot do within vLLM: refused before any weight is read."""
+"""Refuse what a converted model cannot do within vLLM, before any weight is read."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
