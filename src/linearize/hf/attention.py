@@ -1,7 +1,7 @@
 """A converted attention layer: the model's own attention class with only the math between q, k, v and the output new.
 
 The private surface of transformers that we rely on (swapping ``module.__class__``, a per-layer config with its own
-``_attn_implementation_internal``) is touched in this file and nowhere else.
+``_attn_implementation_internal``) is touched in this file and in `convert`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class LinearizedAttention:
     """Mixed into a model's own attention class; `mixer` is its child module."""
 
     mixer: Mixer
+    softmax_class: Any  # the model's own attention class, the last base
     bidirectional = False  # an encoder's: every token sees those behind it too
     softmax_implementation: str
     observer: Observer | None = None
@@ -76,7 +77,8 @@ class LinearizedAttention:
     cache_argument: str  # the one of them that is the cache
 
     def __init_subclass__(cls) -> None:
-        parent_forward: Any = cls.__mro__[2].forward  # type: ignore[attr-defined]
+        cls.softmax_class = cls.__bases__[-1]
+        parent_forward: Any = cls.softmax_class.forward
         cls.unrotated_forward = _without_rope(parent_forward)
         cls.arguments = tuple(inspect.signature(parent_forward).parameters)[1:]
         cls.cache_argument = "layer_past" if "layer_past" in cls.arguments else "past_key_values"
@@ -195,7 +197,7 @@ AttentionInterface.register(IMPLEMENTATION, linearized_attention)
 
 def _teacher_module(module: Any) -> Any:
     """The Python module of the attention class that `module` had before it was linearized."""
-    return sys.modules[type(module).__mro__[2].__module__]
+    return sys.modules[module.softmax_class.__module__]
 
 
 def layer_of(cache: Any, module: Any) -> LinearizedCacheLayer:
@@ -230,7 +232,7 @@ def attach(module: Any, mixer: nn.Module, linearized_class: Any, config: Any) ->
 
 def detach(module: Any) -> None:
     """Turn a linearized attention module back into its base's class, in place, without its mixer."""
-    module.__class__ = type(module).__mro__[2]
+    module.__class__ = module.softmax_class
     del module.mixer, module.model_config, module.softmax_implementation
     vars(module).pop("observer", None)
 
@@ -269,7 +271,7 @@ def softmax_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         if layers:
             model.config._attn_implementation_internal = layers[0].softmax_implementation
         for layer in layers:
-            layer.__class__, layer.config = layer.__class__.__mro__[2], model.config
+            layer.__class__, layer.config = layer.softmax_class, model.config
         yield model
     finally:
         model.config._attn_implementation_internal = implementation

@@ -32,7 +32,7 @@ from linearize.training.resumption import (
 from linearize.training.schedules import build_schedule
 
 DIVERGED = 2.75  # times the first held-out loss, at the end of a stage that was never below it
-NEGLIGIBLE = 1e-3  # a loss below which nothing is lost; the first one of a student that begins as its teacher is 0
+SMALL_LOSS = 1e-3  # no divergence below it: a student that begins as its teacher has a first loss of 0
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class StageRun:
             DivergedError: it has.
         """
         first, last = self._mean({unit.name: unit.initial_loss for unit in self.units}), self._mean(self._losses)
-        if self._least_loss < first or last <= max(DIVERGED * first, NEGLIGIBLE):
+        if self._least_loss < first or last <= max(DIVERGED * first, SMALL_LOSS):
             return
         worst = max(self.units, key=lambda unit: self._losses[unit.name] - unit.initial_loss)
         raise DivergedError(
