@@ -2,7 +2,8 @@
 
     python benchmarks/engines/unconverted_gguf.py --model M --type f32 --output teacher.gguf
 
-All layers of the file have full attention, in the architecture of exported models.
+The file has the architecture of exported models, which must have a window in some layer. The last layer's is as long as the model has
+positions, so that all layers have full attention.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     stock = stock_model(model, "granite_swa")
+    stock.config.layer_types[-1] = "sliding_attention"
     write_gguf(stock, tokenizer, arguments.output, kind=arguments.type, name="unconverted")
 
 
