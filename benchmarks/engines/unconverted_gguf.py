@@ -2,8 +2,8 @@
 
     python benchmarks/engines/unconverted_gguf.py --model M --type f32 --output teacher.gguf
 
-The file has the architecture of exported models, which must have a window in some layer. The last layer's is as long as the model has
-positions, so that all layers have full attention.
+The file has the architecture of exported models, which must have a window in some layer. The last layer's window is as
+long as the model has positions, so that all layers have full attention.
 """
 
 from __future__ import annotations
