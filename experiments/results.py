@@ -1,4 +1,4 @@
-"""Write docs/results.md, and each grid's own page, from the results beside the grids: the papers' numbers and ours.
+"""Write docs/results.md, docs/results/, and each grid's own page from the results beside the grids and claims.yaml.
 
 python experiments/results.py
 """
@@ -6,18 +6,26 @@ python experiments/results.py
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+import yaml
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import run  # noqa: E402
 
-PAGE = HERE.parent / "docs" / "results.md"
+INDEX = HERE.parent / "docs" / "results.md"
+HEAD = """| claim: rows | paper | ours | verdict | model, tokens, command |
+| --- | --- | --- | --- | --- |
+"""
 SECTIONS = {
     "hedgehog": "Hedgehog",
     "lolcat": "LOLCAT (workshop paper)",
@@ -27,22 +35,28 @@ SECTIONS = {
     "real_models": "Public models, converted",
     "recommended": "What `linearize run` takes when no recipe is named",
 }
-INTRODUCTION = """# Results: the papers' tables and ours, side by side
+INTRODUCTION = """# Results
 
-Every table here is made by one command from a grid under `experiments/`, on models of 0.1M to 23M parameters and 2
-CPU cores, in place of the papers' 0.1B to 405B; what can be compared is the order of the rows, not the numbers. The
-papers' numbers stand in the last columns, in the papers' own measures (scores: higher is better; perplexity and
-errors: lower is better). Ours are perplexities on held-out text, or losses in nats per token; an interval is a 95 %
-bootstrap of paired differences on the same tokens. Where a table is about a task, ours are scores on held-out
-examples, in per cent, and intervals are of differences paired over the examples. `python experiments/run.py --help`
-says how a grid is run, at this size or at that of its `gpu` setting.
+What holds of the papers' claims in our runs. **Our runs are small**: models of 0.1M to 23M parameters, a few million
+tokens at most, on two CPU cores, in place of the papers' 0.1B to 405B parameters. A verdict here says whether a claim
+held in that setting, not whether the paper is right. Larger numbers are better for scores and smaller ones for
+perplexities. Ours are perplexities on held-out text, or scores in per cent on held-out examples; the paper's are in its
+own measure, so compare the order of the values, which stand in the order of the rows named first.
 
-Teachers: `pycode-5m`, the bundled 5.5M-parameter Llama, on the sources of Python's standard library (`python
-scripts/write_stdlib_corpus.py corpus`); and stories260K (karpathy/tinyllamas on the hub) on TinyStories
-(roneneldan/TinyStories); Hedgehog's sentence encoder is all-MiniLM-L6-v2, a BERT of 22.7M parameters; and
-gpt-nano-sort (bbycroft/llm-viz on GitHub) is a GPT-2 that sorts. Hedgehog's other teachers are finetuned from the
-sentence encoder, or trained, by commands in `experiments/hedgehog/README.md`. The corpus of each table stands in its
-command.
+What we recommend to use, on SmolLM2-135M-Instruct: [per-head KV budget allocation](memory.md), compared
+[with kvpress](../benchmarks/README.md#beside-kvpress). By need: [which recipe to pick](choosing.md).
+
+"""
+TEACHERS = """
+## Models and data
+
+`pycode-5m` is the bundled Llama of 5.5M parameters, on the sources of Python's standard library (`python
+scripts/write_stdlib_corpus.py corpus`). stories260K (karpathy/tinyllamas on the hub) reads TinyStories
+(roneneldan/TinyStories). Hedgehog's teachers are all-MiniLM-L6-v2, a BERT of 22.7M parameters, models that are
+finetuned from it, and models that are trained by the commands in
+[experiments/hedgehog/README.md](../experiments/hedgehog/README.md). gpt-nano-sort (bbycroft/llm-viz on GitHub) is a
+GPT-2 that sorts. An interval is a 95 % bootstrap of paired differences on the same tokens or examples. `python
+experiments/run.py --help` says how a table is made again, at this size or at that of its `gpu` setting.
 """
 
 
@@ -58,24 +72,76 @@ def records(folder: str) -> Iterator[tuple[Path, run.Grid, dict[str, Any]]]:
         yield path, run.Grid.load(path.with_name(record["grid"])), record
 
 
-def page() -> str:
-    parts = [INTRODUCTION]
+def pages() -> dict[Path, str]:
+    """Return the index and one page per paper, with their paths."""
+    found = {INDEX: index()}
     for folder, title in SECTIONS.items():
-        here = f"../experiments/{folder}/"
-        pages = [run.page(grid, record, "###", here) for _, grid, record in records(folder)]
+        here = f"../../experiments/{folder}/"
+        tables = [run.page(grid, record, "##", here) for _, grid, record in records(folder)]
         # What scripts of their own measured; a grid's page has its setting in its name.
         for path in in_order((HERE / folder).glob("*.md")):
             if "." not in path.stem and path.stem != "README":
                 text = path.read_text(encoding="utf-8")
-                text = text.replace("\n## ", "\n#### ").replace("# ", "### ", 1)
-                pages.append(re.sub(r"(?<=\]\()(?=[\w.]+\.svg\))", here, text))
-        parts += [f"## {title}\n", *pages] if pages else []
-    return "\n".join(parts)
+                text = text.replace("\n## ", "\n### ").replace("# ", "## ", 1)
+                tables.append(re.sub(r"(?<=\]\()(?=[\w.]+\.svg\))", here, text))
+        introduction = f"# {title}\n\nAll tables, each with its command. [The index](../results.md) sums them up.\n"
+        found[INDEX.with_suffix("") / f"{folder}.md"] = "\n".join([introduction, *tables])
+    return found
+
+
+def index() -> str:
+    """Return the page of all claims: the paper's figures, ours, the verdict, and what it was measured on."""
+    claims = yaml.safe_load((HERE / "claims.yaml").read_text(encoding="utf-8"))
+    counts = Counter(claim["verdict"] for claim in claims if claim["paper"] != "recommended")
+    parts = [INTRODUCTION + f"Of {counts.total()} claims: {', '.join(f'{n} {x}' for x, n in counts.most_common())}.\n"]
+    for folder, title in SECTIONS.items():
+        parts.append(f"## {title}\n\n[All tables](results/{folder}.md).\n")
+        rows = [_claim(folder, claim) for claim in claims if claim["paper"] == folder]
+        if rows:
+            parts.append(HEAD + "\n".join(rows) + "\n")
+    return "\n".join(parts) + TEACHERS
+
+
+def _claim(folder: str, claim: dict[str, Any]) -> str:
+    verdict = f"**{claim['verdict']}**" + (f": {claim['why']}" if "why" in claim else "")
+    if "grid" not in claim:
+        return f"| {claim['claim']} | | | {verdict} | |"
+    path = HERE / folder / f"{claim['grid']}.small.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    grid = run.Grid.load(path.with_name(record["grid"]))
+    results = {label: [x for x in record["results"] if x["label"] == label] for label in claim["rows"]}
+    papers = [found[0]["paper"] for found in results.values()]
+    column = claim.get("column", 0)
+    paper = " → ".join(f"{x[column]}" if x else "-" for x in papers) if any(papers) else ""
+    ours = " → ".join(f"{fmean(map(_value, found)):.4g}" for found in results.values())
+    tokens = max(_tokens(recipe) for cell, recipe in grid.jobs(record["setting"]) if cell.label in claim["rows"])
+    model = re.search(r"--model (\S+)", record["command"])
+    assert model is not None
+    name = {"src/linearize/demo/teacher": "pycode-5m"}.get(model[1], Path(model[1].removesuffix("/model")).name)
+    amount = f", {tokens / 1e6:.2g}M tokens" if tokens else ""
+    command = f"[command](../experiments/{folder}/{path.with_suffix('.md').name})"
+    measure = f" ({grid.paper_columns[column]})" if paper else ""
+    rows = "; ".join(claim["rows"])
+    return f"| {claim['claim']}: {rows} | {paper}{measure} | {ours} | {verdict} | {name}{amount}; {command} |"
+
+
+def _value(result: dict[str, Any]) -> float:
+    """Return the student's perplexity, or its score in per cent."""
+    if "loss" in result:
+        return math.exp(result["loss"]["student"]["mean"])
+    return 100 * result["scores"]["student"][result["metrics"][0]]["mean"]
+
+
+def _tokens(recipe: Any) -> int:
+    """Return the training tokens of all stages, as far as the recipe bounds them."""
+    stages = (recipe.transfer, recipe.adapt, recipe.finetune)
+    return sum(stage.max_tokens or 0 for stage in stages if stage is not None)
 
 
 if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(), encoding="utf-8")
+    INDEX.with_suffix("").mkdir(exist_ok=True)
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
     for folder in SECTIONS:
         for path, grid, record in records(folder):
             path.with_suffix(".md").write_text(run.page(grid, record), encoding="utf-8")
