@@ -14,7 +14,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real test test-slow test-faults test-gpu test-kernels test-fla test-matrix test-quantized test-trl test-vllm bench-engines test-browser test-serve bench-kvpress figures chromium lint quick-lint format clean
+.PHONY: help setup demo demo-real test test-slow test-faults test-gpu test-kernels test-fla test-matrix test-quantized test-trl test-vllm bench-engines test-browser test-serve bench-kvpress figures docs chromium lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -129,6 +129,15 @@ bench-kvpress: setup ## beside the presses of kvpress: KVPRESS_ARGS="--model M -
 	    touch .venv-kvpress/.installed; }
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kvpress.py $(KVPRESS_ARGS)
 
+# An environment of its own, which stays small: pages are read from the sources, not imported.
+docs: ## the documentation as a site, in build/site; broken links are errors
+	test -f .venv-docs/.installed || { \
+	    $(PYTHON) -m venv --clear .venv-docs && \
+	    .venv-docs/bin/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1' && \
+	    .venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --group docs && \
+	    touch .venv-docs/.installed; }
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
 figures: setup chromium ## the README's figure and screenshot, from the committed runs, in the same chromium
 	$(BIN)/python experiments/readme_figure.py
 	$(BIN)/python scripts/report_screenshot.py experiments/recommended/pycode-5m docs/figures/report.png
@@ -154,5 +163,5 @@ format: setup ## format, and fix what can be fixed
 	$(BIN)/ruff format .
 
 clean: ## remove everything that was made here, .venv included
-	rm -rf .venv .venv-matrix .venv-vllm .venv-kvpress $(OUTPUT_DIR) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-matrix .venv-vllm .venv-kvpress .venv-docs $(OUTPUT_DIR) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +

@@ -92,8 +92,25 @@ def test_chat_beside_teacher(example: Example, tmp_path: Path) -> None:
 
 
 def test_the_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As printed, but for the names of the model and of the text, and a budget."""
+    """As printed, but for the names of the model and of the text, and sizes for a tiny model."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 10
+    text = tiny.write_text(tmp_path / "text.jsonl", documents=400)
+    settings = {"data.dataset": str(text), "data.sequence_length": 256, "memory.fraction": 0.5}
+    for name, ours in {
+        '"HuggingFaceTB/SmolLM2-135M-Instruct"': repr(tiny.teacher_folder()),
+        '{"data.dataset": "text.jsonl", "memory.fraction": 0.2}': repr(settings),
+    }.items():
+        assert name in code
+        code = code.replace(name, ours)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == "LinearizedLlamaForCausalLM"
+
+
+def test_the_python_of_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As printed, but for the names of the model and of the text, and a budget."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8"), re.DOTALL)
     text = tiny.write_text(tmp_path / "text.jsonl", documents=400)
     budget = {"batch_size": 4, "max_tokens": 256, "eval_every": 2}
     settings = {f"{stage}.{field}": value for stage in ("transfer", "finetune") for field, value in budget.items()}
@@ -106,7 +123,7 @@ def test_the_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         code = code.replace(name, ours)
     monkeypatch.chdir(tmp_path)
     made: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), made)
+    exec(compile(code, "tutorial.md", "exec"), made)
     assert type(made["softmax"]).__name__ == "LlamaForCausalLM"
     assert {path.parent.name for path in tmp_path.glob("run/*/result.json")} == {"transfer", "finetune"}
 
