@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 CACHE = 512 * 2**20  # bytes, for keys and values
+BATCH = 512  # tokens of a prompt at a time, as llama.cpp has it: layers with a window hold a batch besides
 
 
 def main() -> None:
@@ -62,6 +63,7 @@ def generate(arguments: argparse.Namespace) -> None:
         enable_prefix_caching=False,
         kv_cache_memory_bytes=CACHE,
         max_num_seqs=1,
+        max_num_batched_tokens=BATCH,
     )
 
     def timed(count: int) -> tuple[list[list[int]], float]:

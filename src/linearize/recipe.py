@@ -109,7 +109,7 @@ Keep = Annotated[KeepListed | KeepAllBut | KeepEvery | KeepRatio | KeepByTransfe
 
 
 class LayersConfig(Config):
-    """Return the layers that are linearized."""
+    """Say which layers are linearized."""
 
     keep_softmax: Annotated[Keep, BeforeValidator(_listed)] = Field(
         default=KeepListed(), description="which layers stay softmax: a list of indices, or a rule"
