@@ -141,7 +141,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     for name, message in (
         ("none", "No such file"),
         ("text", "save_state wrote"),
-        ("weights", "state of version 2, found None"),
+        ("weights", "state of version 3, found None"),
     ):
         with pytest.raises(UserError, match=message):
             linearize.load_state(tmp_path / name, student_of(PLAIN))

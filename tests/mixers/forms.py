@@ -19,7 +19,7 @@ from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import MixerState
 from linearize.mixers.update import AdditiveUpdate
 from linearize.ops import chunked, dense, dispatch, grid, window
-from linearize.ops.layout import Layout, NoSpan, context_positions
+from linearize.ops.layout import Layout, NoSpan, slot_positions
 from tests.mixers.space import Drawn, pieces, with_tensors
 from tests.mixers.weights import weights_of
 from tests.ops.cases import own_layout
@@ -142,10 +142,11 @@ def check_calls(case: Drawn, cuts: Sequence[int]) -> None:
     assert_near(found_state.seen, expected_state.seen, 0, "tokens seen")
     # A slot below every later query's window may hold a token or not.
     span, seen = case.mixer.span, expected_state.seen[:, None]
-    position = context_positions(seen[:, 0], span)
+    position = slot_positions(seen[:, 0], span)
     needed = (position >= 0) & ((position >= span.lo(seen - 1)) | (position < span.sinks))
     for name, x in expected_state.slots.items():
-        mask = needed[:, None, :, None]
+        every = torch.ones(len(needed), x.shape[2] - needed.shape[1], dtype=torch.bool)  # of an eviction cache
+        mask = torch.cat([needed, every], dim=1)[:, None, :, None]
         assert_near(found_state.slots[name] * mask, x * mask, FP64, f"slots of {name}")
     rest = (replace(state, slots={}).tensors() for state in (found_state, expected_state))
     for index, (one, other) in enumerate(zip(*rest, strict=True)):

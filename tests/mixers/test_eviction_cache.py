@@ -134,7 +134,9 @@ def test_prompts_that_fit_and_that_do_not_are_single_steps(name: str) -> None:
             y, prompt = its.step(x.tokens(0, length), None)
             torch.testing.assert_close(y, whole[:, :, :length], rtol=0, atol=1e-10)
             _, state = its.step(x.tokens(length - 1, length), state)
-            found, expected = ({**s.slots, **s.exact, "S": s.linear and s.linear.S} for s in (prompt, state))
+            found, expected = (
+                {**s.slots, "position": s.cached_position, "S": s.linear and s.linear.S} for s in (prompt, state)
+            )
             for key, tensor in expected.items():
                 torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-10, msg=lambda m, k=key: f"{k}: {m}")
             if length < 34:
@@ -213,21 +215,21 @@ def test_a_state_is_of_one_size_and_the_cache_of_the_asked_one() -> None:
     x, its = inputs(60), mixer(size=5)
     sizes = {its.step(x.tokens(0, n), None)[1].nbytes for n in (1, 9, 30, 60)}
     assert sizes == {its.state_like(x.tokens(0, 1)).nbytes}
-    exact = its.step(x, None)[1].exact
-    assert exact is not None and exact["keys"].shape == (2, 2, 5, 6) and bool((exact["position"] >= 0).all())
-    assert bool((exact["position"].diff(dim=2) > 0).all())  # oldest first
+    held = its.step(x, None)[1].cached(its.span)
+    assert held["keys"].shape == (2, 2, 5, 6) and bool((held["position"] >= 0).all())
+    assert bool((held["position"].diff(dim=2) > 0).all())  # oldest first
 
 
 def test_the_highest_scores_stay_and_nothing_else() -> None:
     """What is held is a function of the scores alone: the top C of all keys that left the window."""
     x, its = inputs(400, batch=1), mixer(size=3)
     _, state = its.step(x, None)
-    assert state.exact is not None
     scores = its.scorer(x, torch.arange(400)[None])[..., 0]
     left = scores[:, :, : 400 - 8]  # the window of two blocks of four holds the others
     expected = left.topk(3, dim=2).indices.sort(dim=2).values
-    assert torch.equal(state.exact["position"], expected)
-    torch.testing.assert_close(state.exact["scores"][..., 0], scores.gather(2, expected))
+    held = state.cached(its.span)
+    assert torch.equal(held["position"], expected)
+    torch.testing.assert_close(held["scores"][..., 0], scores.gather(2, expected))
 
 
 @pytest.mark.parametrize("recall_size", [0, 3])
@@ -242,18 +244,17 @@ def test_the_older_of_equals_stays_in_every_form(recall_size: int) -> None:
         found.append(y)
     torch.testing.assert_close(torch.cat(found, dim=2), whole, rtol=0, atol=1e-10)
     torch.testing.assert_close(whole, by_oracle(x, its), rtol=0, atol=1e-10)
-    assert state.exact is not None and int(state.exact["position"].max()) < 24
+    assert state is not None and int(state.cached_position.max()) < 24
 
 
 def test_each_part_has_the_highest_of_its_scores() -> None:
     """The first of all keys that left the window, the second of those that the first does not hold."""
     x, its = inputs(200, batch=1), mixer(size=7, recall_size=4)
     _, state = its.step(x, None)
-    assert state.exact is not None
     scores = its.scorer(x, torch.arange(200)[None])[:, :, : 200 - 8]
     recall = scores[..., 0].topk(4, dim=2).indices.sort(dim=2).values
     text = scores[..., 1].scatter(2, recall, -torch.inf).topk(3, dim=2).indices.sort(dim=2).values
-    assert torch.equal(state.exact["position"], torch.cat([text, recall], dim=2))
+    assert torch.equal(state.cached_position, torch.cat([text, recall], dim=2))
 
 
 def test_scores_depend_on_the_position_through_recency_alone() -> None:
@@ -383,7 +384,7 @@ def test_a_key_that_no_cache_has_room_for_is_read_to_the_end() -> None:
     v[:, :, 5] = 1.0  # what is read of this key, and of no other
     read = its(AttnInputs(x.q, x.k, v, 0.5))[..., -1, :]
     _, state = its.step(AttnInputs(x.q, x.k, v, 0.5), None)
-    assert state.exact is not None and not bool((state.exact["position"] == 5).any())
+    assert not bool((state.cached_position == 5).any())
     assert bool((read > 0).all())
 
 

@@ -116,11 +116,12 @@ def check_calls(case: Drawn, cuts: list[int]) -> None:
     at_once, expected = in_calls(case, [])
     assert_near(at_once, whole, FP64, "output of a step")
     assert isinstance(state, HeadwiseState) and isinstance(expected, HeadwiseState)
-    for one, other in zip(state.parts, expected.parts, strict=True):
+    for (_, mixer), one, other in zip(case.mixer.parts(), state.parts, expected.parts, strict=True):
         assert torch.equal(one.seen, other.seen)
-        if one.exact is not None and other.exact is not None:
-            for name, x in one.exact.items():
-                assert_near(x, other.exact[name], FP64, f"{name} of the cache")
+        if mixer.config is not None and mixer.config.cache is not None:
+            kept = other.cached(mixer.span)
+            for name, x in one.cached(mixer.span).items():
+                assert_near(x, kept[name], FP64, f"{name} of the cache")
 
 
 def check_token_by_token(case: Drawn, cuts: list[int]) -> None:

@@ -18,7 +18,7 @@ from linearize.ops.inputs import LinearInputs, LinearState
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial
-from linearize.ops.recurrent import LinearStep, NextToken, linear_step, no_scores, window_step
+from linearize.ops.step import LinearStep, StepContext, linear_step, no_scores, window_step
 from tests.ops.cases import DECAYS, INPUTS, Case, own_layout
 from tests.oracles.attention import linear_attention_quadratic, window_partial
 from tests.oracles.recurrent import RecurrentState, linear_attention_recurrent
@@ -241,11 +241,11 @@ def check_steps(case: Case, start: int) -> None:
         }
         entered = case.phi_k[:, :, entering], case.v[:, :, entering]
         step = LinearStep(case.phi_q[:, :, n : n + 1], state, *entered, **one, **skipped)
-        linear, state = linear_step(step, NextToken(span, position))
+        linear, state = linear_step(step, StepContext(span, position))
         found = [linear]
         if span.max_lag:  # or there is no window to read
             seen = (keys <= n) & ((keys >= span.lo(position)[:, None]) | (keys < span.sinks))
-            q, bias = case.q[:, :, n : n + 1], no_scores(~seen[:, None], case.k.shape[1], case.q.dtype)
+            q, bias = case.q[:, :, n : n + 1], no_scores(~seen, case.q.dtype)
             softmax = {"bias": bias, "scaling": case.scaling, "softcap": case.softcap}
             found.append(window_step(q, case.k, case.v, **softmax))
         at_n = [Partial(x.num[:, :, [n]], x.den[:, :, [n]], x.log_scale[:, :, [n]]) for x in expected[: len(found)]]

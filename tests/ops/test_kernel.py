@@ -19,7 +19,7 @@ from linearize.ops.inputs import LinearInputs, LinearState
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import linear_state
-from linearize.ops.recurrent import LinearStep, NextToken, linear_step
+from linearize.ops.step import LinearStep, StepContext, linear_step
 from tests.ops.cases import SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
 from tests.ops.parity import FP32, FP64, assert_near, assert_states_near, part_of
 from tests.oracles.spans import SpanSpec
@@ -107,7 +107,7 @@ def test_states_and_steps_are_those_of_features(span: SpanSpec) -> None:
     expected = linear_state(replace(given, phi_q=None, phi_k=TAYLOR.features(case.phi_k)))
     assert_states_near(before, expected)
     phi_q, phi_k, v = (x[:, :, -1:] for x in (case.phi_q, case.phi_k, case.v))
-    at = NextToken(case.package_span, torch.tensor([40, 40]))
+    at = StepContext(case.package_span, torch.tensor([40, 40]))
     found = linear_step(LinearStep(phi_q, before, phi_k, v, kernel=TAYLOR), at)
     with_features = linear_step(LinearStep(TAYLOR.features(phi_q), expected, TAYLOR.features(phi_k), v), at)
     assert_near(found[0].num, with_features[0].num, FP64, "num")

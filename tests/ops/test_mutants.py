@@ -14,7 +14,7 @@ from linearize.ops.grid import Grid
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
 from linearize.ops.layout import Layout, SlidingSpan, TerracedSpan
 from linearize.ops.partial import Partial
-from linearize.ops.recurrent import LinearStep, NextToken
+from linearize.ops.step import LinearStep, StepContext
 from tests.ops import parity
 from tests.ops.cases import SIDE_BY_SIDE, WITH_GAPS, Case, make_case
 from tests.oracles.spans import SpanSpec
@@ -192,7 +192,7 @@ def pending_lost(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     """The block that is being folded never reaches the state."""
     step = parity.linear_step
 
-    def wrong(x: LinearStep, at: NextToken):
+    def wrong(x: LinearStep, at: StepContext):
         assert x.state.next_S is not None and x.state.next_z is not None
         nothing = torch.zeros_like
         empty = replace(x.state, next_S=nothing(x.state.next_S), next_z=nothing(x.state.next_z))

@@ -25,10 +25,10 @@ POINTERS |= dict.fromkeys(["num", "den", "log_scale", "S", "z", "phi_q", "phi_k"
 POINTERS |= dict.fromkeys(["phi", "weight", "bias", "enters", "window_factor"], "*fp32")
 POINTERS |= dict.fromkeys(["num_w", "den_w", "num_l", "den_l"], "*fp32")
 POINTERS |= dict.fromkeys(["ahead_S", "ahead_z", "next_S", "next_z", "next_ahead_S", "next_ahead_z"], "*fp32")
-POINTERS |= {"held_position": "*i64", "begins": "*i1", "place": "*i32", "sink_slot": "*i64"}
+POINTERS |= {"slot": "*i64", "entering": "*i64", "begins": "*i1", "place": "*i32", "sink_slot": "*i64"}
 POINTERS |= dict.fromkeys(["g_num", "g_den", "g_log_scale", "g_phi", "delta", "sink_k", "sink_v"], "*fp32")
 POINTERS |= dict.fromkeys(["grad_q", "grad_k", "grad_v", "grad_y"], "*fp32")
-TOKENS = ["new_k", "new_v", "held_k", "held_v", "next_k", "next_v"]  # in the inputs' dtype
+TOKENS = ["new_k", "new_v", "next_k", "next_v"]  # in the inputs' dtype
 SCALARS = dict.fromkeys(["factor", "softcap", "per_doubling", "least"], "fp32")
 
 
@@ -59,8 +59,13 @@ def cases() -> list[Any]:
             found += [("hedgehog", square | {"M": rows}, dtype) for rows in (16, CHUNK)]
             one = wide | {"F": D, "BLOCK_F": D, "SIDE": 64, "N": 32, "WINDOW": True, "LINEAR": True, "SOFTCAP": True}
             found.append(("quotient", wide | {"WINDOW": True, "LINEAR": True, "M": 32}, dtype))
-            for cache, ahead, rows in ((False, False, 16), (False, True, 64), (True, False, 64)):
-                part = {"CACHE": cache, "WRITES": not cache, "AHEAD": ahead, "M": rows}
+            for hides, writes, leaves, ahead, rows in (
+                (False, True, True, False, 16),
+                (True, True, True, True, 64),
+                (True, True, False, True, 64),
+                (True, False, False, False, 64),
+            ):
+                part = {"HIDES": hides, "WRITES": writes, "LEAVES": leaves, "AHEAD": ahead, "M": rows}
                 found.append(("one_token", one | part, dtype))
     return [pytest.param(*case, id="-".join(map(str, (case[0], *case[1].values(), case[2])))) for case in found]
 
@@ -73,8 +78,8 @@ def test_kernels_compile_and_fit(name: str, constants: dict[str, Any], dtype: st
     constants = constants | {x: how for x, how in HOW.items() if x in kernel.arg_names or x == "num_stages"}
     options = {key: constants.pop(key) for key in ("num_stages", "num_warps") if key in constants}
     types = POINTERS | SCALARS | dict.fromkeys([*"qkvxy", *TOKENS], f"*{dtype}")
-    if name in ("linear_states", "one_token"):
-        types = {x: y for x, y in types.items() if x not in ("before", "held")}  # there numbers
+    if name == "linear_states":
+        del types["before"]  # there a number
     signature = {x: "constexpr" if x in constants else types.get(x, "i32") for x in kernel.arg_names}
     at = {(kernel.arg_names.index(x),): value for x, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=at)

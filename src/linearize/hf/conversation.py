@@ -22,7 +22,7 @@ from linearize.hf.classes import MODEL_CLASSES, attention_modules
 from linearize.hf.fingerprint import fingerprint
 from linearize.hf.unsupported import angles_change
 
-VERSION = 2  # of the file
+VERSION = 3  # of the file
 
 
 def save_state(state: Cache, model: PreTrainedModel, path: str | os.PathLike[str]) -> None:

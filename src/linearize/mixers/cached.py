@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from linearize.mixers.config import MixerConfig
 from linearize.mixers.eviction_cache import EvictionCache, EvictionScorer
 from linearize.mixers.mixer_state import MixerState, Tokens
-from linearize.ops.eviction_cache import at_places, choose, cut, held_before, leaving, taken, written
+from linearize.ops.eviction_cache import choose, cut, held_before, leaving, taken, written
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import Blocks, CachedPairs
 from linearize.ops.layout import Layout, TerracedSpan
-from linearize.ops.recurrent import NextToken
+from linearize.ops.step import StepContext
 
 SCORES = "scores"  # eviction scores of the slots of window and cache
 STEPS = ("log_decay_k", "log_decay_v", "offset")  # what is a place's own, whichever key is written there
@@ -90,8 +90,7 @@ def cached_keys(
     pool = _scored(tokens, scorer, layout.key_position)
     carried, before = None, 0
     if state is not None:
-        assert state.exact is not None
-        pool, carried = _pooled(cache, state.exact, pool)
+        pool, carried = _pooled(cache, state.cached(span), pool)
         before = cache.size
     leaves = layout.once(("leaves", span, before), lambda: leaving(blocks, span, layout, before))
     fresh = None if layout.uniform else blocks.fresh  # a uniform row is one document
@@ -121,92 +120,48 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim=-1)
 
 
-class Dropped(NamedTuple):
-    """The cache for one more token, and what is written to the linear state before it.
+class NextBlock(NamedTuple):
+    """What the state holds when a block may begin, and what is written to the linear state before it.
 
     Attributes:
-        exact: the cache.
-        tokens: as they are written, where there is a linear state.
-        position: of these tokens, -1 where a row writes nothing.
+        slots: the state's, with the cache behind the window.
+        position: of the cached pairs.
+        dropped: tokens as they are written, where there is a linear state; those of positions `at.leaving`.
     """
 
-    exact: Tokens
-    tokens: Tokens | None
-    position: Int[Tensor, "B w"]
+    slots: Tokens
+    position: Int[Tensor, "B G C"]
+    dropped: Tokens | None
 
 
-def cache_of_next(
-    config: MixerConfig, scorer: EvictionScorer | None, state: MixerState, at: NextToken
-) -> Dropped | None:
-    """Return what one more token does: a new choice in rows where a block begins with it; None where none does."""
-    cache, span, exact = config.cache, config.span, state.exact
-    if cache is None or exact is None or not at.may_flush:
-        return None
-    assert isinstance(span, TerracedSpan) and scorer is not None
-    position = at.leaving
-    slots = slice(span.sinks, span.sinks + span.window_size)
-    tokens = {name: x[:, :, slots] for name, x in state.slots.items()}
-    scored = _scored(tokens, scorer, position)
-    if state.linear is None:
-        return Dropped(_exchanged(cache, exact, scored, full=at.keeps_full(cache.size)), None, position)
-    pool, carried = _pooled(cache, exact, scored)
-    places = torch.arange(cache.size + span.window_size, device=position.device)
+def next_block(config: MixerConfig, scorer: EvictionScorer, state: MixerState, at: StepContext) -> NextBlock:
+    """Return what the state holds behind a new choice, in rows where a block begins; the others keep what they have."""
+    cache, before = config.cache, state.cached(config.span)
+    assert cache is not None
+    tokens = {
+        name: x.gather(2, at.leaving_slots[:, None, :, None].expand(len(x), x.shape[1], -1, x.shape[3]))
+        for name, x in state.slots.items()
+    }
+    pool, carried = _pooled(cache, before, _scored(tokens, scorer, at.leaving))
+    places = torch.arange(pool["position"].shape[2], device=at.position.device)
     there = torch.where(pool["position"] >= 0, places, -1)
-    held = _chosen(cache, pool, there)
-    exact = taken(pool, held)
-    new = there[:, :, cache.size :]
-    for part in cache.parts:
-        new = written(carried[..., part].sort(-1).values, held[..., part], new)
-    tokens = _as_written(pool, new, places[cache.size :]) | {name: tokens[name] for name in STEPS if name in tokens}
-    return Dropped(exact, tokens, position)
-
-
-def _exchanged(cache: EvictionCache, held: Tokens, tokens: Tokens, *, full: bool) -> Tokens:
-    """Return what a cache holds after a block, whose tokens have position -1 in rows where none leaves the window.
-
-    As `_chosen` and `taken`, in fewer operations. `full`: neither cache nor block has an empty slot.
-    """
-    pool = _appended(held, tokens)
-    # Empty slots of the cache come before those of the block, so that they are chosen first.
-    empty = None if full else pool["position"] < 0
-    # One part has the oldest first already.
-    ages = pool["position"].argsort(dim=-1, stable=True) if len(cache.parts) > 1 else None
-    return _best(cache, pool, ages, empty)
-
-
-def _best(
-    cache: EvictionCache,
-    pool: Tokens,
-    ages: Int[Tensor, "B G P"] | None = None,
-    empty: Bool[Tensor, "B G P"] | None = None,
-) -> Tokens:
-    """Return what a cache holds of a pool of no fewer slots.
-
-    `ages`: its places, the oldest first; None: as they lie. `empty`: which slots are; None: none.
-    """
-    chosen: list[Tensor] = []
-    for column, part in enumerate(cache.parts):
-        scores, size = pool[SCORES][..., column], part.stop - part.start
-        scores = scores if empty is None else scores.masked_fill(empty, -torch.inf)
-        scores = scores if ages is None else scores.gather(2, ages)
-        order = scores.sort(dim=-1, descending=True, stable=True).indices
-        best = order[:, :, :size].sort(-1).values
-        chosen.append(best if ages is None else ages.gather(2, best))
-        if part.start:
-            others = order[:, :, size:].sort(-1).values
-            ages = others if ages is None else ages.gather(2, others)
-    index = _joined(chosen)
-    found: Tokens = {}
-    for name, x in pool.items():
-        if name == "position":
-            found[name] = x.expand(*index.shape[:2], -1).gather(2, index)
-        else:
-            found[name] = at_places(x, index[..., None])
-    return found
+    held = _chosen(cache, pool[SCORES], there)
+    after = taken(pool, held)
+    slots = {name: torch.cat([x[:, :, : at.slots], after[name]], dim=2) for name, x in _own(state.slots)}
+    dropped = None
+    if state.linear is not None:
+        new = there[:, :, cache.size :]
+        for part in cache.parts:
+            new = written(carried[..., part].sort(-1).values, held[..., part], new)
+        steps = {name: tokens[name] for name in STEPS if name in tokens}
+        dropped = _as_written(pool, new, places[cache.size :]) | steps
+    return NextBlock(state.slots | slots, after["position"], dropped)
 
 
 @torch.no_grad()
-def _chosen(cache: EvictionCache, pool: Tokens, there: Int[Tensor, "B G P"]) -> Int[Tensor, "B G C"]:
+def _chosen(
+    cache: EvictionCache, scores: Float[Tensor, "B G P S"], there: Int[Tensor, "B G P"]
+) -> Int[Tensor, "B G C"]:
     """What the cache holds of all keys of a pool, as `choose`: each part takes of those that the one before left.
 
     Args:
@@ -214,9 +169,9 @@ def _chosen(cache: EvictionCache, pool: Tokens, there: Int[Tensor, "B G P"]) -> 
     """
     held: list[Tensor] = []
     for column, part in enumerate(cache.parts):
-        scores = pool[SCORES][..., column].masked_fill(there < 0, -torch.inf)
         size = part.stop - part.start
-        order = scores.argsort(dim=-1, descending=True, stable=True)[:, :, :size]
+        order = scores[..., column].masked_fill(there < 0, -torch.inf)
+        order = order.argsort(dim=-1, descending=True, stable=True)[:, :, :size]
         held.append(pad(there.gather(2, order).sort(-1).values, (size - order.shape[2], 0), value=-1))
         if part.start:
             there = there.scatter(2, order, -1)
@@ -241,30 +196,20 @@ def cache_after(
     """
     cache, span = config.cache, config.span
     assert cache is not None and scorer is not None
-    if state is None and layout.uniform:
-        lowest = int(span.lo(torch.tensor(layout.length - 1, device="cpu")))
-        if lowest - span.sinks >= cache.size:  # nothing is empty
-            position = layout.key_position[:, span.sinks : lowest]
-            left = {name: x[:, :, span.sinks : lowest] for name, x in tokens.items()}
-            return _best(cache, _scored(left, scorer, position))
     last, position = layout.count[:, None] - 1, layout.key_position
-    pool = _scored(tokens, scorer, position)
     candidates = (position >= span.sinks) & (position < span.lo(last)) & (layout.key_document == layout.last_document)
+    if state is None and layout.uniform:  # the keys that left the window lie side by side
+        left = slice(0, max(1, int(span.lo(torch.tensor(layout.length - 1, device="cpu")))))
+        tokens = {name: x[:, :, left] for name, x in tokens.items()}
+        position, candidates = position[:, left], candidates[:, left]
+    pool = _scored(tokens, scorer, position)
     candidates = candidates[:, None].expand(*tokens["keys"].shape[:2], -1)
     if state is not None:
-        assert state.exact is not None
-        pool, _ = _pooled(cache, state.exact, pool)
+        pool, _ = _pooled(cache, state.cached(span), pool)
         carried = (pool["position"][..., : cache.size] >= 0) & (layout.last_document == 0)[..., None]
         candidates = torch.cat([carried, candidates], dim=2)
     every = torch.arange(candidates.shape[2], device=position.device)
-    return taken(pool, _chosen(cache, pool, torch.where(candidates, every, -1)))
-
-
-def empty_cache(tokens: Tokens, size: int) -> Tokens:
-    """A cache of `size` slots, for tokens like these, that holds nothing."""
-    k = tokens["keys"]
-    slots = {name: x.new_zeros(len(k), max(x.shape[1], k.shape[1]), size, x.shape[3]) for name, x in _own(tokens)}
-    return slots | {"position": k.new_full((*k.shape[:2], size), -1, dtype=torch.int64)}
+    return taken(pool, _chosen(cache, pool[SCORES], torch.where(candidates, every, -1)))
 
 
 def _own(tokens: Tokens) -> list[tuple[str, Tensor]]:
@@ -273,8 +218,9 @@ def _own(tokens: Tokens) -> list[tuple[str, Tensor]]:
 
 def _scored(tokens: Tokens, scorer: EvictionScorer, position: Int[Tensor, "#B N"]) -> Tokens:
     """What is a token's own, with its whole score, and its position [B or 1, 1, N]."""
-    scores = scorer.whole(tokens[SCORES], tokens["values"], position)
-    return dict(_own(tokens)) | {SCORES: scores, "position": position[:, None]}
+    scores = scorer.whole(tokens[SCORES], tokens["keys"], tokens["values"], position)
+    everywhere = position[:, None].expand(*scores.shape[:3])
+    return dict(_own(tokens)) | {SCORES: scores, "position": everywhere}
 
 
 def _pooled(cache: EvictionCache, held: Tokens, tokens: Tokens) -> tuple[Tokens, Int[Tensor, "B G C"]]:
@@ -287,18 +233,8 @@ def _pooled(cache: EvictionCache, held: Tokens, tokens: Tokens) -> tuple[Tokens,
     if len(cache.parts) > 1:
         age = held["position"].argsort(dim=-1, stable=True)
         held, places = taken(held, age), age.argsort(-1)
-    return _appended(held, tokens), torch.where(filled, places, -1)
-
-
-def _appended(held: Tokens, tokens: Tokens) -> Tokens:
-    """Return the cache's slots, then these."""
-    pool: Tokens = {}
-    for name, x in tokens.items():
-        before = held[name]
-        before = before if before.dtype == x.dtype else before.to(x.dtype)
-        x = x if x.shape[:2] == before.shape[:2] else x.expand(*before.shape[:2], *x.shape[2:])
-        pool[name] = torch.cat([before, x], dim=2)
-    return pool
+    joined = {name: torch.cat([held[name].to(x.dtype), x], dim=2) for name, x in tokens.items()}
+    return joined, torch.where(filled, places, -1)
 
 
 def _as_written(pool: Tokens, places: Int[Tensor, "B G N"], own: Int[Tensor, " N"]) -> Tokens:

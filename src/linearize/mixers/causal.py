@@ -35,6 +35,10 @@ class CausalMixer(Mixer):
     A token is a set of slots by name: `keys` and `values`; where its parts ask for them, `map_keys` (keys before RoPE),
     `cos` and `sin`, `log_decay_k` and `log_decay_v` of its step, `input_scale`, `beta` (delta rule), `offset` (the
     running maximum of an exponential key map), and `scores` (of a KV cache with eviction, `EvictionScorer.of_keys`).
+
+    Attributes:
+        keeps_maximum, maps_unrotated: as the config says.
+        softmax_alone: whether softmax over window and cache is the output.
     """
 
     causal = True
@@ -50,14 +54,16 @@ class CausalMixer(Mixer):
             if config.in_closed_form:
                 self.kernel = self.feature_map.kernel
         self.scorer = None if config.cache is None else EvictionScorer(config.cache, shape)
+        self.keeps_maximum, self.maps_unrotated = config.keeps_maximum, config.maps_unrotated
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
+        self.softmax_alone = isinstance(self.combine, WindowOnlyCombine) and self.combine.sink_logit is None
 
     def quotient(self) -> Quotient | None:
         """Return how the output is one quotient of sums, None where it is not."""
         combine = self.combine
         if isinstance(combine, WindowOnlyCombine):
-            return Quotient(None, MIN_DENOMINATOR) if combine.sink_logit is None else None
+            return Quotient(None, MIN_DENOMINATOR) if self.softmax_alone else None
         assert self.feature_map is not None
         least = self.feature_map.min_denominator(torch.float32)
         if not self.config.sums:
@@ -71,22 +77,24 @@ class CausalMixer(Mixer):
         slots = {"keys": inputs.k, "values": inputs.v}
         if self.scorer is not None:
             slots[SCORES] = self.scorer.of_keys(inputs)
-        if self.config.feature_map is None:
+        if self.feature_map is None:
             return slots
-        if self.config.maps_unrotated and inputs.unrotated is not None:
+        batch, groups = inputs.k.shape[:2]
+        if self.maps_unrotated and inputs.unrotated is not None:
             slots["map_keys"] = inputs.unrotated[1]
-            if self.config.feature_map.rotation == "after":
+            if self.feature_map.config.rotation == "after":
                 assert inputs.rope is not None
-                slots |= {"cos": inputs.rope[0][:, None], "sin": inputs.rope[1][:, None]}
+                heads = 1 if self.scorer is None else groups  # each KV head's cache holds tokens of its own
+                cos, sin = (x[:, None].expand(batch, heads, -1, -1) for x in inputs.rope)
+                slots |= {"cos": cos, "sin": sin}
         if self.gate is not None:
             gates = self.gate(inputs)
             found = {"log_decay_k": gates.log_decay_k, "log_decay_v": gates.log_decay_v}
             found["input_scale"] = gates.input_scale
-            slots |= {name: x for name, x in found.items() if x is not None}
+            slots |= {name: x.expand(batch, -1, -1, -1) for name, x in found.items() if x is not None}
         if self.delta is not None:
             slots["beta"] = self.delta(inputs)
-        batch = len(inputs.k)
-        return {name: x if len(x) == batch else x.expand(batch, -1, -1, -1) for name, x in slots.items()}
+        return slots
 
     def with_step(self, slots: Tokens, log_decay: Float[Tensor, "B Hk T"]) -> Float[Tensor, "B Hs T X"]:
         """The gate's log decay and that of the running maximum in one."""
@@ -102,19 +110,19 @@ class CausalMixer(Mixer):
     def key_features(self, slots: Tokens, phi_k: Tensor, layout: Layout | None) -> Float[Tensor, "B Hs K F"]:
         """phi_k as it is written to the state, from what the map gave."""
         assert self.feature_map is not None
-        dtype = accumulation_dtype(slots["values"].dtype)
         if self.feature_map.exponential:
-            phi_k = phi_k - (slots["offset"] if self.config.keeps_maximum else phi_k.amax(-1, keepdim=True))
+            phi_k = phi_k - (slots["offset"] if self.keeps_maximum else phi_k.amax(-1, keepdim=True))
             if layout is not None and not layout.uniform:
                 # Padding takes no part in the maximum and could be anything.
                 phi_k = phi_k.masked_fill((layout.key_position < 0)[:, None, :, None], -torch.inf)
-            phi_k = exponentials(phi_k.to(dtype))
+            phi_k = exponentials(phi_k.to(accumulation_dtype(slots["values"].dtype)))
         if self.delta is not None:
             phi_k = self.delta.normalize(phi_k)
         if "cos" in slots:
             cos, sin = (x if len(x[0]) == 1 else repeat_kv(x, phi_k.shape[1]) for x in (slots["cos"], slots["sin"]))
             phi_k = rotated(phi_k, cos, sin)
-        phi_k = repeat_kv(phi_k, self.state_heads)
+        if phi_k.shape[1] != self.state_heads:
+            phi_k = repeat_kv(phi_k, self.state_heads)
         return phi_k * repeat_kv(slots["input_scale"], self.state_heads) if "input_scale" in slots else phi_k
 
     def in_scale(self, linear: Partial, log_scale: Tensor | None, own: Tokens) -> Partial:

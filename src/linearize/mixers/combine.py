@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -49,11 +48,11 @@ class SharedDenominatorCombine(nn.Module):
         """Padding queries, which see no key, give zero; here as in every combination."""
         if window is None:
             return normalize(linear)
-        num, den = linear.num, linear.den
-        g = in_dtype(self.window_factor, num.dtype).sigmoid()
-        den, g = torch.addcmul(den, g.view(-1, 1), window.den), g.view(-1, 1, 1)
+        num, g = linear.num, self.window_factor.to(linear.num.dtype).sigmoid().view(-1, 1)
+        den = torch.addcmul(linear.den, g, window.den)
+        g = g[..., None]
         num = num.addcmul(g, window.num) if num.requires_grad else num.addcmul_(g, window.num)
-        return normalize(replace(linear, num=num, den=den))
+        return normalize(Partial(num, den, linear.log_scale))
 
 
 class AbsoluteScale(Config):

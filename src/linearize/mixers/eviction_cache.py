@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from linearize.base import Config
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.shape import LayerShape
-from linearize.ops.partial import accumulation_dtype, in_dtype
+from linearize.ops.partial import accumulation_dtype
 
 LEAST_LENGTH = 1e-6  # of a vector, whose logarithm is read
 
@@ -46,9 +46,10 @@ class EvictionScorer(nn.Module):
 
     There are S of them, one for each part of the cache.
 
-    Keys are read before RoPE, so position matters through `recency` alone. A score that grows with the position lets a
-    pair fade relative to newer ones: what stays is what is important, recent, or a little of both. Since all pairs of a
-    head fade alike, their order never changes, and the cache is a running top-C.
+    Keys are read before RoPE (a rotation does not change their lengths), so position matters through `recency` alone. A
+    score that grows with the position lets a pair fade relative to newer ones: what stays is what is important, recent,
+    or a little of both. Since all pairs of a head fade alike, their order never changes, and the cache is a running
+    top-C.
 
     Weights are fitted in closed form to attention that the teacher's pairs receive
     (`linearize.training.eviction_scores`), after KVzip (arXiv 2505.23416) and KVzap (arXiv 2601.07891).
@@ -78,46 +79,49 @@ class EvictionScorer(nn.Module):
     @torch.no_grad()
     def forward(self, inputs: AttnInputs, position: Int[Tensor, "#B T"]) -> Float[Tensor, "B G T S"]:
         """Return the scores of tokens at these positions of their documents, in fp32, or fp64 for fp64 inputs."""
-        return self.whole(self.of_keys(inputs), inputs.v, position)
+        return self.whole(self.of_keys(inputs), inputs.k, inputs.v, position)
 
     @torch.no_grad()
     def of_keys(self, inputs: AttnInputs) -> Float[Tensor, "B G T S"]:
         """Return the part of the scores that reads keys before RoPE, which slots do not hold."""
-        return self._weighted(_with_length(_unrotated(inputs), inputs.v.dtype), 0)
+        return self._weighted(inputs.k if inputs.unrotated is None else inputs.unrotated[1], 0)
 
     @torch.no_grad()
     def whole(
-        self, of_keys: Float[Tensor, "B G T S"], v: Float[Tensor, "B G T D"], position: Int[Tensor, "#B T"]
+        self,
+        of_keys: Float[Tensor, "B G T S"],
+        k: Float[Tensor, "B G T D"],
+        v: Float[Tensor, "B G T D"],
+        position: Int[Tensor, "#B T"],
     ) -> Float[Tensor, "B G T S"]:
-        """Return the scores, from values and what `of_keys` made of the keys."""
-        of_values = self._weighted(_with_length(v, v.dtype), v.shape[-1] + 1)
-        recency = in_dtype(self.recency, of_values.dtype)[:, None] * position.view(len(position), 1, -1, 1)
-        return of_keys + of_values + recency
+        """Return the scores, from what `of_keys` made of the keys, and from keys after RoPE and values."""
+        size = v.shape[-1]
+        of_values, lengths = self._weighted(v, size + 1), torch.cat([_log_length(k), _log_length(v)], dim=-1)
+        weight = self.weight.to(lengths.dtype)[:, None, :, size :: size + 1]
+        recency = self.recency.to(lengths.dtype)[:, None] * position.view(len(position), 1, -1, 1)
+        return of_keys + of_values + (lengths[..., None, :] * weight).sum(-1) + recency
 
-    def _weighted(self, x: Float[Tensor, "B G T X"], first: int) -> Float[Tensor, "B G T S"]:
-        weight = in_dtype(self.weight, x.dtype)
-        if torch.compiler.is_compiling():
-            rows = weight[:, None, :, first : first + x.shape[-1]]
-        else:  # the same in one call
-            size, stride = (len(weight), 1, weight.shape[1], x.shape[-1]), (weight.stride(0), 1, weight.stride(1), 1)
-            rows = weight.as_strided(size, stride, weight.storage_offset() + first)
-        return (x.view(*x.shape[:3], 1, x.shape[3]) * rows).sum(-1)
+    def _weighted(self, x: Float[Tensor, "B G T D"], first: int) -> Float[Tensor, "B G T S"]:
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        weight = self.weight.to(dtype).narrow(2, first, x.shape[-1]).unsqueeze(1)
+        # A sum of each row by itself: equal keys have equal scores, however many tokens come at a time.
+        return (x.to(dtype).unsqueeze(3) * weight).sum(-1)
 
 
 def features(inputs: AttnInputs) -> Float[Tensor, "B G T F"]:
-    """Return what eviction scores are linear in, F = 2 D + 2: key before RoPE and its log length, then the value's."""
-    return torch.cat([_with_length(x, inputs.v.dtype) for x in (_unrotated(inputs), inputs.v)], dim=-1)
+    """Return what eviction scores are linear in, F = 2 D + 2: key before RoPE and its log length, then the value's.
+
+    Lengths are of keys after RoPE, which slots hold; a rotation does not change them.
+    """
+    k, v = inputs.k if inputs.unrotated is None else inputs.unrotated[1], inputs.v
+    k, v = (x.to(accumulation_dtype(x.dtype)) for x in (k, v))
+    return torch.cat([k, _log_length(inputs.k), v, _log_length(v)], dim=-1)
 
 
-def _unrotated(inputs: AttnInputs) -> Float[Tensor, "B G T D"]:
-    return inputs.k if inputs.unrotated is None else inputs.unrotated[1]
-
-
-def _with_length(x: Float[Tensor, "B G T D"], dtype: torch.dtype) -> Float[Tensor, "B G T X"]:
-    """Vectors with the logarithm of their length behind them, in the accumulation dtype of `dtype`."""
-    x = in_dtype(x, accumulation_dtype(dtype))
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.cat([x, length.clamp_min(LEAST_LENGTH).log()], dim=-1)
+def _log_length(x: Float[Tensor, "B G T D"]) -> Float[Tensor, "B G T 1"]:
+    """Return the logarithm of each vector's length, in the accumulation dtype."""
+    x = x.to(accumulation_dtype(x.dtype))
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(LEAST_LENGTH).log()
 
 
 def copy_scorers(source: Any, target: Any) -> None:

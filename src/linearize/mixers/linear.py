@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linearize.mixers.cached import CachedKeys, cache_after, cached_keys, empty_cache, room
+from linearize.mixers.cached import STEPS, CachedKeys, cache_after, cached_keys, room
 from linearize.mixers.causal import CausalMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, learnable, without_lost
@@ -22,7 +22,7 @@ from linearize.ops.dispatch import backend_for, linear_scan, prefill, state_afte
 from linearize.ops.full import full_softmax
 from linearize.ops.inputs import LinearInputs, LinearState, SoftmaxInputs
 from linearize.ops.layout import Layout, TerracedSpan
-from linearize.ops.partial import Partial, accumulation_dtype
+from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
 
@@ -70,27 +70,29 @@ class LinearMixer(CausalMixer):
         `state_dtype`; where that is less than it is computed in, the calls' lengths make a difference of its rounding.
         """
         kept = STATE_DTYPES[self.config.state_dtype]
-        if kept is None:
-            return self._step(inputs, state, layout)
-        y, after = self._step(inputs, None if state is None else state.matrices_in(None), layout)
-        return y, after.matrices_in(kept)
-
-    def _step(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None) -> tuple[Tensor, MixerState]:
-        length = inputs.q.shape[2]
+        if kept is not None and state is not None:
+            state = state.matrices_in(None)
         with inputs.outside_autocast():
-            if state is not None and layout is None and length == 1:
-                return one_token(self, inputs, state)
-            # Up to where a cache is full it is softmax over all keys.
-            alone = state is None and self._pairs_alone() and backend_for(inputs.q.device).splits_prompts
-            first, segment = room(self.config) if alone else 0, self._segment(inputs)
-            first = first if 0 < first < length else segment
-            if layout is not None or first >= length:
-                return self._prefill(inputs, state, layout)
-            y = torch.empty_like(inputs.q, memory_format=torch.contiguous_format)
-            for start, stop in pairwise([0, *range(first, length, segment), length]):
-                y[:, :, start:stop], state = self._prefill(inputs.tokens(start, stop), state, None)
-            assert state is not None
-            return y, state
+            if state is not None and layout is None and inputs.q.shape[2] == 1:
+                y, after = one_token(self, inputs, state)
+            else:
+                y, after = self._many(inputs, state, layout)
+        return y, after if kept is None else after.matrices_in(kept)
+
+    def _many(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None) -> tuple[Tensor, MixerState]:
+        """`step` of many tokens, some at a time."""
+        length = inputs.q.shape[2]
+        # Up to where a cache is full it is softmax over all keys.
+        alone = state is None and self._pairs_alone() and backend_for(inputs.q.device).splits_prompts
+        first, segment = room(self.config) if alone else 0, self._segment(inputs)
+        first = first if 0 < first < length else segment
+        if layout is not None or first >= length:
+            return self._prefill(inputs, state, layout)
+        y = torch.empty_like(inputs.q, memory_format=torch.contiguous_format)
+        for start, stop in pairwise([0, *range(first, length, segment), length]):
+            y[:, :, start:stop], state = self._prefill(inputs.tokens(start, stop), state, None)
+        assert state is not None
+        return y, state
 
     def _segment(self, inputs: AttnInputs) -> int:
         """How many tokens to work on at a time: all, if gradients are wanted.
@@ -109,16 +111,18 @@ class LinearMixer(CausalMixer):
         """`own` is the layout of the inputs alone, `layout` that with the context of `state`."""
         slots, maximum = self.new_tokens(inputs), None
         mapped = None if self.feature_map is None else self.map_keys(slots, layout.query_position)
-        if self.config.keeps_maximum:
+        if self.keeps_maximum:
             assert mapped is not None
             before = None if state is None else state.maximum
             offset, log_decay, maximum = running_maximum(mapped.amax(-1), own, before)
             slots["offset"] = offset[..., None]
             slots["log_decay_k"] = self.with_step(slots, log_decay)
-        slots = _behind(state, slots)
-        if state is not None and mapped is not None:
-            context = layout.key_position[:, : layout.key_position.shape[1] - own.length]
-            mapped = torch.cat([self.map_keys(state.slots, context), mapped], dim=2)
+        if state is not None:
+            before = state.in_order(self.span)
+            if mapped is not None:
+                context = layout.key_position[:, : layout.key_position.shape[1] - own.length]
+                mapped = torch.cat([self.map_keys(before, context), mapped], dim=2)
+            slots = behind(before, slots)
         cached, written = cached_keys(self.config, self.scorer, slots, layout, state), slots
         if mapped is None:
             return Prepared(slots, slots, None, None, cached)
@@ -201,8 +205,8 @@ class LinearMixer(CausalMixer):
         if linear is not None and found.cached is not None:  # what a next block adds is chosen when it begins
             linear = LinearState(linear.S, linear.z)
         slots = keep_slots(found.tokens, layout, self.span, batch)
-        exact = None if found.cached is None else found.cached.last()
-        return MixerState(slots, Clock(layout.count.expand(batch).clone()), linear, found.maximum, exact)
+        state = MixerState(slots, Clock(layout.count.expand(batch).clone()), linear, found.maximum)
+        return state if found.cached is None else state.with_cache(found.cached.last())
 
     def absorb(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None) -> MixerState:
         """Return the state of `step` after these tokens, without their outputs."""
@@ -219,17 +223,18 @@ class LinearMixer(CausalMixer):
         own = Layout.full(inputs.q.shape[2], inputs.q.device) if own is None else own
         layout = own if state is None else own.with_context(state.seen, self.span)
         if self.feature_map is None:
-            return self._exact_state(_behind(state, self.new_tokens(inputs)), layout, state, len(inputs.q))
+            tokens = self.new_tokens(inputs)
+            tokens = tokens if state is None else behind(state.in_order(self.span), tokens)
+            return self._exact_state(tokens, layout, state, len(inputs.q))
         found = self.tokens(inputs, own, layout, state)
         return self._state(found, layout, state_after(self._keys(found, layout, state)), len(inputs.q))
 
     def _exact_state(self, tokens: Tokens, layout: Layout, state: MixerState | None, batch: int) -> MixerState:
         """Return the state after these tokens, behind those of `state`, where nothing enters a linear state."""
-        slots = keep_slots(tokens, layout, self.span, batch)
-        exact = None
-        if self.config.cache is not None:
-            exact = cache_after(self.config, self.scorer, tokens, layout, state)
-        return MixerState(slots, Clock(layout.count.expand(batch).clone()), exact=exact)
+        after = MixerState(keep_slots(tokens, layout, self.span, batch), Clock(layout.count.expand(batch).clone()))
+        if self.config.cache is None:
+            return after
+        return after.with_cache(cache_after(self.config, self.scorer, tokens, layout, state))
 
     def _all_exact(self, layout: Layout) -> bool:
         """Whether every key of these rows is in window or cache, and softmax over all of them is all that is wanted."""
@@ -238,7 +243,7 @@ class LinearMixer(CausalMixer):
 
     def _pairs_alone(self) -> bool:
         """Return whether softmax over keys and values is the output, and no parameter wants a gradient."""
-        return not (self.config.keeps_maximum or self.config.learned_sink or torch.is_grad_enabled())
+        return not (self.keeps_maximum or self.config.learned_sink or torch.is_grad_enabled())
 
     def _all_by_softmax(self, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, MixerState]:
         """Where window and cache hold all keys: softmax, and a state that nothing has entered yet."""
@@ -254,7 +259,7 @@ class LinearMixer(CausalMixer):
         seen = torch.zeros(batch, dtype=torch.int64, device=device)
         new, maximum = self.new_tokens(inputs), None
         linear = None
-        if self.config.keeps_maximum:
+        if self.keeps_maximum:
             logs = self.map_keys(new, seen[:, None].expand(-1, inputs.k.shape[2]))
             maximum = logs.new_full(logs.shape[:2], -torch.inf)
             new["offset"] = logs[..., :1]
@@ -264,17 +269,18 @@ class LinearMixer(CausalMixer):
             early = isinstance(self.span, TerracedSpan) and self.config.cache is None
             following = (S, S[..., 0]) if early else (None, None)
             linear = LinearState(S, S[..., 0], *following)
-        size = self.span.sinks + self.span.context
-        slots = {name: x.new_zeros(batch, x.shape[1], size, x.shape[3]) for name, x in new.items()}
-        size = None if self.config.cache is None else self.config.cache.size
-        exact = None if size is None else empty_cache(new, size)
-        state = MixerState(slots, Clock(seen), linear, maximum, exact)
+        window = self.span.sinks + self.span.context
+        size = 0 if self.config.cache is None else self.config.cache.size
+        slots = {
+            name: x.new_zeros(batch, x.shape[1], window if name in STEPS else window + size, x.shape[3])
+            for name, x in new.items()
+        }
+        position = seen.new_full((batch, inputs.k.shape[1], size), -1) if size else None
+        state = MixerState(slots, Clock(seen), linear, maximum, position)
         kept = STATE_DTYPES[self.config.state_dtype]
         return state if kept is None else state.matrices_in(kept)
 
 
-def _behind(state: MixerState | None, tokens: Tokens) -> Tokens:
-    """Tokens behind those that a state has kept."""
-    if state is None:
-        return tokens
-    return {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in tokens.items()}
+def behind(before: Tokens, tokens: Tokens) -> Tokens:
+    """Return tokens behind those before."""
+    return {name: torch.cat([in_dtype(before[name], x.dtype), x], dim=2) for name, x in tokens.items()}

@@ -17,7 +17,7 @@ from linearize.mixers.feature_maps import FEATURE_MAPS
 from linearize.mixers.feature_maps.base import HEADROOM, FeatureMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import Tokens
-from linearize.mixers.rope import apply_rope, map_inputs
+from linearize.mixers.rope import apply_rope
 from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaRule
 from linearize.ops.kernel import Kernel
@@ -69,6 +69,7 @@ class Mixer(nn.Module, ABC):
     Attributes:
         causal: whether a query's keys are those up to its own; else all of its document.
         feature_map, gate, delta: None where the config names none.
+        exponential: whether there is a map whose features are exponentials.
         scale: what phi_q . phi_k is multiplied by.
         kernel: phi_q . phi_k in closed form where this mixer can use it; its features are then made by the ops.
         state_heads: Hs, heads of the linear part's state.
@@ -89,6 +90,7 @@ class Mixer(nn.Module, ABC):
         if config.feature_map is not None:
             self.feature_map = FEATURE_MAPS[type(config.feature_map)](config.feature_map, shape)
             self.scale = config.scale_factor(shape)
+        self.exponential = self.feature_map is not None and self.feature_map.exponential
 
     def parts(self) -> Iterator[tuple[tuple[int, ...], Mixer]]:
         """KV heads and mixer of each group of heads; here one of all."""
@@ -118,7 +120,7 @@ class Mixer(nn.Module, ABC):
     @property
     def in_any_scale(self) -> bool:
         """Whether a query's features are exponentials, any factor of which cancels."""
-        return self.feature_map is not None and self.feature_map.exponential and self.config.any_scale
+        return self.exponential and self.config.any_scale
 
     @abstractmethod
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
@@ -151,16 +153,18 @@ class Mixer(nn.Module, ABC):
 
         `den`: what the weights of these same features sum to, to have them in a scale where that is 1 (`in_any_scale`).
         """
-        assert self.feature_map is not None and self.config.feature_map is not None
-        rotation = self.config.feature_map.rotation
-        q = map_inputs(rotation, inputs)[0]
+        assert self.feature_map is not None
+        rotation = self.feature_map.config.rotation
+        q = inputs.q if rotation == "before" or inputs.unrotated is None else inputs.unrotated[0]
         if self.kernel is not None:
             return self.feature_map.kernel_input(q), None
-        dtype = accumulation_dtype(q.dtype)
-        level: Tensor | float = -HEADROOM[dtype] if self.in_any_scale else 0.0
-        if den is not None:
-            tiny = torch.finfo(dtype).tiny
-            level = torch.where(den >= tiny, level + den.clamp_min(tiny).log(), 0)
+        level: Tensor | float = 0.0
+        if self.in_any_scale:
+            dtype = accumulation_dtype(q.dtype)
+            level = -HEADROOM[dtype]
+            if den is not None:
+                tiny = torch.finfo(dtype).tiny
+                level = torch.where(den >= tiny, level + den.clamp_min(tiny).log(), 0)
         phi_q, log_scale = self.feature_map.scaled_q(q, position, level)
         if self.delta is not None:
             phi_q = self.delta.normalize(phi_q)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from linearize.ops.inputs import LinearState
-from linearize.ops.layout import Layout, Span, context_positions
-from linearize.ops.recurrent import Tokens
+from linearize.ops.layout import Layout, Span, context_positions, slot_positions, slots_of
+from linearize.ops.step import Tokens
 
 AnyState = TypeVar("AnyState", bound="State")
 Found = TypeVar("Found")
@@ -140,25 +140,25 @@ class State(ABC):
 class MixerState(State):
     """The tokens of the sinks and the window, the linear part's state, and how many tokens were seen.
 
-    All tensors are batch-first and of fixed shape. Slots are ordered: `span.sinks` sinks, then the last `span.context`
-    tokens; `seen` alone says which slots are filled, so padding leaves no trace.
+    All tensors are batch-first and of fixed shape. A token's slot follows from its position (`layout.slots_of`), and
+    `seen` alone says which slots are filled, so padding leaves no trace. Behind the window's S slots are the C slots of
+    a KV cache with eviction: in one tensor, so that a step reads both at once.
 
     Attributes:
-        slots: `keys` and `values` [B, G, S, D], and what gates and feature maps need of a token that enters the linear
-            state later than it was written (see `CausalMixer`); or `all_keys` and `all_values`, which grow.
+        slots: `keys` and `values` [B, G, S + C, D], and what gates and feature maps need of a token that enters the
+            linear state later than it was written (see `CausalMixer`); or `all_keys` and `all_values`, which grow. The
+            `scores` of the window are of keys alone, those of the cache are whole (`EvictionScorer`).
         clock: tokens of the document so far, `seen`.
         linear: S and z of the keys below the window, where there is a linear part.
         maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
-        exact: slots of the KV cache with eviction, each part with its oldest key first; their whole `scores`
-            [B, G, C, S], where those of the other slots are of keys alone (`EvictionScorer`); and their `position`
-            [B, G, C], -1 where there is none.
+        cached_position: of the pairs in the cache, each part with its oldest key first; -1 where a slot is empty.
     """
 
     slots: Tokens
     clock: Clock
     linear: LinearState | None = None
     maximum: Float[Tensor, "B Hk"] | None = None
-    exact: Tokens | None = None
+    cached_position: Int[Tensor, "B G C"] | None = None
 
     @property
     def seen(self) -> Int[Tensor, " B"]:
@@ -170,18 +170,36 @@ class MixerState(State):
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every tensor of the state by a name, that of its field: `slots.keys`, `seen`, `linear.S` and so on."""
-        parts = {"slots": self.slots}
-        parts |= {} if self.linear is None else {"linear": self.linear.named_tensors()}
-        parts |= {} if self.exact is None else {"exact": self.exact}
-        named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
-        return named | {"seen": self.seen} | ({} if self.maximum is None else {"maximum": self.maximum})
+        named = {f"slots.{name}": x for name, x in self.slots.items()} | {"seen": self.seen}
+        if self.linear is not None:
+            named |= {f"linear.{name}": x for name, x in self.linear.named_tensors().items()}
+        others = {"maximum": self.maximum, "cached_position": self.cached_position}
+        return named | {name: x for name, x in others.items() if x is not None}
 
     @classmethod
     def of(cls, named: dict[str, Tensor]) -> MixerState:
         """The state that has these tensors."""
         linear = _part(named, "linear.")
-        summed, exact = LinearState(**linear) if linear else None, _part(named, "exact.") or None
-        return cls(_part(named, "slots."), Clock(named["seen"]), summed, named.get("maximum"), exact)
+        summed = LinearState(**linear) if linear else None
+        clock, maximum, position = Clock(named["seen"]), named.get("maximum"), named.get("cached_position")
+        return cls(_part(named, "slots."), clock, summed, maximum, position)
+
+    def in_order(self, span: Span) -> Tokens:
+        """Return the tokens of the window: sinks, then the last ones in order (`layout.context_positions`)."""
+        index = slots_of(context_positions(self.seen, span).clamp_min(0), span)[:, None, :, None]
+        return {name: x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for name, x in self.slots.items()}
+
+    def with_cache(self, cached: Tokens) -> MixerState:
+        """Return the state of a window with the pairs of a cache behind its slots; `cached` as in `cached`."""
+        held = {name: torch.cat([self.slots[name], x], dim=2) for name, x in cached.items() if name != "position"}
+        return replace(self, slots=self.slots | held, cached_position=cached["position"])
+
+    def cached(self, span: Span) -> Tokens:
+        """Return the pairs of the cache, and their `position`."""
+        assert self.cached_position is not None
+        first, last = span.sinks + span.context, span.sinks + span.context + self.cached_position.shape[2]
+        held = {name: x[:, :, first:] for name, x in self.slots.items() if x.shape[2] == last}
+        return held | {"position": self.cached_position}
 
 
 @dataclass(frozen=True)
@@ -207,11 +225,11 @@ def _part(named: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int) -> Tokens:
-    """What later queries can still see: each row's sinks and last tokens, zero where there are none."""
+    """Return what later queries can still see: each row's sinks and last tokens, in their slots, zero elsewhere."""
     if layout.uniform:
         rows = {name: x if len(x) == batch else x.expand(batch, -1, -1, -1) for name, x in slots.items()}
-        return {name: _last(x, span) for name, x in rows.items()}
-    wanted = context_positions(layout.count.expand(batch), span)
+        return {name: _of_whole_rows(x, span) for name, x in rows.items()}
+    wanted = slot_positions(layout.count.expand(batch), span)
     same = (layout.key_document == layout.last_document)[:, None, :] & (layout.key_position >= 0)[:, None, :]
     match = same & (layout.key_position[:, None, :] == wanted[:, :, None])
     index, found = match.to(torch.uint8).argmax(-1), match.any(-1)
@@ -222,17 +240,16 @@ def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int) -> Tokens:
     return kept
 
 
-def _last(x: Float[Tensor, "B h T X"], span: Span) -> Float[Tensor, "B h S X"]:
-    """What `keep_slots` takes of whole rows; a copy, which does not hold on to them."""
-    length = x.shape[2]
-    if length >= span.sinks + span.context:
-        recent = x[:, :, length - span.context :]
-        if span.sinks:
-            return torch.cat([x[:, :, : span.sinks], recent], dim=2)
-        return recent.clone(memory_format=torch.contiguous_format)
-    moved = max(0, min(span.sinks, length - span.context))
-    kept = x.new_zeros(*x.shape[:2], span.sinks + span.context, x.shape[3])
-    kept[:, :, :moved] = x[:, :, :moved]
-    recent = min(span.context, length)
-    kept[:, :, kept.shape[2] - recent :] = x[:, :, length - recent :]
+def _of_whole_rows(x: Float[Tensor, "B h T X"], span: Span) -> Float[Tensor, "B h S X"]:
+    """Return what `keep_slots` takes of whole rows; a copy, which does not hold on to them."""
+    length, sinks = x.shape[2], span.sinks
+    kept = x.new_zeros(*x.shape[:2], sinks + span.context, x.shape[3])
+    kept[:, :, : min(length, sinks)] = x[:, :, :sinks]
+    first = max(sinks, length - span.context)
+    if first >= length:
+        return kept
+    start = sinks + first % span.context
+    wraps = min(length, first + kept.shape[2] - start)  # the token in the ring's first slot
+    kept[:, :, start : start + wraps - first] = x[:, :, first:wraps]
+    kept[:, :, sinks : sinks + length - wraps] = x[:, :, wraps:]
     return kept

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linearize.ops import chunked, dense, eviction_cache, recurrent
+from linearize.ops import chunked, dense, eviction_cache
 from linearize.ops.inputs import LinearInputs, LinearState, Parts, Quotient, SoftmaxInputs
 from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial
-from linearize.ops.recurrent import StepInputs, StepOutputs
+from linearize.ops.step import StepInputs, StepOutputs, one_token
 
 
 class Backend:
@@ -53,7 +53,7 @@ class Backend:
 
     def step(self, x: StepInputs) -> StepOutputs:
         """Compute one more token of every row."""
-        return recurrent.one_token(x)
+        return one_token(x)
 
     def output(
         self,

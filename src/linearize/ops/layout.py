@@ -109,7 +109,7 @@ class Layout:
         key_document: [B, K] int64, nondecreasing along a row; 0 is the document carried over from an earlier call.
         length: T, the number of queries.
         uniform: every row is one document without padding (known from the construction, so no device sync).
-        sink_slots: the first slots hold the carried document's sinks, once these have left the slots behind them.
+        sink_slots: the first slots hold the carried document's sinks, and no other slot does.
         seen: tokens of the carried document before this call, where there is one.
     """
 
@@ -154,11 +154,9 @@ class Layout:
         Tokens of document 0 go on in the carried document: their positions count from `seen`.
         """
         context = context_positions(seen, span)
-        # Below lo(seen - 1) no later query looks through its window, and the carried linear state holds the key, unless
-        # it is a sink that has not moved to its own slot yet.
-        recent = context[:, span.sinks :]
-        needed = (recent >= span.lo(seen[:, None] - 1)) | (recent < span.sinks)
-        context = torch.cat([context[:, : span.sinks], recent.where(needed, -1)], dim=1)
+        # Below lo(seen - 1) no later query looks through its window, and the carried linear state holds the key.
+        sinks, recent = context[:, : span.sinks], context[:, span.sinks :]
+        context = torch.cat([sinks, recent.where(recent >= span.lo(seen[:, None] - 1), -1)], dim=1)
         goes_on = (self.key_document == 0) & (self.key_position >= 0)
         own = self.key_position + seen[:, None] * goes_on
         position = torch.cat([context, own], dim=1)
@@ -239,10 +237,32 @@ def forget_layouts() -> None:
 
 
 def context_positions(seen: Int[Tensor, " B"], span: Span) -> Int[Tensor, "B S"]:
-    """Positions of the keys that a state keeps after `seen` tokens: sinks first, then the last `span.context` tokens.
+    """Return the positions of the keys that are kept after `seen` tokens, in order, -1 where there is none.
 
-    -1 is an empty slot; a sink fills its own slot only when it has left the recent ones.
+    They are the sinks, then the last `span.context` tokens, sinks not among them.
     """
     recent = seen[:, None] - span.context + torch.arange(span.context, device=seen.device)
+    return _behind_sinks(recent, seen, span)
+
+
+def slot_positions(seen: Int[Tensor, " B"], span: Span) -> Int[Tensor, "B S"]:
+    """Return the same positions in the order of the state's slots (`slots_of`)."""
+    last, ring = seen[:, None] - 1, torch.arange(span.context, device=seen.device)
+    return _behind_sinks(last - (last - ring) % max(span.context, 1), seen, span)
+
+
+def slots_of(position: Int[Tensor, "*shape"], span: Span) -> Int[Tensor, "*shape"]:
+    """Return the slots in which a state keeps the tokens at these positions: one for each sink, then a ring.
+
+    A token is written where the one `span.context` tokens before it was, and never moves.
+    """
+    ring = span.sinks + position % max(span.context, 1)
+    return torch.where(position < span.sinks, position, ring) if span.sinks else ring
+
+
+def _behind_sinks(recent: Int[Tensor, "B N"], seen: Int[Tensor, " B"], span: Span) -> Int[Tensor, "B S"]:
+    recent = recent.where(recent >= span.sinks, -1)
+    if not span.sinks:
+        return recent
     sinks = torch.arange(span.sinks, device=seen.device).expand(len(seen), -1)
-    return torch.cat([sinks.where(sinks < seen[:, None] - span.context, -1), recent.clamp_min(-1)], dim=1)
+    return torch.cat([sinks.where(sinks < seen[:, None], -1), recent], dim=1)

@@ -25,7 +25,7 @@ from linearize.ops.inputs import LinearInputs, LinearState, Quotient, SoftmaxInp
 from linearize.ops.layout import Layout, Span, TerracedSpan
 from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial, accumulation_dtype
-from linearize.ops.recurrent import StepInputs, StepOutputs, pushed
+from linearize.ops.step import StepInputs, StepOutputs
 from linearize.ops.triton_autograd import (
     HedgehogFeatures,
     KeysRead,
@@ -40,7 +40,6 @@ from linearize.ops.triton_launch import CHUNK, HOW, WIDEST, between_rows, power_
 from linearize.ops.window import LOG2_E
 
 MOST_GROUPED = 64  # query heads of one program of a step
-PAIR = "keys", "values"
 
 
 class TritonBackend(Backend):
@@ -159,7 +158,7 @@ def _serves_step(x: StepInputs) -> bool:
     """Return whether the kernel can compute the step: sizes, no gradients, nothing that decays or is erased."""
     if torch.is_grad_enabled() or x.q.dtype == torch.float64:
         return False
-    widest, units, linear = x.q.shape[3], x.new["keys"].shape[1], x.linear
+    widest, units, linear = x.q.shape[3], x.new_k.shape[1], x.linear
     if linear is not None:
         others = linear.beta, linear.log_decay_k, linear.log_decay_v, linear.skipped_k, linear.skipped_v, linear.kernel
         if any(other is not None for other in others):
@@ -169,24 +168,17 @@ def _serves_step(x: StepInputs) -> bool:
 
 
 def _one_token(x: StepInputs, quotient: Quotient) -> StepOutputs:
-    """Softmax over the slots, the token itself, and what a cache holds, and the linear part below them.
-
-    The first `span.sinks` slots are those of sinks that have left the others (`recurrent.pushed`).
-    """
+    """Softmax over the slots, the token's own and those of a cache among them, and the linear part below them."""
     from linearize.ops import triton_outputs
 
-    span, at, linear = x.at.span, x.at, x.linear
-    pairs = (*(x.new[name] for name in PAIR), *(x.slots[name] for name in PAIR))
-    q, new_k, new_v, k, v = (rows_of_numbers(tensor.to(x.q.dtype)) for tensor in (x.q, *pairs))
-    bias = at.bias(1, accumulation_dtype(x.new["values"].dtype)) if span.max_lag else None
-    (batch, heads, _, width), units, features, window = q.shape, k.shape[1], 16, bias is not None
+    at, linear = x.at, x.linear
+    tensors = (x.q, x.new_k, x.new_v, x.k, x.v)
+    q, new_k, new_v, k, v = (rows_of_numbers(tensor.to(x.q.dtype)) for tensor in tensors)
+    (batch, heads, _, width), units, slots, features = q.shape, k.shape[1], k.shape[2], 16
+    bias = at.bias(slots - at.slots, accumulation_dtype(v.dtype)) if at.slots else None
     unread: Tensor = q  # in the place of what there is none of
-    held_k, held_v, held_position = k, v, unread
-    if x.cached is not None:
-        held_k, held_v = (rows_of_numbers(x.cached[name]) for name in PAIR)
-        held_position = x.cached["position"]
-    phi_q = phi_k = enters = begins = unread
-    before, after, state, slot = [unread] * 4, [unread] * 4, None, 0
+    phi_q = phi_k = entering = enters = begins = unread
+    before, after, state = [unread] * 4, [unread] * 4, None
     if linear is not None:
         phi_q, enters, state = linear.phi_q.contiguous(), at.enters.contiguous(), linear.state
         found = [tensor.contiguous() for tensor in state.named_tensors().values()]
@@ -194,30 +186,27 @@ def _one_token(x: StepInputs, quotient: Quotient) -> StepOutputs:
         if state.next_S is not None:
             assert at.flushes is not None
             begins = at.flushes
-        slot = k.shape[2] - span.fold_lag  # of the key that enters
         if linear.phi_k is not None:
+            entering = at.entering_slot if at.fold_lag else unread
             phi_k, made = rows_of_numbers(linear.phi_k), [torch.empty_like(tensor) for tensor in found]
             after[: len(made)], state = made, LinearState(*made)
     y = q.new_empty(q.shape)
-    next_k, next_v = (tensor.new_empty(tensor.shape) if window else tensor for tensor in (k, v))
+    next_k, next_v = (tensor.new_empty(tensor.shape) if slots else tensor for tensor in (k, v))
     side, group = min(64, power_of_2(width)), heads // units
     triton_launch.launch(
         triton_outputs.one_token, (batch * units, -(-width // side)),
-        *(q, new_k, new_v, k, v, unread if bias is None else bias, at.position, held_k, held_v),
-        held_position.contiguous(),
-        *(phi_q, phi_k, enters, *before, begins, unread if quotient.factor is None else quotient.factor),
+        *(q, new_k, new_v, k, v, at.slot if slots else unread, unread if bias is None else bias),
+        *(phi_q, phi_k, entering, enters, *before, begins, unread if quotient.factor is None else quotient.factor),
         *(y, next_k, next_v, *after),
-        *(*q.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], *strides(k), *strides(v)),
-        *(*strides(held_k), *strides(held_v), *phi_k.stride()[:2]),
-        0 if bias is None else between_rows(bias),
-        *(units, group, units // k.shape[1], k.shape[2], span.sinks, slot, held_k.shape[2]),
+        *(*q.stride()[:2], *new_k.stride()[:2], *new_v.stride()[:2], *strides(k), *strides(v), *phi_k.stride()[:2]),
+        *(0 if bias is None else between_rows(bias), units, group, units // k.shape[1], slots),
         *(x.scaling * LOG2_E, 1.0 if x.softcap is None else x.softcap, quotient.least),
-        WINDOW=window, CACHE=x.cached is not None, LINEAR=linear is not None, WRITES=phi_k is not unread,
-        AHEAD=begins is not unread, SOFTCAP=x.softcap is not None, D=width, BLOCK_D=power_of_2(width), SIDE=side,
-        F=features, BLOCK_F=power_of_2(features), M=power_of_2(group), N=32, **HOW,
+        WINDOW=slots > 0, HIDES=bias is not None, LINEAR=linear is not None, WRITES=phi_k is not unread,
+        LEAVES=entering is not unread, AHEAD=begins is not unread, SOFTCAP=x.softcap is not None, D=width,
+        BLOCK_D=power_of_2(width), SIDE=side, F=features, BLOCK_F=power_of_2(features), M=power_of_2(group), N=32,
+        **HOW,
     )  # fmt: skip
-    others = {name: torch.cat([x.slots[name], new], dim=2) for name, new in x.new.items() if name not in PAIR}
-    return StepOutputs(y, None, None, {"keys": next_k, "values": next_v} | pushed(others, at), state)
+    return StepOutputs(y, None, None, next_k, next_v, state)
 
 
 def _tensors(x: LinearInputs) -> tuple[Tensor, ...]:

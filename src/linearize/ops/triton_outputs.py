@@ -14,8 +14,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 from linearize.ops.triton_kernels import added, capped
 
 # What differs between calls of one model, and is not worth a kernel of its own for each kind of number.
-SIZES = ["q_row", "new_k_row", "new_v_row", "k_row", "v_row", "held_k_row", "held_v_row", "phi_k_row", "bias_row"]
-SIZES += ["slots", "sinks", "entering", "held", "length"]
+SIZES = ["q_row", "new_k_row", "new_v_row", "k_row", "v_row", "phi_k_row", "bias_row", "slots", "length"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -61,22 +60,21 @@ def quotient(
 @triton.jit(do_not_specialize=SIZES)
 @no_type_check
 def one_token(
-    q, new_k, new_v, k, v, bias, position, held_k, held_v, held_position, phi_q, phi_k, enters,
+    q, new_k, new_v, k, v, slot, bias, phi_q, phi_k, entering, enters,
     S, z, ahead_S, ahead_z, begins, window_factor, y, next_k, next_v, next_S, next_z, next_ahead_S, next_ahead_z,
     q_row, q_head, new_k_row, new_k_head, new_v_row, new_v_head, k_row, k_head, k_slot, v_row, v_head, v_slot,
-    held_k_row, held_k_head, held_k_slot, held_v_row, held_v_head, held_v_slot, phi_k_row, phi_k_head, bias_row,
-    units, group, shared, slots, sinks, entering, held, factor, softcap, least,
-    WINDOW: tl.constexpr, CACHE: tl.constexpr, LINEAR: tl.constexpr, WRITES: tl.constexpr, AHEAD: tl.constexpr,
-    SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, F: tl.constexpr,
-    BLOCK_F: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+    phi_k_row, phi_k_head, bias_row, units, group, shared, slots, factor, softcap, least,
+    WINDOW: tl.constexpr, HIDES: tl.constexpr, LINEAR: tl.constexpr, WRITES: tl.constexpr, LEAVES: tl.constexpr,
+    AHEAD: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
+    F: tl.constexpr, BLOCK_F: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y = (g num_w + num_l) / (g den_w + den_l), g = sigmoid(window_factor), or of the one part that there is.
 
     A program is of one row, of a unit (a head of the state; without a linear part, a KV head), whose `group` of query
-    heads lie side by side, and of SIDE columns of the values. `bias` is added to the scores of the slots, the token's
-    own behind them. The token, at `position`, takes the place of the oldest behind the first `sinks` slots, which is
-    moved to one of these where it is a sink. `entering` is the slot whose key, times `enters`, is written to the state
-    before that is read; of blocks to the state `ahead`, which is read from when one `begins`.
+    heads lie side by side, and of SIDE columns of the values. The token is written to its row's `slot`. `bias`, where
+    it HIDES slots, is added to their scores, behind the token. `entering` is the slot whose key, times `enters`, is
+    written to the state before that is read, and before the token is written (without LEAVES, the key is the token's
+    own); of blocks to the state `ahead`, which is read from when one `begins`.
     """
     unit, row = tl.program_id(0) % units, (tl.program_id(0) // units).to(tl.int64)
     head, m, d = unit // shared, tl.arange(0, M), tl.arange(0, BLOCK_D)
@@ -94,41 +92,25 @@ def one_token(
         new_value = tl.load(new_v_at, column, 0.0)
         k_at = k + row * k_row + head * k_head + d[:, None]
         next_at = (row * (units // shared) + head) * slots
-        oldest = tl.load(position + row) - (slots - sinks)
-        for i in range(slots // N + 1):
+        own_slot = tl.load(slot + row)
+        for i in range((slots - 1) // N + 1):
             j = i * N + tl.arange(0, N)
-            old, new = j < slots, j == slots
-            keys = tl.load(k_at + j[None] * k_slot, old[None] & wide[:, None], 0.0)
+            inside, new = j < slots, j == own_slot
+            keys = tl.load(k_at + j[None] * k_slot, inside[None] & wide[:, None], 0.0)
             keys = tl.where(new[None], new_key[:, None], keys)
-            values = tl.load(v_at[None] + j[:, None] * v_slot, old[:, None] & column[None], 0.0)
+            values = tl.load(v_at[None] + j[:, None] * v_slot, inside[:, None] & column[None], 0.0)
             values = tl.where(new[:, None], new_value[None], values)
             scores = tl.dot(x, keys, input_precision=PRECISION) * factor
             if SOFTCAP:
                 scores = capped(scores, softcap)
-            seen = tl.load(bias + row * bias_row + j, j <= slots, -float("inf")) == 0
+            seen = inside
+            if HIDES:
+                seen = tl.load(bias + row * bias_row + j, inside, -float("inf")) == 0
             top, total, sums = added(scores, seen[None] & own[:, None], values, top, total, sums, PRECISION)
-            # The oldest makes room for the new one; where it is a sink, it gets a slot of its own.
-            place = tl.where(j < sinks, j, tl.where(j == sinks, oldest, j - 1))
-            moved = tl.where(j < sinks, j != oldest, (j > sinks) | (oldest >= 0) & (oldest < sinks))
-            moved = moved & (j <= slots) & writer
-            places = (next_at + place) * D
+            places = (next_at + j) * D
             if tl.program_id(1) == 0:
-                tl.store(next_k + places[None] + d[:, None], keys, moved[None] & wide[:, None])
-            tl.store(next_v + places[:, None] + c[None], values, moved[:, None] & column[None])
-        if CACHE:
-            held_k_at = held_k + row * held_k_row + head * held_k_head + d[:, None]
-            held_v_at = held_v + row * held_v_row + head * held_v_head + c[None]
-            for i in range((held - 1) // N + 1):
-                j = i * N + tl.arange(0, N)
-                inside = j < held
-                its = tl.load(held_position + (row * (units // shared) + head) * held + j, inside, -1)
-                keys = tl.load(held_k_at + j[None] * held_k_slot, inside[None] & wide[:, None], 0.0)
-                values = tl.load(held_v_at + j[:, None] * held_v_slot, inside[:, None] & column[None], 0.0)
-                scores = tl.dot(x, keys.to(x.dtype), input_precision=PRECISION) * factor
-                if SOFTCAP:
-                    scores = capped(scores, softcap)
-                seen = (its >= 0)[None] & own[:, None]
-                top, total, sums = added(scores, seen, values.to(x.dtype), top, total, sums, PRECISION)
+                tl.store(next_k + places[None] + d[:, None], keys, (inside & writer)[None] & wide[:, None])
+            tl.store(next_v + places[:, None] + c[None], values, (inside & writer)[:, None] & column[None])
     if LINEAR:
         f, state = tl.arange(0, BLOCK_F), row * units + unit
         tall = f < F
@@ -136,10 +118,10 @@ def one_token(
         matrix, vector = tl.load(S + S_at, inside, 0.0), tl.load(z + state * F + f, tall, 0.0)
         if WRITES:
             key = tl.load(phi_k + row * phi_k_row + unit * phi_k_head + f, tall, 0.0) * tl.load(enters + row)
-            if entering < slots:
-                value = tl.load(v_at + entering * v_slot, column, 0.0).to(tl.float32)
-            else:
-                value = tl.load(new_v_at, column, 0.0).to(tl.float32)
+            value_at = new_v_at
+            if LEAVES:
+                value_at = v_at + tl.load(entering + row) * v_slot
+            value = tl.load(value_at, column, 0.0).to(tl.float32)
             added_S = key[:, None] * value[None]
             if AHEAD:
                 later, later_z = tl.load(ahead_S + S_at, inside, 0.0), tl.load(ahead_z + state * F + f, tall, 0.0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linearize.mixers import linear
 from linearize.mixers.mixer_state import Clock, MixerState
-from linearize.ops import recurrent
+from linearize.ops.step import StepContext
 from linearize.serving.vllm.layer import LinearizeMetadataBuilder
 from linearize.serving.vllm.pages import PageLayout
 from tests.serving.vllm.served import by_transformers, by_vllm, differences, engine, plans, prompts, saved, student
@@ -31,8 +31,8 @@ def of_another(patch: pytest.MonkeyPatch) -> None:
 
 def off_by_one(patch: pytest.MonkeyPatch) -> None:
     """A step leaves the keys of the window one place further than they belong."""
-    push = recurrent.pushed
-    patch.setattr(recurrent, "pushed", lambda *given: {k: x.roll(1, dims=2) for k, x in push(*given).items()})
+    write = StepContext.written
+    patch.setattr(StepContext, "written", lambda *given: write(*given).roll(1, dims=2))
     keep = linear.keep_slots
     patch.setattr(linear, "keep_slots", lambda *given: {k: x.roll(1, dims=2) for k, x in keep(*given).items()})
 

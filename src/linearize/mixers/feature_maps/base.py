@@ -91,11 +91,12 @@ class FeatureMap(nn.Module, ABC):
         kernel: phi_q.phi_k as a function of a dot product of the map's `kernel_input`, where there is one.
     """
 
+    accumulates: ClassVar[bool] = True  # whether `_queries` and `_keys` read x in the dtype of features
     kernel: Kernel | None = None
 
     def __init__(self, config: Any, shape: LayerShape) -> None:
         super().__init__()
-        self.exponential = config.exponential
+        self.config, self.exponential = config, config.exponential
         self.feature_dim, self.key_heads = config.features(shape), config.key_heads(shape)
 
     def reset_parameters(self) -> None:
@@ -126,7 +127,7 @@ class FeatureMap(nn.Module, ABC):
         `level`: that logarithm less the query's largest; without meaning for other maps. Where it is a tensor, features
         are at most 1 / min_denominator: those that would be larger belong to sums of keys too small for the dtype.
         """
-        x = self._inputs(x)
+        x = accumulated(x) if self.accumulates else x
         logs = self._queries(x, position)
         if not self.exponential:
             return logs, None
@@ -143,15 +144,11 @@ class FeatureMap(nn.Module, ABC):
         Logarithms may be fp64 where fp32 cannot hold their differences (Performer): subtract the maximum in the dtype
         they come in, and only then round.
         """
-        return self._keys(self._inputs(x), position)
+        return self._keys(accumulated(x) if self.accumulates else x, position)
 
     def kernel_input(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T X"]:
         """What `kernel` makes the same features of as `q` and `k`, for a map with one."""
         raise NotImplementedError(type(self).__name__)
-
-    def _inputs(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T D"]:
-        """x as `_queries` and `_keys` read it."""
-        return accumulated(x)
 
     def _query_constant(self, x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T"] | float:
         """What the logarithms of `_queries` leave out, the same for all features of a query."""
@@ -159,11 +156,11 @@ class FeatureMap(nn.Module, ABC):
 
     @abstractmethod
     def _queries(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T F"]:
-        """Features, or logarithms (up to a constant per query), of x as `_inputs` gives it."""
+        """Features, or logarithms (up to a constant per query)."""
 
     @abstractmethod
     def _keys(self, x: Float[Tensor, "B G K D"], position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
-        """Features, or logarithms, of x as `_inputs` gives it."""
+        """Features, or logarithms."""
 
 
 class Symmetric(FeatureMap):
@@ -182,9 +179,10 @@ class Symmetric(FeatureMap):
 
 def accumulated(x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
     """x in the dtype of features."""
-    dtype = accumulation_dtype(x.dtype)
-    if x.dtype == dtype and (x.shape[2] == 1 or x.is_contiguous()):
+    exact = x.dtype == torch.float32 or x.dtype == torch.float64
+    if exact and (x.shape[2] == 1 or x.is_contiguous()):
         return x
+    dtype = accumulation_dtype(x.dtype)
     # One pass for the cast and for the order that matrix products want.
     return x.to(dtype, memory_format=torch.contiguous_format)
 

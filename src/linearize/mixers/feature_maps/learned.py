@@ -14,7 +14,6 @@ from linearize.base import UserError
 from linearize.mixers.feature_maps.base import FeatureMap, FeatureMapConfig, accumulated
 from linearize.mixers.shape import LayerShape
 from linearize.ops.heads import repeat_kv
-from linearize.ops.partial import in_dtype
 
 
 class LearnedMap(FeatureMapConfig):
@@ -73,9 +72,13 @@ class Learned(FeatureMap):
     Weights are [matrices, inputs, outputs]. Tied maps have no key weights; keys use those of the queries.
     """
 
+    config: LearnedMap
+
+    accumulates = False  # `_features` may have a kernel that reads x as it is
+
     def __init__(self, config: LearnedMap, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.config, self.head_dim = config, shape.head_dim
+        self.head_dim = shape.head_dim
         query, *key = config.projections(shape)
         self.query_weight, self.query_bias = _empty(query), _empty(query[::2]) if config.bias else None
         self.key_weight = _empty(key[0]) if key else None
@@ -127,23 +130,19 @@ class Learned(FeatureMap):
     ) -> Float[Tensor, "B h2 T F"]:
         return self._activate(self._project(accumulated(x), weight, bias))
 
-    def _inputs(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T D"]:
-        return x  # as it is: `_features` may have a kernel that reads it
-
     def _project(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
     ) -> Float[Tensor, "B h2 T N"]:
-        weight, bias = in_dtype(weight, x.dtype), None if bias is None else in_dtype(bias, x.dtype)
+        weight = weight if weight.dtype == x.dtype else weight.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
         if self.config.per == "model":
             heads = x.shape[1]
             y = x.transpose(1, 2).flatten(2) @ weight[0]
             y = y if bias is None else y.add_(bias[0])
             return y.unflatten(-1, (heads, -1)).transpose(1, 2)
         # Query heads of a group share its keys, and where the map is tied, its weights.
-        heads = max(x.shape[1], len(weight))
-        x, weight = repeat_kv(x, heads), _repeat(weight, heads)
-        # Of one row in half as many operations.
-        y = torch.bmm(x.view(x.shape[1:]), weight)[None] if len(x) == 1 else x @ weight
+        heads = max(x.shape[1], weight.shape[0])
+        y = (x if x.shape[1] == heads else repeat_kv(x, heads)) @ _repeat(weight, heads)
         return y if bias is None else y.add_(_repeat(bias, heads)[:, None])
 
     @abstractmethod
@@ -157,7 +156,7 @@ def _empty(shape: tuple[int, ...]) -> nn.Parameter:
 
 def _repeat(weight: Tensor, heads: int) -> Tensor:
     """Each matrix, or bias, once for every head that shares it."""
-    return weight if len(weight) == heads else weight.repeat_interleave(heads // len(weight), dim=0)
+    return weight if weight.shape[0] == heads else weight.repeat_interleave(heads // len(weight), dim=0)
 
 
 def as_it_is(y: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape F"]:

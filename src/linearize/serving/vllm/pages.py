@@ -175,4 +175,4 @@ def _one_token(shape: LayerShape, dtype: torch.dtype, rotary_dims: int) -> AttnI
 
 def _empty(name: str) -> float:
     """Return the value of a tensor of a `MixerState` before the first token."""
-    return -math.inf if name == "maximum" else -1.0 if name == "exact.position" else 0.0
+    return -math.inf if name == "maximum" else -1.0 if name == "cached_position" else 0.0
