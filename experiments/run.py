@@ -9,7 +9,8 @@ every cell), `settings` (overrides by size of the machine: `small`, `gpu`), and 
 optionally `set`, `paper`, `seeds`, `settings` (those it is for). Beside it come NAME.SETTING.json, NAME.SETTING.md and,
 where there is a figure, NAME.SETTING.svg. Runs lie in W, where cells that differ after attention transfer only share
 that stage. With `--only LABEL ...` the cells named are run, and the reference that they are compared with; the others'
-results stay as they are in NAME.SETTING.json.
+results stay as they are in NAME.SETTING.json. A grid with `examine` is measured on `--examined-text` and `--tasks`, by
+`examination.py`; `controls` names the cells that each of its cells is compared with.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from linearize.evaluation.answers import answering
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.metrics import title
 from linearize.evaluation.perplexity import token_losses
-from linearize.hf.checkpoint import load_model, read_config
-from linearize.hf.convert import convert_layers
+from linearize.hf.checkpoint import load_model, load_tokenizer, read_config
 from linearize.hf.teacher import TeacherShape
 from linearize.recipe import Recipe
+from linearize.run.allocation import stored
 from linearize.run.folder import Run, check_output, claim, versions, write_json, write_text
 from linearize.run.pipeline import final_layers
 from linearize.run.pipeline import run as run_pipeline
@@ -53,12 +54,16 @@ from linearize.training.finetune import load_finetuned
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import examination
 import figures
 import outcomes
+from examination import Examination
 from outcomes import FAR, POSITIONS, Outcome
 
 BATCH_SIZE = 8
-SHOWN = ("model", "dataset", "validation_dataset", "setting", "work_dir")
+EXAMINED = ("examined_text", "tasks", "task_limit")
+SHOWN = ("model", "dataset", "validation_dataset", *EXAMINED, "dtype", "setting", "work_dir")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Cell(BaseModel):
@@ -69,6 +74,7 @@ class Cell(BaseModel):
     recipe: str
     set: dict[str, Any] = Field(default_factory=dict)
     paper: list[float | str | None] = Field(default_factory=list)
+    controls: dict[str, str] | None = None
     seeds: list[int] | None = None
     settings: list[str] | None = None
 
@@ -86,6 +92,8 @@ class Grid(BaseModel):
     figure: list[str] = Field(default_factory=list)
     paper_columns: list[str] = Field(default_factory=list)
     reference: str | None = None
+    examine: bool = False
+    controls: dict[str, str] = Field(default_factory=dict)
     seeds: list[int] = Field(default_factory=lambda: [0])
     set: dict[str, Any] = Field(default_factory=dict)
     settings: dict[str, dict[str, Any]]
@@ -97,10 +105,17 @@ class Grid(BaseModel):
         labels = [cell.label for cell in grid.cells]
         if len(set(labels)) < len(labels) or (grid.reference is not None and grid.reference not in labels):
             raise UserError(f"{path}: expected cells of different labels, the reference {grid.reference!r} among them")
+        for cell in grid.cells:
+            if unknown := set(grid.controls_of(cell).values()) - set(labels):
+                raise UserError(f"{path}: controls: expected labels of cells; found {min(unknown)!r}")
         for field, known in (("columns", COLUMNS), ("more", MORE), ("figure", MEASURES)):
             if unknown := set(getattr(grid, field)) - set(known):
                 raise UserError(f"{path}: {field}: expected some of {', '.join(known)}; found {min(unknown)!r}")
         return grid
+
+    def controls_of(self, cell: Cell) -> dict[str, str]:
+        """Return the labels of the cells that a cell is compared with, by role."""
+        return self.controls if cell.controls is None else cell.controls
 
     def jobs(self, setting: str) -> Iterator[tuple[Cell, Recipe]]:
         """Each cell with its recipe, once per seed; without those that are for other settings."""
@@ -131,6 +146,8 @@ class Place:
     validation_dataset: str | None
     work: Path
     device: torch.device
+    dtype: torch.dtype
+    examination: Examination | None
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """The recipe on this text, unless a cell has a text of its own to train on; trained controls are cells."""
@@ -141,7 +158,8 @@ class Place:
         return recipe.override(texts | {"evaluation.trained_controls": False})
 
     def key(self, *parts: Any) -> str:
-        return hashlib.sha256(json.dumps([self.model, *parts], sort_keys=True).encode()).hexdigest()[:12]
+        dtype = [] if self.dtype == torch.float32 else [str(self.dtype)]
+        return hashlib.sha256(json.dumps([self.model, *dtype, *parts], sort_keys=True).encode()).hexdigest()[:12]
 
 
 # --- one cell ---------------------------------------------------------------------------------------------------------
@@ -151,13 +169,14 @@ def run_cell(recipe: Recipe, place: Place, dataset: Callable[[Recipe], Dataset])
     """Train and measure one cell, unless that is done; its result, and the folder with its token losses."""
     recipe = place.recipe(recipe)
     settings = changed(recipe.model_dump(mode="json"), Recipe(name="").model_dump(mode="json"))
-    folder = place.work / "cells" / place.key(settings)
+    examined = [] if place.examination is None else place.examination.identity
+    folder = place.work / "cells" / place.key(settings, *examined)
     if (folder / "cell.json").is_file():
         return json.loads((folder / "cell.json").read_text(encoding="utf-8")), folder
     data, started = dataset(recipe), time.perf_counter()
     stages = ("weights", "mixer", "transfer", "data", "seed")
     shared = place.work / "transfer" / place.key({name: settings.get(name) for name in (*stages, "layers")})
-    run = Run(recipe, place.model, folder / "run", torch.float32, place.device)
+    run = Run(recipe, place.model, folder / "run", place.dtype, place.device)
     if recipe.transfer is not None and shared.is_dir() and not (run.folder / "transfer").exists():
         claim_folder(run, data)
         shutil.copytree(shared, run.folder / "transfer", dirs_exist_ok=True)
@@ -173,10 +192,11 @@ def run_cell(recipe: Recipe, place: Place, dataset: Callable[[Recipe], Dataset])
             scratch.rename(shared)
         except OSError:  # another process was faster
             shutil.rmtree(scratch)
-    kept, found = measure_cell(run, data)
+    kept, found = measure_cell(run, data, place)
     outcomes.write(kept, folder)
-    found |= {"seconds": time.perf_counter() - started, "tokens": data.test.num_tokens}
-    found |= {"data": data.fingerprint, "test": fingerprint(data.test)}
+    rows = data.test if place.examination is None else place.examination.rows
+    found |= {"seconds": time.perf_counter() - started, "tokens": rows.num_tokens}
+    found |= {"data": data.fingerprint, "test": fingerprint(rows)}
     write_json(folder / "cell.json", found)
     return found, folder
 
@@ -202,16 +222,20 @@ def claim_folder(run: Run, data: Dataset) -> None:
     claim(run, data)
 
 
-def measure_cell(run: Run, data: Dataset) -> tuple[dict[str, Outcome], dict[str, Any]]:
+def measure_cell(run: Run, data: Dataset, place: Place) -> tuple[dict[str, Outcome], dict[str, Any]]:
     """What every stage's model makes of the held-out rows; what comes out of the transfer, and of the heads."""
     recipe, teacher, task = run.recipe, run.load_teacher(), run.recipe.data.task
-    layers = final_layers(run, TeacherShape.from_config(read_config(run.model)))
-    student = convert_layers(teacher, layers, seed=recipe.seed)
-    kept, stages = {}, {}
+    shape = TeacherShape.from_config(read_config(run.model))
+    measured = stored(run, shape, final_layers(run, shape))
+    assert measured is not None
+    student = measured.convert(teacher, recipe.seed)
+    kept, stages, examined = {}, {}, place.examination
     answer = answering(task, data, load_processor(task, run.model), teacher) if task.scores else None
 
     def measure(name: str, model: Any) -> None:
-        if answer is not None:
+        if examined is not None:
+            kept[name] = examined.losses(model, name)
+        elif answer is not None:
             kept[name] = answer(model, name)
         else:
             assert isinstance(data.test, PackedRows)
@@ -222,7 +246,10 @@ def measure_cell(run: Run, data: Dataset) -> tuple[dict[str, Outcome], dict[str,
         return measure_fidelity(student, data.test, None, max_tokens=tokens, batch_size=2, seed=recipe.seed)
 
     # A new model is no teacher; but one that has weights, which the recipe does not read, can stand beside it.
-    if recipe.weights == "pretrained" or any(Path(run.model).glob("*.safetensors")):
+    if examined is not None:
+        folder = place.work / "teacher" / place.key(*examined.identity)
+        kept["teacher"], of_teacher = examined.teacher(run.load_teacher, folder)
+    elif recipe.weights == "pretrained" or any(Path(run.model).glob("*.safetensors")):
         options: dict[str, Any] = {"dtype": run.dtype, "device": run.device, "auto_class": task.auto_class}
         measure("teacher", load_model(run.model, **options))
         measure("swapped", student)
@@ -253,7 +280,10 @@ def measure_cell(run: Run, data: Dataset) -> tuple[dict[str, Outcome], dict[str,
     stages = {name: {k: v for k, v in stage.items() if k != "identity"} for name, stage in stages.items()}
     if before is not None:
         heads["gates"] = {"before": before, "after": gates(after)}
-    return kept, {"fidelity": heads, "stages": stages, "kept": [i for i, x in enumerate(layers) if x is None]}
+    found = {"fidelity": heads, "stages": stages, "kept": [i for i, x in enumerate(measured.layers) if x is None]}
+    if examined is not None:
+        found["examined"] = examined.student(run.load_teacher(), student, kept["student"], of_teacher)
+    return kept, found
 
 
 def _students(fidelity: Fidelity, name: str) -> list[float] | None:
@@ -328,6 +358,44 @@ def _beyond(result: dict[str, Any]) -> str:
     return "" if interval is None else _number(math.exp(interval["mean"]))
 
 
+def _examined(text: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
+    """Of what a grid with `examine` measures; nothing where that is not measured."""
+
+    def cell(result: dict[str, Any]) -> str:
+        try:
+            return text(result["examined"])
+        except KeyError:
+            return ""
+
+    return cell
+
+
+def _compared(*names: str) -> Callable[[dict[str, Any]], str]:
+    def text(examined: dict[str, Any]) -> str:
+        interval = examined["compared"]
+        for name in names:
+            interval = interval[name]
+        return _interval("it")({"it": interval})
+
+    return _examined(text)
+
+
+def _right(task: str, metric: str) -> Callable[[dict[str, Any]], str]:
+    """Right answers in per cent, and as a share of the teacher's."""
+
+    def text(examined: dict[str, Any]) -> str:
+        own, teacher = (of["tasks"][task][metric] for of in (examined, examined["teacher"]))
+        return f"{100 * own:.1f} ({own / teacher:.0%})"
+
+    return _examined(text)
+
+
+def _training_speed(result: dict[str, Any]) -> str:
+    """Of all stages, the held-out losses in between included."""
+    tokens, seconds = (sum(stage[name] for stage in result["stages"].values()) for name in ("tokens", "seconds"))
+    return f"{tokens / seconds:.0f}" if seconds else ""
+
+
 COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "swapped": ("perplexity, swapped in", _perplexity("swapped")),
     "transferred": ("after transfer", _perplexity("transferred")),
@@ -349,6 +417,20 @@ COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "transferred_score": ("after transfer", _score("transferred")),
     "score": ("at the end", _score("student")),
     "recovered": ("% of the teacher's", _percent("recovered")),
+    "kl_teacher": ("KL to the teacher", _examined(lambda x: f"{x['kl']['mean']:.3f}")),
+    "minus_window": ("loss, minus the window's", _compared("minus_window", "all")),
+    "minus_equal_bytes": ("loss, minus the window's of equal bytes", _compared("minus_equal_bytes", "all")),
+    "gain_retained": (
+        f"gain beyond {FAR} tokens retained, %",
+        _examined(lambda x: _percent("gain_retained")(x["compared"])),
+    ),
+    "without_linear": ("loss without the linear part, minus its own", _examined(_interval("without_linear"))),
+    "copying": ("copying retained, %", _examined(lambda x: _percent("share")(x["copying"]))),
+    "needles": ("needles", _examined(lambda x: "{} of {}".format(*x["needles"]))),
+    "arc_easy": ("ARC-easy, % (of the teacher's)", _right("arc_easy", "acc")),
+    "piqa": ("PIQA, % (of the teacher's)", _right("piqa", "acc")),
+    "cache_mb": ("state, MB", _examined(lambda x: f"{x['cache_bytes'] / 1e6:.2f}")),
+    "training_speed": ("training, tokens/s", _training_speed),
     "score_minus_reference": ("minus the reference's", _percent("score_minus_reference", "+")),
 }
 
@@ -510,7 +592,20 @@ def page(grid: Grid, record: dict[str, Any], heading: str = "#", folder: str = "
     return "\n\n".join([*parts, f"    {record['command']}"]) + "\n"
 
 
+def compare_examined(grid: Grid, results: list[dict[str, Any]]) -> None:
+    """Set `compared` of the results that are examined, from their own losses and those of their controls."""
+    examined = [result for result in results if "examined" in result]
+    cells = {cell.label: cell for cell in grid.cells}
+    for result in examined:
+        same_seed = [other for other in examined if other["seed"] == result["seed"]]
+        students = {other["label"]: other["examined"]["totals"] for other in same_seed}
+        controls = grid.controls_of(cells[result["label"]])
+        teacher = result["examined"]["teacher"]["totals"]
+        result["examined"]["compared"] = examination.compare(result["label"], controls, students, teacher)
+
+
 def write_table(path: Path, grid: Grid, setting: str, results: list[dict[str, Any]], command: str) -> None:
+    compare_examined(grid, results)
     name = path.with_suffix(f".{setting}.json")
     record = {"grid": path.name, "setting": setting, "command": command, "versions": versions(), "results": results}
     write_json(name, record)
@@ -603,6 +698,10 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="the teacher: a folder or hub id")
     parser.add_argument("--dataset", help="text or examples: a file, a folder or a hub id; built-in tasks need none")
     parser.add_argument("--validation-dataset", help="held-out text of its own")
+    parser.add_argument("--examined-text", help="of a grid with `examine`: text that is neither trained nor chosen on")
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="the same: .jsonl files of questions")
+    parser.add_argument("--task-limit", type=int, metavar="N", help="the first questions of each task (default: all)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the teacher and of what is computed")
     parser.add_argument("--setting", default="small")
     parser.add_argument("--work-dir", type=Path, required=True, help="where runs lie; the same again resumes")
     parser.add_argument(
@@ -615,10 +714,18 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = parser.parse_args()
     torch.set_flush_denormal(True)  # as the command line does
-    named = [f"--{name.replace('_', '-')} {value}" for name, value in vars(a).items() if name in SHOWN and value]
+    shown = {name: " ".join(value) if isinstance(value, list) else value for name, value in vars(a).items()}
+    named = [f"--{name.replace('_', '-')} {value}" for name, value in shown.items() if name in SHOWN and value]
     command = f"python experiments/run.py {a.grid} {' '.join(named)}"
-    place = Place(a.model, a.dataset, a.validation_dataset, a.work_dir, torch.device(a.device))
     try:
+        examined = None
+        if Grid.load(a.grid).examine:
+            if a.examined_text is None:
+                raise UserError("--examined-text: expected a text for a grid with `examine`, found nothing")
+            tokenizer = load_tokenizer(a.model)
+            examined = Examination.of(a.examined_text, tokenizer, tuple(a.tasks), a.task_limit)
+        device, dtype = torch.device(a.device), DTYPES[a.dtype]
+        place = Place(a.model, a.dataset, a.validation_dataset, a.work_dir, device, dtype, examined)
         run_grid(a.grid, place, setting=a.setting, only=a.only, command=command)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -26,6 +26,7 @@ from tests.shapes import make_shape
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 GRIDS = sorted(path for path in EXPERIMENTS.glob("*/*.yaml") if path.name != "recipe.yaml")
+UNFINISHED = ("papers_real",)  # folders of grids whose cells are measured over several days
 SHAPE = make_shape("llama", 5, 8, 4, 8, 64, 172, 512, 4096, True)
 ENCODER = {"model_type": "bert", "vocab_size": 30_522, "hidden_size": 384, "intermediate_size": 1536}
 ENCODER |= {"num_hidden_layers": 6, "num_attention_heads": 12, "max_position_embeddings": 512}
@@ -73,11 +74,15 @@ def test_every_cell_resolves_at_every_setting(path: Path) -> None:
 @pytest.mark.parametrize("path", GRIDS, ids=[f"{path.parent.name}/{path.stem}" for path in GRIDS])
 def test_committed_results_are_of_this_grid(path: Path, tmp_path: Path) -> None:
     record_file = path.with_suffix(".small.json")
+    if path.parent.name in UNFINISHED and not record_file.is_file():
+        return
     assert record_file.is_file(), "run it: python experiments/run.py --help"
     record = json.loads(record_file.read_text())
     cells = {cell.label: cell for cell in run.Grid.load(path).cells}
-    expected = sorted((cell.label, recipe.seed) for cell, recipe in run.Grid.load(path).jobs("small"))
-    assert sorted((result["label"], result["seed"]) for result in record["results"]) == expected, "all of its cells"
+    expected = {(cell.label, recipe.seed) for cell, recipe in run.Grid.load(path).jobs("small")}
+    measured = [(result["label"], result["seed"]) for result in record["results"]]
+    assert len(set(measured)) == len(measured) and set(measured) <= expected
+    assert set(measured) == expected or path.parent.name in UNFINISHED, "all of its cells"
     for result in record["results"]:
         cell = cells[result["label"]]
         assert (result["recipe"], result["set"], result["paper"]) == (cell.recipe, cell.set, cell.paper)
@@ -220,6 +225,52 @@ def test_cells_that_are_named_leave_the_others_as_they_were(grid: Path, monkeypa
     assert [x.get("diverged") for x in results] == ["at once", "at once", None] and results[2] == without
     with pytest.raises(SystemExit):
         go(grid, monkeypatch, "--only", "nothing")
+
+
+def test_a_grid_that_examines(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window of all positions is the teacher: what is measured of it is the teacher's, and a student is between."""
+    examination = load("examination")
+    monkeypatch.setattr(examination, "LENGTH", 256)
+    monkeypatch.setattr(examination, "CONTEXT", 128)
+    questions = grid.with_name("letters.jsonl")
+    asked = [{"query": f"Question: {word}?", "choices": ["a", "b", "cc"], "gold": 1} for word in ("is", "or", "and")]
+    questions.write_text("\n".join(map(json.dumps, asked)))
+    alone = {"transfer": None, "finetune": None, "mixer.feature_map": None, "mixer.combine": {"type": "window_only"}}
+    columns = ["minus_teacher", "minus_window", "gain_retained", "without_linear", "kl_teacher", "needles", "copying"]
+    columns += ["cache_mb", "training_speed"]
+    controls = {"window": "near", "softmax": "softmax"}
+    cells = [
+        {"label": "near", "recipe": "lolcats", "set": alone},
+        {"label": "linear", "recipe": "lolcats"},
+        {"label": "softmax", "recipe": "lolcats", "set": alone | {"mixer.span.window_size": 256}},
+    ]
+    changes = {"columns": columns, "examine": True, "controls": controls, "cells": cells, "reference": None}
+    changes["more"] = ["by_position"]
+    grid.write_text(yaml.safe_dump(GRID | changes))
+    with pytest.raises(SystemExit):
+        go(grid, monkeypatch)  # --examined-text is missing
+    options = ["--examined-text", tiny.text_file(), "--tasks", str(questions)]
+    near, linear, softmax = results = go(grid, monkeypatch, *options)["results"]
+    assert softmax["minus_teacher"]["mean"] == pytest.approx(0, abs=1e-5)
+    assert softmax["examined"]["kl"]["mean"] == pytest.approx(0, abs=1e-5)
+    assert linear["examined"]["kl"]["mean"] > 0.01
+    assert softmax["examined"]["compared"]["gain_retained"]["mean"] == pytest.approx(1, abs=1e-3)
+    assert "gain_retained" not in near["examined"]["compared"] and "without_linear" not in near["examined"]
+    assert softmax["examined"]["tasks"] == softmax["examined"]["teacher"]["tasks"] != linear["examined"]["tasks"]
+    assert softmax["examined"]["tasks"]["letters"]["questions"] == 3
+    by_hand = linear["loss"]["student"]["mean"] - near["loss"]["student"]["mean"]
+    minus = linear["examined"]["compared"]["minus_window"]
+    assert minus["all"]["mean"] == pytest.approx(by_hand, abs=1e-5)
+    assert minus["beyond"]["mean"] != pytest.approx(by_hand, abs=1e-5)
+    assert abs(linear["examined"]["without_linear"]["mean"]) > 0.01
+    assert near["examined"]["cache_bytes"] < linear["examined"]["cache_bytes"] < softmax["examined"]["cache_bytes"]
+    assert [result["tokens"] for result in results] == [16 * 256] * 3
+
+    # A cell that is added later is compared with the ones that were measured before.
+    cells.append({"label": "later", "recipe": "lolcats", "set": {"finetune.lora.rank": 2}})
+    grid.write_text(yaml.safe_dump(GRID | changes))
+    later = go(grid, monkeypatch, *options, "--only", "later")["results"][-1]
+    assert later["examined"]["compared"].keys() == linear["examined"]["compared"].keys()
 
 
 def test_a_cell_on_chosen_rows(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
