@@ -48,7 +48,7 @@ class SharedDenominatorCombine(nn.Module):
         """Padding queries, which see no key, give zero; here as in every combination."""
         if window is None:
             return normalize(linear)
-        num, g = linear.num, self.window_factor.to(linear.num.dtype).sigmoid().view(-1, 1)
+        num, g = linear.num, in_dtype(self.window_factor, linear.num.dtype).sigmoid().view(-1, 1)
         den = torch.addcmul(linear.den, g, window.den)
         g = g[..., None]
         num = num.addcmul(g, window.num) if num.requires_grad else num.addcmul_(g, window.num)

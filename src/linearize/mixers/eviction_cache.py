@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from linearize.base import Config
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.shape import LayerShape
-from linearize.ops.partial import accumulation_dtype
+from linearize.ops.partial import accumulation_dtype, in_dtype
 
 LEAST_LENGTH = 1e-6  # of a vector, whose logarithm is read
 
@@ -95,17 +95,20 @@ class EvictionScorer(nn.Module):
         position: Int[Tensor, "#B T"],
     ) -> Float[Tensor, "B G T S"]:
         """Return the scores, from what `of_keys` made of the keys, and from keys after RoPE and values."""
-        size = v.shape[-1]
-        of_values, lengths = self._weighted(v, size + 1), torch.cat([_log_length(k), _log_length(v)], dim=-1)
-        weight = self.weight.to(lengths.dtype)[:, None, :, size :: size + 1]
-        recency = self.recency.to(lengths.dtype)[:, None] * position.view(len(position), 1, -1, 1)
-        return of_keys + of_values + (lengths[..., None, :] * weight).sum(-1) + recency
+        rest = torch.cat([_log_length(k), in_dtype(v, accumulation_dtype(v.dtype)), _log_length(v)], dim=-1)
+        recency = in_dtype(self.recency, rest.dtype)[:, None] * position.view(len(position), 1, -1, 1)
+        return of_keys + self._weighted(rest, v.shape[-1]) + recency
 
     def _weighted(self, x: Float[Tensor, "B G T D"], first: int) -> Float[Tensor, "B G T S"]:
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        weight = self.weight.to(dtype).narrow(2, first, x.shape[-1]).unsqueeze(1)
+        x = in_dtype(x, accumulation_dtype(x.dtype))
+        weight = in_dtype(self.weight, x.dtype)
+        if torch.compiler.is_compiling():
+            rows = weight[:, None, :, first : first + x.shape[-1]]
+        else:  # the same in one call
+            size, stride = (len(weight), 1, weight.shape[1], x.shape[-1]), (weight.stride(0), 1, weight.stride(1), 1)
+            rows = weight.as_strided(size, stride, weight.storage_offset() + first)
         # A sum of each row by itself: equal keys have equal scores, however many tokens come at a time.
-        return (x.to(dtype).unsqueeze(3) * weight).sum(-1)
+        return (x.view(*x.shape[:3], 1, x.shape[3]) * rows).sum(-1)
 
 
 def features(inputs: AttnInputs) -> Float[Tensor, "B G T F"]:
@@ -120,7 +123,7 @@ def features(inputs: AttnInputs) -> Float[Tensor, "B G T F"]:
 
 def _log_length(x: Float[Tensor, "B G T D"]) -> Float[Tensor, "B G T 1"]:
     """Return the logarithm of each vector's length, in the accumulation dtype."""
-    x = x.to(accumulation_dtype(x.dtype))
+    x = in_dtype(x, accumulation_dtype(x.dtype))
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(LEAST_LENGTH).log()
 
 

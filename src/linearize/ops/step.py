@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearState, Quotient
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Span, TerracedSpan, slot_positions, slots_of
-from linearize.ops.partial import Partial, accumulation_dtype
+from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
 
 Tokens = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
 
@@ -104,7 +105,14 @@ class StepContext:
         """
         if self._reads_window() and (not cache_size or self._fills(cache_size)):
             return None
+        numbers = self._numbers_at_hand()
+        if numbers is not None and len(numbers) == 1 and self.width and self._repeats(numbers[0], cache_size):
+            return _bias_of_full_slots(self.span, cache_size, numbers[0] % self.context, dtype, self.position.device)
         return self._once(f"bias {cache_size} {dtype}", lambda: self._bias(cache_size, dtype))
+
+    def _repeats(self, number: int, cache_size: int) -> bool:
+        """Return whether no slot is empty: from here on a bias depends on the token's place in its block alone."""
+        return number >= self.slots and (not cache_size or self._left(number) >= cache_size)
 
     def _bias(self, cache_size: int, dtype: torch.dtype) -> Tensor:
         hidden = self.hidden
@@ -168,6 +176,22 @@ class StepContext:
         """The slots that hold this block until tokens of the next one are written."""
         return self._once("leaving slots", lambda: slots_of(self._block_before().clamp_min(0), self.span))
 
+    def leaving_tokens(self, slots: Float[Tensor, "B h P X"]) -> Float[Tensor, "B h w X"]:
+        """Return what slots have of this block, until tokens of the next one are written."""
+        numbers = self._numbers_at_hand()
+        if numbers is not None and len(numbers) == 1:  # it lies in one piece
+            return slots.narrow(2, self.span.sinks + numbers[0] % self.context, self.width)
+        places = self.leaving_slots[:, None, :, None]
+        return slots.gather(2, places.expand(len(slots), slots.shape[1], -1, slots.shape[3]))
+
+    def keeps_full(self, size: int) -> bool:
+        """Return whether a block begins in every row that finds a cache of `size` full, and no sink leaves the window.
+
+        False where tensors cannot be looked at.
+        """
+        numbers = self.numbers or ()
+        return bool(numbers) and all(n % self.width == 0 and self._left(n - self.width) >= size for n in numbers)
+
     def _block_before(self) -> Tensor:
         return self.column - self.context + torch.arange(self.width, device=self.position.device)
 
@@ -177,19 +201,35 @@ class StepContext:
 
     def written(self, slots: Float[Tensor, "B h P X"], new: Float[Tensor, "B h 1 X"]) -> Float[Tensor, "B h P X"]:
         """Return slots with the new token in its own."""
-        return slots.to(new.dtype).scatter(2, self.slot.expand_as(new), new) if self.slots else slots
+        if not self.slots:
+            return slots
+        index = self._once(f"written {tuple(new.shape)}", lambda: self.slot.expand_as(new))
+        return in_dtype(slots, new.dtype).scatter(2, index, new)
 
     def entering_tokens(self, slots: Tokens, new: Tokens) -> Tokens:
         """Return the token that enters the linear state, from the slots before the new one is written."""
         if not self.fold_lag:
             return {name: x.contiguous() for name, x in new.items()}
-        slot = self.entering_slot
-        return {name: slots[name].to(x.dtype).gather(2, slot.expand_as(x)) for name, x in new.items()}
+        return {name: self._entering(in_dtype(slots[name], x.dtype), x) for name, x in new.items()}
+
+    def _entering(self, slots: Float[Tensor, "B h P X"], new: Float[Tensor, "B h 1 X"]) -> Float[Tensor, "B h 1 X"]:
+        return slots.gather(2, self._once(f"entering {tuple(new.shape)}", lambda: self.entering_slot.expand_as(new)))
 
     def _once(self, name: str, work: Callable[[], Tensor]) -> Tensor:
         if name not in self._known:
             self._known[name] = work()
         return self._known[name]
+
+
+@lru_cache(maxsize=1024)
+def _bias_of_full_slots(
+    span: Span, cache_size: int, place: int, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "1 1 1 S_and_C"]:
+    """Return the bias of a token at `place` of the ring once no slot is empty; it is not to be written to."""
+    with torch.inference_mode(False):
+        blocks = 1 + -(-(span.sinks + cache_size) // span.context)
+        hidden = StepContext(span, torch.tensor([blocks * span.context + place], device=device)).hidden
+        return no_scores(torch.cat([hidden, hidden.new_zeros(1, cache_size)], dim=1), dtype)
 
 
 @dataclass(frozen=True)
@@ -276,7 +316,7 @@ def linear_step(x: LinearStep, at: StepContext) -> tuple[Partial, LinearState]:
     """Read the linear part for the query of the next token, after what enters the state; and the state behind it."""
     assert x.phi_k is not None and x.v is not None
     dtype, heads, state = x.state.z.dtype, x.phi_k.shape[1], x.state
-    v, phi_k = x.v.to(dtype), x.phi_k if x.kernel is None else x.kernel.features(x.phi_k)
+    v, phi_k = in_dtype(x.v, dtype), x.phi_k if x.kernel is None else x.kernel.features(x.phi_k)
     phi_k = phi_k if at.all_enter else phi_k * at.enters
     S, z = state.S, state.z
     readable = S, z
@@ -292,10 +332,10 @@ def linear_step(x: LinearStep, at: StepContext) -> tuple[Partial, LinearState]:
     if x.beta is not None:
         v = x.beta.to(dtype) * (repeat_kv(v, heads) - phi_k @ S)
     # Heads that share a value lie side by side, and so do their features: one matrix of them all.
-    batch, shared, _, width = v.shape
-    one = phi_k.reshape(batch, shared, -1, 1)
-    S = torch.addcmul(S.view(batch, shared, -1, width), one, v).view(S.shape)
-    z = z + phi_k.squeeze(2)
+    shared = len(v) * v.shape[1]
+    one, value = phi_k.reshape(shared, -1, 1), v.reshape(shared, 1, -1)
+    S = torch.baddbmm(S.view(shared, -1, v.shape[3]), one, value).view(S.shape)
+    z = z + phi_k.view(z.shape)
     state = LinearState(S, z) if not at.width else LinearState(*readable, S, z)
     return linear_read(x, state, at), state
 
@@ -304,11 +344,13 @@ def linear_read(x: LinearStep, state: LinearState, at: StepContext) -> Partial:
     """Read a state by a query."""
     phi_q = x.phi_q if x.kernel is None else x.kernel.features(x.phi_q)
     (batch, heads, _, features), units = phi_q.shape, state.z.shape[1]
-    q = phi_q if heads == units else phi_q.reshape(batch, units, -1, features)
+    # One axis of all states: torch.matmul would take several operations to get there.
+    q = phi_q.reshape(batch * units, -1, features)
     if x.skipped_k is not None:
-        q = q * x.skipped_k.exp().to(state.z.dtype)
-    num, den = q @ state.S, (q @ state.z[..., None]).view(batch, heads, 1)
-    num = num if heads == units else num.view(batch, heads, 1, -1)
+        steps = x.skipped_k.exp().to(state.z.dtype).expand(batch, -1, -1, -1)
+        q = q * steps.reshape(-1, *steps.shape[2:])
+    num = torch.bmm(q, state.S.view(len(q), features, -1)).view(batch, heads, 1, -1)
+    den = torch.bmm(q, state.z.view(len(q), features, 1)).view(batch, heads, 1)
     if x.skipped_v is not None:
         num = num * repeat_kv(x.skipped_v.exp().to(state.z.dtype), heads)
     return Partial(num, den, at.zeros(den))
@@ -324,17 +366,20 @@ def window_step(
     softcap: float | None = None,
 ) -> Partial:
     """Softmax over slots to whose scores `bias` is added, -inf where the query does not read; it reads one at least."""
-    dtype, (batch, groups) = accumulation_dtype(v.dtype), k.shape[:2]
-    heads = q.shape[1]
+    dtype, (batch, groups, count, width) = accumulation_dtype(v.dtype), k.shape
+    heads, rows = q.shape[1], batch * groups
     if v.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    scores = (q.reshape(batch, groups, -1, q.shape[3]) * scaling) @ k.mT
+    # One axis of all heads: torch.matmul would take several operations to get there.
+    q = q.reshape(rows, -1, width) * scaling
+    scores = torch.bmm(q, k.view(rows, count, width).transpose(1, 2))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores if bias is None else scores + bias
+    if bias is not None:
+        scores = (scores.view(batch, groups, -1, count) + bias).view(scores.shape)
     top = scores.amax(-1, keepdim=True)
     weights = (scores - top).exp_()
-    num, den = weights @ v, weights.sum(-1)
+    num, den = torch.bmm(weights, v.view(rows, count, -1)), weights.sum(-1)
     return Partial(num.view(batch, heads, 1, -1), den.view(batch, heads, 1), top.view(batch, heads, 1))
 
 

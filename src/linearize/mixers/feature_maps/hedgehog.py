@@ -73,7 +73,7 @@ class Hedgehog(Learned):
     ) -> Float[Tensor, "B h2 T 2 N"]:
         if x.shape[2] == 1:
             y = super()._project(x, weight, bias)
-            return torch.stack([y, -y], dim=3)
+            return torch.cat([y, -y], dim=3).view(*y.shape[:3], 2, -1)
         # Of many tokens both signs come from one product: twice the columns cost less than to join two results.
         heads = x.shape[1] if self.config.per == "model" else 1
         bias = None if bias is None else _both_signs(bias, heads)

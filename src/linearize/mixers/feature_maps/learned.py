@@ -142,7 +142,9 @@ class Learned(FeatureMap):
             return y.unflatten(-1, (heads, -1)).transpose(1, 2)
         # Query heads of a group share its keys, and where the map is tied, its weights.
         heads = max(x.shape[1], weight.shape[0])
-        y = (x if x.shape[1] == heads else repeat_kv(x, heads)) @ _repeat(weight, heads)
+        x, weight = repeat_kv(x, heads), _repeat(weight, heads)
+        # Of one row in half as many operations.
+        y = torch.bmm(x.view(x.shape[1:]), weight)[None] if len(x) == 1 else x @ weight
         return y if bias is None else y.add_(_repeat(bias, heads)[:, None])
 
     @abstractmethod
