@@ -21,6 +21,7 @@ from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import Clock, MixerState
 from linearize.mixers.recording import Recording
 from linearize.ops.layout import SlidingSpan, TerracedSpan
+from linearize.ops.step import StepContext
 from tests.hf import checks
 from tests.hf import generation_checks as generation
 from tests.hf.models import CASE, student_of
@@ -104,6 +105,7 @@ def one_step_window_late(patch: pytest.MonkeyPatch) -> None:
             mixer.config = config
 
     patch.setattr(linear, "one_token", wrong)
+    patch.setattr(StepContext, "_reads_window", lambda self: False)  # a full window is read whole, whatever `lo` says
 
 
 def window_late(patch: pytest.MonkeyPatch) -> None:
