@@ -48,7 +48,9 @@ class SharedDenominatorCombine(nn.Module):
         """Padding queries, which see no key, give zero; here as in every combination."""
         if window is None:
             return normalize(linear)
-        num, g = linear.num, in_dtype(self.window_factor, linear.num.dtype).sigmoid().view(-1, 1)
+        num, factor = linear.num, self.window_factor
+        factor = factor if factor.dtype == num.dtype else factor.to(num.dtype)
+        g = factor.sigmoid().view(-1, 1)
         den = torch.addcmul(linear.den, g, window.den)
         g = g[..., None]
         num = num.addcmul(g, window.num) if num.requires_grad else num.addcmul_(g, window.num)

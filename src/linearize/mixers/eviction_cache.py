@@ -100,8 +100,9 @@ class EvictionScorer(nn.Module):
         return of_keys + self._weighted(rest, v.shape[-1]) + recency
 
     def _weighted(self, x: Float[Tensor, "B G T D"], first: int) -> Float[Tensor, "B G T S"]:
-        x = in_dtype(x, accumulation_dtype(x.dtype))
-        weight = in_dtype(self.weight, x.dtype)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        x = x if x.dtype == dtype else x.to(dtype)
+        weight = self.weight if self.weight.dtype == dtype else self.weight.to(dtype)
         if torch.compiler.is_compiling():
             rows = weight[:, None, :, first : first + x.shape[-1]]
         else:  # the same in one call

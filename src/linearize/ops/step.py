@@ -21,7 +21,7 @@ from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearState, Quotient
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Span, TerracedSpan, slot_positions, slots_of
-from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
+from linearize.ops.partial import Partial, accumulation_dtype
 
 Tokens = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
 
@@ -105,9 +105,6 @@ class StepContext:
         """
         if self._reads_window() and (not cache_size or self._fills(cache_size)):
             return None
-        numbers = self._numbers_at_hand()
-        if numbers is not None and len(numbers) == 1 and self.width and self._repeats(numbers[0], cache_size):
-            return _bias_of_full_slots(self.span, cache_size, numbers[0] % self.context, dtype, self.position.device)
         return self._once(f"bias {cache_size} {dtype}", lambda: self._bias(cache_size, dtype))
 
     def _repeats(self, number: int, cache_size: int) -> bool:
@@ -115,6 +112,10 @@ class StepContext:
         return number >= self.slots and (not cache_size or self._left(number) >= cache_size)
 
     def _bias(self, cache_size: int, dtype: torch.dtype) -> Tensor:
+        numbers = self._numbers_at_hand()
+        if numbers is not None and len(numbers) == 1 and self.width and self._repeats(numbers[0], cache_size):
+            every = _biases_of_full_slots(self.span, cache_size, dtype, self.position.device)
+            return every.narrow(0, numbers[0] % self.context, 1)
         hidden = self.hidden
         if cache_size:
             empty = torch.arange(cache_size, device=hidden.device) < cache_size - self._left(self.column)
@@ -204,16 +205,19 @@ class StepContext:
         if not self.slots:
             return slots
         index = self._once(f"written {tuple(new.shape)}", lambda: self.slot.expand_as(new))
-        return in_dtype(slots, new.dtype).scatter(2, index, new)
+        slots = slots if slots.dtype == new.dtype else slots.to(new.dtype)
+        return slots.scatter(2, index, new)
 
     def entering_tokens(self, slots: Tokens, new: Tokens) -> Tokens:
         """Return the token that enters the linear state, from the slots before the new one is written."""
         if not self.fold_lag:
             return {name: x.contiguous() for name, x in new.items()}
-        return {name: self._entering(in_dtype(slots[name], x.dtype), x) for name, x in new.items()}
+        return {name: self._entering(slots[name], x) for name, x in new.items()}
 
     def _entering(self, slots: Float[Tensor, "B h P X"], new: Float[Tensor, "B h 1 X"]) -> Float[Tensor, "B h 1 X"]:
-        return slots.gather(2, self._once(f"entering {tuple(new.shape)}", lambda: self.entering_slot.expand_as(new)))
+        index = self._once(f"entering {tuple(new.shape)}", lambda: self.entering_slot.expand_as(new))
+        found = slots.gather(2, index)
+        return found if found.dtype == new.dtype else found.to(new.dtype)
 
     def _once(self, name: str, work: Callable[[], Tensor]) -> Tensor:
         if name not in self._known:
@@ -221,15 +225,15 @@ class StepContext:
         return self._known[name]
 
 
-@lru_cache(maxsize=1024)
-def _bias_of_full_slots(
-    span: Span, cache_size: int, place: int, dtype: torch.dtype, device: torch.device
-) -> Float[Tensor, "1 1 1 S_and_C"]:
-    """Return the bias of a token at `place` of the ring once no slot is empty; it is not to be written to."""
+@lru_cache(maxsize=256)
+def _biases_of_full_slots(
+    span: Span, cache_size: int, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "W 1 1 S_and_C"]:
+    """Return the bias of a token at each place of the ring once no slot is empty; they are not to be written to."""
     with torch.inference_mode(False):
-        blocks = 1 + -(-(span.sinks + cache_size) // span.context)
-        hidden = StepContext(span, torch.tensor([blocks * span.context + place], device=device)).hidden
-        return no_scores(torch.cat([hidden, hidden.new_zeros(1, cache_size)], dim=1), dtype)
+        first = (1 + -(-(span.sinks + cache_size) // span.context)) * span.context
+        hidden = StepContext(span, first + torch.arange(span.context, device=device)).hidden
+        return no_scores(torch.cat([hidden, hidden.new_zeros(len(hidden), cache_size)], dim=1), dtype)
 
 
 @dataclass(frozen=True)
@@ -316,7 +320,8 @@ def linear_step(x: LinearStep, at: StepContext) -> tuple[Partial, LinearState]:
     """Read the linear part for the query of the next token, after what enters the state; and the state behind it."""
     assert x.phi_k is not None and x.v is not None
     dtype, heads, state = x.state.z.dtype, x.phi_k.shape[1], x.state
-    v, phi_k = in_dtype(x.v, dtype), x.phi_k if x.kernel is None else x.kernel.features(x.phi_k)
+    v = x.v if x.v.dtype == dtype else x.v.to(dtype)
+    phi_k = x.phi_k if x.kernel is None else x.kernel.features(x.phi_k)
     phi_k = phi_k if at.all_enter else phi_k * at.enters
     S, z = state.S, state.z
     readable = S, z
