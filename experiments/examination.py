@@ -173,7 +173,7 @@ def compare(
     """Return a student's differences to its controls, and how much of the gain from far context it retains.
 
     The gain is that of `softmax`, or of the teacher where the cell has no such control, over `window`, on tokens that
-    stand more than FAR tokens into their row.
+    stand more than FAR tokens into their row. It is left out where it is not above zero for certain.
 
     Args:
         controls: labels by role.
@@ -191,7 +191,9 @@ def compare(
     best = students.get(controls["softmax"]) if "softmax" in controls else teacher
     if "window" in measured and best is not None:
         parts = [measured["window"]["beyond"], students[label]["beyond"], best["beyond"]]
-        found["gain_retained"] = _interval(parts, lambda x: (x[..., 0] - x[..., 1]) / (x[..., 0] - x[..., 2]))
+        gain = _interval(parts, lambda x: x[..., 0] - x[..., 2])
+        if gain["low"] > 0:
+            found["gain_retained"] = _interval(parts, lambda x: (x[..., 0] - x[..., 1]) / (x[..., 0] - x[..., 2]))
     return found
 
 
