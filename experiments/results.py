@@ -32,7 +32,6 @@ SECTIONS = {
     "lolcats": "LoLCATs",
     "supra": "SUPRA",
     "regla": "ReGLA",
-    "papers_real": "The papers' recipes on SmolLM2-135M-Instruct",
     "real_models": "Public models, converted",
     "recommended": "What `linearize run` takes when no recipe is named",
 }
