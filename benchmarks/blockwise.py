@@ -38,8 +38,9 @@ from linearize.costs import FP32, softmax_flops
 from linearize.hf.checkpoint import read_config
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
+from linearize.layer_plan import resolve
 from linearize.planning.plan import make_plan
-from linearize.recipe import Recipe, resolve
+from linearize.recipe import Recipe
 from linearize.training.blockwise import BlockwiseTransfer
 
 LENGTH, BATCH = 256, 4

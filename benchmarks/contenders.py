@@ -15,15 +15,15 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import WindowOnly
+from linearize.configs.spans import SlidingSpan
 from linearize.evaluation.controls import SINKS
 from linearize.evaluation.intervals import wilson
 from linearize.hf.checkpoint import load_model, load_tokenizer
 from linearize.hf.convert import convert_layers
 from linearize.hf.prefill import PREFILL_COSTS
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import MixerConfig
-from linearize.ops.layout import SlidingSpan
 
 
 @dataclass(frozen=True)

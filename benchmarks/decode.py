@@ -30,13 +30,13 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from linearize.configs.feature_maps import LearnedMap
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.shape import LayerShape
 from linearize.evaluation.speed import Spread, even, seconds_in_turns
 from linearize.hf.teacher import break_even_tokens
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps.learned import LearnedMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
 from linearize.recipe import Recipe, recipe_names
 
 SHAPE = LayerShape(num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, max_positions=8192)

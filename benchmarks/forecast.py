@@ -23,8 +23,9 @@ from linearize.data.rows import PackedRows
 from linearize.evaluation.speed import peak_bytes
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
+from linearize.layer_plan import resolve
 from linearize.planning.plan import make_plan
-from linearize.recipe import Recipe, resolve
+from linearize.recipe import Recipe
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.finetune import OutputObjective, prepared
 from linearize.training.loop import Step

@@ -22,11 +22,11 @@ import torch
 from mixers import make_inputs
 from records import timing_arguments, write_results
 
+from linearize.configs.mixer import HeadwiseConfig, MixerConfig
+from linearize.configs.shape import LayerShape
 from linearize.evaluation.speed import Spread, seconds_in_turns
-from linearize.mixers.config import HeadwiseConfig, MixerConfig
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.shape import LayerShape
 from linearize.training.memory import head_mixer
 
 SHAPE = LayerShape(num_heads=32, num_kv_heads=8, head_dim=64, hidden_size=2048, max_positions=32768)

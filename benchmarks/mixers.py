@@ -34,10 +34,10 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from linearize.configs.shape import LayerShape
 from linearize.evaluation.speed import Spread, peak_bytes, seconds_in_turns
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
 from linearize.ops.dispatch import ENVIRONMENT
 from linearize.recipe import Recipe, recipe_names
 

@@ -15,9 +15,10 @@ import torch
 from linearize.costs import softmax_flops
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
+from linearize.layer_plan import resolve
 from linearize.planning.fit import fit, parse_memory
 from linearize.planning.plan import make_plan, size
-from linearize.recipe import Recipe, resolve
+from linearize.recipe import Recipe
 from linearize.training.blockwise import layer_blocks
 
 ALL_WEIGHTS = {"finetune.lora": None, "finetune.all_weights": True}

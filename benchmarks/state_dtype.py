@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import linearize
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 from linearize.data.sources import read_rows
 from linearize.hf.checkpoint import load_model, load_tokenizer
 from linearize.recipe import Recipe

@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from linearize.hf.checkpoint import load_model
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.recipe import Recipe, resolve
+from linearize.layer_plan import resolve
+from linearize.recipe import Recipe
 from linearize.training.allocation import allocate
 
 

@@ -29,13 +29,13 @@ from teachers import make_student, make_teacher, model_arguments
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
+from linearize.configs.training import TrainConfig
 from linearize.data.rows import PackedRows, on_device
 from linearize.evaluation.speed import Spread, peak_bytes, require_positions, seconds_in_turns
 from linearize.hf.convert import to_softmax
 from linearize.recipe import Recipe
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.batches import Batches
-from linearize.training.config import TrainConfig
 from linearize.training.finetune import OutputObjective, prepared
 from linearize.training.loop import StageRun
 

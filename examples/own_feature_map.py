@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import linearize
-from linearize.mixers.feature_maps.base import FeatureMapConfig, Symmetric
+from linearize.configs.feature_maps import FeatureMapConfig
+from linearize.mixers.feature_maps.base import Symmetric
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", required=True, help="the softmax model: a folder or a hub id")

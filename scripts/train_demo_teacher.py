@@ -50,7 +50,7 @@ from transformers import (
 )
 
 from linearize.base import UserError, progress
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 from linearize.data.packing import dataset_from_documents
 from linearize.data.rows import PackedRows, on_device
 from linearize.demo.corpus import (

@@ -14,9 +14,9 @@ import pytest
 
 from linearize import convert_layers
 from linearize.base import UserError
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import MixerConfig
-from linearize.ops.layout import SlidingSpan
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import WindowOnly
+from linearize.configs.spans import SlidingSpan
 from tests import tiny
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from linearize.configs.mixer import MixerConfig
 from linearize.costs import MixerCost, mixer_cost
 from linearize.hf.attention import linearized_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import MixerConfig
+from linearize.layer_plan import resolve
 from linearize.planning.plan import Plan, make_plan
-from linearize.recipe import resolve
 from tests.hf import encoders
 from tests.hf.models import CASES, MIXERS, SPANS, Case, random_tokens, student_of, teacher_of
 from tests.shapes import make_shape

@@ -10,10 +10,11 @@ import pytest
 from rich.console import Console
 
 from linearize.base import UserError
+from linearize.configs.mixer_parts import Add
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.combine import Add
+from linearize.layer_plan import resolve
 from linearize.planning.plan import Plan, make_plan, render
-from linearize.recipe import Recipe, resolve
+from linearize.recipe import Recipe
 from tests.hf.encoders import ENCODERS
 from tests.hf.test_teacher import TINY
 

@@ -9,13 +9,14 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import linearize
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import SlidingSpan, TerracedSpan
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
 from linearize.ops import chunked, reference
 from linearize.ops.dispatch import ENVIRONMENT
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout, SlidingSpan, TerracedSpan
+from linearize.ops.layout import Layout
 from linearize.recipe import Recipe, recipe_names
 
 pytestmark = [

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from linearize.base import UserError
-from linearize.recipe import Recipe, resolve
+from linearize.layer_plan import resolve
+from linearize.recipe import Recipe
 from tests.shapes import make_shape
 
 SHAPE = make_shape("llama", 6, 4, 4, 16, 64, 128, 256, 512, False)

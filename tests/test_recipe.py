@@ -8,16 +8,13 @@ import pytest
 import yaml
 
 from linearize.base import UserError
+from linearize.configs.feature_maps import HedgehogMap, IdentityMap
+from linearize.configs.mixer_parts import Add, DeltaUpdate, FeatureDecay, RmsNormalizer, SharedDenominator, WindowOnly
+from linearize.configs.spans import NoSpan, SlidingSpan, TerracedSpan
+from linearize.configs.training import Plateau
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.combine import Add, SharedDenominator, WindowOnly
-from linearize.mixers.feature_maps.hedgehog import HedgehogMap
-from linearize.mixers.feature_maps.pointwise import IdentityMap
-from linearize.mixers.gates import FeatureDecay
-from linearize.mixers.normalizers import RmsNormalizer
-from linearize.mixers.update import DeltaUpdate
-from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
-from linearize.recipe import KeepListed, Recipe, parse_overrides, recipe_names, resolve
-from linearize.training.config import Plateau
+from linearize.layer_plan import resolve
+from linearize.recipe import KeepListed, Recipe, parse_overrides, recipe_names
 from tests.shapes import make_shape
 
 FOUR_LAYERS = make_shape("llama", 4, 4, 2, 16, 64, 128, 256, 512, False)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from linearize.configs.mixer import MixerConfig
 from linearize.costs import mixer_cost
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import MixerConfig
-from linearize.recipe import Recipe, recipe_names, resolve
+from linearize.layer_plan import resolve
+from linearize.recipe import Recipe, recipe_names
 from tests.shapes import make_shape
 
 # H = 4, D = 16, hidden size 64, 512 positions; grouped: G = 2.

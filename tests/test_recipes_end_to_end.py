@@ -17,19 +17,19 @@ import torch
 from safetensors.torch import load_file
 
 import linearize
+from linearize.configs.mixer import LayerPlan, each_mixer
+from linearize.configs.spans import NoSpan
+from linearize.configs.training import FinetuneConfig, Plateau, TransferConfig
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.worth import Worth
 from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
-from linearize.mixers.config import LayerPlan, each_mixer
-from linearize.ops.layout import NoSpan
 from linearize.recipe import Recipe, recipe_names
 from linearize.run import pipeline
 from linearize.run.evaluate import OF_ANY_TASK
 from linearize.run.folder import Run
 from linearize.run.pipeline import run
-from linearize.training.config import FinetuneConfig, Plateau, TransferConfig
 from tests import loaded, tiny
 
 STAGES = ("transfer", "adapt", "finetune")

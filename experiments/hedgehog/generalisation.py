@@ -28,19 +28,20 @@ import yaml
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
+from linearize.configs.tasks import TextEmbedding
 from linearize.data.examples import Example, make_texts
 from linearize.data.labels import text_cell
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.rows import Rows
 from linearize.data.sources import read_rows
-from linearize.data.tasks import TextEmbedding
 from linearize.evaluation.answers import answering
 from linearize.evaluation.fidelity import measure_fidelity
 from linearize.hf.checkpoint import load_tokenizer, read_config
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.recipe import Recipe, resolve
+from linearize.layer_plan import resolve
+from linearize.recipe import Recipe
 from linearize.run.folder import Run, versions
 from linearize.training.attention_transfer import load_transferred
 from linearize.training.finetune import finetune

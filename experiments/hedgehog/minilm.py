@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
+from linearize.configs.tasks import TextEmbedding
 from linearize.data.examples import Example, make_texts
 from linearize.data.labels import as_number, cell, texts
 from linearize.data.load import load_processor
 from linearize.data.sources import read_rows
-from linearize.data.tasks import TextEmbedding
 from linearize.evaluation.answers import embeddings
 from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import Answered, Predictions, bootstrapped

@@ -25,10 +25,10 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from linearize.base import UserError
+from linearize.configs.tasks import ImageClassification
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset
 from linearize.data.rows import PackedRows
-from linearize.data.tasks import ImageClassification
 from linearize.evaluation.answers import answering
 from linearize.evaluation.perplexity import token_losses
 from linearize.hf.checkpoint import read_config, save_student

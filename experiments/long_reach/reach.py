@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 from linearize.data.packing import build_dataset
 from linearize.data.repeats import ordinary_tokens
 from linearize.data.rows import PackedRows

@@ -39,7 +39,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, progress, read_json
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
+from linearize.configs.spans import SlidingSpan
 from linearize.data.rows import PackedRows
 from linearize.data.sources import read_rows
 from linearize.data.splits import ENOUGH
@@ -53,7 +54,7 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.ops.dispatch import window_softmax
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import SoftmaxInputs
-from linearize.ops.layout import Layout, SlidingSpan
+from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial
 from linearize.run.folder import versions, write_json
 from linearize.training.memory import head_mixer

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.base import UserError
+from linearize.configs.spans import NoSpan
 from linearize.data.examples import ClassifiedTokens
 from linearize.data.rows import IGNORED
 from linearize.evaluation.controls import window_only_plan
@@ -36,7 +37,6 @@ from linearize.hf.checkpoint import load_model, read_config
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.ops.layout import NoSpan
 from linearize.recipe import Recipe
 from linearize.run.folder import versions
 

@@ -17,11 +17,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from linearize import Recipe, convert
+from linearize.configs.feature_maps import ReglaMap
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.shape import LayerShape
 from linearize.evaluation.speed import generation_speed
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps.regla import ReglaMap
 from linearize.mixers.gates import refined_log_decay
-from linearize.mixers.shape import LayerShape
 
 FEATURES = (16, 32, 64, 128, 256)
 GATES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)

@@ -1,23 +1,34 @@
 """Turn pretrained softmax Transformers into linear-attention models, and say what was kept and what was lost.
 
-Importing the package registers the ``linearized_*`` classes with transformers.
+Importing the package registers the ``linearized_*`` classes with transformers, at once or as soon as transformers is
+imported. Nothing else is loaded before it is used, so reading a recipe loads neither torch nor transformers.
 """
 
-from linearize.base import UserError  # before all that takes long to import: its import is when waiting began
+from __future__ import annotations
 
-# isort: split
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from linearize.data.packing import build_dataset
-from linearize.hf.attention import softmax_attention
-from linearize.hf.compiled import compile_steps
-from linearize.hf.conversation import fork_state, load_state, save_state
-from linearize.hf.convert import convert_layers, to_softmax
-from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import each_mixer, register_feature_map
-from linearize.recipe import KeepByTransferError, Recipe, resolve
-from linearize.training.attention_transfer import attention_transfer
-from linearize.training.finetune import finetune
+from linearize.base import UserError
+from linearize.recipe import Recipe
+
+if TYPE_CHECKING:
+    from linearize.api import (
+        attention_transfer,
+        build_dataset,
+        compile_steps,
+        convert,
+        finetune,
+        fork_state,
+        load_state,
+        register_feature_map,
+        save_state,
+        softmax_attention,
+        to_softmax,
+    )
 
 __all__ = [
     "Recipe",
@@ -36,40 +47,33 @@ __all__ = [
 ]
 
 
-def convert(
-    teacher: PreTrainedModel, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None
-) -> PreTrainedModel:
-    """Return a student that shares the teacher's storage; the teacher itself is left as it is.
+def __getattr__(name: str) -> Any:
+    """Import the functions when one is used for the first time (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("linearize.api"), name)
 
-    Mixers are new and initialised as the recipe says. An optimizer that trains the shared weights in place changes the
-    teacher, too; `linearize.finetune` copies what it changes.
 
-    Args:
-        tokenizer: the teacher's; needed where the recipe has `memory`, for which attention is measured on the training
-            rows of `recipe.data.dataset` first. Without it, the eviction scores of a `mixer.cache` are not fitted:
-            minus the logarithm of the key's length.
+class _RegisterClasses:
+    """A finder of imports, by which `linearize.hf.classes` is imported right after transformers."""
 
-    Raises:
-        UserError: an architecture or head that is not supported, a plan that does not fit the teacher, a recipe with
-            `memory` and no tokenizer, or layers kept by transfer error, which only `linearize run` can make.
-    """
-    if isinstance(recipe.layers.keep_softmax, KeepByTransferError):
-        raise UserError(
-            f"recipe {recipe.name}: expected a plan that needs no training, found layers.keep_softmax.type="
-            "transfer_error; `linearize run` trains, and from_pretrained loads what it writes"
-        )
-    shape = TeacherShape.from_config(teacher.config.to_dict())
-    plan = resolve(recipe, shape, dtype=teacher.dtype)
-    if recipe.memory is None and (tokenizer is None or all(mixer.cache is None for mixer in each_mixer(plan))):
-        return convert_layers(teacher, plan, seed=recipe.seed)
-    if tokenizer is None:
-        raise UserError(
-            f"recipe {recipe.name}: expected a tokenizer, because attention is measured on text for `memory`; "
-            "found none; pass linearize.convert(teacher, recipe, tokenizer)"
-        )
-    from linearize.planning.checks import check_run
-    from linearize.run.allocation import measure
+    @staticmethod
+    def find_spec(name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of transformers, whose loader also imports our classes; None for other modules."""
+        spec = PathFinder.find_spec(name, path) if name == "transformers" else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
 
-    check_run(recipe, shape, plan)
-    dataset = build_dataset(recipe.data, tokenizer, seed=recipe.seed)
-    return measure(recipe, shape, plan, teacher, dataset, tokenizer, teacher.dtype).convert(teacher, recipe.seed)
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            import_module("linearize.hf.classes")
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if "transformers" in sys.modules:
+    import_module("linearize.hf.classes")
+else:
+    sys.meta_path.insert(0, _RegisterClasses)

@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 QUIET_SECONDS = 2.0  # work that takes no longer shows no progress
 LOG_SECONDS = 30.0  # between two lines of a log
-_imported: float | None = time.monotonic()  # about when the process began, until `waiting_since` has told it
 
 
 class UserError(ValueError):
@@ -79,25 +78,12 @@ def progress(items: Iterable[T], title: str, total: int | None = None) -> Iterat
         log.say(f"{title}: {number} of {total}")
 
 
-def waiting_since() -> float:
-    """When the user's wait that a line of progress ends began, a time of `time.monotonic`.
-
-    At a process's first call that is when its imports began, which take seconds; at every later one it is now.
-    """
-    global _imported
-    since, _imported = _imported, None
-    return time.monotonic() if since is None else since
-
-
 class Log:
-    """Lines on a standard error that is no terminal, of work that takes long: the first after `QUIET_SECONDS`.
+    """Lines on a standard error that is no terminal, of work that takes long: the first after `QUIET_SECONDS`."""
 
-    They are counted from `since`, a time of `time.monotonic`, by default from now.
-    """
-
-    def __init__(self, since: float | None = None) -> None:
+    def __init__(self) -> None:
         self._console = Console(stderr=True)
-        self._due = (time.monotonic() if since is None else since) + QUIET_SECONDS
+        self._due = time.monotonic() + QUIET_SECONDS
 
     def say(self, line: str) -> None:
         """Print the line, if one is due."""

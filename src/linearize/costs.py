@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from linearize.configs.mixer import HeadwiseConfig, LayerPlan, MixerConfig
 from linearize.hf.teacher import TeacherShape, break_even_tokens
 from linearize.mixers.bidirectional import BidirectionalMixer
-from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 

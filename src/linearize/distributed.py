@@ -14,27 +14,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from linearize.base import Config, UserError
-
-
-class DistributedConfig(Config):
-    """Set how several processes share a model. Results are the same, so a run may resume with another choice."""
-
-    shard: Literal["auto", "none", "full"] = Field(
-        default="auto",
-        description="divide weights among processes (FSDP2); auto: where a GPU is too small for the whole model",
-    )
-
+from linearize.base import UserError
 
 _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells its processes
 

@@ -1,9 +1,4 @@
-"""What we want: recipes, and the rule that says which layers become what.
-
-A `Recipe` names parts; `resolve()` turns it and a teacher's ``config.json`` into a `LayerPlan`: one `MixerConfig`, or
-``None`` (the layer stays softmax), per layer. The plan is the only truth after conversion and is stored in the
-student's ``config.json``.
-"""
+"""Recipes: methods as data, read from YAML; `linearize.layer_plan` makes a layer plan of one."""
 
 from __future__ import annotations
 
@@ -13,21 +8,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import yaml
 from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, model_validator
 
 from linearize.base import Config, UserError
-from linearize.data.config import DataConfig
-from linearize.data.tasks import TextEmbedding
-from linearize.distributed import DistributedConfig
-from linearize.evaluation.config import EvaluationConfig
-from linearize.hf.teacher import TeacherShape
-from linearize.mixers.combine import Add
-from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
+from linearize.configs.data import DataConfig
+from linearize.configs.evaluation import EvaluationConfig
+from linearize.configs.memory import MemoryConfig
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.tasks import TextEmbedding
+from linearize.configs.training import DistributedConfig, FinetuneConfig, TransferConfig
 from linearize.plain_yaml import parse_yaml
-from linearize.training.config import FinetuneConfig, TransferConfig
-from linearize.training.memory import MemoryConfig, head_mixer, layer_mixer, layer_sizes, pair_bytes, require_room
 
 # --- which layers ---
 
@@ -125,8 +116,8 @@ class ListedHeads(Config):
     kv_heads: tuple[str, ...] = Field(min_length=1)
     mixer: MixerConfig | None = None
 
-    def places(self, teacher: TeacherShape) -> list[tuple[int, int]]:
-        """Layer and head of each.
+    def places(self, num_layers: int, num_kv_heads: int) -> list[tuple[int, int]]:
+        """Layer and head of each, in a teacher with so many layers and KV heads.
 
         Raises:
             UserError: the teacher has no such head.
@@ -134,11 +125,10 @@ class ListedHeads(Config):
         found = []
         for name in self.kv_heads:
             layer, _, head = name.partition(".")
-            sizes = teacher.num_layers, teacher.num_kv_heads
-            if not (layer.isdecimal() and head.isdecimal() and int(layer) < sizes[0] and int(head) < sizes[1]):
-                raise UserError(
-                    f"heads.kv_heads: expected layer.head, from 0.0 to {sizes[0] - 1}.{sizes[1] - 1}, found {name!r}"
-                )
+            numbers = layer.isdecimal() and head.isdecimal()
+            if not (numbers and int(layer) < num_layers and int(head) < num_kv_heads):
+                last = f"{num_layers - 1}.{num_kv_heads - 1}"
+                raise UserError(f"heads.kv_heads: expected layer.head, from 0.0 to {last}, found {name!r}")
             found.append((int(layer), int(head)))
         return found
 
@@ -255,7 +245,7 @@ class Recipe(Config):
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"recipe {name_or_path}: expected a UTF-8 text file; {error}") from None
         elif name_or_path in recipe_names():
-            text = (_RECIPES / f"{name_or_path}.yaml").read_text(encoding="utf-8")
+            text = recipe_text(name_or_path)
         else:
             raise UserError(
                 f"recipe: expected one of {', '.join(recipe_names())} or a path that ends in .yaml; "
@@ -293,6 +283,11 @@ _RECIPES = resources.files("linearize") / "recipes"
 def recipe_names() -> list[str]:
     """The recipes that come with the package."""
     return sorted(entry.name.removesuffix(".yaml") for entry in _RECIPES.iterdir() if entry.name.endswith(".yaml"))
+
+
+def recipe_text(name: str) -> str:
+    """Return the YAML of a recipe that comes with the package."""
+    return (_RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, Any]:
@@ -346,111 +341,3 @@ def _one_line(error: ValidationError, data: Any) -> str:
     message = message.removeprefix("Value error, ")
     where = ".".join(names) or "(all)"
     return f"recipe field {where}: {message}{found}{more}; `linearize recipes {example}` shows a valid one"
-
-
-# --- recipe x teacher -> layer plan -----------------------------------------------------------------------------------
-
-
-def resolve(
-    recipe: Recipe,
-    teacher: TeacherShape,
-    errors: Sequence[float] | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> LayerPlan:
-    """One complete `MixerConfig`, or None for a layer that stays softmax, per layer of the teacher.
-
-    Args:
-        errors: each layer's transfer error, where the layers to keep are chosen by it; None before it is measured,
-            when all are converted.
-        dtype: of keys and values, in which bytes of `memory` are counted.
-
-    Raises:
-        UserError: a layer index the teacher does not have, nothing left to convert, less memory than the smallest
-            window in every head needs, a size that makes no sense for these layers, or for an encoder what only a
-            decoder can have.
-    """
-    if teacher.bidirectional:
-        _check_encoder(recipe)
-    layers = convertible_layers(recipe, teacher, errors)
-    if recipe.memory is not None:
-        return _before_measuring(recipe.memory, teacher, layers, dtype)
-    mixer = recipe.mixer.resolved(teacher.layer)
-    if teacher.bidirectional:
-        mixer = mixer.model_copy(update={"combine": Add()})  # without a window there is nothing to share or to learn
-    plan: dict[int, list[MixerConfig | None]] = {index: [mixer] * teacher.num_kv_heads for index in layers}
-    for listed in recipe.heads:
-        for layer, head in listed.places(teacher):
-            if layer not in plan:
-                raise UserError(f"heads.kv_heads: expected heads of layers that are converted, found {layer}.{head}")
-            plan[layer][head] = listed.mixer and listed.mixer.resolved(teacher.layer)
-    return tuple(HeadwiseConfig.of(plan[index]) if index in plan else None for index in range(teacher.num_layers))
-
-
-def convertible_layers(recipe: Recipe, teacher: TeacherShape, errors: Sequence[float] | None = None) -> list[int]:
-    """Return the layers that the recipe does not keep as they are, in rising order.
-
-    Args:
-        errors: as of `resolve`.
-
-    Raises:
-        UserError: a layer index the teacher does not have, or nothing left to convert.
-    """
-    kept = recipe.layers.keep_softmax.kept(teacher.num_layers, errors)
-    if not recipe.layers.convert_sliding:
-        kept |= set(teacher.sliding_layers)
-    if len(kept) == teacher.num_layers:
-        raise UserError(
-            "layers: nothing to convert, every layer stays softmax; shorten layers.keep_softmax, or set "
-            "layers.convert_sliding=true to convert layers that already attend within a sliding window"
-        )
-    return [index for index in range(teacher.num_layers) if index not in kept]
-
-
-def _before_measuring(
-    memory: MemoryConfig, teacher: TeacherShape, layers: Sequence[int], dtype: torch.dtype
-) -> LayerPlan:
-    """Return a plan of as many bytes as the allocation will have, which is not known before the teacher is measured.
-
-    Full layers are spread evenly, and all KV heads have the same window.
-    """
-    require_room(memory, teacher, len(layers), dtype)
-    full = set[int]()
-    if memory.per == "layer":
-        count, window = layer_sizes(memory, teacher, len(layers), dtype)
-        full = {layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count)}
-        mixer = layer_mixer(window, memory.sinks, learned_sink=memory.learned_sink)
-    else:
-        pairs = memory.budget(teacher, dtype) // (pair_bytes(teacher, dtype) * teacher.num_kv_heads * len(layers))
-        mixer = head_mixer(max(1, pairs - memory.sinks), 0, memory.sinks)
-    return tuple(mixer if index in layers and index not in full else None for index in range(teacher.num_layers))
-
-
-def _check_encoder(recipe: Recipe) -> None:
-    """See that the recipe asks an encoder for nothing that needs an order of tokens, or a decoder's layers.
-
-    Raises:
-        UserError: it does.
-    """
-    if recipe.mixer.needs_order is not None:
-        raise UserError(
-            f"mixer.{recipe.mixer.needs_order}; use the recipe hedgehog-bert or hedgehog-vit, or set it with --set"
-        )
-    if recipe.transfer is not None and recipe.transfer.layers_per_block is not None:
-        raise UserError(
-            "transfer.layers_per_block: expected null, because an encoder is transferred as a whole; "
-            f"found {recipe.transfer.layers_per_block}"
-        )
-    for name, stage in (("transfer", recipe.transfer), ("adapt", recipe.adapt), ("finetune", recipe.finetune)):
-        if stage is not None and stage.window_dropout is not None:
-            raise UserError(f"{name}.window_dropout: expected null, because an encoder's mixer has no window to hide")
-    if recipe.heads or recipe.memory is not None:
-        field = "heads" if recipe.heads else "memory"
-        raise UserError(
-            f"{field}: expected none, because an encoder keeps no keys; set it to {'[]' if recipe.heads else 'null'}"
-        )
-    if recipe.data.top_esl is not None:
-        raise UserError(
-            "data.top_esl: expected null, because effective sequence lengths are a decoder's; "
-            f"found {recipe.data.top_esl}"
-        )

@@ -1,7 +1,6 @@
 """The command line.
 
-It lies beside the package, because importing `linearize` registers classes with transformers, and ``--help`` should not
-wait for that.
+Modules that import torch are imported when a command needs them, so ``--help`` and errors in a recipe are immediate.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from io import StringIO
 
 import typer
 
+from linearize.base import UserError
 from linearize_cli.commands import app
 from linearize_cli.options import note
 
@@ -39,9 +39,6 @@ def main() -> None:
     try:
         app()
     except (ValueError, RuntimeError, MemoryError) as error:
-        # Not imported at the top: the module is free of heavy imports, but its package is not.
-        from linearize.base import UserError
-
         if _is_out_of_memory(error):
             reason = " ".join(str(error).split())[:200]
             error = UserError(

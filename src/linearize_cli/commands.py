@@ -1,7 +1,6 @@
 """One function per command and no logic; heavy imports wait until a command runs."""
 
 # Annotations are evaluated once, on import: typer evaluates those that are strings again for every --help.
-import importlib.util
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -28,9 +27,9 @@ from linearize_cli.options import (
     command_line,
     device_of,
     dtype_of,
-    importing,
     job_of,
     note,
+    recipe_of,
     show,
 )
 
@@ -46,20 +45,14 @@ app = typer.Typer(
 @app.command()
 def recipes(name: Annotated[str | None, typer.Argument(help="print this one as YAML, to edit")] = None) -> None:
     """List the recipes, or print one as YAML."""
-    import yaml
+    from linearize.recipe import Recipe, recipe_names, recipe_text
 
-    package = importlib.util.find_spec("linearize")
-    assert package is not None and package.submodule_search_locations is not None
-    folder = Path(package.submodule_search_locations[0]) / "recipes"
-    shipped = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.yaml")}
     if name is None:
-        for known in sorted(shipped):
-            typer.echo(f"{known:20} {yaml.safe_load(shipped[known])['description']}")
-    elif name in shipped:
-        typer.echo(shipped[name], nl=False)
+        for known in recipe_names():
+            typer.echo(f"{known:20} {Recipe.load(known).description}")
+    elif name in recipe_names():
+        typer.echo(recipe_text(name), nl=False)
     else:
-        with importing():
-            from linearize.recipe import Recipe
         typer.echo(Recipe.load(name).to_yaml(), nl=False)
 
 
@@ -77,19 +70,20 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say what a run would do and cost, and from which length on memory is saved. Only --dataset reads weights."""
-    with importing():
-        import torch
+    from linearize.recipe import KeepByTransferError
 
-        from linearize.hf.checkpoint import read_config
-        from linearize.hf.teacher import TeacherShape
-        from linearize.planning import cluster as clusters
-        from linearize.planning import plan as planning
-        from linearize.planning.checks import check_run
-        from linearize.planning.fit import fit, parse_memory
-        from linearize.recipe import KeepByTransferError, Recipe, parse_overrides, resolve
+    chosen = recipe_of(recipe, set_, {"data.dataset": dataset})  # before the imports of torch and transformers
 
-    named = {} if dataset is None else {"data.dataset": dataset}
-    chosen = Recipe.load(recipe, parse_overrides(set_ or []) | named)
+    import torch
+
+    from linearize.hf.checkpoint import read_config
+    from linearize.hf.teacher import TeacherShape
+    from linearize.layer_plan import resolve
+    from linearize.planning import cluster as clusters
+    from linearize.planning import plan as planning
+    from linearize.planning.checks import check_run
+    from linearize.planning.fit import fit, parse_memory
+
     shape = TeacherShape.from_config(read_config(model))
     gpus = None if cluster is None else clusters.Cluster.parse(cluster)
     computed_in = dtype_of(dtype, torch.device("cpu"))
@@ -159,6 +153,8 @@ def run(
     A language model gets the short evaluation: the loss of a continuation, needles, speed and memory.
     --set evaluation.long=true trains and measures every control, copying, recall and heads instead, for much longer.
     """
+    chosen = recipe_of(recipe, set_, {"data.dataset": dataset, "seed": seed})
+
     from linearize.base import UserError
     from linearize.distributed import joined
     from linearize.report import terminal
@@ -168,7 +164,7 @@ def run(
     stages = pipeline.STAGES[1:]  # `linearize convert` ends with the first
     if until not in stages:
         raise UserError(f"--until: expected one of {', '.join(stages)}; found {until!r}")
-    job = job_of(model, output_dir, recipe, dataset, set_, dtype, device, seed)
+    job = job_of(chosen, model, output_dir, dtype, device)
     job = settings.settled(job, gpu_memory, note=note)
     with joined(job.device):
         worth = pipeline.run(job, until=until, block=block_of(block), command=command_line(), trust_tasks=trust_tasks)
@@ -213,13 +209,15 @@ def convert(
     it out. `linearize eval OUT` measures again, with
     --set evaluation.long=true much more.
     """
+    untrained = ["transfer=null", "adapt=null", "finetune=null"]
+    chosen = recipe_of(recipe, [*untrained, *(set_ or [])], {"data.dataset": dataset, "seed": seed})
+
     from linearize.distributed import joined
     from linearize.report import terminal
     from linearize.report.load import load_run
     from linearize.run import pipeline
 
-    untrained = ["transfer=null", "adapt=null", "finetune=null"]
-    job = job_of(model, output_dir, recipe, dataset, [*untrained, *(set_ or [])], dtype, device, seed)
+    job = job_of(chosen, model, output_dir, dtype, device)
     with joined(job.device):
         worth = pipeline.run(job, until="evaluate" if evaluation else "convert", command=command_line())
     if worth is not None:
@@ -315,11 +313,13 @@ def frontier(
     Each is measured before fine-tuning; then the window and both allocations are fine-tuned on the same tokens
     (--set finetune=null: not). Layers with full attention grow: their bytes are those at memory.reference_length.
     """
+    chosen = recipe_of(recipe, set_, {"data.dataset": dataset, "seed": seed})
+
     from linearize.report import frontier as words
     from linearize.run import frontier as measuring
     from linearize.run.folder import write_json, write_text
 
-    job = job_of(model, output_dir, recipe, dataset, set_, dtype, device, seed)
+    job = job_of(chosen, model, output_dir, dtype, device)
     found = measuring.frontier(job, fractions or [0.2, 0.11, 0.06, 0.03], reference=window, command=command_line())
     write_json(output_dir / "frontier.json", found)
     write_text(output_dir / "frontier.md", words.page(found))

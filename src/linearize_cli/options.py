@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from linearize.recipe import Recipe
     from linearize.run.folder import Run
 
 RECOMMENDED = "recommended"
@@ -56,17 +54,23 @@ Text = Annotated[
 ]
 
 
-def job_of(
-    model: str, output: Path, recipe: str, dataset: str | None, set_: Set, dtype: str, device: str, seed: int | None
-) -> Run:
-    """What a command line asks for: the recipe, what it changes there, and where to compute."""
+def recipe_of(recipe: str, set_: Set, options: dict[str, Any]) -> Recipe:
+    """Read a recipe with what the command line changes of it; options that are None change nothing.
+
+    Errors in a recipe are raised here, before anything that takes seconds to import.
+    """
     from linearize.recipe import Recipe, parse_overrides
+
+    named = {field: value for field, value in options.items() if value is not None}
+    return Recipe.load(recipe, parse_overrides(set_ or []) | named)
+
+
+def job_of(recipe: Recipe, model: str, output: Path, dtype: str, device: str) -> Run:
+    """Return the run of a recipe, with the device and the dtype to compute in."""
     from linearize.run.folder import Run
 
-    named = {"data.dataset": dataset, "seed": seed}
-    overrides = parse_overrides(set_ or []) | {field: value for field, value in named.items() if value is not None}
     where = device_of(device)
-    return Run(Recipe.load(recipe, overrides), model, output, dtype_of(dtype, where), where)
+    return Run(recipe, model, output, dtype_of(dtype, where), where)
 
 
 def block_of(given: str | None) -> Any:
@@ -114,16 +118,6 @@ def dtype_of(name: str, device: Any) -> Any:
     if name not in known:
         raise UserError(f"--dtype: expected auto or one of {', '.join(known)}; found {name!r}")
     return known[name]
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """Without looking for garbage: what imports make stays, and to look would take a fifth of their time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def show(result: Any, as_json: bool) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 from linearize.data.examples import ClassifiedTexts, ClassifiedTokens, UnlabelledTexts, build_examples
 from linearize.data.labels import Classes
 from linearize.data.packing import Dataset

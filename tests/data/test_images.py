@@ -13,7 +13,7 @@ import torch
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 from linearize.data.images import ImageExamples, build_images
 from linearize.data.labels import Classes
 from linearize.data.rows import Rows

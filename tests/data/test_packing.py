@@ -5,7 +5,6 @@ import json
 import random
 import re
 import string
-import time
 from collections.abc import Iterator
 from itertools import combinations, count
 from pathlib import Path
@@ -16,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linearize.base import UserError
+from linearize.configs.data import DataConfig
 from linearize.data import packing, templates
-from linearize.data.config import DataConfig
 from linearize.data.packing import Dataset, build_dataset, dataset_from_documents, pack
 from linearize.data.rows import PackedRows, Rows
 from linearize.data.sources import read_rows
@@ -593,16 +592,6 @@ def test_long_work_says_so_in_a_log(tmp_path, tokenizer, capfd, monkeypatch):
     build_dataset(config(path, validation_fraction=0.3), tokenizer, seed=0)
     # The first is due at once, the next after half a minute.
     assert capfd.readouterr() == ("", "tokenising: 0 documents\n")
-
-
-def test_before_the_first_documents_the_imports_count_as_waiting(tmp_path, tokenizer, capfd, monkeypatch):
-    monkeypatch.setattr("linearize.base.QUIET_SECONDS", 60.0)
-    path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in words(100)])
-    for imported, first in ((-61.0, "tokenising: 0 documents\n"), (0.0, "")):
-        monkeypatch.setattr("linearize.base._imported", time.monotonic() + imported)
-        for err in (first, ""):
-            build_dataset(config(path, validation_fraction=0.3), tokenizer, seed=0)
-            assert capfd.readouterr() == ("", err)
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 from linearize.data.sources import read_rows
 
 ROWS = [{"id": index, "text": f"text number {index}"} for index in range(6)]

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
+from linearize.configs.tasks import AnyTask, AssociativeRecall, ListOps
 from linearize.data.examples import ClassifiedTexts
 from linearize.data.labels import Classes
 from linearize.data.rows import PackedRows
 from linearize.data.synthetic import CLS, TOKENS, build_generated, expressions, recall_rows
-from linearize.data.tasks import AnyTask, AssociativeRecall, ListOps
 from linearize.hf.teacher import TeacherShape
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from linearize.base import UserError
+from linearize.configs.data import DataConfig
 from linearize.data import templates
-from linearize.data.config import DataConfig
 from linearize.data.templates import (
     TokenDocument,
     encode_alpaca,

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize import Recipe, convert
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 from linearize.data.examples import Texts
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset

@@ -9,7 +9,7 @@ import torch
 
 from linearize import convert
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 from linearize.evaluation import attention_statistics as module
 from linearize.evaluation.attention_statistics import attention_statistics, measured_attention
 from linearize.hf.checkpoint import read_config

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from linearize import convert_layers
 from linearize.base import UserError
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import WindowOnly
+from linearize.configs.spans import SlidingSpan
 from linearize.evaluation.continuation import (
     ContextRow,
     Readings,
@@ -22,9 +25,6 @@ from linearize.evaluation.continuation import (
     text_rows,
 )
 from linearize.evaluation.intervals import wilson
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import MixerConfig
-from linearize.ops.layout import SlidingSpan
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linearize.configs.mixer import MixerConfig, each_mixer
+from linearize.configs.mixer_parts import WindowOnly
+from linearize.configs.spans import NoSpan, SlidingSpan, TerracedSpan
 from linearize.evaluation import controls
 from linearize.evaluation.controls import (
     SINKS,
@@ -25,9 +28,6 @@ from linearize.hf.attention import linearized_layers, observed, softmax_attentio
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import MixerConfig, each_mixer
-from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
 from tests import tiny
 from tests.oracles.spans import SpanSpec, span_keys
 

@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.base import UserError
+from linearize.configs.mixer_parts import Add
+from linearize.configs.spans import NoSpan
 from linearize.data.rows import PackedRows
 from linearize.evaluation.chosen_rows import drawn_rows
 from linearize.evaluation.controls import without_linear_part
@@ -25,8 +27,6 @@ from linearize.evaluation.perplexity import paired_difference, token_losses
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers
 from linearize.hf.convert import convert_layers
-from linearize.mixers.combine import Add
-from linearize.ops.layout import NoSpan
 from linearize.recipe import Recipe
 from tests import tiny
 from tests.hf.models import randomize_mixers

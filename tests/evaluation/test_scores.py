@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.data.tasks import TextClassification
+from linearize.configs.tasks import TextClassification
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.metrics import Answered, Predictions, Similarities
 from linearize.evaluation.scores import TaskScores, score_task

@@ -14,14 +14,14 @@ from transformers import DynamicCache
 
 from linearize import convert_layers
 from linearize.base import UserError
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import WindowOnly
+from linearize.configs.spans import SlidingSpan
 from linearize.data.rows import PackedRows
 from linearize.evaluation import short
 from linearize.evaluation.intervals import wilson
 from linearize.evaluation.short import Passage, ShortEvaluation, measure_short, passages
 from linearize.evaluation.speed import Spread
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import MixerConfig
-from linearize.ops.layout import SlidingSpan
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
+from linearize.configs.tasks import Summarisation
 from linearize.data.packing import Dataset, build_dataset
-from linearize.data.tasks import Summarisation
 from linearize.data.templates import SAMSUM, TokenDocument
 from linearize.evaluation.metrics import Similarities
 from linearize.evaluation.summaries import summaries, summarising

@@ -13,6 +13,9 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 import linearize
 from linearize.base import UserError
+from linearize.configs.mixer import HeadwiseConfig, MixerConfig
+from linearize.configs.mixer_parts import EvictionCache, WindowOnly
+from linearize.configs.spans import TerracedSpan
 from linearize.data.rows import PackedRows
 from linearize.evaluation import attention_maps, weights
 from linearize.evaluation.attention_maps import Maps
@@ -20,10 +23,6 @@ from linearize.evaluation.chosen_rows import drawn_rows
 from linearize.evaluation.weights import Visit, WeightBlock, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, softmax_attention
 from linearize.hf.convert import convert_layers
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import HeadwiseConfig, MixerConfig
-from linearize.mixers.eviction_cache import EvictionCache
-from linearize.ops.layout import TerracedSpan
 from linearize.recipe import Recipe
 from tests import tiny
 from tests.hf.models import randomize_mixers

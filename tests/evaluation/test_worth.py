@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.base import UserError
+from linearize.configs.evaluation import EvaluationConfig
+from linearize.configs.tasks import AssociativeRecall
 from linearize.data.rows import PackedRows
-from linearize.data.tasks import AssociativeRecall
 from linearize.evaluation import worth
 from linearize.evaluation.candidates import LABELS
-from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.controls import window_only_plan
 from linearize.evaluation.worth import Worth, measure, measure_task
 from linearize.hf.classes import read_plan

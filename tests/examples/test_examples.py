@@ -16,8 +16,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import linearize
+from linearize.configs.feature_maps import ReluMap
 from linearize.demo.corpus import teacher_path
-from linearize.mixers.feature_maps.pointwise import Relu, ReluMap
+from linearize.mixers.feature_maps.pointwise import Relu
 from tests import tiny
 from tests.byte_tokenizer import CHATML, byte_tokenizer
 

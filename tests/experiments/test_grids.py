@@ -19,7 +19,8 @@ from linearize.base import DivergedError, UserError
 from linearize.evaluation.metrics import Foretold, Predictions, Similarities
 from linearize.evaluation.perplexity import TokenLosses
 from linearize.hf.teacher import TeacherShape
-from linearize.recipe import Recipe, resolve
+from linearize.layer_plan import resolve
+from linearize.recipe import Recipe
 from linearize.training import loop
 from tests import tiny
 from tests.shapes import make_shape

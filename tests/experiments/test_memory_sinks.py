@@ -11,13 +11,13 @@ from types import ModuleType
 import pytest
 import torch
 
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import SlidingSpan
 from linearize.data.rows import PackedRows
 from linearize.hf.attention import observed, softmax_output
 from linearize.hf.convert import convert_layers
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
-from linearize.ops.layout import SlidingSpan
 from linearize.training.memory import head_mixer
 from tests import tiny
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from linearize.configs.mixer import LayerPlan, MixerConfig
 from linearize.hf.convert import convert_layers
-from linearize.mixers.config import LayerPlan, MixerConfig
 from linearize.training.memory import layer_mixer
 from tests import tiny
 from tests.byte_tokenizer import CHATML, byte_tokenizer

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from linearize.base import UserError
+from linearize.configs.feature_maps import HedgehogMap
+from linearize.configs.mixer import HeadwiseConfig, MixerConfig
+from linearize.configs.mixer_parts import SharedDenominator
+from linearize.configs.spans import SlidingSpan
 from linearize.export.stock import STOCK_CLASSES, stock_model
-from linearize.mixers.combine import SharedDenominator
-from linearize.mixers.config import HeadwiseConfig, MixerConfig
-from linearize.mixers.feature_maps.hedgehog import HedgehogMap
-from linearize.ops.layout import SlidingSpan
 from linearize.training.memory import head_mixer, layer_mixer
 from tests.export.students import WINDOW, local_global, make_student, random_ids
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import CompileConfig
 
+from linearize.configs.mixer import is_constant
 from linearize.hf import compiled
 from linearize.hf.classes import read_plan
-from linearize.mixers.config import is_constant
 from tests.hf.checks import assert_close, left_padding
 from tests.hf.generation_checks import generate
 from tests.hf.models import CASE, random_tokens, student_of

@@ -18,8 +18,8 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import linearize
 from linearize.base import UserError
+from linearize.configs.mixer import HeadGroup, HeadwiseConfig, MixerConfig, is_constant
 from linearize.hf import compiled
-from linearize.mixers.config import HeadGroup, HeadwiseConfig, MixerConfig, is_constant
 from linearize.recipe import Recipe
 from tests import tiny
 from tests.fake_compiler import Compiler

@@ -27,12 +27,12 @@ from transformers import (
 
 import linearize
 from linearize.base import UserError
+from linearize.configs.mixer import is_spread
 from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.hf.layouts import documents_apart
-from linearize.mixers.config import is_spread
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 from tests.hf import checks, encoders

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import linearize
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.shape import LayerShape
 from linearize.data.selection import effective_sequence_lengths
 from linearize.hf import attention, layouts
 from linearize.hf.attention import linearized_layers, observed, softmax_output
@@ -23,9 +25,7 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.partial_model import load_block
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.bidirectional import BidirectionalMixer, sum_over_documents
-from linearize.mixers.config import MixerConfig
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.shape import LayerShape
 from linearize.training.calibration import calibrate
 from tests import tiny
 from tests.hf.checks import assert_close, assert_left_alone
@@ -415,9 +415,9 @@ def test_causal_attention_is_refused() -> None:
 
 
 def causal_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, layout: Any) -> Any:
+    from linearize.configs.spans import NoSpan
     from linearize.ops.dispatch import linear_scan
     from linearize.ops.inputs import LinearInputs
-    from linearize.ops.layout import NoSpan
 
     return linear_scan(LinearInputs(phi_q, phi_k, v, NoSpan(), layout))
 

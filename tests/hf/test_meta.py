@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
+from linearize.configs.training import LoRAConfig
 from linearize.hf.classes import projections
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.planning.plan import lora_parameters
-from linearize.training.config import LoRAConfig
 from tests.hf.encoders import ENCODERS
 from tests.hf.test_teacher import GPT2, TINY
 

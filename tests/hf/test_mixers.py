@@ -12,13 +12,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import linearize
+from linearize.configs.spans import NoSpan
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
+from linearize.layer_plan import resolve
 from linearize.mixers.linear import LinearMixer
-from linearize.ops.layout import NoSpan
-from linearize.recipe import recipe_names, resolve
+from linearize.recipe import recipe_names
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.loop import Step
 from tests import tiny

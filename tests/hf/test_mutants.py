@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linearize.configs.spans import SlidingSpan, TerracedSpan
 from linearize.hf import attention, cache, conversation, convert, layouts
 from linearize.hf.cache import LinearizedCacheLayer
 from linearize.mixers import linear
@@ -20,7 +21,6 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import Clock, MixerState
 from linearize.mixers.recording import Recording
-from linearize.ops.layout import SlidingSpan, TerracedSpan
 from linearize.ops.step import StepContext
 from tests.hf import checks
 from tests.hf import generation_checks as generation

@@ -25,7 +25,7 @@ from linearize.hf.checkpoint import load_model
 from linearize.hf.convert import convert_layers
 from linearize.hf.partial_model import load_block
 from linearize.hf.teacher import TeacherShape
-from linearize.recipe import resolve
+from linearize.layer_plan import resolve
 from tests import tiny
 from tests.hf.decoders import ARCHITECTURES as OTHERS
 from tests.hf.models import ARCHITECTURES, make_teacher

@@ -8,9 +8,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from linearize import Recipe, convert
+from linearize.configs.mixer import HeadwiseConfig
 from linearize.demo.corpus import teacher_path
 from linearize.hf.convert import convert_layers
-from linearize.mixers.config import HeadwiseConfig
 from linearize.training.memory import head_mixer
 from tests.hf.decoders import DECODERS
 from tests.hf.models import HEADS, Case, random_tokens, student_of, teacher_of

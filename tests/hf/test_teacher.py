@@ -10,9 +10,9 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from linearize.base import UserError
+from linearize.configs.shape import LayerShape
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape, break_even_tokens
-from linearize.mixers.shape import LayerShape
 from tests.hf.decoders import DECODERS
 from tests.hf.encoders import ENCODERS
 from tests.hf.models import ARCHITECTURES as FIRST

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
+from linearize.configs.mixer_parts import Add, AdditiveUpdate
+from linearize.configs.spans import NoSpan
 from linearize.mixers.bidirectional import BidirectionalMixer
-from linearize.mixers.combine import Add
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import MixerState
-from linearize.mixers.update import AdditiveUpdate
 from linearize.ops import chunked, dense, dispatch, grid, window
-from linearize.ops.layout import Layout, NoSpan, slot_positions
+from linearize.ops.layout import Layout, slot_positions
 from tests.mixers.space import Drawn, pieces, with_tensors
 from tests.mixers.weights import weights_of
 from tests.ops.cases import own_layout

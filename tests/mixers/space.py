@@ -12,19 +12,33 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from linearize.configs.mixer import HeadwiseConfig, MixerConfig
+from linearize.configs.mixer_parts import (
+    AbsoluteScale,
+    Add,
+    AdditiveUpdate,
+    DeltaUpdate,
+    EvictionCache,
+    FeatureDecay,
+    FixedDecay,
+    GroupNormalizer,
+    Mix,
+    NoNormalizer,
+    OuterDecay,
+    RefinedDecay,
+    RmsNormalizer,
+    ScalarDecay,
+    SharedDenominator,
+    SumNormalizer,
+)
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import NoSpan, SlidingSpan, TerracedSpan
 from linearize.mixers import feature_maps as maps
-from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator
-from linearize.mixers.config import HeadwiseConfig, MixerConfig
-from linearize.mixers.eviction_cache import EvictionCache
-from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.normalizers import GroupNormalizer, NoNormalizer, RmsNormalizer, SumNormalizer
 from linearize.mixers.rope import apply_rope
-from linearize.mixers.shape import LayerShape
-from linearize.mixers.update import AdditiveUpdate, DeltaUpdate
-from linearize.ops.layout import Layout, NoSpan, SlidingSpan, TerracedSpan
+from linearize.ops.layout import Layout
 from tests.ops.cases import STYLES, documents_of, own_layout
 from tests.oracles.attention import Documents
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.shape import LayerShape
 from linearize.mixers import attention_weights
 from linearize.mixers.attention_weights import (
     Features,
@@ -18,10 +20,8 @@ from linearize.mixers.attention_weights import (
     query_blocks,
     softmax_weights,
 )
-from linearize.mixers.config import MixerConfig
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
 from linearize.ops.layout import Layout
 from tests.mixers.weights import weights_of
 from tests.oracles.attention_weights import mixer_weights

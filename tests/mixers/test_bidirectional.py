@@ -11,17 +11,16 @@ import torch
 from torch import Tensor
 
 from linearize.base import Config
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import Add, DeltaUpdate, FixedDecay, Mix, SharedDenominator, WindowOnly
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import NoSpan, SlidingSpan, TerracedSpan
 from linearize.evaluation.speed import peak_bytes
 from linearize.mixers import feature_maps as maps
 from linearize.mixers.bidirectional import BidirectionalMixer
-from linearize.mixers.combine import Add, Mix, SharedDenominator, WindowOnly
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.gates import FixedDecay
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.rope import apply_rope
-from linearize.mixers.shape import LayerShape
-from linearize.mixers.update import DeltaUpdate
-from linearize.ops.layout import Layout, NoSpan, SlidingSpan, TerracedSpan
+from linearize.ops.layout import Layout
 from tests.mixers.weights import weights_of
 from tests.oracles.attention import Documents
 from tests.oracles.heads import Inputs

@@ -12,18 +12,33 @@ from pydantic import ValidationError
 from transformers import PreTrainedConfig
 
 from linearize.base import UserError
+from linearize.configs.feature_maps import LearnedMap
+from linearize.configs.mixer import _REFUSED, MixerConfig
+from linearize.configs.mixer_parts import (
+    AbsoluteScale,
+    Add,
+    AdditiveUpdate,
+    DeltaUpdate,
+    EvictionCache,
+    FeatureDecay,
+    FixedDecay,
+    GroupNormalizer,
+    Mix,
+    NoNormalizer,
+    OuterDecay,
+    RefinedDecay,
+    RmsNormalizer,
+    ScalarDecay,
+    SharedDenominator,
+    SumNormalizer,
+    WindowOnly,
+)
+from linearize.configs.spans import NoSpan, SlidingSpan, TerracedSpan
 from linearize.hf.classes import read_plan
 from linearize.hf.teacher import TeacherShape
+from linearize.layer_plan import resolve
 from linearize.mixers import feature_maps as maps
-from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator, WindowOnly
-from linearize.mixers.config import _REFUSED, MixerConfig
-from linearize.mixers.eviction_cache import EvictionCache
-from linearize.mixers.feature_maps.learned import LearnedMap
-from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
-from linearize.mixers.normalizers import GroupNormalizer, NoNormalizer, RmsNormalizer, SumNormalizer
-from linearize.mixers.update import AdditiveUpdate, DeltaUpdate
-from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
-from linearize.recipe import Recipe, resolve
+from linearize.recipe import Recipe
 from tests.shapes import make_shape
 
 # H = 4, G = 2, D = 16, hidden size 64, 512 positions; and without GQA.

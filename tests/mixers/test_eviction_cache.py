@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.mixers.combine import AbsoluteScale, Add, Mix, SharedDenominator, WindowOnly
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.eviction_cache import EvictionCache
-from linearize.mixers.feature_maps.hedgehog import HedgehogMap
+from linearize.configs.feature_maps import HedgehogMap
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import AbsoluteScale, Add, EvictionCache, Mix, SharedDenominator, WindowOnly
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import TerracedSpan
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
 from linearize.ops import eviction_cache
-from linearize.ops.layout import Layout, TerracedSpan
+from linearize.ops.layout import Layout
 from tests.oracles import eviction_cache as oracle
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=24, max_positions=512)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from linearize.configs.feature_maps import FeatureMapConfig, LearnedMap
+from linearize.configs.shape import LayerShape
 from linearize.mixers import feature_maps as maps
 from linearize.mixers.feature_maps import FEATURE_MAPS
-from linearize.mixers.feature_maps.base import FeatureMap, FeatureMapConfig
-from linearize.mixers.feature_maps.learned import LearnedMap
-from linearize.mixers.shape import LayerShape
+from linearize.mixers.feature_maps.base import FeatureMap
 
 GROUPED = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=24, max_positions=32)
 FULL = LayerShape(num_heads=3, num_kv_heads=3, head_dim=6, hidden_size=18, max_positions=32)

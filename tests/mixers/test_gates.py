@@ -11,21 +11,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from linearize.mixers.gates import (
-    DECAYS,
+from linearize.configs.mixer_parts import (
     DecayConfig,
+    DeltaUpdate,
     FeatureDecay,
     FixedDecay,
-    Gate,
-    GateOut,
     OuterDecay,
     RefinedDecay,
     ScalarDecay,
-    refined_log_decay,
 )
+from linearize.configs.shape import LayerShape
+from linearize.mixers.gates import DECAYS, Gate, GateOut, refined_log_decay
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.shape import LayerShape
-from linearize.mixers.update import DeltaRule, DeltaUpdate
+from linearize.mixers.update import DeltaRule
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=10, max_positions=64)
 HEADS, FEATURES, LENGTH = 2, 8, 5

@@ -9,12 +9,13 @@ import torch
 from hypothesis import strategies as st
 
 from linearize.base import UserError
-from linearize.mixers.config import HeadwiseConfig, MixerConfig
-from linearize.mixers.feature_maps import HedgehogMap
-from linearize.mixers.gates import FixedDecay, FixedGate
+from linearize.configs.feature_maps import HedgehogMap
+from linearize.configs.mixer import HeadwiseConfig, MixerConfig
+from linearize.configs.mixer_parts import FixedDecay
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import SlidingSpan
+from linearize.mixers.gates import FixedGate
 from linearize.mixers.head_shards import WeightShard, shard_of_heads
-from linearize.mixers.shape import LayerShape
-from linearize.ops.layout import SlidingSpan
 from tests.mixers.forms import FP64, assert_near, check_draws
 from tests.mixers.space import Drawn, configs, make_drawn
 from tests.mixers.test_partition_space import KINDS, per_head

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import HeadGroup, HeadwiseConfig, MixerConfig
+from linearize.configs.mixer import HeadGroup, HeadwiseConfig, MixerConfig
+from linearize.configs.mixer_parts import WindowOnly
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import SlidingSpan
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
 from linearize.mixers.softmax import SoftmaxMixer
 from linearize.ops import full
-from linearize.ops.layout import Layout, SlidingSpan
+from linearize.ops.layout import Layout
 from tests.probes import LargestTensor
 
 SHAPE = LayerShape(num_heads=8, num_kv_heads=4, head_dim=6, hidden_size=24, max_positions=512)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from linearize.mixers.config import MixerConfig
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.shape import LayerShape
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
 from linearize.ops import chunked
 from linearize.ops.layout import Layout
 from tests.ops.parity import FP64, assert_near

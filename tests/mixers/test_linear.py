@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps.hedgehog import HedgehogMap
+from linearize.configs.feature_maps import HedgehogMap
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import WindowOnly
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import NoSpan, SlidingSpan, Span, TerracedSpan
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.shape import LayerShape
-from linearize.ops.layout import NoSpan, SlidingSpan, Span, TerracedSpan
 from tests.mixers.forms import FP64, assert_near, check_calls, check_short_prompts, in_calls
 from tests.mixers.space import Drawn, make_drawn
 from tests.ops.cases import SIDE_BY_SIDE, documents_of

@@ -11,16 +11,15 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from linearize.configs.mixer import HeadwiseConfig, MixerConfig
+from linearize.configs.mixer_parts import EvictionCache, WindowOnly
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import SlidingSpan, TerracedSpan
 from linearize.mixers import cached, headwise
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import HeadwiseConfig, MixerConfig
-from linearize.mixers.eviction_cache import EvictionCache
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import HeadwiseState
-from linearize.mixers.shape import LayerShape
 from linearize.ops import eviction_cache, full
-from linearize.ops.layout import SlidingSpan, TerracedSpan
 from tests.mixers.forms import FP64, assert_near, check_draws, in_calls, small_chunks
 from tests.mixers.space import Drawn, beside_a_cache, configs, make_drawn
 from tests.mixers.weights import weights_of

@@ -11,16 +11,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearize import convert
+from linearize.configs.feature_maps import HedgehogMap
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import Add
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import NoSpan
 from linearize.demo.corpus import teacher_path
 from linearize.hf.attention import observed, softmax_output
-from linearize.mixers.combine import Add
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps.hedgehog import HedgehogMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer import learnable, without_lost
-from linearize.mixers.shape import LayerShape
-from linearize.ops.layout import NoSpan
 from linearize.ops.partial import Partial
 from linearize.recipe import Recipe
 from tests.mixers.weights import weights_of

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps.hedgehog import HedgehogMap
+from linearize.configs.feature_maps import HedgehogMap
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import SlidingSpan
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
-from linearize.ops.layout import Layout, SlidingSpan
+from linearize.ops.layout import Layout
 from linearize.recipe import Recipe, recipe_names
 from tests.mixers.space import make_drawn, with_tensors
 

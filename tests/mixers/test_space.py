@@ -13,22 +13,25 @@ from typing import Any
 import pytest
 import torch
 
+from linearize.configs.feature_maps import Elu1Map, ExpMap, HedgehogMap, LolcatMap, PerformerMap, ReglaMap
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import (
+    AbsoluteScale,
+    Add,
+    DeltaUpdate,
+    FeatureDecay,
+    FixedDecay,
+    OuterDecay,
+    RefinedDecay,
+    RmsNormalizer,
+    ScalarDecay,
+)
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import NoSpan, SlidingSpan, TerracedSpan
 from linearize.evaluation.speed import peak_bytes
 from linearize.mixers import linear
-from linearize.mixers.combine import AbsoluteScale, Add
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps.hedgehog import HedgehogMap
-from linearize.mixers.feature_maps.lolcat import LolcatMap
-from linearize.mixers.feature_maps.performer import PerformerMap
-from linearize.mixers.feature_maps.pointwise import Elu1Map, ExpMap
-from linearize.mixers.feature_maps.regla import ReglaMap
-from linearize.mixers.gates import FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.normalizers import RmsNormalizer
-from linearize.mixers.shape import LayerShape
-from linearize.mixers.update import DeltaUpdate
-from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
 from tests.mixers.forms import (
     FP32,
     FP64,

@@ -9,20 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from linearize.configs.feature_maps import ExpMap, HedgehogMap
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import Add, DeltaUpdate, EvictionCache, RmsNormalizer, ScalarDecay
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import NoSpan, SlidingSpan, TerracedSpan
 from linearize.mixers import cached, linear, step
-from linearize.mixers.combine import Add
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.eviction_cache import EvictionCache
-from linearize.mixers.feature_maps.hedgehog import HedgehogMap
-from linearize.mixers.feature_maps.pointwise import ExpMap
-from linearize.mixers.gates import ScalarDecay
-from linearize.mixers.normalizers import RmsNormalizer
 from linearize.mixers.running_maximum import running_maximum
-from linearize.mixers.shape import LayerShape
-from linearize.mixers.update import DeltaUpdate
 from linearize.ops.backend import Backend
 from linearize.ops.inputs import LinearInputs, Parts
-from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
 from tests.mixers.forms import check_calls, check_oracle
 from tests.mixers.space import Drawn, make_drawn
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from linearize.mixers.config import MixerConfig
+from linearize.mixers.shape import LayerShape
 
 import linearize
-from linearize.mixers.config import MixerConfig
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
 from linearize.recipe import Recipe
 
 PACKAGE = linearize.__path__[0]

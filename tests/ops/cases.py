@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from linearize.configs.spans import NoSpan, SlidingSpan, Span, TerracedSpan
 from linearize.ops.inputs import LinearInputs, LinearState, SoftmaxInputs
-from linearize.ops.layout import Layout, NoSpan, SlidingSpan, Span, TerracedSpan
+from linearize.ops.layout import Layout
 from tests.oracles.attention import Documents
 from tests.oracles.spans import SpanSpec
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from linearize.base import UserError
+from linearize.configs.spans import NoSpan, SlidingSpan
 from linearize.ops import chunked, dense, dispatch, reference, triton_backend
 from linearize.ops.backend import Backend
 from linearize.ops.dispatch import BACKENDS, TORCH
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout, NoSpan, SlidingSpan
+from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial
 from tests.ops.cases import make_case
 from tests.ops.parity import FP64, assert_partials_near, both_parts

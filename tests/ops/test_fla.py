@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from linearize.configs.spans import NoSpan
 from linearize.ops.backend import Backend
 from linearize.ops.dispatch import BACKENDS
 from linearize.ops.inputs import LinearInputs, LinearState
-from linearize.ops.layout import Layout, NoSpan
+from linearize.ops.layout import Layout
 from tests.ops.parity import FP64, assert_near
 
 # This import comes first because it ignores warnings, which are errors elsewhere: fla warns of a missing GPU and a

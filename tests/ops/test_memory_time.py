@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from linearize.configs.spans import NoSpan, SlidingSpan, Span, TerracedSpan
 from linearize.evaluation.speed import peak_bytes
 from linearize.mixers.feature_maps.taylor import TaylorKernel
 from linearize.ops import chunked, grid, reference
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout, NoSpan, SlidingSpan, Span, TerracedSpan
+from linearize.ops.layout import Layout
 from tests.probes import LargestTensor, flops
 
 WINDOW = SlidingSpan()

@@ -9,10 +9,11 @@ from types import ModuleType
 import pytest
 import torch
 
+from linearize.configs.spans import SlidingSpan, TerracedSpan
 from linearize.ops import chunked, dense, grid, reference, window
 from linearize.ops.grid import Grid
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout, SlidingSpan, TerracedSpan
+from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial
 from linearize.ops.step import LinearStep, StepContext
 from tests.ops import parity

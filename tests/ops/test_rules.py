@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from linearize.configs.spans import SlidingSpan
 from linearize.ops import chunk_recurrence, chunked, grid
 from linearize.ops.decay_products import decay_factor
 from linearize.ops.inputs import LinearInputs
-from linearize.ops.layout import Layout, SlidingSpan
+from linearize.ops.layout import Layout
 from tests.ops.cases import HEADS, RULES, SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
 from tests.ops.parity import (
     FP32_DECAYED,

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 import linearize
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps.hedgehog import Hedgehog, HedgehogMap
+from linearize.configs.feature_maps import HedgehogMap
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import TerracedSpan
+from linearize.mixers.feature_maps.hedgehog import Hedgehog
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
 from linearize.ops import dispatch
 from linearize.ops.inputs import Blocks, CachedPairs, LinearInputs, LinearState, SoftmaxInputs
-from linearize.ops.layout import Layout, TerracedSpan
+from linearize.ops.layout import Layout
 from linearize.ops.linear_state import linear_state
 from linearize.recipe import Recipe
 from tests.ops.cases import Case, make_case

@@ -17,15 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import linearize
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.feature_maps.hedgehog import Hedgehog, HedgehogMap
+from linearize.configs.feature_maps import HedgehogMap
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import TerracedSpan
+from linearize.mixers.feature_maps.hedgehog import Hedgehog
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
 from linearize.ops import chunked, dense, dispatch, eviction_cache, reference, triton_backend, triton_launch
 from linearize.ops.backend import Backend
 from linearize.ops.inputs import Blocks, CachedPairs, LinearState, SoftmaxInputs
-from linearize.ops.layout import Layout, TerracedSpan
+from linearize.ops.layout import Layout
 from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial
 from linearize.recipe import Recipe

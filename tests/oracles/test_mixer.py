@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.shape import LayerShape
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.shape import LayerShape
 from tests.oracles.attention import softmax_attention, window_partial
 from tests.oracles.heads import Inputs, Weights, make_head, scale_of
 from tests.oracles.mixer import bidirectional_layer, mixer_layer, normalized, span_of

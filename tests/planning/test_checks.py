@@ -12,8 +12,9 @@ import linearize
 from linearize.base import UserError
 from linearize.hf.checkpoint import read_config
 from linearize.hf.teacher import TeacherShape
+from linearize.layer_plan import resolve
 from linearize.planning.checks import check_run
-from linearize.recipe import Recipe, resolve
+from linearize.recipe import Recipe
 from linearize.run import folder, pipeline
 from tests import tiny
 from tests.commands import Command, assert_refused

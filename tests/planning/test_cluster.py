@@ -13,9 +13,9 @@ import linearize_cli
 from linearize.base import UserError
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
+from linearize.layer_plan import resolve
 from linearize.planning.cluster import Cluster, Share, shares
 from linearize.planning.plan import make_plan
-from linearize.recipe import resolve
 from tests import tiny
 
 SHAPE = TeacherShape.from_config(tiny.llama(layers=3).config.to_dict())

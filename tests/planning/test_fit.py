@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from linearize.base import UserError
+from linearize.layer_plan import resolve
 from linearize.planning import fit as fitting
 from linearize.planning.fit import Fit, fit, parse_memory
-from linearize.recipe import Recipe, resolve
+from linearize.recipe import Recipe
 from tests.planning.test_plan import LLAMA_3_8B
 
 # What is forecast of Llama 3 8B, by hand here: GiB without anything, of a row, of a row with checkpointing.

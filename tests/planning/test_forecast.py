@@ -15,11 +15,12 @@ from linearize.evaluation.speed import peak_bytes
 from linearize.hf.convert import convert_layers
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
+from linearize.layer_plan import resolve
 from linearize.ops.layout import Layout
 from linearize.planning.footprint import Footprint
 from linearize.planning.forecast import step_bytes
 from linearize.planning.plan import make_plan
-from linearize.recipe import Recipe, resolve
+from linearize.recipe import Recipe
 from linearize.training import losses
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.finetune import OutputObjective, prepared

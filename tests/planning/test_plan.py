@@ -11,12 +11,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from linearize.configs import training as stages
+from linearize.configs.mixer import LayerPlan
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan
+from linearize.layer_plan import resolve
 from linearize.planning.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render, size
-from linearize.recipe import Recipe, parse_overrides, recipe_names, resolve
-from linearize.training import config as stages
+from linearize.recipe import Recipe, parse_overrides, recipe_names
 from tests.hf.test_teacher import GPT2 as GPT2_CONFIG
 from tests.hf.test_teacher import TINY
 from tests.shapes import make_shape

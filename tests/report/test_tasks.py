@@ -14,9 +14,9 @@ import torch
 import yaml
 
 import linearize
-from linearize.data.tasks import TextClassification
+from linearize.configs.evaluation import EvaluationConfig
+from linearize.configs.tasks import TextClassification
 from linearize.evaluation.candidates import Candidate
-from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.metrics import Predictions
 from linearize.evaluation.worth import measure_task
 from linearize.report.card import model_card

@@ -13,8 +13,8 @@ from linearize.base import UserError
 from linearize.distributed import World
 from linearize.hf.checkpoint import read_config
 from linearize.hf.teacher import TeacherShape
+from linearize.layer_plan import resolve
 from linearize.planning.plan import make_plan
-from linearize.recipe import resolve
 from linearize.run import layout
 from linearize.run.folder import Run, check_output, write_json, write_text
 from tests import tiny

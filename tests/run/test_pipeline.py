@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import linearize
 from linearize.base import UserError
+from linearize.configs.mixer import MixerConfig, each_mixer, is_spread
 from linearize.data.repeats import without_repeats
 from linearize.data.rows import PackedRows
 from linearize.evaluation.candidates import LABELS
@@ -30,8 +31,8 @@ from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_tokenizer
 from linearize.hf.classes import read_plan
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import MixerConfig, each_mixer, is_spread
-from linearize.recipe import Recipe, resolve
+from linearize.layer_plan import resolve
+from linearize.recipe import Recipe
 from linearize.report.findings import sentences
 from linearize.report.load import load_run
 from linearize.run import allocation

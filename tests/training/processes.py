@@ -16,13 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import linearize
+from linearize.configs.training import WindowDropout
 from linearize.distributed import barrier, in_turn, joined, world
 from linearize.hf import sharded_checkpoint
 from linearize.hf.sharded_checkpoint import load_sharded
 from linearize.hf.sharding import own_rows
 from linearize.training import batches, loop
 from linearize.training.attention_transfer import attention_transfer
-from linearize.training.config import WindowDropout
 from linearize.training.finetune import finetune
 from linearize.training.resumption import StageFolder
 from tests import tiny

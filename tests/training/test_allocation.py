@@ -13,13 +13,15 @@ import torch
 
 import linearize
 from linearize.base import UserError
+from linearize.configs.memory import MemoryConfig
+from linearize.configs.mixer import HeadwiseConfig
 from linearize.data.rows import PackedRows
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import HeadwiseConfig
-from linearize.recipe import Recipe, resolve
+from linearize.layer_plan import resolve
+from linearize.recipe import Recipe
 from linearize.training.allocation import Allocation, allocate
-from linearize.training.memory import MemoryConfig, require_room
+from linearize.training.memory import budget_bytes, require_room
 from tests.hf.models import make_teacher, random_tokens
 
 
@@ -120,8 +122,8 @@ def test_a_plan_refuses_what_a_run_refuses(dtype: torch.dtype, missing: int) -> 
 def test_a_fraction_is_of_the_teachers_cache() -> None:
     shape = TeacherShape.from_config(make_teacher("llama").config.to_dict())
     memory = MemoryConfig(fraction=0.25, reference_length=100)
-    assert memory.budget(shape, torch.float32) == 0.25 * 100 * 3 * 2 * 2 * 8 * 4
-    assert MemoryConfig(bytes=1234).budget(shape, torch.float32) == 1234
+    assert budget_bytes(memory, shape, torch.float32) == 0.25 * 100 * 3 * 2 * 2 * 8 * 4
+    assert budget_bytes(MemoryConfig(bytes=1234), shape, torch.float32) == 1234
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import linearize
 from linearize.base import UserError
+from linearize.configs.spans import NoSpan
 from linearize.data.rows import PackedRows
 from linearize.evaluation.speed import peak_bytes
 from linearize.hf.attention import linearized_layers
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.layout import Layout, NoSpan
+from linearize.ops.layout import Layout
 from linearize.training.attention_transfer import TransferObjective, attention_transfer, load_transferred
 from linearize.training.loop import Step
 from tests import tiny

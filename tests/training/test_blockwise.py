@@ -25,15 +25,16 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.base import UserError
+from linearize.configs.training import Plateau
 from linearize.hf.checkpoint import load_model
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.recipe import Recipe, resolve
+from linearize.layer_plan import resolve
+from linearize.recipe import Recipe
 from linearize.training import activations, blockwise, loop
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, merged_metrics
 from linearize.training.claims import claimed
-from linearize.training.config import Plateau
 from tests import tiny
 
 CPU = torch.device("cpu")

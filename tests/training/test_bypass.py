@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
+from linearize.configs.training import TransferConfig, WindowDropout
 from linearize.hf.attention import linearized_layers
 from linearize.mixers.inputs import AttnInputs
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.bypass import dropped_windows
-from linearize.training.config import TransferConfig, WindowDropout
 from linearize.training.finetune import finetune
 from linearize.training.loop import Step
 from tests import tiny

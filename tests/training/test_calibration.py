@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
+from linearize.configs.training import TransferConfig
 from linearize.data.rows import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import Layout
 from linearize.training import attention_transfer
 from linearize.training.calibration import calibrate
-from linearize.training.config import TransferConfig
 from tests import tiny
 from tests.oracles import eviction_cache
 

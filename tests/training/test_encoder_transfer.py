@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
+from linearize.configs.training import TransferConfig
 from linearize.data.rows import PackedRows
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
 from linearize.mixers import attention_weights
@@ -19,7 +20,6 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.training import attention_transfer as module
 from linearize.training import transfer_losses
 from linearize.training.attention_transfer import TransferObjective, attention_transfer, layer_index
-from linearize.training.config import TransferConfig
 from linearize.training.loop import Step
 from tests.hf.encoder_rows import Padded, encoder_rows
 from tests.hf.encoders import ENCODERS, TEXT, Case, make_encoder, make_student

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from linearize.base import UserError
+from linearize.configs.mixer import HeadwiseConfig
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.convert import convert_layers
-from linearize.mixers.config import HeadwiseConfig
 from linearize.mixers.eviction_cache import features
 from linearize.training import eviction_scores
 from linearize.training.eviction_scores import (

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 import linearize
 from linearize.base import UserError
+from linearize.configs.training import FinetuneConfig, LossConfig, WindowDropout
 from linearize.data.rows import PackedRows
 from linearize.evaluation.speed import peak_bytes
-from linearize.training.config import FinetuneConfig, LossConfig, WindowDropout
 from linearize.training.finetune import OutputObjective, finetune, load_finetuned, prepared
 from linearize.training.loop import Step, TrainResult
 from tests import tiny

@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from linearize.base import UserError
+from linearize.configs.memory import MemoryConfig
 from linearize.data.rows import PackedRows
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.recipe import Recipe, resolve
+from linearize.layer_plan import resolve
+from linearize.recipe import Recipe
 from linearize.training import layer_allocation
 from linearize.training.eviction_scores import REQUEST, contexts
 from linearize.training.layer_allocation import (
@@ -25,7 +27,7 @@ from linearize.training.layer_allocation import (
     allocate_layers,
     measure_layers,
 )
-from linearize.training.memory import MemoryConfig, layer_mixer, layer_sizes
+from linearize.training.memory import layer_mixer, layer_sizes
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 from tests.hf.models import make_teacher, random_tokens

@@ -22,9 +22,9 @@ from torch import nn
 
 import linearize
 from linearize.base import DivergedError, UserError
+from linearize.configs.training import Constant, Cosine, Linear, Plateau, TrainConfig
 from linearize.data.rows import PackedRows
 from linearize.training import resumption as checkpoint_module
-from linearize.training.config import Constant, Cosine, Linear, Plateau, TrainConfig
 from linearize.training.loop import Step, TrainResult, Unit, train
 from linearize.training.schedules import build_schedule
 

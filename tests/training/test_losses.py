@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from linearize.configs.training import LossConfig
 from linearize.data.rows import PackedRows
 from linearize.training import losses
-from linearize.training.config import LossConfig
 from linearize.training.losses import output_losses
 from tests.probes import LargestTensor
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from linearize.base import UserError
+from linearize.configs.training import FinetuneConfig, TrainConfig
 from linearize.data.rows import PackedRows
-from linearize.training.config import FinetuneConfig, TrainConfig
 from linearize.training.loop import Step, Unit, train
 from linearize.training.optimizers import make_optimizer
 

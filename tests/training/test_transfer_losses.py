@@ -14,16 +14,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import linearize
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.shape import LayerShape
+from linearize.configs.training import TransferConfig
 from linearize.data.rows import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.mixers import attention_weights
-from linearize.mixers.config import MixerConfig
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
 from linearize.ops.layout import Layout
 from linearize.training.attention_transfer import TransferObjective, attention_transfer
-from linearize.training.config import TransferConfig
 from linearize.training.eviction_scores import measure_attention
 from linearize.training.loop import Step
 from linearize.training.transfer_losses import Share, transfer_loss

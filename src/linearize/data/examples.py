@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
+from linearize.configs.tasks import MaskedLanguageModelling, TextClassification, TextEmbedding, TokenClassification
 from linearize.data.labels import Classes, as_number, cell, text_cell, texts
 from linearize.data.packing import Dataset, document_progress
 from linearize.data.rows import IGNORED, Indices, Rows
 from linearize.data.sources import LocatedRow, read_rows
 from linearize.data.splits import require_enough_of, shuffled, split, validation_and_test, without
-from linearize.data.tasks import MaskedLanguageModelling, TextClassification, TextEmbedding, TokenClassification
 
 _BATCH = 256  # texts per tokenizer call
 

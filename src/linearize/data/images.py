@@ -16,13 +16,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
+from linearize.configs.tasks import ImageClassification
 from linearize.data.examples import examples_dataset, split_examples
 from linearize.data.labels import Classes, cell
 from linearize.data.packing import Dataset, document_progress
 from linearize.data.rows import Indices
 from linearize.data.sources import read_rows
-from linearize.data.tasks import ImageClassification
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 

@@ -8,14 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig, row_length
-from linearize.data.examples import build_examples
-from linearize.data.images import build_images
-from linearize.data.labels import Classes
-from linearize.data.packing import Dataset, Score, build_dataset
-from linearize.data.rows import PackedRows
-from linearize.data.synthetic import PAD, build_generated, check_generated
-from linearize.data.tasks import (
+from linearize.configs.data import DataConfig
+from linearize.configs.tasks import (
     AnyTask,
     AssociativeRecall,
     ImageClassification,
@@ -27,6 +21,12 @@ from linearize.data.tasks import (
     TextEmbedding,
     TokenClassification,
 )
+from linearize.data.examples import build_examples
+from linearize.data.images import build_images
+from linearize.data.labels import Classes
+from linearize.data.packing import Dataset, Score, build_dataset
+from linearize.data.rows import PackedRows
+from linearize.data.synthetic import PAD, build_generated, check_generated
 from linearize.hf.checkpoint import CAUSAL, check_tokens, load_image_processor, load_tokenizer, read_config
 from linearize.hf.teacher import TeacherShape
 
@@ -66,6 +66,17 @@ def check_kind(task: AnyTask, shape: TeacherShape) -> None:
             "hedgehog-bert, or set data.task.type to text_classification, token_classification, "
             "masked_language_modelling or text_embedding"
         )
+
+
+def row_length(data: DataConfig, shape: TeacherShape) -> tuple[int, str]:
+    """The longest row of tokens there can be, and the field that says so; of images all are of the model's length."""
+    task = data.task
+    if isinstance(task, AssociativeRecall):
+        return task.length, "data.task.length"
+    if isinstance(task, ListOps):
+        return task.max_length + 1, "data.task.max_length"
+    images = isinstance(task, ImageClassification) or not shape.vocab_size
+    return shape.max_positions if images else data.sequence_length, "data.sequence_length"
 
 
 def check_data(data: DataConfig, shape: TeacherShape) -> None:

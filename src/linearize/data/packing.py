@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from linearize import base
 from linearize.base import Log, UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 from linearize.data.repeats import ordinary_tokens, with_repeats
 from linearize.data.rows import IGNORED, PackedRows, Rows
 from linearize.data.sources import LocatedRow, on_disk, read_rows
@@ -348,10 +348,7 @@ def _characters(value: Any) -> int:
 
 @contextmanager
 def document_progress(title: str) -> Iterator[Callable[[int], None]]:
-    """A count of documents on stderr, shown once its user has waited for longer than `QUIET_SECONDS`.
-
-    A run's first documents are the first thing that it reads, and its user has waited for the imports already.
-    """
+    """Count documents on stderr, if that takes longer than `QUIET_SECONDS`."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -363,13 +360,12 @@ def document_progress(title: str) -> Iterator[Callable[[int], None]]:
         *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
     )
     task = progress.add_task(title, total=None)
-    since = base.waiting_since()
-    log = Log(since)
+    began, log = time.monotonic(), Log()
 
     def advance(documents: int) -> None:
         progress.advance(task, documents)
         log.say(f"{title}: {progress.tasks[0].completed:,.0f} documents")
-        if time.monotonic() - since > base.QUIET_SECONDS:
+        if time.monotonic() - began > base.QUIET_SECONDS:
             progress.start()
 
     advance(0)

@@ -15,16 +15,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.base import progress
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import WindowOnly
+from linearize.configs.spans import SlidingSpan
 from linearize.data.packing import Score
 from linearize.data.rows import PackedRows, inference, on_device
 from linearize.hf.attention import observed, softmax_output
 from linearize.hf.convert import convert_layers
 from linearize.hf.sharding import run_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import MixerConfig
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.layout import Layout, SlidingSpan
+from linearize.ops.layout import Layout
 
 # No layer computes its mixer: what feeds the next layer is softmax attention. Conversion lets us watch it.
 _WATCHED = MixerConfig(span=SlidingSpan(window_size=1), feature_map=None, combine=WindowOnly())

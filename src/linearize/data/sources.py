@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 
 Row = dict[str, Any]
 LocatedRow = tuple[str, Row]  # with its place, for messages: "data row 3", of a folder "data b.jsonl row 3"

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from linearize.base import UserError, atomic_file
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 from linearize.data.packing import Dataset
 from linearize.data.rows import PackedRows
 from linearize.data.sources import files_of

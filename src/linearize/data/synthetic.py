@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
+from linearize.configs.tasks import AnyTask, AssociativeRecall, ListOps
 from linearize.data.examples import Example, classified_texts, examples_dataset
 from linearize.data.labels import Classes, cell, text_cell
 from linearize.data.packing import Dataset, document_progress
 from linearize.data.rows import IGNORED, PackedRows
 from linearize.data.sources import read_rows
 from linearize.data.splits import require_enough, validation_and_test
-from linearize.data.tasks import AnyTask, AssociativeRecall, ListOps
 from linearize.hf.teacher import TeacherShape
 
 # --- associative recall -----------------------------------------------------------------------------------------------

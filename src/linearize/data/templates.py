@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from linearize.base import UserError, check_text
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 from linearize.data.rows import IGNORED
 from linearize.data.sources import LocatedRow, Row
 

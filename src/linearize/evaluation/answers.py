@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.base import progress
+from linearize.configs.tasks import MaskedLanguageModelling, Summarisation, Task, TextEmbedding
 from linearize.data.packing import Dataset
 from linearize.data.rows import Rows, inference, on_device
-from linearize.data.tasks import MaskedLanguageModelling, Summarisation, Task, TextEmbedding
 from linearize.evaluation.metrics import Answered, Foretold, Predictions, Similarities
 
 BATCH_SIZE = 32  # rows per forward pass

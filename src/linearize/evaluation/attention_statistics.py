@@ -14,7 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, progress
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import WindowOnly
+from linearize.configs.spans import SlidingSpan
 from linearize.data.packing import first_tokens
 from linearize.data.rows import inference
 from linearize.hf.attention import observed, sliding_window, softmax_output
@@ -23,10 +26,8 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.sharding import run_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.attention_weights import block_scores, query_blocks, softmax_weights
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import MixerConfig
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.layout import Layout, SlidingSpan
+from linearize.ops.layout import Layout
 
 NEAR = 64  # tokens: the last ones of a query, its own included
 TOKENS = 768  # of a row

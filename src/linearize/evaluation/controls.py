@@ -8,17 +8,17 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from linearize.configs.mixer import HeadwiseConfig, LayerPlan, MixerConfig, each_mixer, is_spread
+from linearize.configs.mixer_parts import WindowOnly
+from linearize.configs.spans import NoSpan, SlidingSpan, TerracedSpan
 from linearize.costs import mixer_cost
 from linearize.evaluation.candidates import DEFAULT_WINDOW
 from linearize.hf.attention import linearized_layers, replaced_mixers
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig, each_mixer, is_spread
 from linearize.mixers.eviction_cache import copy_scorers
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
-from linearize.ops.layout import NoSpan, SlidingSpan, TerracedSpan
 
 SINKS = 4
 

@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError
+from linearize.configs.evaluation import EvaluationConfig
 from linearize.data.rows import inference
-from linearize.evaluation.config import EvaluationConfig
 
 _YAML = (".yaml", ".yml")
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
+from linearize.configs.mixer_parts import Add
+from linearize.configs.spans import NoSpan
 from linearize.data.rows import PackedRows
 from linearize.evaluation.chosen_rows import drawn_rows
 from linearize.evaluation.controls import without_linear_part
@@ -25,9 +27,8 @@ from linearize.evaluation.intervals import Interval
 from linearize.evaluation.perplexity import paired_difference, token_losses
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, replaced_mixers
-from linearize.mixers.combine import Add, AddCombine, MixCombine
+from linearize.mixers.combine import AddCombine, MixCombine
 from linearize.mixers.headwise import HeadwiseMixer
-from linearize.ops.layout import NoSpan
 
 
 @dataclass(frozen=True)

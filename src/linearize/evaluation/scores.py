@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.data.tasks import AnyTask
+from linearize.configs.tasks import AnyTask
 from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.intervals import Interval, Totals, resample
 from linearize.evaluation.metrics import Answered, bootstrapped

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, progress
+from linearize.configs.tasks import Summarisation
 from linearize.data.rows import IGNORED, inference
 from linearize.data.splits import ENOUGH
-from linearize.data.tasks import Summarisation
 from linearize.data.templates import TokenDocument
 from linearize.evaluation.agreement import greedy
 from linearize.evaluation.metrics import Answered, Similarities

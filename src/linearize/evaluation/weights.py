@@ -29,19 +29,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, progress
+from linearize.configs.feature_maps import RfaMap
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import DeltaUpdate, NoNormalizer
 from linearize.data.rows import inference, on_device
 from linearize.evaluation.chosen_rows import ChosenRows
 from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
 from linearize.hf.sharding import run_layers
 from linearize.mixers.attention_weights import Features, LinearPart
 from linearize.mixers.cached import SCORES, cached_keys
-from linearize.mixers.config import MixerConfig
 from linearize.mixers.eviction_cache import EvictionScorer
-from linearize.mixers.feature_maps.rfa import RfaMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
-from linearize.mixers.normalizers import NoNorm, NoNormalizer, SumNorm
-from linearize.mixers.update import DeltaUpdate
+from linearize.mixers.normalizers import NoNorm, SumNorm
 from linearize.ops.layout import Layout
 
 QUERIES = 64  # of a block

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError
+from linearize.configs.evaluation import EvaluationConfig
+from linearize.configs.tasks import AnyTask
 from linearize.data.repeats import ordinary_tokens
 from linearize.data.rows import PackedRows, Rows
 from linearize.data.splits import ENOUGH
-from linearize.data.tasks import AnyTask
 from linearize.distributed import barrier, world
 from linearize.evaluation.agreement import (
     Agreement,
@@ -29,7 +30,6 @@ from linearize.evaluation.agreement import (
 from linearize.evaluation.attention_statistics import TOKENS, AttentionStatistics, attention_statistics
 from linearize.evaluation.candidates import BATCH_SIZE, LABELS, Candidate
 from linearize.evaluation.chosen_rows import spread_rows
-from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.copying import Copying, copy_losses, copy_rows
 from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.harness import Benchmarks, run_benchmarks

@@ -15,13 +15,14 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from linearize.base import UserError
+from linearize.configs.mixer import HeadwiseConfig
+from linearize.configs.mixer_parts import WindowOnly
+from linearize.configs.spans import SlidingSpan
 from linearize.hf.attention import linearized_layers
 from linearize.hf.convert import to_softmax
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.combine import WindowOnly, WindowOnlyCombine
-from linearize.mixers.config import HeadwiseConfig
+from linearize.mixers.combine import WindowOnlyCombine
 from linearize.ops.heads import repeat_kv
-from linearize.ops.layout import SlidingSpan
 
 RECIPE = "convert with the recipe local-global"
 NO_SINK = -1e4  # a sink logit whose exponential is 0 beside any other

@@ -24,6 +24,7 @@ from transformers.conversion_mapping import (
 )
 
 from linearize.base import UserError
+from linearize.configs.mixer import HeadwiseConfig, LayerPlan, MixerConfig, is_spread
 from linearize.hf import checkpoint
 from linearize.hf.architectures import ARCHITECTURES, DECODER_HEADS, ENCODER_HEADS, Architecture, architecture_of
 from linearize.hf.attention import (
@@ -48,7 +49,6 @@ from linearize.hf.unsupported import (
 )
 from linearize.hf.whole_weights import load_whole
 from linearize.mixers.bidirectional import BidirectionalMixer
-from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig, is_spread
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
 

@@ -14,10 +14,10 @@ import torch
 from transformers import Cache, CompileConfig, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 from linearize.base import UserError
+from linearize.configs.mixer import LayerPlan, is_constant
 from linearize.distributed import world
 from linearize.hf.attention import layer_of, linearized_layers
 from linearize.hf.unsupported import angles_change
-from linearize.mixers.config import LayerPlan, is_constant
 
 logger = logging.getLogger(__name__)
 

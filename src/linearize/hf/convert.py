@@ -10,6 +10,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from linearize.base import UserError
+from linearize.configs.mixer import LayerPlan
 from linearize.hf.attention import detach, linearized_layers
 from linearize.hf.checkpoint import drops_soft_cap
 from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, plan_to_config, registered
@@ -17,7 +18,6 @@ from linearize.hf.layouts import forget_layouts
 from linearize.hf.offload import refuse_offloaded
 from linearize.hf.quantized import beside_parameters, refuse_unsavable, settle
 from linearize.hf.sharding import is_sharded, shard_alike, skeleton
-from linearize.mixers.config import LayerPlan
 
 
 def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) -> PreTrainedModel:

@@ -9,10 +9,10 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from linearize.base import UserError
+from linearize.configs.shape import LayerShape
 from linearize.hf.architectures import ARCHITECTURES
 from linearize.hf.config_json import blaming_fields, positive, read_contents
 from linearize.hf.config_refusals import refuse
-from linearize.mixers.shape import LayerShape
 
 # Without these, a config.json does not say which model it is of: transformers would take the sizes of some other one.
 _STATED = ("num_hidden_layers", "num_attention_heads", "hidden_size")

@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize.mixers.feature_maps.rfa import RfaMap
+from linearize.configs.feature_maps import RfaMap
+from linearize.configs.spans import NoSpan
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer import Mixer
@@ -26,7 +27,7 @@ from linearize.ops.block_sizes import kind
 from linearize.ops.dispatch import prefill
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs
-from linearize.ops.layout import Layout, NoSpan
+from linearize.ops.layout import Layout
 from linearize.ops.linear_state import cumulative
 from linearize.ops.partial import Partial
 from linearize.ops.reference import exponentials, kernel_weights, softmax_scores, visible_keys

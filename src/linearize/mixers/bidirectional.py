@@ -6,18 +6,20 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from linearize.mixers.combine import Add, AddCombine
-from linearize.mixers.config import MixerConfig
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import Add
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import NoSpan, SlidingSpan
+from linearize.mixers.combine import AddCombine
 from linearize.mixers.feature_maps.base import exponentials
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, Mixer
 from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.rope import apply_rope, map_inputs
-from linearize.mixers.shape import LayerShape
 from linearize.ops.dispatch import linear_scan
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs
-from linearize.ops.layout import Layout, NoSpan, SlidingSpan
+from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial, accumulation_dtype
 
 

@@ -9,13 +9,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.eviction_cache import EvictionCache, EvictionScorer
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import EvictionCache
+from linearize.configs.spans import TerracedSpan
+from linearize.mixers.eviction_cache import EvictionScorer
 from linearize.mixers.mixer_state import MixerState, Tokens
 from linearize.ops.eviction_cache import at_places, choose, cut, held_before, leaving, taken, written
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import Blocks, CachedPairs
-from linearize.ops.layout import Layout, TerracedSpan
+from linearize.ops.layout import Layout
 from linearize.ops.step import StepContext
 
 SCORES = "scores"  # eviction scores of the slots of window and cache

@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import DeltaUpdate
+from linearize.configs.shape import LayerShape
 from linearize.mixers.cached import SCORES
 from linearize.mixers.combine import COMBINES, HasLinear, SharedDenominatorCombine, WindowOnlyCombine
-from linearize.mixers.config import MixerConfig
 from linearize.mixers.eviction_cache import EvictionScorer
 from linearize.mixers.feature_maps.base import MIN_DENOMINATOR, exponentials
 from linearize.mixers.gates import DECAYS
@@ -20,8 +22,7 @@ from linearize.mixers.mixer import Mixer
 from linearize.mixers.mixer_state import Tokens
 from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.rope import rotated
-from linearize.mixers.shape import LayerShape
-from linearize.mixers.update import DeltaRule, DeltaUpdate
+from linearize.mixers.update import DeltaRule
 from linearize.ops.dispatch import backend_for
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import Quotient

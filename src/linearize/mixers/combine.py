@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from linearize.base import Config
+from linearize.configs.mixer_parts import AbsoluteScale, Add, Mix, SharedDenominator, WindowOnly
+from linearize.configs.shape import LayerShape
 from linearize.mixers.feature_maps.base import MIN_DENOMINATOR
 from linearize.mixers.normalizers import NoParameters, divided
-from linearize.mixers.shape import LayerShape
 from linearize.ops.heads import repeat_kv
 from linearize.ops.partial import Partial, in_dtype
 
 Normalize = Callable[[Partial], Tensor]
 HasLinear = Callable[[], Bool[Tensor, "#B T"]]  # which queries read keys through the linear part; few ask
-
-
-class SharedDenominator(Config):
-    """y = (g num_w + num_l) / (g den_w + den_l), g = sigmoid(parameter) per query head (LoLCATs eq. 7)."""
-
-    type: Literal["shared_denominator"] = "shared_denominator"
-    window_factor_init: float = Field(
-        default=0.1, gt=0, lt=1, description="initial g = sigmoid(parameter), per query head"
-    )
 
 
 class SharedDenominatorCombine(nn.Module):
@@ -57,20 +48,6 @@ class SharedDenominatorCombine(nn.Module):
         return normalize(Partial(num, den, linear.log_scale))
 
 
-class AbsoluteScale(Config):
-    """Window and linear part in one scale: y = (num_w + e^(l - c) num_l) / (den_w + e^(l - c) den_l).
-
-    c is the largest logit in the window, l the logarithm that exponential features are given relative to, plus a
-    learned offset per query head: far keys can count as much as near ones, as in softmax, and as little. Where
-    SharedDenominator's linear part has to learn what the window's weights are relative to, this one knows.
-    """
-
-    type: Literal["absolute_scale"] = "absolute_scale"
-    offset_init: float = Field(
-        default=0.0, description="initial offset, where attention transfer does not calibrate it (calibration_tokens)"
-    )
-
-
 class AbsoluteScaleCombine(nn.Module):
     def __init__(self, config: AbsoluteScale, shape: LayerShape) -> None:
         super().__init__()
@@ -97,26 +74,6 @@ class AbsoluteScaleCombine(nn.Module):
         return divided(num, torch.addcmul(near * window.den, far, linear.den).clamp_min(MIN_DENOMINATOR))
 
 
-class Mix(Config):
-    """y = s window + (1 - s) linear, s = sigmoid(parameter) per query head, 1 without linear keys (LOLCAT eq. 8)."""
-
-    type: Literal["mix"] = "mix"
-    window_weight_init: float = Field(default=0.5, gt=0, lt=1, description="initial s")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_weights_over(cls, fields: Any) -> Any:
-        """Old recipes and checkpoints say over which keys the linear part's weights sum to 1: its own, as they do."""
-        if not isinstance(fields, dict) or "weights_over" not in fields:
-            return fields
-        if fields["weights_over"] != "linear_keys":
-            raise ValueError(
-                f"weights_over: expected linear_keys, as it is without this field, found {fields['weights_over']}, "
-                "which is gone; convert and train anew without it"
-            )
-        return {name: value for name, value in fields.items() if name != "weights_over"}
-
-
 class MixCombine(nn.Module):
     def __init__(self, config: Mix, shape: LayerShape) -> None:
         super().__init__()
@@ -136,30 +93,11 @@ class MixCombine(nn.Module):
         return torch.lerp(normalize(linear), _softmax(window), s)
 
 
-class Add(Config):
-    """y = window + linear, each normalised by itself; without a window, the linear part alone."""
-
-    type: Literal["add"] = "add"
-
-
 class AddCombine(NoParameters):
     def forward(
         self, window: Partial | None, linear: Partial, normalize: Normalize, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
         return normalize(linear) if window is None else _softmax(window) + normalize(linear)
-
-
-class WindowOnly(Config):
-    """Softmax over the span, without a linear part.
-
-    With a learned sink, y = (num_w + e^s u) / (den_w + e^s): a key that every query sees, with a logit s per query head
-    and a value u per KV head. In gpt-oss and Granite SWA, u is 0.
-    """
-
-    type: Literal["window_only"] = "window_only"
-    learned_sink: bool = Field(
-        default=False, description="one more key that all queries see: a logit per query head, a value per KV head"
-    )
 
 
 class WindowOnlyCombine(nn.Module):

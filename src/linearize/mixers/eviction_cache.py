@@ -6,39 +6,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor, nn
 
-from linearize.base import Config
+from linearize.configs.mixer_parts import EvictionCache
+from linearize.configs.shape import LayerShape
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.shape import LayerShape
 from linearize.ops.partial import accumulation_dtype, in_dtype
 
 LEAST_LENGTH = 1e-6  # of a vector, whose logarithm is read
-
-
-class EvictionCache(Config):
-    """C key-value pairs per KV head beside the window: of all that left it, those with the highest eviction scores.
-
-    A cache can have two parts, each with scores of its own: the first takes `recall_size` pairs of all, the second of
-    those that the first does not hold. Evicted pairs are written to the linear state, where there is a linear part;
-    without one they are lost.
-    """
-
-    size: PositiveInt = Field(description="pairs per KV head")
-    recall_size: int = Field(default=0, ge=0, description="of these, pairs with the highest scores for recall")
-
-    @model_validator(mode="after")
-    def _two_parts(self) -> EvictionCache:
-        if self.recall_size >= self.size:
-            raise ValueError(f"cache: expected recall_size below size ({self.size}), found {self.recall_size}")
-        return self
-
-    @property
-    def parts(self) -> tuple[slice, ...]:
-        """Slots of each part, in the order of the scores: the first part is last, so that slots fill from the end."""
-        text = self.size - self.recall_size
-        return (slice(text, self.size), slice(0, text)) if self.recall_size else (slice(0, text),)
 
 
 class EvictionScorer(nn.Module):

@@ -12,41 +12,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from linearize.base import Config
+from linearize.configs.mixer_parts import DecayConfig, FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
+from linearize.configs.shape import LayerShape
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.shape import LayerShape
 from linearize.ops.partial import accumulation_dtype
 
 # --- what every one is ------------------------------------------------------------------------------------------------
-
-BIAS_INIT = "initial bias of the gate's sigmoid: 0 forgets half with every step, 4 about 2 %"
-
-
-class DecayConfig(Config):
-    """What every decay says of itself.
-
-    `values`: whether it acts on the value axis of the state S [F, D]. `per_feature`: whether it weighs every feature of
-    a key differently. `scales_input`: whether what is written is scaled
-    by 1 - g. `constant`: whether it is the same for every token, and does not read the layer's input.
-    """
-
-    type: str
-    values: ClassVar[bool] = False
-    per_feature: ClassVar[bool] = False
-    scales_input: ClassVar[bool] = False
-    constant: ClassVar[bool] = False
-
-    def heads(self, shape: LayerShape, key_heads: int) -> int:
-        """Hs: heads of the state under this decay."""
-        return key_heads
 
 
 @dataclass(frozen=True)
@@ -121,22 +99,6 @@ def layer_input(inputs: AttnInputs) -> Float[Tensor, "B T E"]:
 # --- constants --------------------------------------------------------------------------------------------------------
 
 
-class FixedDecay(DecayConfig):
-    """One constant gamma_h per query head: S = gamma_h S + phi v^T, and so one state per query head.
-
-    lightning: gamma_h = exp(-r^(h+1)), r = 2^(-8/H) (SUPRA sec. 3); retnet: gamma_h = 1 - 2^(-5-h).
-    """
-
-    type: Literal["fixed"] = "fixed"
-    schedule: Literal["lightning", "retnet"] = Field(
-        default="lightning", description="lightning: from 0.43 to 0.996 for 32 heads; retnet: from 0.97 to nearly 1"
-    )
-    constant: ClassVar[bool] = True
-
-    def heads(self, shape: LayerShape, key_heads: int) -> int:
-        return shape.num_heads
-
-
 class FixedGate(Gate):
     """Nothing to learn, and the layer's input is not read."""
 
@@ -177,18 +139,6 @@ SCHEDULES: dict[str, Callable[[int, torch.device], Tensor]] = {"lightning": ligh
 # --- learned ones -----------------------------------------------------------------------------------------------------
 
 
-class ScalarDecay(DecayConfig):
-    """g = sigmoid(w.x + b) per head: S = g S + (1 - g) phi v^T (RFA), or without the factor 1 - g."""
-
-    type: Literal["scalar"] = "scalar"
-    input_scale: bool = Field(default=True, description="scale what is written by 1 - g, as RFA does")
-    bias_init: float = Field(default=0.0, description=BIAS_INIT)
-
-    @property
-    def scales_input(self) -> bool:
-        return self.input_scale
-
-
 class ScalarGate(Gate):
     """log g, and 1 - g as what keys are scaled by."""
 
@@ -199,16 +149,6 @@ class ScalarGate(Gate):
     def forward(self, inputs: AttnInputs) -> GateOut:
         g = self.g(layer_input(inputs))
         return GateOut(log_decay_k=logsigmoid(g), input_scale=torch.sigmoid(-g) if self.config.input_scale else None)
-
-
-class FeatureDecay(DecayConfig):
-    """alpha = sigmoid(W2 W1 x + b)^(1 / temperature) per feature: S = (alpha 1^T) * S + phi v^T (GLA)."""
-
-    type: Literal["feature"] = "feature"
-    rank: PositiveInt = Field(default=16, description="rows of W1, which all heads share")
-    temperature: PositiveFloat = Field(default=16.0, description="the higher, the slower it forgets")
-    bias_init: float = Field(default=0.0, description="initial bias of the gate's sigmoid")
-    per_feature: ClassVar[bool] = True
 
 
 class FeatureGate(Gate):
@@ -224,15 +164,6 @@ class FeatureGate(Gate):
         return GateOut(log_decay_k=logsigmoid(alpha) / self.config.temperature)
 
 
-class OuterDecay(DecayConfig):
-    """S = (sigmoid(W_f x + b_f) sigmoid(W_z x + b_z)^T) * S + phi v^T (fast decay, Mao 2022)."""
-
-    type: Literal["outer"] = "outer"
-    bias_init: float = Field(default=0.0, description=BIAS_INIT + "; both gates together forget twice that")
-    values: ClassVar[bool] = True
-    per_feature: ClassVar[bool] = True
-
-
 class OuterGate(Gate):
     """The logarithms of both sigmoids, `f` on the feature axis and `z` on the value axis."""
 
@@ -244,26 +175,6 @@ class OuterGate(Gate):
     def forward(self, inputs: AttnInputs) -> GateOut:
         x = layer_input(inputs)
         return GateOut(log_decay_k=logsigmoid(self.f(x)), log_decay_v=logsigmoid(self.z(x)))
-
-
-class RefinedDecay(DecayConfig):
-    """f = (1 - r) g^2 + r (1 - (1 - g)^2), g = sigmoid(W_g x + b_g), r = sigmoid(W_r x + b_r) (ReGLA eqs. 15-18).
-
-    r refines g where a sigmoid saturates and gives no gradient. As printed f gates the value axis,
-    S = S * (1 f^T) + phi v^T; on the feature axis, S = (f 1^T) * S + phi v^T.
-    """
-
-    type: Literal["refined"] = "refined"
-    axis: Literal["value", "feature"] = Field(default="value", description="value: as printed; feature: as in GLA")
-    bias_init: float = Field(default=0.0, description="initial bias of g; that of r starts at 0")
-
-    @property
-    def values(self) -> bool:
-        return self.axis == "value"
-
-    @property
-    def per_feature(self) -> bool:
-        return self.axis == "feature"
 
 
 class RefinedGate(Gate):

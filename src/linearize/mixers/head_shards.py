@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from linearize.base import UserError
-from linearize.mixers.config import HeadGroup, HeadwiseConfig, MixerConfig
+from linearize.configs.mixer import HeadGroup, HeadwiseConfig, MixerConfig
+from linearize.configs.shape import LayerShape
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.shape import LayerShape
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from linearize.mixers.config import HeadwiseConfig
+from linearize.configs.mixer import HeadwiseConfig
+from linearize.configs.shape import LayerShape
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import HeadwiseState
-from linearize.mixers.shape import LayerShape
 from linearize.mixers.softmax import SoftmaxMixer
 from linearize.ops.layout import Layout
 

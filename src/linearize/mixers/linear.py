@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from linearize.configs.spans import TerracedSpan
 from linearize.mixers.cached import STEPS, CachedKeys, cache_after, cached_keys, room
 from linearize.mixers.causal import CausalMixer
 from linearize.mixers.inputs import AttnInputs
@@ -21,7 +22,7 @@ from linearize.ops.block_sizes import kind
 from linearize.ops.dispatch import backend_for, linear_scan, prefill, state_after
 from linearize.ops.full import full_softmax
 from linearize.ops.inputs import LinearInputs, LinearState, SoftmaxInputs
-from linearize.ops.layout import Layout, TerracedSpan
+from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens

@@ -12,16 +12,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from linearize.mixers.config import MixerConfig
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import Span
 from linearize.mixers.feature_maps import FEATURE_MAPS
 from linearize.mixers.feature_maps.base import HEADROOM, FeatureMap
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import Tokens
 from linearize.mixers.rope import apply_rope
-from linearize.mixers.shape import LayerShape
 from linearize.mixers.update import DeltaRule
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Layout, Span
+from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial, accumulation_dtype
 
 LEAST_LEARNED = 1e-3

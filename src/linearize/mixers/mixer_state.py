@@ -13,8 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from linearize.configs.spans import Span
 from linearize.ops.inputs import LinearState
-from linearize.ops.layout import Layout, Span, context_positions, slot_positions, slots_of
+from linearize.ops.layout import Layout, context_positions, slot_positions, slots_of
 from linearize.ops.step import Tokens
 
 AnyState = TypeVar("AnyState", bound="State")

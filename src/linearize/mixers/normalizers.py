@@ -7,24 +7,16 @@ head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
 
-from linearize.base import Config
+from linearize.configs.mixer_parts import GroupNormalizer, NoNormalizer, NormalizerConfig, RmsNormalizer, SumNormalizer
+from linearize.configs.shape import LayerShape
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.shape import LayerShape
 from linearize.ops.partial import Partial
-
-
-class NormalizerConfig(Config):
-    """What every normalizer says of itself. `reads_hidden`: whether it reads the layer's input."""
-
-    type: str
-    reads_hidden: ClassVar[bool] = False
 
 
 class NoParameters(nn.Module):
@@ -43,16 +35,6 @@ def divided(num: Float[Tensor, "B H T D"], den: Float[Tensor, "B H T"]) -> Float
     return num / den[..., None] if num.requires_grad or den.requires_grad else num.div_(den[..., None])
 
 
-class SumNormalizer(NormalizerConfig):
-    """The linear part's numerator over its denominator phi_q . sum phi_k: a weighted mean of values.
-
-    The denominator is at least 1e-6 (`rfa`: 1). Exponential features have no absolute scale to say so in: theirs is as
-    small as it is.
-    """
-
-    type: Literal["sum"] = "sum"
-
-
 class SumNorm(NoParameters):
     def forward(self, linear: Partial, inputs: AttnInputs, min_denominator: float) -> Float[Tensor, "B H T D"]:
         den = linear.den.clamp_min(min_denominator)
@@ -61,39 +43,14 @@ class SumNorm(NoParameters):
         return divided(linear.num, den)
 
 
-class NoNormalizer(NormalizerConfig):
-    """The linear part's numerator as it is."""
-
-    type: Literal["none"] = "none"
-
-
 class NoNorm(NoParameters):
     def forward(self, linear: Partial, inputs: AttnInputs, min_denominator: float) -> Float[Tensor, "B H T D"]:
         return linear.num
 
 
-class GroupNormalizer(NormalizerConfig):
-    """Mean 0 and variance 1 over each head's D values per token, no affine (SUPRA sec. 3, RetNet)."""
-
-    type: Literal["group_norm"] = "group_norm"
-    eps: PositiveFloat = 1e-5
-
-
 class GroupNorm(NoParameters):
     def forward(self, linear: Partial, inputs: AttnInputs, min_denominator: float) -> Float[Tensor, "B H T D"]:
         return _over_root_mean_square(linear.num - linear.num.mean(-1, keepdim=True), self.config.eps)
-
-
-class RmsNormalizer(NormalizerConfig):
-    """Mean square 1 over each head's D values per token, with a learned scale [H, D] (ReGLA's stable norm, GLA)."""
-
-    type: Literal["rms_norm"] = "rms_norm"
-    eps: PositiveFloat = 1e-5
-    output_gate: bool = Field(default=False, description="times swish(W_g x) of the hidden state (GLA)")
-
-    @property
-    def reads_hidden(self) -> bool:
-        return self.output_gate
 
 
 class RmsNorm(nn.Module):

@@ -6,11 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import SlidingSpan
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import GROWING, Clock, MixerState, Tokens
-from linearize.mixers.shape import LayerShape
 from linearize.ops.full import full_softmax
-from linearize.ops.layout import Layout, SlidingSpan
+from linearize.ops.layout import Layout
 
 
 class SoftmaxMixer(nn.Module):

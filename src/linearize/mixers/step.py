@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from linearize.configs.spans import NoSpan
 from linearize.mixers.cached import next_block
 from linearize.mixers.causal import CausalMixer
 from linearize.mixers.inputs import AttnInputs
@@ -16,7 +17,7 @@ from linearize.mixers.mixer_state import MixerState, Tokens
 from linearize.mixers.running_maximum import running_maximum
 from linearize.ops.dispatch import backend_for
 from linearize.ops.inputs import LinearInputs, LinearState
-from linearize.ops.layout import Layout, NoSpan
+from linearize.ops.layout import Layout
 from linearize.ops.linear_state import with_keys
 from linearize.ops.reference import delta_values
 from linearize.ops.step import LinearStep, StepContext, StepInputs

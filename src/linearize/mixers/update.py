@@ -6,35 +6,16 @@ Hs heads of the state, F features per head, D head dimension, x the layer's inpu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 from jaxtyping import Float
-from pydantic import Field
 from torch import Tensor, nn
 
-from linearize.base import Config
+from linearize.configs.mixer_parts import DeltaUpdate
+from linearize.configs.shape import LayerShape
 from linearize.mixers.gates import Affine, layer_input
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.shape import LayerShape
 
 MIN_NORM = 1e-6
-
-
-class AdditiveUpdate(Config):
-    """S = decay * S + phi v^T: every key is added."""
-
-    type: Literal["additive"] = "additive"
-
-
-class DeltaUpdate(Config):
-    """S = S + b phi (v - S^T phi)^T, b = sigmoid(w.x) per head (DeltaNet); with a decay, the gated delta rule.
-
-    A key replaces what the state recalls for it, by the share b. So that this share is no more than all of it, queries'
-    and keys' features are divided by their sum (DeltaNet) or their Euclidean norm (gated DeltaNet).
-    """
-
-    type: Literal["delta"] = "delta"
-    key_norm: Literal["sum", "l2"] = Field(default="l2", description="what features are divided by")
 
 
 class DeltaRule(nn.Module):

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from linearize.configs.spans import Span, TerracedSpan
 from linearize.ops.block_sizes import kind
 from linearize.ops.grid import ChunkLayout, Grid, pick
-from linearize.ops.layout import Layout, Span, TerracedSpan
+from linearize.ops.layout import Layout
 from linearize.ops.recomputed_scan import Body, Given, Grads, Tensors
 
 CHUNK = 64

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from linearize.configs.spans import Span
 from linearize.ops import vector_decay
 from linearize.ops.delta import delta_values
 from linearize.ops.grid import Block, ChunkLayout, Grid, chunks_back, make_grid
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Span
 from linearize.ops.linear_state import ticking
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.recomputed_scan import Body, Given, Grads, Tensors, scan

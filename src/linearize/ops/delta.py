@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from linearize.configs.spans import NoSpan
 from linearize.ops.chunk_recurrence import ChunkRecurrence, Masks, power_of_two_chunks
 from linearize.ops.decay_products import decayed_scores
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs
-from linearize.ops.layout import NoSpan
 from linearize.ops.linear_state import ticking
 from linearize.ops.partial import accumulation_dtype
 from linearize.ops.recomputed_scan import scan

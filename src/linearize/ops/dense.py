@@ -10,11 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from linearize.configs.spans import Span
 from linearize.ops import vector_decay
 from linearize.ops.delta import delta_values
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout, Span
+from linearize.ops.layout import Layout
 from linearize.ops.linear_state import cumulative
 from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
 from linearize.ops.reference import visible_keys

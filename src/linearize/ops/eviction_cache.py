@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
+from linearize.configs.spans import TerracedSpan
 from linearize.ops.block_sizes import kind
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import Blocks, SoftmaxInputs
-from linearize.ops.layout import Layout, TerracedSpan
+from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial, accumulation_dtype
 
 RANKS_AT_ONCE = 1024  # of one block, in a round of the choice

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from linearize.configs.spans import Span
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Layout, Span
+from linearize.ops.layout import Layout
 from linearize.ops.partial import Partial
 
 

@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from linearize.configs.spans import Span, TerracedSpan
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, LinearState
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Layout, Span, TerracedSpan
+from linearize.ops.layout import Layout
 from linearize.ops.partial import accumulation_dtype
 
 SLOTS_AT_ONCE = 256  # of which features are made

@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from linearize.configs.spans import Span
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout, Span
+from linearize.ops.layout import Layout
 from linearize.ops.linear_state import cumulative
 from linearize.ops.partial import Partial, accumulation_dtype
 

@@ -13,10 +13,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from linearize.configs.spans import Span
 from linearize.ops import triton_launch
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout, Span
+from linearize.ops.layout import Layout
 from linearize.ops.triton_launch import CHUNK, HOW, MOST_BYTES, between_rows, power_of_2, strides
 from linearize.ops.window import LOG2_E
 

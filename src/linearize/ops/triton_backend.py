@@ -19,10 +19,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from linearize.configs.spans import Span, TerracedSpan
 from linearize.ops import triton_launch
 from linearize.ops.backend import Backend
 from linearize.ops.inputs import LinearInputs, LinearState, Quotient, SoftmaxInputs
-from linearize.ops.layout import Layout, Span, TerracedSpan
+from linearize.ops.layout import Layout
 from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.step import StepInputs, StepOutputs

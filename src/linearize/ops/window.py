@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from linearize.configs.spans import Span
 from linearize.ops.grid import ChunkLayout, Grid, chunks_back, make_grid, pick
 from linearize.ops.inputs import SoftmaxInputs
-from linearize.ops.layout import Span
 from linearize.ops.partial import Partial, accumulation_dtype
 from linearize.ops.recomputed_scan import Body, Given, Grads, Tensors, scan
 

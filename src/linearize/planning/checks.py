@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from linearize.base import UserError
+from linearize.configs.mixer import LayerPlan
 from linearize.data.load import check_data
 from linearize.hf.classes import build
 from linearize.hf.partial_model import stored_by_layer
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan
 from linearize.recipe import Recipe
 from linearize.training.attention_transfer import check_transfer
 from linearize.training.finetune import check_trains

@@ -14,14 +14,14 @@ import torch
 from rich.table import Table
 
 from linearize.base import UserError
+from linearize.configs.mixer import LayerPlan
+from linearize.configs.training import FinetuneConfig, LoRAConfig
 from linearize.costs import FP32
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan
 from linearize.planning.fit import parse_memory
 from linearize.planning.plan import StageCost, make_plan, size
 from linearize.recipe import Recipe
-from linearize.training.config import FinetuneConfig, LoRAConfig
 from linearize.training.optimizers import MOMENT_BYTES
 
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from linearize.base import UserError
+from linearize.configs.mixer import LayerPlan, is_spread
+from linearize.configs.training import FinetuneConfig, TransferConfig
 from linearize.costs import mixer_costs
-from linearize.data.config import row_length
+from linearize.data.load import row_length
 from linearize.hf.meta import MetaModel
 from linearize.hf.partial_model import stored_by_layer
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan, is_spread
 from linearize.planning.plan import AnyStage, size, stage_memory
 from linearize.recipe import Recipe
-from linearize.training.config import FinetuneConfig, TransferConfig
 
 SHARE = 0.9  # of a GPU's memory; the rest is CUDA's own, and gaps between tensors
 STAGES = ("transfer", "adapt", "finetune")

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.base import progress
+from linearize.configs.mixer import LayerPlan
+from linearize.configs.training import Constant, FinetuneConfig, TrainConfig, TransferConfig
 from linearize.data.rows import Indices, PackedRows, Rows
 from linearize.hf.architectures import ARCHITECTURES
 from linearize.hf.attention import linearized_layers
 from linearize.hf.convert import convert_layers
 from linearize.hf.meta import MetaModel
-from linearize.mixers.config import LayerPlan
 from linearize.ops.block_sizes import blocks_for
 from linearize.ops.dense import MOST_KEYS
 from linearize.ops.layout import forget_layouts
 from linearize.planning.footprint import Footprint
 from linearize.training.attention_transfer import TransferObjective
-from linearize.training.config import Constant, FinetuneConfig, TrainConfig, TransferConfig
 from linearize.training.finetune import OutputObjective, prepared
 from linearize.training.loop import Step
 

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from linearize.configs.mixer import LayerPlan
+from linearize.configs.training import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
 from linearize.costs import FP32, Mixers, generation_memory, mixer_costs, softmax_flops
-from linearize.data.config import row_length
+from linearize.data.load import row_length
 from linearize.hf.classes import projections
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan
 from linearize.planning.forecast import step_bytes
 from linearize.recipe import Recipe
-from linearize.training.config import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
 from linearize.training.optimizers import MOMENT_BYTES
 
 LENGTHS = (8192, 32768, 131072)  # tokens of a sequence whose bytes are shown

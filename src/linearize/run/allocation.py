@@ -12,13 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, atomic_file, read_json
+from linearize.configs.mixer import LayerPlan, each_mixer
 from linearize.data.packing import Dataset
 from linearize.data.repeats import without_repeats
 from linearize.data.rows import PackedRows
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan, each_mixer
-from linearize.recipe import Recipe, convertible_layers
+from linearize.layer_plan import convertible_layers
+from linearize.recipe import Recipe
 from linearize.run.folder import Run, write_json
 from linearize.training.allocation import Allocation, allocate
 from linearize.training.eviction_scores import EvictionScores, measure_attention

@@ -13,11 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
+from linearize.configs.mixer import LayerPlan, each_mixer, is_spread
+from linearize.configs.tasks import TextEmbedding
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset
 from linearize.data.rows import PackedRows
 from linearize.data.selection import reach_by
-from linearize.data.tasks import TextEmbedding
 from linearize.evaluation import speed
 from linearize.evaluation.answers import answering
 from linearize.evaluation.candidates import Candidate
@@ -37,7 +38,6 @@ from linearize.hf.checkpoint import CAUSAL, load_model
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan, each_mixer, is_spread
 from linearize.recipe import Recipe
 from linearize.report.card import evaluation_page, model_card
 from linearize.report.load import load_run

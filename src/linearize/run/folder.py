@@ -16,8 +16,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, atomic_file, read_json
+from linearize.configs.training import DistributedConfig
 from linearize.data.packing import Dataset
-from linearize.distributed import DistributedConfig, world
+from linearize.distributed import world
 from linearize.hf.checkpoint import load_model, new_model
 from linearize.hf.sharded_checkpoint import load_sharded
 from linearize.recipe import Recipe

@@ -9,13 +9,15 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, read_json, writing
+from linearize.configs.evaluation import EvaluationConfig
+from linearize.configs.memory import MemoryConfig
+from linearize.configs.mixer import LayerPlan, MixerConfig
 from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset
 from linearize.data.repeats import ordinary_tokens
 from linearize.data.rows import PackedRows
 from linearize.data.selection import reach_by
 from linearize.evaluation.candidates import BATCH_SIZE
-from linearize.evaluation.config import EvaluationConfig
 from linearize.evaluation.copying import CopyRows, copy_losses, copy_rows
 from linearize.evaluation.intervals import Totals
 from linearize.evaluation.perplexity import TokenLosses, paired_difference, token_losses
@@ -24,14 +26,13 @@ from linearize.evaluation.shares import kept_copying, kept_far_context
 from linearize.hf.checkpoint import read_config
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan, MixerConfig
-from linearize.recipe import resolve
+from linearize.layer_plan import resolve
 from linearize.run.allocation import Measured, measure, stored
 from linearize.run.folder import Run, alone_in, check_output, claim, versions, write_json
 from linearize.training.allocation import Allocation, allocate
 from linearize.training.finetune import finetune
 from linearize.training.layer_allocation import LayerAllocation, allocate_layers
-from linearize.training.memory import MemoryConfig, head_bytes, head_mixer, require_room
+from linearize.training.memory import head_bytes, head_mixer, require_room
 
 ALLOCATED, LAYERS, WINDOW = "per-head allocation", "full layers and windows", "window and sinks"
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from linearize.base import UserError
+from linearize.configs.mixer import LayerPlan
 from linearize.distributed import least, world
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan
 from linearize.planning.plan import make_plan
 from linearize.run.folder import Run
 

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
+from linearize.configs.mixer import LayerPlan
+from linearize.configs.training import FinetuneConfig
 from linearize.data.load import load_processor
 from linearize.data.packing import Dataset
 from linearize.data.rows import PackedRows
@@ -21,10 +23,10 @@ from linearize.hf.classes import read_plan
 from linearize.hf.partial_model import StoredWeights
 from linearize.hf.sharded_checkpoint import save_sharded
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan
+from linearize.layer_plan import resolve
 from linearize.planning import plan as planning
 from linearize.planning.checks import check_run
-from linearize.recipe import Recipe, resolve
+from linearize.recipe import Recipe
 from linearize.run.allocation import measure, stored
 from linearize.run.evaluate import control, measure_run, write_results
 from linearize.run.folder import Run, about_run, alone_in, check_output, claim, write_json
@@ -32,7 +34,6 @@ from linearize.run.layout import laid_out
 from linearize.run.rows import kept, rows_of
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
-from linearize.training.config import FinetuneConfig
 from linearize.training.finetune import finetune, refuse_quantized
 
 STAGES = ("convert", "transfer", "adapt", "finetune", "evaluate")

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 from linearize.data.load import load_dataset
 from linearize.data.packing import Dataset
 from linearize.data.rows import IGNORED, PackedRows

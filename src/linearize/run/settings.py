@@ -10,9 +10,10 @@ import torch
 
 from linearize.hf.checkpoint import read_config
 from linearize.hf.teacher import TeacherShape
+from linearize.layer_plan import resolve
 from linearize.planning.checks import check_run
 from linearize.planning.fit import SETTINGS, STAGES, fit, parse_memory
-from linearize.recipe import Recipe, resolve
+from linearize.recipe import Recipe
 from linearize.run.folder import Run
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from linearize.configs.memory import MemoryConfig
+from linearize.configs.mixer import HeadwiseConfig, LayerPlan
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import HeadwiseConfig, LayerPlan
 from linearize.training.eviction_scores import cache_sizes
-from linearize.training.memory import BLOCK, MemoryConfig, head_bytes, head_mixer, largest, require_room
+from linearize.training.memory import BLOCK, budget_bytes, head_bytes, head_mixer, largest, require_room
 
 WINDOW = 2 * BLOCK  # beside a cache: a query sees its own block and the one before
 SMALLEST_RECALL = 48  # fewer pairs for recall are none
@@ -67,7 +68,7 @@ def allocate(
         UserError: the budget is less than the smallest window in every head takes.
     """
     require_room(memory, teacher, len(needs), dtype)
-    budget, layers = memory.budget(teacher, dtype), sorted(needs)
+    budget, layers = budget_bytes(memory, teacher, dtype), sorted(needs)
     quantiles = [torch.tensor(needs[layer]) for layer in layers]
     room = max(0, memory.reference_length - memory.sinks - WINDOW)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
+from linearize.configs.training import TransferConfig
 from linearize.data.rows import PackedRows, Rows, on_device
 from linearize.distributed import dealt, summed
 from linearize.hf.attention import (
@@ -34,7 +35,6 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import Layout
 from linearize.training.bypass import dropped_windows
 from linearize.training.calibration import calibrate
-from linearize.training.config import TransferConfig
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.resumption import RESULT, read_stage_json
 from linearize.training.transfer_losses import Share, check_losses, transfer_loss

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
+from linearize.configs.training import TrainConfig
 from linearize.data.rows import Rows
 from linearize.distributed import world
-from linearize.training.config import TrainConfig
 
 
 class Batches:

@@ -23,17 +23,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, atomic_file, writing
+from linearize.configs.mixer import LayerPlan
+from linearize.configs.training import TransferConfig
 from linearize.data.rows import PackedRows, on_device
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.checkpoint import read_config
 from linearize.hf.convert import convert_layers
 from linearize.hf.partial_model import load_block
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import LayerPlan
 from linearize.training.activations import FILE_BYTES, Activations, StoredRows
 from linearize.training.attention_transfer import NO_PARAMETERS, attention_transfer
 from linearize.training.claims import claimed
-from linearize.training.config import TransferConfig
 from linearize.training.loop import TrainResult
 from linearize.training.resumption import RESULT, TRAINED, StageFolder, read_stage, run_identity
 

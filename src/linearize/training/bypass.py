@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from linearize.configs.training import TrainConfig
 from linearize.hf.attention import linearized_layers
 from linearize.mixers.combine import HasLinear
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops.partial import Partial
-from linearize.training.config import TrainConfig
 from linearize.training.loop import Step
 
 

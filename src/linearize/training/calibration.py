@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedModel
 
+from linearize.configs.spans import SlidingSpan
 from linearize.data.rows import Rows, on_device
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.sharding import run_layers
@@ -24,7 +25,7 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops.dispatch import window_softmax
 from linearize.ops.inputs import SoftmaxInputs
-from linearize.ops.layout import Layout, SlidingSpan
+from linearize.ops.layout import Layout
 
 LEAST_SHARE = 1e-4  # of the far keys, where the teacher has less: with none at all there is nothing to learn from
 MOST_LOG_ODDS = 20.0

@@ -25,17 +25,18 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, progress
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import EvictionCache, WindowOnly
+from linearize.configs.spans import TerracedSpan
 from linearize.data.rows import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.convert import convert_layers
 from linearize.hf.sharding import run_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.eviction_cache import EvictionCache, features
+from linearize.mixers.eviction_cache import features
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.heads import repeat_kv
-from linearize.ops.layout import Layout, TerracedSpan
+from linearize.ops.layout import Layout
 from linearize.ops.reference import softmax_scores
 
 REQUEST = "\n\nRepeat the previous context exactly.\n"

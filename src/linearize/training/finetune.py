@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
+from linearize.configs.training import FinetuneConfig, LoRAConfig
 from linearize.data.rows import Rows, on_device
 from linearize.distributed import dealt, summed
 from linearize.hf.attention import linearized_layers
@@ -33,7 +34,6 @@ from linearize.hf.sharding import (
     see_what_trains,
 )
 from linearize.training.bypass import dropped_windows
-from linearize.training.config import FinetuneConfig, LoRAConfig
 from linearize.training.full_precision import HALF, computed_in_fp32
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.losses import output_losses

@@ -18,17 +18,18 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, progress
+from linearize.configs.memory import MemoryConfig
+from linearize.configs.mixer import LayerPlan
 from linearize.data.rows import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnlyCombine
-from linearize.mixers.config import LayerPlan
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import Layout
 from linearize.training.eviction_scores import REQUEST, context_length, contexts
-from linearize.training.memory import MemoryConfig, layer_mixer, layer_sizes, layers_bytes
+from linearize.training.memory import budget_bytes, layer_mixer, layer_sizes, layers_bytes
 
 CONTEXTS = 2  # that the teacher repeats once per layer
 SINK_CONTEXTS = 16  # over which the first token's logits and values are averaged
@@ -105,7 +106,7 @@ def allocate_layers(
         sinks=memory.sinks,
         learned_sink=memory.learned_sink,
         measured=measured,
-        budget=memory.budget(teacher, dtype),
+        budget=budget_bytes(memory, teacher, dtype),
         held=layers_bytes(memory, teacher, count, len(layers) - count, window, dtype),
     )
 

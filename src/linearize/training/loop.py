@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import PreTrainedModel
 
 from linearize.base import DivergedError, UserError, step_progress
+from linearize.configs.training import TrainConfig
 from linearize.data.rows import Rows
 from linearize.distributed import barrier, clip_gradients, in_turn, sum_gradients, world
 from linearize.training.batches import Batches
-from linearize.training.config import TrainConfig
 from linearize.training.optimizers import load_state, make_optimizer, state_of
 from linearize.training.resumption import (
     MetricsLog,

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from linearize.training.config import LossConfig
+from linearize.configs.training import LossConfig
 
 CHUNK_ELEMENTS = 2**24  # of logits in fp32 at a time: 64 MiB
 

@@ -1,20 +1,18 @@
-"""Per-head KV budget allocation as data: the budget in bytes, and what one KV head can keep for how many bytes."""
+"""Per-head KV budget allocation: the budget in bytes, and what one KV head can keep for how many bytes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import torch
-from pydantic import Field, PositiveInt, model_validator
 
-from linearize.base import Config, UserError
+from linearize.base import UserError
+from linearize.configs.memory import MemoryConfig
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import EvictionCache, WindowOnly
+from linearize.configs.spans import SlidingSpan, TerracedSpan
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.eviction_cache import EvictionCache
-from linearize.ops.layout import SlidingSpan, TerracedSpan
 from linearize.ops.partial import accumulation_dtype
 
 BLOCK = 8  # keys that leave the window of a KV cache with eviction at a time
@@ -22,61 +20,14 @@ POSITION_BYTES = 8  # of a cached pair, int64
 SHORTEST = 16  # share of the reference length that the window of a layer has at least
 
 
-class MemoryConfig(Config):
-    """A KV budget: the bytes of one sequence's state, all layers together, and what they are allocated to.
-
-    Either `bytes`, or the `fraction` of the teacher's cache at `reference_length` tokens. With `per: kv_head`, every KV
-    head has sinks, a window and a KV cache with eviction, and the state does not grow. With `per: layer`, some layers
-    keep full softmax attention, whose cache grows, and the others have one window; the bytes are those at
-    `reference_length` tokens.
-    """
-
-    per: Literal["kv_head", "layer"] = Field(default="kv_head", description="what the budget is allocated to")
-
-    bytes: PositiveInt | None = Field(default=None, description="of one sequence's state, all layers together")
-    fraction: float | None = Field(
-        default=None, gt=0, le=1, description="of the teacher's cache at `reference_length` tokens"
-    )
-    reference_length: PositiveInt = Field(default=1024, description="tokens")
-    sinks: int = Field(default=1, ge=0, description="first tokens of a document that every head keeps")
-    learned_sink: bool = Field(
-        default=False, description="with per `layer`: windows also have a learned sink, as stock engines know it"
-    )
-    recall_fraction: float = Field(
-        default=0.5,
-        ge=0,
-        lt=1,
-        description="with per `kv_head`: of the bytes at most, for pairs kept for recall where heads need it; the rest "
-        "is divided equally",
-    )
-
-    @model_validator(mode="after")
-    def _for_layers(self) -> MemoryConfig:
-        if self.learned_sink and self.per != "layer":
-            raise ValueError("learned_sink is a part of windows with per `layer`: set memory.per=layer, or it to false")
-        return self
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> MemoryConfig:
-        if self.bytes is None and self.fraction is None:
-            raise ValueError("expected either `bytes` or `fraction`, found neither; set memory.fraction, e.g. to 0.11")
-        if self.bytes is not None and self.fraction is not None:
-            raise ValueError(
-                f"expected either `bytes` or `fraction`, found both: memory.bytes={self.bytes} and "
-                f"memory.fraction={self.fraction:g}; add `--set memory.fraction=null` to keep the bytes, or "
-                "`--set memory.bytes=null` to keep the fraction"
-            )
-        return self
-
-    def budget(self, teacher: TeacherShape, dtype: torch.dtype) -> int:
-        """Return the bytes of state of one sequence."""
-        if self.bytes is not None:
-            return self.bytes
-        assert self.fraction is not None
-        converted = teacher.num_layers - len(teacher.sliding_layers)
-        return int(
-            self.fraction * self.reference_length * converted * teacher.num_kv_heads * pair_bytes(teacher, dtype)
-        )
+def budget_bytes(memory: MemoryConfig, teacher: TeacherShape, dtype: torch.dtype) -> int:
+    """Return the bytes of state of one sequence."""
+    if memory.bytes is not None:
+        return memory.bytes
+    assert memory.fraction is not None
+    converted = teacher.num_layers - len(teacher.sliding_layers)
+    pairs = memory.reference_length * converted * teacher.num_kv_heads
+    return int(memory.fraction * pairs * pair_bytes(teacher, dtype))
 
 
 def require_room(memory: MemoryConfig, teacher: TeacherShape, layers: int, dtype: torch.dtype) -> None:
@@ -89,7 +40,7 @@ def require_room(memory: MemoryConfig, teacher: TeacherShape, layers: int, dtype
         UserError: it is less than the smallest window in every head takes.
     """
     smallest = layers * teacher.num_kv_heads * head_bytes(head_mixer(1, 0, memory.sinks), teacher, dtype)
-    if (budget := memory.budget(teacher, dtype)) < smallest:
+    if (budget := budget_bytes(memory, teacher, dtype)) < smallest:
         fewer = ", or fewer memory.sinks" if memory.sinks else ""
         raise UserError(
             f"memory: expected at least {smallest:,} bytes, with which every KV head has its sinks and its own key, "
@@ -99,13 +50,13 @@ def require_room(memory: MemoryConfig, teacher: TeacherShape, layers: int, dtype
 
 def _enough(memory: MemoryConfig, smallest: int, teacher: TeacherShape, dtype: torch.dtype) -> str:
     """Return which value of the budget suffices for so many bytes, as advice."""
-    cache = memory.model_copy(update={"bytes": None, "fraction": 1.0}).budget(teacher, dtype)
+    cache = budget_bytes(memory.model_copy(update={"bytes": None, "fraction": 1.0}), teacher, dtype)
     if memory.fraction is None or smallest > cache:
         null = "" if memory.fraction is None else "memory.fraction=null and "
         return f"set {null}memory.bytes to at least {smallest}"
     digits = 1 - math.floor(math.log10(smallest / cache))  # two that count
     steps = math.ceil(smallest / cache * 10**digits)
-    while memory.model_copy(update={"fraction": steps / 10**digits}).budget(teacher, dtype) < smallest:
+    while budget_bytes(memory.model_copy(update={"fraction": steps / 10**digits}), teacher, dtype) < smallest:
         steps += 1  # a product of floats is cut to whole bytes
     return f"set memory.fraction to at least {steps / 10**digits:g}"
 
@@ -140,7 +91,7 @@ def layer_sizes(memory: MemoryConfig, teacher: TeacherShape, layers: int, dtype:
     Args:
         layers: how many can be converted.
     """
-    budget, most = memory.budget(teacher, dtype), memory.reference_length
+    budget, most = budget_bytes(memory, teacher, dtype), memory.reference_length
 
     def held(full: int, window: int) -> int:
         return layers_bytes(memory, teacher, full, layers - full, window, dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from linearize.base import UserError
-from linearize.training.config import TrainConfig
+from linearize.configs.training import TrainConfig
 
 # Of one number that trains: both moments, and for 256 of those in 8 bits a scale each.
 MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "paged_adamw_8bit": 2 + 8 / 256}

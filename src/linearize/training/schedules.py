@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from linearize.training.config import Constant, Cosine, Linear, Plateau, Schedule
+from linearize.configs.training import Constant, Cosine, Linear, Plateau, Schedule
 
 
 def build_schedule(config: Schedule, optimizer: Optimizer, total_steps: int) -> LRScheduler:

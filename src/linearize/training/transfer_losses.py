@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from linearize.base import UserError
+from linearize.configs.spans import NoSpan
+from linearize.configs.training import TransferConfig
 from linearize.hf.attention import sliding_window
 from linearize.mixers.attention_weights import (
     Features,
@@ -30,8 +32,7 @@ from linearize.mixers.attention_weights import (
 )
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.layout import Layout, NoSpan
-from linearize.training.config import TransferConfig
+from linearize.ops.layout import Layout
 
 MIN_WEIGHT = 1e-20  # what a weight is taken for, if it is less: relu and rounding give weights of 0
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from linearize.configs.mixer import MixerConfig
 from linearize.hf.convert import convert_layers
-from linearize.mixers.config import MixerConfig
 from tests.hf import encoders
 from tests.hf.models import MIXERS, SPANS, Case, randomize_mixers
 

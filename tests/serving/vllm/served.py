@@ -19,12 +19,11 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 from linearize import Recipe, TeacherShape, resolve
+from linearize.configs.mixer import HeadwiseConfig, LayerPlan, MixerConfig
+from linearize.configs.mixer_parts import EvictionCache, WindowOnly
+from linearize.configs.spans import SlidingSpan, TerracedSpan
 from linearize.hf.attention import linearized_layers
 from linearize.hf.convert import convert_layers
-from linearize.mixers.combine import WindowOnly
-from linearize.mixers.config import HeadwiseConfig, LayerPlan, MixerConfig
-from linearize.mixers.eviction_cache import EvictionCache
-from linearize.ops.layout import SlidingSpan, TerracedSpan
 from tests.byte_tokenizer import CHATML, byte_tokenizer
 from tests.tiny import VOCABULARY, llama
 

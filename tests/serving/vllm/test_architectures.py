@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from vllm.engine.arg_utils import EngineArgs
 
 from linearize import Recipe, TeacherShape, resolve
-from linearize.mixers.config import LayerPlan
+from linearize.configs.mixer import LayerPlan
 from linearize.serving.vllm import BASES
 from tests.hf.decoders import DECODERS
 from tests.serving.vllm.served import (

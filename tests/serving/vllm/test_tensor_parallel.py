@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from linearize.mixers.config import LayerPlan
+from linearize.configs.mixer import LayerPlan
 from tests.serving.vllm.served import (
     by_transformers,
     by_vllm,

@@ -1,6 +1,6 @@
 """Feature maps phi: linear attention weighs a key by phi_q(q).phi_k(k), where softmax has exp(q.k).
 
-A map is a config, which a recipe names by its `type`, and a module, side by side in one file, and a row here.
+A map is a config in `linearize.configs.feature_maps`, which a recipe names by its `type`, a module, and a row here.
 """
 
 from __future__ import annotations
@@ -8,18 +8,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from linearize.mixers.feature_maps.base import FeatureMap, FeatureMapConfig
-from linearize.mixers.feature_maps.cosformer import Cosformer, CosformerMap
-from linearize.mixers.feature_maps.dpfp import Dpfp, DpfpMap
-from linearize.mixers.feature_maps.hedgehog import Hedgehog, HedgehogMap
-from linearize.mixers.feature_maps.lolcat import Lolcat, LolcatMap
-from linearize.mixers.feature_maps.performer import Performer, PerformerMap
-from linearize.mixers.feature_maps.pointwise import Elu1, Elu1Map, Exp, ExpMap, Identity, IdentityMap, Relu, ReluMap
-from linearize.mixers.feature_maps.regla import Regla, ReglaMap
-from linearize.mixers.feature_maps.rfa import Rfa, RfaMap
-from linearize.mixers.feature_maps.t2r import T2R, T2RMap
-from linearize.mixers.feature_maps.taylor import Taylor, TaylorMap
-from linearize.mixers.shape import LayerShape
+from linearize.base import Config
+from linearize.configs.feature_maps import (
+    FEATURE_MAP_CONFIGS,
+    CosformerMap,
+    DpfpMap,
+    Elu1Map,
+    ExpMap,
+    FeatureMapConfig,
+    HedgehogMap,
+    IdentityMap,
+    LolcatMap,
+    PerformerMap,
+    ReglaMap,
+    ReluMap,
+    RfaMap,
+    T2RMap,
+    TaylorMap,
+)
+from linearize.configs.shape import LayerShape
+from linearize.mixers.feature_maps.base import FeatureMap
+from linearize.mixers.feature_maps.cosformer import Cosformer
+from linearize.mixers.feature_maps.dpfp import Dpfp
+from linearize.mixers.feature_maps.hedgehog import Hedgehog
+from linearize.mixers.feature_maps.lolcat import Lolcat
+from linearize.mixers.feature_maps.performer import Performer
+from linearize.mixers.feature_maps.pointwise import Elu1, Exp, Identity, Relu
+from linearize.mixers.feature_maps.regla import Regla
+from linearize.mixers.feature_maps.rfa import Rfa
+from linearize.mixers.feature_maps.t2r import T2R
+from linearize.mixers.feature_maps.taylor import Taylor
 
 FEATURE_MAPS: dict[type[FeatureMapConfig], Callable[[Any, LayerShape], FeatureMap]] = {
     IdentityMap: Identity,
@@ -36,3 +54,26 @@ FEATURE_MAPS: dict[type[FeatureMapConfig], Callable[[Any, LayerShape], FeatureMa
     RfaMap: Rfa,
     DpfpMap: Dpfp,
 }
+
+
+def register_feature_map(config: type[FeatureMapConfig], module: Callable[[Any, LayerShape], FeatureMap]) -> None:
+    """Add a feature map of your own, which recipes, plans and checkpoints then name by its `type`.
+
+    Its chunked and recurrent forms, cache, checkpoints and costs follow from what both say of themselves. A model that
+    has it is read where it has been registered before.
+
+    Args:
+        config: a `FeatureMapConfig` with a field `type: Literal["your name"] = "your name"`.
+        module: makes its `FeatureMap` of the config and the layer's sizes; mostly the class.
+
+    Raises:
+        ValueError: another map has this `type`.
+    """
+    name = config.model_fields["type"].default
+    if name in (other.model_fields["type"].default for other in FEATURE_MAP_CONFIGS):
+        raise ValueError(f"feature_map: expected a type of its own, found {name!r}, which is there already")
+    FEATURE_MAP_CONFIGS.append(config)
+    FEATURE_MAPS[config] = module
+    # In the order of definition, so that what holds a mixer's config is made again after it.
+    for data in Config.__subclasses__():
+        data.model_rebuild(force=True)

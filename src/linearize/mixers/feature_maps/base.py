@@ -7,72 +7,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import AfterValidator, Field, PositiveInt
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from linearize.base import Config
-from linearize.mixers.shape import LayerShape
+from linearize.configs.shape import LayerShape
 from linearize.ops.kernel import Kernel
 from linearize.ops.partial import accumulation_dtype
-
-Rotation = Literal["before", "after", "none"]
-ROTATION = (
-    "before: the map sees queries and keys rotated (RoPE), as the teacher's softmax does; after: features are rotated "
-    "instead (SUPRA), so the kernel can be negative; none: no rotation, order is known by decay alone"
-)
-
-
-def _even(features: int) -> int:
-    if features % 2:
-        raise ValueError(f"expected an even number, because features come in pairs; found {features}")
-    return features
-
-
-Even = Annotated[PositiveInt, AfterValidator(_even)]
-
-
-class FeatureMapConfig(Config):
-    """What every map says of itself as data.
-
-    `signed`: the kernel phi_q.phi_k can be negative, so no sum normalises it. `mixed_signs`: unrotated features can be
-    negative. `exponential`: features are exponentials, divided by a query's largest or the keys' running maximum.
-    `closed_form`: the kernel is a function of one dot product, so features are made where states are and not kept.
-    `of_one_key`: a key's features are a function of it alone, not of its position or of other heads' keys.
-    """
-
-    exponential: ClassVar[bool] = False
-    signed: ClassVar[bool] = False
-    mixed_signs: ClassVar[bool] = False
-    closed_form: ClassVar[bool] = False
-    of_one_key: ClassVar[bool] = True
-
-    rotation: Literal["before", "none"] = Field(
-        default="before",
-        description="before: the map sees queries and keys rotated (RoPE), as the teacher's softmax does; "
-        "none: unrotated, and the linear part knows order by decay alone",
-    )
-
-    def features(self, shape: LayerShape) -> int:
-        """F: features per head."""
-        return shape.head_dim
-
-    def key_heads(self, shape: LayerShape) -> int:
-        """Hk: heads of key features, H or G."""
-        return shape.num_kv_heads
-
-    def resolved(self, shape: LayerShape) -> FeatureMapConfig:
-        """The map with every size filled in that may be left to the teacher.
-
-        Raises:
-            UserError: a size that makes no sense for these layers.
-        """
-        return self
-
 
 MIN_DENOMINATOR = 1e-6  # of features in absolute scale
 # Where a query's features may come in any scale, the largest is e to this: with keys' features, which are at most 1, a

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from linearize.base import UserError
-from linearize.mixers.feature_maps.base import FeatureMapConfig, Symmetric
-from linearize.mixers.shape import LayerShape
-
-
-class DpfpMap(FeatureMapConfig):
-    """phi(x) = concat over j = 1..nu of r * roll(r, j), r = [relu(x), relu(-x)]; F = 2 D nu (Schlag et al. 2021)."""
-
-    type: Literal["dpfp"] = "dpfp"
-    nu: PositiveInt = Field(default=1, description="the paper's capacity parameter, less than 2D")
-
-    def features(self, shape: LayerShape) -> int:
-        return 2 * shape.head_dim * self.nu
-
-    def resolved(self, shape: LayerShape) -> FeatureMapConfig:
-        if self.nu >= 2 * shape.head_dim:
-            raise UserError(
-                f"mixer.feature_map.nu: expected less than twice the teacher's head dimension, {2 * shape.head_dim}, "
-                f"from where on features repeat; found {self.nu}"
-            )
-        return self
+from linearize.configs.feature_maps import DpfpMap
+from linearize.configs.shape import LayerShape
+from linearize.mixers.feature_maps.base import Symmetric
 
 
 class Dpfp(Symmetric):

@@ -3,56 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from linearize.base import UserError
-from linearize.mixers.feature_maps.base import Even, FeatureMapConfig
-from linearize.mixers.feature_maps.learned import Learned, LearnedMap
-from linearize.mixers.shape import LayerShape
+from linearize.configs.feature_maps import HedgehogMap
+from linearize.mixers.feature_maps.learned import Learned
 from linearize.ops.dispatch import backend_for
 
 MIN_FEATURE = 1e-12  # LoLCATs' clamp
-
-
-class HedgehogMap(LearnedMap):
-    """phi(x) = [f(x W + b), f(-x W - b)] (Hedgehog eqs. 5-6; LoLCATs App. A: f = softmax over each half, no bias)."""
-
-    type: Literal["hedgehog"] = "hedgehog"
-    feature_dim: Even | None = Field(
-        default=None, description="F, features per head, even; `expansion` times the head dimension if null"
-    )
-    expansion: PositiveInt = Field(
-        default=1, description="F / D where feature_dim is null: 1 as in LoLCATs, 2 as in Hedgehog"
-    )
-    activation: Literal["softmax_halves", "softmax", "exp"] = Field(
-        default="softmax_halves",
-        description="softmax over each half (Hedgehog eq. 5; LoLCATs), over all features, or exponentials alone "
-        "(Hedgehog eq. 6 and its listing), which keep how large a key is",
-    )
-
-    @property
-    def exponential(self) -> bool:
-        return self.activation == "exp"
-
-    def features(self, shape: LayerShape) -> int:
-        return self.feature_dim or self.expansion * shape.head_dim
-
-    def outputs(self, shape: LayerShape) -> int:
-        return self.features(shape) // 2
-
-    def resolved(self, shape: LayerShape) -> FeatureMapConfig:
-        features = self.features(shape)
-        if features % 2:
-            raise UserError(
-                f"mixer.feature_map.feature_dim: expected an even number; the teacher's head dimension, "
-                f"{shape.head_dim}, is odd, so set one"
-            )
-        return super().resolved(shape).model_copy(update={"feature_dim": features})
 
 
 class Hedgehog(Learned):

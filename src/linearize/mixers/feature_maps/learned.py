@@ -3,67 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field
 from torch import Tensor, nn
 
-from linearize.base import UserError
-from linearize.mixers.feature_maps.base import FeatureMap, FeatureMapConfig, accumulated
-from linearize.mixers.shape import LayerShape
+from linearize.configs.feature_maps import LearnedMap
+from linearize.configs.shape import LayerShape
+from linearize.mixers.feature_maps.base import FeatureMap, accumulated
 from linearize.ops.heads import repeat_kv
-
-
-class LearnedMap(FeatureMapConfig):
-    """A map behind a learned projection W: D -> E, per head or one over all heads together.
-
-    Matrices are [H, D, E] for queries, and for keys [H, D, E] (per query head) or [G, D, E] (per KV head); or, per
-    model, [1, H D, H E] and [1, G D, G E]. Tied maps have those of the keys alone: per KV head, the query heads of a
-    group use their group's matrix; per model, that needs as many KV heads as query heads.
-    """
-
-    per: Literal["query_head", "kv_head", "model"] = Field(
-        default="query_head",
-        description="one key map per query head (the papers; a state per query head), per KV head (a state smaller by "
-        "the number of query heads that share one), or one over all heads together (SUPRA's code)",
-    )
-    tied: bool = Field(default=False, description="queries and keys share one projection")
-    bias: bool = Field(default=False, description="x W + b instead of x W")
-    init: Literal["identity", "kaiming", "linear", "zero"] = Field(
-        default="identity",
-        description="identity: ones on each head's diagonal; kaiming: Kaiming-uniform over the whole tensor of all "
-        "heads (LoLCATs' code); linear: as torch's Linear, uniform within D^-1/2; zero: zeros",
-    )
-
-    @property
-    def of_one_key(self) -> bool:  # type: ignore[override]
-        return self.per != "model"
-
-    def outputs(self, shape: LayerShape) -> int:
-        """E: outputs of the projection per head."""
-        return self.features(shape)
-
-    def key_heads(self, shape: LayerShape) -> int:
-        return shape.num_heads if self.per == "query_head" else shape.num_kv_heads
-
-    def projections(self, shape: LayerShape) -> tuple[tuple[int, int, int], ...]:
-        """Shapes [matrices, inputs, outputs] of the query and the key projection; of the one that a tied map has."""
-        width, outputs = shape.head_dim, self.outputs(shape)
-        queries, keys = shape.num_heads, self.key_heads(shape)
-        used = (queries, width, outputs), (keys, width, outputs)
-        if self.per == "model":
-            used = (1, queries * width, queries * outputs), (1, keys * width, keys * outputs)
-        return used[1:] if self.tied else used
-
-    def resolved(self, shape: LayerShape) -> FeatureMapConfig:
-        if self.tied and self.per == "model" and shape.num_heads != shape.num_kv_heads:
-            raise UserError(
-                f"mixer.feature_map.tied: one projection over all {shape.num_heads} query heads of the teacher cannot "
-                f"be shared with one over all its {shape.num_kv_heads} KV heads; set tied=false, or per=kv_head"
-            )
-        return self
 
 
 class Learned(FeatureMap):

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import Field
 from torch import Tensor
 
+from linearize.configs.feature_maps import LolcatMap
 from linearize.mixers.feature_maps.base import elu1
-from linearize.mixers.feature_maps.learned import Learned, LearnedMap, as_it_is
-
-
-class LolcatMap(LearnedMap):
-    """phi(x) = f(x W + x): a skip connection, F = D (LOLCAT sec. 3)."""
-
-    type: Literal["lolcat"] = "lolcat"
-    activation: Literal["exp", "relu", "elu1"] = Field(default="exp", description="f; elu1 is elu(x) + 1")
-    init: Literal["identity", "kaiming", "linear", "zero"] = Field(
-        default="zero", description="as in every learned map; zero, the paper's, starts as f(x)"
-    )
-
-    @property
-    def exponential(self) -> bool:
-        return self.activation == "exp"
+from linearize.mixers.feature_maps.learned import Learned, as_it_is
 
 
 class Lolcat(Learned):

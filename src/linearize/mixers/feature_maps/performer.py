@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from linearize.base import UserError
-from linearize.mixers.feature_maps.base import FeatureMap, FeatureMapConfig
-from linearize.mixers.shape import LayerShape
-
-
-class PerformerMap(FeatureMapConfig):
-    """phi(x) = F^-1/2 exp(W x' - |x'|^2 / 2), x' = x D^-1/4, W fixed, orthogonal blocks (Choromanski et al. 2021)."""
-
-    type: Literal["performer"] = "performer"
-    feature_dim: PositiveInt | None = Field(default=None, description="F, features per head; floor(D ln D) if null")
-    exponential: ClassVar[bool] = True
-
-    def features(self, shape: LayerShape) -> int:
-        return self.feature_dim or math.floor(shape.head_dim * math.log(shape.head_dim))
-
-    def resolved(self, shape: LayerShape) -> FeatureMapConfig:
-        features = self.features(shape)
-        if not features:
-            raise UserError(
-                f"mixer.feature_map.feature_dim: expected a number, because floor(D ln D) is 0 for the teacher's head "
-                f"dimension, {shape.head_dim}; set one"
-            )
-        return self.model_copy(update={"feature_dim": features})
+from linearize.configs.feature_maps import PerformerMap
+from linearize.configs.shape import LayerShape
+from linearize.mixers.feature_maps.base import FeatureMap
 
 
 class Performer(FeatureMap):

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 import torch
 from jaxtyping import Float, Int
-from pydantic import Field
 from torch import Tensor, nn
 
-from linearize.mixers.feature_maps.base import Even, FeatureMap, FeatureMapConfig
-from linearize.mixers.shape import LayerShape
-
-
-class RfaMap(FeatureMapConfig):
-    """phi(x) = (F/2)^-1/2 [sin(W x^), cos(W x^)], x^ = x / (|x| + 1e-3), W = sigma N(0, 1) (Peng et al. 2021).
-
-    sigma is learned, one per KV head. The kernel can be negative; as in the paper, a sum may normalise it all the same,
-    with a denominator of at least 1.
-    """
-
-    type: Literal["rfa"] = "rfa"
-    feature_dim: Even | None = Field(default=None, description="F, features per head, even; 2D if null")
-    mixed_signs: ClassVar[bool] = True
-
-    def features(self, shape: LayerShape) -> int:
-        return self.feature_dim or 2 * shape.head_dim
-
-    def resolved(self, shape: LayerShape) -> FeatureMapConfig:
-        return self.model_copy(update={"feature_dim": self.features(shape)})
+from linearize.configs.feature_maps import RfaMap
+from linearize.configs.shape import LayerShape
+from linearize.mixers.feature_maps.base import FeatureMap
 
 
 class Rfa(FeatureMap):

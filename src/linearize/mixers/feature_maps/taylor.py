@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linearize.mixers.feature_maps.base import FeatureMapConfig, Symmetric, accumulated
-from linearize.mixers.shape import LayerShape
+from linearize.mixers.feature_maps.base import Symmetric, accumulated
 from linearize.ops.kernel import Kernel
-
-
-class TaylorMap(FeatureMapConfig):
-    """phi(q).phi(k) = 1 + u + u^2 / 2 > 0, u = q.k D^-1/2; symmetric form, F = 1 + D + D (D + 1) / 2."""
-
-    type: Literal["taylor2"] = "taylor2"
-    closed_form: ClassVar[bool] = True
-    mixed_signs: ClassVar[bool] = True
-
-    def features(self, shape: LayerShape) -> int:
-        return 1 + shape.head_dim + shape.head_dim * (shape.head_dim + 1) // 2
 
 
 class TaylorKernel(Kernel):

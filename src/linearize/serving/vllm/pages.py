@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linearize.configs.mixer import HeadwiseConfig, MixerConfig
+from linearize.configs.shape import LayerShape
 from linearize.hf.classes import read_plan
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.config import HeadwiseConfig, MixerConfig
 from linearize.mixers.head_shards import shard_of_heads
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import STATE_DTYPES, Clock, MixerState
-from linearize.mixers.shape import LayerShape
 
 ALIGNMENT = 64  # of pages, in bytes: any dtype can begin there
 KINDS = (torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.float16)  # largest first: no gaps between

@@ -1,14 +1,12 @@
 """A mixer as data: which parts it is made of, and which combinations of them mean nothing.
 
-A `MixerConfig` names one of each kind; combinations without meaning are refused when it is read, with the reason. Each
-part's config stands beside its module: spans in `ops`, the others in `feature_maps`, `gates`, `update`, `normalizers`
-and `combine`.
+A `MixerConfig` names one of each kind; combinations without meaning are refused when it is read, with the reason.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import or_
 from typing import Annotated, Any, Literal
@@ -17,34 +15,32 @@ from pydantic import Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
 
 from linearize.base import Config
-from linearize.mixers.combine import (
-    COMBINES,
+from linearize.configs.feature_maps import FEATURE_MAP_CONFIGS, FeatureMapConfig, HedgehogMap, RfaMap
+from linearize.configs.mixer_parts import (
     AbsoluteScale,
     Add,
+    AdditiveUpdate,
+    Combine,
+    Decay,
+    DeltaUpdate,
+    EvictionCache,
     Mix,
+    Normalizer,
     SharedDenominator,
+    SumNormalizer,
+    Update,
     WindowOnly,
 )
-from linearize.mixers.eviction_cache import EvictionCache
-from linearize.mixers.feature_maps import FEATURE_MAPS
-from linearize.mixers.feature_maps.base import FeatureMap, FeatureMapConfig
-from linearize.mixers.feature_maps.hedgehog import HedgehogMap
-from linearize.mixers.feature_maps.rfa import RfaMap
-from linearize.mixers.gates import DECAYS, DecayConfig
-from linearize.mixers.normalizers import NORMALIZERS, NormalizerConfig, SumNormalizer
-from linearize.mixers.shape import LayerShape
-from linearize.mixers.update import AdditiveUpdate, DeltaUpdate
-from linearize.ops.layout import NoSpan, SlidingSpan, Span, TerracedSpan
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import NoSpan, SlidingSpan, Span, TerracedSpan
 
 
-class OneOf:
-    """For pydantic: any of the types in a table, told apart by their `type`."""
+class _AnyFeatureMap:
+    """For pydantic: any of the registered feature maps, told apart by their `type`."""
 
-    def __init__(self, table: Mapping[type, Any]) -> None:
-        self.table = table
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return handler.generate_schema(Annotated[reduce(or_, self.table), Field(discriminator="type")])
+    @staticmethod
+    def __get_pydantic_core_schema__(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(Annotated[reduce(or_, FEATURE_MAP_CONFIGS), Field(discriminator="type")])
 
 
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -63,13 +59,13 @@ class MixerConfig(Config):
     """
 
     span: Span = Field(default=SlidingSpan(), discriminator="type", description="which keys are softmax keys")
-    feature_map: Annotated[FeatureMapConfig, OneOf(FEATURE_MAPS)] | None = Field(
+    feature_map: Annotated[FeatureMapConfig, _AnyFeatureMap] | None = Field(
         default=HedgehogMap(), description="phi; null where there is no linear part (combine `window_only`)"
     )
-    decay: Annotated[DecayConfig, OneOf(DECAYS)] | None = Field(
-        default=None, description="how the state forgets with every step; null: it does not"
+    decay: Decay | None = Field(
+        default=None, discriminator="type", description="how the state forgets with every step; null: it does not"
     )
-    update: AdditiveUpdate | DeltaUpdate = Field(
+    update: Update = Field(
         default=AdditiveUpdate(), discriminator="type", description="how a key and its value are written to the state"
     )
     scale: Literal["none", "head_dim", "regla"] = Field(
@@ -77,14 +73,14 @@ class MixerConfig(Config):
         description="phi_q.phi_k as it is, times D^-1/2 (head_dim), or times 1 / (e sqrt(F (e^2 - 1))) (regla, "
         "Theorem 3.1: variance 1 for normal q and k)",
     )
-    normalizer: Annotated[NormalizerConfig, OneOf(NORMALIZERS)] = Field(
-        default=SumNormalizer(), description="what is made of the linear part's sums"
+    normalizer: Normalizer = Field(
+        default=SumNormalizer(), discriminator="type", description="what is made of the linear part's sums"
     )
     cache: EvictionCache | None = Field(
         default=None, description="KV cache with eviction beside the window; null: none. Needs a terraced span"
     )
-    combine: Annotated[Config, OneOf(COMBINES)] = Field(
-        default=SharedDenominator(), description="how window and linear part become one output"
+    combine: Combine = Field(
+        default=SharedDenominator(), discriminator="type", description="how window and linear part become one output"
     )
     state_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="of S between calls; null: float32, in which it is computed"
@@ -185,28 +181,6 @@ class MixerConfig(Config):
         if self.feature_map is None:
             return self
         return self.model_copy(update={"feature_map": self.feature_map.resolved(shape)})
-
-
-def register_feature_map(config: type[FeatureMapConfig], module: Callable[[Any, LayerShape], FeatureMap]) -> None:
-    """Add a feature map of your own, which recipes, plans and checkpoints then name by its `type`.
-
-    Its chunked and recurrent forms, cache, checkpoints and costs follow from what both say of themselves. A model that
-    has it is read where it has been registered before.
-
-    Args:
-        config: a `FeatureMapConfig` with a field `type: Literal["your name"] = "your name"`.
-        module: makes its `FeatureMap` of the config and the layer's sizes; mostly the class.
-
-    Raises:
-        ValueError: another map has this `type`.
-    """
-    name = config.model_fields["type"].default
-    if name in (other.model_fields["type"].default for other in FEATURE_MAPS):
-        raise ValueError(f"feature_map: expected a type of its own, found {name!r}, which is there already")
-    FEATURE_MAPS[config] = module
-    # In the order of definition, so that what holds a mixer's config is made again after it.
-    for data in Config.__subclasses__():
-        data.model_rebuild(force=True)
 
 
 class HeadGroup(Config):

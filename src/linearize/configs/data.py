@@ -7,8 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveInt
 
 from linearize.base import Config
-from linearize.data.tasks import AnyTask, AssociativeRecall, ImageClassification, LanguageModelling, ListOps
-from linearize.hf.teacher import TeacherShape
+from linearize.configs.tasks import AnyTask, LanguageModelling
 
 
 class DataConfig(Config):
@@ -64,14 +63,3 @@ class DataConfig(Config):
     validation_rows: PositiveInt = Field(
         default=64, description="at most this many rows, packed or examples, choose checkpoints; as many are the test"
     )
-
-
-def row_length(data: DataConfig, shape: TeacherShape) -> tuple[int, str]:
-    """The longest row of tokens there can be, and the field that says so; of images all are of the model's length."""
-    task = data.task
-    if isinstance(task, AssociativeRecall):
-        return task.length, "data.task.length"
-    if isinstance(task, ListOps):
-        return task.max_length + 1, "data.task.max_length"
-    images = isinstance(task, ImageClassification) or not shape.vocab_size
-    return shape.max_positions if images else data.sequence_length, "data.sequence_length"

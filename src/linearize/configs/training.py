@@ -205,3 +205,12 @@ class FinetuneConfig(TrainConfig):
         if not (self.all_weights or self.mixers or self.lora is not None):
             raise ValueError("nothing trains; set lora, mixers or all_weights")
         return self
+
+
+class DistributedConfig(Config):
+    """Set how several processes share a model. Results are the same, so a run may resume with another choice."""
+
+    shard: Literal["auto", "none", "full"] = Field(
+        default="auto",
+        description="divide weights among processes (FSDP2); auto: where a GPU is too small for the whole model",
+    )

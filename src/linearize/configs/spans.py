@@ -1,0 +1,87 @@
+"""Spans: which keys of a query are softmax keys, as data.
+
+Every span says, in tokens:
+    lo(position)  the first softmax key of the query at `position` (0-based within its document)
+    sinks         so many first keys of a document are softmax keys always and linear keys never
+    max_lag       most softmax keys of a query (itself included), sinks apart
+    fold_lag      a key is folded into the linear state this many steps after it was written
+    context       slots with keys and values that a state keeps, sinks apart
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt
+
+from linearize.base import Config
+
+SINKS = "keys at the start of a document that always stay softmax keys"
+
+
+class NoSpan(Config):
+    """Pure linear attention: lo(n) = n + 1, every key is linear."""
+
+    type: Literal["none"] = "none"
+    sinks: ClassVar[int] = 0
+    max_lag: ClassVar[int] = 0
+    fold_lag: ClassVar[int] = 0
+    context: ClassVar[int] = 0
+
+    def lo(self, position: Any) -> Any:
+        return position + 1
+
+
+class SlidingSpan(Config):
+    """Softmax over the last `window_size` keys, lo(n) = max(0, n - w + 1), and the first `sinks`; linear below."""
+
+    type: Literal["sliding"] = "sliding"
+    window_size: PositiveInt = Field(default=64, description="softmax keys of a query, its own included")
+    sinks: int = Field(default=0, ge=0, description=SINKS)
+
+    @property
+    def max_lag(self) -> int:
+        return self.window_size
+
+    @property
+    def fold_lag(self) -> int:
+        return self.window_size
+
+    @property
+    def context(self) -> int:
+        return self.window_size
+
+    def lo(self, position: Any) -> Any:
+        return (position - (self.window_size - 1)).clamp_min(0)
+
+
+class TerracedSpan(Config):
+    """Softmax over the query's own block of `window_size` keys and the `blocks` - 1 before it, linear below.
+
+    lo(n) = w max(0, floor(n / w) - b + 1).
+    """
+
+    type: Literal["terraced"] = "terraced"
+    window_size: PositiveInt = Field(default=64, description="keys of one block; blocks begin at its multiples")
+    blocks: PositiveInt = Field(default=2, description="2: own block and the one before; 1: own block only")
+    sinks: int = Field(default=0, ge=0, description=SINKS)
+
+    @property
+    def max_lag(self) -> int:
+        return self.blocks * self.window_size
+
+    @property
+    def fold_lag(self) -> int:
+        return (self.blocks - 1) * self.window_size
+
+    @property
+    def context(self) -> int:
+        return self.blocks * self.window_size
+
+    def lo(self, position: Any) -> Any:
+        return self.window_size * (position.div(self.window_size, rounding_mode="floor") - (self.blocks - 1)).clamp_min(
+            0
+        )
+
+
+Span = NoSpan | SlidingSpan | TerracedSpan
