@@ -120,7 +120,7 @@ WRONG_FIELD = """
 import sys
 import linearize_cli
 
-sys.argv = ["linearize", *sys.argv[1:], "--set", "finetune.rate=1"]
+sys.argv = ["linearize", *sys.argv[1:], "--set", "mixer.rate=1"]
 try:
     linearize_cli.main()
 except SystemExit as status:
@@ -134,7 +134,7 @@ def test_an_error_in_a_recipe_is_said_before_torch_is_loaded(command: str, tmp_p
     output = [] if command == "plan" else ["--output-dir", str(tmp_path / "out")]
     arguments = [sys.executable, "-c", WRONG_FIELD, command, "lolcats", "--model", str(tmp_path), *output]
     child = subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-    assert "recipe field finetune.rate: unknown field" in child.stderr
+    assert "recipe field mixer.rate: unknown field" in child.stderr
     assert child.stdout == "False\n"
 
 
