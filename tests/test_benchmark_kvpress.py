@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from linearize import convert_layers
 from linearize.base import UserError
 from linearize.configs.mixer import MixerConfig
 from linearize.configs.mixer_parts import WindowOnly
 from linearize.configs.spans import SlidingSpan
+from linearize.hf.convert import convert_layers
 from tests import tiny
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

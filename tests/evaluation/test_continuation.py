@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linearize import convert_layers
 from linearize.base import UserError
 from linearize.configs.mixer import MixerConfig
 from linearize.configs.mixer_parts import WindowOnly
@@ -25,6 +24,7 @@ from linearize.evaluation.continuation import (
     text_rows,
 )
 from linearize.evaluation.intervals import wilson
+from linearize.hf.convert import convert_layers
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from linearize import convert_layers
 from linearize.base import UserError
 from linearize.configs.mixer import MixerConfig
 from linearize.configs.mixer_parts import WindowOnly
@@ -22,6 +21,7 @@ from linearize.evaluation import short
 from linearize.evaluation.intervals import wilson
 from linearize.evaluation.short import Passage, ShortEvaluation, measure_short, passages
 from linearize.evaluation.speed import Spread
+from linearize.hf.convert import convert_layers
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 

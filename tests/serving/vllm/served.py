@@ -18,12 +18,14 @@ from transformers import PreTrainedModel
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from linearize import Recipe, TeacherShape, resolve
+from linearize import Recipe
 from linearize.configs.mixer import HeadwiseConfig, LayerPlan, MixerConfig
 from linearize.configs.mixer_parts import EvictionCache, WindowOnly
 from linearize.configs.spans import SlidingSpan, TerracedSpan
 from linearize.hf.attention import linearized_layers
 from linearize.hf.convert import convert_layers
+from linearize.hf.teacher import TeacherShape
+from linearize.layer_plan import resolve
 from tests.byte_tokenizer import CHATML, byte_tokenizer
 from tests.tiny import VOCABULARY, llama
 

@@ -9,8 +9,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from vllm.engine.arg_utils import EngineArgs
 
-from linearize import Recipe, TeacherShape, resolve
+from linearize import Recipe
 from linearize.configs.mixer import LayerPlan
+from linearize.hf.teacher import TeacherShape
+from linearize.layer_plan import resolve
 from linearize.serving.vllm import BASES
 from tests.hf.decoders import DECODERS
 from tests.serving.vllm.served import (
