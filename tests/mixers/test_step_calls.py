@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.shape import LayerShape
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.shape import LayerShape
 
 import linearize
 from linearize.mixers.inputs import AttnInputs

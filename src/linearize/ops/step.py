@@ -1,0 +1,407 @@
+"""One token at a time in constant memory and time: fold the key that leaves the window, then read.
+
+A step is short: what it costs is the number of its operations. So heads are one batch axis here, and what follows from
+the number of tokens seen alone (`StepContext`) is worked out once for all layers. A state keeps a token in the slot of
+its position (`layout.slots_of`), so that one more token is written to one slot and nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from linearize.configs.spans import Span, TerracedSpan
+from linearize.ops.heads import repeat_kv
+from linearize.ops.inputs import LinearState, Quotient
+from linearize.ops.kernel import Kernel
+from linearize.ops.layout import slot_positions, slots_of
+from linearize.ops.partial import Partial, accumulation_dtype
+
+Tokens = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
+
+
+class StepContext:
+    """What a span makes of the token at `position`, the number of those before; worked out on first use.
+
+    Attributes:
+        span, position: as given.
+        slots: how many a state keeps for the span, those of an eviction cache not among them.
+        width: tokens of a block; 0: the span has no blocks.
+    """
+
+    # No functools.cached_property: its lock is nothing that a compiler knows.
+    def __init__(self, span: Span, position: Int[Tensor, " B"]) -> None:
+        self.span, self.position = span, position
+        self.context, self.fold_lag = span.context, span.fold_lag
+        self.slots = span.sinks + self.context
+        self.width = span.window_size if isinstance(span, TerracedSpan) else 0
+        self.column = position[:, None]
+        self._known: dict[str, Tensor] = {}
+        self._numbers: list[int] | None = None
+
+    @property
+    def slot(self) -> Int[Tensor, "B 1 1 1"]:
+        """Its own slot."""
+        return self._once("slot", lambda: slots_of(self.position, self.span).view(-1, 1, 1, 1))
+
+    @property
+    def entering(self) -> Int[Tensor, "B 1"]:
+        """The position of the key that enters the linear state; less than 0 where there is none yet."""
+        return self._once("entering", lambda: self.column - self.fold_lag)
+
+    @property
+    def entering_slot(self) -> Int[Tensor, "B 1 1 1"]:
+        """The slot that holds this key until the new token is written, where that is not the key itself."""
+        return self._once("entering slot", self._entering_slot)
+
+    def _entering_slot(self) -> Tensor:
+        return slots_of(self.entering.clamp_min(0), self.span).view(-1, 1, 1, 1)
+
+    @property
+    def all_enter(self) -> bool:
+        """Whether one enters in every row; False where that is not known without waiting."""
+        numbers = self._numbers_at_hand()
+        return numbers is not None and all(number - self.fold_lag >= self.span.sinks for number in numbers)
+
+    @property
+    def enters(self) -> Float[Tensor, "B 1 1 1"]:
+        """1 where it does enter, 0 where it is a sink or not there."""
+        return self._once("enters", lambda: (self.entering >= self.span.sinks).float().view(-1, 1, 1, 1))
+
+    @property
+    def passed(self) -> Bool[Tensor, "B 1 S 1"] | None:
+        """Slots of sinks, of tokens below its window and of none, after the new one is written. None: no such slots."""
+        if not self.span.sinks and self._reads_window():
+            return None
+        return self._once("passed", lambda: self._passed()[:, None, :, None])
+
+    def _passed(self) -> Tensor:
+        lowest = self.span.lo(self.column).clamp_min(self.span.sinks)
+        return slot_positions(self.position + 1, self.span) < lowest
+
+    @property
+    def hidden(self) -> Bool[Tensor, "B S"]:
+        """Slots, after the new token is written, that its query does not read by softmax."""
+        return self._once("hidden", self._hidden)
+
+    def _hidden(self) -> Tensor:
+        positions = slot_positions(self.position + 1, self.span)
+        below = positions < self.span.lo(self.column)
+        if not self.span.sinks:
+            return below
+        below[:, : self.span.sinks] = False
+        return below | (positions < 0)
+
+    def bias(self, cache_size: int, dtype: torch.dtype) -> Float[Tensor, "B 1 1 S_and_C"] | None:
+        """Return what softmax adds to the scores of these slots and of those of a cache behind them; None: nothing.
+
+        A cache fills from its end.
+        """
+        if self._reads_window() and (not cache_size or self._fills(cache_size)):
+            return None
+        return self._once(f"bias {cache_size} {dtype}", lambda: self._bias(cache_size, dtype))
+
+    def _repeats(self, number: int, cache_size: int) -> bool:
+        """Return whether no slot is empty: from here on a bias depends on the token's place in its block alone."""
+        return number >= self.slots and (not cache_size or self._left(number) >= cache_size)
+
+    def _bias(self, cache_size: int, dtype: torch.dtype) -> Tensor:
+        numbers = self._numbers_at_hand()
+        if numbers is not None and len(numbers) == 1 and self.width and self._repeats(numbers[0], cache_size):
+            every = _biases_of_full_slots(self.span, cache_size, dtype, self.position.device)
+            return every.narrow(0, numbers[0] % self.context, 1)
+        hidden = self.hidden
+        if cache_size:
+            empty = torch.arange(cache_size, device=hidden.device) < cache_size - self._left(self.column)
+            hidden = torch.cat([hidden, empty], dim=1)
+        return no_scores(hidden, dtype)
+
+    def _left(self, position: Any) -> Any:
+        """Return how many keys, sinks not among them, have left a window of blocks when this query reads, if any."""
+        assert isinstance(self.span, TerracedSpan)
+        return (position // self.span.window_size - self.span.blocks + 1) * self.span.window_size - self.span.sinks
+
+    def _reads_window(self) -> bool:
+        """Return whether every slot has a key that the query reads; False where that is not known without waiting."""
+        numbers, width = self._numbers_at_hand(), self.width or 1
+        return numbers is not None and all(n + 1 >= self.slots and (n + 1) % width == 0 for n in numbers)
+
+    def _fills(self, cache_size: int) -> bool:
+        """Return whether the keys that left the window fill such a cache in every row."""
+        return self.numbers is not None and all(self._left(number) >= cache_size for number in self.numbers)
+
+    def _numbers_at_hand(self) -> list[int] | None:
+        waits = self._numbers is None and self.position.device.type != "cpu"
+        return None if waits else self.numbers
+
+    @property
+    def numbers(self) -> list[int] | None:
+        """The positions of all rows; None where tensors cannot be looked at."""
+        if torch.compiler.is_compiling() or self.position.is_meta:
+            return None
+        if self._numbers is None:
+            self._numbers = self.position.tolist()
+        return self._numbers
+
+    @property
+    def may_flush(self) -> bool:
+        """Whether a block begins with it in any row, or may, where tensors cannot be looked at."""
+        return self.width > 0 and (self.numbers is None or any(number % self.width == 0 for number in self.numbers))
+
+    @property
+    def flushes(self) -> Bool[Tensor, "B 1 1"] | None:
+        """Whether a block begins with it, where there are blocks."""
+        return None if not self.width else self._once("flushes", self._flushes)
+
+    def _flushes(self) -> Tensor:
+        return (self.position % self.width == 0)[:, None, None]
+
+    @property
+    def leaving(self) -> Int[Tensor, "B w"]:
+        """The positions of the block that leaves the window, -1 where none does, and for sinks."""
+        return self._once("leaving", self._leaving)
+
+    def _leaving(self) -> Tensor:
+        assert self.flushes is not None
+        position = self._block_before()
+        return torch.where((position >= self.span.sinks) & self.flushes[:, 0], position, -1)
+
+    @property
+    def leaving_slots(self) -> Int[Tensor, "B w"]:
+        """The slots that hold this block until tokens of the next one are written."""
+        return self._once("leaving slots", lambda: slots_of(self._block_before().clamp_min(0), self.span))
+
+    def leaving_tokens(self, slots: Float[Tensor, "B h P X"]) -> Float[Tensor, "B h w X"]:
+        """Return what slots have of this block, until tokens of the next one are written."""
+        numbers = self._numbers_at_hand()
+        if numbers is not None and len(numbers) == 1:  # it lies in one piece
+            return slots.narrow(2, self.span.sinks + numbers[0] % self.context, self.width)
+        places = self.leaving_slots[:, None, :, None]
+        return slots.gather(2, places.expand(len(slots), slots.shape[1], -1, slots.shape[3]))
+
+    def keeps_full(self, size: int) -> bool:
+        """Return whether a block begins in every row that finds a cache of `size` full, and no sink leaves the window.
+
+        False where tensors cannot be looked at.
+        """
+        numbers = self.numbers or ()
+        return bool(numbers) and all(n % self.width == 0 and self._left(n - self.width) >= size for n in numbers)
+
+    def _block_before(self) -> Tensor:
+        return self.column - self.context + torch.arange(self.width, device=self.position.device)
+
+    def zeros(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """Zeros like x, not to be written to."""
+        return self._once(f"zeros {tuple(x.shape)} {x.dtype}", lambda: torch.zeros_like(x))
+
+    def written(self, slots: Float[Tensor, "B h P X"], new: Float[Tensor, "B h 1 X"]) -> Float[Tensor, "B h P X"]:
+        """Return slots with the new token in its own."""
+        if not self.slots:
+            return slots
+        index = self._once(f"written {tuple(new.shape)}", lambda: self.slot.expand_as(new))
+        slots = slots if slots.dtype == new.dtype else slots.to(new.dtype)
+        return slots.scatter(2, index, new)
+
+    def entering_tokens(self, slots: Tokens, new: Tokens) -> Tokens:
+        """Return the token that enters the linear state, from the slots before the new one is written."""
+        if not self.fold_lag:
+            return {name: x.contiguous() for name, x in new.items()}
+        return {name: self._entering(slots[name], x) for name, x in new.items()}
+
+    def _entering(self, slots: Float[Tensor, "B h P X"], new: Float[Tensor, "B h 1 X"]) -> Float[Tensor, "B h 1 X"]:
+        index = self._once(f"entering {tuple(new.shape)}", lambda: self.entering_slot.expand_as(new))
+        found = slots.gather(2, index)
+        return found if found.dtype == new.dtype else found.to(new.dtype)
+
+    def _once(self, name: str, work: Callable[[], Tensor]) -> Tensor:
+        if name not in self._known:
+            self._known[name] = work()
+        return self._known[name]
+
+
+@lru_cache(maxsize=256)
+def _biases_of_full_slots(
+    span: Span, cache_size: int, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "W 1 1 S_and_C"]:
+    """Return the bias of a token at each place of the ring once no slot is empty; they are not to be written to."""
+    with torch.inference_mode(False):
+        first = (1 + -(-(span.sinks + cache_size) // span.context)) * span.context
+        hidden = StepContext(span, first + torch.arange(span.context, device=device)).hidden
+        return no_scores(torch.cat([hidden, hidden.new_zeros(len(hidden), cache_size)], dim=1), dtype)
+
+
+@dataclass(frozen=True)
+class LinearStep:
+    """The linear part of one more token.
+
+    Attributes:
+        phi_q, state: what is read, after what enters.
+        phi_k, v, beta, log_decay_k, log_decay_v: of the token that enters the state, at position - span.fold_lag, as in
+            `LinearInputs`; phi_k None: nothing enters.
+        skipped_k, skipped_v: log decays of the steps lo(position) .. position, summed.
+        kernel: makes features of phi_q and phi_k.
+    """
+
+    phi_q: Float[Tensor, "B H 1 F"]
+    state: LinearState
+    phi_k: Float[Tensor, "B Hk 1 F"] | None = None
+    v: Float[Tensor, "B G 1 D"] | None = None
+    beta: Float[Tensor, "B Hk 1 1"] | None = None
+    log_decay_k: Float[Tensor, "#B Hk 1 X"] | None = None
+    log_decay_v: Float[Tensor, "#B Hk 1 D"] | None = None
+    skipped_k: Float[Tensor, "#B Hk 1 X"] | None = None
+    skipped_v: Float[Tensor, "#B Hk 1 D"] | None = None
+    kernel: Kernel | None = None
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One more token of every row.
+
+    Attributes:
+        new_k, new_v: of the token.
+        k, v: slots of the tokens before, and behind them the C pairs of an eviction cache.
+        at: what its span makes of its position.
+        softmax_alone: whether softmax over the slots is the output.
+        quotient: returns how the output is one quotient of sums, None where it is not; not every backend asks.
+    """
+
+    q: Float[Tensor, "B H 1 D"]
+    new_k: Float[Tensor, "B G 1 D"]
+    new_v: Float[Tensor, "B G 1 D"]
+    k: Float[Tensor, "B G P D"]
+    v: Float[Tensor, "B G P D"]
+    at: StepContext
+    scaling: float
+    softcap: float | None
+    linear: LinearStep | None
+    softmax_alone: bool
+    quotient: Callable[[], Quotient | None]
+
+
+class StepOutputs(NamedTuple):
+    """The output, or the parts that it is made of; and the slots and the linear state behind the token."""
+
+    y: Float[Tensor, "B H 1 D"] | None
+    window: Partial | None
+    linear: Partial | None
+    k: Float[Tensor, "B G P D"]
+    v: Float[Tensor, "B G P D"]
+    state: LinearState | None
+
+
+def one_token(x: StepInputs) -> StepOutputs:
+    """One more token by torch's operations."""
+    at = x.at
+    k, v = at.written(x.k, x.new_k), at.written(x.v, x.new_v)
+    window = linear = state = None
+    if at.slots:
+        alone = x.softmax_alone and x.softcap is None
+        bias = at.bias(k.shape[2] - at.slots, x.q.dtype if alone else accumulation_dtype(v.dtype))
+        if alone:
+            return StepOutputs(softmax_step(x.q, k, v, bias=bias, scaling=x.scaling), None, None, k, v, None)
+        window = window_step(x.q, k, v, bias=bias, scaling=x.scaling, softcap=x.softcap)
+    if x.linear is not None:
+        state = x.linear.state
+        if x.linear.phi_k is None:
+            linear = linear_read(x.linear, state, at)
+        else:
+            linear, state = linear_step(x.linear, at)
+    return StepOutputs(None, window, linear, k, v, state)
+
+
+def linear_step(x: LinearStep, at: StepContext) -> tuple[Partial, LinearState]:
+    """Read the linear part for the query of the next token, after what enters the state; and the state behind it."""
+    assert x.phi_k is not None and x.v is not None
+    dtype, heads, state = x.state.z.dtype, x.phi_k.shape[1], x.state
+    v = x.v if x.v.dtype == dtype else x.v.to(dtype)
+    phi_k = x.phi_k if x.kernel is None else x.kernel.features(x.phi_k)
+    phi_k = phi_k if at.all_enter else phi_k * at.enters
+    S, z = state.S, state.z
+    readable = S, z
+    if at.flushes is not None:
+        assert state.next_S is not None and state.next_z is not None
+        readable = torch.where(at.flushes[..., None], state.next_S, S), torch.where(at.flushes, state.next_z, z)
+        S, z = state.next_S, state.next_z
+    if x.log_decay_k is not None:
+        step = x.log_decay_k.exp().to(dtype)
+        S, z = S * step.mT, z * step.squeeze(2)
+    if x.log_decay_v is not None:
+        S = S * x.log_decay_v.exp().to(dtype)
+    if x.beta is not None:
+        v = x.beta.to(dtype) * (repeat_kv(v, heads) - phi_k @ S)
+    # Heads that share a value lie side by side, and so do their features: one matrix of them all.
+    shared = len(v) * v.shape[1]
+    one, value = phi_k.reshape(shared, -1, 1), v.reshape(shared, 1, -1)
+    S = torch.baddbmm(S.view(shared, -1, v.shape[3]), one, value).view(S.shape)
+    z = z + phi_k.view(z.shape)
+    state = LinearState(S, z) if not at.width else LinearState(*readable, S, z)
+    return linear_read(x, state, at), state
+
+
+def linear_read(x: LinearStep, state: LinearState, at: StepContext) -> Partial:
+    """Read a state by a query."""
+    phi_q = x.phi_q if x.kernel is None else x.kernel.features(x.phi_q)
+    (batch, heads, _, features), units = phi_q.shape, state.z.shape[1]
+    # One axis of all states: torch.matmul would take several operations to get there.
+    q = phi_q.reshape(batch * units, -1, features)
+    if x.skipped_k is not None:
+        steps = x.skipped_k.exp().to(state.z.dtype).expand(batch, -1, -1, -1)
+        q = q * steps.reshape(-1, *steps.shape[2:])
+    num = torch.bmm(q, state.S.view(len(q), features, -1)).view(batch, heads, 1, -1)
+    den = torch.bmm(q, state.z.view(len(q), features, 1)).view(batch, heads, 1)
+    if x.skipped_v is not None:
+        num = num * repeat_kv(x.skipped_v.exp().to(state.z.dtype), heads)
+    return Partial(num, den, at.zeros(den))
+
+
+def window_step(
+    q: Float[Tensor, "B H 1 D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S D"],
+    *,
+    bias: Float[Tensor, "#B 1 1 S"] | None,
+    scaling: float,
+    softcap: float | None = None,
+) -> Partial:
+    """Softmax over slots to whose scores `bias` is added, -inf where the query does not read; it reads one at least."""
+    dtype, (batch, groups, count, width) = accumulation_dtype(v.dtype), k.shape
+    heads, rows = q.shape[1], batch * groups
+    if v.dtype != dtype:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    # One axis of all heads: torch.matmul would take several operations to get there.
+    q = q.reshape(rows, -1, width) * scaling
+    scores = torch.bmm(q, k.view(rows, count, width).transpose(1, 2))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = (scores.view(batch, groups, -1, count) + bias).view(scores.shape)
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp_()
+    num, den = torch.bmm(weights, v.view(rows, count, -1)), weights.sum(-1)
+    return Partial(num.view(batch, heads, 1, -1), den.view(batch, heads, 1), top.view(batch, heads, 1))
+
+
+def softmax_step(
+    q: Float[Tensor, "B H 1 D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S D"],
+    *,
+    bias: Float[Tensor, "#B 1 1 S"] | None,
+    scaling: float,
+) -> Float[Tensor, "B H 1 D"]:
+    """The output of `window_step` by torch's own attention."""
+    grouped = q.view(*k.shape[:2], -1, q.shape[3])
+    return scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scaling).view(q.shape)
+
+
+def no_scores(hidden: Bool[Tensor, "B S"], dtype: torch.dtype) -> Float[Tensor, "B 1 1 S"]:
+    """Return -inf for what is hidden, else 0."""
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
