@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError
-from linearize.data.config import DataConfig
+from linearize.configs.data import DataConfig
 from linearize.data.packing import fingerprint, first_tokens
 from linearize.data.repeats import ordinary_tokens
 from linearize.data.rows import IGNORED, PackedRows, inference

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from linearize.configs.mixer import MixerConfig
-from linearize.configs.shape import LayerShape
 
 import linearize
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.shape import LayerShape
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.recipe import Recipe
