@@ -162,16 +162,15 @@ def test_lengths_beyond_learned_positions_are_refused_beyond_rotary_ones_not(lla
 def test_bytes_of_a_batch_of_two_are_the_formulas() -> None:
     """A teacher's keys and values grow; the student's sums (D x D and D) and window of keys and values do not.
 
-    All layers share the position. A step puts its token behind the window and cuts off the first one, so that the
-    storage is of one token more.
+    All layers share the position.
     """
     teacher = tiny.llama()
     layers, batch, heads, kv_heads, dim, fp32, position = 2, 2, 4, 2, 8, 4, 8
     sums = dim * (dim + 1) * fp32
     token = 2 * dim * fp32  # key and value of a head
     per_layer = {
-        "elu": batch * kv_heads * (sums + token),
-        "lolcats": batch * (heads * sums + kv_heads * (8 + 1) * token),
+        "elu": batch * kv_heads * sums,
+        "lolcats": batch * (heads * sums + kv_heads * 8 * token),
     }
     for recipe, held in per_layer.items():
         overrides = {"mixer.span.window_size": 8} if recipe == "lolcats" else {}

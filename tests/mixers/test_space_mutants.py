@@ -82,7 +82,7 @@ def sinks_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 def window_decays_lost(patch: pytest.MonkeyPatch) -> None:
     """One token at a time, what is read through the window has not decayed there."""
-    patch.setattr(step, "skipped_steps", lambda new, slots, at: {})
+    patch.setattr(step, "_skipped_steps", lambda slots, at: {})
 
 
 def terrace_lost(patch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def kept_and_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def dropped_by_steps_and_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step, "folded", lambda mixer, state, dropped: state)
+    patch.setattr(step, "_folded", lambda mixer, state, dropped, position: state)
 
 
 EXP = {"feature_map": ExpMap()}

@@ -200,9 +200,9 @@ def test_flops_by_hand() -> None:
     # q, o 8 x 8; k, v 8 x 4; MLP 3 x 8 x 12; norms 3 x 8; head 8 x 10. The embedding is only looked up.
     weights = 2 * 64 + 2 * 32 + 288 + 24 + 80
     assert plan.teacher_parameters == weights + 80
-    # H D = 8. Softmax: 4 x 8 x keys. Window: 4 keys and the query's own. Maps: 2 x (2 x 4 x 2) numbers.
+    # H D = 8. Softmax: 4 x 8 x keys. Window: 4 keys. Maps: 2 x (2 x 4 x 2) numbers.
     # S [2, 4, 4] is folded and read, and so is z [2, 4] for the sum.
-    mixer = 4 * 8 * 5 + 2 * (2 * 2 * 4 * 2) + 2 * (2 * 2 * 4 * 4) + 2 * 2 * 4
+    mixer = 4 * 8 * 4 + 2 * (2 * 2 * 4 * 2) + 2 * (2 * 2 * 4 * 4) + 2 * 2 * 4
     assert plan.transfer is not None and plan.transfer.flops == 2 * weights + 4 * 8 * 8 + 3 * mixer
     lora = 8 * (16 + 12 + 12 + 16)
     assert plan.finetune is not None and plan.finetune.trainable_parameters == lora

@@ -247,7 +247,7 @@ def test_held_out_losses_are_computed_in_fp32(tmp_path: Path, fields: dict[str, 
     student = linearize.convert(tiny.llama().bfloat16(), tiny.recipe())
     exact = next_token_loss(copy.deepcopy(student).float(), VALIDATION)
     rounded = next_token_loss(student, VALIDATION)
-    result = tune(student, tmp_path, config(lr=3e-7, **fields))
+    result = tune(student, tmp_path, config(lr=6e-7, **fields))
     found = result.initial_loss["model"]
     assert found == pytest.approx(exact.item(), abs=1e-5) and (rounded - exact).abs().item() > 1e-3
     assert 0 < found - result.best_loss["model"] < 1e-3, "a gain that half precision hides"

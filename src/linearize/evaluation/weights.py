@@ -287,8 +287,8 @@ class _OfLastRow(EvictionScorer):
         nn.Module.__init__(self)
         self.weight, self.recency = scorer.weight, scorer.recency
 
-    def whole(self, of_keys: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
-        return super().whole(of_keys[-1:], k[-1:], v[-1:], position[-1:]).expand(len(v), -1, -1, -1)
+    def whole(self, of_keys: Tensor, v: Tensor, position: Tensor) -> Tensor:
+        return super().whole(of_keys[-1:], v[-1:], position[-1:]).expand(len(v), -1, -1, -1)
 
 
 def _one_hot(probes: list[int], slots: slice, width: int) -> Float[Tensor, "P C D"]:

@@ -249,7 +249,7 @@ def _own(tokens: Tokens) -> list[tuple[str, Tensor]]:
 
 def _scored(tokens: Tokens, scorer: EvictionScorer, position: Int[Tensor, "#B N"]) -> Tokens:
     """What is a token's own, with its whole score, and its position [B or 1, 1, N]."""
-    scores = scorer.whole(tokens[SCORES], tokens["keys"], tokens["values"], position)
+    scores = scorer.whole(tokens[SCORES], tokens["values"], position)
     everywhere = position[:, None].expand(*scores.shape[:3])
     return dict(_own(tokens)) | {SCORES: scores, "position": everywhere}
 

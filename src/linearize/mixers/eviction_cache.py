@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from linearize.configs.mixer_parts import EvictionCache
 from linearize.configs.shape import LayerShape
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.partial import accumulation_dtype, in_dtype
+from linearize.ops.partial import in_dtype
 
 LEAST_LENGTH = 1e-6  # of a vector, whose logarithm is read
 
@@ -54,25 +54,21 @@ class EvictionScorer(nn.Module):
     @torch.no_grad()
     def forward(self, inputs: AttnInputs, position: Int[Tensor, "#B T"]) -> Float[Tensor, "B G T S"]:
         """Return the scores of tokens at these positions of their documents, in fp32, or fp64 for fp64 inputs."""
-        return self.whole(self.of_keys(inputs), inputs.k, inputs.v, position)
+        return self.whole(self.of_keys(inputs), inputs.v, position)
 
     @torch.no_grad()
     def of_keys(self, inputs: AttnInputs) -> Float[Tensor, "B G T S"]:
         """Return the part of the scores that reads keys before RoPE, which slots do not hold."""
-        return self._weighted(inputs.k if inputs.unrotated is None else inputs.unrotated[1], 0)
+        return self._weighted(_with_length(inputs.k if inputs.unrotated is None else inputs.unrotated[1]), 0)
 
     @torch.no_grad()
     def whole(
-        self,
-        of_keys: Float[Tensor, "B G T S"],
-        k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B G T D"],
-        position: Int[Tensor, "#B T"],
+        self, of_keys: Float[Tensor, "B G T S"], v: Float[Tensor, "B G T D"], position: Int[Tensor, "#B T"]
     ) -> Float[Tensor, "B G T S"]:
-        """Return the scores, from what `of_keys` made of the keys, and from keys after RoPE and values."""
-        rest = torch.cat([_log_length(k), in_dtype(v, accumulation_dtype(v.dtype)), _log_length(v)], dim=-1)
-        recency = in_dtype(self.recency, rest.dtype)[:, None] * position.view(len(position), 1, -1, 1)
-        return of_keys + self._weighted(rest, v.shape[-1]) + recency
+        """Return the scores, from what `of_keys` made of the keys, and from values."""
+        of_values = self._weighted(_with_length(v), v.shape[-1] + 1)
+        recency = in_dtype(self.recency, of_values.dtype)[:, None] * position.view(len(position), 1, -1, 1)
+        return of_keys + of_values + recency
 
     def _weighted(self, x: Float[Tensor, "B G T D"], first: int) -> Float[Tensor, "B G T S"]:
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -88,19 +84,17 @@ class EvictionScorer(nn.Module):
 
 
 def features(inputs: AttnInputs) -> Float[Tensor, "B G T F"]:
-    """Return what eviction scores are linear in, F = 2 D + 2: key before RoPE and its log length, then the value's.
-
-    Lengths are of keys after RoPE, which slots hold; a rotation does not change them.
-    """
-    k, v = inputs.k if inputs.unrotated is None else inputs.unrotated[1], inputs.v
-    k, v = (x.to(accumulation_dtype(x.dtype)) for x in (k, v))
-    return torch.cat([k, _log_length(inputs.k), v, _log_length(v)], dim=-1)
+    """Return what eviction scores are linear in, F = 2 D + 2: key before RoPE and its log length, then the value's."""
+    k = inputs.k if inputs.unrotated is None else inputs.unrotated[1]
+    return torch.cat([_with_length(k), _with_length(inputs.v)], dim=-1)
 
 
-def _log_length(x: Float[Tensor, "B G T D"]) -> Float[Tensor, "B G T 1"]:
-    """Return the logarithm of each vector's length, in the accumulation dtype."""
-    x = in_dtype(x, accumulation_dtype(x.dtype))
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(LEAST_LENGTH).log()
+def _with_length(x: Float[Tensor, "B G T D"]) -> Float[Tensor, "B G T X"]:
+    """Return vectors with the logarithm of their length behind them, in the accumulation dtype."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    x = x if x.dtype == dtype else x.to(dtype)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.cat([x, length.clamp_min(LEAST_LENGTH).log()], dim=-1)
 
 
 def copy_scorers(source: Any, target: Any) -> None:
