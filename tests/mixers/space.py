@@ -50,6 +50,7 @@ EVEN = st.sampled_from([2, 4, 6])
 
 MAPS = st.one_of(
     st.builds(maps.IdentityMap, rotation=ROTATIONS),
+    st.builds(maps.SiluMap, rotation=ROTATIONS),
     st.builds(maps.Elu1Map, rotation=ROTATIONS),
     st.builds(maps.ReluMap, rotation=ROTATIONS),
     st.builds(maps.ExpMap, rotation=ROTATIONS, temperature=st.sampled_from([1.0, 2.0])),

@@ -21,6 +21,7 @@ ONE = LayerShape(num_heads=1, num_kv_heads=1, head_dim=2, hidden_size=2, max_pos
 
 FIXED = [
     maps.IdentityMap(),
+    maps.SiluMap(),
     maps.Elu1Map(),
     maps.ReluMap(),
     maps.ExpMap(temperature=0.5),
@@ -116,8 +117,10 @@ def test_shapes_and_dtypes(config: FeatureMapConfig, shape: LayerShape, dtype: t
 E1, E2 = math.exp(-1), math.exp(-2)
 SIGMOID = 1 / (1 + math.exp(-2))  # softmax over (2, 0)
 SOFT4 = [math.exp(x) / (math.exp(2) + math.exp(-2) + 2) for x in (2, 0, -2, 0)]
+SILU = [1 / (1 + E1), -2 / (1 + math.exp(2))]
 BY_HAND = [
     (maps.IdentityMap(), [1, -2], [1, -2], [1, -2]),
+    (maps.SiluMap(), [1, -2], SILU, SILU),
     (maps.Elu1Map(), [1, -2], [2, E2], [2, E2]),
     (maps.ReluMap(), [1, -2], [1, 0], [1, 0]),
     (maps.ExpMap(temperature=0.5), [1, -1], [1, E1], [0.5, -0.5]),

@@ -83,6 +83,13 @@ class IdentityMap(FlatMap):
     mixed_signs: ClassVar[bool] = True
 
 
+class SiluMap(FlatMap):
+    """phi(x) = x sigmoid(x) (Gated DeltaNet)."""
+
+    type: Literal["silu"] = "silu"
+    mixed_signs: ClassVar[bool] = True
+
+
 class Elu1Map(FlatMap):
     """phi(x) = elu(x) + 1 (Katharopoulos et al. 2020)."""
 
@@ -340,6 +347,7 @@ class DpfpMap(FeatureMapConfig):
 # What a recipe may name; `linearize.register_feature_map` adds to it.
 FEATURE_MAP_CONFIGS: list[type[FeatureMapConfig]] = [
     IdentityMap,
+    SiluMap,
     Elu1Map,
     ReluMap,
     ExpMap,

@@ -23,6 +23,7 @@ from linearize.configs.feature_maps import (
     ReglaMap,
     ReluMap,
     RfaMap,
+    SiluMap,
     T2RMap,
     TaylorMap,
 )
@@ -33,7 +34,7 @@ from linearize.mixers.feature_maps.dpfp import Dpfp
 from linearize.mixers.feature_maps.hedgehog import Hedgehog
 from linearize.mixers.feature_maps.lolcat import Lolcat
 from linearize.mixers.feature_maps.performer import Performer
-from linearize.mixers.feature_maps.pointwise import Elu1, Exp, Identity, Relu
+from linearize.mixers.feature_maps.pointwise import Elu1, Exp, Identity, Relu, Silu
 from linearize.mixers.feature_maps.regla import Regla
 from linearize.mixers.feature_maps.rfa import Rfa
 from linearize.mixers.feature_maps.t2r import T2R
@@ -41,6 +42,7 @@ from linearize.mixers.feature_maps.taylor import Taylor
 
 FEATURE_MAPS: dict[type[FeatureMapConfig], Callable[[Any, LayerShape], FeatureMap]] = {
     IdentityMap: Identity,
+    SiluMap: Silu,
     Elu1Map: Elu1,
     ReluMap: Relu,
     ExpMap: Exp,

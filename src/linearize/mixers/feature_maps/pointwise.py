@@ -1,9 +1,10 @@
-"""Maps of one number at a time: identity, elu + 1, relu, exp. F = D."""
+"""Maps of one number at a time: identity, silu, elu + 1, relu, exp. F = D."""
 
 from __future__ import annotations
 
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import silu
 
 from linearize.configs.feature_maps import ExpMap
 from linearize.configs.shape import LayerShape
@@ -13,6 +14,11 @@ from linearize.mixers.feature_maps.base import Symmetric, elu1
 class Identity(Symmetric):
     def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T D"]:
         return x
+
+
+class Silu(Symmetric):
+    def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T D"]:
+        return silu(x)
 
 
 class Elu1(Symmetric):
