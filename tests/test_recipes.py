@@ -50,6 +50,7 @@ SIZES: dict[str, tuple[int, int, int]] = {
     "rfa": (32, 2, 2 + 2 * 65),
     "deltanet": (32, 2, 2 * 64),
     "gated-deltanet": (16, 2, 2 * 65 + 2 * 64 + 64 + 64 * 64),
+    "gated-deltanet-native": (16, 2, 2 * 65 + 2 * 64 + 64 + 64 * 64),
     "fast-decay": (16, 2, 2 * (16 + 16) * 65 + 64),
     "gla": (16, 2, 16 * 64 + 2 * 16 * 17 + 64 + 64 * 64),
     "retnet": (16, 4, 0),
@@ -421,6 +422,13 @@ HYPERPARAMETERS: dict[str, dict[str, Any]] = {
     "deltanet": REGLA_TRAINING
     | {"mixer.feature_map": {"type": "dpfp", "nu": 1, "rotation": "none"}, "mixer.normalizer.type": "none"},
     "gated-deltanet": REGLA_TRAINING | {"mixer.update.type": "delta", "mixer.decay.type": "scalar"},
+    "gated-deltanet-native": REGLA_TRAINING
+    | {
+        "layers.keep_softmax": {"type": "every", "n": 4},  # Qwen3-Next: three linear layers to one
+        "mixer.feature_map.type": "silu",  # Gated DeltaNet sec. 3
+        "mixer.update.type": "delta",
+        "mixer.decay.type": "scalar",
+    },
     "performer": HEDGEHOG_125M | {"mixer.feature_map.type": "performer"},  # Hedgehog Table 7
     "cosformer": HEDGEHOG_125M | {"mixer.feature_map.type": "cosformer"},
     "exp": HEDGEHOG_125M | {"mixer.feature_map.temperature": 2.0},  # Hedgehog sec. 3.2

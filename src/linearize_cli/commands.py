@@ -402,7 +402,8 @@ def export(
     linearize export OUT DIR --to gguf     # then: llama-cli -m DIR/model-bf16.gguf
 
     Layers may have full attention or one sliding window with a learned sink, as the
-    recipe local-global makes them. Other parts are refused, by layer.
+    recipe local-global makes them; for --to hf also full attention or gated DeltaNet, as
+    gated-deltanet-native makes them. Other parts are refused, by layer.
     """
     from linearize.export.command import export as exporting
 

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError
+from linearize.export.delta_net import CLASS as DELTA_NET
+from linearize.export.delta_net import delta_net_model, has_delta_rule
 from linearize.export.gguf import CLASS, TYPES, gguf_package, read_gguf, write_gguf
 from linearize.export.stock import read_layers, stock_model
 from linearize.hf.checkpoint import atomic_folder, load_model, load_tokenizer, read_config, save_student
@@ -57,9 +59,10 @@ class Exported:
     def lines(self) -> list[str]:
         """Return what is printed."""
         full = [index for index, kind in enumerate(self.layer_types) if kind == "full_attention"]
+        others = "gated DeltaNet" if self.stock_class == DELTA_NET else f"a window of {self.window} tokens"
         return [
             f"{self.path}: {self.stock_class} with full attention in layers {', '.join(map(str, full)) or 'none'}, "
-            f"and a window of {self.window} tokens in the others",
+            f"and {others} in the others",
             f"checked on {self.tokens} tokens: in float32 the logits differ from the converted model's by at most "
             f"{self.difference:.1e} of the largest logit; as written, the first {self.agreed} of {NEW_TOKENS} greedy "
             "tokens are the same",
@@ -105,9 +108,14 @@ def export(
     require_linearized(model)
     tokenizer = load_tokenizer(model)
     student = load_model(model, dtype=torch.float32, device=torch.device("cpu"))
-    stock: Any = stock_model(student, CLASS if to == "gguf" else stock_class)
-    layers = read_layers(student)
-    ids = _text_ids(tokenizer, layers.window or 1, student.config.max_position_embeddings)
+    if has_delta_rule(student):
+        _require_delta_net(to, stock_class, kind)
+        stock: Any = delta_net_model(student)
+        window = None
+    else:
+        stock = stock_model(student, CLASS if to == "gguf" else stock_class)
+        window = read_layers(student).window
+    ids = _text_ids(tokenizer, window or 1, student.config.max_position_embeddings)
     note(f"comparing logits of {stock.config.model_type} and the converted model on {ids.shape[1]} tokens")
     difference = _compare(student, stock, ids)
     stored = {name: dtype for name, dtype in DTYPES.items() if str(read_config(model).get("dtype")) in str(dtype)}
@@ -126,11 +134,22 @@ def export(
         path=str(path),
         stock_class=str(written.config.model_type),
         layer_types=list(written.config.layer_types),
-        window=layers.window,
+        window=window,
         tokens=ids.shape[1],
         difference=difference,
         agreed=_agreed(student, written, ids[:, : -ids.shape[1] // 4]),
     )
+
+
+def _require_delta_net(to: str, stock_class: str | None, kind: str | None) -> None:
+    """Raise UserError for options that gated DeltaNet has no place for."""
+    for option, value, expected in (
+        ("--to", to, ("hf",)),
+        ("--class", stock_class or DELTA_NET, (DELTA_NET,)),
+        ("--type", kind or "bf16", ("bf16", "f32")),  # weights with exponents that float16 does not have
+    ):
+        if value not in expected:
+            raise UserError(f"{option}: expected {' or '.join(expected)} for gated DeltaNet, found {value!r}")
 
 
 def _text_ids(tokenizer: Tokenizer, window: int, positions: int) -> torch.Tensor:

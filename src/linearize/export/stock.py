@@ -169,8 +169,8 @@ def _unfit(student: PreTrainedModel, source: str, layers: Layers, name: str) -> 
         return "biases of the MLP"
     if config.hidden_act != "silu":
         return f"the activation {config.hidden_act}"
-    if name == "granite_swa" and _head_dim(config) * config.num_attention_heads != config.hidden_size:
-        return f"heads of {_head_dim(config)} beside a width of {config.hidden_size}"
+    if name == "granite_swa" and head_dim_of(config) * config.num_attention_heads != config.hidden_size:
+        return f"heads of {head_dim_of(config)} beside a width of {config.hidden_size}"
     return None
 
 
@@ -212,7 +212,7 @@ def _config(student: PreTrainedModel, layers: Layers, name: str) -> Any:
     source = student.config
     fields = {field: getattr(source, field) for field in COPIED if getattr(source, field, None) is not None}
     fields |= STOCK_CLASSES[name].fields
-    head_dim = _head_dim(source)
+    head_dim = head_dim_of(source)
     fields |= {"head_dim": head_dim, "layer_types": layers.types, "dtype": student.dtype}
     fields["sliding_window"] = source.max_position_embeddings if layers.window is None else layers.window
     if name == "granite_swa":
@@ -223,14 +223,15 @@ def _config(student: PreTrainedModel, layers: Layers, name: str) -> Any:
     return CONFIG_MAPPING[name](**fields)
 
 
-def _head_dim(config: Any) -> int:
+def head_dim_of(config: Any) -> int:
+    """Return the width of a head of attention."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _zero_biases(student: PreTrainedModel, name: str) -> dict[str, Tensor]:
     """Return zeros for the biases of attention that the class has."""
     config = student.config
-    head_dim = _head_dim(config)
+    head_dim = head_dim_of(config)
     sizes = {
         "q_proj": config.num_attention_heads * head_dim,
         "k_proj": config.num_key_value_heads * head_dim,
