@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from linearize.base import UserError
+from linearize.configs.feature_maps import IdentityMap
+from linearize.configs.mixer import HeadwiseConfig, MixerConfig
+from linearize.configs.mixer_parts import ScalarDecay
 from linearize.export import command
 from linearize.export.command import export
 from linearize.export.delta_net import CLASS, RECIPE, delta_net_model
 from linearize.hf.convert import convert_layers
-from linearize.mixers.config import HeadwiseConfig, MixerConfig
-from linearize.mixers.feature_maps.pointwise import IdentityMap
-from linearize.mixers.gates import ScalarDecay
 from linearize.recipe import Recipe
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer

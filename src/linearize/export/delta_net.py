@@ -25,12 +25,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from linearize.base import UserError
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import DeltaUpdate, ScalarDecay
 from linearize.export.stock import COPIED, head_dim_of
 from linearize.hf.attention import linearized_layers
 from linearize.hf.convert import to_softmax
-from linearize.mixers.config import MixerConfig
-from linearize.mixers.gates import ScalarDecay
-from linearize.mixers.update import DeltaUpdate
 from linearize.recipe import Recipe
 
 CLASS = "qwen3_5_text"
