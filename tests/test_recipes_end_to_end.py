@@ -21,7 +21,7 @@ from linearize.configs.mixer import LayerPlan, each_mixer
 from linearize.configs.spans import NoSpan
 from linearize.configs.training import FinetuneConfig, Plateau, TransferConfig
 from linearize.evaluation.candidates import LABELS
-from linearize.evaluation.worth import Worth
+from linearize.evaluation.results import Results
 from linearize.hf.checkpoint import load_model
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
@@ -172,11 +172,11 @@ def test_from_start_to_end(name: str, fresh_process: Fresh, tmp_path: Path, monk
 
     monkeypatch.setattr(pipeline, "save_student", save)
     with tiny.quick_measures(new_tokens=1, drawings=name in DRAWN):
-        worth = run(made)
+        results = run(made)
 
     check_stages(made)
     check_what_learned(made, saved["plan"])
-    check_results(made, worth)
+    check_results(made, results)
     assert ("<svg" in (made.folder / "report.html").read_text(encoding="utf-8")) == (name in DRAWN)
     found = fresh_process(made.folder / "model")
     assert found["class"] == saved["class"] == case.student
@@ -239,9 +239,9 @@ def kind(weight: str) -> str:
     return next((part for part in weight.split(".") if part in ALL), "rest")
 
 
-def check_results(made: Run, worth: Worth | None) -> None:
+def check_results(made: Run, results: Results | None) -> None:
     """Every candidate that the recipe allows is measured, and everything is written."""
-    assert worth is not None
+    assert results is not None
     recipe, missing = made.recipe, set()
     if recipe.transfer is None:
         missing |= {"transferred"}
@@ -250,14 +250,14 @@ def check_results(made: Run, worth: Worth | None) -> None:
         missing |= {"ablated"}
     if not made.controls:
         missing |= {"teacher_lora", "window_lora"}
-    if worth.measured:
-        assert {measured.name for measured in worth.measured} == LABELS.keys() - missing
-        assert (worth.fidelity is not None) == recipe.evaluation.examine
+    if results.measured:
+        assert {measured.name for measured in results.measured} == LABELS.keys() - missing
+        assert (results.fidelity is not None) == recipe.evaluation.examine
     if recipe.data.task.scores:
-        assert worth.task is not None
+        assert results.task is not None
         expected = {"student"} if recipe.weights == "random" else set(OF_ANY_TASK) - missing
-        assert {line.name for line in worth.task.scored} == expected
-        assert worth.task.metrics == recipe.data.task.scores
+        assert {line.name for line in results.task.scored} == expected
+        assert results.task.metrics == recipe.data.task.scores
     page = (made.folder / "report.html").read_text(encoding="utf-8")
     assert recipe.name in page and "</html>" in page
     begun = "trained from scratch" if recipe.weights == "random" else "linearized"

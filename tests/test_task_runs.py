@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from linearize.evaluation.worth import Worth
+from linearize.evaluation.results import Results
 from linearize.run.evaluate import evaluate
 from linearize.run.folder import Run
 from linearize.run.pipeline import run
@@ -25,7 +25,7 @@ def _quick() -> Iterator[None]:
         yield
 
 
-def evaluated(model: Path, **options: Any) -> Worth:
+def evaluated(model: Path, **options: Any) -> Results:
     return evaluate(str(model), **(dict(teacher=None, dataset=None, overrides={}) | CPU | options))
 
 
@@ -36,10 +36,10 @@ ALWAYS = {"classes of texts", "images", "recall", "embeddings", "summaries"}
 @pytest.mark.parametrize("kind", [pytest.param(x, marks=() if x in ALWAYS else pytest.mark.slow) for x in KINDS])
 def test_a_run_of_each_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = job(kind, tmp_path / "run")
-    worth = run(made)
-    assert worth is not None and worth.task is not None
-    check_what_is_written(made, worth)
-    check_something_was_learned(made, worth)
+    results = run(made)
+    assert results is not None and results.task is not None
+    check_what_is_written(made, results)
+    check_something_was_learned(made, results)
 
     def update(self: Any) -> None:
         raise AssertionError("an optimizer step was taken")
@@ -55,7 +55,7 @@ def test_a_run_of_each_kind(kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert numbers(evaluated(made.folder / "model", overrides=data).to_json()) == before
 
 
-def check_what_is_written(made: Run, worth: Worth) -> None:
+def check_what_is_written(made: Run, results: Results) -> None:
     """Scores of every candidate in all files, and the tag of the hub in the model's card."""
     kind, found = next(kind for kind in KINDS.values() if _is(kind, made)), written(made.folder)
     random = made.recipe.weights == "random"
@@ -64,7 +64,7 @@ def check_what_is_written(made: Run, worth: Worth) -> None:
     assert found["task"]["pipeline_tag"] == kind.tag
     names = [line["name"] for line in found["task"]["scored"]]
     assert names == (["student"] if random else ["teacher", "swapped", "transferred", "student"])
-    assert bool(worth.measured) == made.recipe.data.task.language
+    assert bool(results.measured) == made.recipe.data.task.language
     readme = (made.folder / "model" / "README.md").read_text()
     assert f"pipeline_tag: {kind.tag}\n" in readme and "Not measured yet" not in readme
     assert f"import {made.recipe.data.task.auto_class}," in readme
@@ -84,13 +84,13 @@ def _is(kind: Kind, made: Run) -> bool:
     )
 
 
-def check_something_was_learned(made: Run, worth: Worth) -> None:
+def check_something_was_learned(made: Run, results: Results) -> None:
     """Held-out losses fell; where nothing was known before, the finished student is better than at its beginning."""
     for stage in ("transfer", "finetune"):
         if getattr(made.recipe, stage) is not None:
             result = json.loads((made.folder / stage / "result.json").read_text())
             assert sum(result["best_loss"].values()) < sum(result["initial_loss"].values()), stage
-    assert worth.task is not None
-    scores = {line.name: line.scores[worth.task.metrics[0]].mean for line in worth.task.scored}
+    assert results.task is not None
+    scores = {line.name: line.scores[results.task.metrics[0]].mean for line in results.task.scored}
     if "swapped" in scores and not made.recipe.data.task.language:
         assert scores["student"] > scores["swapped"]

@@ -30,7 +30,7 @@ from linearize.data.load import load_dataset
 from linearize.data.packing import Dataset
 from linearize.data.rows import PackedRows
 from linearize.data.selection import reach_by
-from linearize.evaluation import scores, worth
+from linearize.evaluation import measure, scores
 from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_tokenizer, read_config
 from linearize.report import figures, heatmaps
@@ -153,9 +153,9 @@ def quick_measures(new_tokens: int = 2, drawings: bool = False) -> Iterator[None
         if not drawings:
             for module in (figures, heatmaps):
                 patch.setattr(module, "draw", lambda *_, **__: Markup("(drawing)"))
-        for module in (worth, scores):
+        for module in (measure, scores):
             patch.setattr(module, "gc", SimpleNamespace(collect=lambda: None))
-        patch.setattr(worth, "NEW_TOKENS", new_tokens)
+        patch.setattr(measure, "NEW_TOKENS", new_tokens)
         yield
 
 

@@ -106,8 +106,8 @@ def minilm(a: argparse.Namespace) -> dict[str, Any]:
     overrides = RECIPE | {"data.dataset": a.dataset} | parse_overrides(a.set)
     device = torch.device(a.device)
     run = Run(Recipe.load("hedgehog-bert", overrides), a.model, a.output_dir, torch.float32, device)
-    worth = run_pipeline(run)
-    assert worth is not None and worth.task is not None
+    results = run_pipeline(run)
+    assert results is not None and results.task is not None
     student = run.folder / "model"
     options: dict[str, Any] = {"dtype": run.dtype, "device": device, "auto_class": run.recipe.data.task.auto_class}
     models = {"teacher": run.load_teacher(), "student": load_model(str(student), **options)}
@@ -115,8 +115,8 @@ def minilm(a: argparse.Namespace) -> dict[str, Any]:
     cosines = {name: similarities(model, tokenizer, pairs, length) for name, model in models.items()}
     return {
         "recipe": {name: value for name, value in overrides.items() if name != "data.dataset"},
-        "texts": worth.task.examples,
-        "cosine": {line.name: asdict(line.scores["cosine"]) for line in worth.task.scored},
+        "texts": results.task.examples,
+        "cosine": {line.name: asdict(line.scores["cosine"]) for line in results.task.scored},
         "pairs": len(pairs),
         "spearman": compared(cosines, torch.tensor([score for _, score in pairs])),
         "same_cosines": torch.corrcoef(torch.stack([*cosines.values()]))[0, 1].item(),

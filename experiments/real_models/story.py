@@ -73,10 +73,10 @@ def measured(a: argparse.Namespace) -> dict[str, Any]:
     overrides = RECIPE | parse_overrides(a.set)
     data = {"data.dataset": a.dataset, "data.validation_dataset": a.validation_dataset}
     run = Run(Recipe.load("lolcats", overrides | data), a.model, a.output_dir, torch.float32, torch.device("cpu"))
-    worth = run_pipeline(run)
-    assert worth is not None
+    results = run_pipeline(run)
+    assert results is not None and results.provenance is not None
     files = load_run(run.folder)
-    against = [difference(files, line.other) for line in worth.comparisons]
+    against = [difference(files, line.other) for line in results.comparisons]
     tokenizer, teacher = load_tokenizer(a.model), run.load_teacher()
     student = load_model(str(run.folder / "model"), dtype=run.dtype, device=run.device)
     models = {"teacher": teacher, "student, untrained": linearize.convert(teacher, run.recipe), "student": student}
@@ -84,8 +84,8 @@ def measured(a: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": a.model,
         "set": overrides,
-        "tokens": worth.provenance["tokens"],
-        "perplexity": {line.label: _perplexity(line.quality.loss) for line in worth.measured},
+        "tokens": results.provenance.tokens,
+        "perplexity": {line.label: _perplexity(line.quality.loss) for line in results.measured},
         "findings": [finding.words for finding in against if finding is not None],
         "stories": {
             name: {"as_the_teacher": alike(told["teacher"], ids), "tokens": len(ids), "text": _text(tokenizer, ids)}

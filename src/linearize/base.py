@@ -13,11 +13,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 
 T = TypeVar("T")
+AnyRecord = TypeVar("AnyRecord", bound="Record")
 
 QUIET_SECONDS = 2.0  # work that takes no longer shows no progress
 LOG_SECONDS = 30.0  # between two lines of a log
@@ -160,6 +161,43 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected JSON, found a file that cannot be read ({error}); write it again") from None
+
+
+class Record(BaseModel):
+    """Base of what a JSON file holds whole: immutable, with strict types and no unknown fields.
+
+    The types of all fields, also those within dataclasses, are checked when a record is made and when it is read.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, revalidate_instances="always")
+
+    @classmethod
+    def read(cls: type[AnyRecord], path: Path, advice: str) -> AnyRecord:
+        """Read a JSON file; `advice` says what to do if that fails.
+
+        Raises:
+            UserError: it cannot be read, is not JSON, or has a field that is missing, unknown or of another type.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise UserError(f"{path}: expected JSON, found a file that cannot be read ({error}); {advice}") from None
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"])) or "contents"
+            problem = f"{first['msg'].replace('Input should be', 'expected')}, found {first['input']!r:.80}"
+            match first["type"]:
+                case "json_invalid":
+                    problem = f"expected JSON, found other text ({first['msg']})"
+                case "missing":
+                    problem = "expected a value, found none"
+                case "extra_forbidden" | "unexpected_keyword_argument":
+                    problem = "expected no such field, found one"
+            raise UserError(f"{path}: {field}: {problem}; {advice}") from None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the contents of the file."""
+        return self.model_dump(mode="json")
 
 
 def sync(path: Path) -> None:

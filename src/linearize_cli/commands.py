@@ -103,10 +103,10 @@ def plan(
         from linearize.evaluation.attention_statistics import measured_attention
 
         options = {"dtype": computed_in, "device": device_of("auto")}
-        attention = asdict(measured_attention(model, shape, chosen.data, **options))
+        attention = measured_attention(model, shape, chosen.data, **options)
     if as_json:
         more = {"fit": found and found.to_json(), "cluster": [share.to_json() for share in shares]}
-        more["teacher_attention"] = attention
+        more["teacher_attention"] = attention and asdict(attention)
         show(result.to_json() | {name: value for name, value in more.items() if value}, as_json)
     else:
         show(planning.render(result), as_json)
@@ -167,10 +167,10 @@ def run(
     job = job_of(chosen, model, output_dir, dtype, device)
     job = settings.settled(job, gpu_memory, note=note)
     with joined(job.device):
-        worth = pipeline.run(job, until=until, block=block_of(block), command=command_line(), trust_tasks=trust_tasks)
-    if worth is not None:
-        show(worth.to_json() if as_json else terminal.measured(load_run(output_dir)), as_json)
-    note(f"run folder: {output_dir}" + ("" if worth is None else f"; the model: {output_dir / 'model'}"))
+        results = pipeline.run(job, until=until, block=block_of(block), command=command_line(), trust_tasks=trust_tasks)
+    if results is not None:
+        show(results.to_json() if as_json else terminal.measured(load_run(output_dir)), as_json)
+    note(f"run folder: {output_dir}" + ("" if results is None else f"; the model: {output_dir / 'model'}"))
     if block is not None:
         left = ", ".join(map(str, pipeline.blocks_to_do(job)))
         note(f"blocks still to do: {left or 'none; the same command without --block goes on'}")
@@ -219,9 +219,9 @@ def convert(
 
     job = job_of(chosen, model, output_dir, dtype, device)
     with joined(job.device):
-        worth = pipeline.run(job, until="evaluate" if evaluation else "convert", command=command_line())
-    if worth is not None:
-        show(worth.to_json() if as_json else terminal.measured(load_run(output_dir)), as_json)
+        results = pipeline.run(job, until="evaluate" if evaluation else "convert", command=command_line())
+    if results is not None:
+        show(results.to_json() if as_json else terminal.measured(load_run(output_dir)), as_json)
     note(f"the model: {output_dir / 'model'}; it generates with `linearize generate {output_dir} --prompt ...`")
 
 
@@ -257,7 +257,7 @@ def evaluate(
     from linearize.recipe import parse_overrides
     from linearize.report import terminal
     from linearize.report.card import evaluation_page
-    from linearize.report.load import as_written, load_run
+    from linearize.report.load import load_run
     from linearize.run import evaluate as measuring
     from linearize.run import folder as runs
 
@@ -267,7 +267,7 @@ def evaluate(
     given = {"evaluation.tasks": tasks, "evaluation.shots": shots, "evaluation.task_limit": limit}
     overrides |= {field: value for field, value in given.items() if value is not None}
     with joined(where) as world:
-        worth = measuring.evaluate(
+        results = measuring.evaluate(
             model,
             teacher=teacher,
             dataset=dataset,
@@ -282,13 +282,11 @@ def evaluate(
     if not world.main:
         return
     folder = Path(runs.student_folder(model)).resolve().parent
-    with as_written([folder]):
-        found = load_run(folder, worth.to_json())
-        page, table = evaluation_page(found), terminal.measured(found)
+    found = load_run(folder, results)
     if output is not None:
-        runs.write_json(output, found.evaluation)
-        runs.write_text(output.with_suffix(".md"), page)
-    show(found.evaluation if as_json else table, as_json)
+        runs.write_json(output, results.to_json())
+        runs.write_text(output.with_suffix(".md"), evaluation_page(found))
+    show(results.to_json() if as_json else terminal.measured(found), as_json)
 
 
 @app.command()
@@ -374,7 +372,7 @@ def bench(
         compiled=compiled,
         note=note,
     )
-    show(found.to_json() if as_json else terminal.timed(found.to_json()), as_json)
+    show(found.to_json() if as_json else terminal.timed(found), as_json)
 
 
 @app.command()

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import linearize_cli
-from linearize.evaluation.worth import NEW_TOKENS
+from linearize.evaluation.measure import NEW_TOKENS
 from linearize.run.rows import ROWS
 from tests import tiny
 from tests.faults.layer import ROOT, Attempt, environment

@@ -43,8 +43,7 @@ def read(tmp_path: Path) -> Callable[..., RunFiles]:
     """A run with these sections instead of the sample's; None drops a section."""
 
     def make(**sections: Any) -> RunFiles:
-        return load_run(
-            sample.write_run(tmp_path / f"run{len(list(tmp_path.iterdir()))}", sample.evaluation() | sections)
-        )
+        found = {name: section for name, section in (sample.evaluation() | sections).items() if section is not None}
+        return load_run(sample.write_run(tmp_path / f"run{len(list(tmp_path.iterdir()))}", found))
 
     return make

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-import yaml
+from linearize.recipe import Recipe
 
 LAYERS, HEADS, WINDOW = 6, 8, 64
 LOSSES = {
@@ -25,8 +25,15 @@ LOSSES = {
 EDGES = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 LINES = ("def mean ( values ) : \n", "total = sum ( values ) \n", "return total / len ( values ) \n\n", "class Ring :")
 CODE = [token for line in LINES for token in line.split(" ")]
-ATTENTION = {"entropy": 2.587, "first_token": 0.313, "sink_heads": 75, "heads": 270, "beyond_near": 0.294}
-TEACHER = {"params": 5475584, "name": "made-up-teacher"}
+ATTENTION = {
+    "entropy": 2.587,
+    "first_token": 0.313,
+    "sink_heads": 75,
+    "heads": 270,
+    "beyond_near": 0.294,
+    "queries": 704,
+}
+PARAMETERS, TEACHER = 5475584, "made-up-teacher"
 
 
 def interval(mean: float, half: float) -> dict[str, float]:
@@ -66,12 +73,18 @@ def evaluation(seed: int = 0, shift: float = 0.0) -> dict[str, Any]:
             "top1_beyond": interval(0.792, 0.013),
             "kl_beyond": interval(0.189, 0.017),
             "tokens": 49048,
+            "documents": 40,
         },
-        "positions": {"edges": EDGES, "losses": {name: _by_position(name) for name in losses if name != "swapped"}},
+        "positions": {
+            "edges": EDGES,
+            "documents": [40] * (len(EDGES) - 1),
+            "losses": {name: _by_position(name) for name in losses if name != "swapped"},
+        },
         "generations": {
             "agreement": interval(0.41, 0.06),
             "common_prefix": interval(13.2, 3.1),
             "new_tokens": 48,
+            "documents": 40,
             "samples": _samples(),
         },
         "teacher_attention": ATTENTION,
@@ -89,7 +102,7 @@ def evaluation(seed: int = 0, shift: float = 0.0) -> dict[str, Any]:
                 )
                 for name, value in (("teacher", teacher), ("student", teacher - 0.05), ("window_lora", teacher - 0.045))
             ],
-            "versions": {"piqa": 1, "arc_easy": 1, "hellaswag": 1},
+            "versions": {"piqa": "1", "arc_easy": "1", "hellaswag": "1"},
         },
         "provenance": {
             "command": "linearize run lolcats --model made-up-teacher --dataset corpus/train.jsonl --output-dir run",
@@ -106,23 +119,27 @@ def evaluation(seed: int = 0, shift: float = 0.0) -> dict[str, Any]:
 def write_run(folder: Path, found: dict[str, Any] | None = None, **plan: Any) -> Path:
     """A run folder as `linearize run` leaves it, with metrics."""
     folder.mkdir(parents=True)
-    recipe = {
-        "name": "lolcats",
-        "description": "Sliding window + Hedgehog linear attention",
-        "mixer": {"span": {"type": "sliding", "window_size": WINDOW}, "decay": None},
-        "data": {"dataset": "corpus/train.jsonl", "sequence_length": 512},
-        "seed": 0,
-    }
+    recipe = Recipe.load("lolcats", {"data.dataset": "corpus/train.jsonl", "data.sequence_length": 512})
     write_json(folder / "evaluation.json", evaluation() if found is None else found)
     write_json(folder / "plan.json", _plan() | plan)
-    write_json(folder / "run.json", {"model": TEACHER["name"], "dtype": "float32", "device": "cpu", "data": "f88b"})
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    write_json(folder / "run.json", run_record())
+    (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     names = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
     _stage(folder / "transfer", 2400, {name: 9000.0 * (i + 1) for i, name in enumerate(names)}, 0.02)
     _stage(folder / "finetune", 96, {"model": 2.538}, 0.997)
     _stage(folder / "controls" / "window_lora", 96, {"model": 2.548}, 0.996)
     _stage(folder / "controls" / "teacher_lora", 96, {"model": 2.367}, 0.998)
     return folder
+
+
+def run_record(model: str = TEACHER, **fields: str) -> dict[str, Any]:
+    return {
+        "model": model,
+        "dtype": "float32",
+        "device": "cpu",
+        "data": "f88b",
+        "versions": {"torch": "2.13.0"},
+    } | fields
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -135,11 +152,14 @@ def _measured(name: str, loss: float) -> dict[str, Any]:
         "name": name,
         "label": name,
         "note": f"made up: {name}",
+        "training_tokens": None,
         "quality": {
             "loss": interval(loss, 0.2),
             "beyond": interval(loss - 0.04, 0.2),
             "tokens": 49048,
             "tokens_beyond": 42478,
+            "documents": 40,
+            "documents_beyond": 40,
             "beyond_missing": None,
         },
         "copying": {
@@ -203,11 +223,13 @@ def _plan() -> dict[str, Any]:
     return {
         "recipe": "lolcats",
         "model_type": "llama",
+        "bidirectional": False,
         "converted_layers": list(range(LAYERS)),
         "kept_layers": [],
-        "teacher_parameters": TEACHER["params"],
+        "teacher_parameters": PARAMETERS,
         "new_parameters": 98328,
         "transfer": stage,
+        "adapt": None,
         "finetune": stage | {"tokens": 400000},
         "control_flops": 20294156800000,
         "state_bytes": 792576,
@@ -215,6 +237,7 @@ def _plan() -> dict[str, Any]:
         "teacher_cache_bytes_per_token": 6144,
         "break_even_tokens": 130,
         "disk_bytes": 25245152,
+        "activation_bytes": 0,
     }
 
 
@@ -293,13 +316,11 @@ def _path_usage(draw: random.Random) -> dict[str, Any]:
         for _ in range(HEADS):
             raw = [draw.random() * 0.6**i for i in range(bins)]
             mass.append([x / sum(raw) for x in raw])
-        far = [
-            [None if i < 4 and draw.random() < 0.2 else float(edges[i] >= WINDOW) for i in range(bins)] for _ in mass
-        ]
-        share = [sum(m * (x or 0.0) for m, x in zip(ms, xs, strict=True)) for ms, xs in zip(mass, far, strict=True)]
+        far = [[float(edges[i] >= WINDOW) for i in range(bins)] for _ in mass]
+        share = [sum(m * x for m, x in zip(ms, xs, strict=True)) for ms, xs in zip(mass, far, strict=True)]
         layers.append({"layer": layer, "linear_share": share, "by_distance": {"mass": mass, "linear": far}})
     without = {"without_linear": interval(0.0136, 0.006), "without_window": interval(1.92, 0.11)}
-    return {"edges": edges, "layers": layers, **without}
+    return {"edges": edges, "layers": layers, **without, "documents": 40}
 
 
 def _retrieval(name: str, draw: random.Random) -> dict[str, Any]:

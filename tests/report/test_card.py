@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 from markdown_it import MarkdownIt
 
+from linearize.evaluation.results import Results
+from linearize.recipe import Recipe
 from linearize.report import markdown
 from linearize.report.card import model_card
-from linearize.report.load import RunFiles, load_run
+from linearize.report.load import RunFiles, RunRecord, load_run
 from tests.report import sample, task_sample
 
 COPIES = Path(__file__).parent / "measured" / "pycode-5m"
@@ -39,7 +42,7 @@ def test_a_card_of_few_measurements_says_what_is_missing() -> None:
     card = model_card(load_run(COPIES))
     assert "Not measured: agreement with the teacher; loss by position; generations; recall over distances;" in card
     assert "## Recipe" not in card
-    assert card.split("### Not decided\n\n")[1].startswith("- The student keeps 4")
+    assert "long-context gain retained (this run compared it with untrained models only)" in card
 
 
 HOSTILE = (
@@ -102,8 +105,12 @@ def test_nothing_that_a_card_quotes_is_read_as_markup(hostile: str, tmp_path: Pa
         found |= {"missing": [name], "agreement": None, "not_measured": {"agreement": name}}
         head = {"auto_class": name, "pipeline_tag": name, "type": name}
         found["task"] = task_sample.evaluation(("accuracy", name), **head)["task"]
-        recipe = {"name": name, "description": name, "data": {"dataset": name}}
-        return model_card(RunFiles(tmp_path, name, found, recipe, None, {"model": name}, {}))
+        recipe = Recipe.load("lolcats", {"name": name, "description": name, "data.dataset": name})
+        text = yaml.safe_dump({"name": name})
+        record = RunRecord(**sample.run_record(name))
+        return model_card(
+            RunFiles(tmp_path, name, Results.model_validate_json(json.dumps(found)), recipe, text, None, record, {})
+        )
 
     cards = [card(name).removeprefix("---\n").partition("\n---\n") for name in (hostile, "plain")]
     (front, _, body), (_, _, plain) = cards
@@ -115,4 +122,4 @@ def test_nothing_that_a_card_quotes_is_read_as_markup(hostile: str, tmp_path: Pa
     assert kinds(body) == kinds(plain)
     example, recipe = (content for kind, content in tokens(body) if kind == "fence")
     assert [type(line).__name__ for line in ast.parse(example).body] == ["Import", "ImportFrom", "Assign"]
-    assert yaml.safe_load(recipe) == {"name": hostile, "description": hostile, "data": {"dataset": hostile}}
+    assert yaml.safe_load(recipe) == {"name": hostile}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from linearize.evaluation.speed import Crossover, Speed, Spread
 from linearize.report.findings import (
     copying,
     difference,
@@ -39,16 +41,14 @@ def compared(other: str, mean: float, half: float) -> list[dict[str, Any]]:
 def test_the_verdict_on_a_measured_run() -> None:
     """A real run, in the layout of copied files."""
     found = verdict(load_run(COPIES))
-    assert [finding.kind for finding in found] == ["win", "loss", "open", "win"]
+    assert [finding.kind for finding in found] == ["win", "loss", "win"]
     assert ["".join(finding.lead) for finding in found] == [
         "It is 0.006 nats per token better than the window-only control [0.00006, 0.011].",
         "It is 0.164 nats per token worse than its teacher [0.135, 0.197].",
-        f"It keeps 4{THIN}% (interval: run again) of what the teacher gains from context beyond the window of 64 "
-        "tokens, teacher and window finetuned alike.",
         f"Its memory is constant, 799{THIN}kB at every length measured from 272 to 1,024 tokens; less than the "
         "teacher's from 131 tokens on.",
     ]
-    assert "perplexity 17.9" in found[1].words and "798,768 bytes" in found[3].words
+    assert "perplexity 17.9" in found[1].words and "798,768 bytes" in found[2].words
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_what_cannot_be_kept_or_measured_is_said(read: Read) -> None:
     found = far_context(read(far_context=None, measured=measured))
     assert found is not None and "cannot be measured on this text: no token stands" in found.words
     assert copying(read(copying=None)) is None
-    unable = {"measurable": False, "teacher_gain": None, "student_gain": None, "share": None, "words": "too short"}
-    assert copying(read(copying=unable)) is None  # a file of before
 
 
-def speeds(student: list[int], teacher: list[int], decode: tuple[float, float] = (1.0, 2.0)) -> list[dict[str, Any]]:
+def speeds(student: list[int], teacher: list[int], decode: tuple[float, float] = (1.0, 2.0)) -> list[Speed]:
+    def spread(seconds: float) -> Spread:
+        return Spread(seconds, 0.9 * seconds, 1.1 * seconds)
+
     return [
-        {"model": model, "prompt_length": 100 * (i + 1), "new_tokens": 0, "cache_bytes": size}
-        | {key: {"median": seconds, "low": 0.9 * seconds, "high": 1.1 * seconds} for key in ("prefill", "decode")}
+        Speed(model, 100 * (i + 1), spread(seconds), spread(seconds), size, new_tokens=0)
         for model, sizes, seconds in (("student", student, decode[0]), ("teacher", teacher, decode[1]))
         for i, size in enumerate(sizes)
     ]
@@ -132,13 +132,13 @@ def test_memory_is_constant_grows_or_is_more_than_the_teachers(read: Read) -> No
 
 def test_speed_is_told_apart_only_where_no_repeats_overlap(read: Read) -> None:
     def said(decode: tuple[float, float]) -> list[str]:
-        run = read(speed=speeds([50, 50], [100, 200], decode))
+        run = read(speed=list(map(asdict, speeds([50, 50], [100, 200], decode))))
         return [finding.kind for finding in findings(run) if "Generation after 200 tokens" in finding.words]
 
     assert said((1.0, 2.0)) == ["win"]
     assert said((2.0, 1.0)) == ["loss"]
     assert said((1.0, 1.1)) == ["open"]
-    ahead = [finding.words for finding in faster(speeds([50, 50], [100, 200]), {"prefill": 125, "decode": None})]
+    ahead = [finding.words for finding in faster(speeds([50, 50], [100, 200]), Crossover(prefill=125, decode=None))]
     assert ahead[0].endswith("; ahead from about 125 tokens on.") and "ahead" not in ahead[1]
     words = [finding.words for finding in findings(load_run(COPIES))]
     assert (
@@ -172,10 +172,11 @@ def test_every_finding_carries_a_number(read: Read) -> None:
 
 
 def test_recall_is_told_with_what_it_is_measured_against(read: Read) -> None:
-    run, task = read(), sample.evaluation()["retrieval"][0]
+    run = read()
+    task = run.results.retrieval[0]
 
     def said(**changes: Any) -> str:
-        found = recall(run, task | changes)
+        found = recall(run, replace(task, **changes))
         assert (found.kind == "fact") == (changes != {})
         return found.words
 
@@ -183,7 +184,7 @@ def test_recall_is_told_with_what_it_is_measured_against(read: Read) -> None:
         f"Recall, passkey: beyond the window of 64 tokens the student is right in 17{THIN}% [14, 20] of answers, the "
         f"teacher in 91{THIN}% [89, 93] (by guessing 1.0{THIN}%); 18{THIN}% [14, 22] of the teacher's ability is kept."
     )
-    assert f"(with the window alone 1.0{THIN}%)" in said(models=task["models"] | {"window": [[0.0]]}, recovery=None)
+    assert f"(with the window alone 1.0{THIN}%)" in said(models=task.models | {"window": [[0.0]]}, recovery=None)
     assert said(recovery=None).endswith("; not measurable with this teacher.")
     assert said(teacher_share=None, recovery=None).endswith("of answers; no teacher.")
     shares = dict.fromkeys(("student_share", "teacher_share", "recovery"))
@@ -203,14 +204,19 @@ def test_recall_is_told_with_what_it_is_measured_against(read: Read) -> None:
     ],
 )  # fmt: skip
 def test_whether_the_linear_part_is_used(read: Read, difference: Any, kind: str, words: str) -> None:
-    layers = [{"layer": i, "linear_share": shares} for i, shares in enumerate(([0.1, 0.4], [0.2, 0.3]))]
+    distances = {"mass": [[1.0]], "linear": [[0.0]]}
+    layers = [
+        {"layer": i, "linear_share": shares, "by_distance": distances}
+        for i, shares in enumerate(([0.1, 0.4], [0.2, 0.3]))
+    ]
     usage = {"layers": layers, "without_linear": difference, "without_window": interval(1.0, 0.1)}
+    usage |= {"edges": [0, 1], "documents": 40}
     found = path_usage(read(path_usage=usage))
     assert found is not None and found.kind == kind and found.words.startswith(words)
     alone = path_usage(read(path_usage=usage | {"without_window": None}))
     assert alone is not None and "with softmax within 64 tokens instead, the loss is" in alone.words
-    window = {"layers": [{"layer": 0, "linear_share": [0, 0]}], "without_window": None, "without_linear": difference}
-    none = path_usage(read(path_usage=window))
+    nothing = [{"layer": 0, "linear_share": [0.0, 0.0], "by_distance": distances}]
+    none = path_usage(read(path_usage=usage | {"layers": nothing, "without_window": None}))
     assert none is not None and "has no linear part" in none.words
 
 
@@ -233,12 +239,16 @@ def test_what_the_teachers_attention_means(read: Read, changed: dict[str, float]
 
 
 def test_heads_that_stand_out_are_named_beside_the_median(read: Read) -> None:
-    layers = [{"layer": 3, "output_relative": [0.01, 0.01, 0.372]}, {"layer": 4, "output_relative": [0.02, 0.2]}]
+    whole = sample.evaluation()["fidelity"]["layers"][0]
+    layers = [
+        whole | {"layer": 3, "output_relative": [0.01, 0.01, 0.372]},
+        whole | {"layer": 4, "output_relative": [0.02, 0.2]},
+    ]
     worst = [{"layer": 3, "head": 2}, {"layer": 4, "head": 1}]
-    found = outliers(read(fidelity={"layers": layers, "maps": [], "worst": worst}))
+    found = outliers(read(fidelity={"tokens": 4096, "layers": layers, "maps": [], "worst": worst}))
     assert found is not None and f": layer 3 head 2 (37.2{THIN}%), layer 4 head 1 (20.0{THIN}%) of" in found.words
     assert found.words.endswith(f"the median head by 2.0{THIN}%.")
-    assert outliers(read(fidelity={"layers": layers, "maps": [], "worst": []})) is None
+    assert outliers(read(fidelity={"tokens": 4096, "layers": layers, "maps": [], "worst": []})) is None
 
 
 def test_generations_are_told_by_their_common_beginning(read: Read) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from linearize.base import UserError
 from linearize.report.load import load_run, load_runs
 from tests.report import sample
 
+DELETED = object()
 COPIES = Path(__file__).parent / "measured" / "pycode-5m"
 
 
@@ -19,7 +21,7 @@ def test_a_run_folder_is_read_with_the_curves_of_its_stages(tmp_path: Path) -> N
     assert run.name == "run" and run.window == sample.WINDOW and run.teacher == "made-up-teacher"
     assert list(run.stages) == ["transfer", "finetune", "controls/window_lora", "controls/teacher_lora"]
     finetune = run.stages["finetune"]
-    assert finetune.result["steps"] == 96 and finetune.config["lr"] == 0.01
+    assert finetune.result is not None and finetune.result.steps == 96 and finetune.result.identity["lr"] == 0.01
     assert finetune.held_out.tokens == [4096 * step for step in range(0, 97, 12)]
     assert len(finetune.training.loss) == 96
 
@@ -27,8 +29,8 @@ def test_a_run_folder_is_read_with_the_curves_of_its_stages(tmp_path: Path) -> N
 def test_a_folder_of_copies_is_read_without_curves_and_recipe() -> None:
     run = load_run(COPIES)
     assert run.recipe is None and run.teacher is None and run.plan is not None
-    assert run.stages["transfer"].result["steps"] == 585 and run.stages["transfer"].config["lr"] == 0.01
-    assert "identity" not in run.stages["transfer"].result
+    result = run.stages["transfer"].result
+    assert result is not None and result.steps == 585 and result.identity["lr"] == 0.01
     assert run.stages["finetune"].held_out.loss == []
 
 
@@ -49,7 +51,7 @@ def test_a_half_written_last_line_is_passed_over_and_no_other(tmp_path: Path) ->
     metrics.write_text(whole + '{"event": "step", "st')
     assert len(load_run(folder).stages["finetune"].training.loss) == 96
     metrics.write_text('{"event": \n' + whole)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: expected JSON on line 1"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: expected an event on line 1"):
         load_run(folder)
 
 
@@ -57,7 +59,7 @@ def test_a_stage_that_still_runs_has_curves_and_no_result(tmp_path: Path) -> Non
     folder = sample.write_run(tmp_path / "run")
     (folder / "finetune" / "result.json").unlink()
     stage = load_run(folder).stages["finetune"]
-    assert stage.result == {} and stage.held_out.loss
+    assert stage.result is None and stage.held_out.loss
 
 
 def test_a_folder_without_an_evaluation_is_a_users_error_in_one_line(tmp_path: Path) -> None:
@@ -71,12 +73,12 @@ def test_a_folder_without_an_evaluation_is_a_users_error_in_one_line(tmp_path: P
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("evaluation.json", "{", "evaluation.json: expected JSON"),
-        ("evaluation.json", "{}", "expected the measurements"),
-        ("evaluation.json", "[1]", "expected the measurements"),
-        ("plan.json", "", "plan.json: expected JSON"),
-        ("recipe.yaml", "- a\n", "recipe.yaml: expected a recipe"),
-        ("recipe.yaml", "{", "recipe.yaml: expected a recipe"),
+        ("evaluation.json", "{", "evaluation.json: contents: expected JSON"),
+        ("evaluation.json", "{}", "evaluation.json: expected measurements, found none"),
+        ("evaluation.json", "[1]", r"evaluation.json: contents: expected an object, found \[1\]"),
+        ("plan.json", "", "plan.json: contents: expected JSON"),
+        ("recipe.yaml", "- a\n", "recipe.yaml: .*expected a mapping of fields"),
+        ("recipe.yaml", "{", "recipe.yaml: .*not valid YAML"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -84,6 +86,37 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, text: st
     (folder / name).write_text(text)
     with pytest.raises(UserError, match=message):
         load_run(folder)
+
+
+@pytest.mark.parametrize(
+    "name, field, value, words",
+    [
+        ("evaluation.json", "copying.share.low", "0.2", "expected a valid number, found '0.2'"),
+        ("evaluation.json", "measured.3.quality.tokens", None, "expected a valid integer, found None"),
+        ("evaluation.json", "far_context.words", "of an older format", "expected no such field, found one"),
+        ("evaluation.json", "copying_missing", None, "expected no such field, found one"),
+        ("evaluation.json", "speed.0.cache_bytes", DELETED, "expected a value, found none"),
+        ("plan.json", "transfer.flops", "many", "expected a valid integer, found 'many'"),
+        ("plan.json", "bidirectional", DELETED, "expected a value, found none"),
+        ("run.json", "model", 5, "expected a valid string, found 5"),
+        ("transfer/result.json", "best_loss", [], "expected an object, found \\[\\]"),
+    ],
+)
+def test_a_field_of_another_format_is_named(tmp_path: Path, name: str, field: str, value: Any, words: str) -> None:
+    folder = sample.write_run(tmp_path / "run")
+    contents = json.loads((folder / name).read_text())
+    around = contents
+    *parents, last = field.split(".")
+    for key in parents:
+        around = around[int(key) if key.isdigit() else key]
+    if value is DELETED:
+        del around[last]
+    else:
+        around[last] = value
+    sample.write_json(folder / name, contents)
+    with pytest.raises(UserError, match=f"{name}: {field}: {words}; restore") as raised:
+        load_run(folder)
+    assert "\n" not in str(raised.value)
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:

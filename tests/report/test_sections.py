@@ -16,6 +16,7 @@ from linearize.report.html import Block, Figure, Picker, Prompts, Text
 from linearize.report.load import RunFiles
 from linearize.report.numbers import THIN
 from linearize.report.sections import attention, costs, memory, paths, positions, recall, recipe, tasks, training
+from linearize.training.allocation import Allocation
 from tests.report import sample
 
 Read = Callable[..., RunFiles]
@@ -48,7 +49,7 @@ def test_recipes_are_compared_field_by_field() -> None:
 
 def test_loss_by_position_has_the_distance_from_the_teacher(read: Read) -> None:
     losses = {"teacher": [None, sample.interval(2.0, 0.1)], "student": [None, sample.interval(2.5, 0.1)]}
-    section = positions.positions([read(positions={"edges": [0, 1, 3], "losses": losses})])
+    section = positions.positions([read(positions={"edges": [0, 1, 3], "documents": [40, 40], "losses": losses})])
     found = figure(section.blocks, "Held-out loss by position in the document")
     assert rows(found)[1] == ["1\u20132", "2.000 [1.900, 2.100]", "2.500 [2.400, 2.600]"]
     assert "loss minus the teacher" in found.svg
@@ -59,10 +60,10 @@ def test_loss_by_position_has_the_distance_from_the_teacher(read: Read) -> None:
 
 def test_memory_by_head(read: Read) -> None:
     """Pairs that each head keeps, and what recall needs of it."""
-    needs = {"0": [[-9.0, -9.0], [-5.0, -4.0]], "3": [[math.log(0.1), math.log(0.3)]] * 2}
-    about = {"window": 6, "text": 2, "recall": {"0": [0, 88], "3": [952, 0]}, "sinks": 4}
-    about |= {"needs": needs, "budget": 40_000}
-    run = replace(read(), allocation=about)
+    needs = {0: [[-9.0, -9.0], [-5.0, -4.0]], 3: [[math.log(0.1), math.log(0.3)]] * 2}
+    recall = {0: [0, 88], 3: [952, 0]}
+    allocation = Allocation(window=6, text=2, recall=recall, sinks=4, needs=needs, budget=40_000, held=40_000)
+    run = replace(read(), allocation=allocation)
     section = memory.memory([run])
     assert rows(figure(section.blocks, "KV pairs by head")) == [["layer 0", "12", "100"], ["layer 3", "964", "12"]]
     assert rows(figure(section.blocks, "What recall needs of each head"))[1] == ["layer 3", "0.20", "0.20"]
@@ -124,7 +125,7 @@ def test_a_map_says_how_much_weight_lies_elsewhere(read: Read) -> None:
 def test_a_map_of_an_encoder_has_both_sides_of_the_diagonal(read: Read) -> None:
     found = sample.evaluation()["fidelity"]
     grid = {"teacher": [[0.0, 1.0], [0.5, 0.5]], "student": [[0.25, 0.75], [0.5, 0.5]]}
-    chosen = {"layer": 0, "head": 0, "why": "best", "tokens": ["a", "b"], **grid}
+    chosen = {"layer": 0, "head": 0, "rank": "best", "cell_tokens": 1, "tokens": ["a", "b"], **grid}
     picker = attention.maps([read(fidelity=found | {"maps": [chosen]})]).blocks[0]
     assert isinstance(picker, Picker)
     choice = picker.choices[0]

@@ -108,5 +108,5 @@ def test_what_holds_no_measurement_is_refused(tmp_path: Path, changes: dict[str,
     if "measured" in changes:
         del found["short"]
     (tmp_path / "evaluation.json").write_text(json.dumps(found))
-    with pytest.raises(ValueError, match="expected the measurements of `linearize run`"):
+    with pytest.raises(ValueError, match="expected measurements, found none"):
         load_run(tmp_path)

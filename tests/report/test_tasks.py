@@ -17,8 +17,9 @@ import linearize
 from linearize.configs.evaluation import EvaluationConfig
 from linearize.configs.tasks import TextClassification
 from linearize.evaluation.candidates import Candidate
+from linearize.evaluation.measure import measure_task
 from linearize.evaluation.metrics import Predictions
-from linearize.evaluation.worth import measure_task
+from linearize.recipe import Recipe
 from linearize.report.card import model_card
 from linearize.report.findings import findings, verdict
 from linearize.report.html import Figure, Table
@@ -297,8 +298,8 @@ def test_the_card_of_images_and_of_a_model_from_scratch(tmp_path: Path) -> None:
     card = model_card(load_run(folder))
     assert "import AutoModelForImageClassification, AutoImageProcessor" in card
     assert "`made-up-teacher`, linearized with the recipe `lolcats`" in card
-    written = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"weights": "random"}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(written))
+    changes = {"weights": "random", "transfer": None}
+    (folder / "recipe.yaml").write_text(Recipe.load(str(folder / "recipe.yaml"), changes).to_yaml())
     scratch = model_card(load_run(folder))
     assert "of the shape of `made-up-teacher`, trained from scratch with the recipe `lolcats`" in scratch
     assert "What the teacher gets wrong" not in scratch

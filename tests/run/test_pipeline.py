@@ -26,7 +26,7 @@ from linearize.data.rows import PackedRows
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.controls import SINKS, window_only_plan, without_linear_part
 from linearize.evaluation.perplexity import token_losses
-from linearize.evaluation.worth import Worth
+from linearize.evaluation.results import Results
 from linearize.hf.attention import linearized_layers
 from linearize.hf.checkpoint import load_tokenizer
 from linearize.hf.classes import read_plan
@@ -86,7 +86,7 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def numbers(card: Worth | None) -> dict[str, Any]:
+def numbers(card: Results | None) -> dict[str, Any]:
     assert card is not None
     return tiny.untimed(card.to_json())
 
@@ -95,7 +95,7 @@ def evaluation(folder: Path) -> dict[str, Any]:
     return tiny.untimed(json.loads((folder / "evaluation.json").read_text()))
 
 
-def evaluated(model: Path, **options: Any) -> Worth:
+def evaluated(model: Path, **options: Any) -> Results:
     chosen = dict(teacher=None, dataset=None, overrides={}, dtype=torch.float32, device=torch.device("cpu"))
     return evaluate(str(model), **(chosen | options))
 
@@ -585,9 +585,9 @@ def test_heads_of_several_kinds_beside_the_same_without_linear_parts(finished: R
     narrow = {"span": {"type": "sliding", "window_size": 2}, "feature_map": None, "combine": {"type": "window_only"}}
     changes = {"heads": [{"kv_heads": ["0.0"], "mixer": narrow}], "transfer": None, "evaluation.examine": False}
     spread = dataclasses.replace(finished, recipe=finished.recipe.override(changes), folder=tmp_path / "run")
-    worth = run(spread)
-    assert worth is not None
-    losses = {measured.name: measured.quality.loss.mean for measured in worth.measured}
+    results = run(spread)
+    assert results is not None
+    losses = {measured.name: measured.quality.loss.mean for measured in results.measured}
     assert {"window_lora", "exact_lora"} <= losses.keys() and "equal_lora" not in losses
     student = AutoModelForCausalLM.from_pretrained(spread.folder / "model")
     plan = read_plan(student.config)
@@ -655,7 +655,7 @@ MEMORY = {
 @pytest.mark.parametrize(
     "name, contents, expected",
     [
-        ("allocation.json", '{"windows": {}}', "expected window, text, recall, needs, sinks, budget and held"),
+        ("allocation.json", '{"windows": {}}', "window: expected a value, found none"),
         ("eviction_scores.safetensors", "cut", "expected eviction scores of each layer"),
     ],
 )
@@ -680,9 +680,9 @@ def test_a_kv_budget_allocated_per_head(finished: Run, tmp_path: Path, monkeypat
     # One more pair in each of the 4 heads, with its scores and position, would be too much.
     assert about["budget"] == int(0.6 * 64 * 4 * pair) >= about["held"] > about["budget"] - 4 * (pair + 16)
     monkeypatch.setattr(allocation, "measure_attention", lambda *_, **__: pytest.fail("measured again"))
-    worth = run(spent)
-    assert worth is not None
-    result = worth.to_json()
+    results = run(spent)
+    assert results is not None
+    result = results.to_json()
     plan = read_plan(AutoModelForCausalLM.from_pretrained(spent.folder / "model").config)
     assert is_spread(plan)
     window = window_only_plan(plan, spent.load_teacher(), 64)

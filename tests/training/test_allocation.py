@@ -6,7 +6,6 @@ import json
 import random
 import re
 from contextlib import nullcontext
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ def test_bytes_are_those_of_the_states(budget: int, recall_fraction: float) -> N
     assert found.held > 0.9 * budget
     pairs = [pairs for heads in found.recall.values() for pairs in heads]
     assert any(pairs) == (recall_fraction > 0) and not all(pairs)
-    assert Allocation.of(json.loads(json.dumps(asdict(found)))) == found
+    assert Allocation.model_validate_json(json.dumps(found.to_json())) == found
 
 
 def test_caches_for_recall_are_where_recall_needs_them() -> None:

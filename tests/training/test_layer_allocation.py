@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -79,7 +78,7 @@ def test_the_layers_whose_window_costs_most_stay_full() -> None:
     allocation = allocate_layers(memory, measurements([1.0, 5.0, 2.0, 4.0, 3.0]), shape_of(teacher), torch.float32)
     assert allocation.full == [1, 3]
     assert [mixer is None for mixer in allocation.plan(5)] == [False, True, False, True, False]
-    assert LayerAllocation.of(json.loads(json.dumps(asdict(allocation)))) == allocation
+    assert LayerAllocation.model_validate_json(json.dumps(allocation.to_json())) == allocation
 
 
 def test_the_plan_before_measuring_has_as_many_bytes() -> None:

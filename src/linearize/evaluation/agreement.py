@@ -51,7 +51,7 @@ class Agreement:
     top1_beyond: Interval | None
     kl_beyond: Interval | None
     tokens: int
-    documents: int
+    documents: int | None
 
 
 def logit_agreement(
@@ -158,7 +158,7 @@ class PositionLosses:
     """
 
     edges: list[int]
-    documents: list[int]
+    documents: list[int] | None
     losses: dict[str, list[Interval | None]]
 
 
@@ -213,7 +213,7 @@ class Generations:
     agreement: Interval
     common_prefix: Interval
     new_tokens: int
-    documents: int
+    documents: int | None
     samples: list[Generation]
 
 

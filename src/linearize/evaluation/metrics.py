@@ -1,4 +1,4 @@
-"""What a model's answers to held-out examples are worth: scores by name, and the same under resamples of the examples.
+"""Scores of a model's answers to held-out examples, by name, and the same under resamples of the examples.
 
 Every score is better where it is higher. A score that is not defined for some resample (one class only, all values
 equal) is 0 there, as scikit-learn has it.

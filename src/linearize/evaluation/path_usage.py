@@ -59,14 +59,14 @@ class PathUsage:
         edges: of the distance bins, in tokens from key to query; bin i is edges[i] <= distance < edges[i + 1].
         without_linear: each layer attends within its window only, or where it has none, in one of 64 tokens.
         without_window: the linear part reads all keys (`without_window`); None where no layer has both parts.
-        documents: how many the losses rest on.
+        documents: how many the losses rest on; None if that was not counted.
     """
 
     edges: list[int]
     layers: list[LayerUsage]
     without_linear: Interval
     without_window: Interval | None
-    documents: int
+    documents: int | None
 
 
 def measure_path_usage(

@@ -62,15 +62,15 @@ class Quality:
     """Held-out loss over all tokens, and over those that stand beyond the window (None where `beyond_missing`).
 
     Attributes:
-        documents, documents_beyond: how many the intervals rest on.
+        documents, documents_beyond: how many the intervals rest on; None if that was not counted.
     """
 
     loss: Interval
     beyond: Interval | None
     tokens: int
     tokens_beyond: int
-    documents: int
-    documents_beyond: int
+    documents: int | None
+    documents_beyond: int | None
     beyond_missing: str | None
 
     @classmethod

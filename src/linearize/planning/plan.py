@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from linearize.configs.mixer import LayerPlan
 from linearize.configs.training import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
+from linearize.base import Record
 from linearize.costs import FP32, Mixers, generation_memory, mixer_costs, softmax_flops
 from linearize.data.load import row_length
 from linearize.hf.classes import projections
@@ -51,8 +52,7 @@ class StageCost:
     memory_bytes: int | None
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Record):
     """The plan of a conversion by a recipe; bytes of state and cache are per sequence.
 
     `control_flops`: the evaluation's trained controls, each finetuned on as many tokens as all stages together have.
@@ -83,9 +83,6 @@ class Plan:
     break_even_tokens: int | None
     disk_bytes: int
     activation_bytes: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def make_plan(

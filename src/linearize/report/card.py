@@ -29,8 +29,9 @@ def evaluation_page(run: RunFiles) -> str:
 
 def model_card(run: RunFiles) -> str:
     """Markdown with the front matter of a Hugging Face folder; every number is from the run's own evaluation."""
-    name, task = run.name, run.task or {}
-    purpose, model = task.get("pipeline_tag", "text-generation"), task.get("auto_class", "AutoModelForCausalLM")
+    name = run.name
+    purpose = "text-generation" if run.task is None else run.task.pipeline_tag
+    model = "AutoModelForCausalLM" if run.task is None else run.task.auto_class
     model = model if model.isidentifier() else "AutoModel"
     front = {"library_name": "transformers", "pipeline_tag": purpose, "tags": ["linearize", "linear-attention"]}
     example = f"""import linearize  # registers the classes; or pass trust_remote_code=True
@@ -51,21 +52,20 @@ model = {model}.from_pretrained({json.dumps(name, ensure_ascii=False)})
             parts.append(f"### {heading}\n\n{bullets(words)}")
     parts.append(f"## Limits\n\n{bullets([*_scope(run), *missing_sections(run), *_limits(run)])}")
     if run.recipe:
-        parts.append(f"## Recipe\n\n{fenced('yaml', yaml.safe_dump(run.recipe, sort_keys=False, width=110))}")
+        parts.append(f"## Recipe\n\n{fenced('yaml', run.recipe_text)}")
     return "\n".join(parts)
 
 
 def _origin(run: RunFiles) -> str:
-    recipe = run.recipe or {}
-    described = escaped(recipe.get("description") or "see recipe.yaml")
-    by = f"with the recipe {code(recipe.get('name', 'unknown'))}: {described}."
+    described = escaped((run.recipe and run.recipe.description) or "see recipe.yaml")
+    by = f"with the recipe {code(run.recipe.name if run.recipe else 'unknown')}: {described}."
     if _from_scratch(run):
         return f"A linear-attention model of the shape of {code(run.teacher or 'another')}, trained from scratch {by}"
     return f"{code(run.teacher or 'a softmax model')}, linearized {by}"
 
 
 def _from_scratch(run: RunFiles) -> bool:
-    return (run.recipe or {}).get("weights") == "random"
+    return run.recipe is not None and run.recipe.weights == "random"
 
 
 def _scope(run: RunFiles) -> list[str]:
@@ -73,12 +73,12 @@ def _scope(run: RunFiles) -> list[str]:
     student = run.measured("student")
     if student is None:
         return []
-    tokens, beyond = (count(student["quality"][key]) for key in ("tokens", "tokens_beyond"))
-    window, documents = count(run.window), student["quality"].get("documents")
-    of = f" of {count(documents)} documents" if documents else ""
-    return [f"The losses rest on {tokens} held-out tokens{of}, {beyond} of them beyond the window of {window}."]
+    quality = student.quality
+    of = f" of {count(quality.documents)} documents" if quality.documents else ""
+    beyond = f"{count(quality.tokens_beyond)} of them beyond the window of {count(run.window)}"
+    return [f"The losses rest on {count(quality.tokens)} held-out tokens{of}, {beyond}."]
 
 
 def _limits(run: RunFiles) -> list[str]:
-    found = [_LIMITS["text" if run.is_language_model or run.has_short_evaluation else "examples"]]
+    found = [_LIMITS["text" if run.is_language_model or run.results.short else "examples"]]
     return found if _from_scratch(run) else [*found, _LIMITS["teacher"]]

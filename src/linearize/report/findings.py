@@ -6,20 +6,25 @@ where its interval leaves out zero. All else is open, and what nothing is to be 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import exp, isfinite, sqrt
+from math import exp, hypot
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
-from linearize.evaluation.attention_statistics import NEAR
+from linearize.evaluation.attention_statistics import NEAR, AttentionStatistics
 from linearize.evaluation.candidates import DEFAULT_WINDOW
+from linearize.evaluation.fidelity import Fidelity
+from linearize.evaluation.harness import BenchmarkResult
 from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import title
-from linearize.evaluation.speed import growth, memory_break_even
+from linearize.evaluation.retrieval import Retrieval
+from linearize.evaluation.shares import KeptGain
+from linearize.evaluation.short import Reading, ShortEvaluation
+from linearize.evaluation.speed import Crossover, Speed, growth, memory_break_even
 from linearize.hf.prefill import FULL, PREFILL_COSTS, STREAMING
-from linearize.report.load import RunFiles, interval
+from linearize.report.load import RunFiles
 from linearize.report.missing import missing_sections
 from linearize.report.numbers import (
     THIN,
@@ -37,7 +42,6 @@ Kind = Literal["win", "loss", "open", "fact"]
 
 SPREAD = 0.2  # of a teacher's attention beyond its last tokens: above that it counts as spread
 NEGLIGIBLE = 0.01  # nats per token: one percent of perplexity
-NEW_TOKENS = 16  # generated where speed was measured, in files that do not say it
 _OTHERS = {
     "teacher": "its teacher",
     "teacher_lora": "its teacher finetuned alike",
@@ -70,7 +74,7 @@ class Finding:
 
 def verdict(run: RunFiles) -> list[Finding]:
     """The few sentences that stand on top: the task, against the control and the teacher, beyond the window, memory."""
-    metric = run.task["metrics"][0] if run.task else ""
+    metric = run.task.metrics[0] if run.task else ""
     scored = [*_known(score_difference(run, other, metric) for other in _LEADING)]
     losses = (difference(run, other) for other in _LEADING)
     short = [*_known(short_quality(run, way) for way in PREFILL_COSTS), *_known([short_memory(run)])]
@@ -80,7 +84,7 @@ def verdict(run: RunFiles) -> list[Finding]:
 
 def findings(run: RunFiles) -> list[Finding]:
     """Everything that can be said, the verdict's own sentences first."""
-    metrics = run.task["metrics"] if run.task else []
+    metrics = run.task.metrics if run.task else []
     pairs = [(other, metric) for metric in metrics for other in _OTHERS]
     leading = [(other, metric) for metric in metrics[:1] for other in _LEADING]
     more = [
@@ -90,14 +94,14 @@ def findings(run: RunFiles) -> list[Finding]:
         short_speed(run),
         difference(run, "ablated"),
         copying(run),
-        *(recall(run, task) for task in run.section("retrieval") or []),
+        *(recall(run, task) for task in run.results.retrieval),
         teacher_attention(run),
         agreement(run),
         generations(run),
         path_usage(run),
         spread(run),
-        *_benchmarks(run),
-        *faster(speeds(run), run.section("crossover")),
+        *_benchmark_findings(run),
+        *faster(speeds(run), run.results.crossover),
         outliers(run),
     ]
     return [*verdict(run), *_known(more)]
@@ -118,11 +122,10 @@ def _known(found: Iterable[Finding | None]) -> Iterator[Finding]:
 def difference(run: RunFiles, other: str) -> Finding | None:
     """The student's loss against that of `other`, on the same tokens."""
     compared = run.comparison(other)
-    found = interval(compared["overall"]) if compared else None
-    if compared is None or found is None:
+    if compared is None:
         return None
-    beyond = interval(compared["beyond"])
-    far = f" Beyond the window: {with_interval(beyond, sign=True)}." if beyond else ""
+    found = compared.overall
+    far = f" Beyond the window: {with_interval(compared.beyond, sign=True)}." if compared.beyond else ""
     short, more = _OTHERS.get(other, other), _EXPLAINED.get(other, "")
     if other == "window_lora" and run.allocation is not None:
         short, more = f"one window of {count(run.window)} for all heads, of as many bytes", _ALIKE
@@ -135,7 +138,7 @@ def difference(run: RunFiles, other: str) -> Finding | None:
     better = found.mean < 0
     size, near, far_end = _bounds(found)
     size += f" nats per token {'better' if better else 'worse'}"
-    change = f"perplexity {share(abs(exp(found.mean) - 1), 1)} {'lower' if better else 'higher'}"
+    change = f"perplexity {share(abs(exp(min(found.mean, 700)) - 1), 1)} {'lower' if better else 'higher'}"
     words = f"The student is {size} than {short}{more}, 95{THIN}% interval {near} to {far_end} ({change}).{far}"
     return Finding("win" if better else "loss", words, ("It is ", size, f" than {short} [{near}, {far_end}]."))
 
@@ -150,25 +153,24 @@ def far_context(run: RunFiles) -> Finding | None:
     """How much of the teacher's gain from context beyond the window the student has too."""
     where = f"context beyond the window of {count(run.window)} tokens"
     student = run.measured("student")
-    if student and run.measured("teacher") and (reason := student["quality"]["beyond_missing"]):
+    if student and run.measured("teacher") and (reason := student.quality.beyond_missing):
         return Finding("fact", f"What {where} is worth cannot be measured on this text: {reason}.")
-    section = run.section("far_context")
-    return _kept(section, where, f", {_AGAINST[tuple(section['against'])]}" if section else "")
+    kept = run.results.far_context
+    return _kept(kept, where, f", {_AGAINST[kept.against]}" if kept and kept.against else "")
 
 
 def copying(run: RunFiles) -> Finding | None:
-    return _kept(run.section("copying"), "copying random tokens seen beyond the window")
+    return _kept(run.results.copying, "copying random tokens seen beyond the window")
 
 
-def _kept(section: Mapping[str, Any] | None, what: str, against: str = "") -> Finding | None:
-    teacher = interval(section["teacher_gain"]) if section else None
-    if section is None or teacher is None:
+def _kept(kept: KeptGain | None, what: str, against: str = "") -> Finding | None:
+    if kept is None:
         return None
-    found = interval(section["share"])
+    teacher, found = with_interval(kept.teacher_gain), kept.share
     if found is None:
-        gained = f"how much is kept of what it gains from {what}{against}; {with_interval(teacher)} nats per token"
+        gained = f"how much is kept of what it gains from {what}{against}; {teacher} nats per token"
         return Finding("fact", f"Not measurable with this teacher: {gained}.")
-    gains = f"teacher {with_interval(teacher)}, student {with_interval(interval(section['student_gain']))}"
+    gains = f"teacher {teacher}, student {with_interval(kept.student_gain)}"
     what = f"what the teacher gains from {what}{against}"
     words = f"The student keeps {percent(found)} of {what} (nats per token: {gains})."
     return Finding(_side_of_half(found), words, ("It keeps ", percent(found), f" of {what}."))
@@ -190,14 +192,14 @@ def short_findings(run: RunFiles) -> list[Finding]:
 
 def short_quality(run: RunFiles, way: str) -> Finding | None:
     """Return loss and needles of the student that reads a prompt in this way, against the teacher's."""
-    student, teacher, about = run.reading("student", way), run.reading("teacher"), run.section("short")
-    if student is None:
+    student, teacher, about = run.reading("student", way), run.reading("teacher"), run.results.short
+    if student is None or about is None:
         return None
-    where = f"after contexts of {count(about['context'])} tokens"
+    where = f"after contexts of {count(about.context)} tokens"
     needles, theirs = _needles(student, about), _needles(teacher or student, about)
-    found = interval(student["difference"])
+    found = student.difference
     if found is None or teacher is None:
-        loss = f"the student's loss {where} is {with_interval(interval(student['loss']))} nats per token"
+        loss = f"the student's loss {where} is {with_interval(student.loss)} nats per token"
         return Finding("fact", f"With prefill={way} {loss}{needles}; no teacher was measured.")
     kind: Kind = "open" if found.low <= 0 <= found.high else "win" if found.mean < 0 else "loss"
     size = f"{with_interval(found, sign=True)} nats per token compared with the teacher's"
@@ -206,38 +208,36 @@ def short_quality(run: RunFiles, way: str) -> Finding | None:
     return Finding(kind, words, (f"With prefill={way} its loss {where} is ", size, f"{needles}."))
 
 
-def _needles(line: Mapping[str, Any], about: Mapping[str, Any]) -> str:
-    found = interval(line["needles"])
-    return (
-        "" if found is None else f", {round(found.mean * about['needles'])} of {count(about['needles'])} needles found"
-    )
+def _needles(line: Reading, about: ShortEvaluation) -> str:
+    if line.needles is None:
+        return ""
+    return f", {round(line.needles.mean * about.needles)} of {count(about.needles)} needles found"
 
 
 def short_memory(run: RunFiles) -> Finding | None:
     """Return the bytes of the student's state beside the teacher's cache."""
-    student, teacher, about = run.reading("student", STREAMING), run.reading("teacher"), run.section("short")
-    if student is None or teacher is None:
+    student, teacher, about = run.reading("student", STREAMING), run.reading("teacher"), run.results.short
+    if student is None or teacher is None or about is None:
         return None
-    ours, theirs = student["cache_bytes"], teacher["cache_bytes"]
+    ours, theirs = student.cache_bytes, teacher.cache_bytes
     size = f"{scaled(ours, 'B')}, {share(ours / theirs)} of the teacher's {scaled(theirs, 'B')}"
-    where = f"after {count(about['context'])} tokens"
+    where = f"after {count(about.context)} tokens"
     kind: Kind = "win" if ours < theirs else "loss"
     return Finding(kind, f"The student's memory {where} is {size}.", (f"Its memory {where} is ", size, "."))
 
 
 def short_speed(run: RunFiles) -> Finding | None:
     """Return seconds of a context and of a token, of teacher and student."""
-    timed = {name: run.reading(*key) for name, key in _READERS.items()}
-    lines = {name: line for name, line in timed.items() if line is not None and line["prefill_seconds"] is not None}
-    if _STREAMING_STUDENT not in lines:
+    about, seconds = run.results.short, {}
+    for name, key in _READERS.items():
+        line = run.reading(*key)
+        if line is not None and line.prefill_seconds is not None and line.decode_seconds is not None:
+            spreads = (line.prefill_seconds, line.decode_seconds)
+            seconds[name] = f"{name} {' and '.join(milliseconds(spread.median) for spread in spreads)}"
+    if about is None or _STREAMING_STUDENT not in seconds:
         return None
-    seconds = (
-        f"{name} {milliseconds(line['prefill_seconds']['median'])} and {milliseconds(line['decode_seconds']['median'])}"
-        for name, line in lines.items()
-    )
-    context = count(run.section("short")["context"])
-    words = f"Milliseconds for {context} tokens of context, and for one more token: {'; '.join(seconds)}."
-    return Finding("fact", words)
+    words = f"Milliseconds for {count(about.context)} tokens of context, and for one more token"
+    return Finding("fact", f"{words}: {'; '.join(seconds.values())}.")
 
 
 _STREAMING_STUDENT = f"student, {STREAMING}"
@@ -250,15 +250,14 @@ _READERS = {
 
 def prefill(run: RunFiles) -> Finding | None:
     """Return which way the saved model reads a prompt, what it costs, and how to choose the other one."""
-    found = run.section("short")
-    if found is None:
+    if run.results.short is None:
         return None
-    saved = found["saved_prefill"]
+    saved = run.results.short.saved_prefill
     other = next(way for way in PREFILL_COSTS if way != saved)
     choice = f"model.config.prefill = '{other}' or linearize generate --prefill {other}"
     cost, other_cost = PREFILL_COSTS[saved], PREFILL_COSTS[other]
     words = f"The saved model reads a prompt with prefill={saved}: {cost}. {choice} chooses {other_cost}."
-    if (run.plan or {}).get("student_cache_bytes_per_token"):
+    if run.plan and run.plan.student_cache_bytes_per_token:
         words += (
             " Both are of the converted layers and heads; those that stay softmax take the teacher's time, and their "
         )
@@ -282,7 +281,7 @@ def score_difference(run: RunFiles, other: str, metric: str) -> Finding | None:
         values += f", {percent(kept)} of the teacher's score" if kept else f"; {nothing}"
     if found.low <= 0 <= found.high:
         bounds = f"{signed(found.mean)} [{signed(found.low)}, {signed(found.high)}]"
-        examples = f"On these {count(run.task['examples'])} examples the student "
+        examples = f"On these {count(run.task.examples)} examples the student "
         level = f"cannot be told apart from {whom}"
         words = f"{examples}{level} in {name}: {bounds}; {values}."
         return Finding("open", words, (examples, level, f" in {name} ({bounds})."))
@@ -298,7 +297,7 @@ def score(run: RunFiles, metric: str) -> Finding | None:
     found = run.score("student", metric)
     if found is None or run.task is None:
         return None
-    after = f" in {title(metric)} on {count(run.task['examples'])} held-out examples; no teacher was measured."
+    after = f" in {title(metric)} on {count(run.task.examples)} held-out examples; no teacher was measured."
     words = f"The student reaches {with_interval(found)}{after}"
     return Finding("fact", words, ("It reaches ", with_interval(found), after))
 
@@ -311,49 +310,49 @@ def same_answers(run: RunFiles) -> Finding | None:
 # --- the closer look --------------------------------------------------------------------------------------------------
 
 
-def recall(run: RunFiles, task: Mapping[str, Any]) -> Finding:
+def recall(run: RunFiles, task: Retrieval) -> Finding:
     """What a retrieval test says; a fact where it has no share."""
-    name = f"Recall, {task['name'].replace('_', ' ')}"
-    student, teacher, kept = (interval(task[key]) for key in ("student_share", "teacher_share", "recovery"))
+    name = f"Recall, {task.name.replace('_', ' ')}"
+    student, teacher, kept = task.student_share, task.teacher_share, task.recovery
     where = f"beyond the window of {count(run.window)} tokens"
     if student is None:
         return Finding("fact", f"{name}: too few tests {where} fit the model's positions.")
     if teacher is None:
         return Finding("fact", f"{name}: {where} the student is right in {percent(student)} of answers; no teacher.")
     right = f"{where} the student is right in {percent(student)} of answers, the teacher in {percent(teacher)}"
-    if (floor := task.get("floor")) is not None:
-        right += f" ({'with the window alone' if 'window' in task['models'] else 'by guessing'} {share(floor, 1)})"
+    if task.floor is not None:
+        right += f" ({'with the window alone' if 'window' in task.models else 'by guessing'} {share(task.floor, 1)})"
     if kept is None:
         return Finding("fact", f"{name}: {right}; not measurable with this teacher.")
     return Finding(_side_of_half(kept), f"{name}: {right}; {percent(kept)} of the teacher's ability is kept.")
 
 
 def agreement(run: RunFiles) -> Finding | None:
-    found = run.section("agreement")
+    found = run.results.agreement
     if found is None:
         return None
-    same, divergence = percent(interval(found["top1"])), with_interval(interval(found["kl"]))
+    same, divergence = percent(found.top1), with_interval(found.kl)
     words = f"The student's likeliest next token is the teacher's in {same} of all places"
     return Finding("fact", f"{words}; KL(teacher || student) is {divergence} nats per token.")
 
 
 def generations(run: RunFiles) -> Finding | None:
-    found = run.section("generations")
+    found = run.results.generations
     if found is None:
         return None
-    same = with_interval(interval(found["common_prefix"]), 1)
-    words = f"Left to themselves, both write the same for {same} of {count(found['new_tokens'])} tokens"
+    same = with_interval(found.common_prefix, 1)
+    words = f"Left to themselves, both write the same for {same} of {count(found.new_tokens)} tokens"
     return Finding("fact", f"{words} before the first difference.")
 
 
 def path_usage(run: RunFiles) -> Finding | None:
     """Whether the student uses its linear part."""
-    section = run.section("path_usage")
-    found = interval(section["without_linear"]) if section else None
-    if section is None or found is None:
+    usage = run.results.path_usage
+    if usage is None:
         return None
-    shares = [x for layer in section["layers"] for x in layer["linear_share"] if x is not None]
-    alone = section["without_window"] is None  # no layer has a window and a linear part
+    found = usage.without_linear
+    shares = [x for layer in usage.layers for x in layer.linear_share]
+    alone = usage.without_window is None  # no layer has a window and a linear part
     if alone and not any(shares):
         return Finding("fact", "The student has no linear part: each query attends to the keys that are still held.")
     through = f"{share(sum(shares) / len(shares))} of its attention goes through it"
@@ -374,42 +373,43 @@ def path_usage(run: RunFiles) -> Finding | None:
     return Finding("fact", f"The student {much} its linear part: {through}, {but} without it {change}.")
 
 
-def errors(fidelity: Mapping[str, Any]) -> dict[tuple[int, int], float]:
+def errors(fidelity: Fidelity) -> dict[tuple[int, int], float]:
     """How far the output of each head, by its layer and number, is from softmax's, over the mean square of that."""
-    layers = fidelity["layers"]
-    return {(layer["layer"], head): x for layer in layers for head, x in enumerate(layer["output_relative"])}
+    return {(layer.layer, head): x for layer in fidelity.layers for head, x in enumerate(layer.output_relative)}
 
 
 def outliers(run: RunFiles) -> Finding | None:
     """The heads whose outputs are much further off than the others'."""
-    section = run.section("fidelity") or {}
-    if not (worst := section.get("worst")):
+    fidelity = run.results.fidelity
+    if fidelity is None or not fidelity.worst:
         return None
-    off = errors(section)
-    heads = [f"layer {x['layer']} head {x['head']} ({share(off[x['layer'], x['head']], 1)})" for x in worst]
+    off = errors(fidelity)
+    heads = [f"layer {x.layer} head {x.head} ({share(off[x.layer, x.head], 1)})" for x in fidelity.worst]
     words = f"Heads that stand out, by how far their outputs are from softmax attention's: {', '.join(heads)}"
     return Finding("fact", f"{words} of the mean square; the median head by {share(median(off.values()), 1)}.")
 
 
-def _benchmarks(run: RunFiles) -> Iterator[Finding]:
+def benchmarks(run: RunFiles) -> dict[tuple[str, str, str], BenchmarkResult]:
+    """Return the results of public benchmarks by task, metric and candidate."""
+    results = [] if run.results.tasks is None else run.results.tasks.results
+    return {(result.task, result.metric, result.candidate): result for result in results}
+
+
+def _benchmark_findings(run: RunFiles) -> Iterator[Finding]:
     """Student minus teacher; the interval adds both standard errors, so it is wider than a paired one would be."""
-    results = {(r["task"], r["metric"], r["candidate"]): r for r in (run.section("tasks") or {}).get("results", [])}
+    results = benchmarks(run)
     for (task, metric, candidate), student in results.items():
         teacher = results.get((task, metric, "teacher"))
-        if candidate != "student" or teacher is None or not (_error(student) and _error(teacher)):
+        if candidate != "student" or teacher is None or not (student.stderr and teacher.stderr):
             continue
-        difference = student["value"] - teacher["value"]
-        margin = 1.96 * sqrt(student["stderr"] ** 2 + teacher["stderr"] ** 2)
+        difference = student.value - teacher.value
+        margin = 1.96 * hypot(student.stderr, teacher.stderr)
         low, high = difference - margin, difference + margin
         kind: Kind = "win" if low > 0 else "loss" if high < 0 else "open"
-        words = f"{task} ({metric}): {share(student['value'], 1)}, the teacher {share(teacher['value'], 1)}; "
+        words = f"{task} ({metric}): {share(student.value, 1)}, the teacher {share(teacher.value, 1)}; "
         verb = {"win": "above", "loss": "below", "open": "not told apart from"}[kind]
         words += f"{verb} the teacher, difference {signed(100 * difference, 1)} points "
         yield Finding(kind, f"{words}[{signed(100 * low, 1)}, {signed(100 * high, 1)}].")
-
-
-def _error(result: Mapping[str, Any]) -> bool:
-    return result["stderr"] is not None and isfinite(result["stderr"])
 
 
 # --- the teacher ------------------------------------------------------------------------------------------------------
@@ -417,41 +417,38 @@ def _error(result: Mapping[str, Any]) -> bool:
 
 def teacher_attention(run: RunFiles) -> Finding | None:
     """Return how the teacher spreads its attention, and what that means for the windows of a student."""
-    found = run.section("teacher_attention")
+    found = run.results.teacher_attention
     return None if found is None else Finding("fact", attention_words(found))
 
 
-def attention_words(found: Mapping[str, Any]) -> str:
+def attention_words(found: AttentionStatistics) -> str:
     """Say the statistics of a teacher's attention, and what they mean for the choice of windows."""
-    sinks, heads, far = found["sink_heads"], count(found["heads"]), found["beyond_near"]
+    sinks, heads, far = found.sink_heads, count(found.heads), found.beyond_near
     needs = "every window needs sinks" if sinks else "windows need no sinks"
     spread = ": it is spread, so longer windows or linear parts help" if far > SPREAD else ""
     return (
-        f"The teacher gives its first token {share(found['first_token'])} of its attention, and more than half in "
+        f"The teacher gives its first token {share(found.first_token)} of its attention, and more than half in "
         f"{count(sinks)} of {heads} query heads: {needs}. The entropy of its attention is "
-        f"{number(found['entropy'], 2)} nats, and {share(far)} lies on other tokens beyond the last {NEAR}{spread}."
+        f"{number(found.entropy, 2)} nats, and {share(far)} lies on other tokens beyond the last {NEAR}{spread}."
     )
 
 
 # --- speed and memory: entries are measurements of one batch size -----------------------------------------------------
 
-Entries = Sequence[Mapping[str, Any]]
 
-
-def speeds(run: RunFiles, model: str | None = None) -> list[dict[str, Any]]:
+def speeds(run: RunFiles, model: str | None = None) -> list[Speed]:
     """Measurements at the smallest batch size measured, of one model or of both, by prompt length."""
-    every = run.section("speed") or []
-    smallest = min((entry.get("batch_size", 1) for entry in every), default=1)
-    chosen = [e for e in every if model in (None, e["model"]) and e.get("batch_size", 1) == smallest]
-    return sorted(chosen, key=lambda entry: entry["prompt_length"])
+    every = run.results.speed
+    smallest = min((entry.batch_size for entry in every), default=1)
+    chosen = [entry for entry in every if model in (None, entry.model) and entry.batch_size == smallest]
+    return sorted(chosen, key=lambda entry: entry.prompt_length)
 
 
-def memory(entries: Entries) -> Finding | None:
+def memory(entries: Sequence[Speed]) -> Finding | None:
     """What the student holds at the measured lengths, and from which length on the teacher holds more."""
     held: dict[str, dict[int, int]] = {"student": {}, "teacher": {}}
     for entry in entries:
-        tokens = entry["prompt_length"] + entry.get("new_tokens", NEW_TOKENS)
-        held.setdefault(entry["model"], {})[tokens] = entry["cache_bytes"]
+        held.setdefault(entry.model, {})[entry.prompt_length + entry.new_tokens] = entry.cache_bytes
     student, teacher = held["student"], held["teacher"]
     if len(student) < 2 or student.keys() != teacher.keys():
         return None
@@ -489,22 +486,22 @@ def spread(run: RunFiles) -> Finding | None:
     return Finding("fact", f"Per-head KV budget allocation: {words}.")
 
 
-def faster(entries: Entries, crossover: Mapping[str, Any] | None) -> Iterator[Finding]:
+def faster(entries: Sequence[Speed], crossover: Crossover | None) -> Iterator[Finding]:
     """At the longest prompt; told apart where the ranges of all repeats do not touch."""
-    ours, theirs = ([e for e in entries if e["model"] == model] for model in ("student", "teacher"))
-    if not ours or not theirs or ours[-1]["prompt_length"] != theirs[-1]["prompt_length"]:
+    ours, theirs = ([e for e in entries if e.model == model] for model in ("student", "teacher"))
+    if not ours or not theirs or ours[-1].prompt_length != theirs[-1].prompt_length:
         return
-    length = count(ours[-1]["prompt_length"])
-    for what, key, unit in (("Prefill of", "prefill", "ms"), ("Generation after", "decode", "ms a token")):
-        student, teacher = ours[-1][key], theirs[-1][key]
-        kind: Kind = "open"
-        if student["high"] < teacher["low"] or student["low"] > teacher["high"]:
-            kind = "win" if student["high"] < teacher["low"] else "loss"
+    length = count(ours[-1].prompt_length)
+    ahead = crossover or Crossover(None, None)
+    for what, unit, student, teacher, start in (
+        ("Prefill of", "ms", ours[-1].prefill, theirs[-1].prefill, ahead.prefill),
+        ("Generation after", "ms a token", ours[-1].decode, theirs[-1].decode, ahead.decode),
+    ):
+        kind: Kind = "win" if student.high < teacher.low else "loss" if student.low > teacher.high else "open"
         word = {"win": "faster", "loss": "slower", "open": "as fast as far as this can show"}[kind]
         numbers = ", ".join(
-            f"{who} {milliseconds(s['median'])} {unit} [{milliseconds(s['low'])}, {milliseconds(s['high'])}]"
+            f"{who} {milliseconds(s.median)} {unit} [{milliseconds(s.low)}, {milliseconds(s.high)}]"
             for who, s in (("student", student), ("teacher", teacher))
         )
-        start = (crossover or {}).get(key)
-        ahead = "" if start is None else f"; ahead from about {count(start)} tokens on"
-        yield Finding(kind, f"{what} {length} tokens is {word}: {numbers} (median, least, greatest){ahead}.")
+        since = "" if start is None else f"; ahead from about {count(start)} tokens on"
+        yield Finding(kind, f"{what} {length} tokens is {word}: {numbers} (median, least, greatest){since}.")

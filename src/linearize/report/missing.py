@@ -41,18 +41,18 @@ _SECTIONS = {
     "tasks": "public benchmarks",
     "speed": "speed and memory",
 }
-_NAMES = _SECTIONS | {"short": "the short evaluation"}
+_NAMES = _SECTIONS | {"short": "the short evaluation", "far_context": "long-context gain retained"}
 
 
 def not_measured(runs: Sequence[RunFiles], what: str, there: Callable[[RunFiles], object] | None = None) -> list[Text]:
     """A line for the runs that lack `what`, and one for each that says why itself; none if no run does.
 
     Args:
-        there: whether a run has it; by default, whether its evaluation has a section of that name.
+        there: whether a run has it; by default, whether its results have a section of that name.
     """
     missing, how = _HOW[what]
-    without = [run for run in runs if not (run.section(what) if there is None else there(run))]
-    reasons = {run.name: (run.section("not_measured") or {}).get(what) for run in without}
+    without = [run for run in runs if not (what not in run.results.empty if there is None else there(run))]
+    reasons = {run.name: run.results.not_measured.get(what) for run in without}
     lines = [_line(missing, [run], runs, reason) for run in without if (reason := reasons[run.name])]
     silent = [run for run in without if not reasons[run.name]]
     return [*lines, _line(missing, silent, runs, how)] if silent else lines
@@ -60,14 +60,14 @@ def not_measured(runs: Sequence[RunFiles], what: str, there: Callable[[RunFiles]
 
 def missing_sections(run: RunFiles) -> list[str]:
     """One sentence, with the reasons that the evaluation gives; none where everything was measured."""
-    reasons: dict[str, str] = run.section("not_measured") or {}
-    found = list(run.section("missing") or [])
+    reasons = run.results.not_measured
+    found = list(run.results.missing)
     sections: list[str] = [*(_SECTIONS if run.is_language_model else []), *reasons]
     for key in dict.fromkeys(sections):
-        if run.section(key) is None:
+        if key in run.results.empty:
             why = f" ({reasons[key].rstrip('.')})" if key in reasons else ""
             found.append(f"{_NAMES.get(key, key)}{why}")
-    if run.has_short_evaluation:
+    if run.results.short:
         found.append("controls, copying, agreement and heads, which are of the long evaluation (evaluation.long=true)")
     return [f"Not measured: {'; '.join(found)}."] if found else []
 
@@ -76,7 +76,7 @@ def missing_controls(runs: Sequence[RunFiles]) -> list[Text]:
     return [
         Text(f"Not measured{f' for {run.name}' if run.group else ''}: {', '.join(missing)}.", tone="missing")
         for run in runs
-        if (missing := run.section("missing"))
+        if (missing := run.results.missing)
     ]
 
 

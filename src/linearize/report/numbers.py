@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import isfinite, isnan, log10
+from math import isfinite, log10
 from typing import Any
 
 from linearize.evaluation.intervals import Interval
+from linearize.evaluation.scores import TaskScores
 
 Number = int | float  # what stands in a JSON file
 
-UNSURE = "(interval: run again)"  # where a file of before has no more than the means
 MINUS, DASH, THIN = "\N{MINUS SIGN}", "\N{EN DASH}", "\N{NARROW NO-BREAK SPACE}"
 
 
@@ -39,8 +38,6 @@ def with_interval(found: Interval | None, decimals: int = 3, sign: bool = False)
     if found is None:
         return DASH
     write = signed if sign else number
-    if isnan(found.low):
-        return f"{write(found.mean, decimals)} {UNSURE}"
     return f"{write(found.mean, decimals)} [{write(found.low, decimals)}, {write(found.high, decimals)}]"
 
 
@@ -48,8 +45,6 @@ def percent(found: Interval | None) -> str:
     """A share as ``9 % [5, 12]``; with a decimal where the interval is narrower than a whole percent."""
     if found is None:
         return DASH
-    if isnan(found.low):
-        return f"{share(found.mean)} {UNSURE}"
     decimals = 0 if 100 * (found.high - found.low) >= 1 else 1
     mean, low, high = (number(100 * x, decimals) for x in (found.mean, found.low, found.high))
     return f"{mean}{THIN}% [{low}, {high}]"
@@ -121,6 +116,6 @@ def plain(value: Any) -> str:
     return str(value)
 
 
-def what(task: Mapping[str, Any]) -> str:
+def what(task: TaskScores) -> str:
     """The kind of task, in words."""
-    return str(task["type"]).replace("_", " ")
+    return task.type.replace("_", " ")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from linearize.evaluation.metrics import title
+from linearize.evaluation.speed import Speed
 from linearize.hf.prefill import FULL, STREAMING
 from linearize.report.findings import Finding, findings, speeds, verdict
 from linearize.report.html import Table, Text
-from linearize.report.load import RunFiles, interval
+from linearize.report.load import STUDENT_STAGES, RunFiles
 from linearize.report.numbers import DASH, count, milliseconds, percent, plain, scaled, what, with_interval
 
 
@@ -37,18 +36,14 @@ def overview(run: RunFiles) -> Overview:
 
 def _about(run: RunFiles) -> str:
     """Recipe, teacher, layers: one line."""
-    plan = run.plan or {}
     parts = []
-    if recipe := plan.get("recipe") or (run.recipe or {}).get("name"):
+    if recipe := run.plan.recipe if run.plan else run.recipe and run.recipe.name:
         parts.append(f"recipe {recipe}")
-    teacher = [run.teacher or "", plan.get("model_type", "")]
-    if plan.get("teacher_parameters"):
-        teacher.append(f"{scaled(plan['teacher_parameters'])} parameters")
-    if any(teacher):
-        parts.append("teacher: " + ", ".join(filter(None, teacher)))
-    if plan:
-        layers = len(plan["converted_layers"]) + len(plan["kept_layers"])
-        parts.append(f"{len(plan['converted_layers'])} of {layers} layers converted")
+    if teacher := _teacher(run):
+        parts.append(f"teacher: {teacher}")
+    if run.plan:
+        layers = len(run.plan.converted_layers) + len(run.plan.kept_layers)
+        parts.append(f"{len(run.plan.converted_layers)} of {layers} layers converted")
     if run.task is not None:
         parts.append(f"task: {what(run.task)}")
     if run.window is not None:
@@ -61,7 +56,7 @@ def cautions(runs: Sequence[RunFiles]) -> list[Text]:
     """Why some numbers of these runs must not be set against each other."""
     found = []
     if not all(runs[0].same_teacher(run) for run in runs[1:]):
-        names = "; ".join(f"{run.name}: {_teacher(run)}" for run in runs)
+        names = "; ".join(f"{run.name}: {_teacher(run) or 'unknown'}" for run in runs)
         words = f"These runs have different teachers ({names}). Compare each student with its own teacher and controls"
         found.append(
             Text(
@@ -70,9 +65,9 @@ def cautions(runs: Sequence[RunFiles]) -> list[Text]:
             )
         )
     kinds = {_kind(run) for run in runs}
-    texts = {run.run.get("data") for run in runs} - {None}
-    counts = {line["quality"]["tokens"] for run in runs if (line := run.measured("student"))}
-    counts |= {run.task["examples"] for run in runs if run.task and not run.is_language_model}
+    texts = {run.run.data for run in runs if run.run}
+    counts = {line.quality.tokens for run in runs if (line := run.measured("student"))}
+    counts |= {run.task.examples for run in runs if run.task and not run.is_language_model}
     if len(kinds) > 1:
         names = "; ".join(f"{run.name}: {_kind(run)}" for run in runs)
         words = f"These runs have different tasks ({names}): their numbers are not of one kind, and none is paired."
@@ -89,19 +84,17 @@ def _kind(run: RunFiles) -> str:
 
 
 def _teacher(run: RunFiles) -> str:
-    plan = run.plan or {}
-    size = plan.get("teacher_parameters")
-    return (
-        ", ".join(filter(None, [run.teacher, plan.get("model_type"), size and f"{scaled(size)} parameters"]))
-        or "unknown"
-    )
+    parts = [run.teacher] if run.teacher else []
+    if run.plan:
+        parts += [run.plan.model_type, f"{scaled(run.plan.teacher_parameters)} parameters"]
+    return ", ".join(parts)
 
 
 def key_numbers(runs: Sequence[RunFiles]) -> Table:
     """A row per number that at least one run has, a column per run."""
     lines = [line for metric in _metrics(runs) for line in _scores(runs, metric)]
     lines += [[name, *(read(run) for run in runs)] for name, read in _KEYS.items()]
-    tasks = dict.fromkeys(task["name"] for run in runs for task in run.section("retrieval") or [])
+    tasks = dict.fromkeys(task.name for run in runs for task in run.results.retrieval)
     lines += [
         [f"Recall recovered: {name.replace('_', ' ')}", *(_recovery(run, name) for run in runs)] for name in tasks
     ]
@@ -111,7 +104,7 @@ def key_numbers(runs: Sequence[RunFiles]) -> Table:
 
 def _metrics(runs: Sequence[RunFiles]) -> list[str]:
     """The ones that count, of all tasks."""
-    return list(dict.fromkeys(run.task["metrics"][0] for run in runs if run.task))
+    return list(dict.fromkeys(run.task.metrics[0] for run in runs if run.task))
 
 
 def _scores(runs: Sequence[RunFiles], metric: str) -> list[list[str]]:
@@ -130,83 +123,99 @@ def _scores(runs: Sequence[RunFiles], metric: str) -> list[list[str]]:
 def _loss(name: str) -> Callable[[RunFiles], str]:
     def read(run: RunFiles) -> str:
         line = run.measured(name)
-        return with_interval(interval(line["quality"]["loss"]) if line else None)
+        return with_interval(line.quality.loss if line else None)
 
     return read
 
 
-def _difference(other: str, key: str = "overall") -> Callable[[RunFiles], str]:
+def _difference(other: str, beyond: bool = False) -> Callable[[RunFiles], str]:
     def read(run: RunFiles) -> str:
         line = run.comparison(other)
-        return with_interval(interval(line[key]) if line else None, sign=True)
+        found = None if line is None else line.beyond if beyond else line.overall
+        return with_interval(found, sign=True)
 
     return read
 
 
-def _part(section: str, key: str, write: Callable[[Any], str]) -> Callable[[RunFiles], str]:
-    return lambda run: write(interval((run.section(section) or {}).get(key)))
-
-
-def _longest(model: str, write: Callable[[dict[str, Any]], str]) -> Callable[[RunFiles], str]:
+def _longest(model: str, write: Callable[[Speed], str]) -> Callable[[RunFiles], str]:
     def read(run: RunFiles) -> str:
         entries = speeds(run, model)
-        return f"{write(entries[-1])} (at {count(entries[-1]['prompt_length'])} tokens)" if entries else DASH
+        return f"{write(entries[-1])} (at {count(entries[-1].prompt_length)} tokens)" if entries else DASH
 
     return read
 
 
 def _recovery(run: RunFiles, name: str) -> str:
-    found = next((task for task in run.section("retrieval") or [] if task["name"] == name), None)
-    return DASH if found is None else percent(interval(found["recovery"]))
+    found = next((task for task in run.results.retrieval if task.name == name), None)
+    return DASH if found is None else percent(found.recovery)
 
 
-def _short(prefill: str, key: str, write: Callable[[Any], str]) -> Callable[[RunFiles], str]:
-    """Return what the short evaluation has of the student that reads a prompt in this way."""
-    return lambda run: write(interval((run.reading("student", prefill) or {}).get(key)))
+def _short_difference(prefill: str) -> Callable[[RunFiles], str]:
+    """Return the loss minus the teacher's of the student that reads a prompt in this way."""
+
+    def read(run: RunFiles) -> str:
+        line = run.reading("student", prefill)
+        return with_interval(line and line.difference, sign=True)
+
+    return read
+
+
+def _short_needles(prefill: str) -> Callable[[RunFiles], str]:
+    def read(run: RunFiles) -> str:
+        line = run.reading("student", prefill)
+        return percent(line and line.needles)
+
+    return read
 
 
 def _short_bytes(model: str, prefill: str | None) -> Callable[[RunFiles], str]:
     def read(run: RunFiles) -> str:
         line = run.reading(model, prefill)
-        return (
-            DASH if line is None else f"{scaled(line['cache_bytes'], 'B')} ({count(run.section('short')['context'])})"
-        )
+        if line is None or run.results.short is None:
+            return DASH
+        return f"{scaled(line.cache_bytes, 'B')} ({count(run.results.short.context)})"
 
     return read
 
 
 _KEYS: dict[str, Callable[[RunFiles], str]] = {
-    "Continuation, student minus teacher, streaming": _short(
-        STREAMING, "difference", partial(with_interval, sign=True)
-    ),
-    "the same, prompt read in full": _short(FULL, "difference", partial(with_interval, sign=True)),
-    "Needles found, streaming": _short(STREAMING, "needles", percent),
-    "the same, of a prompt read in full": _short(FULL, "needles", percent),
+    "Continuation, student minus teacher, streaming": _short_difference(STREAMING),
+    "the same, prompt read in full": _short_difference(FULL),
+    "Needles found, streaming": _short_needles(STREAMING),
+    "the same, of a prompt read in full": _short_needles(FULL),
     "Memory of the student (after so many tokens)": _short_bytes("student", STREAMING),
     "Memory of the teacher (after so many tokens)": _short_bytes("teacher", None),
     "Same answer as the teacher": lambda run: percent(run.agreement("student")),
-    "Held-out examples of the task": lambda run: count((run.task or {}).get("examples")),
+    "Held-out examples of the task": lambda run: count(run.task and run.task.examples),
     "Loss of the student, nats per token": _loss("student"),
     "Loss of the teacher": _loss("teacher"),
     "Student minus teacher, paired": _difference("teacher"),
     "Student minus window-only control, paired": _difference("window_lora"),
-    "the same, beyond the window": _difference("window_lora", "beyond"),
+    "the same, beyond the window": _difference("window_lora", beyond=True),
     "Student minus window of equal bytes, paired": _difference("equal_lora"),
     "Student minus the same memory without linear parts, paired": _difference("exact_lora"),
     "Student minus itself without the linear part": _difference("ablated"),
-    "Kept of the teacher's gain beyond the window": _part("far_context", "share", percent),
-    "Kept of the teacher's copying": _part("copying", "share", percent),
-    "Same likeliest token as the teacher": _part("agreement", "top1", percent),
-    "KL(teacher || student), nats per token": _part("agreement", "kl", with_interval),
-    "Generated tokens that agree with the teacher": _part("generations", "agreement", percent),
-    "Cache of the student": _longest("student", lambda entry: scaled(entry["cache_bytes"], "B")),
-    "Cache of the teacher": _longest("teacher", lambda entry: scaled(entry["cache_bytes"], "B")),
-    "Per generated token, student": _longest("student", lambda entry: f"{milliseconds(entry['decode']['median'])} ms"),
-    "Per generated token, teacher": _longest("teacher", lambda entry: f"{milliseconds(entry['decode']['median'])} ms"),
+    "Kept of the teacher's gain beyond the window": lambda run: percent(
+        run.results.far_context and run.results.far_context.share
+    ),
+    "Kept of the teacher's copying": lambda run: percent(run.results.copying and run.results.copying.share),
+    "Same likeliest token as the teacher": lambda run: percent(run.results.agreement and run.results.agreement.top1),
+    "KL(teacher || student), nats per token": lambda run: with_interval(
+        run.results.agreement and run.results.agreement.kl
+    ),
+    "Generated tokens that agree with the teacher": lambda run: percent(
+        run.results.generations and run.results.generations.agreement
+    ),
+    "Cache of the student": _longest("student", lambda entry: scaled(entry.cache_bytes, "B")),
+    "Cache of the teacher": _longest("teacher", lambda entry: scaled(entry.cache_bytes, "B")),
+    "Per generated token, student": _longest("student", lambda entry: f"{milliseconds(entry.decode.median)} ms"),
+    "Per generated token, teacher": _longest("teacher", lambda entry: f"{milliseconds(entry.decode.median)} ms"),
     "Training tokens, all stages of the student": lambda run: plain(_tokens(run)),
 }
 
 
 def _tokens(run: RunFiles) -> int | None:
-    stages = [run.stages[name].result for name in ("transfer", "adapt", "finetune") if name in run.stages]
-    return sum(stage["tokens"] for stage in stages) if stages and all(stages) else None
+    results = [run.stages[name].result for name in STUDENT_STAGES if name in run.stages]
+    if not results or None in results:
+        return None
+    return sum(result.tokens for result in results if result is not None)

@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from linearize.base import atomic_file, without_controls
-from linearize.report.load import RunFiles, as_written, load_runs
+from linearize.report.load import RunFiles, load_runs
 from linearize.report.overview import cautions, key_numbers, overview
 from linearize.report.sections import sections
 
@@ -26,8 +26,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
     Raises:
         UserError: a folder without evaluation.json, or an output file that cannot be written.
     """
-    with as_written(folders):
-        page = render(load_runs(folders))
+    page = render(load_runs(folders))
     with atomic_file(output, len(page), "make the report again, or name another file") as scratch:
         output.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_text(page, encoding="utf-8")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp
-from typing import Any
 
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import title
+from linearize.evaluation.short import Reading
+from linearize.evaluation.speed import Speed, Spread
 from linearize.report.html import Group, Table
-from linearize.report.load import RunFiles, interval, label
+from linearize.report.load import RunFiles, label
 from linearize.report.numbers import (
     DASH,
-    Number,
     capital,
     count,
     milliseconds,
@@ -34,12 +34,11 @@ def losses(runs: Sequence[RunFiles]) -> Table:
         rows = []
         for name in LABELS:
             if line := run.measured(name):
-                loss, beyond = (interval(line["quality"][key]) for key in ("loss", "beyond"))
-                cells = [label(name), with_interval(loss), with_interval(beyond), _perplexity(loss)]
-                rows.append([*cells, count(line.get("training_tokens")), line["note"]])
-        student = run.measured("student")
-        quality = student["quality"] if student else {"tokens": None, "tokens_beyond": None}
-        size = f"{count(quality['tokens'])} tokens, {count(quality['tokens_beyond'])} of them beyond the window"
+                loss = line.quality.loss
+                cells = [label(name), with_interval(loss), with_interval(line.quality.beyond), _perplexity(loss)]
+                rows.append([*cells, count(line.training_tokens), line.note])
+        quality = run.results.measured[0].quality
+        size = f"{count(quality.tokens)} tokens, {count(quality.tokens_beyond)} of them beyond the window"
         groups.append(Group(rows, f"{run.prefix}{size}"))
     columns = ["candidate", "loss", f"beyond the window{window(runs)}", "perplexity", "training tokens", NOTE]
     caption = f"Held-out loss, nats per token, with 95 % intervals{documents(runs)} (lower is better)"
@@ -48,8 +47,8 @@ def losses(runs: Sequence[RunFiles]) -> Table:
 
 def documents(runs: Sequence[RunFiles]) -> str:
     """What the intervals rest on, in runs that say it."""
-    found = {(run.measured("student") or {}).get("quality", {}).get("documents") for run in runs} - {None}
-    return f" over {' or '.join(map(count, sorted(found)))} documents" if found else ""
+    found = {line.quality.documents for run in runs if (line := run.measured("student"))} - {None}
+    return f" over {' or '.join(map(count, sorted(filter(None, found))))} documents" if found else ""
 
 
 def window(runs: Sequence[RunFiles]) -> str:
@@ -58,8 +57,8 @@ def window(runs: Sequence[RunFiles]) -> str:
     return f" of {count(windows.pop())}" if len(windows) == 1 else ""
 
 
-def _perplexity(loss: Interval | None) -> str:
-    return DASH if loss is None else f"{exp(min(loss.mean, 700)):,.2f}"
+def _perplexity(loss: Interval) -> str:
+    return f"{exp(min(loss.mean, 700)):,.2f}"
 
 
 def copying(runs: Sequence[RunFiles]) -> Table:
@@ -68,8 +67,9 @@ def copying(runs: Sequence[RunFiles]) -> Table:
     for run in runs:
         rows = []
         for name in LABELS:
-            if copied := (run.measured(name) or {}).get("copying"):
-                found = (with_interval(interval(copied[key]), 2) for key in ("first", "second", "gain"))
+            line = run.measured(name)
+            if line is not None and (copied := line.copying) is not None:
+                found = (with_interval(x, 2) for x in (copied.first, copied.second, copied.gain))
                 rows.append([label(name), *found])
         groups.append(Group(rows, run.group))
     columns = ["candidate", "first copy", "second copy", "gain"]
@@ -84,10 +84,10 @@ def scores(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Table:
         for name in LABELS:
             if line := run.scored(name):
                 found = (with_interval(run.score(name, metric)) for metric in metrics)
-                rows.append([label(name), *found, percent(run.agreement(name)), line["note"]])
+                rows.append([label(name), *found, percent(run.agreement(name)), line.note])
         groups.append(Group(rows, run.group))
     given = [run.task for run in runs if run.task]
-    tasks = dict.fromkeys(f"{capital(what(task))}, {count(task['examples'])} examples" for task in given)
+    tasks = dict.fromkeys(f"{capital(what(task))}, {count(task.examples)} examples" for task in given)
     caption = f"{'; '.join(tasks)}, with 95 % intervals (higher is better)"
     return Table(caption, ["candidate", *map(title, metrics), "teacher's answers", NOTE], groups)
 
@@ -96,29 +96,29 @@ def short(runs: Sequence[RunFiles]) -> Table:
     """Return the short evaluation: teacher, and student in both ways to read a prompt."""
     groups, captions = [], {}
     for run in runs:
-        found = run.section("short")
-        rows = [_reading(line, found["needles"]) for line in found["readings"]]
+        found = run.results.short
+        assert found is not None
+        rows = [_reading(line, found.needles) for line in found.readings]
         groups.append(Group(rows, run.group))
-        context, continuation = count(found["context"]), count(found["continuation"])
-        captions[f"{count(found['rows'])} contexts of {context} tokens; loss of the next {continuation}"] = None
+        context, continuation = count(found.context), count(found.continuation)
+        captions[f"{count(found.rows)} contexts of {context} tokens; loss of the next {continuation}"] = None
     columns = ["", "loss", "minus teacher", "needles found", "context, ms", "per new token, ms", "memory"]
     caption = f"{'; '.join(captions)}, nats per token; with 95 % intervals"
     return Table(caption, columns, groups)
 
 
-def _reading(line: dict[str, Any], needles: int) -> list[str]:
-    spreads = (line["prefill_seconds"], line["decode_seconds"])
+def _reading(line: Reading, needles: int) -> list[str]:
     return [
-        line["model"] if line["prefill"] is None else f"{line['model']}, {line['prefill']}",
-        with_interval(interval(line["loss"])),
-        with_interval(interval(line["difference"]), sign=True),
-        DASH if needles == 0 else f"{percent(interval(line['needles']))} of {count(needles)}",
-        *(DASH if x is None else milliseconds(x["median"]) for x in spreads),
-        scaled(line["cache_bytes"], "B"),
+        line.model if line.prefill is None else f"{line.model}, {line.prefill}",
+        with_interval(line.loss),
+        with_interval(line.difference, sign=True),
+        DASH if needles == 0 else f"{percent(line.needles)} of {count(needles)}",
+        *(DASH if x is None else milliseconds(x.median) for x in (line.prefill_seconds, line.decode_seconds)),
+        scaled(line.cache_bytes, "B"),
     ]
 
 
-def speed(entries: Sequence[tuple[str | None, Sequence[dict[str, Any]]]]) -> Table:
+def speed(entries: Sequence[tuple[str | None, Sequence[Speed]]]) -> Table:
     """Measurements of time and memory, in groups with their titles."""
     groups = [Group([_speed(entry) for entry in found], name) for name, found in entries]
     columns = [
@@ -142,28 +142,27 @@ def speed(entries: Sequence[tuple[str | None, Sequence[dict[str, Any]]]]) -> Tab
     return Table(caption, [columns[i] for i in shown], groups)
 
 
-def _speed(entry: dict[str, Any]) -> list[str]:
-    def cell(found: dict[str, Number]) -> str:
-        return f"{milliseconds(found['median'])} [{milliseconds(found['low'])}, {milliseconds(found['high'])}]"
+def _speed(entry: Speed) -> list[str]:
+    def cell(found: Spread) -> str:
+        return f"{milliseconds(found.median)} [{milliseconds(found.low)}, {milliseconds(found.high)}]"
 
-    batch = entry.get("batch_size", 1)
     return [
-        entry["model"],
-        plain(batch),
-        count(entry["prompt_length"]),
-        cell(entry["prefill"]),
-        cell(entry["decode"]),
-        count(batch / entry["decode"]["median"]),
-        f"{count(entry['cache_bytes'])} ({scaled(entry['cache_bytes'], 'B')})",
-        scaled(entry.get("prefill_bytes"), "B"),
-        scaled(entry.get("compiling")),
+        entry.model,
+        plain(entry.batch_size),
+        count(entry.prompt_length),
+        cell(entry.prefill),
+        cell(entry.decode),
+        count(entry.batch_size / entry.decode.median),
+        f"{count(entry.cache_bytes)} ({scaled(entry.cache_bytes, 'B')})",
+        scaled(entry.prefill_bytes, "B"),
+        scaled(entry.compiling),
     ]
 
 
 def of_run(run: RunFiles) -> list[Table]:
     """Those that one run has something for."""
-    found = [scores([run], run.task["metrics"])] if run.task else []
-    found += [short([run])] if run.has_short_evaluation else []
+    found = [scores([run], run.task.metrics)] if run.task else []
+    found += [short([run])] if run.results.short else []
     found += [losses([run]), copying([run])] if run.is_language_model else []
-    found += [speed([(None, entries)])] if (entries := run.section("speed")) else []
+    found += [speed([(None, entries)])] if (entries := run.results.speed) else []
     return [table for table in found if any(group.rows for group in table.groups)]

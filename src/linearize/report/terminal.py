@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich import table
 from rich.console import Group
 from rich.text import Text
 
 from linearize.base import without_controls
+from linearize.evaluation.speed import Bench
 from linearize.report import tables
 from linearize.report.findings import faster, memory, sentences
 from linearize.report.html import Table
@@ -20,15 +19,14 @@ def measured(run: RunFiles) -> Group:
     return Group(*map(_table, tables.of_run(run)), *(_text(f"- {line}") for line in sentences(run)))
 
 
-def timed(bench: dict[str, Any]) -> Group:
-    """The JSON of `linearize bench`: one table, and for each batch size who is ahead."""
-    entries, lines = bench["speed"], []
-    for crossover in bench["crossovers"]:
-        size = crossover["batch_size"]
-        batch = [entry for entry in entries if entry["batch_size"] == size]
+def timed(bench: Bench) -> Group:
+    """What `linearize bench` measured: one table, and for each batch size who is ahead."""
+    entries, lines = bench.speed, []
+    for size, crossover in bench.crossovers.items():
+        batch = [entry for entry in entries if entry.batch_size == size]
         found = [memory(batch), *faster(batch, crossover)]
         lines += [f"- Batch of {size}: {finding.words}" for finding in found if finding is not None]
-    rounds = f"{entries[0]['new_tokens']} tokens behind each prompt, {bench['repeats']} rounds ({bench['setting']})"
+    rounds = f"{entries[0].new_tokens} tokens behind each prompt, {bench.repeats} rounds ({bench.setting})"
     return Group(_table(tables.speed([(None, entries)])), *map(_text, [*lines, f"- {rounds}."]))
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from linearize.base import UserError, atomic_file, read_json
 from linearize.configs.mixer import LayerPlan, each_mixer
+from linearize.base import UserError, atomic_file
 from linearize.data.packing import Dataset
 from linearize.data.repeats import without_repeats
 from linearize.data.rows import PackedRows
@@ -26,6 +25,7 @@ from linearize.training.eviction_scores import EvictionScores, measure_attention
 from linearize.training.layer_allocation import LayerAllocation, allocate_layers, measure_layers
 
 SCORES = "eviction_scores.safetensors"
+_AGAIN = "delete it, and the run measures again"
 # By `memory.per`: the file of an allocation, and what is read from it.
 ALLOCATIONS: dict[str, tuple[str, type[Allocation] | type[LayerAllocation]]] = {
     "kv_head": ("allocation.json", Allocation),
@@ -60,7 +60,7 @@ class Measured:
         """Write what was measured to the run's folder."""
         if self.allocation is not None:
             name = next(name for name, kind in ALLOCATIONS.values() if isinstance(self.allocation, kind))
-            write_json(run.folder / name, asdict(self.allocation))
+            write_json(run.folder / name, self.allocation.to_json())
         if self.scores is not None:
             named, path = self.scores.named_tensors(), run.folder / SCORES
             with atomic_file(path, sum(x.nbytes for x in named.values()), "start the run again") as scratch:
@@ -120,13 +120,8 @@ def stored(run: Run, shape: TeacherShape, layers: LayerPlan) -> Measured | None:
         path = run.folder / name
         if not path.is_file():
             return None
-        data = read_json(path)
-        try:
-            allocation = kind.of(data)
-            layers = allocation.plan(shape.num_layers)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            names = [field.name for field in fields(kind)]
-            raise _not_measured(path, f"{', '.join(names[:-1])} and {names[-1]}") from None
+        allocation = kind.read(path, advice=_AGAIN)
+        layers = allocation.plan(shape.num_layers)
     if all(mixer.cache is None for mixer in each_mixer(layers)):
         return Measured(layers, allocation)
     path = run.folder / SCORES
@@ -135,9 +130,7 @@ def stored(run: Run, shape: TeacherShape, layers: LayerPlan) -> Measured | None:
     try:
         scores = EvictionScores.from_named_tensors(load_file(path))
     except (OSError, SafetensorError, KeyError, ValueError):
-        raise _not_measured(path, "eviction scores of each layer for recall and text") from None
+        raise UserError(
+            f"{path}: expected eviction scores of each layer for recall and text, found something else; {_AGAIN}"
+        ) from None
     return Measured(layers, allocation, scores)
-
-
-def _not_measured(path: Path, expected: str) -> UserError:
-    return UserError(f"{path}: expected {expected}, found something else; delete it, and the run measures again")

@@ -32,8 +32,9 @@ from linearize.evaluation.controls import (
     without_linear_part,
 )
 from linearize.evaluation.harness import check_tasks
+from linearize.evaluation.measure import measure, measure_quickly, measure_task
+from linearize.evaluation.results import Provenance, Results
 from linearize.evaluation.scores import score_task
-from linearize.evaluation.worth import Worth, measure, measure_quickly, measure_task
 from linearize.hf.checkpoint import CAUSAL, load_model
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
@@ -177,13 +178,13 @@ def measure_run(
     processor: Any,
     dataset: Dataset,
     command: str | None,
-) -> Worth:
+) -> Results:
     """Measure the finished student of a run beside everything there is to compare it with."""
     started = time.perf_counter()
     with _finite():
-        worth = _measured(teacher, student, dataset, processor, run.recipe, run)
+        results = _measured(teacher, student, dataset, processor, run.recipe, run)
     seconds = time.perf_counter() - started
-    return replace(worth, provenance=provenance(run.recipe, dataset, run.device, seconds, command))
+    return results.model_copy(update={"provenance": provenance(run.recipe, dataset, run.device, seconds, command)})
 
 
 @contextmanager
@@ -204,7 +205,7 @@ def _measured(
     processor: Any,
     recipe: Recipe,
     run: Run | None,
-) -> Worth:
+) -> Results:
     task, layers = recipe.data.task, read_plan(student.config)
     found, missing = candidates(teacher, student, layers, recipe, run)
     about: dict[str, Any] = {"config": recipe.evaluation, "seed": recipe.seed}
@@ -219,16 +220,17 @@ def _measured(
     about["window_size"] = window_reach(layers, student, recipe.data.sequence_length)
     about["max_positions"] = TeacherShape.from_config(student.config.to_dict()).max_positions
     if recipe.evaluation.long:
-        worth = measure(found, rows, processor, missing=missing, **about)
+        results = measure(found, rows, processor, missing=missing, **about)
     else:
         # The length at which a budget is a share of the teacher's cache, where there is one.
         context = recipe.data.sequence_length if recipe.memory is None else recipe.memory.reference_length
-        worth = measure_quickly(teacher, student, rows, processor, context=context, **about)
+        results = measure_quickly(teacher, student, rows, processor, context=context, **about)
     if answer is None:
-        return worth
+        return results
     of_any = [candidate for candidate in found if candidate.name in OF_ANY_TASK]
     samples = recipe.evaluation.bootstrap_samples
-    return replace(worth, task=score_task(of_any, answer, task, samples=samples, seed=recipe.seed))
+    scores = score_task(of_any, answer, task, samples=samples, seed=recipe.seed)
+    return results.model_copy(update={"task": scores})
 
 
 def evaluate(
@@ -243,7 +245,7 @@ def evaluate(
     trust_tasks: bool = False,
     compiled: bool = False,
     note: Callable[[str], None] = lambda _: None,
-) -> Worth:
+) -> Results:
     """Measure a linearized model beside its teacher and, where its run folder is at hand, the trained controls.
 
     Args:
@@ -311,8 +313,9 @@ def evaluate(
     if compiled:
         compile_if_possible(*[x for x in (teacher_model, student) if x is not None], note=note)
     with _finite():
-        worth = _measured(teacher_model, student, data, processor, recipe, run)
-    return replace(worth, provenance=provenance(recipe, data, device, time.perf_counter() - started, command))
+        results = _measured(teacher_model, student, data, processor, recipe, run)
+    seconds = time.perf_counter() - started
+    return results.model_copy(update={"provenance": provenance(recipe, data, device, seconds, command)})
 
 
 def bench(
@@ -350,11 +353,11 @@ def bench(
     return speed.bench(*models, **sizes, repeats=repeats, seed=0)
 
 
-def write_results(folder: Path, worth: Worth) -> None:
+def write_results(folder: Path, results: Results) -> None:
     """The measurements in a run's folder, for programs and for people; the model card tells them too."""
     from linearize.report.page import write_report  # its figures import matplotlib, which takes half a second
 
-    write_json(folder / "evaluation.json", worth.to_json())
+    write_json(folder / "evaluation.json", results.to_json())
     run = load_run(folder)
     write_text(folder / "evaluation.md", evaluation_page(run))
     write_text(folder / "model" / "README.md", model_card(run))
@@ -363,14 +366,14 @@ def write_results(folder: Path, worth: Worth) -> None:
 
 def provenance(
     recipe: Recipe, dataset: Dataset, device: torch.device, seconds: float, command: str | None
-) -> dict[str, Any]:
-    """What a measurement rests on: command, versions, seed, text (its tokens' sha256), machine; how long it took."""
-    return {
-        "command": command,
-        "versions": versions(),
-        "seed": recipe.seed,
-        "data": dataset.fingerprint,
-        "tokens": dataset.test.num_tokens,
-        "device": f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device),
-        "seconds": seconds,
-    }
+) -> Provenance:
+    """Return what a measurement rests on."""
+    return Provenance(
+        command=command,
+        versions=versions(),
+        seed=recipe.seed,
+        data=dataset.fingerprint,
+        tokens=dataset.test.num_tokens,
+        device=f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device),
+        seconds=seconds,
+    )

@@ -15,13 +15,14 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from linearize.base import UserError, atomic_file, read_json
 from linearize.configs.training import DistributedConfig
+from linearize.base import UserError, atomic_file
 from linearize.data.packing import Dataset
 from linearize.distributed import world
 from linearize.hf.checkpoint import load_model, new_model
 from linearize.hf.sharded_checkpoint import load_sharded
 from linearize.recipe import Recipe
+from linearize.report.load import RunRecord
 from linearize.training.claims import claimed
 from linearize.training.resumption import RESULT, read_stage_json
 
@@ -47,7 +48,7 @@ class Run:
             UserError: a file that is missing or damaged.
         """
         recipe = Recipe.load(str(folder / "recipe.yaml"))
-        return cls(recipe, _about(folder)["model"], folder, dtype, device)
+        return cls(recipe, run_record(folder).model, folder, dtype, device)
 
     @classmethod
     def behind(cls, model: str, dtype: torch.dtype, device: torch.device) -> Run | None:
@@ -116,13 +117,9 @@ def about_run(run: Run) -> dict[str, str]:
     return {name: (run.folder / name).read_text(encoding="utf-8") for name in ("recipe.yaml", "run.json")}
 
 
-def _about(folder: Path) -> dict[str, Any]:
-    """The contents of a run.json."""
-    path = folder / "run.json"
-    found = read_json(path)
-    if not isinstance(found, dict) or not isinstance(found.get("model"), str):
-        raise UserError(f"{path}: expected an object with the teacher's name as `model`, found other JSON; restore it")
-    return found
+def run_record(folder: Path) -> RunRecord:
+    """Read the run.json of a folder."""
+    return RunRecord.read(folder / "run.json", advice="restore it")
 
 
 def check_output(run: Run) -> None:
@@ -134,16 +131,16 @@ def check_output(run: Run) -> None:
     _refuse_links(run.folder)
     recipe_file, run_file = run.folder / "recipe.yaml", run.folder / "run.json"
     if recipe_file.is_file() and run_file.is_file():
-        found = _about(run.folder)
+        found = run_record(run.folder)
         if _written(recipe_file) != _results_by(run.recipe):
             raise UserError(
                 f"output folder {run.folder}: expected a run of this recipe, found one of another ({recipe_file}); "
                 "use another folder"
             )
         for name, expected in _identity(run).items():
-            if found.get(name) != expected:
+            if getattr(found, name) != expected:
                 raise UserError(
-                    f"output folder {run.folder}: {name}: expected {expected}, found {found.get(name)}; "
+                    f"output folder {run.folder}: {name}: expected {expected}, found {getattr(found, name)}; "
                     "use another folder"
                 )
     elif not _unclaimed(run):
@@ -233,17 +230,18 @@ def claim(run: Run, dataset: Dataset) -> None:
     """
     run_file = run.folder / "run.json"
     if run_file.is_file():
-        found = _about(run.folder).get("data")
+        found = run_record(run.folder).data
         if found != dataset.fingerprint:
             raise UserError(
                 f"output folder {run.folder}: data: expected tokens with sha256 {dataset.fingerprint[:12]}, found a "
-                f"run on {str(found)[:12]}; use the same data or another folder"
+                f"run on {found[:12]}; use the same data or another folder"
             )
         return
     with _can_be_written_to(run.folder):
         run.folder.mkdir(parents=True, exist_ok=True)
     write_text(run.folder / "recipe.yaml", run.recipe.to_yaml())
-    write_json(run_file, _identity(run) | {"data": dataset.fingerprint, "versions": versions()})
+    record = RunRecord(**_identity(run), data=dataset.fingerprint, versions=versions())
+    write_json(run_file, record.to_json())
 
 
 @contextmanager

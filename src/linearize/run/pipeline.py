@@ -17,7 +17,7 @@ from linearize.data.packing import Dataset
 from linearize.data.rows import PackedRows
 from linearize.distributed import agreed, barrier, in_turn, world
 from linearize.evaluation.harness import check_tasks
-from linearize.evaluation.worth import Worth
+from linearize.evaluation.results import Results
 from linearize.hf.checkpoint import read_config, save_student
 from linearize.hf.classes import read_plan
 from linearize.hf.partial_model import StoredWeights
@@ -47,7 +47,7 @@ def run(
     block: int | Literal["any"] | None = None,
     command: str | None = None,
     trust_tasks: bool = False,
-) -> Worth | None:
+) -> Results | None:
     """Linearize `run.model` as `run.recipe` says; returns the measure of it, or None if `until` or `block` end before.
 
     Args:
@@ -80,7 +80,7 @@ def _carry_out(
     until: str,
     block: int | Literal["any"] | None,
     command: str | None,
-) -> Worth | None:
+) -> Results | None:
     """`run`, once it is known to be possible."""
     contents = read_config(run.model)
     processor = load_processor(run.recipe.data.task, run.model)
@@ -129,11 +129,11 @@ def _carry_out(
     if not world().main and not run.recipe.data.task.language:  # whose examples processes do not share
         return None
     save(run, student, processor)
-    worth = measure_run(run, teacher, student, processor, dataset, command)
+    results = measure_run(run, teacher, student, processor, dataset, command)
     if not world().main:
         return None
-    write_results(run.folder, worth)
-    return worth
+    write_results(run.folder, results)
+    return results
 
 
 def save(run: Run, student: PreTrainedModel, processor: Any) -> None:

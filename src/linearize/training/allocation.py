@@ -5,13 +5,11 @@ Axes: G KV heads of a layer, Q quantiles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 
 from linearize.configs.memory import MemoryConfig
 from linearize.configs.mixer import HeadwiseConfig, LayerPlan
+from linearize.base import Record
 from linearize.hf.teacher import TeacherShape
 from linearize.training.eviction_scores import cache_sizes
 from linearize.training.memory import BLOCK, budget_bytes, head_bytes, head_mixer, largest, require_room
@@ -20,8 +18,7 @@ WINDOW = 2 * BLOCK  # beside a cache: a query sees its own block and the one bef
 SMALLEST_RECALL = 48  # fewer pairs for recall are none
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(Record):
     """The memory of each KV head of the converted layers.
 
     Attributes:
@@ -38,14 +35,6 @@ class Allocation:
     sinks: int
     budget: int
     held: int
-
-    @classmethod
-    def of(cls, data: dict[str, Any]) -> Allocation:
-        """Return the allocation that JSON data, whose keys are strings, says."""
-        found = dict(data)
-        for name in ("recall", "needs"):
-            found[name] = {int(layer): heads for layer, heads in data[name].items()}
-        return cls(**found)
 
     def plan(self, num_layers: int) -> LayerPlan:
         """Return the layer plan; layers that are not converted stay as they are."""

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from linearize.base import UserError, progress
 from linearize.configs.memory import MemoryConfig
 from linearize.configs.mixer import LayerPlan
+from linearize.base import Record, UserError, progress
 from linearize.data.rows import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.convert import convert_layers
@@ -61,8 +61,7 @@ class LayerMeasurements:
                 combine.sink_value.data.copy_(torch.tensor(self.sink_values[layer.layer_idx]))
 
 
-@dataclass(frozen=True)
-class LayerAllocation:
+class LayerAllocation(Record):
     """The memory of each layer that can be converted.
 
     Attributes:
@@ -78,13 +77,6 @@ class LayerAllocation:
     measured: LayerMeasurements
     budget: int
     held: int
-
-    @classmethod
-    def of(cls, data: dict[str, Any]) -> LayerAllocation:
-        """Return the allocation that JSON data, whose keys are strings, says."""
-        by_layer = {name: {int(layer): x for layer, x in values.items()} for name, values in data["measured"].items()}
-        fields: dict[str, Any] = data | {"measured": LayerMeasurements(**by_layer)}
-        return cls(**fields)
 
     def plan(self, num_layers: int) -> LayerPlan:
         """Return the layer plan; full layers and those that cannot be converted stay as they are."""

@@ -32,7 +32,7 @@ def language_models(run: RunFiles) -> bool:
 
 
 def measured_shortly(run: RunFiles) -> bool:
-    return run.has_short_evaluation
+    return run.results.short is not None
 
 
 def at_a_task(run: RunFiles) -> bool:
@@ -41,12 +41,11 @@ def at_a_task(run: RunFiles) -> bool:
 
 def looked_into(run: RunFiles) -> bool:
     """Whether heads were compared, or it is said why they were not."""
-    reasons = run.section("not_measured") or {}
-    return run.is_language_model or run.section("fidelity") is not None or "fidelity" in reasons
+    return with_heads(run) or "fidelity" in run.results.not_measured
 
 
 def with_heads(run: RunFiles) -> bool:
-    return run.is_language_model or run.section("fidelity") is not None
+    return run.is_language_model or run.results.fidelity is not None
 
 
 def with_a_budget(run: RunFiles) -> bool:

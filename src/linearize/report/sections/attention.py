@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from linearize.evaluation.attention_maps import AttentionMap
+from linearize.evaluation.fidelity import Histogram, LayerFidelity, Pair
 from linearize.report.figures import Cloud, clouds
 from linearize.report.findings import errors, outliers
 from linearize.report.heatmaps import Layout, Panel, Scale, heatmaps
@@ -16,51 +17,69 @@ from linearize.report.numbers import Number, count, number, share
 from linearize.report.sections.grids import by_head, ends, grids
 from linearize.report.svg import printable
 
-# What stands in evaluation.json, what it is called, what it means; the first is the error that the student feels.
+
+@dataclass(frozen=True)
+class Measure:
+    """A number per query head: its name in the page's ids, its title and meaning, and how to read it."""
+
+    key: str
+    title: str
+    meaning: str
+    read: Callable[[LayerFidelity], Sequence[float] | None]
+
+
+# The first is the error that the student feels.
 MEASURES = (
-    (
-        "output_relative",
+    Measure(
+        "output-relative",
         "Relative output error",
         "mean square error of a head's output, over the mean square of the teacher's",
+        lambda layer: layer.output_relative,
     ),
-    ("weight_kl", "KL of attention weights", "KL(teacher || student) of a query's weights, nats"),
-    ("cosine", "Cosine of attention matrices", "of the student's matrix of weights with the teacher's; 1: alike"),
-    ("singular_values", "Distance of singular values", "of the two matrices of weights; 0: alike"),
+    Measure(
+        "weight-kl",
+        "KL of attention weights",
+        "KL(teacher || student) of a query's weights, nats",
+        lambda layer: layer.weight_kl,
+    ),
+    Measure(
+        "cosine",
+        "Cosine of attention matrices",
+        "of the student's matrix of weights with the teacher's; 1: alike",
+        lambda layer: layer.cosine,
+    ),
+    Measure(
+        "singular-values",
+        "Distance of singular values",
+        "of the two matrices of weights; 0: alike",
+        lambda layer: layer.singular_values,
+    ),
 )
-_PAIRS = (
-    ("entropy", "entropy of weights, nats"),
-    ("monotonicity", "monotonicity"),
-    ("esl", "effective length, tokens"),
-)
-_HISTOGRAMS = {
-    "gates": (
-        "Gates",
-        "By what the linear state is multiplied at each step: the share of steps in each bin.",
-    ),
-    "mix": (
-        "Window factors",
-        "What weighs the window beside the linear part: the share of heads in each bin.",
-    ),
+_PAIRS: dict[str, Callable[[LayerFidelity], Pair]] = {
+    "entropy of weights, nats": lambda layer: layer.entropy,
+    "monotonicity": lambda layer: layer.monotonicity,
+    "effective length, tokens": lambda layer: layer.esl,
 }
-_TABLE = ("output_mse", "output_relative", "weight_kl", "weight_cross_entropy", "cosine", "singular_values")
 
 
 def fidelity(runs: Sequence[RunFiles]) -> Section:
     """Errors by layer and head, the worst heads by name, and properties of the weights beside the teacher's."""
-    measured = [run for run in runs if run.section("fidelity")]
+    measured = [run for run in runs if run.results.fidelity]
     blocks: list[Block] = []
     for run in measured:
         found = outliers(run)
         blocks.append(Text(run.prefix + (found.words if found else "No head stands out.")))
-    for key, title, meaning in MEASURES:
-        holders = [run for run in measured if any(layer.get(key) for layer in run.section("fidelity")["layers"])]
+    for measure in MEASURES:
+        holders = [run for run in measured if any(map(measure.read, _layers(run)))]
         if holders:
-            blocks.append(_errors(holders, key, title, meaning))
+            blocks.append(_errors(holders, measure))
     if measured:
         if (shapes := _shapes(measured)) is not None:
             blocks.append(shapes)
-        for key, (title, words) in _HISTOGRAMS.items():
-            blocks += _histograms(measured, key, title, words)
+        words = "By what the linear state is multiplied at each step: the share of steps in each bin."
+        blocks += _histograms(measured, "gates", "Gates", words, lambda layer: layer.gates)
+        words = "What weighs the window beside the linear part: the share of heads in each bin."
+        blocks += _histograms(measured, "mix", "Window factors", words, lambda layer: layer.mix)
     blocks += not_measured(runs, "fidelity")
     return Section(
         "fidelity",
@@ -72,41 +91,51 @@ def fidelity(runs: Sequence[RunFiles]) -> Section:
     )
 
 
-def _errors(runs: Sequence[RunFiles], key: str, title: str, meaning: str) -> Figure:
+def _layers(run: RunFiles) -> list[LayerFidelity]:
+    return [] if run.results.fidelity is None else run.results.fidelity.layers
+
+
+def _errors(runs: Sequence[RunFiles], measure: Measure) -> Figure:
+    title, higher_is_better = measure.title, measure.key == "cosine"
     panels, said = [], []
     for run in runs:
-        layers = run.section("fidelity")["layers"]
-        panels.append(by_head(run.group or "", [(layer["layer"], layer.get(key)) for layer in layers]))
+        panels.append(by_head(run.group or "", [(layer.layer, measure.read(layer)) for layer in _layers(run)]))
         found = ends(panels[-1])
-        worst, best = found if key == "cosine" else found[::-1]
+        worst, best = found if higher_is_better else found[::-1]
         said.append(f"{run.name}: worst {worst[1]}, {number(worst[0])}; best {best[1]}, {number(best[0])}")
     values = [x for panel in panels for row in panel.values for x in row]
-    scale = Scale.even(title, values, high=1.0) if key == "cosine" else Scale.fitting(title, values)
-    name = f"fidelity-{key.replace('_', '-')}"
-    words = f"{'; '.join(said)}"
-    figure = grids(name, title, f"{meaning}.", panels, scale, ("layer", "head"), lambda x: number(x, 4), words)
-    return replace(figure, numbers=_every_measure(runs)) if key == MEASURES[0][0] else figure
+    scale = Scale.even(title, values, high=1.0) if higher_is_better else Scale.fitting(title, values)
+    name, words, axes = f"fidelity-{measure.key}", "; ".join(said), ("layer", "head")
+    figure = grids(name, title, f"{measure.meaning}.", panels, scale, axes, lambda x: number(x, 4), words)
+    return replace(figure, numbers=_every_measure(runs)) if measure == MEASURES[0] else figure
 
 
 def _every_measure(runs: Sequence[RunFiles]) -> Table:
+    columns: dict[str, Callable[[LayerFidelity], Sequence[float] | None]] = {
+        "output mse": lambda layer: layer.output_mse,
+        **{measure.title: measure.read for measure in MEASURES[:2]},
+        "weight cross entropy": lambda layer: layer.weight_cross_entropy,
+        **{measure.title: measure.read for measure in MEASURES[2:]},
+    }
     groups = []
     for run in runs:
         rows = []
-        for layer in run.section("fidelity")["layers"]:
-            for head in range(len(layer["output_mse"])):
-                values = [layer[key][head] if layer.get(key) else None for key in _TABLE]
-                rows.append([f"layer {layer['layer']}, head {head}", *(number(value, 4) for value in values)])
+        for layer in _layers(run):
+            values = [read(layer) for read in columns.values()]
+            for head in range(len(layer.output_mse)):
+                cells = (number(None if value is None else value[head], 4) for value in values)
+                rows.append([f"layer {layer.layer}, head {head}", *cells])
         groups.append(Group(rows, run.group))
-    return Table("Every measure of every head", ["head", *(_measure(key) for key in _TABLE)], groups, collapsed=True)
+    return Table("Every measure of every head", ["head", *columns], groups, collapsed=True)
 
 
 def _shapes(runs: Sequence[RunFiles]) -> Figure | None:
     panels, said = [], []
     columns: dict[str, list[tuple[str, str]]] = {}
-    for key, title in _PAIRS:
+    for title, read in _PAIRS.items():
         series = []
         for place, run in enumerate(runs):
-            pairs = list(_pairs(run, key))
+            pairs = list(_pairs(run, read))
             if not pairs:
                 continue
             series.append((run.name, [t for _, t, _ in pairs], [s for _, _, s in pairs], place))
@@ -130,26 +159,31 @@ def _shapes(runs: Sequence[RunFiles]) -> Figure | None:
     )
 
 
-def _pairs(run: RunFiles, key: str) -> Iterator[tuple[str, Number, Number]]:
-    for layer in run.section("fidelity")["layers"]:
-        found = layer.get(key) or {}
-        both = zip(found.get("teacher") or [], found.get("student") or [], strict=True) if found.get("student") else []
-        for head, (teacher, student) in enumerate(both):
-            if teacher is not None and student is not None:
-                yield f"layer {layer['layer']}, head {head}", teacher, student
+def _pairs(run: RunFiles, read: Callable[[LayerFidelity], Pair]) -> Iterator[tuple[str, float, float]]:
+    for layer in _layers(run):
+        pair = read(layer)
+        if pair.student is not None:
+            for head, (teacher, student) in enumerate(zip(pair.teacher, pair.student, strict=True)):
+                yield f"layer {layer.layer}, head {head}", teacher, student
 
 
-def _histograms(runs: Sequence[RunFiles], key: str, title: str, words: str) -> list[Block]:
+def _histograms(
+    runs: Sequence[RunFiles],
+    key: str,
+    title: str,
+    words: str,
+    read: Callable[[LayerFidelity], Histogram | None],
+) -> list[Block]:
     """Shares of each layer's values that fall in each bin, all heads together."""
     panels = []
     for run in runs:
         rows = {}
-        for layer in run.section("fidelity")["layers"]:
-            if layer.get(key):
-                counts = layer[key]["counts"]
+        for layer in _layers(run):
+            if (found := read(layer)) is not None:
+                counts = found.counts
                 sums = [sum(column) for column in zip(*counts, strict=True)] if isinstance(counts[0], list) else counts
-                rows[str(layer["layer"])] = [value / (sum(sums) or 1) for value in sums]
-                bins = [number(edge, 2) for edge in layer[key]["edges"][:-1]]
+                rows[str(layer.layer)] = [value / (sum(sums) or 1) for value in sums]
+                bins = [number(edge, 2) for edge in found.edges[:-1]]
         if rows:
             panels.append(Panel(run.group or "", list(rows.values()), list(rows), bins))
     if not panels:
@@ -160,12 +194,13 @@ def _histograms(runs: Sequence[RunFiles], key: str, title: str, words: str) -> l
 
 def maps(runs: Sequence[RunFiles]) -> Section:
     """Attention of chosen heads, teacher beside student, one head at a time."""
-    holders = [run for run in runs if (run.section("fidelity") or {}).get("maps")]
+    holders = [run for run in runs if run.results.fidelity and run.results.fidelity.maps]
     blocks: list[Block] = []
     for place, run in enumerate(holders):
         title = f"Choose a head of {run.name}" if run.group else "Choose a head"
-        section = run.section("fidelity")
-        choices = [_map(chosen, f"map-{place}-{i}", errors(section)) for i, chosen in enumerate(section["maps"])]
+        section = run.results.fidelity
+        assert section is not None
+        choices = [_map(chosen, f"map-{place}-{i}", errors(section)) for i, chosen in enumerate(section.maps)]
         blocks.append(Picker(f"maps-{place}", title, choices))
     if holders:
         blocks.append(Text("All weights of these maps stand in evaluation.json, under fidelity.maps.", "note"))
@@ -180,11 +215,11 @@ def maps(runs: Sequence[RunFiles]) -> Section:
     return Section("maps", "Attention maps", blocks, summary=summary if holders else "")
 
 
-def _map(found: dict[str, Any], key: str, errors: dict[tuple[int, int], Number]) -> Choice:
-    name = f"Layer {found['layer']}, head {found['head']}"
-    tokens = [printable(token) for token in found["tokens"]]
+def _map(found: AttentionMap, key: str, errors: dict[tuple[int, int], Number]) -> Choice:
+    name = f"Layer {found.layer}, head {found.head}"
+    tokens = [printable(token) for token in found.tokens]
     names = [_cut(token) for token in tokens] if len(tokens) <= 32 else [str(i) for i in range(len(tokens))]
-    pair = _seen(found["teacher"], found["student"])
+    pair = _seen(found.teacher, found.student)
     scale = Scale.weights("attention weight", [x for grid in pair for row in grid for x in row])
     panels = [
         Panel(who, grid, names, names, square=True) for who, grid in zip(("teacher", "student"), pair, strict=True)
@@ -209,13 +244,11 @@ def _map(found: dict[str, Any], key: str, errors: dict[tuple[int, int], Number])
     return Choice(name, figure, {"tokens": tokens, "weights": weights, "corners": corners, "cell": layout.cell})
 
 
-def _why(found: dict[str, Any], errors: dict[tuple[int, int], Number]) -> str:
+def _why(found: AttentionMap, errors: dict[tuple[int, int], Number]) -> str:
     """Which head it is, in words."""
-    if "why" in found:  # files of before have it in words
-        return found["why"]
-    error = errors[found["layer"], found["head"]]
-    cells = f"; cells of {found['cell_tokens']} tokens" if found["cell_tokens"] > 1 else ""
-    return f"{found['rank']} of {len(errors)} heads: output off by {share(error, 1)} of the mean square{cells}"
+    error = errors[found.layer, found.head]
+    cells = f"; cells of {found.cell_tokens} tokens" if found.cell_tokens > 1 else ""
+    return f"{found.rank} of {len(errors)} heads: output off by {share(error, 1)} of the mean square{cells}"
 
 
 def _seen(*grids: Sequence[Sequence[Number]]) -> list[list[list[Number]]]:
@@ -238,7 +271,3 @@ def _top(tokens: Sequence[str], weights: Sequence[Number]) -> str:
     """The heaviest keys of a query."""
     order = sorted(range(len(weights)), key=lambda key: -weights[key])[:2]
     return ", ".join(f"{key} {tokens[key]} ({number(weights[key], 2)})" for key in order)
-
-
-def _measure(key: str) -> str:
-    return next((title for name, title, _ in MEASURES if name == key), key.replace("_", " "))

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from linearize.evaluation.speed import Spread
 from linearize.report import tables
 from linearize.report.figures import Line, LinePanel, curves
 from linearize.report.findings import faster, memory, speeds
 from linearize.report.html import Block, Figure, Section, Table, Text
 from linearize.report.load import RunFiles
 from linearize.report.missing import not_measured
-from linearize.report.numbers import DASH, Number, count, duration, milliseconds, plain
-from linearize.report.sections.recipe import flattened
+from linearize.report.numbers import DASH, count, duration, milliseconds, plain
 
 
 def speed(runs: Sequence[RunFiles]) -> Section:
     """Prefill, generation and memory against the length of the prompt."""
-    measured = [run for run in runs if run.section("speed")]
+    measured = [run for run in runs if run.results.speed]
     blocks: list[Block] = [_speed(measured)] if measured else []
     for run in measured:
-        said = [memory(speeds(run)), *faster(speeds(run), run.section("crossover"))]
+        said = [memory(speeds(run)), *faster(speeds(run), run.results.crossover)]
         blocks.append(Text(run.prefix + " ".join(finding.words for finding in said if finding is not None)))
     blocks += not_measured(runs, "speed")
     return Section("speed", "Speed and memory", blocks)
@@ -27,9 +28,9 @@ def speed(runs: Sequence[RunFiles]) -> Section:
 
 def _speed(runs: Sequence[RunFiles]) -> Figure:
     kinds = (
-        ("Prefill of the prompt", "milliseconds", lambda entry: _spread(entry["prefill"])),
-        ("Generation, per token", "milliseconds", lambda entry: _spread(entry["decode"])),
-        ("Memory of the cache", "bytes", lambda entry: (entry["cache_bytes"],) * 3),
+        ("Prefill of the prompt", "milliseconds", lambda entry: _spread(entry.prefill)),
+        ("Generation, per token", "milliseconds", lambda entry: _spread(entry.decode)),
+        ("Memory of the cache", "bytes", lambda entry: (entry.cache_bytes,) * 3),
     )
     panels = []
     for title, unit, read in kinds:
@@ -37,7 +38,7 @@ def _speed(runs: Sequence[RunFiles]) -> Figure:
         for place, run in enumerate(runs):
             for dash, model in enumerate(("student", "teacher")):
                 entries = speeds(run, model)
-                lengths, values = [e["prompt_length"] for e in entries], [read(e) for e in entries]
+                lengths, values = [e.prompt_length for e in entries], [read(e) for e in entries]
                 style = place if run.beside_others else (0 if model == "student" else -1)
                 middle, low, high = ([value[i] for value in values] for i in range(3))
                 lines.append(Line(run.prefix + model, lengths, middle, style, low, high, dash=dash))
@@ -45,13 +46,13 @@ def _speed(runs: Sequence[RunFiles]) -> Figure:
         if len(ticks) > 5:
             ticks = {}
         panels.append(LinePanel(title, lines, "prompt, tokens", unit, log_x=True, log_y=True, ticks=ticks))
-    every = [entry for run in runs for entry in run.section("speed")]
-    batches = sorted({entry.get("batch_size", 1) for entry in every})
+    every = [entry for run in runs for entry in run.results.speed]
+    batches = sorted({entry.batch_size for entry in every})
     more = f" The table has batches of {plain(batches[1:])} too." if len(batches) > 1 else ""
     said = "; ".join(
-        f"{run.name}, {model} at {count(last['prompt_length'])} tokens: prefill "
-        f"{milliseconds(last['prefill']['median'])} ms, "
-        f"{milliseconds(last['decode']['median'])} ms per generated token, {count(last['cache_bytes'])} bytes"
+        f"{run.name}, {model} at {count(last.prompt_length)} tokens: prefill "
+        f"{milliseconds(last.prefill.median)} ms, "
+        f"{milliseconds(last.decode.median)} ms per generated token, {count(last.cache_bytes)} bytes"
         for run in runs
         for model in ("student", "teacher")
         for last in speeds(run, model)[-1:]
@@ -61,12 +62,12 @@ def _speed(runs: Sequence[RunFiles]) -> Figure:
         curves("speed", f"Time and memory against length. {said}", panels, height=270),
         f"Batch of {plain(batches[0])}; medians, with bands from the least to the greatest repeat; both axes "
         f"logarithmic.{more}",
-        tables.speed([(run.group, run.section("speed")) for run in runs]),
+        tables.speed([(run.group, run.results.speed) for run in runs]),
     )
 
 
-def _spread(found: dict[str, Number]) -> tuple[Number, Number, Number]:
-    return 1e3 * found["median"], 1e3 * found["low"], 1e3 * found["high"]
+def _spread(found: Spread) -> tuple[float, float, float]:
+    return 1e3 * found.median, 1e3 * found.low, 1e3 * found.high
 
 
 def provenance(runs: Sequence[RunFiles]) -> Section:
@@ -82,15 +83,19 @@ def provenance(runs: Sequence[RunFiles]) -> Section:
 
 
 def _provenance(run: RunFiles) -> dict[str, str]:
-    found = dict(run.section("provenance") or {})
-    lines = {"teacher": run.run.get("model")}
-    lines["seed"] = found.pop("seed", (run.recipe or {}).get("seed"))
-    lines["data, sha256"] = found.pop("data", run.run.get("data"))
-    lines["dataset"] = ((run.recipe or {}).get("data") or {}).get("dataset")
-    seconds = found.pop("seconds", None)
-    lines["time"] = None if seconds is None else duration(seconds)
-    lines["device"] = found.pop("device", run.run.get("device"))
-    lines["dtype"] = run.run.get("dtype")
-    versions = found.pop("versions", run.run.get("versions")) or {}
-    lines |= flattened(found) | {f"version of {name}": version for name, version in versions.items()}
+    found = run.results.provenance
+    lines: dict[str, Any] = {}
+    if run.run is not None:
+        lines["teacher"] = run.run.model
+        lines["dtype"] = run.run.dtype
+    if run.recipe is not None:
+        lines["dataset"] = run.recipe.data.dataset
+    if found is not None:
+        lines["command"] = found.command
+        lines["seed"] = found.seed
+        lines["data, sha256"] = found.data
+        lines["tokens"] = found.tokens
+        lines["time"] = duration(found.seconds)
+        lines["device"] = found.device
+        lines |= {f"version of {name}": version for name, version in found.versions.items()}
     return {name: plain(value) for name, value in lines.items() if value is not None}

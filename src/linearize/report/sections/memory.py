@@ -23,7 +23,7 @@ def memory(runs: Sequence[RunFiles]) -> Section:
         if (said := spread(run)) is not None:
             blocks.append(Text(run.prefix + said.words))
         bytes_held.append(by_head(run.group or "", list(run.pairs_by_head.items())))
-        rows = [(int(layer), [_mean(head) for head in heads]) for layer, heads in run.allocation["needs"].items()]
+        rows = [(layer, [_mean(head) for head in heads]) for layer, heads in run.allocation.needs.items()]
         needs.append(by_head(run.group or "", rows))
     axes = ("layer", "KV head")
     held_scale = Scale.fitting("pairs", [x for panel in bytes_held for row in panel.values for x in row])

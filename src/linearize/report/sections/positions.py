@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from linearize.report.figures import Line, LinePanel, curves
 from linearize.report.html import Block, Figure, Group, Section, Table
-from linearize.report.load import RunFiles, interval, label
+from linearize.report.load import RunFiles, label
 from linearize.report.missing import not_measured
 from linearize.report.numbers import count, with_interval
 
@@ -27,7 +27,7 @@ _CURVES = ("teacher", "student", "window_lora", "equal_lora", "exact_lora", "abl
 
 def positions(runs: Sequence[RunFiles]) -> Section:
     """Loss against the token's place in its document (SUPRA, Fig. 3)."""
-    measured = [run for run in runs if run.section("positions")]
+    measured = [run for run in runs if run.results.positions]
     blocks: list[Block] = []
     if measured:
         blocks.append(_by_position(measured))
@@ -45,16 +45,20 @@ def positions(runs: Sequence[RunFiles]) -> Section:
 
 def _by_position(runs: Sequence[RunFiles]) -> Figure:
     panels, groups, said = [], [], []
-    columns = list(dict.fromkeys(name for run in runs for name in run.section("positions")["losses"]))
+    columns: dict[str, None] = {}
     for run in runs:
-        found = run.section("positions")
-        bins = bin_names(found["edges"])
+        if run.results.positions is not None:
+            columns |= dict.fromkeys(run.results.positions.losses)
+    for run in runs:
+        found = run.results.positions
+        assert found is not None
+        bins = bin_names(found.edges)
         lines = []
         for name in _CURVES:
-            if name not in found["losses"]:
+            if name not in found.losses:
                 continue
-            points = [(i, interval(value)) for i, value in enumerate(found["losses"][name]) if value is not None]
-            at, values = [i for i, _ in points], [value for _, value in points if value is not None]
+            points = [(i, value) for i, value in enumerate(found.losses[name]) if value is not None]
+            at, values = [i for i, _ in points], [value for _, value in points]
             low, high = [value.low for value in values], [value.high for value in values]
             lines.append(Line(label(name), at, [v.mean for v in values], STYLES[name], low, high))
             if values:
@@ -65,8 +69,8 @@ def _by_position(runs: Sequence[RunFiles]) -> Figure:
         panels.append(LinePanel(f"{run.prefix}loss", lines, "position, tokens", "nats per token", ticks=ticks))
         if above := above_teacher(lines):
             panels.append(LinePanel(f"{run.prefix}loss minus the teacher's", above, "position, tokens", ticks=ticks))
-        losses = [found["losses"].get(name, [None] * len(bins)) for name in columns]
-        rows = [[place, *(with_interval(interval(x[i])) for x in losses)] for i, place in enumerate(bins)]
+        losses = [found.losses.get(name, [None] * len(bins)) for name in columns]
+        rows = [[place, *(with_interval(x[i]) for x in losses)] for i, place in enumerate(bins)]
         groups.append(Group(rows, run.group))
     return Figure(
         "Held-out loss by position in the document",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from linearize.evaluation.agreement import Agreement
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.intervals import Interval
 from linearize.report import tables
 from linearize.report.figures import by_run, dots
 from linearize.report.html import Block, Figure, Group, Section, Table
-from linearize.report.load import RunFiles, interval, label
+from linearize.report.load import RunFiles, label
 from linearize.report.missing import missing_controls, not_measured
 from linearize.report.numbers import count, percent, share, with_interval
 
@@ -18,7 +18,7 @@ from linearize.report.numbers import count, percent, share, with_interval
 def quality(runs: Sequence[RunFiles]) -> Section:
     """Losses of all candidates, and the student's paired differences."""
     blocks: list[Block] = [_losses(runs)]
-    if any(run.section("comparisons") for run in runs):
+    if any(run.results.comparisons for run in runs):
         blocks.append(_differences(runs))
     blocks += missing_controls(runs)
     return Section(
@@ -33,14 +33,15 @@ def quality(runs: Sequence[RunFiles]) -> Section:
 def _losses(runs: Sequence[RunFiles]) -> Figure:
     names = [name for name in LABELS if any(run.measured(name) for run in runs)]
 
-    def values(run: RunFiles, key: str) -> list[Interval | None]:
-        lines = [run.measured(name) for name in names]
-        return [interval(line["quality"][key]) if line else None for line in lines]
+    def losses(run: RunFiles) -> list[Interval | None]:
+        return [line and line.quality.loss for line in map(run.measured, names)]
 
-    beyond = f"tokens beyond the window{tables.window(runs)}"
+    def losses_beyond(run: RunFiles) -> list[Interval | None]:
+        return [line and line.quality.beyond for line in map(run.measured, names)]
+
     panels = [
-        by_run(title, runs, lambda run, key=key: values(run, key), cut=True)
-        for key, title in (("loss", "all tokens"), ("beyond", beyond))
+        by_run("all tokens", runs, losses, cut=True),
+        by_run(f"tokens beyond the window{tables.window(runs)}", runs, losses_beyond, cut=True),
     ]
     numbers = tables.losses(runs)
     return Figure(
@@ -56,18 +57,19 @@ def _differences(runs: Sequence[RunFiles]) -> Figure:
     names = [name for name in LABELS if any(run.comparison(name) for run in runs)]
     rows = [f"against {label(name)}" for name in names]
 
-    def values(run: RunFiles, key: str) -> list[Interval | None]:
-        lines = [run.comparison(name) for name in names]
-        return [interval(line[key]) if line else None for line in lines]
+    def overall(run: RunFiles) -> list[Interval | None]:
+        return [line and line.overall for line in map(run.comparison, names)]
 
-    beyond = f"tokens beyond the window{tables.window(runs)}"
+    def beyond(run: RunFiles) -> list[Interval | None]:
+        return [line and line.beyond for line in map(run.comparison, names)]
+
     panels = [
-        by_run(title, runs, lambda run, key=key: values(run, key), zero=True, cut=True)
-        for key, title in (("overall", "all tokens"), ("beyond", beyond))
+        by_run("all tokens", runs, overall, zero=True, cut=True),
+        by_run(f"tokens beyond the window{tables.window(runs)}", runs, beyond, zero=True, cut=True),
     ]
     groups = []
     for run in runs:
-        columns = ([with_interval(x, sign=True) for x in values(run, key)] for key in ("overall", "beyond"))
+        columns = ([with_interval(x, sign=True) for x in values(run)] for values in (overall, beyond))
         groups.append(Group(list(map(list, zip(rows, *columns, strict=True))), run.group))
     caption = "Student's loss minus the other's, nats per token"
     numbers = Table(caption, ["", "all tokens", "beyond the window"], groups)
@@ -82,7 +84,7 @@ def _differences(runs: Sequence[RunFiles]) -> Figure:
 
 def agreement(runs: Sequence[RunFiles]) -> Section:
     """How often the student picks the teacher's token, and how far apart the two distributions are."""
-    measured = [run for run in runs if run.section("agreement")]
+    measured = [run for run in runs if run.results.agreement]
     blocks: list[Block] = [_agreement(measured)] if measured else []
     blocks += not_measured(runs, "agreement")
     return Section(
@@ -96,25 +98,25 @@ def agreement(runs: Sequence[RunFiles]) -> Section:
 
 
 def _agreement(runs: Sequence[RunFiles]) -> Figure:
-    def panel(title: str, *keys: str, **options: Any) -> Any:
-        return by_run(title, runs, lambda run: [interval(run.section("agreement").get(key)) for key in keys], **options)
+    def top1(run: RunFiles) -> list[Interval | None]:
+        return [_of(run).top1, _of(run).top1_beyond]
+
+    def kl(run: RunFiles) -> list[Interval | None]:
+        return [_of(run).kl, _of(run).kl_beyond]
 
     panels = [
-        panel("same likeliest token", "top1", "top1_beyond", write=lambda value: share(value, 0)),
-        panel("KL(teacher || student), nats per token", "kl", "kl_beyond"),
+        by_run("same likeliest token", runs, top1, write=lambda value: share(value, 0)),
+        by_run("KL(teacher || student), nats per token", runs, kl),
     ]
-    shown = {
-        "same likeliest token": ("top1", percent),
-        "same likeliest token, beyond the window": ("top1_beyond", percent),
-        "KL(teacher || student), nats per token": ("kl", with_interval),
-        "the same, beyond the window": ("kl_beyond", with_interval),
-        "KL(student || teacher), nats per token": ("reverse_kl", with_interval),
-    }
+    found = [_of(run) for run in runs]
     lines = [
-        [name, *(write(interval(run.section("agreement").get(key))) for run in runs)]
-        for name, (key, write) in shown.items()
+        ["same likeliest token", *(percent(x.top1) for x in found)],
+        ["same likeliest token, beyond the window", *(percent(x.top1_beyond) for x in found)],
+        ["KL(teacher || student), nats per token", *(with_interval(x.kl) for x in found)],
+        ["the same, beyond the window", *(with_interval(x.kl_beyond) for x in found)],
+        ["KL(student || teacher), nats per token", *(with_interval(x.reverse_kl) for x in found)],
+        ["tokens compared", *(count(x.tokens) for x in found)],
     ]
-    lines.append(["tokens compared", *(count(run.section("agreement")["tokens"]) for run in runs)])
     numbers = Table.of("Agreement with the teacher", ["", *(run.name for run in runs)], lines)
     return Figure(
         "Student beside teacher, token by token",
@@ -122,3 +124,8 @@ def _agreement(runs: Sequence[RunFiles]) -> Figure:
         "With 95 % intervals. KL(teacher || student): what the student would lose on text that the teacher wrote.",
         numbers,
     )
+
+
+def _of(run: RunFiles) -> Agreement:
+    assert run.results.agreement is not None
+    return run.results.agreement

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.intervals import Interval
+from linearize.evaluation.retrieval import Retrieval
 from linearize.report import findings, tables
 from linearize.report.figures import by_run, dots
 from linearize.report.heatmaps import Panel, Scale
 from linearize.report.html import Block, Figure, Section, Text
-from linearize.report.load import RunFiles, interval, label
+from linearize.report.load import RunFiles, label
 from linearize.report.missing import not_measured
 from linearize.report.numbers import capital, plain, share
 from linearize.report.sections.grids import grids
@@ -22,19 +22,19 @@ def recall(runs: Sequence[RunFiles]) -> Section:
     blocks: list[Block] = []
 
     def has_copied(run: RunFiles) -> bool:
-        return any(line.get("copying") for line in run.evaluation["measured"])
+        return any(line.copying for line in run.results.measured)
 
     if copied := [run for run in runs if has_copied(run)]:
         blocks.append(_copying(copied))
     blocks += not_measured(runs, "copying", has_copied)
-    tasks: dict[str, list[tuple[RunFiles, dict[str, Any]]]] = {}
+    tasks: dict[str, list[tuple[RunFiles, Retrieval]]] = {}
     for run in runs:
-        for task in run.section("retrieval") or []:
-            tasks.setdefault(task["name"], []).append((run, task))
+        for task in run.results.retrieval:
+            tasks.setdefault(task.name, []).append((run, task))
     for name, found in tasks.items():
-        if drawn := [(run, task) for run, task in found if task["row_values"]]:
+        if drawn := [(run, task) for run, task in found if task.row_values]:
             blocks.append(_grids(name, drawn))
-        blocks += [Text(_said(*pair), tone="missing") for pair in found if not pair[1]["row_values"]]
+        blocks += [Text(_said(*pair), tone="missing") for pair in found if not pair[1].row_values]
     blocks += not_measured(runs, "retrieval")
     return Section(
         "recall",
@@ -44,14 +44,14 @@ def recall(runs: Sequence[RunFiles]) -> Section:
     )
 
 
-def _said(run: RunFiles, task: dict[str, Any]) -> str:
+def _said(run: RunFiles, task: Retrieval) -> str:
     return f"{run.prefix}{findings.recall(run, task).words}"
 
 
 def _copying(runs: Sequence[RunFiles]) -> Figure:
     def gain(run: RunFiles, name: str) -> Interval | None:
-        copied = (run.measured(name) or {}).get("copying")
-        return interval(copied["gain"]) if copied else None
+        line = run.measured(name)
+        return None if line is None or line.copying is None else line.copying.gain
 
     names = [name for name in LABELS if any(gain(run, name) for run in runs)]
     title = "loss on the first copy minus loss on the second, nats per token"
@@ -65,17 +65,18 @@ def _copying(runs: Sequence[RunFiles]) -> Figure:
     )
 
 
-def _grids(name: str, found: Sequence[tuple[RunFiles, dict[str, Any]]]) -> Figure:
+def _grids(name: str, found: Sequence[tuple[RunFiles, Retrieval]]) -> Figure:
     first = found[0][1]
-    title = f"{name.replace('_', ' ').capitalize()} by {first['rows']}"
+    title = f"{name.replace('_', ' ').capitalize()} by {first.rows}"
     panels = []
     for run, task in found:
-        rows, columns = [[plain(value) for value in task[key]] for key in ("row_values", "column_values")]
+        rows = list(map(plain, task.row_values))
+        columns = list(map(plain, task.column_values))
         # The teacher stands beside the student; other candidates follow.
-        for model in sorted(task["models"], key=lambda model: ("teacher", "student", model).index(model)):
-            panels.append(Panel(run.prefix + label(model), task["models"][model], rows, columns))
+        for model in sorted(task.models, key=lambda model: ("teacher", "student", model).index(model)):
+            panels.append(Panel(run.prefix + label(model), task.models[model], rows, columns))
     verdicts = " ".join(_said(*pair) for pair in found)
-    words = f"{capital(first['words']).rstrip('.')}. {first['count']} trials per cell. {verdicts}"
+    words = f"{capital(first.words).rstrip('.')}. {first.count} trials per cell. {verdicts}"
     scale = Scale.even("share of trials that are right", low=0.0, high=1.0)
-    axes = first["rows"], first["columns"]
+    axes = first.rows, first.columns
     return grids(f"recall-{name.replace('_', '-')}", title, words, panels, scale, axes, share, verdicts)

@@ -21,10 +21,10 @@ Read = Callable[[RunFiles, str, str], Interval | None]
 
 def scores(runs: Sequence[RunFiles]) -> Section:
     """Scores of all candidates, the student's paired differences, and its share of the teacher's score."""
-    names = list(dict.fromkeys(metric for run in runs if run.task for metric in run.task["metrics"]))
+    names = list(dict.fromkeys(metric for run in runs if run.task for metric in run.task.metrics))
     chunks = [names[start : start + _ACROSS] for start in range(0, len(names), _ACROSS)]
     blocks: list[Block] = [_scores(runs, metrics) for metrics in chunks]
-    compared = [run for run in runs if run.task and run.task.get("differences")]
+    compared = [run for run in runs if run.task and run.task.differences]
     blocks += [_differences(compared, metrics) for metrics in chunks if compared]
     if kept := list(_kept(runs, names)):
         columns = ["", *(run.name for run in runs)]
@@ -41,8 +41,8 @@ def scores(runs: Sequence[RunFiles]) -> Section:
 
 
 def _about(run: RunFiles) -> str:
-    task = run.task or {}
-    return f"{what(task)}, {count(task['examples'])} held-out examples"
+    assert run.task is not None
+    return f"{what(run.task)}, {count(run.task.examples)} held-out examples"
 
 
 def _scores(runs: Sequence[RunFiles], metrics: Sequence[str]) -> Figure:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
 from linearize.evaluation.candidates import LABELS
+from linearize.evaluation.harness import BenchmarkResult
 from linearize.evaluation.intervals import Interval
 from linearize.report.figures import DotPanel, Dots, dots
+from linearize.report.findings import benchmarks
 from linearize.report.html import Block, Continuation, Figure, Group, Prompt, Prompts, Section, Table, Text
-from linearize.report.load import RunFiles, interval, label
+from linearize.report.load import RunFiles, label
 from linearize.report.missing import not_measured
 from linearize.report.numbers import DASH, count, number, percent, plain, share, with_interval
 from linearize.report.sections.positions import STYLES
@@ -18,19 +19,20 @@ from linearize.report.sections.positions import STYLES
 
 def tasks(runs: Sequence[RunFiles]) -> Section:
     """A row per task, a dot per candidate (and run)."""
-    measured = [run for run in runs if (run.section("tasks") or {}).get("results")]
+    measured = [run for run in runs if run.results.tasks and run.results.tasks.results]
     blocks: list[Block] = [_tasks(measured)] if measured else []
     for run in measured:
-        found = run.section("tasks")
-        shots = ", ".join(f"{task}: {plain(shots)}" for task, shots in (found.get("shots") or {}).items())
-        versions = ", ".join(f"{task} {plain(version)}" for task, version in (found.get("versions") or {}).items())
+        found = run.results.tasks
+        assert found is not None
+        shots = ", ".join(f"{task}: {plain(shots)}" for task, shots in found.shots.items())
+        versions = ", ".join(f"{task} {version}" for task, version in found.versions.items())
         blocks.append(Text(f"{run.prefix}Shots: {shots or DASH}. Versions: {versions or DASH}.", "note"))
     blocks += not_measured(runs, "tasks", lambda run: run in measured)
     return Section("tasks", "Tasks", blocks)
 
 
 def _tasks(runs: Sequence[RunFiles]) -> Figure:
-    results = [{(r["task"], r["metric"], r["candidate"]): r for r in run.section("tasks")["results"]} for run in runs]
+    results = [benchmarks(run) for run in runs]
     rows = list(dict.fromkeys((task, metric) for found in results for task, metric, _ in found))
     columns = [name for name in LABELS if any(name == candidate for found in results for *_, candidate in found)]
     series, groups, said = [], [], []
@@ -44,7 +46,7 @@ def _tasks(runs: Sequence[RunFiles]) -> Figure:
         lines = []
         for row in rows:
             cells = [found.get((*row, name)) for name in columns]
-            samples = next((result["samples"] for result in cells if result), None)
+            samples = next((result.samples for result in cells if result), None)
             lines.append([f"{row[0]} ({row[1]})", *map(_with_error, cells), count(samples)])
             pair = [found.get((*row, who)) for who in ("student", "teacher")]
             if all(pair):
@@ -59,30 +61,30 @@ def _tasks(runs: Sequence[RunFiles]) -> Figure:
     )
 
 
-def _interval(result: dict[str, Any] | None) -> Interval | None:
+def _interval(result: BenchmarkResult | None) -> Interval | None:
     if result is None:
         return None
-    margin = 1.96 * (result["stderr"] or 0.0)
-    return Interval(result["value"], result["value"] - margin, result["value"] + margin)
+    margin = 1.96 * (result.stderr or 0.0)
+    return Interval(result.value, result.value - margin, result.value + margin)
 
 
-def _with_error(result: dict[str, Any] | None) -> str:
+def _with_error(result: BenchmarkResult | None) -> str:
     if result is None:
         return DASH
-    error = f" \N{PLUS-MINUS SIGN} {number(100 * result['stderr'], 1)}" if result["stderr"] else ""
-    return f"{number(100 * result['value'], 1)}{error}"
+    error = f" \N{PLUS-MINUS SIGN} {number(100 * result.stderr, 1)}" if result.stderr else ""
+    return f"{number(100 * result.value, 1)}{error}"
 
 
 def generations(runs: Sequence[RunFiles]) -> Section:
     """How student and teacher go on after the same prompts."""
-    measured = [run for run in runs if run.section("generations")]
+    measured = [run for run in runs if run.results.generations]
     blocks: list[Block] = []
     if measured:
-        found = [run.section("generations") for run in measured]
+        found = [run.results.generations for run in measured if run.results.generations]
         lines = [
-            ["tokens that agree", *(percent(interval(g["agreement"])) for g in found)],
-            ["common prefix, tokens", *(with_interval(interval(g["common_prefix"]), 1) for g in found)],
-            ["tokens generated", *(count(g["new_tokens"]) for g in found)],
+            ["tokens that agree", *(percent(g.agreement) for g in found)],
+            ["common prefix, tokens", *(with_interval(g.common_prefix, 1) for g in found)],
+            ["tokens generated", *(count(g.new_tokens) for g in found)],
         ]
         caption = "Greedy continuations of student and teacher compared"
         blocks.append(Table.of(caption, ["", *(run.name for run in measured)], lines))
@@ -98,17 +100,17 @@ def _prompts(runs: Sequence[RunFiles]) -> list[Prompt]:
     """Each prompt once; the texts of all runs that were given it, equal ones of teachers once."""
     prompts: dict[str, list[Continuation]] = {}
     for run in runs:
-        for sample in run.section("generations")["samples"]:
-            texts = prompts.setdefault(sample["prompt"], [])
-            teacher, student = sample["teacher"], sample["student"]
-            given = [("what the text says", sample["reference"]), ("teacher", teacher)]
+        assert run.results.generations is not None
+        for sample in run.results.generations.samples:
+            texts = prompts.setdefault(sample.prompt, [])
+            given = [("what the text says", sample.reference), ("teacher", sample.teacher)]
             for title, text in given:
                 if not any(known.same == text and known.title.startswith(title) for known in texts):
                     again = any(known.title.startswith(title) for known in texts)
                     texts.append(Continuation(f"{title}, {run.name}" if again else title, text, ""))
-            same = _common(teacher, student)
+            same = _common(sample.teacher, sample.student)
             title = f"student, {run.name}" if run.beside_others else "student"
-            texts.append(Continuation(title, same, student[len(same) :]))
+            texts.append(Continuation(title, same, sample.student[len(same) :]))
     return [Prompt(prompt, texts) for prompt, texts in prompts.items()]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from linearize.report.figures import Line, LinePanel, curves, steps
 from linearize.report.html import Block, Figure, Section, Table
-from linearize.report.load import RunFiles, Stage
+from linearize.report.load import RunFiles
 from linearize.report.missing import not_measured
 from linearize.report.numbers import Number, count, duration, loss, plain, share
 
@@ -80,18 +80,17 @@ def _results(runs: Sequence[RunFiles]) -> Table:
         for stage in run.stages.values():
             name = run.prefix + TITLES[stage.name]
             result = stage.result
-            if not result:
+            if result is None:
                 rows.append([name, "unfinished", *["\N{EN DASH}"] * 5])
                 continue
-            first, best = (_mean(result[key]) for key in ("initial_loss", "best_loss"))
-            config = stage.config
+            first, best = _mean(result.initial_loss), _mean(result.best_loss)
             rows.append(
                 [
                     name,
-                    f"{count(result['steps'])}" + (" (stopped early)" if result["stopped_early"] else ""),
-                    count(result["tokens"]),
-                    plain(config.get("lr")),
-                    duration(result["seconds"]),
+                    count(result.steps) + (" (stopped early)" if result.stopped_early else ""),
+                    count(result.tokens),
+                    plain(result.identity.get("lr")),
+                    duration(result.seconds),
                     loss(first),
                     # A teacher that learns its own outputs starts with a loss of 0.
                     f"{loss(best)} ({share(best / first - 1, 1)})" if first else loss(best),
@@ -103,14 +102,14 @@ def _results(runs: Sequence[RunFiles]) -> Table:
 
 def _units(runs: Sequence[RunFiles]) -> Figure:
     """Held-out loss of every layer's mixer before transfer and at its best."""
-    stages: list[Stage] = [run.stages["transfer"] for run in runs]
-    names = list(dict.fromkeys(name for stage in stages for name in stage.result["best_loss"]))
+    results = {run.name: result for run in runs if (result := run.stages["transfer"].result)}
+    names = list(dict.fromkeys(name for result in results.values() for name in result.best_loss))
     series = []
-    for place, (run, stage) in enumerate(zip(runs, stages, strict=True)):
+    for place, (name_of_run, result) in enumerate(results.items()):
         before, after = (
-            [stage.result[key].get(name, float("nan")) for name in names] for key in ("initial_loss", "best_loss")
+            [losses.get(name, float("nan")) for name in names] for losses in (result.initial_loss, result.best_loss)
         )
-        series.append((run.name, before, after, place))
+        series.append((name_of_run, before, after, place))
     rows = [
         [
             _layer(name),

@@ -1,12 +1,10 @@
-"""What a student is worth: everything that is measured of it beside its teacher and its controls, in numbers."""
+"""Measure a student beside its teacher and its controls: short or long for a language model, by scores for a task."""
 
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -19,28 +17,22 @@ from linearize.data.repeats import ordinary_tokens
 from linearize.data.rows import PackedRows, Rows
 from linearize.data.splits import ENOUGH
 from linearize.distributed import barrier, world
-from linearize.evaluation.agreement import (
-    Agreement,
-    Generations,
-    PositionLosses,
-    generation_agreement,
-    logit_agreement,
-    loss_by_position,
-)
-from linearize.evaluation.attention_statistics import TOKENS, AttentionStatistics, attention_statistics
+from linearize.evaluation.agreement import generation_agreement, logit_agreement, loss_by_position
+from linearize.evaluation.attention_statistics import TOKENS, attention_statistics
 from linearize.evaluation.candidates import BATCH_SIZE, LABELS, Candidate
 from linearize.evaluation.chosen_rows import spread_rows
 from linearize.evaluation.copying import Copying, copy_losses, copy_rows
-from linearize.evaluation.fidelity import Fidelity, measure_fidelity
+from linearize.evaluation.fidelity import measure_fidelity
 from linearize.evaluation.harness import Benchmarks, run_benchmarks
-from linearize.evaluation.intervals import Interval, Totals
+from linearize.evaluation.intervals import Totals
 from linearize.evaluation.metrics import Answered
-from linearize.evaluation.path_usage import PathUsage, measure_path_usage
+from linearize.evaluation.path_usage import measure_path_usage
 from linearize.evaluation.perplexity import Quality, TokenLosses, paired_difference, token_losses
+from linearize.evaluation.results import Comparison, Measured, Results
 from linearize.evaluation.retrieval import Answers, Retrieval, answer, retrieval_result, retrieval_tests
-from linearize.evaluation.scores import TaskScores, score_task
-from linearize.evaluation.shares import KeptGain, kept_copying, kept_far_context
-from linearize.evaluation.short import ShortEvaluation, measure_short
+from linearize.evaluation.scores import score_task
+from linearize.evaluation.shares import kept_copying, kept_far_context
+from linearize.evaluation.short import measure_short
 from linearize.evaluation.speed import Crossover, Speed, generation_speed
 from linearize.hf.attention import linearized_layers
 from linearize.hf.sharding import is_sharded
@@ -49,62 +41,6 @@ NEW_TOKENS = 16  # generated where speed is measured
 RECALLING = ("teacher", "student", "window")  # the floor is the teacher within its window
 SHOWN = 4  # generations kept as text
 BENCHMARK_BATCH_SIZE = 16
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Held-out loss and copying of one candidate."""
-
-    name: str
-    label: str
-    note: str
-    training_tokens: int | None
-    quality: Quality
-    copying: Copying | None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The student's loss minus another's, paired on the same rows."""
-
-    other: str
-    overall: Interval
-    beyond: Interval | None
-
-
-@dataclass(frozen=True)
-class Worth:
-    """All measurements, by section of evaluation.json; None or empty where there are none.
-
-    A language model has the `short` evaluation, or the long one: losses (`measured`) and all that follows them. A model
-    whose answers are scored has a `task`. `missing`: controls
-    that could not be had. `not_measured`: reasons, by section.
-    """
-
-    window_size: int | None = None
-    short: ShortEvaluation | None = None
-    task: TaskScores | None = None
-    measured: list[Measured] = field(default_factory=list)
-    comparisons: list[Comparison] = field(default_factory=list)
-    far_context: KeptGain | None = None
-    copying: KeptGain | None = None
-    positions: PositionLosses | None = None
-    speed: list[Speed] = field(default_factory=list)
-    crossover: Crossover | None = None
-    teacher_attention: AttentionStatistics | None = None
-    agreement: Agreement | None = None
-    generations: Generations | None = None
-    fidelity: Fidelity | None = None
-    path_usage: PathUsage | None = None
-    retrieval: list[Retrieval] = field(default_factory=list)
-    tasks: Benchmarks | None = None
-    missing: list[str] = field(default_factory=list)
-    not_measured: dict[str, str] = field(default_factory=dict)
-    provenance: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """What evaluation.json holds, plain data."""
-        return json.loads(json.dumps(asdict(self)))
 
 
 def measure_task(
@@ -116,7 +52,7 @@ def measure_task(
     config: EvaluationConfig,
     seed: int,
     missing: Sequence[str] = (),
-) -> Worth:
+) -> Results:
     """A model that is no language model: scores of every candidate, and how faithful the student's heads are.
 
     Args:
@@ -139,7 +75,7 @@ def measure_task(
                 reasons["fidelity"] = str(error)
     else:
         reasons["fidelity"] = "not asked for, evaluation.examine is false"
-    return Worth(task=scores, fidelity=fidelity, missing=[LABELS[name] for name in missing], not_measured=reasons)
+    return Results(task=scores, fidelity=fidelity, missing=[LABELS[name] for name in missing], not_measured=reasons)
 
 
 def measure_quickly(
@@ -153,7 +89,7 @@ def measure_quickly(
     max_positions: int,
     config: EvaluationConfig,
     seed: int,
-) -> Worth:
+) -> Results:
     """Measure a language model by the short evaluation, and by the public benchmarks that are asked for.
 
     Args:
@@ -172,7 +108,7 @@ def measure_quickly(
         models = {"teacher": teacher, "student": student}
         tasks = _benchmarks({name: x for name, x in models.items() if x is not None}, tokenizer, config, seed)
     barrier()  # the other processes wait for lm-eval
-    return Worth(window_size=window_size, short=short, tasks=tasks, not_measured=reasons)
+    return Results(window_size=window_size, short=short, tasks=tasks, not_measured=reasons)
 
 
 def measure(
@@ -185,7 +121,7 @@ def measure(
     config: EvaluationConfig,
     seed: int,
     missing: Sequence[str] = (),
-) -> Worth:
+) -> Results:
     """Measure a language model by the long evaluation: all candidates on the same rows, the student in more detail.
 
     Args:
@@ -229,7 +165,7 @@ def measure(
     opened = {candidate.name: candidate for candidate in candidates}
     speed = _speed(opened, max_positions, seed, reasons) if "teacher" in opened else []
     barrier()  # while the main process takes times, the others compute nothing
-    return Worth(
+    return Results(
         window_size=window_size,
         measured=list(map(measured, candidates)),
         comparisons=[

@@ -17,10 +17,11 @@ from linearize.base import UserError
 from linearize.configs.evaluation import EvaluationConfig
 from linearize.configs.tasks import AssociativeRecall
 from linearize.data.rows import PackedRows
-from linearize.evaluation import worth
+
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.controls import window_only_plan
-from linearize.evaluation.worth import Worth, measure, measure_task
+from linearize.evaluation.measure import measure, measure_task
+from linearize.evaluation.results import Results
 from linearize.hf.classes import read_plan
 from linearize.hf.convert import convert_layers
 from tests import tiny
@@ -44,7 +45,9 @@ def periodic_rows(num_rows: int = 4) -> PackedRows:
     return PackedRows(input_ids, positions, input_ids.masked_fill(positions == 0, -100))
 
 
-def measured(models: dict[str, nn.Module], rows: Any = None, opened: list[str] | None = None, **options: Any) -> Worth:
+def measured(
+    models: dict[str, nn.Module], rows: Any = None, opened: list[str] | None = None, **options: Any
+) -> Results:
     candidates = [candidate(name, model, opened) for name, model in models.items()]
     chosen = dict(window_size=WINDOW, max_positions=POSITIONS, config=QUICK, seed=0) | options
     return measure(candidates, periodic_rows() if rows is None else rows, byte_tokenizer(), **chosen)
@@ -59,7 +62,7 @@ def _quick() -> Iterator[None]:
 @pytest.fixture
 def no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fakes do not generate."""
-    monkeypatch.setattr(worth, "generation_speed", lambda *_, **__: [])
+    monkeypatch.setattr("linearize.evaluation.measure.generation_speed", lambda *_, **__: [])
 
 
 def copying(scale: float) -> Fake:
@@ -135,7 +138,7 @@ def test_a_student_holds_less_than_its_teacher_and_everything_is_plain_data() ->
 
     plain = found.to_json()
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
-    assert list(plain) == list(Worth.__dataclass_fields__)
+    assert list(plain) == list(Results.model_fields)
     assert plain["missing"] == [LABELS["ablated"]]
     assert plain["measured"][1]["label"] == "student" and plain["measured"][1]["note"] == "note on student"
     assert plain["measured"][1]["quality"]["loss"]["mean"] == found.measured[1].quality.loss.mean
@@ -203,7 +206,7 @@ SMALL = {"bootstrap_samples": 20, "fidelity_tokens": 128, "prompts": 2, "new_tok
 CLOSE = EvaluationConfig(**SMALL, copy_rows=2)
 
 
-def examined(models: dict[str, PreTrainedModel], window_size: int = 8, **changes: Any) -> Worth:
+def examined(models: dict[str, PreTrainedModel], window_size: int = 8, **changes: Any) -> Results:
     config = CLOSE.model_copy(update=changes)
     return measured({**models}, ROWS, window_size=window_size, max_positions=128, config=config)
 
@@ -260,7 +263,7 @@ def test_what_cannot_be_looked_at_is_said_not_raised(teacher: PreTrainedModel) -
 # --- another task -----------------------------------------------------------------------------------------------------
 
 
-def measured_task(**options: Any) -> Worth:
+def measured_task(**options: Any) -> Results:
     student = linearize.convert(tiny.llama(), tiny.recipe())
     chosen = dict(config=EvaluationConfig(bootstrap_samples=20, fidelity_tokens=128), seed=0) | options
     answers, rows = right(every(5)), tiny.packed([[64]] * 4)
@@ -282,7 +285,7 @@ def test_heads_are_left_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(*_: Any, **__: Any) -> None:
         raise UserError("fidelity: expected a model with heads, found none; use another")
 
-    monkeypatch.setattr(worth, "measure_fidelity", refuse)
+    monkeypatch.setattr("linearize.evaluation.measure.measure_fidelity", refuse)
     refused = measured_task()
     assert refused.fidelity is None and refused.task is not None
     assert refused.not_measured == {"fidelity": "fidelity: expected a model with heads, found none; use another"}
