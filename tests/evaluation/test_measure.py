@@ -17,7 +17,6 @@ from linearize.base import UserError
 from linearize.configs.evaluation import EvaluationConfig
 from linearize.configs.tasks import AssociativeRecall
 from linearize.data.rows import PackedRows
-
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.controls import window_only_plan
 from linearize.evaluation.measure import measure, measure_task

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from linearize.base import Record
 from linearize.configs.mixer import LayerPlan
 from linearize.configs.training import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
-from linearize.base import Record
 from linearize.costs import FP32, Mixers, generation_memory, mixer_costs, softmax_flops
 from linearize.data.load import row_length
 from linearize.hf.classes import projections

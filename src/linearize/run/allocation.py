@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from linearize.configs.mixer import LayerPlan, each_mixer
 from linearize.base import UserError, atomic_file
+from linearize.configs.mixer import LayerPlan, each_mixer
 from linearize.data.packing import Dataset
 from linearize.data.repeats import without_repeats
 from linearize.data.rows import PackedRows

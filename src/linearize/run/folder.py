@@ -15,8 +15,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from linearize.configs.training import DistributedConfig
 from linearize.base import UserError, atomic_file
+from linearize.configs.training import DistributedConfig
 from linearize.data.packing import Dataset
 from linearize.distributed import world
 from linearize.hf.checkpoint import load_model, new_model

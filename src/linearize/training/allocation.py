@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from linearize.base import Record
 from linearize.configs.memory import MemoryConfig
 from linearize.configs.mixer import HeadwiseConfig, LayerPlan
-from linearize.base import Record
 from linearize.hf.teacher import TeacherShape
 from linearize.training.eviction_scores import cache_sizes
 from linearize.training.memory import BLOCK, budget_bytes, head_bytes, head_mixer, largest, require_room

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from linearize.base import Record, UserError, progress
 from linearize.configs.memory import MemoryConfig
 from linearize.configs.mixer import LayerPlan
-from linearize.base import Record, UserError, progress
 from linearize.data.rows import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.convert import convert_layers
