@@ -154,7 +154,7 @@ quick-lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(BIN)/python scripts/import_chain.py 26
+	$(BIN)/python scripts/import_chain.py 29
 
 lint: quick-lint ## ruff, import directions and types
 	$(BIN)/pyright

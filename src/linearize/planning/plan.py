@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from linearize.base import Record
 from linearize.configs.mixer import LayerPlan
 from linearize.configs.training import FinetuneConfig, LoRAConfig, TrainConfig, TransferConfig
 from linearize.costs import FP32, Mixers, generation_memory, mixer_costs, softmax_flops
@@ -27,6 +25,7 @@ from linearize.hf.classes import projections
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.planning.forecast import step_bytes
+from linearize.planning.results import Plan, StageCost
 from linearize.recipe import Recipe
 from linearize.training.optimizers import MOMENT_BYTES
 
@@ -35,54 +34,6 @@ LENGTHS = (8192, 32768, 131072)  # tokens of a sequence whose bytes are shown
 _TRAINED = 4 * FP32
 
 AnyStage = TransferConfig | FinetuneConfig
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """One training stage.
-
-    `tokens`: trained on, over all epochs; None where the size of the data is not known. `flops`: floating-point
-    operations for these tokens, evaluations apart. `memory_bytes`: weights in the model's dtype, fp32 copies and
-    AdamW's moments of what trains, and the most that one step takes besides; None where that is not asked for.
-    """
-
-    trainable_parameters: int
-    tokens: int | None
-    flops: int | None
-    memory_bytes: int | None
-
-
-class Plan(Record):
-    """The plan of a conversion by a recipe; bytes of state and cache are per sequence.
-
-    `control_flops`: the evaluation's trained controls, each finetuned on as many tokens as all stages together have.
-    `state_bytes`: constant, over the converted layers. `student_cache_bytes_per_token`: what the student still grows
-    by, in its kept layers; 0 is constant memory. A layer whose teacher attention slides is bounded already and counts
-    as no growth, here and in `teacher_cache_bytes_per_token`. `break_even_tokens`: the length from which the state is
-    smaller than the teacher's cache of the same layers; None where that cache does not grow. `bidirectional`: an
-    encoder, for which all of these are 0 or None. `disk_bytes`: the model in
-    its dtype (new parameters fp32), and 16 bytes per trainable parameter in the stages' checkpoints.
-    `activation_bytes`: on disk besides, until a transfer block by block is finished; None where the amount of data is
-    not known.
-    """
-
-    recipe: str
-    model_type: str
-    bidirectional: bool
-    converted_layers: tuple[int, ...]
-    kept_layers: tuple[int, ...]
-    teacher_parameters: int
-    new_parameters: int
-    transfer: StageCost | None
-    adapt: StageCost | None
-    finetune: StageCost | None
-    control_flops: int | None
-    state_bytes: int
-    student_cache_bytes_per_token: int
-    teacher_cache_bytes_per_token: int
-    break_even_tokens: int | None
-    disk_bytes: int
-    activation_bytes: int | None
 
 
 def make_plan(

@@ -15,7 +15,7 @@ from linearize.evaluation.intervals import Interval
 from linearize.evaluation.results import Comparison, Measured, Results
 from linearize.evaluation.scores import Scored, TaskScores
 from linearize.evaluation.short import Reading
-from linearize.planning.plan import Plan
+from linearize.planning.results import Plan
 from linearize.recipe import Recipe
 from linearize.report.numbers import Number
 from linearize.training.allocation import Allocation

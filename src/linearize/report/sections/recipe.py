@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from linearize.planning.plan import Plan
+from linearize.planning.results import Plan
 from linearize.report.html import Block, Code, Section, Table
 from linearize.report.load import RunFiles
 from linearize.report.missing import not_measured
