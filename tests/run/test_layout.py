@@ -15,6 +15,7 @@ from linearize.hf.checkpoint import read_config
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
 from linearize.planning.plan import make_plan
+from linearize.report.load import RunRecord
 from linearize.run import layout
 from linearize.run.folder import Run, check_output, write_json, write_text
 from tests import tiny
@@ -65,7 +66,8 @@ def test_a_run_goes_on_with_another_layout(tmp_path: Path) -> None:
         return Run(tiny.recipe(**fields), "teacher", tmp_path, torch.float32, torch.device("cpu"))
 
     write_text(tmp_path / "recipe.yaml", run(**FULL).recipe.to_yaml())
-    write_json(tmp_path / "run.json", {"model": "teacher", "dtype": "float32", "device": "cpu"})
+    record = RunRecord(model="teacher", dtype="float32", device="cpu", data="0" * 64, versions={})
+    write_json(tmp_path / "run.json", record.to_json())
     check_output(run())
     with pytest.raises(UserError, match="expected a run of this recipe"):
         check_output(run(seed=1))

@@ -21,6 +21,7 @@ import linearize
 from linearize.base import UserError
 from linearize.hf.cache import LinearizedCacheLayer
 from linearize.hf.checkpoint import load_model, save_student
+from linearize.report.load import RunRecord
 from linearize.run.folder import Run, student_folder
 from linearize.serving import command as serving
 from linearize.serving.page import make_page
@@ -52,7 +53,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     made = Run(tiny.recipe(), tiny.teacher_folder(), folder, torch.float32, torch.device("cpu"))
     save_student(linearize.convert(tiny.llama(), made.recipe), byte_tokenizer(), {}, folder / "model")
     (folder / "recipe.yaml").write_text(made.recipe.to_yaml())
-    (folder / "run.json").write_text(json.dumps({"model": made.model}))
+    record = RunRecord(model=made.model, dtype="float32", device="cpu", data="0" * 64, versions={})
+    (folder / "run.json").write_text(json.dumps(record.to_json()))
     return made
 
 
