@@ -244,6 +244,10 @@ def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int) -> Tokens:
 def _of_whole_rows(x: Float[Tensor, "B h T X"], span: Span) -> Float[Tensor, "B h S X"]:
     """Return what `keep_slots` takes of whole rows; a copy, which does not hold on to them."""
     length, sinks = x.shape[2], span.sinks
+    if span.context and length >= sinks + span.context:  # no slot is empty
+        wraps = length - length % span.context  # the token in the ring's first slot
+        pieces = (0, sinks), (wraps, length), (length - span.context, wraps)
+        return torch.cat([x[:, :, a:b] for a, b in pieces if b > a], dim=2)
     kept = x.new_zeros(*x.shape[:2], sinks + span.context, x.shape[3])
     kept[:, :, : min(length, sinks)] = x[:, :, :sinks]
     first = max(sinks, length - span.context)
