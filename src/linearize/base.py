@@ -193,6 +193,8 @@ class Record(BaseModel):
                     problem = "expected a value, found none"
                 case "extra_forbidden" | "unexpected_keyword_argument":
                     problem = "expected no such field, found one"
+                case "value_error":
+                    problem = first["msg"].removeprefix("Value error, ")
             raise UserError(f"{path}: {field}: {problem}; {advice}") from None
 
     def to_json(self) -> dict[str, Any]:

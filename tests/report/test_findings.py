@@ -184,7 +184,9 @@ def test_recall_is_told_with_what_it_is_measured_against(read: Read) -> None:
         f"Recall, passkey: beyond the window of 64 tokens the student is right in 17{THIN}% [14, 20] of answers, the "
         f"teacher in 91{THIN}% [89, 93] (by guessing 1.0{THIN}%); 18{THIN}% [14, 22] of the teacher's ability is kept."
     )
-    assert f"(with the window alone 1.0{THIN}%)" in said(models=task.models | {"window": [[0.0]]}, recovery=None)
+    assert f"(with the window alone 1.0{THIN}%)" in said(
+        models=task.models | {"window": [[0.0] * 5] * 5}, recovery=None
+    )
     assert said(recovery=None).endswith("; not measurable with this teacher.")
     assert said(teacher_share=None, recovery=None).endswith("of answers; no teacher.")
     shares = dict.fromkeys(("student_share", "teacher_share", "recovery"))
@@ -204,7 +206,7 @@ def test_recall_is_told_with_what_it_is_measured_against(read: Read) -> None:
     ],
 )  # fmt: skip
 def test_whether_the_linear_part_is_used(read: Read, difference: Any, kind: str, words: str) -> None:
-    distances = {"mass": [[1.0]], "linear": [[0.0]]}
+    distances = {"mass": [[1.0]] * 2, "linear": [[0.0]] * 2}
     layers = [
         {"layer": i, "linear_share": shares, "by_distance": distances}
         for i, shares in enumerate(([0.1, 0.4], [0.2, 0.3]))
@@ -240,9 +242,10 @@ def test_what_the_teachers_attention_means(read: Read, changed: dict[str, float]
 
 def test_heads_that_stand_out_are_named_beside_the_median(read: Read) -> None:
     whole = sample.evaluation()["fidelity"]["layers"][0]
+    whole |= dict.fromkeys(("weight_kl", "weight_cross_entropy", "cosine", "singular_values"))
     layers = [
-        whole | {"layer": 3, "output_relative": [0.01, 0.01, 0.372]},
-        whole | {"layer": 4, "output_relative": [0.02, 0.2]},
+        whole | {"layer": layer, "output_mse": errors, "output_relative": errors}
+        for layer, errors in ((3, [0.01, 0.01, 0.372]), (4, [0.02, 0.2]))
     ]
     worst = [{"layer": 3, "head": 2}, {"layer": 4, "head": 1}]
     found = outliers(read(fidelity={"tokens": 4096, "layers": layers, "maps": [], "worst": worst}))

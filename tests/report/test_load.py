@@ -119,6 +119,24 @@ def test_a_field_of_another_format_is_named(tmp_path: Path, name: str, field: st
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "section, changes, words",
+    [
+        ("positions", {"edges": [0, 1]}, "positions: teacher: expected 1 values, found other lengths; restore"),
+        ("fidelity", {"worst": [{"layer": 99, "head": 1}]}, "fidelity: expected a head .* found layer 99 head 1;"),
+        ("path_usage", {"layers": []}, "path_usage: expected one or more layers and bins, found none;"),
+        ("far_context", {"against": ["a", "b"]}, r"far_context: against: .* found \('a', 'b'\);"),
+    ],
+)
+def test_sections_that_contradict_themselves_are_refused(
+    tmp_path: Path, section: str, changes: dict[str, Any], words: str
+) -> None:
+    found = sample.evaluation()
+    folder = sample.write_run(tmp_path / "run", found | {section: found[section] | changes})
+    with pytest.raises(UserError, match=f"evaluation.json: {words}"):
+        load_run(folder)
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
     folders = [sample.write_run(tmp_path / name / "run") for name in ("a", "b")]
     assert [run.name for run in load_runs(folders)] == ["a/run", "b/run"]

@@ -83,7 +83,7 @@ def test_the_worst_and_the_best_head_are_named(read: Read) -> None:
         layer["weight_kl"] = layer["entropy"]["student"] = None
     for key in ("output_relative", "cosine"):
         found["layers"][1][key][3], found["layers"][0][key][2] = 0.9, 0.1
-    section = attention.fidelity([read(fidelity=found | {"worst": []})])
+    section = attention.fidelity([read(fidelity=found | {"worst": [], "maps": []})])
     error = figure(section.blocks, "Relative output error")
     assert "worst layer 1 head 3, 0.900; " in error.svg and "best layer 0 head 2, 0.100" in error.svg
     cosine = figure(section.blocks, "Cosine of attention matrices")
@@ -101,7 +101,7 @@ def test_gates_are_summed_over_heads_and_window_factors_are_of_heads_already(rea
         "gates": {"edges": [0.0, 0.5, 1.0], "counts": [[1, 2], [0, 5]]},
         "mix": {"edges": [0.0, 0.5, 1.0], "counts": [1, 3]},
     }
-    blocks = attention.fidelity([read(fidelity=found | {"layers": [layer], "worst": []})]).blocks
+    blocks = attention.fidelity([read(fidelity=found | {"layers": [layer], "worst": [], "maps": []})]).blocks
     percent = "\u202f%"
     assert rows(figure(blocks, "Gates")) == [["layer 0", f"12{percent}", f"88{percent}"]]
     assert rows(figure(blocks, "Window factors")) == [["layer 0", f"25{percent}", f"75{percent}"]]

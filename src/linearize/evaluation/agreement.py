@@ -25,7 +25,7 @@ from linearize.base import UserError, progress
 from linearize.data.rows import IGNORED, PackedRows, inference, on_device
 from linearize.data.splits import ENOUGH, spread
 from linearize.distributed import dealt, put_together
-from linearize.evaluation.intervals import Interval, Totals, resample
+from linearize.evaluation.intervals import Interval, Totals, require_shape, resample
 from linearize.evaluation.perplexity import TokenLosses, require_same_tokens
 
 _CHUNK_ELEMENTS = 2**24  # most fp32 numbers at a time beside the models' own logits: 64 MiB
@@ -160,6 +160,10 @@ class PositionLosses:
     edges: list[int]
     documents: list[int] | None
     losses: dict[str, list[Interval | None]]
+
+    def __post_init__(self) -> None:
+        for name, losses in self.losses.items():
+            require_shape(name, losses, len(self.edges) - 1)
 
 
 def loss_by_position(losses: Mapping[str, TokenLosses], *, samples: int = 200, seed: int = 0) -> PositionLosses:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.evaluation.chosen_rows import ChosenRows
+from linearize.evaluation.intervals import require_shape
 from linearize.evaluation.weights import WeightBlock
 from linearize.hf.attention import linearized_layers
 
@@ -34,6 +35,12 @@ class AttentionMap:
     tokens: list[str]
     teacher: list[list[float]]
     student: list[list[float]]
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError("tokens: expected one or more, found none")
+        require_shape("teacher", self.teacher, len(self.tokens), len(self.tokens))
+        require_shape("student", self.student, len(self.tokens), len(self.tokens))
 
 
 class Maps:

@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from linearize.data.rows import Rows
 from linearize.evaluation.attention_maps import AttentionMap, Maps
 from linearize.evaluation.chosen_rows import drawn_rows
+from linearize.evaluation.intervals import require_shape
 from linearize.evaluation.metrics import rank_correlation
 from linearize.evaluation.weights import Visit, WeightBlock, never_negative, visit_layers, weight_blocks
 from linearize.mixers.combine import MixCombine, SharedDenominatorCombine
@@ -48,13 +49,23 @@ class Pair:
     teacher: list[float]
     student: list[float] | None
 
+    def __post_init__(self) -> None:
+        if self.student is not None:
+            require_shape("student", self.student, len(self.teacher))
+
 
 @dataclass(frozen=True)
 class Histogram:
     """How many numbers lie between neighbouring edges; `counts` of gates: one list per head of the state."""
 
     edges: list[float]
-    counts: list[Any]
+    counts: list[int] | list[list[int]]
+
+    def __post_init__(self) -> None:
+        if self.counts and isinstance(self.counts[0], list):
+            require_shape("counts", self.counts, len(self.counts), len(self.edges) - 1)
+        else:
+            require_shape("counts", self.counts, len(self.edges) - 1)
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,12 @@ class LayerFidelity:
     gates: Histogram | None
     mix: Histogram | None
 
+    def __post_init__(self) -> None:
+        names = ("output_relative", "weight_kl", "weight_cross_entropy", "cosine", "singular_values")
+        for name in names:
+            if (values := getattr(self, name)) is not None:
+                require_shape(name, values, len(self.output_mse))
+
 
 @dataclass(frozen=True)
 class Outlier:
@@ -108,6 +125,12 @@ class Fidelity:
     layers: list[LayerFidelity]
     maps: list[AttentionMap]
     worst: list[Outlier]
+
+    def __post_init__(self) -> None:
+        heads = {layer.layer: len(layer.output_relative) for layer in self.layers}
+        for chosen in (*self.maps, *self.worst):
+            if not 0 <= chosen.head < heads.get(chosen.layer, 0):
+                raise ValueError(f"expected a head of a converted layer, found layer {chosen.layer} head {chosen.head}")
 
 
 def measure_fidelity(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -46,6 +47,13 @@ class Interval:
     def of(cls, mean: Float[Tensor, ""], draws: Float[Tensor, " S"]) -> Interval:
         low, high = torch.quantile(draws, torch.tensor([0.025, 0.975], dtype=draws.dtype)).tolist()
         return cls(mean.item(), low, high)
+
+
+def require_shape(name: str, values: Sequence[Any], length: int, width: int | None = None) -> None:
+    """Raise a ValueError unless there are `length` values, lists of `width` values if that is given."""
+    if len(values) != length or (width is not None and any(len(row) != width for row in values)):
+        expected = f"{length} values" if width is None else f"{length} lists of {width} values"
+        raise ValueError(f"{name}: expected {expected}, found other lengths")
 
 
 def wilson(right: int, count: int) -> Interval:

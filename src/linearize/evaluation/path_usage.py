@@ -23,7 +23,7 @@ from linearize.configs.spans import NoSpan
 from linearize.data.rows import PackedRows
 from linearize.evaluation.chosen_rows import drawn_rows
 from linearize.evaluation.controls import without_linear_part
-from linearize.evaluation.intervals import Interval
+from linearize.evaluation.intervals import Interval, require_shape
 from linearize.evaluation.perplexity import paired_difference, token_losses
 from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
 from linearize.hf.attention import linearized_layers, replaced_mixers
@@ -50,6 +50,10 @@ class LayerUsage:
     linear_share: list[float]
     by_distance: ByDistance
 
+    def __post_init__(self) -> None:
+        if not self.linear_share:
+            raise ValueError("linear_share: expected a number per head, found none")
+
 
 @dataclass(frozen=True)
 class PathUsage:
@@ -67,6 +71,13 @@ class PathUsage:
     without_linear: Interval
     without_window: Interval | None
     documents: int | None
+
+    def __post_init__(self) -> None:
+        if not self.layers or len(self.edges) < 2:
+            raise ValueError("expected one or more layers and bins, found none")
+        for layer in self.layers:
+            for name, shares in (("mass", layer.by_distance.mass), ("linear", layer.by_distance.linear)):
+                require_shape(name, shares, len(layer.linear_share), len(self.edges) - 1)
 
 
 def measure_path_usage(

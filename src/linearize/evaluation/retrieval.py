@@ -35,7 +35,7 @@ from linearize.data.repeats import ordinary_tokens
 from linearize.data.rows import inference
 from linearize.data.splits import ENOUGH
 from linearize.distributed import dealt, put_together
-from linearize.evaluation.intervals import Interval, Totals, resample
+from linearize.evaluation.intervals import Interval, Totals, require_shape, resample
 
 # A teacher that beats the floor by so little can fetch next to nothing, and a share of that says nothing.
 NEGLIGIBLE = 0.05
@@ -133,6 +133,12 @@ class Retrieval:
     student_share: Interval | None
     floor: float | None
     recovery: Interval | None
+
+    def __post_init__(self) -> None:
+        if self.row_values and not self.column_values:
+            raise ValueError("column_values: expected one or more, found none")
+        for name, shares in self.models.items():
+            require_shape(name, shares, len(self.row_values), len(self.column_values))
 
 
 # --- making the rows --------------------------------------------------------------------------------------------------

@@ -30,6 +30,10 @@ class KeptGain:
     share: Interval | None
     against: tuple[str, str] | None = None
 
+    def __post_init__(self) -> None:
+        if self.against is not None and self.against not in REFERENCES:
+            raise ValueError(f"against: expected one of {REFERENCES}, found {self.against}")
+
 
 def kept_copying(
     teacher: Sequence[Totals], student: Sequence[Totals], *, samples: int = 1000, seed: int = 0
