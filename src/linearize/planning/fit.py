@@ -21,10 +21,10 @@ from linearize.hf.meta import MetaModel
 from linearize.hf.partial_model import stored_by_layer
 from linearize.hf.teacher import TeacherShape
 from linearize.planning.plan import AnyStage, size, stage_memory
+from linearize.planning.results import TRAINING_STAGES
 from linearize.recipe import Recipe
 
 SHARE = 0.9  # of a GPU's memory; the rest is CUDA's own, and gaps between tensors
-STAGES = ("transfer", "adapt", "finetune")
 SETTINGS = ("micro_batch_size", "activation_checkpointing", "layers_per_block")
 _UNITS = {"GIB": 2**30, "GB": 10**9, "MIB": 2**20, "MB": 10**6}
 
@@ -103,7 +103,7 @@ def fit(
     whole = recipe.memory is not None or is_spread(layers)
     blocks = not whole and processes == 1 and stored_by_layer(teacher.model_type)
     stages, changed = [], {}
-    for name in STAGES:
+    for name in TRAINING_STAGES:
         config: AnyStage | None = getattr(recipe, name)
         if config is None:
             continue

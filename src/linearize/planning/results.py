@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from linearize.base import Record
 
+TRAINING_STAGES = ("transfer", "adapt", "finetune")  # in their order
+
 
 @dataclass(frozen=True)
 class StageCost:

@@ -15,12 +15,11 @@ from linearize.evaluation.intervals import Interval
 from linearize.evaluation.results import Comparison, Measured, Results
 from linearize.evaluation.scores import Scored, TaskScores
 from linearize.evaluation.short import Reading
-from linearize.planning.results import Plan
+from linearize.planning.results import TRAINING_STAGES, Plan
 from linearize.recipe import Recipe
 from linearize.report.numbers import Number
 from linearize.training.allocation import Allocation
 
-STUDENT_STAGES = ("transfer", "adapt", "finetune")
 CONTROLS = ("window_lora", "equal_lora", "exact_lora", "teacher_lora")
 _AGAIN = "restore the file, or measure again (`linearize run`, `linearize eval`)"
 _POINTS = 300  # of a training curve; longer ones are averaged over neighbours, which the page says
@@ -205,7 +204,7 @@ def load_run(folder: Path, results: Results | None = None) -> RunFiles:
     if not (results.measured or results.short or results.task or "short" in results.not_measured):
         raise UserError(f"{path}: expected measurements, found none; {_AGAIN}")
     recipe = _read_recipe(folder / "recipe.yaml")
-    stages = [_stage(folder, name) for name in (*STUDENT_STAGES, *(f"controls/{name}" for name in CONTROLS))]
+    stages = [_stage(folder, name) for name in (*TRAINING_STAGES, *(f"controls/{name}" for name in CONTROLS))]
     return RunFiles(
         folder,
         folder.resolve().name,

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from linearize.evaluation.metrics import title
 from linearize.evaluation.speed import Speed
 from linearize.hf.prefill import FULL, STREAMING
+from linearize.planning.results import TRAINING_STAGES
 from linearize.report.findings import Finding, findings, speeds, verdict
 from linearize.report.html import Table, Text
-from linearize.report.load import STUDENT_STAGES, RunFiles
+from linearize.report.load import RunFiles
 from linearize.report.numbers import DASH, count, milliseconds, percent, plain, scaled, what, with_interval
 
 
@@ -215,7 +216,7 @@ _KEYS: dict[str, Callable[[RunFiles], str]] = {
 
 
 def _tokens(run: RunFiles) -> int | None:
-    results = [run.stages[name].result for name in STUDENT_STAGES if name in run.stages]
+    results = [run.stages[name].result for name in TRAINING_STAGES if name in run.stages]
     if not results or None in results:
         return None
     return sum(result.tokens for result in results if result is not None)

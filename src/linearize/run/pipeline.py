@@ -26,6 +26,7 @@ from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
 from linearize.planning import plan as planning
 from linearize.planning.checks import check_run
+from linearize.planning.results import TRAINING_STAGES
 from linearize.recipe import Recipe
 from linearize.run.allocation import measure, stored
 from linearize.run.evaluate import control, measure_run, write_results
@@ -36,7 +37,7 @@ from linearize.training.attention_transfer import attention_transfer, load_trans
 from linearize.training.blockwise import BlockwiseTransfer, layer_blocks, unfinished_blocks
 from linearize.training.finetune import finetune, refuse_quantized
 
-STAGES = ("convert", "transfer", "adapt", "finetune", "evaluate")
+STAGES = ("convert", *TRAINING_STAGES, "evaluate")
 
 
 def run(

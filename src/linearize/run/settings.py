@@ -12,7 +12,8 @@ from linearize.hf.checkpoint import read_config
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
 from linearize.planning.checks import check_run
-from linearize.planning.fit import SETTINGS, STAGES, fit, parse_memory
+from linearize.planning.fit import SETTINGS, fit, parse_memory
+from linearize.planning.results import TRAINING_STAGES
 from linearize.recipe import Recipe
 from linearize.run.folder import Run
 
@@ -47,7 +48,7 @@ def settled(run: Run, gpu_memory: str | None, note: Callable[[str], None]) -> Ru
 def _as_before(recipe: Recipe, begun: Recipe) -> Recipe:
     """A recipe with what another has of the settings that it does not set itself."""
     changed = {}
-    for name in STAGES:
+    for name in TRAINING_STAGES:
         config, before = getattr(recipe, name), getattr(begun, name)
         if config is not None and before is not None:
             kept = set(SETTINGS) & set(type(config).model_fields) - config.model_fields_set

@@ -180,8 +180,9 @@ def _histograms(
         rows = {}
         for layer in _layers(run):
             if (found := read(layer)) is not None:
-                counts = found.counts
-                sums = [sum(column) for column in zip(*counts, strict=True)] if isinstance(counts[0], list) else counts
+                heads = [counts for counts in found.counts if isinstance(counts, list)]
+                sums = [sum(column) for column in zip(*heads, strict=True)]
+                sums = sums or [count for count in found.counts if isinstance(count, int)]
                 rows[str(layer.layer)] = [value / (sum(sums) or 1) for value in sums]
                 bins = [number(edge, 2) for edge in found.edges[:-1]]
         if rows:
