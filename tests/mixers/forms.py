@@ -14,7 +14,7 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from linearize.configs.mixer_parts import Add, AdditiveUpdate
-from linearize.configs.spans import NoSpan
+from linearize.configs.spans import NoSpan, Span
 from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import MixerState
@@ -140,15 +140,19 @@ def check_calls(case: Drawn, cuts: Sequence[int]) -> None:
     empty = case.mixer.state_like(case.part(0, 1))
     assert [x.shape for x in empty.tensors()] == [x.shape for x in expected_state.tensors()]
     assert_near(found_state.seen, expected_state.seen, 0, "tokens seen")
-    # A slot below every later query's window may hold a token or not.
-    span, seen = case.mixer.span, expected_state.seen[:, None]
+    assert_same_state(found_state, expected_state, case.mixer.span)
+
+
+def assert_same_state(found: MixerState, expected: MixerState, span: Span) -> None:
+    """Equal in all that later queries read; a slot below every later query's window may hold a token or not."""
+    seen = expected.seen[:, None]
     position = slot_positions(seen[:, 0], span)
     needed = (position >= 0) & ((position >= span.lo(seen - 1)) | (position < span.sinks))
-    for name, x in expected_state.slots.items():
+    for name, x in expected.slots.items():
         every = torch.ones(len(needed), x.shape[2] - needed.shape[1], dtype=torch.bool)  # of an eviction cache
         mask = torch.cat([needed, every], dim=1)[:, None, :, None]
-        assert_near(found_state.slots[name] * mask, x * mask, FP64, f"slots of {name}")
-    rest = (replace(state, slots={}).tensors() for state in (found_state, expected_state))
+        assert_near(found.slots[name] * mask, x * mask, FP64, f"slots of {name}")
+    rest = (replace(state, slots={}).tensors() for state in (found, expected))
     for index, (one, other) in enumerate(zip(*rest, strict=True)):
         unset = -math.inf  # a maximum before the first token
         assert_near(one.masked_fill(one == unset, 0), other.masked_fill(other == unset, 0), FP64, f"state {index}")
@@ -177,8 +181,7 @@ def check_segments(case: Drawn) -> None:
         assert_near(case.mixer(case.inputs), expected, FP64, "output")
         found, found_state = case.mixer.step(case.inputs, None)
     assert_near(found, expected, FP64, "output of a step")
-    for index, (one, other) in enumerate(zip(found_state.tensors(), expected_state.tensors(), strict=True)):
-        assert_near(one, other, FP64, f"state {index}")
+    assert_same_state(found_state, expected_state, case.mixer.span)
 
 
 def small_chunks(patch: pytest.MonkeyPatch) -> None:

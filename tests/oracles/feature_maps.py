@@ -26,6 +26,11 @@ def relu(x: Tensor) -> Tensor:
     return x.double().clamp(min=0)
 
 
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + e^-x)."""
+    return torch.tensor([value / (1 + math.exp(-value)) for value in x.tolist()], dtype=torch.float64)
+
+
 def elu1(x: Tensor) -> Tensor:
     """elu(x) + 1: x + 1 above zero, e^x below."""
     return torch.tensor([value + 1 if value > 0 else math.exp(value) for value in x.tolist()], dtype=torch.float64)

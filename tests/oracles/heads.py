@@ -112,6 +112,8 @@ def map_one(
         return feature_maps.elu1(one)
     if name == "relu":
         return feature_maps.relu(one)
+    if name == "silu":
+        return feature_maps.silu(one)
     if name == "exp":
         return feature_maps.log_exp_t(one, feature_map.temperature)
     if name == "cosformer":

@@ -14,7 +14,7 @@ from linearize.configs.mixer_parts import EvictionCache
 from linearize.configs.spans import TerracedSpan
 from linearize.mixers.eviction_cache import EvictionScorer
 from linearize.mixers.mixer_state import MixerState, Tokens
-from linearize.ops.eviction_cache import at_places, choose, cut, held_before, leaving, taken, written
+from linearize.ops.eviction_cache import choose, cut, gathered, held_before, leaving, taken, written
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import Blocks, CachedPairs
 from linearize.ops.layout import Layout
@@ -34,6 +34,7 @@ class CachedKeys(NamedTuple):
         carried: places in the pool of what the earlier cache holds, -1 where a slot is empty; None: there was none.
         leaves: places in the pool; where there is no key, the number of the pool's places.
         held: places in the pool, -1 where there is none.
+        full: whether it is known that no slot is empty after the last token.
     """
 
     cache: EvictionCache
@@ -42,6 +43,7 @@ class CachedKeys(NamedTuple):
     blocks: Blocks
     leaves: Int[Tensor, "b J w"]
     held: Int[Tensor, "B G J C"]
+    full: bool
 
     @property
     def pairs(self) -> CachedPairs:
@@ -55,7 +57,7 @@ class CachedKeys(NamedTuple):
 
     def last(self) -> Tokens:
         """What it holds after the last token."""
-        return taken(self.pool, self.held[:, :, -1])
+        return (gathered if self.full else taken)(self.pool, self.held[:, :, -1])
 
     def seen_by(self, queries: Int[Tensor, " N"]) -> Bool[Tensor, "B G N K"]:
         """Which slots each of the queries, by their slots, reads from the cache, but for what it carried."""
@@ -104,7 +106,16 @@ def cached_keys(
         if part.start:  # another part follows
             new = _passed_on(held[-1], its, blocks, leaves[:, None].expand(*held[-1].shape[:3], -1))
             offered = torch.where(new < 0, pool["position"].shape[2], new)
-    return CachedKeys(cache, pool, carried, blocks, leaves, _joined(held))
+    full = state is None and _evicted(span, layout) >= cache.size
+    return CachedKeys(cache, pool, carried, blocks, leaves, _joined(held), full)
+
+
+def _evicted(span: TerracedSpan, layout: Layout) -> int:
+    """Return how many keys, sinks apart, left the window of whole rows; 0 for other rows."""
+    if not layout.uniform:
+        return 0
+    last = layout.length - 1
+    return layout.once(("evicted", span), lambda: int(span.lo(torch.tensor(last, device="cpu"))) - span.sinks)
 
 
 def _passed_on(
@@ -143,7 +154,7 @@ def next_block(config: MixerConfig, scorer: EvictionScorer, state: MixerState, a
     tokens = {name: at.leaving_tokens(x) for name, x in state.slots.items()}
     scored = _scored(tokens, scorer, at.leaving)
     if state.linear is None:
-        after = _best(cache, before, scored, full=at.keeps_full(cache.size))
+        after = _best(cache, _appended(before, scored), full=at.keeps_full(cache.size))
         slots = {name: torch.cat([x[:, :, : at.slots], after[name]], dim=2) for name, x in state.slots.items()}
         return NextBlock(slots, after["position"], None)
     pool, carried = _pooled(cache, before, scored)
@@ -160,15 +171,11 @@ def next_block(config: MixerConfig, scorer: EvictionScorer, state: MixerState, a
     return NextBlock(state.slots | slots, after["position"], dropped)
 
 
-@torch.no_grad()
-def _best(cache: EvictionCache, held: Tokens, tokens: Tokens, *, full: bool) -> Tokens:
-    """Return what a cache holds after a block, whose tokens have position -1 in rows where none leaves the window.
+def _best(cache: EvictionCache, pool: Tokens, *, full: bool) -> Tokens:
+    """Return what a cache holds of a pool of at least as many slots; of equal scores, the first.
 
-    As `_chosen` and `taken`, in fewer operations. `full`: neither cache nor block has an empty slot.
+    As `_chosen` and `taken`, in fewer operations. `full`: no slot of the pool has position -1.
     """
-    pool = {
-        name: torch.cat([held[name], x.expand(*held[name].shape[:2], *x.shape[2:])], 2) for name, x in tokens.items()
-    }
     # Empty slots of the cache come before those of the block, so that they are chosen first.
     empty = None if full else pool["position"] < 0
     # One part has the oldest first already.
@@ -177,6 +184,7 @@ def _best(cache: EvictionCache, held: Tokens, tokens: Tokens, *, full: bool) -> 
     for column, part in enumerate(cache.parts):
         scores, size = pool[SCORES][..., column], part.stop - part.start
         scores = scores if empty is None else scores.masked_fill(empty, -torch.inf)
+        ages = ages if ages is None else ages.expand(*scores.shape[:2], -1)
         scores = scores if ages is None else scores.gather(2, ages)
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         best = order[:, :, :size].sort(-1).values
@@ -184,9 +192,7 @@ def _best(cache: EvictionCache, held: Tokens, tokens: Tokens, *, full: bool) -> 
         if part.start:
             others = order[:, :, size:].sort(-1).values
             ages = others if ages is None else ages.gather(2, others)
-    index = _joined(chosen)
-    after = {name: at_places(x, index[..., None]) for name, x in pool.items() if name != "position"}
-    return after | {"position": pool["position"].gather(2, index)}
+    return gathered(pool, _joined(chosen))
 
 
 @torch.no_grad()
@@ -227,13 +233,13 @@ def cache_after(
     """
     cache, span = config.cache, config.span
     assert cache is not None and scorer is not None
-    last, position = layout.count[:, None] - 1, layout.key_position
-    candidates = (position >= span.sinks) & (position < span.lo(last)) & (layout.key_document == layout.last_document)
-    if state is None and layout.uniform:  # the keys that left the window lie side by side
-        left = slice(0, max(1, int(span.lo(torch.tensor(layout.length - 1, device="cpu")))))
+    position = layout.key_position
+    if state is None and (evicted := _evicted(span, layout)) >= cache.size:  # they lie side by side
+        left = slice(span.sinks, span.sinks + evicted)
         tokens = {name: x[:, :, left] for name, x in tokens.items()}
-        position, candidates = position[:, left], candidates[:, left]
-    pool = _scored(tokens, scorer, position)
+        return _best(cache, _scored(tokens, scorer, position[:, left]), full=True)
+    last, pool = layout.count[:, None] - 1, _scored(tokens, scorer, position)
+    candidates = (position >= span.sinks) & (position < span.lo(last)) & (layout.key_document == layout.last_document)
     candidates = candidates[:, None].expand(*tokens["keys"].shape[:2], -1)
     if state is not None:
         pool, _ = _pooled(cache, state.cached(span), pool)
@@ -250,8 +256,7 @@ def _own(tokens: Tokens) -> list[tuple[str, Tensor]]:
 def _scored(tokens: Tokens, scorer: EvictionScorer, position: Int[Tensor, "#B N"]) -> Tokens:
     """What is a token's own, with its whole score, and its position [B or 1, 1, N]."""
     scores = scorer.whole(tokens[SCORES], tokens["values"], position)
-    everywhere = position[:, None].expand(*scores.shape[:3])
-    return dict(_own(tokens)) | {SCORES: scores, "position": everywhere}
+    return dict(_own(tokens)) | {SCORES: scores, "position": position[:, None]}
 
 
 def _pooled(cache: EvictionCache, held: Tokens, tokens: Tokens) -> tuple[Tokens, Int[Tensor, "B G C"]]:
@@ -264,8 +269,18 @@ def _pooled(cache: EvictionCache, held: Tokens, tokens: Tokens) -> tuple[Tokens,
     if len(cache.parts) > 1:
         age = held["position"].argsort(dim=-1, stable=True)
         held, places = taken(held, age), age.argsort(-1)
-    joined = {name: torch.cat([held[name].to(x.dtype), x], dim=2) for name, x in tokens.items()}
-    return joined, torch.where(filled, places, -1)
+    return _appended(held, tokens), torch.where(filled, places, -1)
+
+
+def _appended(held: Tokens, tokens: Tokens) -> Tokens:
+    """Return the cache's slots, then these."""
+    pool: Tokens = {}
+    for name, x in tokens.items():
+        before = held[name]
+        before = before if before.dtype == x.dtype else before.to(x.dtype)
+        x = x if x.shape[:2] == before.shape[:2] else x.expand(*before.shape[:2], *x.shape[2:])
+        pool[name] = torch.cat([before, x], dim=2)
+    return pool
 
 
 def _as_written(pool: Tokens, places: Int[Tensor, "B G N"], own: Int[Tensor, " N"]) -> Tokens:

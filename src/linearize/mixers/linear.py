@@ -205,9 +205,22 @@ class LinearMixer(CausalMixer):
         """Return the state after the last token, of which `linear` is the linear part's."""
         if linear is not None and found.cached is not None:  # what a next block adds is chosen when it begins
             linear = LinearState(linear.S, linear.z)
-        slots = keep_slots(found.tokens, layout, self.span, batch)
-        state = MixerState(slots, Clock(layout.count.expand(batch).clone()), linear, found.maximum)
-        return state if found.cached is None else state.with_cache(found.cached.last())
+        cached = None if found.cached is None else found.cached.last()
+        return self._after(found.tokens, layout, batch, cached, linear, found.maximum)
+
+    def _after(
+        self,
+        tokens: Tokens,
+        layout: Layout,
+        batch: int,
+        cached: Tokens | None,
+        linear: LinearState | None = None,
+        maximum: Tensor | None = None,
+    ) -> MixerState:
+        """Return the state of these tokens and of the pairs that the cache holds."""
+        slots = keep_slots(tokens, layout, self.span, batch, cached)
+        position = None if cached is None else cached["position"]
+        return MixerState(slots, Clock(layout.count.expand(batch).clone()), linear, maximum, position)
 
     def absorb(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None) -> MixerState:
         """Return the state of `step` after these tokens, without their outputs."""
@@ -232,10 +245,10 @@ class LinearMixer(CausalMixer):
 
     def _exact_state(self, tokens: Tokens, layout: Layout, state: MixerState | None, batch: int) -> MixerState:
         """Return the state after these tokens, behind those of `state`, where nothing enters a linear state."""
-        after = MixerState(keep_slots(tokens, layout, self.span, batch), Clock(layout.count.expand(batch).clone()))
-        if self.config.cache is None:
-            return after
-        return after.with_cache(cache_after(self.config, self.scorer, tokens, layout, state))
+        cached = None
+        if self.config.cache is not None:
+            cached = cache_after(self.config, self.scorer, tokens, layout, state)
+        return self._after(tokens, layout, batch, cached)
 
     def _all_exact(self, layout: Layout) -> bool:
         """Whether every key of these rows is in window or cache, and softmax over all of them is all that is wanted."""

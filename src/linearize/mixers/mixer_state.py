@@ -190,11 +190,6 @@ class MixerState(State):
         index = slots_of(context_positions(self.seen, span).clamp_min(0), span)[:, None, :, None]
         return {name: x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for name, x in self.slots.items()}
 
-    def with_cache(self, cached: Tokens) -> MixerState:
-        """Return the state of a window with the pairs of a cache behind its slots; `cached` as in `cached`."""
-        held = {name: torch.cat([self.slots[name], x], dim=2) for name, x in cached.items() if name != "position"}
-        return replace(self, slots=self.slots | held, cached_position=cached["position"])
-
     def cached(self, span: Span) -> Tokens:
         """Return the pairs of the cache, and their `position`."""
         assert self.cached_position is not None
@@ -225,36 +220,42 @@ def _part(named: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): x for name, x in named.items() if name.startswith(prefix)}
 
 
-def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int) -> Tokens:
-    """Return what later queries can still see: each row's sinks and last tokens, in their slots, zero elsewhere."""
+def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int, cached: Tokens | None = None) -> Tokens:
+    """Return what later queries can still see: each row's sinks and last tokens, in their slots, zero elsewhere.
+
+    Behind the slots are the pairs that a cache holds, `cached`.
+    """
+    cached = {} if cached is None else cached
     if layout.uniform:
         rows = {name: x if len(x) == batch else x.expand(batch, -1, -1, -1) for name, x in slots.items()}
-        return {name: _of_whole_rows(x, span) for name, x in rows.items()}
+        return {name: _of_whole_rows(x, span, cached.get(name)) for name, x in rows.items()}
     wanted = slot_positions(layout.count.expand(batch), span)
     same = (layout.key_document == layout.last_document)[:, None, :] & (layout.key_position >= 0)[:, None, :]
     match = same & (layout.key_position[:, None, :] == wanted[:, :, None])
     index, found = match.to(torch.uint8).argmax(-1), match.any(-1)
-    kept = {}
+    kept: Tokens = {}
     for name, x in slots.items():
         chosen = index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        kept[name] = x.expand(batch, -1, -1, -1).gather(2, chosen) * found[:, None, :, None]
+        x = x.expand(batch, -1, -1, -1).gather(2, chosen) * found[:, None, :, None]
+        kept[name] = torch.cat([x, cached[name]], dim=2) if name in cached else x
     return kept
 
 
-def _of_whole_rows(x: Float[Tensor, "B h T X"], span: Span) -> Float[Tensor, "B h S X"]:
+def _of_whole_rows(
+    x: Float[Tensor, "B h T X"], span: Span, cached: Float[Tensor, "B h C X"] | None
+) -> Float[Tensor, "B h S_and_C X"]:
     """Return what `keep_slots` takes of whole rows; a copy, which does not hold on to them."""
-    length, sinks = x.shape[2], span.sinks
-    if span.context and length >= sinks + span.context:  # no slot is empty
-        wraps = length - length % span.context  # the token in the ring's first slot
-        pieces = (0, sinks), (wraps, length), (length - span.context, wraps)
-        return torch.cat([x[:, :, a:b] for a, b in pieces if b > a], dim=2)
-    kept = x.new_zeros(*x.shape[:2], sinks + span.context, x.shape[3])
-    kept[:, :, : min(length, sinks)] = x[:, :, :sinks]
-    first = max(sinks, length - span.context)
-    if first >= length:
-        return kept
-    start = sinks + first % span.context
-    wraps = min(length, first + kept.shape[2] - start)  # the token in the ring's first slot
-    kept[:, :, start : start + wraps - first] = x[:, :, first:wraps]
-    kept[:, :, sinks : sinks + length - wraps] = x[:, :, wraps:]
-    return kept
+    length, sinks, context = x.shape[2], span.sinks, span.context
+    if context and length >= sinks + context:
+        first = length - length % context  # the token in the ring's first slot
+        pieces = [x[:, :, a:b] for a, b in ((0, sinks), (first, length), (length - context, first)) if b > a]
+    else:
+        pieces = [_of_short_rows(x, span)]
+    return torch.cat(pieces if cached is None else [*pieces, cached], dim=2)
+
+
+def _of_short_rows(x: Float[Tensor, "B h T X"], span: Span) -> Float[Tensor, "B h S X"]:
+    """Return all tokens in their slots; the others are 0."""
+    slots = slots_of(torch.arange(x.shape[2], device=x.device), span)
+    kept = x.new_zeros(*x.shape[:2], span.sinks + span.context, x.shape[3])
+    return kept.index_copy(2, slots, x) if span.context else kept

@@ -164,16 +164,17 @@ def _among(ordered: Int[Tensor, "*rows C"], places: Int[Tensor, "*rows M"]) -> B
 
 def taken(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Tensor]:
     """These slots of a pool of `keys`, `values`, their `position` and more; 0 and -1 where a place is none."""
-    there, index = places >= 0, places.clamp_min(0)
-    rows, present = index[..., None], there[..., None]
-    found: dict[str, Tensor] = {}
-    for name, x in pool.items():
-        if name == "position":
-            found[name] = x.expand(*index.shape[:2], -1).gather(2, index).masked_fill(~there, -1)
-        else:
-            slots = at_places(x, rows)
-            found[name] = slots * repeat_kv(present, slots.shape[1])
+    there = places >= 0
+    found, present = gathered(pool, places.clamp_min(0)), there[..., None]
+    for name, x in found.items():
+        found[name] = x.masked_fill(~there, -1) if name == "position" else x * repeat_kv(present, x.shape[1])
     return found
+
+
+def gathered(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Tensor]:
+    """Return these slots of a pool, as `taken`, where no place is -1."""
+    found = {name: at_places(x, places[..., None]) for name, x in pool.items() if name != "position"}
+    return found | {"position": pool["position"].expand(*places.shape[:2], -1).gather(2, places)}
 
 
 def at_places(x: Float[Tensor, "B h P X"], index: Int[Tensor, "B G M 1"]) -> Float[Tensor, "B H M X"]:
