@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -99,6 +100,22 @@ def test_values_and_gradients_are_the_loops(sizes: dict[str, int]) -> None:
     expected = by_oracle(AttnInputs(*given, 0.5), its)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     gradients = [torch.autograd.grad((y * weight).sum(), given) for y in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["window and cache", "of two parts", "with a linear part"])
+def test_gradients_of_single_steps_are_those_of_the_whole(name: str) -> None:
+    x, its = inputs(26), ROOMY[name]()
+    weight = torch.randn(x.q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for cuts in ([0, 26], [0, 9, *range(10, 27)]):
+        leaves = [y.clone().requires_grad_() for y in (x.q, x.k, x.v)]
+        rows, state, outputs = AttnInputs(*leaves, 0.5), None, []
+        for start, stop in pairwise(cuts):
+            y, state = its.step(rows.tokens(start, stop), state)
+            outputs.append(y)
+        gradients.append(torch.autograd.grad((torch.cat(outputs, dim=2) * weight).sum(), leaves))
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 

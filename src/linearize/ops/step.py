@@ -113,10 +113,10 @@ class StepContext:
         return number >= self.slots and (not cache_size or self._left(number) >= cache_size)
 
     def _bias(self, cache_size: int, dtype: torch.dtype) -> Tensor:
-        numbers = self._numbers_at_hand()
-        if numbers is not None and len(numbers) == 1 and self.width and self._repeats(numbers[0], cache_size):
+        number = self._shared_number()
+        if number is not None and self.width and self._repeats(number, cache_size):
             every = _biases_of_full_slots(self.span, cache_size, dtype, self.position.device)
-            return every.narrow(0, numbers[0] % self.context, 1)
+            return every.narrow(0, number % self.context, 1)
         hidden = self.hidden
         if cache_size:
             empty = torch.arange(cache_size, device=hidden.device) < cache_size - self._left(self.column)
@@ -140,6 +140,11 @@ class StepContext:
     def _numbers_at_hand(self) -> list[int] | None:
         waits = self._numbers is None and self.position.device.type != "cpu"
         return None if waits else self.numbers
+
+    def _shared_number(self) -> int | None:
+        """Return the position that all rows share; None where they differ, or that is not known without waiting."""
+        numbers = self._numbers_at_hand()
+        return numbers[0] if numbers and len(set(numbers)) == 1 else None
 
     @property
     def numbers(self) -> list[int] | None:
@@ -180,9 +185,9 @@ class StepContext:
 
     def leaving_tokens(self, slots: Float[Tensor, "B h P X"]) -> Float[Tensor, "B h w X"]:
         """Return what slots have of this block, until tokens of the next one are written."""
-        numbers = self._numbers_at_hand()
-        if numbers is not None and len(numbers) == 1:  # it lies in one piece
-            return slots.narrow(2, self.span.sinks + numbers[0] % self.context, self.width)
+        number = self._shared_number()
+        if number is not None:  # it lies in one piece
+            return slots.narrow(2, self.span.sinks + number % self.context, self.width)
         places = self.leaving_slots[:, None, :, None]
         return slots.gather(2, places.expand(len(slots), slots.shape[1], -1, slots.shape[3]))
 
