@@ -277,19 +277,28 @@ def test_the_gain_that_a_student_retains() -> None:
     """Three quarters of what softmax gains; of no gain there is no share, and without `softmax` it is the teacher's."""
 
     def totals(more: float) -> dict[str, Any]:
-        sums, counts = [row + more for row in range(16)], [1] * 16
-        return {part: [sums, counts] for part in ("all", "beyond")}
+        beyond, every = [row + more for row in range(16)], [row + more**2 for row in range(16)]
+        return {"beyond": [beyond, [1] * 16], "all": [every, [1] * 16]}
 
     examination, controls = load("examination"), {"window": "near", "softmax": "full"}
     students = {"near": totals(1), "linear": totals(0.25), "full": totals(0)}
     compared = examination.compare("linear", controls, students, totals(-2))
     assert compared["gain_retained"] == pytest.approx({"mean": 0.75, "low": 0.75, "high": 0.75})
-    assert compared["minus_softmax"]["all"]["mean"] == pytest.approx(0.25)
+    assert compared["minus_softmax"]["beyond"]["mean"] == pytest.approx(0.25)
+    assert compared["minus_softmax"]["all"]["mean"] == pytest.approx(0.25**2)
     by_teacher = examination.compare("linear", {"window": "near"}, students, totals(-2))
     assert by_teacher["gain_retained"]["mean"] == pytest.approx(0.25)
     assert "gain_retained" not in examination.compare("linear", controls, students | {"full": totals(1)}, totals(-2))
     del students["full"]
     assert "gain_retained" not in examination.compare("linear", controls, students, totals(-2)), "not measured yet"
+
+
+def test_losses_beyond_are_of_tokens_behind_64() -> None:
+    position = torch.arange(100).expand(2, -1)
+    losses = TokenLosses(position.double(), position > 0, position, torch.zeros_like(position))
+    totals = load("examination")._totals(losses)
+    assert totals["all"] == [[2 * sum(range(100))], [198]]
+    assert totals["beyond"] == [[2 * sum(range(65, 100))], [70]]
 
 
 def test_a_cell_on_chosen_rows(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
