@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a folder")
     parser.add_argument("--prompts", type=Path, required=True, help="from prompts.py")
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="float32", help="of weights and activations (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--import", dest="module", help="a module that registers the model's class")
     parser.add_argument("--output", type=Path, required=True)
@@ -30,7 +32,7 @@ def main() -> None:
     if arguments.module:
         importlib.import_module(arguments.module)
     torch.set_num_threads(arguments.threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype).eval()
     settings = {"do_sample": False, "max_new_tokens": arguments.new_tokens, "min_new_tokens": arguments.new_tokens}
     tokens, reading, writing, held = [], [], [], 0
     for prompt in json.loads(arguments.prompts.read_text(encoding="utf-8")):
@@ -57,11 +59,14 @@ def main() -> None:
 
 def cache_bytes(cache: transformers.Cache) -> int:
     """Return the bytes of all keys and values, or states, of a cache."""
-    held = 0
-    for layer in cache.layers:
-        size = getattr(layer, "nbytes", None)
-        held += layer.keys.nbytes + layer.values.nbytes if size is None else size
-    return held
+    return sum(getattr(layer, "nbytes", None) or tensor_bytes(vars(layer)) for layer in cache.layers)
+
+
+def tensor_bytes(attributes: dict[Any, Any]) -> int:
+    """Return the bytes of tensors among these values; a layer of linear attention has dictionaries of states."""
+    tensors = [x for x in attributes.values() if isinstance(x, torch.Tensor)]
+    states = [x for x in attributes.values() if isinstance(x, dict)]
+    return sum(x.nbytes for x in tensors) + sum(map(tensor_bytes, states))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a folder")
     parser.add_argument("--prompts", type=Path, required=True, help="from prompts.py")
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="float32", help="of weights and activations (default: %(default)s)")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -57,7 +58,7 @@ def generate(arguments: argparse.Namespace) -> None:
     prompts = [{"prompt_token_ids": ids} for ids in json.loads(arguments.prompts.read_text(encoding="utf-8"))]
     engine = vllm.LLM(
         arguments.model,
-        dtype="float32",
+        dtype=arguments.dtype,
         max_model_len=arguments.max_model_len,
         enforce_eager=True,
         enable_prefix_caching=False,
