@@ -1,4 +1,4 @@
-"""docs/models.md: what each supported architecture can do, as far as tests prove it.
+"""Write docs/models.md: the features of each supported architecture that tests prove.
 
     python -m tests.models_page    # runs these tests, the slow ones too, and writes the page
 
@@ -39,7 +39,7 @@ def _generates(check: str) -> tuple[str, ...]:
 OF_DECODERS = (
     Feature(
         "exact",
-        "a layer that stays softmax is the teacher's to the bit, and a window over everything is softmax attention",
+        "a softmax layer gives the teacher's outputs bit for bit, and a window over all tokens is softmax attention",
         (
             "hf/test_decoders.py::test_softmax_layers_are_the_teacher[*]",
             "hf/test_decoders.py::test_a_window_over_everything_is_the_teacher[*]",
@@ -47,22 +47,22 @@ OF_DECODERS = (
     ),
     Feature(
         "documents",
-        "documents packed into a row know nothing of each other, in the student and in the teacher it learns from",
+        "documents packed into one row do not attend to each other, in the student and in its teacher",
         ("hf/test_decoders.py::test_documents_of_a_row_know_nothing_of_each_other[*]",),
     ),
     Feature(
         "inputs",
-        "mixers get the queries, keys and values that the model's own attention would, rotated and not",
+        "mixers receive the queries, keys and values of the model's own attention, rotated and unrotated",
         ("hf/test_decoders.py::test_q_k_v_are_those_of_a_mixer_that_asks_for_nothing[*]",),
     ),
     Feature(
         "scale",
-        "the model's own scale and soft cap",
+        "attention has the model's own scale and soft cap",
         ("hf/test_decoders.py::test_scales_and_soft_caps_are_the_model_s_own[*]",),
     ),
     Feature(
         "transfer",
-        "attention transfer's target is the teacher's attention, document by document",
+        "the target of attention transfer is the teacher's attention, for each document",
         tuple(
             f"hf/test_decoders.py::test_attention_transfer_s_target_is_the_teacher[*-{x}]"
             for x in ("sdpa-1e-10", "eager-0.0001")
@@ -70,7 +70,7 @@ OF_DECODERS = (
     ),
     Feature(
         "blocks",
-        "weights of a few layers are read alone, for transfer block by block",
+        "the weights of a few layers are read alone, for transfer block by block",
         either=(
             "hf/test_partial_model.py::test_blocks_of_other_architectures[*]",
             "hf/test_partial_model.py::test_blocks_one_after_the_other_are_the_model[1-*]",
@@ -79,13 +79,13 @@ OF_DECODERS = (
     ),
     Feature(
         "cache",
-        "with a cache as without, left-padded, and padded prompts generate what each does alone",
+        "a cache changes no output, also with left padding, and padded prompts generate what each does alone",
         (
             "hf/test_decoders.py::test_left_padding_and_a_cache_leave_no_trace[*]",
             "hf/test_decoders.py::test_padded_prompts_generate_what_each_does_alone[*]",
         ),
     ),
-    Feature("greedy", "greedy generation, in a padded batch", _generates("greedy_by_hand")),
+    Feature("greedy", "greedy generation in a padded batch", _generates("greedy_by_hand")),
     Feature("beams", "beam search", _generates("beams")),
     Feature("static", "a static cache", _generates("static_cache")),
     Feature(
@@ -94,15 +94,15 @@ OF_DECODERS = (
         (*_generates("assisted"), *_generates("assisting")),
     ),
     Feature("lookup", "prompt lookup", _generates("prompt_lookup")),
-    Feature("state", "states saved, loaded and forked", (*_generates("saved"), *_generates("forked"))),
+    Feature("state", "states are saved, loaded and forked", (*_generates("saved"), *_generates("forked"))),
     Feature(
         "folder",
-        "saved, and loaded in a fresh process with equal logits",
+        "a saved folder loads in a new process with equal logits",
         ("hf/test_checkpoint.py::test_loads_in_a_fresh_process[*]",),
     ),
     Feature(
         "converter",
-        "the teacher's own folder loads with a linearized config, which is a conversion",
+        "the teacher's own folder, with a linearized config, loads as a converted model",
         ("hf/test_decoders.py::test_a_teacher_s_folder_with_a_linearized_config_is_a_conversion[*]",),
     ),
     Feature(
@@ -114,22 +114,22 @@ OF_DECODERS = (
 OF_ENCODERS = (
     Feature(
         "exact",
-        "without a converted layer it is the teacher, to the bit",
+        "without a converted layer the outputs are the teacher's, bit for bit",
         ("hf/test_encoders.py::test_without_a_converted_layer_it_is_the_teacher[*]",),
     ),
     Feature(
         "definition",
-        "linear attention is the slow loop of its definition",
+        "linear attention equals a slow loop over its definition",
         tuple(f"hf/test_encoders.py::test_the_definition[{x}-*]" for x in ("hedgehog", "lolcat", "elu")),
     ),
     Feature(
         "transfer",
-        "attention transfer's target is the teacher's attention",
+        "the target of attention transfer is the teacher's attention",
         ("hf/test_encoders.py::test_softmax_outputs_are_the_layer_s_own[sdpa-1e-10-*]",),
     ),
     Feature(
         "padding",
-        "padding leaves no trace, also with softmax layers between; an image has none",
+        "padding changes no output, also with softmax layers between; images have no padding",
         (
             "hf/test_encoders.py::test_padding[hedgehog-*]",
             "hf/test_encoders.py::test_padding_with_softmax_layers_between[*]",
@@ -137,22 +137,22 @@ OF_ENCODERS = (
     ),
     Feature(
         "rows",
-        "the order of rows does not matter",
+        "the order of the rows in a batch changes no output",
         ("hf/test_encoders.py::test_the_order_of_rows_does_not_matter[*]",),
     ),
     Feature(
         "larger images",
-        "images larger than the teacher has seen, where its positions can be interpolated",
+        "images larger than those of the teacher's training, if its positions can be interpolated",
         ("hf/test_encoders.py::test_larger_images_than_the_teacher_has_seen[*]",),
     ),
     Feature(
         "folder",
-        "saved, and loaded in a fresh process with equal outputs",
+        "a saved folder loads in a new process with equal outputs",
         ("hf/test_checkpoint.py::test_loads_in_a_fresh_process[*]",),
     ),
     Feature(
         "converter",
-        "the teacher's own folder loads with a linearized config, which is a conversion",
+        "the teacher's own folder, with a linearized config, loads as a converted model",
         ("hf/test_checkpoint.py::test_an_encoder_s_folder_with_a_linearized_config_is_a_conversion[*]",),
     ),
 )
@@ -185,13 +185,16 @@ def page(outcomes: Mapping[str, bool]) -> str:
         [
             "# Supported models",
             "",
-            "By the `model_type` of config.json. A tick stands where a test of this architecture proves it, on a small",
-            "random model in fp64: `python -m tests.models_page` runs these tests and writes this page. What stands in",
-            "neither table is refused, with the reason, before weights are read.",
+            "    linearize plan --model M      # says why, if M is not supported",
+            "",
+            "The tables list the `model_type` of config.json. A tick means that a test of this architecture passes,",
+            "on a small random model in fp64. `python -m tests.models_page` runs these tests and writes this page.",
+            "All other models are refused with the reason, before weights are read. The meaning of the columns is",
+            "explained below each table.",
             "",
             "## Decoders",
             "",
-            "The last rows are models with RoPE scaled for longer contexts.",
+            "The last five rows are models with RoPE scaled for longer contexts.",
             "",
             *_table(OF_DECODERS, [*decoders, *scaled], outcomes),
             "## Encoders",
