@@ -63,8 +63,8 @@ def blocks(tflops: float) -> None:
     )
     assert plan.transfer is not None and plan.transfer.flops is not None and plan.activation_bytes is not None
     tokens, model = plan.transfer.tokens or 0, MetaModel.of(shape)
-    # What enters a block is made by the softmax layers of all blocks before it, one after another.
-    hand_on = (
+    # The softmax layers of all blocks before a block compute its inputs, one after another.
+    next_inputs = (
         tokens
         * recipe.transfer.layers_per_block
         * (2 * model.layers[0] + softmax_flops(shape, recipe.data.sequence_length // 2))
@@ -73,15 +73,15 @@ def blocks(tflops: float) -> None:
     rows = {
         "memory of a job": size(plan.transfer.memory_bytes or 0),
         "weights of a block": size(2 * plan.teacher_parameters // count),
-        "residual stream behind a block": size(plan.activation_bytes // (count - 1)),
+        "residual stream after a block": size(plan.activation_bytes // (count - 1)),
         "disk for all streams": size(plan.activation_bytes),
-        "read: weights twice (to train, to hand on), streams twice": size(
+        "read: weights twice (to train, and to compute the next inputs), streams twice": size(
             2 * (2 * plan.teacher_parameters + plan.activation_bytes)
         ),
         "written: streams once": size(plan.activation_bytes),
-        "FLOPs: training a block, handing on what leaves it": f"{train:.2g}, {hand_on:.2g}",
-        "hours on one GPU": f"{(count * train + (count - 1) * hand_on) / an_hour:.1f}",
-        "hours on 8 nodes, a GPU of each": f"{((count - 1) * hand_on + train) / an_hour:.1f}",
+        "FLOPs: training a block, computing the inputs of the next": f"{train:.2g}, {next_inputs:.2g}",
+        "hours on one GPU": f"{(count * train + (count - 1) * next_inputs) / an_hour:.1f}",
+        "hours on 8 nodes, a GPU of each": f"{((count - 1) * next_inputs + train) / an_hour:.1f}",
     }
     print("\n| Llama 3.1 405B by `lolcats-405b`, 14 blocks of 9 layers | |\n| --- | --- |")  # noqa: T201
     for what, value in rows.items():
