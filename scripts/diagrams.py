@@ -85,7 +85,7 @@ def transfer() -> tuple[int, str, list[str]]:
     parts += [text(180, 198, "2. fine-tuning of the whole student")]
     parts += [labelled(20, 210, 150, "text"), arrow(170, 224, 188, 224), labelled(190, 210, 150, "student", "linear")]
     parts += [arrow(265, 238, 265, 262), labelled(20, 264, 320, "loss: the next token, or the teacher's outputs")]
-    alt = "In transfer each mixer learns the outputs of softmax attention; then the whole student is fine-tuned"
+    alt = "Attention transfer trains each mixer to match softmax attention; then the whole student is fine-tuned"
     return 304, alt, parts
 
 
