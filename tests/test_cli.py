@@ -271,7 +271,7 @@ def test_convert_writes_a_model_without_training(command: Command, tmp_path: Pat
         ({"model_type": "bloom"}, "model_type: expected a model with softmax attention, found 'bloom': its positions"),
         (
             {"model_type": "llama", "hidden_size": 65, "num_attention_heads": 8, "num_hidden_layers": 2},
-            "hidden_size: expected what makes a model, found 65: The hidden size (65) is not a multiple of the number",
+            "hidden_size: expected a value that transformers accepts, found 65: The hidden size (65) is not a multiple",
         ),
     ],
 )
@@ -341,9 +341,9 @@ def test_a_run_of_one_block_says_what_is_left(command: Command, tmp_path: Path) 
     arguments = tiny.run_arguments(tmp_path / "run", transfer__layers_per_block=1)
     done = command(*arguments, "--block", 1)
     assert (done.status, done.out) == (0, "")
-    assert done.err.splitlines()[-2:] == [f"run folder: {tmp_path / 'run'}", "blocks still to do: 0"]
+    assert done.err.splitlines()[-2:] == [f"run folder: {tmp_path / 'run'}", "unfinished blocks: 0"]
     done = command(*arguments, "--block", 0)
-    assert done.err.splitlines()[-1] == "blocks still to do: none; the same command without --block goes on"
+    assert done.err.splitlines()[-1] == "unfinished blocks: none; run the same command without --block to continue"
     assert_refused(command(*arguments, "--block", 2), "--block: expected one of the blocks 0 to 1, or any; found 2")
 
 
@@ -463,10 +463,10 @@ def test_without_a_compiler_commands_go_on(command: Command, monkeypatch: pytest
     assert (done.status, done.out) == (0, eager.out)
     said = done.err.removesuffix(eager.err)
     assert said.count("\n") == 1 and said.startswith("--compile: expected a C++ compiler (g++")
-    assert said.endswith("found: InvalidCxxCompiler: none; install what is missing; going on without compiling\n")
+    assert said.endswith("found: InvalidCxxCompiler: none; install what is missing; continuing without compilation\n")
     for asked in (("bench", model, "--lengths", 4, "--new-tokens", 2, "--repeats", 1), ("eval", model)):
         done = command(*asked, "--compile", "--json")
-        assert done.status == 0 and "going on without compiling" in done.err
+        assert done.status == 0 and "continuing without compilation" in done.err
         assert all(line["compiling"] is None for line in json.loads(done.out)["speed"])
 
 
@@ -488,7 +488,7 @@ def test_an_interrupt_says_how_to_go_on(command: Command, tmp_path: Path, monkey
 
     monkeypatch.setattr(pipeline, "run", interrupt)
     done = command(*tiny.run_arguments(tmp_path / "run"))
-    assert (done.status, done.err) == (130, "interrupted; the same command again resumes\n")
+    assert (done.status, done.err) == (130, "interrupted; run the same command again to resume\n")
 
 
 # --- broken off -------------------------------------------------------------------------------------------------------

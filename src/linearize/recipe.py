@@ -81,7 +81,7 @@ class KeepRatio(KeepLayers):
 
 
 class KeepByTransferError(KeepLayers):
-    """The n layers whose held-out transfer loss is largest stay softmax. All are transferred, for that to be known."""
+    """Keep softmax in the n layers with the largest held-out transfer loss. To measure it, all are transferred."""
 
     type: Literal["transfer_error"] = "transfer_error"
     n: PositiveInt
@@ -151,7 +151,7 @@ class Recipe(Config):
         default=(), description="KV heads that have another mixer than their layer; the others have `mixer`"
     )
     memory: MemoryConfig | None = Field(
-        default=None, description="bytes that all KV heads share, by what each needs most, in place of `mixer`"
+        default=None, description="a KV budget that is allocated to KV heads or layers, instead of `mixer`"
     )
     transfer: TransferConfig | None = TransferConfig()
     adapt: FinetuneConfig | None = None
@@ -169,13 +169,13 @@ class Recipe(Config):
             if isinstance(self.data.task, TextEmbedding) and stage is not None and stage.loss.labels:
                 raise ValueError(f"texts to embed have no labels: set {name}.loss={{labels: 0, output_mse: 1}}")
         if self.data.top_esl is not None and not self.data.task.language:
-            raise ValueError("data.top_esl chooses texts for language models: set data.top_esl=null")
+            raise ValueError("data.top_esl is for language models: set data.top_esl=null")
         if self.data.repeats and not self.data.task.language:
-            raise ValueError("data.repeats writes into texts for language models: set data.repeats=0")
+            raise ValueError("data.repeats is for language models: set data.repeats=0")
         if self.memory is not None and self.heads:
-            raise ValueError("memory says what every head gets: set heads=[]")
+            raise ValueError("memory sets the mixer of every head: set heads=[]")
         if self.memory is not None and self.transfer is not None:
-            raise ValueError("memory chooses among parts that learn nothing from attention: set transfer=null")
+            raise ValueError("memory allocates caches, which attention transfer does not train: set transfer=null")
         if not self.data.task.language and (field := self._measured_on_text):
             raise ValueError(
                 f"{field} is fitted to the attention of a language model: set it to null, or data.task.type to "
@@ -183,7 +183,7 @@ class Recipe(Config):
             )
         if self.memory is not None and self.weights == "random":
             raise ValueError(
-                "memory is given to heads by what they need, and random weights need nothing: set it to null"
+                "memory is allocated by the teacher's attention, which random weights do not have: set it to null"
             )
         if self.weights == "random":
             if self.transfer is not None:

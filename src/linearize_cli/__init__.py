@@ -42,8 +42,8 @@ def main() -> None:
         if _is_out_of_memory(error):
             reason = " ".join(str(error).split())[:200]
             error = UserError(
-                f"memory: expected room for what the command holds, found none left ({reason}); `linearize plan` with "
-                "--gpu-memory says what it takes, and a smaller micro_batch_size takes less for the same steps"
+                f"memory: expected enough free memory, found none left ({reason}); `linearize plan` with "
+                "--gpu-memory prints what it takes, and a smaller micro_batch_size takes less for the same steps"
             )
         elif not isinstance(error, UserError):
             raise
@@ -55,7 +55,7 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as status:
         if status.code == 130:  # typer's own for Ctrl-C
-            note("interrupted; the same command again resumes")
+            note("interrupted; run the same command again to resume")
         raise
     finally:
         sys.stdout, sys.stderr = out, errors

@@ -34,8 +34,8 @@ from linearize_cli.options import (
 )
 
 app = typer.Typer(
-    help="Turn a softmax Transformer into one with linear-time prefill and constant-memory generation, "
-    "and say what was kept and what was lost. Try `linearize demo` first.",
+    help="Convert a softmax Transformer into one with linear-time prefill and constant-memory generation, "
+    "and measure what it lost. Try `linearize demo` first.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -62,14 +62,16 @@ def plan(
     recipe: RecipeName = RECOMMENDED,
     set_: Set = None,
     dtype: Dtype = "bfloat16",
-    cluster: Annotated[str | None, typer.Option(help="GPUs and the memory of each, as in 8x80GiB: what fits")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="print what fits these GPUs: their number and the memory of each, e.g. 8x80GiB")
+    ] = None,
     gpu_memory: GpuMemory = None,
     dataset: Annotated[
-        str | None, typer.Option(help="text to measure the teacher's attention on, for which its weights are read")
+        str | None, typer.Option(help="text on which the teacher's attention is measured; this reads its weights")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a run would do and cost, and from which length on memory is saved. Only --dataset reads weights."""
+    """Print what a run would do and cost, and from which length on it saves memory. Only --dataset reads weights."""
     from linearize.recipe import KeepByTransferError
 
     chosen = recipe_of(recipe, set_, {"data.dataset": dataset})  # before the imports of torch and transformers
@@ -119,9 +121,11 @@ def plan(
     for line in found.lines() if found is not None else ():
         note(line)
     if isinstance(chosen.layers.keep_softmax, KeepByTransferError):
-        note("which layers stay softmax is decided by their transfer errors; those above stand in for them")
+        note(
+            "a run chooses the softmax layers by their transfer errors; the plan above assumes others, at the same cost"
+        )
     if chosen.memory is not None and chosen.memory.per == "layer":
-        note("a run measures which layers stay softmax; those above stand in for them, and cost the same")
+        note("a run measures which layers stay softmax; the plan above assumes others, at the same cost")
     elif chosen.memory is not None:
         note("a run measures the teacher's KV heads and allocates these bytes per head")
 
@@ -136,8 +140,8 @@ def run(
     block: Annotated[
         str | None,
         typer.Option(
-            help="only train this block of layers, from 0, or any: one after another that no other job has taken; "
-            "transfer.layers_per_block says how many layers each has"
+            help="train one block of layers only: its number, from 0; or any: each block that no other job has taken; "
+            "transfer.layers_per_block sets the number of layers of a block"
         ),
     ] = None,
     trust_tasks: TrustTasks = False,
@@ -173,7 +177,7 @@ def run(
     note(f"run folder: {output_dir}" + ("" if results is None else f"; the model: {output_dir / 'model'}"))
     if block is not None:
         left = ", ".join(map(str, pipeline.blocks_to_do(job)))
-        note(f"blocks still to do: {left or 'none; the same command without --block goes on'}")
+        note(f"unfinished blocks: {left or 'none; run the same command without --block to continue'}")
 
 
 @app.command()
@@ -184,7 +188,7 @@ def convert(
     dataset: Text = None,
     set_: Set = None,
     evaluation: Annotated[
-        bool, typer.Option(help="measure the model beside its teacher once it is written; some minutes")
+        bool, typer.Option(help="compare the written model with its teacher; this takes some minutes")
     ] = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -297,9 +301,14 @@ def frontier(
     dataset: Text = None,
     fractions: Annotated[
         list[float] | None,
-        typer.Option("--fraction", min=0.001, max=1, help="of the teacher's cache (repeatable); 0.2, 0.11, 0.06, 0.03"),
+        typer.Option(
+            "--fraction",
+            min=0.001,
+            max=1,
+            help="share of the teacher's cache (repeatable); by default 0.2, 0.11, 0.06, 0.03",
+        ),
     ] = None,
-    window: Annotated[int, typer.Option(min=1, help="the window that gains are measured from")] = 64,
+    window: Annotated[int, typer.Option(min=1, help="the window with which long-context gains are compared")] = 64,
     set_: Set = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -309,7 +318,7 @@ def frontier(
     """Draw quality against bytes: a KV budget allocated per head and per layer, beside one window of as many bytes.
 
     Each is measured before fine-tuning; then the window and both allocations are fine-tuned on the same tokens
-    (--set finetune=null: not). Layers with full attention grow: their bytes are those at memory.reference_length.
+    (--set finetune=null skips this). Layers with full attention grow: their bytes are those at memory.reference_length.
     """
     chosen = recipe_of(recipe, set_, {"data.dataset": dataset, "seed": seed})
 
@@ -331,7 +340,7 @@ def report(
     folders: Annotated[list[Path], typer.Argument(help="run folders; several: side by side", metavar="DIR...")],
     output: Annotated[Path | None, typer.Option(help="the page; DIR/report.html by default")] = None,
 ) -> None:
-    """One self-contained HTML page on what a run made: what was kept, what was lost, and what it cost."""
+    """Write one self-contained HTML page about a run: what was kept, what was lost, and what it cost."""
     from linearize.base import UserError
     from linearize.report.page import write_report
 
@@ -347,15 +356,17 @@ def bench(
     model: Student,
     teacher: Annotated[str | None, typer.Option(help="the softmax model; the run folder's own by default")] = None,
     lengths: Annotated[list[int] | None, typer.Option(min=1, help="prompt tokens (repeatable)")] = None,
-    batch_sizes: Annotated[list[int] | None, typer.Option("--batch-size", min=1, help="(repeatable)")] = None,
-    new_tokens: Annotated[int, typer.Option(min=1, help="generated behind each prompt")] = 32,
-    repeats: Annotated[int, typer.Option(min=1, help="counted rounds")] = 5,
+    batch_sizes: Annotated[
+        list[int] | None, typer.Option("--batch-size", min=1, help="sequences in a batch (repeatable)")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="tokens generated after each prompt")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="rounds that are measured")] = 5,
     dtype: Dtype = "auto",
     device: Device = "auto",
     compiled: Compile = False,
     as_json: Json = False,
 ) -> None:
-    """Time prefill and generation of a linearized model and its teacher, taking turns, and weigh their caches."""
+    """Measure prefill, generation and cache bytes of a linearized model and its teacher, in turns."""
     from linearize.report import terminal
     from linearize.run import evaluate as measuring
 
@@ -382,13 +393,11 @@ def export(
     to: Annotated[str, typer.Option(help="hf: a stock class of transformers; gguf: a file for llama.cpp")],
     stock_class: Annotated[
         str | None,
-        typer.Option(
-            "--class", help="granite_swa, ministral, cwm or qwen2, for hf; by default the first with a place for all"
-        ),
+        typer.Option("--class", help="granite_swa, ministral, cwm or qwen2, for hf; by default the first that fits"),
     ] = None,
     kind: Annotated[
         str | None,
-        typer.Option("--type", help="of the weights: bf16, f16 or f32; for gguf also q8_0"),
+        typer.Option("--type", help="dtype of the weights: bf16, f16 or f32; for gguf also q8_0"),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -419,8 +428,8 @@ def generate(
         str | None,
         typer.Option(
             help="how the prompt is read. streaming: linear time, constant memory. full: the teacher's attention, its "
-            "time, keys and values of one layer at a time. By default as the model's config says: "
-            "streaming, unless it was set"
+            "time, keys and values of one layer at a time. By default the value in the model's "
+            "config: streaming, unless it was changed"
         ),
     ] = None,
     dtype: Dtype = "auto",
@@ -428,7 +437,7 @@ def generate(
     compiled: Compile = False,
     seed: Seed = None,
 ) -> None:
-    """Continue a prompt, printing tokens as they come."""
+    """Continue a prompt, and print each token when it is generated."""
     from linearize.run import generate as generating
 
     where = device_of(device)
@@ -449,20 +458,22 @@ def generate(
 @app.command()
 def serve(
     model: Student,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free")] = 8000,
-    host: Annotated[str, typer.Option(help="0.0.0.0: of every network; then with an --api-key")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port")] = 8000,
+    host: Annotated[str, typer.Option(help="0.0.0.0: reachable from every network; then set --api-key")] = "127.0.0.1",
     api_key: Annotated[
-        str | None, typer.Option(help="what clients must send as their key", envvar="LINEARIZE_API_KEY")
+        str | None, typer.Option(help="the key that clients must send", envvar="LINEARIZE_API_KEY")
     ] = None,
     page: Annotated[
-        bool, typer.Option("--page", help="open a chat in the browser: the student beside its teacher, bytes of each")
+        bool,
+        typer.Option("--page", help="open a chat in the browser: the student beside its teacher, with their bytes"),
     ] = False,
     teacher: Annotated[
         str | None,
-        typer.Option(help="serve this softmax model beside it; for the page the run folder's own by default"),
+        typer.Option(help="also serve this softmax model; with --page the run folder's own by default"),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="what clients call the model; by default its folder's, or its run's, name")
+        str | None,
+        typer.Option(help="the model's name for clients; by default the name of its run's folder, or of its own"),
     ] = None,
     max_model_len: Annotated[
         int | None,
@@ -480,12 +491,12 @@ def serve(
         typer.Option(min=0.001, help="longest time to generate an answer; by default 600; not vLLM"),
     ] = None,
     engine: Annotated[
-        str, typer.Option(help="vllm or transformers; auto: vLLM where it is installed, but not for the page")
+        str, typer.Option(help="vllm or transformers; auto: vLLM if it is installed, except for the page")
     ] = "auto",
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Serve a model by an OpenAI-compatible API: by vLLM where it is installed, else by transformers' own server."""
+    """Serve a model by an OpenAI-compatible API: by vLLM if it is installed, else by transformers' own server."""
     from linearize.base import UserError
     from linearize.serving import command as serving
 

@@ -33,15 +33,15 @@ Compile = Annotated[
     bool,
     typer.Option(
         "--compile",
-        help="compile the step from token to token (torch.compile, static cache), which pays from some thousand tokens "
-        "on; needs a C++ compiler, and goes on without it where there is none",
+        help="compile the step from token to token (torch.compile, static cache): faster from several thousand tokens "
+        "on; needs a C++ compiler, and continues without compilation if there is none",
     ),
 ]
 GpuMemory = Annotated[
     str | None,
     typer.Option(
-        help="of the GPU, e.g. 24GiB: choose what fits it, and changes no result: micro_batch_size, "
-        "activation_checkpointing, layers_per_block, where the recipe does not set them"
+        help="memory of the GPU, e.g. 24GiB: set what fits it and changes no result (micro_batch_size, "
+        "activation_checkpointing, layers_per_block), unless the recipe sets it"
     ),
 ]
 Seed = Annotated[int | None, typer.Option(help="seed of everything random; the recipe's own by default")]

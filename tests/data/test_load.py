@@ -159,13 +159,13 @@ REFUSED: dict[str, tuple[str, Callable[[], str], Callable[[], str], dict[str, An
         "hedgehog-bert",
         *ENCODER,
         {"data.top_esl": 4},
-        r"recipe .*data\.top_esl chooses texts for language models",
+        r"recipe .*data\.top_esl is for language models",
     ),
     "repeats": (
         "hedgehog-bert",
         *ENCODER,
         {"data.repeats": 0.1},
-        r"recipe .*data\.repeats writes into texts for language models",
+        r"recipe .*data\.repeats is for language models",
     ),
     "blocks of an encoder": (
         "hedgehog-bert",

@@ -220,7 +220,7 @@ def test_weights_over_its_own_keys_need_no_saying() -> None:
 
 
 def test_weights_over_all_keys_are_refused() -> None:
-    reason = "weights_over: expected linear_keys, as it is without this field, found all_keys, which is gone; "
+    reason = "weights_over: expected linear_keys, the default, found all_keys, which was removed; "
     with pytest.raises(UserError) as error:
         Recipe.load("lolcat-w", {"mixer.combine.weights_over": "all_keys"})
     assert str(error.value).startswith(f"recipe field mixer.combine: {reason}") and "\n" not in str(error.value)

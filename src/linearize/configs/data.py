@@ -21,7 +21,7 @@ class DataConfig(Config):
     dataset: str | None = Field(default=None, description="set by --dataset")
     validation_dataset: str | None = Field(
         default=None,
-        description="held-out text or examples from a source of their own, instead of a share of `dataset`",
+        description="separate held-out text or examples, instead of a share of `dataset`",
     )
     format: Literal["auto", "text", "alpaca", "chat", "samsum"] = Field(
         default="auto",
@@ -50,8 +50,8 @@ class DataConfig(Config):
         default=0.0,
         ge=0,
         le=1,
-        description="share of the training rows into which spans of text and of random tokens are written twice, far "
-        "apart, for a language model to learn recall from",
+        description="share of the training rows that contain repeated spans, of text and of random tokens, with a long "
+        "distance between the copies; trains a language model to recall",
     )
     validation_fraction: float = Field(
         default=0.05,

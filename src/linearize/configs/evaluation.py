@@ -12,20 +12,20 @@ class EvaluationConfig(Config):
 
     long: bool = Field(
         default=False,
-        description="of a language model: train and measure all controls, copying, recall, agreement and heads; else "
-        "the loss of a continuation, needles, speed and memory, beside the teacher",
+        description="of a language model: train the controls, and measure copying, recall, agreement and heads; if "
+        "false: the loss of a continuation, needles, speed and memory, beside the teacher",
     )
     trained_controls: bool = Field(
         default=True,
-        description="finetune the controls, teacher and window only, on as many tokens as all the student's stages",
+        description="fine-tune the controls, teacher and window only, on as many tokens as all the student's stages",
     )
     bootstrap_samples: PositiveInt = 1000
     copy_rows: PositiveInt = Field(default=16, description="random sequences of the copying test, at least 16")
     examine: bool = Field(
         default=True,
-        description="agreement with the teacher, generations, recall, fidelity of heads and use of the linear part too",
+        description="also measure agreement, generations, recall, fidelity of heads and use of the linear part",
     )
-    examined_tokens: PositiveInt = Field(default=32768, description="held-out tokens that the examination looks at")
+    examined_tokens: PositiveInt = Field(default=32768, description="held-out tokens that `examine` reads")
     fidelity_tokens: PositiveInt = Field(default=2048, description="of these, the ones whose attention is compared")
     prompts: int = Field(
         default=16, ge=2, description="held-out beginnings that teacher and student continue, at least 16"

@@ -29,7 +29,7 @@ Even = Annotated[PositiveInt, AfterValidator(_even)]
 
 
 class FeatureMapConfig(Config):
-    """What every map says of itself as data.
+    """The fields that all feature maps have.
 
     `signed`: the kernel phi_q.phi_k can be negative, so no sum normalises it. `mixed_signs`: unrotated features can be
     negative. `exponential`: features are exponentials, divided by a query's largest or the keys' running maximum.

@@ -20,27 +20,27 @@ class MemoryConfig(Config):
 
     per: Literal["kv_head", "layer"] = Field(default="kv_head", description="what the budget is allocated to")
 
-    bytes: PositiveInt | None = Field(default=None, description="of one sequence's state, all layers together")
+    bytes: PositiveInt | None = Field(default=None, description="bytes of one sequence's state, all layers together")
     fraction: float | None = Field(
-        default=None, gt=0, le=1, description="of the teacher's cache at `reference_length` tokens"
+        default=None, gt=0, le=1, description="share of the teacher's cache at `reference_length` tokens"
     )
-    reference_length: PositiveInt = Field(default=1024, description="tokens")
+    reference_length: PositiveInt = Field(default=1024, description="tokens at which `fraction` is counted")
     sinks: int = Field(default=1, ge=0, description="first tokens of a document that every head keeps")
     learned_sink: bool = Field(
-        default=False, description="with per `layer`: windows also have a learned sink, as stock engines know it"
+        default=False, description="with per `layer`: windows also have a learned sink, which stock engines support"
     )
     recall_fraction: float = Field(
         default=0.5,
         ge=0,
         lt=1,
-        description="with per `kv_head`: of the bytes at most, for pairs kept for recall where heads need it; the rest "
-        "is divided equally",
+        description="with per `kv_head`: the largest share of the bytes for pairs kept for recall, in the heads that "
+        "recall; the rest is divided equally",
     )
 
     @model_validator(mode="after")
     def _for_layers(self) -> MemoryConfig:
         if self.learned_sink and self.per != "layer":
-            raise ValueError("learned_sink is a part of windows with per `layer`: set memory.per=layer, or it to false")
+            raise ValueError("learned_sink needs per `layer`: set memory.per=layer, or memory.learned_sink=false")
         return self
 
     @model_validator(mode="after")

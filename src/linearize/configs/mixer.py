@@ -51,7 +51,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 class MixerConfig(Config):
-    """One layer's token mixer, complete: everything that is needed to rebuild it.
+    """The token mixer of one layer, with everything that is needed to rebuild it.
 
     `span` splits the keys of a query: softmax over the near ones, linear attention over the others. Of these the state
     S [F, D] is kept, S = decay * S + phi(k) v^T (or the delta rule), and read as phi(q)^T S. `normalizer` makes the
@@ -63,18 +63,18 @@ class MixerConfig(Config):
         default=HedgehogMap(), description="phi; null where there is no linear part (combine `window_only`)"
     )
     decay: Decay | None = Field(
-        default=None, discriminator="type", description="how the state forgets with every step; null: it does not"
+        default=None, discriminator="type", description="how the state decays with every step; null: no decay"
     )
     update: Update = Field(
         default=AdditiveUpdate(), discriminator="type", description="how a key and its value are written to the state"
     )
     scale: Literal["none", "head_dim", "regla"] = Field(
         default="none",
-        description="phi_q.phi_k as it is, times D^-1/2 (head_dim), or times 1 / (e sqrt(F (e^2 - 1))) (regla, "
+        description="phi_q.phi_k unscaled, times D^-1/2 (head_dim), or times 1 / (e sqrt(F (e^2 - 1))) (regla, "
         "Theorem 3.1: variance 1 for normal q and k)",
     )
     normalizer: Normalizer = Field(
-        default=SumNormalizer(), discriminator="type", description="what is made of the linear part's sums"
+        default=SumNormalizer(), discriminator="type", description="how the linear part's sums are normalised"
     )
     cache: EvictionCache | None = Field(
         default=None, description="KV cache with eviction beside the window; null: none. Needs a terraced span"
@@ -83,7 +83,7 @@ class MixerConfig(Config):
         default=SharedDenominator(), discriminator="type", description="how window and linear part become one output"
     )
     state_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="of S between calls; null: float32, in which it is computed"
+        default=None, description="dtype of S between calls; null: float32, in which it is computed"
     )
 
     @model_validator(mode="after")

@@ -218,8 +218,8 @@ class Mix(Config):
             return fields
         if fields["weights_over"] != "linear_keys":
             raise ValueError(
-                f"weights_over: expected linear_keys, as it is without this field, found {fields['weights_over']}, "
-                "which is gone; convert and train anew without it"
+                f"weights_over: expected linear_keys, the default, found {fields['weights_over']}, "
+                "which was removed; convert and train again without it"
             )
         return {name: value for name, value in fields.items() if name != "weights_over"}
 

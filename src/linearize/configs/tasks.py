@@ -66,7 +66,7 @@ class TextClassification(Task):
     @model_validator(mode="after")
     def _classes_or_numbers(self) -> TextClassification:
         if self.regression and len(self.metrics) > 1:
-            raise ValueError("metrics: `spearman` is of numbers, the others of classes; name one kind")
+            raise ValueError("metrics: `spearman` is for numbers, the others for classes; name one kind")
         return self
 
     @property
@@ -100,7 +100,9 @@ class ImageClassification(Task):
     type: Literal["image_classification"] = "image_classification"
     auto_class: ClassVar[str] = "AutoModelForImageClassification"
     pipeline_tag: ClassVar[str] = "image-classification"
-    image_column: str = Field(default="image", description="of files' bytes, or of paths from the table's folder on")
+    image_column: str = Field(
+        default="image", description="a column of files' bytes, or of paths relative to the table's folder"
+    )
     label_column: str = "label"
 
     @property
@@ -109,15 +111,15 @@ class ImageClassification(Task):
 
 
 class MaskedLanguageModelling(Task):
-    """Foretell tokens that are hidden in a text: of those that are chosen, 80 % by the mask, 10 % by another token.
+    """Predict masked tokens of a text: of the chosen ones, 80 % are replaced by the mask, 10 % by another token.
 
-    The others stay as they are (BERT, arXiv 1810.04805, sec. 3.1). Which are chosen, a text's own tokens say.
+    The others do not change (BERT, arXiv 1810.04805, sec. 3.1). The choice depends on the text's own tokens only.
     """
 
     type: Literal["masked_language_modelling"] = "masked_language_modelling"
     auto_class: ClassVar[str] = "AutoModelForMaskedLM"
     pipeline_tag: ClassVar[str] = "fill-mask"
-    share: float = Field(default=0.15, gt=0, le=1, description="of a text's tokens that are to be foretold")
+    share: float = Field(default=0.15, gt=0, le=1, description="share of a text's tokens that are predicted")
 
     @property
     def scores(self) -> tuple[str, ...]:
@@ -149,7 +151,8 @@ class AssociativeRecall(Task):
     train_examples: PositiveInt = 10_000
     held_out_examples: int = Field(default=2000, ge=2)
     labels: Literal["last", "every"] = Field(
-        default="last", description="every: learn the values of all keys seen before; only the last one is scored"
+        default="last",
+        description="every: the loss is on the values of all keys seen before; only the last one is scored",
     )
 
     @property

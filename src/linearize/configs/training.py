@@ -83,7 +83,7 @@ class TrainConfig(Config):
     window_dropout: WindowDropout | None = Field(default=None, description="against bypass of the linear part")
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = Field(
         default="adamw",
-        description="8bit: moments in 8 bits, by bitsandbytes, which train almost alike in a quarter of their memory; "
+        description="8bit: moments in 8 bits, by bitsandbytes, in a quarter of the memory; results differ slightly; "
         "paged: they may leave a GPU that is full",
     )
 
@@ -103,7 +103,7 @@ class TrainConfig(Config):
 
 
 class TransferConfig(TrainConfig):
-    """Stage 1, attention transfer: mixers learn to match softmax attention (LoLCATs eq. 6, App. A.1; Hedgehog eq. 4).
+    """Stage 1, attention transfer: train mixers to match softmax attention (LoLCATs eq. 6, App. A.1; Hedgehog eq. 4).
 
     Layers are independent of each other: block by block (`layers_per_block`) gives what all at once gives, with the
     weights of one block in memory, and the residual stream between blocks on disk (LoLCATs sec. 3.3).
@@ -119,7 +119,7 @@ class TransferConfig(TrainConfig):
     linear_part: float = Field(
         default=0.0,
         ge=0,
-        description="the same losses, times this, of the linear part alone against softmax over its own keys",
+        description="weight of the same losses of the linear part alone, compared with softmax over its own keys",
     )
     calibration_tokens: PositiveInt | None = Field(
         default=None, description="fit combine `absolute_scale` to this much text before training; null: do not"
@@ -166,7 +166,7 @@ class LossConfig(Config):
         if not self.labels + self.kl + self.reverse_kl + self.output_mse:
             raise ValueError("every weight is 0; set one of labels, kl, reverse_kl, output_mse")
         if self.top_k is not None and not self.kl + self.reverse_kl:
-            raise ValueError("top_k is of kl and reverse_kl, whose weights are 0")
+            raise ValueError("top_k applies to kl and reverse_kl, whose weights are 0")
         return self
 
     @property
@@ -190,12 +190,12 @@ class FinetuneConfig(TrainConfig):
         default=1.0,
         gt=0,
         le=1,
-        description="how far from where it began towards where training led each weight ends (alpha of WiSE-FT, "
-        "arXiv 2109.01903): below 1, less of the new text is learned and more kept of what the text does not ask for",
+        description="share of its trained change that each weight keeps (alpha of WiSE-FT, arXiv 2109.01903); below 1 "
+        "the student learns less of the new text and retains more of the teacher",
     )
     activation_checkpointing: bool = Field(
         default=False,
-        description="keep what enters each layer only, and compute it again on the way back: the same gradients",
+        description="store only the inputs of each layer, and recompute the rest in the backward pass: same gradients",
     )
 
     @model_validator(mode="after")
@@ -203,7 +203,7 @@ class FinetuneConfig(TrainConfig):
         if self.all_weights and (self.lora is not None or self.mixers):
             raise ValueError("all_weights trains everything; set lora=null and mixers=false")
         if not (self.all_weights or self.mixers or self.lora is not None):
-            raise ValueError("nothing trains; set lora, mixers or all_weights")
+            raise ValueError("no weights train; set lora, mixers or all_weights")
         return self
 
 
