@@ -137,7 +137,7 @@ def test_a_model_of_stories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     losses = {line["label"]: line["quality"]["loss"]["mean"] for line in evaluation["measured"]}
     perplexity = {label: x["mean"] for label, x in found["perplexity"].items()}
     assert perplexity == pytest.approx({label: torch.tensor(x).exp().item() for label, x in losses.items()}, rel=1e-4)
-    assert perplexity["student"] < perplexity["student, untrained"] and "window only, finetuned" in perplexity
+    assert perplexity["student"] < perplexity["student, untrained"] and "window only, fine-tuned" in perplexity
     assert f"| student | {perplexity['student']:.2f} [" in page
 
     assert list(found["stories"]) == ["teacher", "student, untrained", "student"]

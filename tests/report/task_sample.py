@@ -37,7 +37,7 @@ def evaluation(
         }
         | task,
         "fidelity": fidelity(),
-        "missing": ["teacher, finetuned"],
+        "missing": ["teacher, fine-tuned"],
         "not_measured": {},
         "provenance": sample.evaluation()["provenance"],
     }

@@ -83,7 +83,7 @@ def test_a_share_is_kept_or_lost_where_its_interval_is_on_one_side_of_a_half(
     found = far_context(run)
     assert found is not None and found.kind == kind
     assert "teacher 0.200 [0.180, 0.220], student 0.100 [0.080, 0.120]" in found.words
-    assert ", against untrained models: what finetuning alone gives counts as kept (" in found.words
+    assert ", compared with untrained models: the gain of fine-tuning counts as kept (" in found.words
 
 
 def test_what_cannot_be_kept_or_measured_is_said(read: Read) -> None:
@@ -256,11 +256,11 @@ def test_heads_that_stand_out_are_named_beside_the_median(read: Read) -> None:
 
 def test_generations_are_told_by_their_common_beginning(read: Read) -> None:
     found = generations(read())
-    assert found is not None and "write the same for 13.2 [10.1, 16.3] of 48 tokens" in found.words
+    assert found is not None and "agree for the first 13.2 [10.1, 16.3] of 48 tokens" in found.words
 
 
 def test_what_was_not_measured_is_one_sentence_with_its_reasons(read: Read) -> None:
     assert missing_sections(read()) == []
-    few = read(tasks=None, retrieval=[], missing=["teacher, finetuned"], not_measured={"tasks": "none asked for."})
-    words = "Not measured: teacher, finetuned; recall over distances; public benchmarks (none asked for)."
+    few = read(tasks=None, retrieval=[], missing=["teacher, fine-tuned"], not_measured={"tasks": "none asked for."})
+    words = "Not measured: teacher, fine-tuned; recall over distances; public benchmarks (none asked for)."
     assert missing_sections(few) == [words]

@@ -87,7 +87,7 @@ def test_a_page_of_a_task_has_what_applies_and_nothing_else(task_page: str) -> N
         *[t for t in TITLES[6:] if t not in OF_TEXT],
     ]
     text = visible(task_page)
-    assert re.findall(r'<p class="missing">(.*?)</p>', task_page) == ["Not measured: teacher, finetuned."]
+    assert re.findall(r'<p class="missing">(.*?)</p>', task_page) == ["Not measured: teacher, fine-tuned."]
     for words in (
         "The student is 0.016 worse than its teacher in accuracy [0.007, 0.025].",
         "task: text classification",
@@ -288,8 +288,8 @@ def test_the_card_names_the_class_and_the_scores(read_task: Read) -> None:
     for heading in ("### Lost or worse", "### Also measured", "## Limits", "## Recipe"):
         assert heading in body
     limits = body.split("## Limits")[1].split("##")[0]
-    assert "held-out examples of one data set" in limits and "Not measured: teacher, finetuned." in limits
-    assert "What the teacher gets wrong" in limits
+    assert "held-out examples of one data set" in limits and "Not measured: teacher, fine-tuned." in limits
+    assert "The student has the teacher's errors" in limits
 
 
 def test_the_card_of_images_and_of_a_model_from_scratch(tmp_path: Path) -> None:
@@ -302,4 +302,4 @@ def test_the_card_of_images_and_of_a_model_from_scratch(tmp_path: Path) -> None:
     (folder / "recipe.yaml").write_text(Recipe.load(str(folder / "recipe.yaml"), changes).to_yaml())
     scratch = model_card(load_run(folder))
     assert "of the shape of `made-up-teacher`, trained from scratch with the recipe `lolcats`" in scratch
-    assert "What the teacher gets wrong" not in scratch
+    assert "The student has the teacher's errors" not in scratch

@@ -597,7 +597,7 @@ def test_heads_of_several_kinds_beside_the_same_without_linear_parts(finished: R
     assert all(x.feature_map is None for x in each_mixer(alone)) and any(x.feature_map for x in each_mixer(plan))
     assert (spread.folder / "controls" / "exact_lora" / "result.json").is_file()
     said = " ".join(sentences(load_run(spread.folder)))
-    assert "the same memory without linear parts (finetuned alike)" in said
+    assert "the same memory without linear parts (fine-tuned on the same tokens)" in said
 
 
 CACHED = {

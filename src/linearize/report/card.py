@@ -14,9 +14,9 @@ from linearize.report.numbers import count
 from linearize.report.tables import of_run
 
 _LIMITS = {
-    "text": "Measured on one held-out text; on other text, other lengths and other languages it was not.",
-    "examples": "Measured on held-out examples of one data set; on others it was not.",
-    "teacher": "What the teacher gets wrong, the student does too: it was trained to do as the teacher does.",
+    "text": "Measured on one held-out text. Other texts, lengths and languages were not measured.",
+    "examples": "Measured on held-out examples of one data set. Other data sets were not measured.",
+    "teacher": "The student has the teacher's errors, because it was made to match the teacher.",
 }
 _READERS = {"image-classification": "AutoImageProcessor", "image-feature-extraction": "AutoImageProcessor"}
 _SIDES = {"win": "Kept or better", "loss": "Lost or worse", "open": "Not decided", "fact": "Also measured"}

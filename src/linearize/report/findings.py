@@ -44,20 +44,24 @@ SPREAD = 0.2  # of a teacher's attention beyond its last tokens: above that it c
 NEGLIGIBLE = 0.01  # nats per token: one percent of perplexity
 _OTHERS = {
     "teacher": "its teacher",
-    "teacher_lora": "its teacher finetuned alike",
+    "teacher_lora": "its teacher fine-tuned on the same tokens",
     "window_lora": "the window-only control",
     "equal_lora": "one window of as many bytes for all heads",
     "exact_lora": "the same memory without linear parts",
     "ablated": "itself with the linear part switched off",
 }
 _AGAINST = {
-    ("window_lora", "teacher_lora"): "teacher and window finetuned alike",
-    ("window_lora", "teacher"): "the window finetuned alike, the teacher as it came",
-    ("window", "teacher"): "against untrained models: what finetuning alone gives counts as kept",
+    ("window_lora", "teacher_lora"): "teacher and window fine-tuned on the same tokens",
+    ("window_lora", "teacher"): "the window fine-tuned on the same tokens, the teacher before fine-tuning",
+    ("window", "teacher"): "compared with untrained models: the gain of fine-tuning counts as kept",
 }
 _LEADING = ("window_lora", "equal_lora", "exact_lora", "teacher")
-_ALIKE = " (finetuned alike)"
-_EXPLAINED = {"window_lora": " (finetuned alike, no linear part)", "equal_lora": _ALIKE, "exact_lora": _ALIKE}
+_SAME_TOKENS = " (fine-tuned on the same tokens)"
+_EXPLAINED = {
+    "window_lora": " (fine-tuned on the same tokens, no linear part)",
+    "equal_lora": _SAME_TOKENS,
+    "exact_lora": _SAME_TOKENS,
+}
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ def difference(run: RunFiles, other: str) -> Finding | None:
     far = f" Beyond the window: {with_interval(compared.beyond, sign=True)}." if compared.beyond else ""
     short, more = _OTHERS.get(other, other), _EXPLAINED.get(other, "")
     if other == "window_lora" and run.allocation is not None:
-        short, more = f"one window of {count(run.window)} for all heads, of as many bytes", _ALIKE
+        short, more = f"one window of {count(run.window)} for all heads, of as many bytes", _SAME_TOKENS
     if found.low <= 0 <= found.high:
         numbers = f"{signed(found.mean)} nats per token"
         bounds = f"95{THIN}% interval {signed(found.low)} to {signed(found.high)}"
@@ -154,7 +158,7 @@ def far_context(run: RunFiles) -> Finding | None:
     where = f"context beyond the window of {count(run.window)} tokens"
     student = run.measured("student")
     if student and run.measured("teacher") and (reason := student.quality.beyond_missing):
-        return Finding("fact", f"What {where} is worth cannot be measured on this text: {reason}.")
+        return Finding("fact", f"The gain from {where} cannot be measured on this text: {reason}.")
     kept = run.results.far_context
     return _kept(kept, where, f", {_AGAINST[kept.against]}" if kept and kept.against else "")
 
@@ -236,7 +240,7 @@ def short_speed(run: RunFiles) -> Finding | None:
             seconds[name] = f"{name} {' and '.join(milliseconds(spread.median) for spread in spreads)}"
     if about is None or _STREAMING_STUDENT not in seconds:
         return None
-    words = f"Milliseconds for {count(about.context)} tokens of context, and for one more token"
+    words = f"Milliseconds for {count(about.context)} tokens of context, and for each new token"
     return Finding("fact", f"{words}: {'; '.join(seconds.values())}.")
 
 
@@ -258,10 +262,8 @@ def prefill(run: RunFiles) -> Finding | None:
     cost, other_cost = PREFILL_COSTS[saved], PREFILL_COSTS[other]
     words = f"The saved model reads a prompt with prefill={saved}: {cost}. {choice} chooses {other_cost}."
     if run.plan and run.plan.student_cache_bytes_per_token:
-        words += (
-            " Both are of the converted layers and heads; those that stay softmax take the teacher's time, and their "
-        )
-        words += "cache grows."
+        words += " This applies to the converted layers and heads. Those that stay softmax take the teacher's time, "
+        words += "and their cache grows."
     return Finding("fact", words)
 
 
@@ -277,7 +279,7 @@ def score_difference(run: RunFiles, other: str, metric: str) -> Finding | None:
     values = f"{with_interval(run.score('student', metric))} against {with_interval(run.score(other, metric))}"
     if other == "teacher":
         kept = run.recovery(metric)
-        nothing = "the teacher's is not above 0 for certain, so there is no share of it"
+        nothing = "the teacher's is not certainly above 0, so it has no share"
         values += f", {percent(kept)} of the teacher's score" if kept else f"; {nothing}"
     if found.low <= 0 <= found.high:
         bounds = f"{signed(found.mean)} [{signed(found.low)}, {signed(found.high)}]"
@@ -341,8 +343,8 @@ def generations(run: RunFiles) -> Finding | None:
     if found is None:
         return None
     same = with_interval(found.common_prefix, 1)
-    words = f"Left to themselves, both write the same for {same} of {count(found.new_tokens)} tokens"
-    return Finding("fact", f"{words} before the first difference.")
+    words = f"Greedy outputs of student and teacher agree for the first {same} of {count(found.new_tokens)} tokens"
+    return Finding("fact", f"{words}.")
 
 
 def path_usage(run: RunFiles) -> Finding | None:
@@ -498,10 +500,10 @@ def faster(entries: Sequence[Speed], crossover: Crossover | None) -> Iterator[Fi
         ("Generation after", "ms a token", ours[-1].decode, theirs[-1].decode, ahead.decode),
     ):
         kind: Kind = "win" if student.high < teacher.low else "loss" if student.low > teacher.high else "open"
-        word = {"win": "faster", "loss": "slower", "open": "as fast as far as this can show"}[kind]
+        word = {"win": "faster", "loss": "slower", "open": "not measurably faster or slower"}[kind]
         numbers = ", ".join(
             f"{who} {milliseconds(s.median)} {unit} [{milliseconds(s.low)}, {milliseconds(s.high)}]"
             for who, s in (("student", student), ("teacher", teacher))
         )
         since = "" if start is None else f"; ahead from about {count(start)} tokens on"
-        yield Finding(kind, f"{what} {length} tokens is {word}: {numbers} (median, least, greatest){since}.")
+        yield Finding(kind, f"{what} {length} tokens is {word}: {numbers} (median, minimum, maximum){since}.")

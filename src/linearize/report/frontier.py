@@ -14,8 +14,16 @@ from rich.table import Table
 
 from linearize.report.numbers import scaled
 
-COLUMNS = ("of the cache", "what is held", "bytes", "far gain", "far gain, all trained", "copying", "needle")
-PANELS = {"far": "far gain", "copying": "copying", "needle": "needle"}
+COLUMNS = (
+    "of the cache",
+    "state",
+    "bytes",
+    "long-context gain retained",
+    "the same, all fine-tuned",
+    "copying",
+    "needle",
+)
+PANELS = {"far": "long-context gain retained", "copying": "copying", "needle": "needle"}
 # Names and styles of the lines that are drawn.
 ALLOCATED, LAYERS, WINDOW = "per-head allocation", "full layers and windows", "window and sinks"
 LINES = {
@@ -42,14 +50,15 @@ def table(about: dict[str, Any]) -> Table:
 def page(about: dict[str, Any]) -> str:
     """In Markdown."""
     window, tokens = about["reference"], about["tokens"]
-    trained = "" if tokens is None else f" What is trained has seen {tokens:,} tokens."
+    trained = "" if tokens is None else f" Fine-tuning took {tokens:,} tokens."
     lines = [
         "# Quality against bytes of state",
         "",
-        f"Far gain: the share, beyond position {2 * window}, of what the teacher gains over a window of {window}, both "
-        "as they come; and, where all are trained alike, of what the trained teacher gains over the trained window. "
-        f"Copying: of the teacher's gain on random tokens copied from {2 * window} back. Needle: of the teacher's "
-        f"right answers to needles beyond {window} tokens. In brackets: 95 % bootstrap intervals.{trained}",
+        f"Long-context gain retained: the share, beyond position {2 * window}, of what the teacher gains over a window "
+        f"of {window}, both before fine-tuning; then the same with all of them fine-tuned on the same tokens. "
+        f"Copying: the share of the teacher's gain on random tokens copied from {2 * window} back. Needle: the share "
+        f"of the teacher's right answers to needles beyond {window} tokens. In brackets: 95 % bootstrap intervals."
+        f"{trained}",
         "",
         "![quality against bytes](frontier.svg)",
         "",
@@ -68,7 +77,7 @@ def page(about: dict[str, Any]) -> str:
 
 
 def figure(about: dict[str, Any]) -> str:
-    """SVG: far gain, copying and needle over bytes."""
+    """Draw long-context gain retained, copying and needles over bytes, as SVG."""
 
     spread = [point for point in about["points"] if point["name"] == ALLOCATED]
     ticks = {point["bytes"]: f"{scaled(point['bytes'], 'B')}\n{point['fraction']:.0%}" for point in spread}
@@ -118,7 +127,7 @@ def _line(points: Sequence[dict[str, Any]], name: str, trained: bool, key: str) 
 
 def _rows(about: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for point in about["points"]:
-        name = f"{point['name']}, trained" if point["trained"] else point["name"]
+        name = f"{point['name']}, fine-tuned" if point["trained"] else point["name"]
         shares = (_percent(_share(point, key)) for key in ("far", "far_alike", "copying", "needle"))
         yield f"{point['fraction']:.0%}", name, f"{point['bytes']:,}", *shares
 

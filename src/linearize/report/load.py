@@ -198,7 +198,7 @@ def load_run(folder: Path, results: Results | None = None) -> RunFiles:
     if results is None and not path.is_file():
         raise UserError(
             f"report {folder}: expected a run folder with evaluation.json, found none; finish the run "
-            f"(`linearize run` with the same arguments goes on) or name another folder"
+            f"(`linearize run` with the same arguments continues it) or name another folder"
         )
     results = Results.read(path, advice=_AGAIN) if results is None else results
     if not (results.measured or results.short or results.task or "short" in results.not_measured):

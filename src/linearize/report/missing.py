@@ -1,4 +1,4 @@
-"""What is said of what was not measured, and how to come by it."""
+"""Name what was not measured, and the command that measures it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from linearize.report.html import Text
 from linearize.report.load import RunFiles
 
 _EVAL = "`linearize eval DIR/model --set evaluation.long=true --output DIR/evaluation.json`"
-_WITH_TEACHER = f"{_EVAL}, with the teacher at hand, measures"
-# By section: what is missing, and how to come by it.
+_WITH_TEACHER = f"{_EVAL}, with the teacher available, measures"
+# By section: what is missing, and how to get it.
 _HOW = {
     "agreement": ("Agreement with the teacher is not measured", f"{_WITH_TEACHER} it"),
     "positions": ("Loss by position is not measured", f"{_EVAL} measures it"),
@@ -17,7 +17,7 @@ _HOW = {
     "copying": ("Copying is not measured", f"{_WITH_TEACHER} it"),
     "fidelity": ("Fidelity of the heads is not measured", f"{_EVAL} measures it"),
     "maps": ("Attention of single heads is not measured", f"{_EVAL} measures it"),
-    "path_usage": ("How much the linear part carries is not measured", f"{_EVAL} measures it"),
+    "path_usage": ("Use of the linear part is not measured", f"{_EVAL} measures it"),
     "retrieval": ("Recall over distances is not measured", f"{_WITH_TEACHER} it"),
     "tasks": (
         "Downstream tasks are not measured",
@@ -25,10 +25,10 @@ _HOW = {
     ),
     "speed": ("Speed and memory are not measured", f"{_WITH_TEACHER} them"),
     "provenance": ("The command and its versions are not recorded", "a new `linearize run` records them"),
-    "recipe": ("The recipe is not in the files", "it stands in recipe.yaml of the run's own folder"),
-    "plan": ("The plan is not in the files", "it stands in plan.json of the run's own folder"),
-    "curves": ("The course of the losses is not in the files", "it stands in the run's own folder (metrics.jsonl)"),
-    "training": ("What the stages did is not in the files", "it stands in the run's own folder (result.json)"),
+    "recipe": ("The recipe is not in the files", "recipe.yaml in the run's own folder contains it"),
+    "plan": ("The plan is not in the files", "plan.json in the run's own folder contains it"),
+    "curves": ("The course of the losses is not in the files", "the run's own folder contains it (metrics.jsonl)"),
+    "training": ("What the stages did is not in the files", "the run's own folder contains it (result.json)"),
 }
 
 _SECTIONS = {
@@ -68,7 +68,9 @@ def missing_sections(run: RunFiles) -> list[str]:
             why = f" ({reasons[key].rstrip('.')})" if key in reasons else ""
             found.append(f"{_NAMES.get(key, key)}{why}")
     if run.results.short:
-        found.append("controls, copying, agreement and heads, which are of the long evaluation (evaluation.long=true)")
+        found.append(
+            "controls, copying, agreement and heads, which the long evaluation measures (evaluation.long=true)"
+        )
     return [f"Not measured: {'; '.join(found)}."] if found else []
 
 

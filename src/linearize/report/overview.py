@@ -61,7 +61,7 @@ def cautions(runs: Sequence[RunFiles]) -> list[Text]:
         words = f"These runs have different teachers ({names}). Compare each student with its own teacher and controls"
         found.append(
             Text(
-                f"{words}, not with the other students: numbers of different teachers say nothing of the mixers.",
+                f"{words}, not with the other students: numbers of different teachers say nothing about the mixers.",
                 "caution",
             )
         )

@@ -132,7 +132,7 @@ def speed(entries: Sequence[tuple[str | None, Sequence[Speed]]]) -> Table:
         "peak",
         "compiled in, s",
     ]
-    caption = "Medians of all repeats, with least and greatest; bytes of the whole batch, peak in prefill"
+    caption = "Medians of all repeats, with minimum and maximum; bytes of the whole batch, peak in prefill"
     # Not every measurement has the last ones.
     rows = [row for group in groups for row in group.rows]
     shown = [i for i in range(len(columns)) if any(row[i] != DASH for row in rows)]

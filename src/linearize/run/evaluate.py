@@ -92,10 +92,10 @@ def candidates(
     sunk = f"softmax in the window and on the first {SINKS} tokens, nothing trained"
     stages = ("transfer", "adapt", "finetune")
     every: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
-        "teacher": (lambda: nullcontext(teacher), "softmax attention, as it came", ()),
+        "teacher": (lambda: nullcontext(teacher), "softmax attention, before fine-tuning", ()),
         "teacher_lora": (
             lambda: nullcontext(tuned("teacher_lora")),
-            "softmax attention, finetuned alike",
+            "softmax attention, fine-tuned on the same tokens",
             ("controls/teacher_lora",),
         ),
         "swapped": (lambda: nullcontext(untrained()), "mixers swapped in, nothing trained", ()),
@@ -106,12 +106,12 @@ def candidates(
         "window_sinks": (lambda: without_linear_part(windowed(), SINKS), sunk, ()),
         "window_lora": (
             lambda: nullcontext(tuned("window_lora")),
-            "softmax in the window, finetuned alike",
+            "softmax in the window, fine-tuned on the same tokens",
             ("controls/window_lora",),
         ),
         "equal_lora": (
             lambda: nullcontext(tuned("equal_lora")),
-            "one window for all heads in as many bytes as the student's state, finetuned alike",
+            "one window for all heads, of the size of the student's state, fine-tuned on the same tokens",
             ("controls/equal_lora",),
         ),
         "exact_lora": (
@@ -265,7 +265,7 @@ def evaluate(
     for field in overrides:
         if not field.startswith(("data.", "evaluation.")):
             raise UserError(
-                f"--set {field}: expected a field of data or evaluation, because a model is measured as it is; leave "
+                f"--set {field}: expected a field of data or evaluation, because eval does not change a model; leave "
                 "it out"
             )
     model = student_folder(model)
@@ -294,7 +294,7 @@ def evaluate(
         except UserError as error:
             if teacher is not None:
                 raise
-            notes.append(f"measured without the teacher, which --teacher would name: {error}")
+            notes.append(f"measured without the teacher; pass --teacher to name it: {error}")
             run = chooser = None
     data = None
     if made_by is not None and not any(field.startswith("data.") for field in overrides):

@@ -60,7 +60,7 @@ def _speed(runs: Sequence[RunFiles]) -> Figure:
     return Figure(
         "Time and memory against length",
         curves("speed", f"Time and memory against length. {said}", panels, height=270),
-        f"Batch of {plain(batches[0])}; medians, with bands from the least to the greatest repeat; both axes "
+        f"Batch of {plain(batches[0])}; medians, with bands from the minimum to the maximum; both axes "
         f"logarithmic.{more}",
         tables.speed([(run.group, run.results.speed) for run in runs]),
     )

@@ -36,8 +36,8 @@ def positions(runs: Sequence[RunFiles]) -> Section:
         "positions",
         "Loss by position",
         blocks,
-        summary="A model that uses far context goes on getting better the further into a document it reads; one "
-        "that is confined to its window levels off there."
+        summary="The loss of a model that uses long context keeps falling along a document. The loss of a "
+        "model that sees its window only stops falling there."
         if measured
         else "",
     )
@@ -76,7 +76,7 @@ def _by_position(runs: Sequence[RunFiles]) -> Figure:
         "Held-out loss by position in the document",
         curves("positions", "Loss by position. " + "; ".join(said), panels, height=300),
         "Means over the tokens of each bin of positions, with bands of 95 % intervals. The differences from the "
-        "teacher are of means; they come without intervals.",
+        "teacher are differences of means, without intervals.",
         Table("Loss by position, nats per token", ["positions", *map(label, columns)], groups, collapsed=True),
     )
 

@@ -26,7 +26,7 @@ def quality(runs: Sequence[RunFiles]) -> Section:
         "Quality",
         blocks,
         summary="Loss on held-out text, nats per token; lower is better. Intervals of single candidates are wide "
-        "because texts differ, and all candidates share the texts: judge by the paired differences.",
+        "because texts differ. All candidates read the same texts, so compare the paired differences.",
     )
 
 
@@ -47,8 +47,8 @@ def _losses(runs: Sequence[RunFiles]) -> Figure:
     return Figure(
         "Held-out loss of all candidates",
         dots("quality-losses", f"Held-out loss. {numbers.spoken()}", [label(name) for name in names], panels),
-        f"Nats per token with 95 % bootstrap intervals{tables.documents(runs) or ' over documents'}. An arrow: off the "
-        "scale, with its mean.",
+        f"Nats per token with 95 % bootstrap intervals{tables.documents(runs) or ' over documents'}. An arrow marks a "
+        "value off the scale, with its mean.",
         numbers,
     )
 
@@ -77,7 +77,7 @@ def _differences(runs: Sequence[RunFiles]) -> Figure:
         "The student minus the others, on the same tokens",
         dots("quality-pairs", f"Paired differences in loss. {numbers.spoken()}", rows, panels),
         "Left of zero the student is better. Nats per token, paired over the same documents, with 95 % intervals. An "
-        "arrow: off the scale, with its mean.",
+        "arrow marks a value off the scale, with its mean.",
         numbers,
     )
 
@@ -91,7 +91,7 @@ def agreement(runs: Sequence[RunFiles]) -> Section:
         "agreement",
         "Agreement with the teacher",
         blocks,
-        summary="A loss can stay while the predictions change; these compare student and teacher token by token."
+        summary="Predictions can change while the loss stays the same. This section compares them token by token."
         if measured
         else "",
     )

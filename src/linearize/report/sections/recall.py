@@ -1,4 +1,4 @@
-"""What can be got back from far away: copying, and grids of trials over distances and depths."""
+"""Show recall from far back: copying, and grids of trials over distances and depths."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def recall(runs: Sequence[RunFiles]) -> Section:
         "recall",
         "Recall",
         blocks,
-        summary="Whether something seen far back can still be produced. Perplexity says little about it.",
+        summary="Recall of tokens from far back. Perplexity shows little of it.",
     )
 
 
@@ -60,7 +60,7 @@ def _copying(runs: Sequence[RunFiles]) -> Figure:
     return Figure(
         "Copying random tokens from beyond the window",
         dots("copying", f"{numbers.caption}. {numbers.spoken()}", [label(name) for name in names], [panel]),
-        "Random tokens come a second time, too far back for the window; who can copy loses less the second time.",
+        "Random tokens are repeated beyond the window. A model that copies has a lower loss on the second copy.",
         numbers,
     )
 

@@ -44,7 +44,7 @@ def _plan(plan: Plan) -> dict[str, str]:
         "layers converted": f"{len(plan.converted_layers)} of {layers}{kept}",
         "new parameters": f"{count(new)} ({share(new / plan.teacher_parameters, 2)} of the teacher's)",
     }
-    for cost, name in ((plan.transfer, "attention transfer"), (plan.finetune, "finetuning")):
+    for cost, name in ((plan.transfer, "attention transfer"), (plan.finetune, "fine-tuning")):
         lines[name] = "none"
         if cost is not None:
             lines[name] = (
@@ -64,7 +64,7 @@ def _memory(plan: Plan) -> dict[str, str]:
     lines = {}
     growth = plan.student_cache_bytes_per_token
     lines["student holds, per sequence"] = f"{scaled(plan.state_bytes, 'B')}" + (
-        f" and {scaled(growth, 'B')} per token" if growth else ", however long the text"
+        f" and {scaled(growth, 'B')} per token" if growth else " at any length"
     )
     lines["teacher holds, per token"] = scaled(plan.teacher_cache_bytes_per_token, "B")
     ends = plan.break_even_tokens

@@ -28,15 +28,15 @@ def scores(runs: Sequence[RunFiles]) -> Section:
     blocks += [_differences(compared, metrics) for metrics in chunks if compared]
     if kept := list(_kept(runs, names)):
         columns = ["", *(run.name for run in runs)]
-        blocks.append(Table.of("What the student has of its teacher", columns, kept))
+        blocks.append(Table.of("What the student retains of its teacher", columns, kept))
     blocks += missing_controls([run for run in runs if not run.is_language_model])
     summary = "; ".join(f"{run.prefix}{_about(run)}" for run in runs)
     return Section(
         "task",
         "Task",
         blocks,
-        summary=f"{capital(summary)}. Scores are better where they are higher. All candidates share "
-        "the examples: judge by the paired differences.",
+        summary=f"{capital(summary)}. Scores are better where they are higher. All candidates have "
+        "the same examples, so compare the paired differences.",
     )
 
 

@@ -89,7 +89,10 @@ def generations(runs: Sequence[RunFiles]) -> Section:
         caption = "Greedy continuations of student and teacher compared"
         blocks.append(Table.of(caption, ["", *(run.name for run in measured)], lines))
         blocks.append(
-            Text("Plain: as the teacher wrote it, from the start. Marked: where a student goes its own way.", "note")
+            Text(
+                "Plain: the same as the teacher's text. Marked: the student's text from the first difference on.",
+                "note",
+            )
         )
         blocks.append(Prompts(_prompts(measured)))
     blocks += not_measured(runs, "generations")

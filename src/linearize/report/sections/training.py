@@ -13,16 +13,16 @@ from linearize.report.numbers import Number, count, duration, loss, plain, share
 TITLES = {
     "transfer": "attention transfer",
     "adapt": "adapting new weights",
-    "finetune": "finetuning",
-    "controls/window_lora": "control: window only, finetuned",
-    "controls/equal_lora": "control: window of equal bytes, finetuned",
-    "controls/exact_lora": "control: same memory, no linear part, finetuned",
-    "controls/teacher_lora": "control: teacher, finetuned",
+    "finetune": "fine-tuning",
+    "controls/window_lora": "control: window only, fine-tuned",
+    "controls/equal_lora": "control: window of equal bytes, fine-tuned",
+    "controls/exact_lora": "control: same memory, no linear part, fine-tuned",
+    "controls/teacher_lora": "control: teacher, fine-tuned",
 }
 _PANELS = {
     "Attention transfer": ("transfer",),
     "Adapting new weights": ("adapt",),
-    "Finetuning": ("finetune", *(name for name in TITLES if name.startswith("controls/"))),
+    "Fine-tuning": ("finetune", *(name for name in TITLES if name.startswith("controls/"))),
 }
 
 
@@ -69,7 +69,7 @@ def _curves(runs: Sequence[RunFiles]) -> Figure:
         "Loss during training",
         curves("training-curves", "Held-out loss during training. " + "; ".join(said), panels, height=270),
         "Dots: held-out loss at each evaluation. Attention transfer: mean over layers; thin, the loss on the training "
-        "batches (long curves as means of neighbouring steps). In finetuning batches differ by more than it changes.",
+        "batches (long curves as means of neighbouring steps). In fine-tuning, batches differ more than that changes.",
         Table.of("Held-out loss at each evaluation", ["stage", "training tokens", "loss"], rows, collapsed=True),
     )
 
@@ -92,7 +92,7 @@ def _results(runs: Sequence[RunFiles]) -> Table:
                     plain(result.identity.get("lr")),
                     duration(result.seconds),
                     loss(first),
-                    # A teacher that learns its own outputs starts with a loss of 0.
+                    # A teacher that is trained on its own outputs starts with a loss of 0.
                     f"{loss(best)} ({share(best / first - 1, 1)})" if first else loss(best),
                 ]
             )
