@@ -21,7 +21,7 @@ help: ## list the targets
 
 setup: $(STAMP) ## create .venv and install linearize into it, with everything for development
 
-# Starts afresh: an environment of another Python or of half an installation is not worth mending.
+# Starts afresh: an environment of another Python or of half an installation is made anew.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; choose one: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv --clear .venv
@@ -155,8 +155,10 @@ quick-lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/python scripts/import_chain.py 29
+	$(BIN)/codespell README.md CHANGELOG.md docs src tests
+	$(BIN)/python scripts/words.py
 
-lint: quick-lint ## ruff, import directions and types
+lint: quick-lint ## ruff, import directions, words and types
 	$(BIN)/pyright
 
 format: setup ## format, and fix what can be fixed
