@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from linearize.evaluation.intervals import Interval
-from linearize.evaluation.metrics import Answered, Foretold, Predictions, Similarities, bootstrapped
+from linearize.evaluation.metrics import Answered, MaskedTokens, Predictions, Similarities, bootstrapped
 from linearize.evaluation.perplexity import TokenLosses, bootstrap, paired_difference
 
 FAR = 64  # tokens before a query; losses "beyond" are of tokens that stand further into their document
 POSITIONS = (0, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 FILE = "outcomes.safetensors"
 
-Outcome = TokenLosses | Predictions | Foretold | Similarities
+Outcome = TokenLosses | Predictions | MaskedTokens | Similarities
 
 
 def write(outcomes: dict[str, Outcome], folder: Path) -> None:
@@ -49,7 +49,7 @@ def read(folder: Path) -> dict[str, Outcome]:
 KINDS: dict[str, Callable[[dict[str, Tensor], tuple[str, ...]], Outcome]] = {
     "TokenLosses": lambda parts, metrics: TokenLosses(**parts),
     "Predictions": lambda parts, metrics: Predictions(**parts, metrics=metrics),
-    "Foretold": lambda parts, metrics: Foretold(**parts),
+    "MaskedTokens": lambda parts, metrics: MaskedTokens(**parts),
     "Similarities": lambda parts, metrics: Similarities({name: parts[name] for name in metrics}),
 }
 

@@ -113,4 +113,4 @@ def test_an_encoder_has_no_cache_and_no_state(name: str) -> None:
 
 def test_kept_layers_are_named() -> None:
     text = rendered(planned(shape_of("modernbert"), **{"layers.convert_sliding": False}))
-    assert "2 of 3" in text and "layers that stay softmax are as they were" in text
+    assert "2 of 3" in text and "the layers that stay softmax do not change" in text

@@ -147,7 +147,7 @@ def test_a_moved_model_whose_teacher_is_gone_is_measured_alone(command: Command,
     done = command("eval", moved, "--dataset", tiny.text_file(), "--json")
     assert done.status == 0
     assert candidates(done.out) == {"student", "ablated"}
-    assert done.err.startswith("measured without the teacher, which --teacher would name: model: expected a model fol")
+    assert done.err.startswith("measured without the teacher; pass --teacher to name it: model: expected a model fol")
 
 
 def test_another_model_is_no_teacher(command: Command, finished: Run, moved: Path) -> None:

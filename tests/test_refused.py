@@ -420,9 +420,9 @@ COMMANDS: dict[str, Case] = {
         "report: expected one or more different run folders, found ",
     ),
     "bench of softmax": (lambda _: ["bench", tiny.teacher_folder()], "model .*: expected a linearized model, found "),
-    "generate with half of a character": (
+    "generate with an incomplete character": (
         lambda _: ["generate", tiny.finished_run().folder, "--prompt", "so: \udcff"],
-        r"--prompt: expected text, found half of a character behind 'so: \\udcff'",
+        r"--prompt: expected text, found an incomplete character in 'so: \\udcff'",
     ),
     "generate by a seed that no generator takes": (
         lambda _: ["generate", tiny.finished_run().folder, "--prompt", "a", "--seed", 2**70],
@@ -434,7 +434,7 @@ COMMANDS: dict[str, Case] = {
     ),
     "measuring a field of what made it": (
         lambda _: ["eval", tiny.finished_run().folder, "--set", "mixer.span.window_size=3"],
-        "--set mixer.span.window_size: expected a field of data or evaluation, because a model is measured as it is",
+        "--set mixer.span.window_size: expected a field of data or evaluation, because eval does not change a model",
     ),
     "a report into a folder": (
         lambda tmp: ["report", tiny.finished_run().folder, "--output", tmp],

@@ -39,13 +39,13 @@ def check_text(text: str, where: str) -> str:
     """The text, which can be encoded.
 
     Raises:
-        UserError: it holds half of a character (a lone surrogate, which JSON can escape and no tokenizer reads).
+        UserError: it has an incomplete character (a lone surrogate, which JSON can escape and no tokenizer reads).
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         found = text[max(0, error.start - 20) : error.end]
-        raise UserError(f"{where}: expected text, found half of a character behind {found!a}") from None
+        raise UserError(f"{where}: expected text, found an incomplete character in {found!a}") from None
     return text
 
 

@@ -69,8 +69,8 @@ def joined(device: torch.device) -> Iterator[World]:
             raise
         rank, size = world().rank, world().size
         raise UserError(
-            f"process {rank} of {size}: another process has ended, whose own message says why "
-            f"({str(error).splitlines()[0]}); the same command goes on from the last checkpoint"
+            f"process {rank} of {size}: another process has ended, with a message of its own "
+            f"({str(error).splitlines()[0]}); the same command continues from the last checkpoint"
         ) from None
     finally:
         dist.destroy_process_group()

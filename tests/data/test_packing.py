@@ -233,7 +233,7 @@ def test_an_endless_stream_of_one_side(stream, tokenizer):
     assert dataset.documents == (20, 4, 16)
     capped = build_dataset(config("hub", max_documents=50, **fields), tokenizer, seed=0)
     assert sum(capped.documents) == stream["hub:None"] == 50
-    with fails("data.max_tokens: expected how much to read of 'hub'"):
+    with fails("data.max_tokens: expected a limit, because 'hub'"):
         build_dataset(config("hub"), tokenizer, seed=0)
 
 

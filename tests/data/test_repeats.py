@@ -32,7 +32,7 @@ def runs(mask: Tensor) -> list[list[int]]:
 
 
 def test_a_few_short_spans_in_every_row() -> None:
-    """Half of a row's slots; what second copies foretell is told; the random tokens are some of the text's own."""
+    """Spans fill half of a row's slots, predicted tokens are returned, and random tokens come from the text."""
     before, (after, recalled) = text(), with_few_repeats(text(), seed=0)
     for row in range(ROWS):
         spans = runs(after.input_ids[row] != before.input_ids[row])

@@ -280,7 +280,7 @@ def test_hub_is_streamed(tmp_path, monkeypatch, hub, name, subset):
 def test_hub_without_a_limit_is_not_read(hub):
     hub(lambda *_, **__: pytest.fail("asked the hub"))
     with fails(
-        "data.max_tokens: expected how much to read of 'owner/data', which is no file or folder here .*found nothing; "
+        "data.max_tokens: expected a limit, because 'owner/data' is no local file or folder .*found none; "
         "set data.max_tokens .or data.max_documents., or check the path"
     ):
         rows_of("owner/data")

@@ -416,7 +416,7 @@ def test_columns_of_other_forms(row, format, advice):
 
 def test_half_of_a_character_in_a_chat():
     messages = [{"role": "user", "content": "\ud83d"}, *CONVERSATION[2:3]]
-    with fails("data row 7: messages: expected text, found half of a character"):
+    with fails("data row 7: messages: expected text, found an incomplete character"):
         chats([("data row 7", {"messages": messages})], byte_tokenizer(template=CHATML))
 
 

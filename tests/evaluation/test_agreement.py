@@ -245,7 +245,7 @@ def test_candidates_must_have_read_the_same_tokens() -> None:
         loss_by_position({"a": random_losses(packed([[16]] * 2), 0), "b": random_losses(packed([[8, 8]] * 2), 0)})
 
 
-# --- left to themselves -----------------------------------------------------------------------------------------------
+# --- greedy generations -----------------------------------------------------------------------------------------------
 
 
 def chain(following: dict[int, int], end: int | list[int] | None = None) -> LlamaForCausalLM:

@@ -16,7 +16,7 @@ from linearize.data.load import load_dataset, load_processor
 from linearize.data.packing import Dataset
 from linearize.evaluation import answers
 from linearize.evaluation.answers import answering, compared_outputs, embeddings
-from linearize.evaluation.metrics import Foretold, Predictions, Similarities
+from linearize.evaluation.metrics import MaskedTokens, Predictions, Similarities
 from linearize.hf.checkpoint import load_model, read_config
 from tests import tiny
 
@@ -132,7 +132,7 @@ def test_masked_tokens_and_how_likely_they_are(monkeypatch: pytest.MonkeyPatch, 
                     right.append(int(logits[position].argmax()) == label)
                     logs.append(float(logits[position].log_softmax(-1)[label]))
         answered[model] = found = answer(model, "a model")
-        assert isinstance(found, Foretold) and len(found) == len(rows) < len(right)
+        assert isinstance(found, MaskedTokens) and len(found) == len(rows) < len(right)
         scores = found.scores()
         assert scores["accuracy"] == pytest.approx(sum(right) / len(right))
         assert -math.log(scores["likelihood"]) == pytest.approx(-sum(logs) / len(logs), rel=1e-4)

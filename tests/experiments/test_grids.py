@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from linearize.base import DivergedError, UserError
-from linearize.evaluation.metrics import Foretold, Predictions, Similarities
+from linearize.evaluation.metrics import MaskedTokens, Predictions, Similarities
 from linearize.evaluation.perplexity import TokenLosses
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
@@ -367,8 +367,8 @@ def test_outcomes_are_read_as_they_were_written(tmp_path: Path) -> None:
     losses = TokenLosses(draw(3, 5), draw(3, 5) > 0, torch.arange(5).expand(3, -1), torch.arange(15).view(3, 5) // 7)
     answers = Predictions(draw(6, 2), torch.tensor([0, 1] * 3), torch.arange(6), ("matthews", "accuracy"))
     alike = Similarities({"rouge1": draw(4), "rougeL": draw(4)})
-    foretold = Foretold(draw(6) > 0, draw(6), torch.arange(6), torch.arange(6) // 2)
-    several = ({"student": losses, "teacher": losses}, {"student": answers}, {"student": foretold})
+    predicted = MaskedTokens(draw(6) > 0, draw(6), torch.arange(6), torch.arange(6) // 2)
+    several = ({"student": losses, "teacher": losses}, {"student": answers}, {"student": predicted})
     for kept in (*several, {"teacher": alike, "student": alike}):
         outcomes.write(kept, tmp_path)
         found = outcomes.read(tmp_path)

@@ -121,7 +121,7 @@ def test_windows_of_two_sizes_are_refused() -> None:
 @pytest.mark.parametrize(
     "architecture, learned_sink, fields, name, expected",
     [
-        ("llama", True, {}, "ministral", "--class: expected a class with a place for learned sinks, found ministral"),
+        ("llama", True, {}, "ministral", "--class: expected a class that has learned sinks, found ministral"),
         ("qwen2", False, NO_WINDOWS, "cwm", "place for biases of attention, found cwm"),
         ("llama", False, {"mlp_bias": True}, "qwen2", "place for biases of the MLP, found qwen2"),
         ("llama", True, {"hidden_act": "gelu"}, None, "none: .*granite_swa has none for the activation gelu"),

@@ -34,7 +34,7 @@ def test_the_second_run_in_a_folder_is_refused(command: Command, tmp_path: Path)
     with runs.alone_in(folder):
         before = contents(tmp_path)
         done = command(*tiny_run.arguments(folder))
-        assert_refused(done, f"output folder {folder}: expected one that nobody works in, found another run at work; ")
+        assert_refused(done, f"output folder {folder}: expected no active run, found another run at work; ")
         assert contents(tmp_path) == before
     assert not folder.exists(), "what stays empty goes"
 

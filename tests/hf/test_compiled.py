@@ -274,7 +274,7 @@ def test_without_a_compiler_generate_says_so_and_goes_on(
             assert torch.equal(tokens_of(student, ids), tokens_of(student, ids, disable_compile=True))
     (line,) = lines(caplog)
     assert re.match(NO_COMPILER, line)
-    assert line.endswith("generating without it")
+    assert line.endswith("generating without compilation")
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_generation_in_every_way(case: Case, check: checks.Check) -> None:
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_generates(name: str) -> None:
-    """As it comes, but for a window that 40 tokens do not fit into."""
+    """Each recipe is unchanged, except for a window that is smaller than 40 tokens."""
     architecture = list(ARCHITECTURES)[recipe_names().index(name) % len(ARCHITECTURES)]
     recipe = linearize.Recipe.load(name)
     if not isinstance(recipe.mixer.span, NoSpan):

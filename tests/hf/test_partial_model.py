@@ -128,7 +128,7 @@ def test_blocks_of_other_architectures(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_lie_otherwise_in_files(name: str, tmp_path: Path) -> None:
     make_teacher(name).save_pretrained(tmp_path)
-    refused(tmp_path, f"found '{name}', whose experts do not; set transfer.layers_per_block=null")
+    refused(tmp_path, f"found '{name}', whose experts are not; set transfer.layers_per_block=null")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -140,7 +140,7 @@ def test_whatever_a_field_holds_there_is_a_plan_or_a_line(name: str) -> None:
         (TINY["llama"] | dict(num_hidden_layers=0), "num_hidden_layers: expected a positive integer, found 0"),
         (
             TINY["llama"] | dict(vocab_size="many"),
-            "vocab_size: expected what makes a model, found 'many': .* expected int",
+            "vocab_size: expected a value that transformers accepts, found 'many': .* expected int",
         ),
         (TINY["llama"] | dict(hidden_size=33), r"hidden_size: .*found 33: The hidden size \(33\) is not a multiple of"),
         (TINY["llama"] | dict(num_key_value_heads=3), "num_key_value_heads: expected a divisor of 4 heads, found 3"),

@@ -134,7 +134,8 @@ def test_a_head_that_a_checkpoint_is_not_of(tmp_path: Path, caplog: pytest.LogCa
             for _ in range(2)
         ]
     assert torch.equal(*(model.get_parameter("classifier.weight") for model in models))
-    line = f"model {tmp_path / 'bert'}: the checkpoint has no such head: classifier.bias and 1 more are new and random"
+    line = f"model {tmp_path / 'bert'}: the checkpoint has no weights of this head: "
+    line += "classifier.bias and 1 more are new and random"
     assert [record.getMessage() for record in caplog.records] == [line] * 2
     load_model(str(tmp_path / "bert"), auto_class="AutoModel", **options)
     # A student's folder likewise, in plain Python.

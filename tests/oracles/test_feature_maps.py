@@ -29,7 +29,9 @@ def test_projections_by_hand() -> None:
 def test_maps_without_weights_by_hand() -> None:
     assert feature_maps.relu(vector(-1, 0, 2)).tolist() == [0, 0, 2]
     torch.testing.assert_close(feature_maps.elu1(vector(-1, 0, 2)), vector(math.exp(-1), 1, 3))
-    torch.testing.assert_close(feature_maps.silu(vector(-1, 0, 2)), vector(-1 / (1 + math.e), 0, 2 / (1 + math.exp(-2))))
+    torch.testing.assert_close(
+        feature_maps.silu(vector(-1, 0, 2)), vector(-1 / (1 + math.e), 0, 2 / (1 + math.exp(-2)))
+    )
     assert feature_maps.log_exp_t(vector(-1, 2), 2.0).tolist() == [-2, 4]
 
 

@@ -75,7 +75,7 @@ def test_nothing_fits() -> None:
     assert found.lines() == [
         "finetune: nothing fits; nearest is --set finetune.micro_batch_size=1 --set "
         "finetune.activation_checkpointing=true: about 17 GiB of 16 GiB; fits with "
-        "--set finetune.optimizer=adamw_8bit, which trains otherwise: 13 GiB"
+        "--set finetune.optimizer=adamw_8bit, which changes the gradients: 13 GiB"
     ]
     assert found.recipe.finetune is not None and found.recipe.finetune.optimizer == "adamw"
 

@@ -323,7 +323,7 @@ def test_render() -> None:
 
 
 def test_render_says_what_is_not_known_or_not_won() -> None:
-    assert "amount of data not known" in rendered(planned(LLAMA_3_8B))
+    assert "unknown amount of data" in rendered(planned(LLAMA_3_8B))
     assert "at no length" in rendered(planned(MISTRAL_7B, "layers.convert_sliding=true"))
     kept = rendered(planned(LLAMA_3_8B, "layers.keep_softmax=[0, 31]"))
     assert "0, 31" in kept and "and 8 KiB per token" in kept

@@ -78,20 +78,20 @@ def test_vllm_where_it_is_installed_else_transformers(installed: set[str]) -> No
 def test_an_engine_that_is_missing_is_named(installed: set[str], command: Command) -> None:
     served = tiny.teacher_folder()
     installed |= {"fastapi", "openai", "accelerate"}
-    assert_refused(command("serve", served), "serve: expected what transformers' server needs, found no uvicorn; pip")
+    assert_refused(
+        command("serve", served), "serve: expected the packages of transformers' server, found no uvicorn; pip"
+    )
     assert_refused(command("serve", served, "--engine", "vllm"), "--engine: expected vLLM, found it not installed; pip")
     installed.add("vllm")
     assert_refused(
-        command("serve", served, "--page"), "serve: expected what transformers' server needs, found no uvicorn"
+        command("serve", served, "--page"), "serve: expected the packages of transformers' server, found no uvicorn"
     )
     assert_refused(
         command("serve", served, "--engine", "tgi"), "--engine: expected one of auto, vllm, transformers; found"
     )
     for options in (["--page"], ["--teacher", served]):
         done = command("serve", served, "--engine", "vllm", *options)
-        assert_refused(
-            done, "--engine: expected transformers, whose server has a student beside its teacher, found vllm"
-        )
+        assert_refused(done, "--engine: expected transformers, whose server runs student and teacher, found vllm")
     assert_refused(
         command("serve", served, "--device", "cpu"), "--device: expected none, for vLLM computes where it was"
     )
@@ -192,7 +192,7 @@ def test_the_teacher_beside_a_student_is_its_runs_own(run: Run, tmp_path: Path) 
     alone.mkdir()
     (alone / "config.json").write_text((Path(folder) / "config.json").read_text())
     assert serving._teacher(str(alone), None, *given) is None
-    assert said == ["without the teacher, which --teacher would name: expected a run that tells of it, found none"]
+    assert said == ["without the teacher; pass --teacher to name it: expected a run that names it, found none"]
     with pytest.raises(UserError, match="expected a model folder"):
         serving._teacher(folder, str(tmp_path / "gone"), *given)
 

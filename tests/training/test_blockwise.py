@@ -514,7 +514,7 @@ def test_jobs_take_blocks_that_no_other_has_taken(tmp_path: Path) -> None:
     with claimed(made.folder / "claims" / "block-001"):
         made.train_unclaimed()
         assert made.unfinished() == [1]
-        with pytest.raises(UserError, match="block 1: expected one that nobody trains, found another job at it"):
+        with pytest.raises(UserError, match="block 1: expected one that no job trains, found another job at it"):
             made.train(range(4))
     made.train_unclaimed()
     made.merge()
@@ -540,6 +540,6 @@ def test_two_jobs_and_one_that_is_killed(tmp_path: Path) -> None:
     assert jobs[1].returncode == 0, said[1]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "blocks still to do: none" in done.stderr
+    assert "unfinished blocks: none" in done.stderr
     begun = re.findall(r"block (\d) of 6: step 0 ", "".join([*said, done.stderr]))
     assert sorted(begun) == list("012345")

@@ -332,7 +332,7 @@ def _encode_masked(
     mask: Any = tokenizer.mask_token_id
     if mask is None:
         raise UserError(
-            "tokenizer: expected a mask token, in whose place one is to be foretold, found none; set mask_token there, "
+            "tokenizer: expected a mask token, which hides the tokens to predict, found none; set mask_token there, "
             "or another data.task.type"
         )
     special = set(tokenizer.all_special_ids)

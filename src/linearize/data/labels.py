@@ -41,7 +41,7 @@ class Classes:
             raise UserError(f"{where}: expected a class of the model ({known:.80}), found {value!r:.60}")
         if self.count is not None and not 0 <= number < self.count:
             raise UserError(
-                f"{where}: expected a class from 0 to {self.count - 1}, as the model's config has {self.count}; "
+                f"{where}: expected a class from 0 to {self.count - 1}, because the model's config has {self.count}; "
                 f"found {number}; use a model with a head for these classes (num_labels)"
             )
         return number

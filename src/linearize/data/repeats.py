@@ -1,7 +1,7 @@
 """Text to learn recall from, or to measure it on: spans of tokens that come twice, far apart, among ordinary text.
 
 What a model must fetch from far back is rare in text, and the first thing that less memory loses. Here the second of
-two equal spans can be foretold from the first alone, be it words or random tokens.
+two equal spans can be predicted from the first alone, be it words or random tokens.
 
 Axes: N rows, L tokens per row, P pairs of spans in a row, S tokens in a slot, V ordinary tokens.
 """
@@ -46,7 +46,7 @@ def without_repeats(rows: PackedRows, share: float, *, seed: int) -> PackedRows:
 
 
 def with_few_repeats(rows: PackedRows, *, seed: int) -> tuple[PackedRows, Bool[Tensor, "N L"]]:
-    """These rows, each with pairs of short equal spans in half of its slots; and which tokens second copies foretell.
+    """These rows, each with pairs of short equal spans in half of its slots; and which tokens second copies predict.
 
     The random tokens among them are drawn from the rows' own. All else is as in `with_repeats`: with so few, what is to
     be recalled stands out from the text around it.
@@ -70,7 +70,7 @@ def _written(
     pairs: int,
     longest: int,
 ) -> tuple[PackedRows, Bool[Tensor, "N L"]]:
-    """Rows of which those that are `chosen` have so many pairs of spans; and which tokens a first copy foretells."""
+    """Rows of which those that are `chosen` have so many pairs of spans; and which tokens a first copy predicts."""
     recalled = torch.zeros_like(rows.input_ids, dtype=torch.bool)
     if not len(chosen) or not pairs:
         return rows, recalled

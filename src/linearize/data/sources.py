@@ -64,8 +64,8 @@ def read_rows(config: DataConfig) -> Iterator[LocatedRow]:
         )
     if config.max_tokens is None and config.max_documents is None:
         raise UserError(
-            f"data.max_tokens: expected how much to read of {name!r}, which is no file or folder here and would be "
-            "streamed from the hub, found nothing; set data.max_tokens (or data.max_documents), or check the path"
+            f"data.max_tokens: expected a limit, because {name!r} is no local file or folder and would be "
+            "streamed from the hub, found none; set data.max_tokens (or data.max_documents), or check the path"
         )
     return _located(_hub_rows(name, config.subset, config.split), "data")
 

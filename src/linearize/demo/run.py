@@ -44,6 +44,6 @@ def run_demo(output_dir: Path, dtype: torch.dtype, device: torch.device) -> Rend
     sample = student.generate(**inputs, max_new_tokens=80, do_sample=True, temperature=0.7)
     return Group(
         terminal.measured(load_run(output_dir)),
-        Text("\nThe student continues a prompt (a 5M-parameter model: the shape of code, not its sense):\n"),
+        Text("\nThe student continues a prompt (5M parameters: it writes the form of code, without meaning):\n"),
         Text(str(tokenizer.decode(sample[0], skip_special_tokens=True))),
     )

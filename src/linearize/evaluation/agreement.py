@@ -1,4 +1,4 @@
-"""How far a student says what its teacher says: token by token, by position in the document, and left to itself.
+"""Compare the student's predictions with its teacher's: by token, by position in the document, and in generations.
 
 A student can keep the teacher's loss and still predict other tokens, and one of those turns a whole generation away.
 
@@ -192,7 +192,7 @@ def loss_by_position(losses: Mapping[str, TokenLosses], *, samples: int = 200, s
     return PositionLosses(edges, documents, result)
 
 
-# --- left to themselves -----------------------------------------------------------------------------------------------
+# --- greedy generations -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from linearize.base import progress
 from linearize.configs.tasks import MaskedLanguageModelling, Summarisation, Task, TextEmbedding
 from linearize.data.packing import Dataset
 from linearize.data.rows import Rows, inference, on_device
-from linearize.evaluation.metrics import Answered, Foretold, Predictions, Similarities
+from linearize.evaluation.metrics import Answered, MaskedTokens, Predictions, Similarities
 
 BATCH_SIZE = 32  # rows per forward pass
 
@@ -63,20 +63,20 @@ def _classifying(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrain
     return answer
 
 
-def _foretelling(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
+def _masked_tokens(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
     rows = dataset.test
     targets, example = _expected(rows)
 
-    def foretold(outputs: Float[Tensor, "M V"], labels: Int[Tensor, " M"]) -> list[Tensor]:
+    def predicted(outputs: Float[Tensor, "M V"], labels: Int[Tensor, " M"]) -> list[Tensor]:
         likelihood = outputs.log_softmax(-1).gather(1, labels[:, None])[:, 0]
         return [likelihood.cpu(), outputs.argmax(-1).cpu()]
 
     def answer(model: PreTrainedModel, title: str) -> Answered:
         # All logits of all places would not fit in memory.
         batches = _batches(model, rows, title=title)
-        found = [foretold(outputs, labels) for outputs, labels in batches if labels is not None]
+        found = [predicted(outputs, labels) for outputs, labels in batches if labels is not None]
         likelihood, tokens = map(torch.cat, zip(*found, strict=True))
-        return Foretold(tokens == targets, likelihood, tokens, example)
+        return MaskedTokens(tokens == targets, likelihood, tokens, example)
 
     return answer
 
@@ -109,7 +109,7 @@ def _summarising(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrain
 
 
 _ANSWERING: dict[type, Callable[[Any, Dataset, Any, PreTrainedModel | None], Answer]] = {
-    MaskedLanguageModelling: _foretelling,
+    MaskedLanguageModelling: _masked_tokens,
     TextEmbedding: _embedding,
     Summarisation: _summarising,
 }

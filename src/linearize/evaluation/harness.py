@@ -237,7 +237,7 @@ def _load_one(given: str, shots: int) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(
             f"tasks: expected a task that lm-eval can load, found {given}, which it cannot ({reason}); "
-            f"mend it, or give a .jsonl file if its data cannot be downloaded"
+            f"correct it, or give a .jsonl file if its data cannot be downloaded"
         ) from error
 
 

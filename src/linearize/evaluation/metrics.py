@@ -121,7 +121,7 @@ class Predictions:
 
 
 @dataclass(frozen=True, eq=False)
-class Foretold:
+class MaskedTokens:
     """Tokens of a vocabulary in places of a text: which one is the likeliest, and how likely the right one is.
 
     Args:
@@ -161,8 +161,8 @@ class Foretold:
         Raises:
             ValueError: `other` is not about the same examples.
         """
-        if not isinstance(other, Foretold) or not torch.equal(self.example, other.example):
-            raise ValueError("masked tokens can only be compared where they were foretold in the same places")
+        if not isinstance(other, MaskedTokens) or not torch.equal(self.example, other.example):
+            raise ValueError("masked tokens can only be compared if the same positions were predicted")
         alike = torch.bincount(self.example, (self.tokens == other.tokens).double())
         return (alike / torch.bincount(self.example)).float()
 

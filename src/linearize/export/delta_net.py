@@ -88,12 +88,12 @@ def _require_place(student: PreTrainedModel) -> None:
     if source not in SOURCES or getattr(config, "sliding_window", None) is not None:
         raise UserError(f"model_type: expected {' or '.join(SOURCES)} without a sliding window, found {source!r}")
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
-        raise UserError(f"model: expected no biases, for which linear layers of {CLASS} have no place, found some")
+        raise UserError(f"model: expected no biases, which linear layers of {CLASS} do not have, found some")
     layers = linearized_layers(student)
     if len(layers) == config.num_hidden_layers:
         raise UserError(
-            f"layers.keep_softmax: expected at least one layer with full attention, without which {CLASS} has no cache "
-            "in transformers, found none"
+            f"layers.keep_softmax: expected at least one layer with full attention, because {CLASS} otherwise has no "
+            "cache in transformers, found none"
         )
     wanted: Any = Recipe.load(RECIPE).mixer
     for layer in layers.values():

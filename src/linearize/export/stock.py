@@ -148,12 +148,12 @@ def choose_class(student: PreTrainedModel, layers: Layers, name: str | None = No
     reasons = {known: _unfit(student, source, layers, known) for known in STOCK_CLASSES}
     if name is not None:
         if reason := reasons[name]:
-            raise UserError(f"--class: expected a class with a place for {reason}, found {name}; leave --class out")
+            raise UserError(f"--class: expected a class that has {reason}, found {name}; leave --class out")
         return name
     fitting = [known for known, reason in reasons.items() if reason is None]
     if not fitting:
         listed = "; ".join(f"{known} has none for {reason}" for known, reason in reasons.items())
-        raise UserError(f"model: expected a stock class with a place for all of its parts, found none: {listed}")
+        raise UserError(f"model: expected a stock class that has all of its parts, found none: {listed}")
     return fitting[0]
 
 

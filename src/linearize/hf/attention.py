@@ -163,7 +163,7 @@ def linearized_attention(
         kind = "bidirectional" if module.bidirectional else "causal"
         raise ValueError(
             f"{type(module).__name__}: expected {kind} attention without {', '.join(unknown)}; "
-            "a linearized layer cannot honour it"
+            "a linearized layer cannot apply it"
         )
     unrotated = None
     if call.rope is not None:

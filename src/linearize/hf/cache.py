@@ -182,8 +182,8 @@ class LinearizedCacheLayer(CacheLayerMixin):
         if count > recorded:
             raise RuntimeError(
                 f"cannot take {count} tokens back out of a linear attention state that recorded {recorded}; copy the "
-                "cache before the tokens you may want to undo (linearize.fork_state) and go on from the copy, or call "
-                "cache.activate_past_recording() before them, once the cache has seen a token"
+                "cache before the tokens you may want to undo (linearize.fork_state) and continue from the copy, or "
+                "call cache.activate_past_recording() before them, once the cache has seen a token"
             )
         if self.recording is not None and count:
             self.state, self.length = self.recording.take_back(count), self.length - count

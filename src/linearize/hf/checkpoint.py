@@ -104,7 +104,7 @@ def _refuse_contents(where: str, config: dict[str, Any]) -> None:
         if found is not None and (not isinstance(found, str) or "/" in found):
             raise UserError(
                 f"model: {where}: {name}: expected a name that transformers knows, found {found!r:.200}, for which it "
-                "would fetch code from the hub; take it out of the file"
+                "would fetch code from the hub; remove it from the file"
             )
     for name in ("num_hidden_layers", "n_layer"):  # transformers makes a module for each
         if isinstance(layers := config.get(name), int) and layers > _MOST_LAYERS:

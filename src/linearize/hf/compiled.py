@@ -125,7 +125,7 @@ def _begin(model: PreTrainedModel, past: StepHistory, rows: int) -> bool:
         try:
             require_compiler(model.device)
         except UserError as error:
-            logger.warning("%s; generating without it", error)
+            logger.warning("%s; generating without compilation", error)
             past.possible = False
             return False
         past.possible = True

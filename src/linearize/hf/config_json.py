@@ -50,8 +50,10 @@ def blaming_fields(contents: dict[str, Any], make: Callable[[dict[str, Any]], T]
                     make({other: x for other, x in contents.items() if other != name})
             except Exception:
                 continue
-            raise UserError(f"config.json: {name}: expected what makes a model, found {value!r}: {reason}")
-    raise UserError(f"config.json: expected fields that make a model, found ones that do not: {reason}")
+            raise UserError(
+                f"config.json: {name}: expected a value that transformers accepts, found {value!r}: {reason}"
+            )
+    raise UserError(f"config.json: expected fields that transformers accepts, found others: {reason}")
 
 
 @contextmanager

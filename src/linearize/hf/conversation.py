@@ -89,7 +89,7 @@ def load_state(path: str | os.PathLike[str], model: PreTrainedModel) -> Cache:
 
 
 def fork_state(state: Cache, rows: Sequence[int] | None = None) -> Cache:
-    """A copy that goes its own way, of the whole batch or of `rows` of it, in that order, as often as they are named.
+    """Return an independent copy, of the whole batch or of `rows` of it, in that order, as often as they are named.
 
     `rows=[0] * n` are n continuations of the first conversation. A copy is also how to come back: keep it, go on with
     the original, and fork it again to be where it was made. Of layers that stayed softmax all keys and values are

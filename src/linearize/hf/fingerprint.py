@@ -30,7 +30,9 @@ def fingerprint(model: PreTrainedModel, but: Callable[[str, Tensor], bool] = lam
         if type(x) not in (Tensor, nn.Parameter) or not (name in stored or isinstance(x, nn.Parameter)) or but(name, x):
             continue
         if x.is_meta:
-            raise UserError(f"model: expected all weights in memory, to tell whose state it is; found {name} on disk")
+            raise UserError(
+                f"model: expected all weights in memory, to identify the model of a state; found {name} on disk"
+            )
         data = x.detach().contiguous().flatten().view(torch.uint8)
         rest = len(data) % (8 * WORDS)
         words = data[: len(data) - rest].clone() if data.storage_offset() % 8 else data[: len(data) - rest]

@@ -154,8 +154,8 @@ class StoredWeights:
             )
         if get_checkpoint_conversion_mapping(self.config.model_type):
             raise UserError(
-                f"model {model}: expected weights that lie in its files as the model holds them, found "
-                f"{self.config.model_type!r}, whose experts do not; set transfer.layers_per_block=null"
+                f"model {model}: expected weights that are stored in the layout of the model, found "
+                f"{self.config.model_type!r}, whose experts are not; set transfer.layers_per_block=null"
             )
         if getattr(self.config, "quantization_config", None) is not None:
             raise UserError(

@@ -128,7 +128,7 @@ def refuse_other_angles(config: Any, cache: Any, length: int | None, tokens: int
             "one call with a new state"
         )
     raise UserError(
-        f"config.rope_parameters: expected at most {limit} tokens where a state is carried on, because the angles "
+        f"config.rope_parameters: expected at most {limit} tokens if a state is continued, because the angles "
         f"of {kind!r} change beyond them and keys in a state cannot be rotated again; found {held} tokens in the "
         f"state and {tokens} more. Give all {length} tokens in one call with a new state, or let the answer end at "
         f"token {limit} (a smaller max_new_tokens); in Python, generate(..., use_cache=False) goes on"

@@ -66,7 +66,7 @@ def load_whole(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -
             f"{', and '.join(problems)}; use a whole copy of the checkpoint, saved without adapters"
         )
     if new:
-        logger.warning("model %s: the checkpoint has no such head: %s are new and random", name, _some(new))
+        logger.warning("model %s: the checkpoint has no weights of this head: %s are new and random", name, _some(new))
     return model, info
 
 

@@ -49,6 +49,6 @@ def _check_blocks(recipe: Recipe, teacher: TeacherShape) -> None:
         raise UserError(f"transfer.layers_per_block: expected a language model, found the task {task.type}; {advice}")
     if not stored_by_layer(teacher.model_type):
         raise UserError(
-            f"transfer.layers_per_block: expected weights that lie in their files as the model holds them, found "
-            f"{teacher.model_type!r}, whose experts do not; {advice}"
+            f"transfer.layers_per_block: expected weights that are stored in the layout of the model, found "
+            f"{teacher.model_type!r}, whose experts are not; {advice}"
         )

@@ -131,9 +131,9 @@ def _step(cost: StageCost, held: int) -> int:
 
 def render(found: list[Share], cluster: Cluster) -> Table:
     """The shares as a table for the terminal."""
-    table = Table(title=f"on each of {cluster.gpus} GPUs of {size(cluster.memory)}, about", show_header=False)
+    table = Table(title=f"on each of {cluster.gpus} GPUs of {size(cluster.memory)}, estimated", show_header=False)
     for share in found:
-        parts = {"weights": share.weights, "what trains": share.trained, "gathered": share.gathered}
+        parts = {"weights": share.weights, "trained": share.trained, "gathered": share.gathered}
         parts["activations"] = share.activations
         text = ", ".join(f"{name} {size(number)}" for name, number in parts.items() if number)
         fits = "fits" if share.fits else "does not fit"

@@ -54,9 +54,8 @@ class StageFit:
         more = ""
         if self.eight_bits is not None:
             enough = "fits with" if self.eight_bits <= SHARE * memory else "with"
-            more = (
-                f"; {enough} --set {self.stage}.optimizer=adamw_8bit, which trains otherwise: {size(self.eight_bits)}"
-            )
+            eight_bits = f"{self.stage}.optimizer=adamw_8bit, which changes the gradients: {size(self.eight_bits)}"
+            more = f"; {enough} --set {eight_bits}"
         return f"{self.stage}: nothing fits; nearest is {chosen or 'the recipe as it is'}: {takes}{more}"
 
 

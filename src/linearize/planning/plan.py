@@ -264,7 +264,7 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _encoder_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    others = "; layers that stay softmax are as they were" if plan.kept_layers else ""
+    others = "; the layers that stay softmax do not change" if plan.kept_layers else ""
     yield "attention", f"time and memory linear in length, no cache{others}"
 
 
@@ -273,7 +273,7 @@ def _stages(plan: Plan) -> tuple[tuple[str, StageCost | None], ...]:
 
 
 def _describe(stage: StageCost) -> str:
-    work = "amount of data not known"
+    work = "unknown amount of data"
     if stage.tokens is not None and stage.flops is not None:
         work = f"{_count(stage.tokens)} tokens, about {stage.flops:.2g} FLOPs"
     memory = "" if stage.memory_bytes is None else f", about {size(stage.memory_bytes)} of memory"

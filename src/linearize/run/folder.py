@@ -107,7 +107,7 @@ def student_folder(given: str) -> str:
         return given
     if not (folder / "model").is_dir():
         raise UserError(
-            f"run folder {given}: expected its model, found none yet; the command that began the run goes on with it"
+            f"run folder {given}: expected its model, found none yet; the command that began the run continues it"
         )
     return str(folder / "model")
 
@@ -204,7 +204,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         with claimed(folder / LOCK) as mine:
             if not mine:
                 raise UserError(
-                    f"output folder {folder}: expected one that nobody works in, found another run at work; wait for "
+                    f"output folder {folder}: expected no active run, found another run at work; wait for "
                     "its end, or use another folder"
                 )
             try:

@@ -1,4 +1,4 @@
-"""A continuation of a prompt, printed as it comes."""
+"""Print a continuation of a prompt while it is generated."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def generate(
     compiled: bool = False,
     note: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Print a continuation of `prompt` as it comes; `temperature` 0 takes the likeliest token.
+    """Print a continuation of `prompt` while it is generated; `temperature` 0 takes the likeliest token.
 
     Args:
         model: a model's folder or hub id, or the folder of the run that made it.

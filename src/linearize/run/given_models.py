@@ -20,7 +20,7 @@ def compile_if_possible(*models: PreTrainedModel, note: Callable[[str], None]) -
     try:
         compile_steps(*models)
     except UserError as error:
-        note(f"--{error}; going on without compiling")
+        note(f"--{error}; continuing without compilation")
 
 
 def check_teacher(model: str, student: TeacherShape) -> None:

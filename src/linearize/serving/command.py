@@ -50,7 +50,7 @@ def choose_engine(asked: str, *, alone: bool) -> str:
         raise UserError(f"--engine: expected one of {', '.join(ENGINES)}; found {asked!r}")
     if asked == "vllm" and not alone:
         raise UserError(
-            "--engine: expected transformers, whose server has a student beside its teacher, found vllm with --page or "
+            "--engine: expected transformers, whose server runs student and teacher, found vllm with --page or "
             "--teacher; leave one of them out"
         )
     there = importlib.util.find_spec("vllm") is not None
@@ -61,7 +61,7 @@ def choose_engine(asked: str, *, alone: bool) -> str:
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"serve: expected what transformers' server needs, found no {', '.join(missing)}; "
+            f"serve: expected the packages of transformers' server, found no {', '.join(missing)}; "
             "pip install 'linearize[serve]', or vLLM"
         )
     return "transformers"
@@ -129,9 +129,7 @@ def start_vllm(model: str, endpoint: Endpoint, *, dtype: str, note: Note) -> Non
         note("config.prefill: found full, but vLLM reads prompts by streaming; --engine transformers reads in full")
     name = endpoint.name or public_name(folder)
     note(f"vLLM serves {name} at {endpoint.url(port)}/v1, many requests at a time")
-    note(
-        "it does not draw student beside teacher; --page, or --engine transformers, starts transformers' server instead"
-    )
+    note("vLLM has no page; --page, or --engine transformers, starts transformers' server instead")
     if endpoint.api_key is not None:
         os.environ["VLLM_API_KEY"] = endpoint.api_key  # not an argument, which everybody on the machine can read
     words = ["--model", folder, "--served-model-name", name, "--host", host, "--port", str(port)]
@@ -202,9 +200,12 @@ def start_transformers(
         note(f"transformers' server answers at {address}/v1 for {' and '.join(served)}")
         chat = "" if chats else f"; {NO_TEMPLATE}"
         note(f"one request of a model after another; n, logprobs, tools and penalties are refused{chat}")
-        note("vLLM answers many at a time: pip install 'linearize[vllm]', and this command starts it (docs/serving.md)")
+        note(
+            "vLLM answers many requests at a time: after pip install 'linearize[vllm]', this command starts it "
+            "(docs/serving.md)"
+        )
         if hosts is None and endpoint.api_key is None:
-            note(f"whoever reaches {host} can use it: --api-key asks for a key")
+            note(f"anyone who can reach {host} can use it; --api-key requires a key")
         if shown is not None:
             note(f"the page: {address}/")
             # Some browsers are not a window but a program in this terminal, which would keep the server waiting.
@@ -258,12 +259,12 @@ def _teacher(folder: str, teacher: str | None, dtype: torch.dtype, device: torch
     named = teacher if run is None else run.model
     try:
         if named is None:
-            raise UserError("expected a run that tells of it, found none")
+            raise UserError("expected a run that names it, found none")
         check_teacher(named, shape)
     except UserError as error:
         if teacher is not None:
             raise
-        note(f"without the teacher, which --teacher would name: {error}")
+        note(f"without the teacher; pass --teacher to name it: {error}")
         return None
     return named
 

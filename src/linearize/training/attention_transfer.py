@@ -1,4 +1,4 @@
-"""Stage 1, attention transfer: every mixer learns to give what softmax attention gives (LoLCATs sec. 3.2).
+"""Stage 1, attention transfer: train every mixer to match softmax attention (LoLCATs sec. 3.2).
 
 Memory-flat. Softmax outputs feed the next layer and a mixer's loss touches that mixer only, so the model runs forward
 without a graph, and inside each attention call the mixer runs with one, its loss is back-propagated at once and the

@@ -77,7 +77,7 @@ class BlockwiseTransfer:
             for index in sorted(set(blocks) & set(self.unfinished())):
                 if not claims.enter_context(claimed(self._claim(index))):
                     raise UserError(
-                        f"block {index}: expected one that nobody trains, found another job at it; wait for that, or "
+                        f"block {index}: expected one that no job trains, found another job at it; wait for that, or "
                         "choose another with --block"
                     )
             self._train(blocks)

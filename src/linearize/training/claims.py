@@ -28,7 +28,7 @@ def claimed(path: Path) -> Iterator[bool]:
         return
     except (NotImplementedError, OSError) as error:
         raise UserError(
-            f"{path}: expected a file that can be written and locked, by which jobs agree on who does what; found: "
+            f"{path}: expected a file that can be written and locked, with which jobs share the blocks; found: "
             f"{getattr(error, 'strerror', None) or error}; use another output folder"
         ) from None
     try:

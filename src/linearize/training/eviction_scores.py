@@ -182,7 +182,7 @@ def measure_attention(
 
     given = contexts(rows, tokenizer, longest=longest, seed=seed, count=CONTEXTS)
     with observed(watched, observe):
-        for context in progress(list(given), "attention that each KV head needs"):
+        for context in progress(list(given), "attention of each KV head"):
             size = len(context)
             ids = torch.tensor([context + request + context], device=watched.device)
             run_layers(watched, {"input_ids": ids, "use_cache": False})

@@ -140,7 +140,7 @@ def measure_layers(
     def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
         return layer.mixer(inputs, layout) if layer.layer_idx == windowed else softmax_output(layer, inputs, layout)
 
-    passes = progress([(text, layer) for text in texts[:CONTEXTS] for layer in (-1, *layers)], "what windows cost")
+    passes = progress([(text, layer) for text in texts[:CONTEXTS] for layer in (-1, *layers)], "KL of windows by layer")
     targets = torch.empty(0)
     with observed(watched, observe):
         for text, windowed in passes:
