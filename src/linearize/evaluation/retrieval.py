@@ -269,9 +269,9 @@ def split_tokens(tokenizer: Tokenizer, before: str, after: str) -> tuple[list[in
 
 # The pass key: Mohtashami and Jaggi, arXiv 2305.16300. Associative recall with many questions: Zoology, arXiv
 # 2312.04927; a model that was not trained for it can only do it by induction, so the format is the plainest there is.
-_DEPTH = "depth: the share of the filler that stands before it (0: the text begins with it)"
-_PASSKEY = f"a five-digit number in a line of its own, hidden in filler text and asked for at the end; {_DEPTH}"
-_NEEDLE = f"a line of words hidden in other text, its last two words asked for at the end; {_DEPTH}"
+_DEPTH = "depth: the share of the filler before it (0: the text begins with it)"
+_PASSKEY = f"a five-digit number on its own line in filler text, and a question for it at the end; {_DEPTH}"
+_NEEDLE = f"a line of words in other text, and a question for its last two words at the end; {_DEPTH}"
 _RECALL = (
     "pairs of random tokens, key and value, then random filler; then every second key again, each to be followed by "
     "its value; pairs: how many there are to keep apart"
