@@ -1,6 +1,6 @@
 """The tables of docs/scale.md: what fits a GPU of a certain memory, and what Llama 3.1 405B takes block by block.
 
-    python benchmarks/scale.py
+    python benchmarks/scale.py > benchmarks/results/scale.md
 
 By the forecasts of `linearize plan --gpu-memory`, on shapes alone: no weights are read. Hours are the plan's FLOPs over
 `--tflops` a second and GPU, which is a guess: 40 % of what an H100 has in bf16.
