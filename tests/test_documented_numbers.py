@@ -40,7 +40,7 @@ NUMBER = re.compile(
 )
 # arXiv numbers, versions of three parts, names with digits (H100, SmolLM2-135M) and years of papers.
 NOT_A_NUMBER = re.compile(
-    r"arXiv:? ?\d{4}\.\d{5}|\d+\.\d+\.\d+|[A-Za-z]\w*-\d[\w.-]*|[A-Z]\w*\d+\w*|\(\w+ et al\., [\w ]+\)"
+    r"arXiv:? ?\d{4}\.\d{5}|\d+\.\d+\.\d+|\b[A-Za-z]\w*-\d[\w.-]*|[A-Z]\w*\d+\w*|\(\w+ et al\., [\w ]+\)"
 )
 INTERVAL = re.compile(r"(?:([\d.,]+) )?\[[+-]?([\d.,]+)(?:,| to) [+-]?([\d.,]+)\]")
 UNIT = re.compile(r"\s?(%|per cent|nats?\b|[KMGT]i?B\b|m?s\b|seconds?\b|minutes?\b|hours?\b|times\b|points\b|of \d)")
