@@ -142,8 +142,8 @@ def test_speed_is_told_apart_only_where_no_repeats_overlap(read: Read) -> None:
     assert ahead[0].endswith("; ahead from about 125 tokens on.") and "ahead" not in ahead[1]
     words = [finding.words for finding in findings(load_run(COPIES))]
     assert (
-        "Prefill of 1,008 tokens is slower: student 89.0 ms [88.1, 95.8], teacher 81.1 ms [79.7, 82.2] (median, least, "
-        "greatest)." in words
+        "Prefill of 1,008 tokens is slower: student 89.0 ms [88.1, 95.8], teacher 81.1 ms [79.7, 82.2] (median, "
+        "minimum, maximum)." in words
     )
 
 

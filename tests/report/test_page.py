@@ -178,7 +178,7 @@ def test_what_was_not_measured_is_said_in_a_line_with_the_way_to_it(tmp_path: Pa
     assert all(": " in line and line.endswith(".") for line in lines)
     text = visible(page)
     assert "Loss by position is not measured: linearize eval DIR/model --set evaluation.long=true --output" in text
-    assert "The recipe is not in the files: recipe.yaml in the run's own folder" in text
+    assert "The recipe is not in the files: recipe.yaml in the run" in text
     assert "What attention transfer did for each layer" in text
     for title in TITLES:
         assert f">{title}</h2>" in page

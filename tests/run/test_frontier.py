@@ -105,7 +105,7 @@ def test_what_is_written(made: tuple[Run, dict[str, Any]], read: Callable[[dict[
         ElementTree.fromstring(text)
         assert f"{ALLOCATED}, fine-tuned" in text
     else:
-        assert f"| 25% | {ALLOCATED}, trained | " in text and f"over a window of {REFERENCE}" in text
+        assert f"| 25% | {ALLOCATED}, fine-tuned | " in text and f"over a window of {REFERENCE}" in text
         assert text.count("\n| 75% |") == sum(point["fraction"] == 0.75 for point in stored["points"])
         assert "- 25%: " in text
 
