@@ -74,7 +74,7 @@ def delta_net_model(student: PreTrainedModel) -> PreTrainedModel:
         for name, tensor in made.items():
             state[prefix + name] = tensor * residual if name in TO_RESIDUAL else tensor
     stock: Any = Qwen3_5ForCausalLM
-    model: PreTrainedModel = stock.from_pretrained(
+    model: Any = stock.from_pretrained(
         None, config=config, state_dict={name: x.to(student.dtype) for name, x in state.items()}, dtype=student.dtype
     )
     model.generation_config = student.generation_config

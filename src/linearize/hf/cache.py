@@ -121,10 +121,13 @@ class LinearizedCacheLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         raise RuntimeError("a linearized layer keeps a state, not keys and values; its mixer advances it")
 
-    def get_seq_length(self) -> int | Tensor:
+    # Tensors as in transformers' layers of fixed size, whose types do not say so.
+    def get_seq_length(self) -> int | Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int | Tensor, int]:
+    def get_mask_sizes(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, query_length: int
+    ) -> tuple[int | Tensor, int]:
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:

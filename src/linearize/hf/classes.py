@@ -117,7 +117,7 @@ class LinearizedConfig:
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """As in transformers; models save theirs in here, before they upload what is new in the folder."""
-        super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if hasattr(self, "auto_map"):  # only models know their class
             checkpoint.write_auto_module(save_directory, self.auto_map)
 
@@ -165,7 +165,7 @@ class LinearizedModel(Unsupported, PreTrainedModel):
         """As the base class: transformers reads it in the source of the class's module, which ours is not."""
         return cls.__bases__[-1]._can_set_experts_implementation()  # type: ignore[attr-defined]
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """As in transformers, and the model also loads with ``trust_remote_code=True`` where linearize is installed."""
         if getattr(self, "is_quantized", False):
             # What reads quantized weights cannot write them: they would have to be in full precision again.

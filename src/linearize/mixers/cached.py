@@ -232,7 +232,7 @@ def cache_after(
     A choice for each block would end with the same pairs, for a running top-C is the top C of all.
     """
     cache, span = config.cache, config.span
-    assert cache is not None and scorer is not None
+    assert cache is not None and scorer is not None and isinstance(span, TerracedSpan)
     position = layout.key_position
     if state is None and (evicted := _evicted(span, layout)) >= cache.size:  # they lie side by side
         left = slice(span.sinks, span.sinks + evicted)

@@ -128,7 +128,9 @@ class _DecayedScores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_scores: Tensor, g_into: Tensor, g_out: Tensor, g_total: Tensor) -> tuple[Tensor, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, g_scores: Tensor, g_into: Tensor, g_out: Tensor, g_total: Tensor
+    ) -> tuple[Tensor, ...]:
         q, k, log_decay = ctx.saved_tensors
         decays, group, width = _Decays(log_decay), q.shape[2], log_decay.shape[2]
         grad_q, grad_k = g_into * decays.into[:, :, None], g_out * decays.out
@@ -161,7 +163,9 @@ class _DecayedSums(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g_sums: Tensor, g_into: Tensor, g_out: Tensor, g_total: Tensor) -> tuple[Tensor, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, g_sums: Tensor, g_into: Tensor, g_out: Tensor, g_total: Tensor
+    ) -> tuple[Tensor, ...]:
         scores, v, log_decay, sums = ctx.saved_tensors
         decays, group = _Decays(log_decay), scores.shape[2]
         grad_scores, grad_v = torch.zeros_like(scores), g_out * decays.out

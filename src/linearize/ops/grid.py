@@ -60,9 +60,9 @@ class ChunkLayout:
 
 
 class Block(NamedTuple):
-    """Worked on at once: slots start..stop, which are segment `index` of them, of some batch entries and key heads."""
+    """Worked on at once: slots start..stop, segment number `segment`, of some batch entries and key heads."""
 
-    index: int
+    segment: int
     batch: slice
     heads: slice
     start: int

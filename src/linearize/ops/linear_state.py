@@ -24,7 +24,7 @@ def linear_state(x: LinearInputs) -> LinearState:
     `x.state` counts only where a row is still in the carried document. For the delta rule, x.v are its `delta_values`.
     """
     span, layout, state = x.span, x.layout, x.state
-    terraced = isinstance(span, TerracedSpan)
+    terraced, following = isinstance(span, TerracedSpan), None
     if layout.uniform:  # the keys lie side by side, and what is readable later begins where that which is now ends
         last = layout.length - 1
         lowest = max(span.sinks, int(span.lo(torch.tensor(last, device="cpu"))))
@@ -41,7 +41,7 @@ def linear_state(x: LinearInputs) -> LinearState:
         readable = with_keys(x, mine & (layout.key_position < span.lo(last)))
         if terraced:
             following = with_keys(x, mine & (layout.key_position <= last - span.fold_lag))
-    return LinearState(readable.S, readable.z, following.S, following.z) if terraced else readable
+    return readable if following is None else LinearState(readable.S, readable.z, following.S, following.z)
 
 
 def _slots(x: LinearInputs, start: int, stop: int) -> LinearInputs:

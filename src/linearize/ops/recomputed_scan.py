@@ -76,7 +76,7 @@ class _Scan(torch.autograd.Function):
         for x, first in zip(states, state, strict=True):
             x[0] = first
         for block in body.grid.blocks(body.masks):
-            before, after = (block.index, block.index + 1) if kept else (0, 0)
+            before, after = (block.segment, block.segment + 1) if kept else (0, 0)
             given = Given(block, [x[before][block.rows] for x in states], inputs)
             for x, y in zip(states, body.forward(given, outputs), strict=True):
                 x[after][block.rows] = y
@@ -86,7 +86,9 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         body: Body = ctx.body
         saved = ctx.saved_tensors  # once: gradient checkpointing makes them again for each time they are asked for
         states, inputs = saved[: ctx.num_states], saved[ctx.num_states :]
@@ -95,7 +97,7 @@ class _Scan(torch.autograd.Function):
         grads = [make(x) if want else None for make, x, want in zip(new, inputs, wanted, strict=True)]
         grad_state = [torch.zeros_like(x[0]) for x in states]
         for block in body.grid.blocks(body.masks, reverse=True):
-            given = Given(block, [x[block.index][block.rows] for x in states], inputs)
+            given = Given(block, [x[block.segment][block.rows] for x in states], inputs)
             found = body.backward(given, [x[block.rows] for x in grad_state], grad_outputs, grads)
             for x, g in zip(grad_state, found, strict=True):
                 x[block.rows] = g

@@ -131,7 +131,9 @@ class Softmax(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         from linearize.ops import triton_gradients
 
         q, k, v, pool_k, pool_v, num, den, log_scale, place = ctx.saved_tensors
@@ -326,7 +328,9 @@ class LinearScan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         from linearize.ops import triton_gradients
 
         phi_q, phi_k, v, first_S, first_z = ctx.saved_tensors
@@ -408,7 +412,9 @@ class HedgehogFeatures(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         from linearize.ops import triton_gradients
 
         x, weight, bias, phi = ctx.saved_tensors

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from linearize.base import progress
 from linearize.configs.mixer import LayerPlan
@@ -157,6 +158,7 @@ def _run(
     teacher = model.reduced(kept, dtype)
     footprint, known = Footprint(getattr(teacher.config, "num_local_experts", 1)), dict[int, Tensor]()
     rows = _rows(teacher, config.micro_batch_size or config.batch_size, length)
+    found: StepBytes | None = None
     with torch.random.fork_rng(devices=[]), suppress(_Counted):
         student = convert_layers(teacher, tuple(layers[index] for index in kept))
         if isinstance(config, TransferConfig):
@@ -168,6 +170,7 @@ def _run(
             objective = OutputObjective(module, config, teacher, autocast)
             found = _counted(footprint, objective, student, rows, config, device)
             raise _Counted
+    assert found is not None
     return found
 
 
@@ -244,13 +247,14 @@ class _Encoded:
     def rows(self, indices: Indices) -> _Encoded:
         return _Encoded({name: x[indices] for name, x in self.arguments.items()})
 
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Tensor]:
         return dict(self.arguments)
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.arguments.values()
 
-    def compared(self, outputs: Any) -> Tensor:
+    def compared(self, outputs: BaseModelOutput) -> Tensor:
+        assert outputs.last_hidden_state is not None
         return outputs.last_hidden_state[:, 0]
 
     def targets(self) -> Tensor:

@@ -201,5 +201,7 @@ class _SumOverBlocks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
         return None, None, *(None if x is None else x * gradient for x in ctx.saved_tensors)

@@ -6,7 +6,7 @@ A map is a config in `linearize.configs.feature_maps`, which a recipe names by i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from linearize.base import Config
 from linearize.configs.feature_maps import (
@@ -40,6 +40,8 @@ from linearize.mixers.feature_maps.rfa import Rfa
 from linearize.mixers.feature_maps.t2r import T2R
 from linearize.mixers.feature_maps.taylor import Taylor
 
+AnyMapConfig = TypeVar("AnyMapConfig", bound=FeatureMapConfig)
+
 FEATURE_MAPS: dict[type[FeatureMapConfig], Callable[[Any, LayerShape], FeatureMap]] = {
     IdentityMap: Identity,
     SiluMap: Silu,
@@ -58,7 +60,7 @@ FEATURE_MAPS: dict[type[FeatureMapConfig], Callable[[Any, LayerShape], FeatureMa
 }
 
 
-def register_feature_map(config: type[FeatureMapConfig], module: Callable[[Any, LayerShape], FeatureMap]) -> None:
+def register_feature_map(config: type[AnyMapConfig], module: Callable[[AnyMapConfig, LayerShape], FeatureMap]) -> None:
     """Add a feature map of your own, which recipes, plans and checkpoints then name by its `type`.
 
     Its chunked and recurrent forms, cache, checkpoints and costs follow from what both say of themselves. A model that

@@ -15,10 +15,8 @@ from linearize.ops.dispatch import backend_for
 MIN_FEATURE = 1e-12  # LoLCATs' clamp
 
 
-class Hedgehog(Learned):
+class Hedgehog(Learned[HedgehogMap]):
     """Features of a softmax are at least 1e-12."""
-
-    config: HedgehogMap
 
     def _features(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Generic, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -13,18 +14,20 @@ from linearize.configs.shape import LayerShape
 from linearize.mixers.feature_maps.base import FeatureMap, accumulated
 from linearize.ops.heads import repeat_kv
 
+AnyLearnedMap = TypeVar("AnyLearnedMap", bound=LearnedMap)
 
-class Learned(FeatureMap):
+
+class Learned(FeatureMap, Generic[AnyLearnedMap]):
     """phi(x) = f(x W + b), W per query head, per KV head or one over all heads side by side.
 
     Weights are [matrices, inputs, outputs]. Tied maps have no key weights; keys use those of the queries.
     """
 
-    config: LearnedMap
+    config: AnyLearnedMap
 
     accumulates = False  # `_features` may have a kernel that reads x as it is
 
-    def __init__(self, config: LearnedMap, shape: LayerShape) -> None:
+    def __init__(self, config: AnyLearnedMap, shape: LayerShape) -> None:
         super().__init__(config, shape)
         self.head_dim = shape.head_dim
         query, *key = config.projections(shape)

@@ -13,9 +13,7 @@ from linearize.mixers.feature_maps.base import elu1
 from linearize.mixers.feature_maps.learned import Learned, as_it_is
 
 
-class Lolcat(Learned):
-    config: LolcatMap
-
+class Lolcat(Learned[LolcatMap]):
     def _project(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
     ) -> Float[Tensor, "B h2 T N"]:

@@ -9,8 +9,6 @@ from linearize.configs.feature_maps import ReglaMap
 from linearize.mixers.feature_maps.learned import Learned
 
 
-class Regla(Learned):
-    config: ReglaMap
-
+class Regla(Learned[ReglaMap]):
     def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
         return y

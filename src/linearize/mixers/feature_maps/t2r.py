@@ -13,9 +13,7 @@ from linearize.mixers.feature_maps.base import elu1
 from linearize.mixers.feature_maps.learned import Learned, as_it_is
 
 
-class T2R(Learned):
-    config: T2RMap
-
+class T2R(Learned[T2RMap]):
     def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
         return ACTIVATIONS[self.config.activation](y)
 

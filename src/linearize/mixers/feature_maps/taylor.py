@@ -64,7 +64,9 @@ class _PairProducts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape n"]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Float[Tensor, "*shape F"]
+    ) -> Float[Tensor, "*shape n"]:
         (y,) = ctx.saved_tensors
         return _pair_products_grad(y, grad)
 
@@ -81,14 +83,17 @@ def _pair_products_grad(y: Float[Tensor, "*shape n"], grad: Float[Tensor, "*shap
     return g_first.add_(g_twice[..., :n]).add_(g_twice[..., n:])
 
 
+_KERNEL = TaylorKernel()
+
+
 class Taylor(Symmetric):
     """Products of pairs of (1, x'), x' = x D^-1/4."""
 
-    kernel: TaylorKernel = TaylorKernel()
+    kernel = _KERNEL
 
     def kernel_input(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T D"]:
         """x'."""
         return accumulated(x) * x.shape[-1] ** -0.25
 
     def _map(self, x: Float[Tensor, "B h T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B h T F"]:
-        return self.kernel.features(self.kernel_input(x))
+        return _KERNEL.features(self.kernel_input(x))

@@ -177,7 +177,7 @@ def _histograms(
     """Shares of each layer's values that fall in each bin, all heads together."""
     panels = []
     for run in runs:
-        rows = {}
+        rows, bins = {}, list[str]()
         for layer in _layers(run):
             if (found := read(layer)) is not None:
                 heads = [counts for counts in found.counts if isinstance(counts, list)]
