@@ -7,10 +7,11 @@ imported. Nothing else is loaded before it is used, so reading a recipe loads ne
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from linearize.base import UserError
 from linearize.recipe import Recipe
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import the functions when one is used for the first time (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -58,9 +59,9 @@ class _RegisterClasses:
     """A finder of imports, by which `linearize.hf.classes` is imported right after transformers."""
 
     @staticmethod
-    def find_spec(name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return the spec of transformers, whose loader also imports our classes; None for other modules."""
-        spec = PathFinder.find_spec(name, path) if name == "transformers" else None
+        spec = PathFinder.find_spec(name, cast("Sequence[str] | None", path)) if name == "transformers" else None
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module

@@ -13,9 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
+from typing_extensions import dataclass_transform
 
 T = TypeVar("T")
 AnyRecord = TypeVar("AnyRecord", bound="Record")
@@ -58,7 +59,12 @@ def without_controls(text: str) -> str:
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-class Config(BaseModel):
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
+class _Immutable(type(BaseModel)):
+    """Tell type checkers that the models of a base whose `model_config` says so are immutable, and can be hashed."""
+
+
+class Config(BaseModel, metaclass=_Immutable):
     """Base of every recipe component: immutable, and unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -163,7 +169,7 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: expected JSON, found a file that cannot be read ({error}); write it again") from None
 
 
-class Record(BaseModel):
+class Record(BaseModel, metaclass=_Immutable):
     """Base of what a JSON file holds whole: immutable, with strict types and no unknown fields.
 
     The types of all fields, also those within dataclasses, are checked when a record is made and when it is read.
@@ -197,7 +203,7 @@ class Record(BaseModel):
                     problem = first["msg"].removeprefix("Value error, ")
             raise UserError(f"{path}: {field}: {problem}; {advice}") from None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the contents of the file."""
         return self.model_dump(mode="json")
 

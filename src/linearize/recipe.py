@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, cast
 
 import yaml
 from pydantic import BeforeValidator, Field, PositiveInt, ValidationError, model_validator
@@ -92,8 +92,10 @@ class KeepByTransferError(KeepLayers):
         return set(sorted(range(num_layers), key=lambda index: errors[index], reverse=True)[: self.n])
 
 
-def _listed(value: Any) -> Any:
-    return {"type": "listed", "layers": value} if isinstance(value, list | tuple) else value
+def _listed(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return {"type": "listed", "layers": cast(Sequence[object], value)}
+    return value
 
 
 Keep = Annotated[KeepListed | KeepAllBut | KeepEvery | KeepRatio | KeepByTransferError, Field(discriminator="type")]
@@ -122,7 +124,7 @@ class ListedHeads(Config):
         Raises:
             UserError: the teacher has no such head.
         """
-        found = []
+        found: list[tuple[int, int]] = []
         for name in self.kv_heads:
             layer, _, head = name.partition(".")
             numbers = layer.isdecimal() and head.isdecimal()
@@ -228,7 +230,7 @@ class Recipe(Config):
         return ("teacher_lora", *windows) if tuned.loss.labels else windows
 
     @classmethod
-    def load(cls, name_or_path: str, overrides: dict[str, Any] | None = None) -> Recipe:
+    def load(cls, name_or_path: str, overrides: Mapping[str, object] | None = None) -> Recipe:
         """Read a recipe by name (see `recipe_names`) or from a YAML file, with dotted `overrides` applied.
 
         Raises:
@@ -257,17 +259,17 @@ class Recipe(Config):
             raise UserError(f"recipe {name_or_path}: not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(data, dict):
             raise UserError(f"recipe {name_or_path}: expected a mapping of fields, found {type(data).__name__}")
-        return cls.parse(_assigned(data, overrides or {}))
+        return cls.parse(_assigned(cast(dict[str, object], data), overrides or {}))
 
     @classmethod
-    def parse(cls, data: dict[str, Any]) -> Recipe:
+    def parse(cls, data: Mapping[str, object]) -> Recipe:
         """Validate plain data as a recipe; `UserError` with one line for the first field that is wrong."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             raise UserError(_one_line(error, data)) from None
 
-    def override(self, overrides: dict[str, Any]) -> Recipe:
+    def override(self, overrides: Mapping[str, object]) -> Recipe:
         """This recipe with dotted fields replaced; `UserError` as in `load`."""
         return Recipe.parse(_assigned(self.model_dump(mode="json"), overrides))
 
@@ -290,9 +292,9 @@ def recipe_text(name: str) -> str:
     return (_RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def parse_overrides(assignments: list[str]) -> dict[str, Any]:
+def parse_overrides(assignments: list[str]) -> dict[str, object]:
     """``["mixer.span.window_size=32"]`` as ``{"mixer.span.window_size": 32}``; values are read as YAML."""
-    overrides = {}
+    overrides: dict[str, object] = {}
     for assignment in assignments:
         field, equals, value = assignment.partition("=")
         if not equals or not field:
@@ -304,16 +306,17 @@ def parse_overrides(assignments: list[str]) -> dict[str, Any]:
     return overrides
 
 
-def _assigned(data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def _assigned(data: dict[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
     """The data with dotted fields replaced, one after the other; a part's type may come behind its fields."""
     for field in overrides:
         group, (*parents, last) = data, field.split(".")
         for parent in parents:
-            group = group.setdefault(parent, {})
-            if not isinstance(group, dict):
+            inner = group.setdefault(parent, {})
+            if not isinstance(inner, dict):
                 raise UserError(
-                    f"--set {field}: expected a group of fields at {parent}, found {group!r:.200}; set it first"
+                    f"--set {field}: expected a group of fields at {parent}, found {inner!r:.200}; set it first"
                 )
+            group = cast(dict[str, object], inner)
         if last == "type" and group.get("type") != overrides[field]:
             # Another part: the fields of the one before do not belong to it.
             for name in [name for name in group if ".".join([*parents, name]) not in overrides]:
@@ -322,18 +325,19 @@ def _assigned(data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
     return data
 
 
-def _one_line(error: ValidationError, data: Any) -> str:
+def _one_line(error: ValidationError, data: object) -> str:
     first = error.errors(include_url=False)[0]
     # Of those that come with the package: `recommended` has `memory`, and what goes with it; `lolcats` all the rest.
-    has_memory = isinstance(data, dict) and data.get("memory") is not None
+    has_memory = _fields(data).get("memory") is not None
     example = "recommended" if first["loc"][:1] == ("memory",) or (has_memory and not first["loc"]) else "lolcats"
     # Pydantic puts the type of a part into the location; it is not part of the field's name.
-    names = []
+    names: list[str] = []
     for name in first["loc"]:
-        if isinstance(data, dict) and name not in data and data.get("type") == name:
+        fields = _fields(data)
+        if name not in fields and fields.get("type") == name:
             continue
         names.append(str(name))
-        data = data.get(name) if isinstance(data, dict) else None
+        data = fields.get(name)
     message = {"extra_forbidden": "unknown field", "missing": "missing"}.get(first["type"], first["msg"])
     silent = {"missing", "extra_forbidden", "value_error"}
     found = "" if first["type"] in silent else f"; found {first['input']!r:.200}"
@@ -341,3 +345,8 @@ def _one_line(error: ValidationError, data: Any) -> str:
     message = message.removeprefix("Value error, ")
     where = ".".join(names) or "(all)"
     return f"recipe field {where}: {message}{found}{more}; `linearize recipes {example}` shows a valid one"
+
+
+def _fields(data: object) -> Mapping[str | int, object]:
+    """Return the fields of a group; none if the data is no group."""
+    return cast(Mapping[str | int, object], data) if isinstance(data, Mapping) else {}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import Cache, DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import linearize
 from linearize.base import UserError
@@ -49,7 +49,9 @@ def test_cache_bytes_finds_nested_tensors_once_and_whole_storages() -> None:
 
     shared = torch.zeros(100)  # 400 bytes
     layer = SimpleNamespace(state=State(shared, None, {"a": [torch.zeros(10)]}), same=shared, view=shared[:3], n=7)
-    assert cache_bytes(SimpleNamespace(layers=[layer, SimpleNamespace(part=torch.zeros(50)[:5])])) == 400 + 40 + 200
+    cache: Any = Cache(layers=[])
+    cache.layers = [layer, SimpleNamespace(part=torch.zeros(50)[:5])]
+    assert cache_bytes(cache) == 400 + 40 + 200
 
 
 def test_memory_is_even_where_two_straight_lines_meet() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
@@ -37,17 +37,31 @@ class FeatureMapConfig(Config):
     `of_one_key`: a key's features are a function of it alone, not of its position or of other heads' keys.
     """
 
-    exponential: ClassVar[bool] = False
-    signed: ClassVar[bool] = False
-    mixed_signs: ClassVar[bool] = False
-    closed_form: ClassVar[bool] = False
-    of_one_key: ClassVar[bool] = True
-
     rotation: Literal["before", "none"] = Field(
         default="before",
         description="before: the map sees queries and keys rotated (RoPE), as the teacher's softmax does; "
         "none: unrotated, and the linear part knows order by decay alone",
     )
+
+    @property
+    def exponential(self) -> bool:
+        return False
+
+    @property
+    def signed(self) -> bool:
+        return False
+
+    @property
+    def mixed_signs(self) -> bool:
+        return False
+
+    @property
+    def closed_form(self) -> bool:
+        return False
+
+    @property
+    def of_one_key(self) -> bool:
+        return True
 
     def features(self, shape: LayerShape) -> int:
         """F: features per head."""
@@ -69,7 +83,10 @@ class FeatureMapConfig(Config):
 class FlatMap(FeatureMapConfig):
     """A map with one feature per input dimension, F = D, which may also be rotated after the map (SUPRA)."""
 
-    rotation: Rotation = Field(default="before", description=ROTATION)
+    # Wider than in the base, whose other maps cannot be rotated after the map.
+    rotation: Rotation = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default="before", description=ROTATION
+    )
 
     @property
     def signed(self) -> bool:
@@ -80,14 +97,20 @@ class IdentityMap(FlatMap):
     """phi(x) = x (RetNet, GLA, fast decay)."""
 
     type: Literal["identity"] = "identity"
-    mixed_signs: ClassVar[bool] = True
+
+    @property
+    def mixed_signs(self) -> bool:
+        return True
 
 
 class SiluMap(FlatMap):
     """phi(x) = x sigmoid(x) (Gated DeltaNet)."""
 
     type: Literal["silu"] = "silu"
-    mixed_signs: ClassVar[bool] = True
+
+    @property
+    def mixed_signs(self) -> bool:
+        return True
 
 
 class Elu1Map(FlatMap):
@@ -107,7 +130,10 @@ class ExpMap(FlatMap):
 
     type: Literal["exp"] = "exp"
     temperature: PositiveFloat = Field(default=1.0, description="t: the higher, the spikier the attention")
-    exponential: ClassVar[bool] = True
+
+    @property
+    def exponential(self) -> bool:
+        return True
 
 
 class LearnedMap(FeatureMapConfig):
@@ -132,7 +158,7 @@ class LearnedMap(FeatureMapConfig):
     )
 
     @property
-    def of_one_key(self) -> bool:  # type: ignore[override]
+    def of_one_key(self) -> bool:
         return self.per != "model"
 
     def outputs(self, shape: LayerShape) -> int:
@@ -164,7 +190,10 @@ class T2RMap(LearnedMap):
     """phi(x) = relu(x W + b) (T2R, Kasai et al. 2021; SUPRA sec. 3: one W over all heads, features rotated)."""
 
     type: Literal["t2r"] = "t2r"
-    rotation: Rotation = Field(default="before", description=ROTATION)
+    # Wider than in the base, whose other maps cannot be rotated after the map.
+    rotation: Rotation = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default="before", description=ROTATION
+    )
     feature_dim: PositiveInt | None = Field(
         default=None, description="F, features per head; the head dimension if null, as it must be to be rotated after"
     )
@@ -253,7 +282,10 @@ class ReglaMap(LearnedMap):
 
     type: Literal["regla"] = "regla"
     feature_dim: PositiveInt = Field(default=64, description="F, features per head")
-    exponential: ClassVar[bool] = True
+
+    @property
+    def exponential(self) -> bool:
+        return True
 
     def features(self, shape: LayerShape) -> int:
         return self.feature_dim
@@ -264,7 +296,10 @@ class PerformerMap(FeatureMapConfig):
 
     type: Literal["performer"] = "performer"
     feature_dim: PositiveInt | None = Field(default=None, description="F, features per head; floor(D ln D) if null")
-    exponential: ClassVar[bool] = True
+
+    @property
+    def exponential(self) -> bool:
+        return True
 
     def features(self, shape: LayerShape) -> int:
         return self.feature_dim or math.floor(shape.head_dim * math.log(shape.head_dim))
@@ -282,13 +317,15 @@ class PerformerMap(FeatureMapConfig):
 class CosformerMap(FeatureMapConfig):
     """phi(x_i) = [relu(x) cos(pi i / 2M), relu(x) sin(pi i / 2M)], i the position, F = 2D (Qin et al. 2022)."""
 
-    of_one_key: ClassVar[bool] = False
-
     type: Literal["cosformer"] = "cosformer"
     rotation: Literal["none"] = Field(default="none", description="positions enter through cos and sin instead of RoPE")
     max_length: PositiveInt | None = Field(
         default=None, description="M: keys this far away weigh nothing; the model's maximum positions if null"
     )
+
+    @property
+    def of_one_key(self) -> bool:
+        return False
 
     def features(self, shape: LayerShape) -> int:
         return 2 * shape.head_dim
@@ -301,8 +338,14 @@ class TaylorMap(FeatureMapConfig):
     """phi(q).phi(k) = 1 + u + u^2 / 2 > 0, u = q.k D^-1/2; symmetric form, F = 1 + D + D (D + 1) / 2."""
 
     type: Literal["taylor2"] = "taylor2"
-    closed_form: ClassVar[bool] = True
-    mixed_signs: ClassVar[bool] = True
+
+    @property
+    def closed_form(self) -> bool:
+        return True
+
+    @property
+    def mixed_signs(self) -> bool:
+        return True
 
     def features(self, shape: LayerShape) -> int:
         return 1 + shape.head_dim + shape.head_dim * (shape.head_dim + 1) // 2
@@ -317,7 +360,10 @@ class RfaMap(FeatureMapConfig):
 
     type: Literal["rfa"] = "rfa"
     feature_dim: Even | None = Field(default=None, description="F, features per head, even; 2D if null")
-    mixed_signs: ClassVar[bool] = True
+
+    @property
+    def mixed_signs(self) -> bool:
+        return True
 
     def features(self, shape: LayerShape) -> int:
         return self.feature_dim or 2 * shape.head_dim

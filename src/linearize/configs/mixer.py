@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
-from operator import or_
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema
@@ -39,8 +38,9 @@ class _AnyFeatureMap:
     """For pydantic: any of the registered feature maps, told apart by their `type`."""
 
     @staticmethod
-    def __get_pydantic_core_schema__(source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return handler.generate_schema(Annotated[reduce(or_, FEATURE_MAP_CONFIGS), Field(discriminator="type")])
+    def __get_pydantic_core_schema__(source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        any_map: Any = reduce(lambda one, other: one | other, cast(list[Any], FEATURE_MAP_CONFIGS))
+        return handler.generate_schema(Annotated[any_map, Field(discriminator="type")])
 
 
 SCALES: dict[str, Callable[[int, int], float]] = {

@@ -5,7 +5,7 @@ Their modules are in `linearize.mixers`: `gates`, `update`, `normalizers`, `comb
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Literal, cast
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -27,10 +27,22 @@ class DecayConfig(Config):
     """
 
     type: str
-    values: ClassVar[bool] = False
-    per_feature: ClassVar[bool] = False
-    scales_input: ClassVar[bool] = False
-    constant: ClassVar[bool] = False
+
+    @property
+    def values(self) -> bool:
+        return False
+
+    @property
+    def per_feature(self) -> bool:
+        return False
+
+    @property
+    def scales_input(self) -> bool:
+        return False
+
+    @property
+    def constant(self) -> bool:
+        return False
 
     def heads(self, shape: LayerShape, key_heads: int) -> int:
         """Hs: heads of the state under this decay."""
@@ -47,7 +59,10 @@ class FixedDecay(DecayConfig):
     schedule: Literal["lightning", "retnet"] = Field(
         default="lightning", description="lightning: from 0.43 to 0.996 for 32 heads; retnet: from 0.97 to nearly 1"
     )
-    constant: ClassVar[bool] = True
+
+    @property
+    def constant(self) -> bool:
+        return True
 
     def heads(self, shape: LayerShape, key_heads: int) -> int:
         return shape.num_heads
@@ -72,7 +87,10 @@ class FeatureDecay(DecayConfig):
     rank: PositiveInt = Field(default=16, description="rows of W1, which all heads share")
     temperature: PositiveFloat = Field(default=16.0, description="the higher, the slower it forgets")
     bias_init: float = Field(default=0.0, description="initial bias of the gate's sigmoid")
-    per_feature: ClassVar[bool] = True
+
+    @property
+    def per_feature(self) -> bool:
+        return True
 
 
 class OuterDecay(DecayConfig):
@@ -80,8 +98,14 @@ class OuterDecay(DecayConfig):
 
     type: Literal["outer"] = "outer"
     bias_init: float = Field(default=0.0, description=BIAS_INIT + "; both gates together forget twice that")
-    values: ClassVar[bool] = True
-    per_feature: ClassVar[bool] = True
+
+    @property
+    def values(self) -> bool:
+        return True
+
+    @property
+    def per_feature(self) -> bool:
+        return True
 
 
 class RefinedDecay(DecayConfig):
@@ -137,7 +161,10 @@ class NormalizerConfig(Config):
     """What every normalizer says of itself. `reads_hidden`: whether it reads the layer's input."""
 
     type: str
-    reads_hidden: ClassVar[bool] = False
+
+    @property
+    def reads_hidden(self) -> bool:
+        return False
 
 
 class SumNormalizer(NormalizerConfig):
@@ -212,10 +239,11 @@ class Mix(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_weights_over(cls, fields: Any) -> Any:
+    def _without_weights_over(cls, fields: object) -> object:
         """Old recipes and checkpoints say over which keys the linear part's weights sum to 1: its own, as they do."""
         if not isinstance(fields, dict) or "weights_over" not in fields:
-            return fields
+            return cast(object, fields)
+        fields = cast(dict[str, object], fields)
         if fields["weights_over"] != "linear_keys":
             raise ValueError(
                 f"weights_over: expected linear_keys, the default, found {fields['weights_over']}, "

@@ -10,13 +10,27 @@ Every span says, in tokens:
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 from pydantic import Field, PositiveInt
 
 from linearize.base import Config
 
 SINKS = "keys at the start of a document that always stay softmax keys"
+
+
+Numbers = TypeVar("Numbers", bound="WholeNumbers")
+
+
+@runtime_checkable
+class WholeNumbers(Protocol):
+    """Tensors of whole numbers, as far as spans compute with them: configs do not import torch."""
+
+    def __add__(self: Numbers, other: int, /) -> Numbers: ...
+    def __sub__(self: Numbers, other: int, /) -> Numbers: ...
+    def __mul__(self: Numbers, other: int, /) -> Numbers: ...
+    def div(self: Numbers, other: int, /, *, rounding_mode: Literal["floor"]) -> Numbers: ...
+    def clamp_min(self: Numbers, min: int, /) -> Numbers: ...
 
 
 class NoSpan(Config):
@@ -28,7 +42,7 @@ class NoSpan(Config):
     fold_lag: ClassVar[int] = 0
     context: ClassVar[int] = 0
 
-    def lo(self, position: Any) -> Any:
+    def lo(self, position: Numbers) -> Numbers:
         return position + 1
 
 
@@ -51,7 +65,7 @@ class SlidingSpan(Config):
     def context(self) -> int:
         return self.window_size
 
-    def lo(self, position: Any) -> Any:
+    def lo(self, position: Numbers) -> Numbers:
         return (position - (self.window_size - 1)).clamp_min(0)
 
 
@@ -78,10 +92,9 @@ class TerracedSpan(Config):
     def context(self) -> int:
         return self.blocks * self.window_size
 
-    def lo(self, position: Any) -> Any:
-        return self.window_size * (position.div(self.window_size, rounding_mode="floor") - (self.blocks - 1)).clamp_min(
-            0
-        )
+    def lo(self, position: Numbers) -> Numbers:
+        first = position.div(self.window_size, rounding_mode="floor") - (self.blocks - 1)
+        return first.clamp_min(0) * self.window_size
 
 
 Span = NoSpan | SlidingSpan | TerracedSpan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -95,10 +95,10 @@ class TrainConfig(Config):
             )
         return self
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the fields that must be equal for a stage to resume; of later fields, those that are set."""
         fields = self.model_dump(mode="json")
-        later = {"optimizer": "adamw", "activation_checkpointing": False, "interpolation": 1.0}
+        later: dict[str, object] = {"optimizer": "adamw", "activation_checkpointing": False, "interpolation": 1.0}
         return {name: value for name, value in fields.items() if name not in later or value != later[name]}
 
 

@@ -6,9 +6,12 @@ Axes: N rows, L tokens per row, B rows per forward pass, V vocabulary, C predict
 tokens, K new tokens.
 """
 
+# The types of torch and transformers are incomplete.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -294,9 +297,15 @@ def _beginnings(rows: PackedRows, length: int, count: int, seed: int) -> tuple[I
     return rows.input_ids.cpu().flatten()[enough[chosen][:, None] + torch.arange(length)], document[chosen]
 
 
+def _generation_config(model: PreTrainedModel) -> GenerationConfig | None:
+    """Return the model's own settings; None if it has none, which its type does not say."""
+    return model.generation_config
+
+
 def _ends(model: PreTrainedModel) -> list[int]:
     """The tokens that end the model's texts."""
-    ends: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
+    own = _generation_config(model)
+    ends: Any = None if own is None else own.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
@@ -306,11 +315,12 @@ def _continue(
     """The likeliest next tokens, one after another; `_ENDED` behind the first of `ends`. On the CPU."""
     tokens = torch.zeros(len(prompts), new_tokens, dtype=torch.int64)
     splits = torch.arange(len(prompts)).split(_BATCH_SIZE)
+    generate: Any = model.generate
     with inference(model) as device, greedy(model, new_tokens, ends):
         for number, counts in progress(dealt(splits), f"generating: {title}"):
             ids = prompts[splits[number]].to(device)
             # The mask says that nothing is padding: a prompt may hold the token that texts are padded with.
-            made: Any = model.generate(ids, attention_mask=torch.ones_like(ids))  # type: ignore[operator]
+            made = generate(ids, attention_mask=torch.ones_like(ids))
             made = made[:, prompts.shape[1] :].cpu()
             if counts:
                 tokens[splits[number]] = F.pad(made, (0, new_tokens - made.shape[1]), value=_ENDED)
@@ -320,9 +330,9 @@ def _continue(
 
 
 @contextmanager
-def greedy(model: PreTrainedModel, new_tokens: int, ends: list[int]) -> Iterator[None]:
+def greedy(model: PreTrainedModel, new_tokens: int, ends: list[int]) -> Generator[None, None, None]:
     """Within, `model.generate()` decodes greedily; what generate() is not told it takes from the model's own config."""
-    own = model.generation_config
+    own = _generation_config(model)
     # After its end a text is padded up to the others of its batch; any token would do.
     special = {"eos_token_id": ends, "pad_token_id": ends[0]} if ends else {}
     compiling = ("cache_implementation", "compile_config", "disable_compile")
@@ -331,7 +341,7 @@ def greedy(model: PreTrainedModel, new_tokens: int, ends: list[int]) -> Iterator
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = own  # pyright: ignore[reportAttributeAccessIssue] (None, if it was)
 
 
 def _decode(tokenizer: Tokenizer, tokens: Int[Tensor, " T"]) -> str:

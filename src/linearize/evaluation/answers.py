@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.image_processing_utils import BaseImageProcessor
 
 from linearize.base import progress
 from linearize.configs.tasks import MaskedLanguageModelling, Summarisation, Task, TextEmbedding
@@ -18,11 +19,13 @@ from linearize.evaluation.metrics import Answered, MaskedTokens, Predictions, Si
 
 BATCH_SIZE = 32  # rows per forward pass
 
+Processor = Tokenizer | BaseImageProcessor
+
 Answer = Callable[[PreTrainedModel, str], Answered]
 """What a model makes of the held-out rows; the title stands beside the progress bar."""
 
 
-def answering(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
+def answering(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher: PreTrainedModel | None) -> Answer:
     """How models are asked, by the task.
 
     Args:
@@ -53,7 +56,7 @@ def _expected(rows: Rows) -> tuple[Tensor, Int[Tensor, " M"]]:
     return targets, torch.arange(len(counts)).repeat_interleave(counts)
 
 
-def _classifying(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
+def _classifying(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher: PreTrainedModel | None) -> Answer:
     rows = dataset.test
     targets, example = _expected(rows)
 
@@ -63,7 +66,7 @@ def _classifying(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrain
     return answer
 
 
-def _masked_tokens(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
+def _masked_tokens(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher: PreTrainedModel | None) -> Answer:
     rows = dataset.test
     targets, example = _expected(rows)
 
@@ -90,7 +93,7 @@ def embeddings(model: nn.Module, rows: Rows, *, title: str) -> Float[Tensor, "N 
     return nn.functional.normalize(sums / counts[:, None], dim=-1)
 
 
-def _embedding(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
+def _embedding(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher: PreTrainedModel | None) -> Answer:
     assert teacher is not None
     rows, expected = dataset.test, embeddings(teacher, dataset.test, title="embeddings of the teacher")
 
@@ -100,15 +103,15 @@ def _embedding(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrained
     return answer
 
 
-def _summarising(task: Task, dataset: Dataset, tokenizer: Any, teacher: PreTrainedModel | None) -> Answer:
+def _summarising(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher: PreTrainedModel | None) -> Answer:
     # Only here, for it needs the extra `eval`.
     from linearize.evaluation.summaries import summarising
 
-    assert isinstance(task, Summarisation)
+    assert isinstance(task, Summarisation) and isinstance(tokenizer, Tokenizer)
     return summarising(task, dataset.test_documents, tokenizer)
 
 
-_ANSWERING: dict[type, Callable[[Any, Dataset, Any, PreTrainedModel | None], Answer]] = {
+_ANSWERING: dict[type[Task], Callable[[Task, Dataset, Processor | None, PreTrainedModel | None], Answer]] = {
     MaskedLanguageModelling: _masked_tokens,
     TextEmbedding: _embedding,
     Summarisation: _summarising,

@@ -3,6 +3,9 @@
 Axes: N rows, T tokens of a row, H query heads, C queries and K keys of a block.
 """
 
+# The types of torch and transformers are incomplete.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

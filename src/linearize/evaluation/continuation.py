@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -136,7 +137,7 @@ def needle_rows(
         UserError: the text is too short, or a fact does not fit the context.
     """
     source, start = random.Random(f"needles {seed}"), opening_tokens(tokenizer)
-    made = []
+    made: list[ContextRow] = []
     for number in range(needles):
         needle = draw_needle(tokenizer, source)
         size = len(needle.fact)
@@ -197,7 +198,8 @@ def measure(model: nn.Module, rows: Sequence[ContextRow], *, title: str = "conti
         FloatingPointError: a scored token's loss is not a finite number.
         UserError: the model has learned positions, and too few for a row.
     """
-    require_positions(title, model.config, max(len(row.context) + len(row.continuation) for row in rows))
+    config: Any = model.config
+    require_positions(title, config, max(len(row.context) + len(row.continuation) for row in rows))
     loss, found = (torch.zeros(len(rows), dtype=torch.float64) for _ in range(2))
     with inference(model) as device:
         for number, counts in progress(dealt(rows), title):

@@ -5,13 +5,16 @@ A task is one of
 - a task of lm-eval: its YAML file, a folder of them, or the name of one that comes with lm-eval.
 """
 
+# lm-eval has no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import hashlib
 import importlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from functools import cache
 from math import isfinite
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -80,7 +83,8 @@ def run_benchmarks(
         FloatingPointError: a result is not a finite number.
     """
     evaluator, hflm = _of_extra("lm_eval.evaluator"), _of_extra("lm_eval.models.huggingface").HFLM
-    results, found = [], {}
+    results: list[BenchmarkResult] = []
+    found: dict[str, Any] = {}
     with _level("lm_eval", logging.WARNING), _first_warnings("lm_eval.models.huggingface"):
         loaded = _load(tasks, shots)
         for name, model in models.items():
@@ -131,7 +135,7 @@ def check_tasks(config: EvaluationConfig, *, trusted: bool, files: bool = True) 
         _of_extra("lm_eval")
 
 
-def choice_task(path: Path, shots: int) -> dict[str, Any]:
+def choice_task(path: Path, shots: int) -> dict[str, object]:
     """lm-eval's description of a file of multiple-choice questions, one JSON object per line.
 
     - ``query``: the question, any text,
@@ -156,7 +160,7 @@ def choice_task(path: Path, shots: int) -> dict[str, Any]:
         raise UserError(
             f"{path}: expected more than {shots} questions for {shots} solved examples, found {len(lines)}; ask fewer"
         )
-    mean = {"aggregation": "mean", "higher_is_better": True}
+    mean: dict[str, object] = {"aggregation": "mean", "higher_is_better": True}
     return {
         "task": path.stem,
         "dataset_path": "json",
@@ -186,13 +190,15 @@ def _fault(line: bytes) -> str | None:
         return f"what is not JSON: {line[:40]!r}"
     if not isinstance(row, dict):
         return f"{line[:40]!r}"
+    row = cast(dict[str, object], row)
     if missing := [name for name in ("query", "choices", "gold") if name not in row]:
         return f"no {', '.join(missing)} but {', '.join(row)[:80] or 'nothing'}"
     query, choices, gold = row["query"], row["choices"], row["gold"]
     if not isinstance(query, str):
         return f"query {query!r:.80}"
-    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
-        return f"choices {choices!r:.80}"
+    choices = cast(list[object], choices) if isinstance(choices, list) else []
+    if len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
+        return f"choices {row['choices']!r:.80}"
     if type(gold) is not int or not 0 <= gold < len(choices):
         return f"gold {gold!r:.80} for {len(choices)} choices"
     return None
@@ -249,7 +255,7 @@ def _own_tasks() -> Any:
 
 def _results(candidate: str, found: Mapping[str, Mapping[str, Any]]) -> list[BenchmarkResult]:
     """lm-eval's table: ``{task: {"acc,none": value, "acc_stderr,none": value, "sample_len": count, ...}}``."""
-    results = []
+    results: list[BenchmarkResult] = []
     for task, metrics in found.items():
         for key, value in metrics.items():
             metric, comma, filter_name = key.partition(",")
@@ -278,7 +284,7 @@ def _of_extra(module: str) -> Any:
 
 
 @contextmanager
-def _level(logger: str, level: int) -> Iterator[None]:
+def _level(logger: str, level: int) -> Generator[None, None, None]:
     """Nothing below this level from a logger and those under it."""
     chosen = logging.getLogger(logger)
     before = chosen.level
@@ -290,7 +296,7 @@ def _level(logger: str, level: int) -> Iterator[None]:
 
 
 @contextmanager
-def _first_warnings(logger: str) -> Iterator[None]:
+def _first_warnings(logger: str) -> Generator[None, None, None]:
     """Each kind of warning once: that a question was cut off, lm-eval says for every single one."""
     said: set[int] = set()
 

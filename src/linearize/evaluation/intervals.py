@@ -4,13 +4,16 @@ Axes: D documents (or whatever else is independent of each other: examples, tria
 quantities measured on the same documents, S bootstrap resamples.
 """
 
+# The types of torch and transformers are incomplete.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist
-from typing import Any
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -49,9 +52,10 @@ class Interval:
         return cls(mean.item(), low, high)
 
 
-def require_shape(name: str, values: Sequence[Any], length: int, width: int | None = None) -> None:
+def require_shape(name: str, values: Sequence[object], length: int, width: int | None = None) -> None:
     """Raise a ValueError unless there are `length` values, lists of `width` values if that is given."""
-    if len(values) != length or (width is not None and any(len(row) != width for row in values)):
+    wrong = width is not None and any(len(row) != width for row in cast(Sequence[Sequence[object]], values))
+    if len(values) != length or wrong:
         expected = f"{length} values" if width is None else f"{length} lists of {width} values"
         raise ValueError(f"{name}: expected {expected}, found other lengths")
 

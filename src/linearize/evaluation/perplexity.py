@@ -4,6 +4,9 @@ Axes: N rows (packed sequences), L tokens per row, B rows per forward pass, V vo
 perplexity is e^loss.
 """
 
+# The types of torch and transformers are incomplete.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

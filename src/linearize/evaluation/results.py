@@ -75,19 +75,19 @@ class Results(Record):
     window_size: int | None = None
     short: ShortEvaluation | None = None
     task: TaskScores | None = None
-    measured: list[Measured] = Field(default_factory=list)
-    comparisons: list[Comparison] = Field(default_factory=list)
+    measured: list[Measured] = Field(default_factory=list[Measured])
+    comparisons: list[Comparison] = Field(default_factory=list[Comparison])
     far_context: KeptGain | None = None
     copying: KeptGain | None = None
     positions: PositionLosses | None = None
-    speed: list[Speed] = Field(default_factory=list)
+    speed: list[Speed] = Field(default_factory=list[Speed])
     crossover: Crossover | None = None
     teacher_attention: AttentionStatistics | None = None
     agreement: Agreement | None = None
     generations: Generations | None = None
     fidelity: Fidelity | None = None
     path_usage: PathUsage | None = None
-    retrieval: list[Retrieval] = Field(default_factory=list)
+    retrieval: list[Retrieval] = Field(default_factory=list[Retrieval])
     tasks: Benchmarks | None = None
     missing: list[str] = Field(default_factory=list)
     not_measured: dict[str, str] = Field(default_factory=dict)

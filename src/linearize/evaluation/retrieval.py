@@ -16,6 +16,9 @@ Axes: N trials of a cell, B of them per forward pass, L tokens of the longest, S
 tokens.
 """
 
+# The types of torch and transformers are incomplete.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import random
@@ -23,7 +26,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product, takewhile
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -170,7 +172,7 @@ def retrieval_tests(
     text = text[~torch.isin(text, torch.tensor(sorted(excluded), dtype=torch.int64))]
     vocabulary = ordinary_tokens(len(tokenizer), excluded)
     setting = Setting(tokenizer, vocabulary, filler, text if len(text) else filler, max_positions, trials, seed)
-    tests = []
+    tests: list[RetrievalTest] = []
     for task in TASKS:
         cells = product(distances(window_size, max_positions), task.column_values)
         made = {cell: found for cell in cells if (found := task.make(setting, *cell)) is not None}
@@ -195,7 +197,7 @@ def _needle(setting: Setting, distance: int, depth: Column) -> Trials | None:
 
 
 def _hidden(
-    setting: Setting, filler: Int[Tensor, " S"], cue: str, answers: Sequence[Any], distance: int, depth: Column
+    setting: Setting, filler: Int[Tensor, " S"], cue: str, answers: Sequence[str | int], distance: int, depth: Column
 ) -> Trials | None:
     """Filler with a line "`cue` answer" hidden in it, and at the end the line "`cue`", for the model to complete.
 
@@ -203,7 +205,9 @@ def _hidden(
     distance is exact whatever the tokenizer; a base model needs no more than to see that a line begins again.
     """
     generator = setting.generator(f"{cue} {distance} {depth}")
-    rows, questions, start = [], [], opening_tokens(setting.tokenizer)
+    rows: list[list[int]] = []
+    questions: list[list[int]] = []
+    start = opening_tokens(setting.tokenizer)
     _, newline = split_tokens(setting.tokenizer, "a", "\n")
     for index in torch.randint(len(answers), (setting.trials,), generator=generator).tolist():
         asked, told = split_tokens(setting.tokenizer, cue, f" {answers[index]}")

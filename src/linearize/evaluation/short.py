@@ -8,10 +8,13 @@ machine that slows down slows all of them.
 Losses are in nats per token.
 """
 
+# The types of torch and transformers are incomplete.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +117,7 @@ def passages(ids: Sequence[int], tokenizer: Tokenizer, *, context: int, max_posi
             f"held-out text and {max_positions:,} positions; give more text"
         )
     draw, start = random.Random(f"short {seed}"), opening_tokens(tokenizer)
-    made = []
+    made: list[Passage] = []
     for row, place in enumerate(sorted(draw.sample(range(len(ids) // length), ROWS))):
         text = list(ids[place * length : (place + 1) * length])
         needle = draw_needle(tokenizer, draw)
@@ -205,7 +208,7 @@ def measure_short(
 
 
 @contextmanager
-def reading(model: PreTrainedModel, way: str | None) -> Iterator[None]:
+def reading(model: PreTrainedModel, way: str | None) -> Generator[None, None, None]:
     """Let a student read its first call in this way inside the block. None leaves the model as it is."""
     config: Any = model.config
     if way is None:
@@ -246,7 +249,7 @@ def _read(model: nn.Module, passage: Passage, *, new_tokens: int) -> _Read:
         follows = forward(input_ids=text, past_key_values=cache, use_cache=True)
         loss, _ = score(context_logits, follows.logits[0], text[0], text.shape[1])
         token: Tensor = follows.logits[:, -1:].argmax(dim=-1)
-        seconds = []
+        seconds: list[float] = []
         for _ in range(new_tokens):
             start = now()
             step = forward(input_ids=token, past_key_values=cache, use_cache=True)

@@ -1,5 +1,8 @@
 """Seconds and bytes: of any calls that take turns in one process, and of generation by teacher and student."""
 
+# The types of torch and transformers are incomplete.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import json
@@ -7,19 +10,19 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from linearize.base import UserError, progress
 from linearize.data.rows import inference
@@ -128,13 +131,13 @@ def generation_speed(
     generator = torch.Generator().manual_seed(seed)
     vocab_size = min(model.config.vocab_size for model in models.values())
     turns = (list(models), list(models)[::-1])
-    speeds = []
+    speeds: list[Speed] = []
     for batch_size, length in progress([*product(batch_sizes, prompt_lengths)], "speed"):
         prompts = torch.randint(vocab_size, (batch_size, length), generator=generator)
         if any(map(is_compiled, models.values())):
             torch.compiler.reset()  # or graphs would be of any length, and soon there would be too many
         held = {name: _bytes(models[name], prompts, new_tokens) for name in turns[0]}
-        seconds = defaultdict(list)
+        seconds: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         for repeat in range(1, repeats + 1):
             for name in turns[repeat % 2]:
                 seconds[name].append(_seconds(models[name], prompts, new_tokens))
@@ -179,10 +182,11 @@ class Bench:
     seed: int
     setting: str  # device, dtype, version of torch
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain data; the crossovers as a list, each with its batch size."""
         crossovers = [{"batch_size": size} | asdict(found) for size, found in self.crossovers.items()]
-        return asdict(self) | {"crossovers": crossovers}
+        contents: dict[str, object] = asdict(self)
+        return contents | {"crossovers": crossovers}
 
 
 def bench(
@@ -237,9 +241,9 @@ def even(ours: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
     return round(lengths[last] + share * (lengths[last + 1] - lengths[last]))
 
 
-def cache_bytes(cache: Any) -> int:
+def cache_bytes(cache: Cache) -> int:
     """Bytes of memory that the tensors of a Hugging Face cache keep alive, whole storages and each counted once."""
-    storages = {}
+    storages: dict[tuple[torch.device, int], int] = {}
     for layer in cache.layers:
         for tensor in _tensors(vars(layer)):
             storage = tensor.untyped_storage()
@@ -267,7 +271,7 @@ def memory_break_even(student: Mapping[int, int], teacher: Mapping[int, int]) ->
 @contextmanager
 def _generation(
     model: PreTrainedModel, slots: int
-) -> Iterator[tuple[Callable[[Int[Tensor, "B T"]], Int[Tensor, "B 1"]], Any]]:
+) -> Generator[tuple[Callable[[Int[Tensor, "B T"]], Int[Tensor, "B 1"]], Cache], None, None]:
     """Greedy decoding with a cache: a function from new tokens to the next one, and the cache that it fills."""
     with inference(model):
         step, cache = decoding(model, slots)
@@ -326,7 +330,7 @@ def now() -> float:
     return time.perf_counter()
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     """All tensors in nested dicts, sequences and dataclasses."""
     if isinstance(value, Tensor):
         yield value
@@ -334,21 +338,21 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         for field in fields(value):
             yield from _tensors(getattr(value, field.name))
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for item in cast(Mapping[object, object], value).values():
             yield from _tensors(item)
     elif isinstance(value, (list, tuple)):
-        for item in value:
+        for item in cast(Sequence[object], value):
             yield from _tensors(item)
 
 
-def require_positions(name: str, config: Any, needed: int) -> None:
+def require_positions(name: str, config: PreTrainedConfig, needed: int) -> None:
     """See that a model has `needed` positions; rotary ones go on for ever as far as time is concerned.
 
     Raises:
         UserError: they are learned, and too few.
     """
-    available = config.max_position_embeddings
-    if getattr(config, "rope_parameters", None) is None and needed > available:
+    available: int | None = getattr(config, "max_position_embeddings", None)
+    if available is not None and getattr(config, "rope_parameters", None) is None and needed > available:
         raise UserError(
             f"{name}: expected prompt and generated tokens to fit its {available} learned positions, "
             f"found {needed}; choose shorter prompt lengths"

@@ -57,7 +57,7 @@ class Share:
     activations: int
     memory: int  # of the GPU
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self) | {"total": self.total, "fits": self.fits}
 
     @property

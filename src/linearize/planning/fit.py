@@ -40,7 +40,7 @@ class StageFit:
     """
 
     stage: str
-    settings: dict[str, Any]
+    settings: dict[str, int | bool]
     memory_bytes: int
     fits: bool
     eight_bits: int | None = None
@@ -67,7 +67,7 @@ class Fit:
     memory: int
     stages: tuple[StageFit, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"gpu_memory": self.memory, "stages": [asdict(stage) for stage in self.stages]}
 
     def lines(self) -> list[str]:
@@ -125,11 +125,11 @@ def fit(
     return Fit(recipe.model_copy(update=changed), memory, tuple(stages))
 
 
-def _candidates(config: AnyStage, layers: int) -> Iterator[dict[str, Any]]:
+def _candidates(config: AnyStage, layers: int) -> Iterator[dict[str, int | bool]]:
     """Return changes of a stage by the time that they cost: none; smaller micro batches; what else helps."""
     free = {name for name in SETTINGS if name not in config.model_fields_set}
     sizes = [None] if "micro_batch_size" not in free else [None, *_divisors(config.batch_size)]
-    smaller = [{} if size is None else {"micro_batch_size": size} for size in sizes]
+    smaller: list[dict[str, int | bool]] = [{} if size is None else {"micro_batch_size": size} for size in sizes]
     yield from smaller
     if isinstance(config, FinetuneConfig) and "activation_checkpointing" in free:
         yield from ({**one, "activation_checkpointing": True} for one in smaller)
