@@ -157,9 +157,9 @@ quick-lint: setup
 	$(BIN)/python scripts/import_chain.py 29
 	$(BIN)/codespell README.md CHANGELOG.md docs src tests
 	$(BIN)/python scripts/words.py
+	$(BIN)/pyright
 
 lint: quick-lint ## ruff, import directions, words and types
-	$(BIN)/pyright
 
 format: setup ## format, and fix what can be fixed
 	$(BIN)/ruff check --fix .
