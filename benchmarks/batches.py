@@ -25,7 +25,8 @@ from teachers import make_student, make_teacher, model_arguments
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
-from linearize.evaluation.speed import Spread, require_positions, seconds_in_turns
+from linearize.evaluation.speed import require_positions, seconds_in_turns
+from linearize.evaluation.timings import Spread
 from linearize.recipe import Recipe
 
 

@@ -21,7 +21,8 @@ from rich.table import Table
 from teachers import make_student, make_teacher, model_arguments
 
 from linearize.base import UserError
-from linearize.evaluation.speed import Spread, generation_speed
+from linearize.evaluation.speed import generation_speed
+from linearize.evaluation.timings import Spread
 from linearize.hf.compiled import compile_steps
 from linearize.recipe import Recipe
 

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from linearize.base import UserError
-from linearize.evaluation.speed import Spread, now, require_positions
+from linearize.evaluation.speed import now, require_positions
+from linearize.evaluation.timings import Spread
 from linearize.hf import compiled
 from linearize.recipe import Recipe
 

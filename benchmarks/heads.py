@@ -24,7 +24,8 @@ from records import timing_arguments, write_results
 
 from linearize.configs.mixer import HeadwiseConfig, MixerConfig
 from linearize.configs.shape import LayerShape
-from linearize.evaluation.speed import Spread, seconds_in_turns
+from linearize.evaluation.speed import seconds_in_turns
+from linearize.evaluation.timings import Spread
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.training.memory import head_mixer

@@ -51,7 +51,8 @@ from linearize.evaluation.continuation import (
 )
 from linearize.evaluation.controls import SINKS
 from linearize.evaluation.retrieval import encode
-from linearize.evaluation.speed import Spread, cache_bytes, seconds_in_turns
+from linearize.evaluation.speed import cache_bytes, seconds_in_turns
+from linearize.evaluation.timings import Spread
 from linearize.hf.checkpoint import load_model, load_tokenizer
 from linearize.hf.prefill import FULL as PREFILL_FULL
 from linearize.hf.prefill import STREAMING as PREFILL_STREAMING

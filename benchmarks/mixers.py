@@ -35,7 +35,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from linearize.configs.shape import LayerShape
-from linearize.evaluation.speed import Spread, peak_bytes, seconds_in_turns
+from linearize.evaluation.speed import peak_bytes, seconds_in_turns
+from linearize.evaluation.timings import Spread
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops.dispatch import ENVIRONMENT

@@ -25,7 +25,7 @@ from training import all_rows_a_step
 
 from linearize.base import UserError
 from linearize.distributed import barrier, joined, world
-from linearize.evaluation.speed import Spread
+from linearize.evaluation.timings import Spread
 from linearize.recipe import Recipe
 from linearize.training.attention_transfer import TransferObjective
 from linearize.training.batches import Batches

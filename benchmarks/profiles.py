@@ -27,7 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from linearize.base import UserError
-from linearize.evaluation.speed import Spread, require_positions, seconds_in_turns
+from linearize.evaluation.speed import require_positions, seconds_in_turns
+from linearize.evaluation.timings import Spread
 from linearize.recipe import Recipe
 
 # Kinds of SDPA, and where behind q and k each is told whether it is causal.

@@ -31,7 +31,8 @@ from transformers import PreTrainedModel
 from linearize.base import UserError
 from linearize.configs.training import TrainConfig
 from linearize.data.rows import PackedRows, on_device
-from linearize.evaluation.speed import Spread, peak_bytes, require_positions, seconds_in_turns
+from linearize.evaluation.speed import peak_bytes, require_positions, seconds_in_turns
+from linearize.evaluation.timings import Spread
 from linearize.hf.convert import to_softmax
 from linearize.recipe import Recipe
 from linearize.training.attention_transfer import TransferObjective

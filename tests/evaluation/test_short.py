@@ -19,8 +19,9 @@ from linearize.configs.spans import SlidingSpan
 from linearize.data.rows import PackedRows
 from linearize.evaluation import short
 from linearize.evaluation.intervals import wilson
-from linearize.evaluation.short import Passage, ShortEvaluation, measure_short, passages
-from linearize.evaluation.speed import Spread
+from linearize.evaluation.results import ShortEvaluation
+from linearize.evaluation.short import Passage, measure_short, passages
+from linearize.evaluation.timings import Spread
 from linearize.hf.convert import convert_layers
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer

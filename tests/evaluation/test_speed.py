@@ -14,18 +14,8 @@ from transformers import Cache, DynamicCache, GPT2Config, GPT2LMHeadModel
 import linearize
 from linearize.base import UserError
 from linearize.evaluation import speed
-from linearize.evaluation.speed import (
-    Crossover,
-    Speed,
-    Spread,
-    bench,
-    cache_bytes,
-    even,
-    generation_speed,
-    growth,
-    memory_break_even,
-    seconds_in_turns,
-)
+from linearize.evaluation.speed import bench, cache_bytes, generation_speed, seconds_in_turns
+from linearize.evaluation.timings import Crossover, Speed, Spread, even, growth, memory_break_even
 from linearize.recipe import Recipe
 from tests import tiny
 from tests.fake_compiler import Compiler

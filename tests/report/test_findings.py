@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from linearize.evaluation.speed import Crossover, Speed, Spread
+from linearize.evaluation.timings import Crossover, Speed, Spread
 from linearize.report.findings import (
     copying,
     difference,

@@ -13,11 +13,11 @@ from linearize.configs.mixer import HeadwiseConfig
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.convert import convert_layers
 from linearize.mixers.eviction_cache import features
-from linearize.training import eviction_scores
+from linearize.training import allocation, eviction_scores
+from linearize.training.allocation import cache_sizes
 from linearize.training.eviction_scores import (
     EvictionScores,
     add,
-    cache_sizes,
     contexts,
     fitted,
     largest_attention,
@@ -93,7 +93,7 @@ def test_sizes_are_at_most_the_pairs_and_evict_what_is_needed_least(
     pairs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No other sizes with as many pairs leave out less attention."""
-    monkeypatch.setattr(eviction_scores, "NEEDED", 1e-9)
+    monkeypatch.setattr(allocation, "NEEDED", 1e-9)
     generator = torch.Generator().manual_seed(1)
     needs = [torch.randn(2, 6, generator=generator).sort(dim=1).values - 5 for _ in range(2)]
     found = cache_sizes(needs, 6, pairs, multiple=1, least=1)
@@ -122,7 +122,7 @@ def test_pairs_with_the_same_need_are_divided_among_their_heads() -> None:
 
 
 def test_sizes_are_multiples_and_none_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eviction_scores, "NEEDED", 1e-9)
+    monkeypatch.setattr(allocation, "NEEDED", 1e-9)
     needs = [torch.linspace(-8, -4, 100)[None] + shift for shift in (-3.0, 0.0, 1.0)]
     found = [size for (size,) in cache_sizes(needs, 100, 150, multiple=8, least=24)]
     assert found[0] == 0 < found[1] < found[2] and sum(found) <= 150 and not any(size % 8 for size in found)

@@ -8,7 +8,6 @@ Axes: N rows, T tokens of a row, H query heads, C queries and K keys of a block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from linearize.configs.mixer_parts import WindowOnly
 from linearize.configs.spans import SlidingSpan
 from linearize.data.packing import first_tokens
 from linearize.data.rows import inference
+from linearize.evaluation.results import NEAR, AttentionStatistics
 from linearize.hf.attention import observed, sliding_window, softmax_output
 from linearize.hf.checkpoint import load_model, load_tokenizer
 from linearize.hf.convert import convert_layers
@@ -32,29 +32,7 @@ from linearize.mixers.attention_weights import block_scores, query_blocks, softm
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import Layout
 
-NEAR = 64  # tokens: the last ones of a query, its own included
 TOKENS = 768  # of a row
-
-
-@dataclass(frozen=True)
-class AttentionStatistics:
-    """Statistics of softmax attention: means over all query heads of a model and over its queries.
-
-    Attributes:
-        entropy: of a query's weights, in nats.
-        first_token: weight on the first token of a row.
-        sink_heads: query heads whose mean weight on the first token is more than one half.
-        heads: query heads of all layers together.
-        beyond_near: weight on keys before the last `NEAR` tokens, except the first token of the row.
-        queries: how many queries of each head are counted.
-    """
-
-    entropy: float
-    first_token: float
-    sink_heads: int
-    heads: int
-    beyond_near: float
-    queries: int
 
 
 def attention_statistics(teacher: PreTrainedModel, tokens: Int64[Tensor, "N T"]) -> AttentionStatistics:

@@ -33,7 +33,8 @@ from linearize.evaluation.retrieval import Answers, Retrieval, answer, retrieval
 from linearize.evaluation.scores import score_task
 from linearize.evaluation.shares import kept_copying, kept_far_context
 from linearize.evaluation.short import measure_short
-from linearize.evaluation.speed import Crossover, Speed, generation_speed
+from linearize.evaluation.speed import generation_speed
+from linearize.evaluation.timings import Crossover, Speed
 from linearize.hf.attention import linearized_layers
 from linearize.hf.sharding import is_sharded
 

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from linearize.base import Record
 from linearize.evaluation.agreement import Agreement, Generations, PositionLosses
-from linearize.evaluation.attention_statistics import AttentionStatistics
 from linearize.evaluation.copying import Copying
 from linearize.evaluation.fidelity import Fidelity
 from linearize.evaluation.harness import Benchmarks
@@ -19,8 +18,67 @@ from linearize.evaluation.perplexity import Quality
 from linearize.evaluation.retrieval import Retrieval
 from linearize.evaluation.scores import TaskScores
 from linearize.evaluation.shares import KeptGain
-from linearize.evaluation.short import ShortEvaluation
-from linearize.evaluation.speed import Crossover, Speed
+from linearize.evaluation.timings import Crossover, Speed, Spread
+
+NEAR = 64  # tokens: the last ones of a query, its own included
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Measurements of one model that read the contexts in one way.
+
+    Attributes:
+        model: "teacher" or "student".
+        prefill: `STREAMING` or `FULL`; None of a teacher.
+        loss: of the text after the contexts.
+        difference: the loss minus the teacher's, paired by rows; None of the teacher, and without one.
+        needles: share of the questions that greedy decoding answers. None where no needle fits the contexts.
+        prefill_seconds: of one context.
+        decode_seconds: of one generated token after context and continuation.
+        cache_bytes: held after one context.
+    """
+
+    model: str
+    prefill: str | None
+    loss: Interval
+    difference: Interval | None
+    needles: Interval | None
+    prefill_seconds: Spread | None
+    decode_seconds: Spread | None
+    cache_bytes: int
+
+
+@dataclass(frozen=True)
+class ShortEvaluation:
+    """The short evaluation of a student: sizes in tokens, and one reading for each model and way to read."""
+
+    context: int
+    continuation: int
+    rows: int
+    needles: int
+    saved_prefill: str
+    readings: list[Reading]
+
+
+@dataclass(frozen=True)
+class AttentionStatistics:
+    """Statistics of softmax attention: means over all query heads of a model and over its queries.
+
+    Attributes:
+        entropy: of a query's weights, in nats.
+        first_token: weight on the first token of a row.
+        sink_heads: query heads whose mean weight on the first token is more than one half.
+        heads: query heads of all layers together.
+        beyond_near: weight on keys before the last `NEAR` tokens, except the first token of the row.
+        queries: how many queries of each head are counted.
+    """
+
+    entropy: float
+    first_token: float
+    sink_heads: int
+    heads: int
+    beyond_near: float
+    queries: int
 
 
 @dataclass(frozen=True)

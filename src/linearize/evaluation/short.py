@@ -37,9 +37,11 @@ from linearize.evaluation.continuation import (
     loss_difference,
     score,
 )
-from linearize.evaluation.intervals import Interval, wilson
+from linearize.evaluation.intervals import wilson
+from linearize.evaluation.results import Reading, ShortEvaluation
 from linearize.evaluation.retrieval import opening_tokens
-from linearize.evaluation.speed import Spread, cache_bytes, now
+from linearize.evaluation.speed import cache_bytes, now
+from linearize.evaluation.timings import Spread
 from linearize.hf.conversation import fork_state
 from linearize.hf.prefill import FULL, STREAMING
 from linearize.hf.sharding import is_sharded
@@ -47,43 +49,6 @@ from linearize.hf.sharding import is_sharded
 ROWS = ENOUGH  # contexts
 TIMED_ROWS, NEW_TOKENS = 4, 8  # contexts after which generation is timed, and tokens generated after each
 LEAST = 16  # tokens of a context
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Measurements of one model that read the contexts in one way.
-
-    Attributes:
-        model: "teacher" or "student".
-        prefill: `STREAMING` or `FULL`; None of a teacher.
-        loss: of the text after the contexts.
-        difference: the loss minus the teacher's, paired by rows; None of the teacher, and without one.
-        needles: share of the questions that greedy decoding answers. None where no needle fits the contexts.
-        prefill_seconds: of one context.
-        decode_seconds: of one generated token after context and continuation.
-        cache_bytes: held after one context.
-    """
-
-    model: str
-    prefill: str | None
-    loss: Interval
-    difference: Interval | None
-    needles: Interval | None
-    prefill_seconds: Spread | None
-    decode_seconds: Spread | None
-    cache_bytes: int
-
-
-@dataclass(frozen=True)
-class ShortEvaluation:
-    """The short evaluation of a student: sizes in tokens, and one reading for each model and way to read."""
-
-    context: int
-    continuation: int
-    rows: int
-    needles: int
-    saved_prefill: str
-    readings: list[Reading]
 
 
 @dataclass(frozen=True)

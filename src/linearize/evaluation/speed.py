@@ -12,10 +12,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,26 +25,13 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from linearize.base import UserError, progress
 from linearize.data.rows import inference
+from linearize.evaluation.timings import Bench, Crossover, Speed, Spread
 from linearize.hf.compiled import decoding, is_compiled
-from linearize.hf.teacher import break_even_tokens
 
 Name = TypeVar("Name", bound=Hashable)
 
 # Compiled steps that are not counted: by then CUDA graphs know where the tensors of a new cache lie.
 _RECORDING = 2
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, least and greatest of repeated measurements."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(median(values), min(values), max(values))
 
 
 def seconds_in_turns(
@@ -88,21 +74,6 @@ def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -
         held += event["args"]["Bytes"]
         peak = max(peak, held)
     return peak
-
-
-@dataclass(frozen=True)
-class Speed:
-    """One model generating `new_tokens` tokens behind each of `batch_size` prompts of `prompt_length` tokens."""
-
-    model: str
-    prompt_length: int
-    prefill: Spread  # seconds for all prompts together
-    decode: Spread  # seconds per step, which gives every sequence one token
-    cache_bytes: int  # held after prompts and generated tokens, by all sequences together
-    batch_size: int = 1
-    new_tokens: int = 1
-    prefill_bytes: int | None = None  # most held at once during the prefill, the cache included
-    compiling: float | None = None  # seconds of the first, uncounted step; None: steps are not compiled
 
 
 def generation_speed(
@@ -149,46 +120,6 @@ def generation_speed(
     return speeds
 
 
-@dataclass(frozen=True)
-class Crossover:
-    """From about how many tokens on the student is faster than its teacher, for one batch size.
-
-    Medians, interpolated between the lengths measured. None: not ahead at the longest of them.
-    """
-
-    prefill: int | None  # tokens of the prompt
-    decode: int | None  # tokens in the context; half of the generated ones count
-
-    @classmethod
-    def of(cls, speeds: Sequence[Speed]) -> Crossover:
-        """From measurements of "teacher" and "student" at the same lengths."""
-        if len({(s.batch_size, s.new_tokens) for s in speeds}) != 1:
-            raise ValueError("a crossover is of one batch size and one number of new tokens")
-        curves: dict[str, dict[str, dict[int, float]]] = {name: defaultdict(dict) for name in ("teacher", "student")}
-        for s in speeds:
-            if s.model in curves:
-                curves[s.model]["prefill"][s.prompt_length] = s.prefill.median
-                curves[s.model]["decode"][s.prompt_length + s.new_tokens // 2] = s.decode.median
-        return cls(*(even(curves["student"][what], curves["teacher"][what]) for what in ("prefill", "decode")))
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Measurements over batch sizes and lengths, and the crossover of each batch size."""
-
-    speed: list[Speed]
-    crossovers: dict[int, Crossover]
-    repeats: int
-    seed: int
-    setting: str  # device, dtype, version of torch
-
-    def to_json(self) -> dict[str, object]:
-        """Plain data; the crossovers as a list, each with its batch size."""
-        crossovers = [{"batch_size": size} | asdict(found) for size, found in self.crossovers.items()]
-        contents: dict[str, object] = asdict(self)
-        return contents | {"crossovers": crossovers}
-
-
 def bench(
     teacher: PreTrainedModel,
     student: PreTrainedModel,
@@ -222,25 +153,6 @@ def _setting(model: PreTrainedModel) -> str:
     return f"{device}, {str(model.dtype).removeprefix('torch.')}, torch {torch.__version__}"
 
 
-def even(ours: Mapping[int, float], theirs: Mapping[int, float]) -> int | None:
-    """The length from which on ours stays below theirs, interpolated between the lengths of the two curves.
-
-    The shortest length where ours is below throughout, None where it is not below at the longest.
-    """
-    lengths = sorted(ours)
-    if lengths != sorted(theirs):
-        raise ValueError(f"the curves must have the same lengths, got {lengths} and {sorted(theirs)}")
-    gaps = [ours[length] - theirs[length] for length in lengths]
-    behind = [i for i, gap in enumerate(gaps) if gap >= 0]
-    if not behind:
-        return lengths[0]
-    last = behind[-1]
-    if last == len(lengths) - 1:
-        return None
-    share = gaps[last] / (gaps[last] - gaps[last + 1])
-    return round(lengths[last] + share * (lengths[last + 1] - lengths[last]))
-
-
 def cache_bytes(cache: Cache) -> int:
     """Bytes of memory that the tensors of a Hugging Face cache keep alive, whole storages and each counted once."""
     storages: dict[tuple[torch.device, int], int] = {}
@@ -249,23 +161,6 @@ def cache_bytes(cache: Cache) -> int:
             storage = tensor.untyped_storage()
             storages[tensor.device, storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-def growth(held: Mapping[int, int]) -> int:
-    """Bytes that a cache grows by per token, from the bytes it holds after some numbers of tokens."""
-    short, long = min(held), max(held)
-    return (held[long] - held[short]) // (long - short)
-
-
-def memory_break_even(student: Mapping[int, int], teacher: Mapping[int, int]) -> int | None:
-    """From how many tokens on the student's cache is the smaller one; None: at no length.
-
-    Args:
-        student, teacher: bytes held after two or more numbers of tokens, the same of both.
-    """
-    longest, grows = max(student), (growth(teacher), growth(student))
-    at_first = student[longest] - teacher[longest] + (grows[0] - grows[1]) * longest
-    return break_even_tokens(at_first, *grows)
 
 
 @contextmanager

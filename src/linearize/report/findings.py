@@ -13,16 +13,15 @@ from math import exp, hypot
 from statistics import median
 from typing import Literal
 
-from linearize.evaluation.attention_statistics import NEAR, AttentionStatistics
 from linearize.evaluation.candidates import DEFAULT_WINDOW
 from linearize.evaluation.fidelity import Fidelity
 from linearize.evaluation.harness import BenchmarkResult
 from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import title
+from linearize.evaluation.results import NEAR, AttentionStatistics, Reading, ShortEvaluation
 from linearize.evaluation.retrieval import Retrieval
 from linearize.evaluation.shares import KeptGain
-from linearize.evaluation.short import Reading, ShortEvaluation
-from linearize.evaluation.speed import Crossover, Speed, growth, memory_break_even
+from linearize.evaluation.timings import Crossover, Speed, growth, memory_break_even
 from linearize.hf.prefill import FULL, PREFILL_COSTS, STREAMING
 from linearize.report.load import RunFiles
 from linearize.report.missing import missing_sections

@@ -12,9 +12,8 @@ from pydantic import BaseModel, Field, ValidationError
 from linearize.base import AnyRecord, Record, UserError
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.intervals import Interval
-from linearize.evaluation.results import Comparison, Measured, Results
+from linearize.evaluation.results import Comparison, Measured, Reading, Results
 from linearize.evaluation.scores import Scored, TaskScores
-from linearize.evaluation.short import Reading
 from linearize.planning.results import TRAINING_STAGES, Plan
 from linearize.recipe import Recipe
 from linearize.report.numbers import Number

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from linearize.evaluation.metrics import title
-from linearize.evaluation.speed import Speed
+from linearize.evaluation.timings import Speed
 from linearize.hf.prefill import FULL, STREAMING
 from linearize.planning.results import TRAINING_STAGES
 from linearize.report.findings import Finding, findings, speeds, verdict

@@ -8,8 +8,8 @@ from math import exp
 from linearize.evaluation.candidates import LABELS
 from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import title
-from linearize.evaluation.short import Reading
-from linearize.evaluation.speed import Speed, Spread
+from linearize.evaluation.results import Reading
+from linearize.evaluation.timings import Speed, Spread
 from linearize.report.html import Group, Table
 from linearize.report.load import RunFiles, label
 from linearize.report.numbers import (

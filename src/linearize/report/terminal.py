@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.text import Text
 
 from linearize.base import without_controls
-from linearize.evaluation.speed import Bench
+from linearize.evaluation.timings import Bench
 from linearize.report import tables
 from linearize.report.findings import faster, memory, sentences
 from linearize.report.html import Table

@@ -5,16 +5,21 @@ Axes: G KV heads of a layer, Q quantiles.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from linearize.base import Record
 from linearize.configs.memory import MemoryConfig
 from linearize.configs.mixer import HeadwiseConfig, LayerPlan
 from linearize.hf.teacher import TeacherShape
-from linearize.training.eviction_scores import cache_sizes
 from linearize.training.memory import BLOCK, budget_bytes, head_bytes, head_mixer, largest, require_room
 
 WINDOW = 2 * BLOCK  # beside a cache: a query sees its own block and the one before
+NEEDED = 0.4  # attention weight: a pair that receives less from every query of the repetition is not kept for recall
 SMALLEST_RECALL = 48  # fewer pairs for recall are none
 
 
@@ -85,3 +90,45 @@ def allocate(
         budget=budget,
         held=held(window, text, chosen),
     )
+
+
+def cache_sizes(
+    needs: Sequence[Float[Tensor, "G Q"]], room: int, pairs: int, *, multiple: int, least: int
+) -> list[list[int]]:
+    """Return the size of each KV head's cache for recall: as many pairs as recall needs more than one threshold.
+
+    One threshold on `needs` over all heads, so that all sizes together are at most `pairs`: so the sum of the attention
+    whose pairs are evicted is as small as it can be, but for sizes below `least`, which become 0. Pairs that need less
+    than the log of NEEDED are left out, however many there may be. Pairs that need exactly the threshold are divided
+    among their heads in proportion.
+
+    Args:
+        needs: by layer.
+        room: the most pairs of a cache; the share of pairs above the threshold is of these.
+        multiple: sizes are multiples of it.
+    """
+
+    def shares(threshold: float) -> list[Float[Tensor, " G"]]:
+        return [(of_layer > threshold).float().mean(1) for of_layer in needs]
+
+    def sizes(of_layers: list[Float[Tensor, " G"]]) -> list[list[int]]:
+        rounded = [[round(share * room / multiple) * multiple for share in of_heads.tolist()] for of_heads in of_layers]
+        return [[size if size >= least else 0 for size in of_heads] for of_heads in rounded]
+
+    def too_many(of_layers: list[Float[Tensor, " G"]]) -> bool:
+        return sum(map(sum, sizes(of_layers))) > pairs
+
+    most = shares(math.log(NEEDED))
+    if not too_many(most):
+        return sizes(most)
+    low, high = math.log(NEEDED), 0.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_many(shares(middle)) else (low, middle)
+    fewer, more = shares(high), shares(low)
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        mixed = [a.lerp(b, middle) for a, b in zip(fewer, more, strict=True)]
+        low, high = (low, middle) if too_many(mixed) else (middle, high)
+    return sizes([a.lerp(b, low) for a, b in zip(fewer, more, strict=True)])

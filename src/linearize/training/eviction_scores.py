@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,6 @@ AGES = (16, 64, 256)  # tokens between a pair and the first query that may need 
 LEAST = 1e-6  # of an attention weight, whose logarithm is fitted
 RIDGE = 50.0  # penalty on weights of standardised features
 QUANTILES = 256
-NEEDED = 0.4  # attention weight: a pair that receives less from every query of the repetition is not kept for recall
 FADE = 0.07  # score for text that a pair loses, relative to newer ones, per token, times the square root of its places
 
 
@@ -236,45 +235,3 @@ def largest_attention(inputs: AttnInputs, context: int) -> Float[Tensor, "G J S"
         weights = torch.nn.functional.pad(weights, (0, missing[1], 0, missing[0]))
         found.append(weights.unflatten(0, (k.shape[1], -1)).amax(1).unflatten(1, (-1, BLOCK)).amax(2))
     return torch.cat(found, dim=1).clamp_min(LEAST).log()
-
-
-def cache_sizes(
-    needs: Sequence[Float[Tensor, "G Q"]], room: int, pairs: int, *, multiple: int, least: int
-) -> list[list[int]]:
-    """Return the size of each KV head's cache for recall: as many pairs as recall needs more than one threshold.
-
-    One threshold on `needs` over all heads, so that all sizes together are at most `pairs`: so the sum of the attention
-    whose pairs are evicted is as small as it can be, but for sizes below `least`, which become 0. Pairs that need less
-    than the log of NEEDED are left out, however many there may be. Pairs that need exactly the threshold are divided
-    among their heads in proportion.
-
-    Args:
-        needs: by layer.
-        room: the most pairs of a cache; the share of pairs above the threshold is of these.
-        multiple: sizes are multiples of it.
-    """
-
-    def shares(threshold: float) -> list[Float[Tensor, " G"]]:
-        return [(of_layer > threshold).float().mean(1) for of_layer in needs]
-
-    def sizes(of_layers: list[Float[Tensor, " G"]]) -> list[list[int]]:
-        rounded = [[round(share * room / multiple) * multiple for share in of_heads.tolist()] for of_heads in of_layers]
-        return [[size if size >= least else 0 for size in of_heads] for of_heads in rounded]
-
-    def too_many(of_layers: list[Float[Tensor, " G"]]) -> bool:
-        return sum(map(sum, sizes(of_layers))) > pairs
-
-    most = shares(math.log(NEEDED))
-    if not too_many(most):
-        return sizes(most)
-    low, high = math.log(NEEDED), 0.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if too_many(shares(middle)) else (low, middle)
-    fewer, more = shares(high), shares(low)
-    low, high = 0.0, 1.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        mixed = [a.lerp(b, middle) for a, b in zip(fewer, more, strict=True)]
-        low, high = (low, middle) if too_many(mixed) else (middle, high)
-    return sizes([a.lerp(b, low) for a, b in zip(fewer, more, strict=True)])

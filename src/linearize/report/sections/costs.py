@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from linearize.evaluation.speed import Spread
+from linearize.evaluation.timings import Spread
 from linearize.report import tables
 from linearize.report.figures import Line, LinePanel, curves
 from linearize.report.findings import faster, memory, speeds
