@@ -19,7 +19,12 @@ from linearize_cli import app
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    for path in [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+        *(ROOT / "examples").glob("*.md"),
+    ]
     if path.name != "CHANGELOG.md"  # of commands as they were
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

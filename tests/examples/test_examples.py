@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 import linearize
 from linearize.configs.feature_maps import ReluMap
-from linearize.demo.corpus import teacher_path
 from linearize.mixers.feature_maps.pointwise import Relu
 from tests import tiny
 from tests.byte_tokenizer import CHATML, byte_tokenizer
@@ -53,15 +52,39 @@ def test_an_example_fits_on_a_screen_and_says_what_stands_behind_it(path: Path, 
     assert done.value.code == 0
 
 
-@pytest.mark.parametrize("teacher", [tiny.teacher_folder, pytest.param(teacher_path, marks=pytest.mark.slow)])
-def test_convert(example: Example, tmp_path: Path, teacher: Callable[[], Any]) -> None:
+def test_lolcats(example: Example, tmp_path: Path) -> None:
     text = tiny.write_text(tmp_path / "text.jsonl", documents=400)
-    given = ["--model", teacher(), "--text", text, "--output-dir", tmp_path]
-    assert "def" in example("convert", *given, "--steps", 2)
+    given = ["--model", tiny.teacher_folder(), "--text", text, "--output-dir", tmp_path]
+    assert "def" in example("lolcats", *given, "--steps", 2)
     for stage in ("attention_transfer", "finetune"):
         assert json.loads((tmp_path / stage / "result.json").read_text())["steps"] == 2
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert type(model).__name__ == "LinearizedLlamaForCausalLM"
+
+
+def test_convert_without_training(example: Example, tmp_path: Path) -> None:
+    text = tiny.write_text(tmp_path / "text.jsonl", documents=400)
+    given = ["--model", tiny.teacher_folder(), "--text", text, "--output-dir", tmp_path]
+    assert "def read_config" in example("convert_without_training", *given, "--fraction", 0.5, "--length", 256)
+    layers = json.loads((tmp_path / "config.json").read_text())["linearize"]["layers"]
+    assert all(layer["cache"]["size"] for layer in layers)
+
+
+def test_export_stock(example: Example, tmp_path: Path) -> None:
+    text = tiny.write_text(tmp_path / "text.jsonl", documents=400)
+    given = ["--model", tiny.teacher_folder(), "--text", text, "--output-dir", tmp_path, "--length", 128]
+    printed = example("export_stock", *given)
+    assert "<class 'transformers.models.granite_swa" in printed and "def read_config" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["convert_without_training", "lolcats", "export_stock"])
+def test_an_example_with_its_defaults(example: Example, tmp_path: Path, name: str) -> None:
+    """On the bundled teacher and the text that the examples name."""
+    command = [sys.executable, ROOT / "scripts" / "write_stdlib_corpus.py", tmp_path / "corpus"]
+    subprocess.run(command, check=True, capture_output=True)
+    given = ["--text", tmp_path / "corpus" / "train.jsonl", "--output-dir", tmp_path / "out"]
+    assert "def" in example(name, *given)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:'pin_memory':UserWarning")
@@ -90,6 +113,11 @@ def test_chat_beside_teacher(example: Example, tmp_path: Path) -> None:
     byte_tokenizer(template=CHATML).save_pretrained(folder / "model")
     said = example("chat_beside_teacher", folder, "--question", "abc")
     assert all(words in said for words in ("teacher", "streaming", "full", "bytes"))
+
+
+def test_the_page_of_the_examples_lists_them() -> None:
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"\]\((\w+\.py)\)", page)) == [path.name for path in EXAMPLES]
 
 
 def test_the_python_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
