@@ -6,6 +6,7 @@ Also run as a script, by the tests that kill it.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,10 @@ def test_no_command_is_help(command: Command) -> None:
     done = command()
     assert "Usage: " in done.out + done.err
     assert done.status == 2
+
+
+def test_the_version(command: Command) -> None:
+    assert command("--version").out == f"linearize {version('linearize')}\n"
 
 
 def test_recipes_are_listed(command: Command) -> None:
@@ -415,6 +421,12 @@ def test_generate_continues_a_prompt(command: Command) -> None:
     assert len(first.out.strip()) > len("abc")
     warm = [command(*arguments, "--temperature", 5, "--seed", seed).out for seed in (1, 1, 2)]
     assert warm[0] == warm[1] != warm[2]
+
+
+def test_generate_reads_a_prompt_from_standard_input(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("generate", tiny.finished_run().folder / "model", "--max-new-tokens", 8, "--prompt")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc"))
+    assert command(*arguments, "-").out == command(*arguments, "abc").out
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -2,6 +2,7 @@
 
 # Annotations are evaluated once, on import: typer evaluates those that are strings again for every --help.
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +41,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    """Print the version and end, if it is wanted."""
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"linearize {version('linearize')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Take the options that come before a command."""
 
 
 @app.command()
@@ -421,7 +440,7 @@ def export(
 @app.command()
 def generate(
     model: Student,
-    prompt: Annotated[str, typer.Option(help="the text to continue")],
+    prompt: Annotated[str, typer.Option(help="the text to continue; -: read it from standard input")],
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.0,
     prefill: Annotated[
@@ -443,7 +462,7 @@ def generate(
     where = device_of(device)
     generating.generate(
         model,
-        prompt,
+        sys.stdin.read() if prompt == "-" else prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         prefill=prefill,

@@ -81,7 +81,10 @@ def validation_and_test(
     return items[:count], without(items[count:], items[:count], key)
 
 
-MORE_HELD_OUT = "use more data, hold out more of it (data.validation_fraction), or set data.validation_dataset"
+MORE_HELD_OUT = (
+    "use more data (data.max_tokens ends the reading), hold out more of it (data.validation_fraction), or set "
+    "data.validation_dataset"
+)
 
 
 def require_enough(found: int, what: str, advice: str = MORE_HELD_OUT) -> None:
