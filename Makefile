@@ -14,7 +14,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-real test test-slow test-faults test-gpu test-kernels test-fla test-matrix test-quantized test-trl test-vllm bench-engines test-browser test-serve bench-kvpress figures docs chromium lint quick-lint format clean
+.PHONY: help setup demo demo-real test test-slow test-faults test-gpu test-kernels test-fla test-matrix test-quantized test-trl test-vllm bench-engines test-browser test-serve bench-kvpress figures docs chromium release-check lint quick-lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -141,6 +141,10 @@ docs: ## the documentation as a site, in build/site; broken links are errors
 figures: setup chromium ## the README's figure and screenshot, from the committed runs, in the same chromium
 	$(BIN)/python experiments/readme_figure.py
 	$(BIN)/python scripts/report_screenshot.py experiments/recommended/pycode-5m docs/figures/report.png
+
+# In environments of its own, which it makes anew. PIP_EXTRA_INDEX_URL as for test-vllm: torch's CPU build is enough.
+release-check: ## build the package, install it into an empty environment, carry out the tutorial there
+	PYTHON='$(PYTHON)' scripts/release_check.sh build/release
 
 chromium: setup
 	@command -v chromium >/dev/null || { \
