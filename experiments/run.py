@@ -39,7 +39,6 @@ from linearize.data.packing import Dataset, fingerprint
 from linearize.data.rows import PackedRows
 from linearize.data.selection import reach_by
 from linearize.evaluation.answers import answering
-from linearize.evaluation.fidelity import Fidelity, measure_fidelity
 from linearize.evaluation.metrics import title
 from linearize.evaluation.perplexity import token_losses
 from linearize.hf.checkpoint import load_model, load_tokenizer, read_config
@@ -59,6 +58,7 @@ import figures
 import outcomes
 from examination import Examination
 from outcomes import FAR, POSITIONS, Outcome
+from weight_measures import LayerMeasures, measure_weights
 
 BATCH_SIZE = 8
 EXAMINED = ("examined_text", "tasks", "task_limit")
@@ -241,9 +241,9 @@ def measure_cell(run: Run, data: Dataset, place: Place) -> tuple[dict[str, Outco
             assert isinstance(data.test, PackedRows)
             kept[name] = token_losses(model, data.test, batch_size=BATCH_SIZE, title=name)
 
-    def fidelity() -> Fidelity:
+    def by_head() -> list[LayerMeasures]:
         tokens = recipe.evaluation.fidelity_tokens
-        return measure_fidelity(student, data.test, None, max_tokens=tokens, batch_size=2, seed=recipe.seed)
+        return measure_weights(student, data.test, max_tokens=tokens, batch_size=2, seed=recipe.seed)
 
     # A new model is no teacher; but one that has weights, which the recipe does not read, can stand beside it.
     if examined is not None:
@@ -254,7 +254,7 @@ def measure_cell(run: Run, data: Dataset, place: Place) -> tuple[dict[str, Outco
         measure("teacher", load_model(run.model, **options))
         measure("swapped", student)
     learned = recipe.mixer.decay is not None and not recipe.mixer.decay.constant
-    before = gates(fidelity()) if learned else None
+    before = gates(by_head()) if learned else None
     if recipe.transfer is not None:
         load_transferred(student, recipe.transfer, run.folder / "transfer")
         measure("transferred", student)
@@ -265,17 +265,17 @@ def measure_cell(run: Run, data: Dataset, place: Place) -> tuple[dict[str, Outco
             load_finetuned(student, config, run.folder / name)
             stages[name] = json.loads((run.folder / name / "result.json").read_text(encoding="utf-8"))
     measure("student", student)
-    after = fidelity()
+    after = by_head()
     heads = {
-        "layers": [layer.layer for layer in after.layers],
-        "output_mse": [mean(layer.output_mse) for layer in after.layers],
-        "output_relative": [mean(layer.output_relative) for layer in after.layers],
-        "weight_kl": [mean(layer.weight_kl) for layer in after.layers if layer.weight_kl is not None] or None,
-        "cosine": [mean(layer.cosine) for layer in after.layers if layer.cosine is not None] or None,
+        "layers": [layer.layer for layer in after],
+        "output_mse": [mean(layer.output_mse) for layer in after],
+        "output_relative": [mean(layer.output_relative) for layer in after],
+        "weight_kl": [mean(layer.weight_kl) for layer in after if layer.weight_kl is not None] or None,
+        "cosine": [mean(layer.cosine) for layer in after],
         "entropy": _students(after, "entropy"),
-        "teacher_entropy": [mean(layer.entropy.teacher) for layer in after.layers],
+        "teacher_entropy": [mean(layer.entropy.teacher) for layer in after],
         "monotonicity": _students(after, "monotonicity"),
-        "singular_values": [mean(x.singular_values) for x in after.layers if x.singular_values is not None] or None,
+        "singular_values": [mean(layer.singular_values) for layer in after],
     }
     stages = {name: {k: v for k, v in stage.items() if k != "identity"} for name, stage in stages.items()}
     if before is not None:
@@ -286,15 +286,15 @@ def measure_cell(run: Run, data: Dataset, place: Place) -> tuple[dict[str, Outco
     return kept, found
 
 
-def _students(fidelity: Fidelity, name: str) -> list[float] | None:
+def _students(layers: list[LayerMeasures], name: str) -> list[float] | None:
     """Means over heads of one number of the student's weights, by layer; None where they are no distribution."""
-    pairs = [getattr(layer, name) for layer in fidelity.layers]
+    pairs = [getattr(layer, name) for layer in layers]
     return [mean(pair.student) for pair in pairs if pair.student is not None] or None
 
 
-def gates(fidelity: Fidelity) -> list[float]:
+def gates(layers: list[LayerMeasures]) -> list[float]:
     """The share of the gates' values in each of 20 bins from 0 to 1, over layers, heads and tokens."""
-    counts = [head for layer in fidelity.layers if layer.gates is not None for head in layer.gates.counts]
+    counts = [head for layer in layers if layer.gates is not None for head in layer.gates]
     total = [sum(bins) for bins in zip(*counts, strict=True)]
     return [count / sum(total) for count in total]
 

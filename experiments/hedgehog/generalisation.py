@@ -36,7 +36,6 @@ from linearize.data.load import load_dataset, load_processor
 from linearize.data.rows import Rows
 from linearize.data.sources import read_rows
 from linearize.evaluation.answers import answering
-from linearize.evaluation.fidelity import measure_fidelity
 from linearize.hf.checkpoint import load_tokenizer, read_config
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
@@ -49,6 +48,7 @@ from linearize.training.finetune import finetune
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pages import write_page
+from weight_measures import measure_weights
 
 FIXED: dict[str, dict[str, Any]] = {
     "1 + ELU": {"type": "elu1"},
@@ -107,8 +107,8 @@ def all_maps(runs: dict[str, Run]) -> list[Maps]:
 
 def divergence(student: PreTrainedModel, rows: Any, max_tokens: int) -> float | None:
     """KL(softmax || student) of attention weights, nats per query: a mean over heads and layers."""
-    found = measure_fidelity(student, rows, None, max_tokens=max_tokens, batch_size=BATCH_SIZE, seed=0)
-    layers = [mean(layer.weight_kl) for layer in found.layers if layer.weight_kl is not None]
+    found = measure_weights(student, rows, max_tokens=max_tokens, batch_size=BATCH_SIZE, seed=0)
+    layers = [mean(layer.weight_kl) for layer in found if layer.weight_kl is not None]
     return mean(layers) if layers else None
 
 

@@ -49,22 +49,17 @@ def eventually(page: Any, expression: str) -> None:
 def test_it_opens_without_complaints_and_asks_for_nothing(open_page: Open, name: str) -> None:
     opened = open_page(name)
     opened.page.evaluate(OPEN_ALL)
-    for tab in opened.page.locator("[role=tab]").all():
-        tab.click()
     opened.page.wait_for_timeout(100)
     assert opened.complaints == [] and opened.requests == []
 
 
 # The lowest figure: a task has one difference, which is a figure of one line.
-@pytest.mark.parametrize(
-    "name, figures, pickers, lowest", [("one", 23, 1, 100), ("two", 26, 2, 100), ("task", 14, 1, 80)]
-)
-def test_every_figure_is_drawn(open_page: Open, name: str, figures: int, pickers: int, lowest: int) -> None:
+@pytest.mark.parametrize("name, figures, lowest", [("one", 12, 100), ("two", 12, 100), ("task", 5, 80)])
+def test_every_figure_is_drawn(open_page: Open, name: str, figures: int, lowest: int) -> None:
     page = open_page(name).page
     assert page.locator("figure svg").count() == figures
-    assert page.locator("[data-picker]").count() == pickers
     shown = [svg.bounding_box() for svg in page.locator("figure svg").all() if svg.is_visible()]
-    assert len(shown) == figures - 2 * pickers  # of three maps, one is shown
+    assert len(shown) == figures
     assert all(box["width"] >= 300 and box["height"] >= lowest for box in shown)
     texts = page.locator("svg text").first.evaluate("text => getComputedStyle(text).fontFamily")
     assert texts == page.evaluate("getComputedStyle(document.querySelector('nav')).fontFamily")
@@ -96,54 +91,6 @@ def test_the_theme_follows_the_system_while_nothing_is_chosen(open_page: Open) -
     page.emulate_media(color_scheme="dark")
     page.get_by_role("button", name="Light theme").wait_for()  # the page hears of it by an event of its own
     assert is_dark(page)
-
-
-def test_heads_are_chosen_by_arrow_keys(open_page: Open) -> None:
-    page = open_page().page
-    tabs, panels = page.locator("[role=tab]"), page.locator("[role=tabpanel]")
-
-    def shown() -> list[bool]:
-        chosen = [tab.get_attribute("aria-selected") == "true" for tab in tabs.all()]
-        assert chosen == [panel.is_visible() for panel in panels.all()]
-        assert chosen == [tab.get_attribute("tabindex") == "0" for tab in tabs.all()]
-        return chosen
-
-    assert shown() == [True, False, False]
-    tabs.first.focus()
-    for key, expected in (
-        ("ArrowRight", [False, True, False]),
-        ("ArrowRight", [False, False, True]),
-        ("ArrowRight", [True, False, False]),
-        ("ArrowLeft", [False, False, True]),
-        ("Home", [True, False, False]),
-        ("End", [False, False, True]),
-    ):
-        page.keyboard.press(key)
-        assert shown() == expected, key
-        assert tabs.nth(expected.index(True)).evaluate("tab => tab === document.activeElement")
-    outline = tabs.nth(2).evaluate("tab => getComputedStyle(tab).outlineStyle")
-    assert outline == "solid", "the focus cannot be seen"
-    tabs.nth(1).click()
-    assert shown() == [False, True, False]
-
-
-# An encoder's queries look at later keys too.
-@pytest.mark.parametrize("name, query, key", [("one", 3, 1), ("task", 3, 1), ("task", 1, 3)])
-def test_the_pointer_reads_a_map(open_page: Open, name: str, query: int, key: int) -> None:
-    page = open_page(name).page
-    svg = page.locator("[role=tabpanel] svg").first
-    svg.scroll_into_view_if_needed()
-    box = svg.bounding_box()
-    data = page.locator("[data-map] script").first.evaluate("script => JSON.parse(script.textContent)")
-    for side in (0, 1):
-        left, top = data["corners"][side]
-        scale = box["width"] / svg.evaluate("svg => svg.viewBox.baseVal.width")
-        x, y = left + (key + 0.5) * data["cell"], top + (query + 0.5) * data["cell"]
-        page.mouse.move(box["x"] + x * scale, box["y"] + y * scale)
-        weights = [f"{grid[query][key]:.4f}" for grid in data["weights"]]
-        said = page.locator(".readout").first.inner_text()
-        places = f"query {query} {data['tokens'][query]}, key {key} {data['tokens'][key]}"
-        assert said == f"{places}: teacher {weights[0]}, student {weights[1]}"
 
 
 @pytest.mark.parametrize("name", ["one", "two", "task"])
@@ -189,9 +136,8 @@ def test_on_paper_everything_is_open_and_light(open_page: Open) -> None:
     assert is_dark(page)
     page.emulate_media(media="print")
     assert background(page) == (0xFB, 0xFA, 0xF7)
-    for gone in ("nav", ".bar", ".tabs", "summary"):
+    for gone in ("nav", ".bar", "summary"):
         assert not page.locator(gone).first.is_visible(), gone
-    assert all(panel.is_visible() for panel in page.locator("[role=tabpanel]").all())
     assert all(box.is_visible() for box in page.locator("details .scroll, details > pre").all())
     page.emulate_media(media="screen")
     assert not page.locator("details .scroll").first.is_visible()
@@ -200,8 +146,8 @@ def test_on_paper_everything_is_open_and_light(open_page: Open) -> None:
 
 def test_it_can_be_read_without_scripts(open_page: Open) -> None:
     page = open_page(java_script_enabled=False).page
-    assert all(panel.is_visible() for panel in page.locator("[role=tabpanel]").all())
-    assert not page.locator("#theme").is_visible() and not page.locator(".tabs").first.is_visible()
+    assert page.locator("figure svg").first.is_visible()
+    assert not page.locator("#theme").is_visible()
 
 
 def test_a_picture_of_a_report(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ def page_of_two(tmp_path_factory: pytest.TempPathFactory) -> str:
     bare = {
         name: found
         for name, found in sample.evaluation(1, shift=0.03).items()
-        if name not in ("fidelity", "path_usage", "retrieval", "speed")
+        if name not in ("fidelity", "retrieval", "speed")
     }
-    first = sample.evaluation() | {"path_usage": None}
-    first["fidelity"] = first["fidelity"] | {"maps": [], "worst": [], "layers": first["fidelity"]["layers"][:2]}
+    first = sample.evaluation()
+    first["fidelity"]["layers"] = first["fidelity"]["layers"][:2]
     runs = [
         sample.write_run(folder / "alpha", first),
         sample.write_run(folder / "beta", bare, teacher_parameters=7_000_000),

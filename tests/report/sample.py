@@ -89,7 +89,6 @@ def evaluation(seed: int = 0, shift: float = 0.0) -> dict[str, Any]:
         },
         "teacher_attention": ATTENTION,
         "fidelity": _fidelity(draw),
-        "path_usage": _path_usage(draw),
         "retrieval": [_retrieval("passkey", draw), _retrieval("associative_recall", draw)],
         "tasks": {
             "shots": {"arc_easy": 0, "piqa": 0, "hellaswag": 0},
@@ -263,64 +262,12 @@ def _stage(folder: Path, num_steps: int, initial: dict[str, float], ratio: float
 
 
 def _fidelity(draw: random.Random) -> dict[str, Any]:
-    def heads(low: float, high: float) -> list[float]:
-        return [low * (high / low) ** draw.random() for _ in range(HEADS)]
-
-    layers = []
-    for layer in range(LAYERS):
-        entropy, monotonicity, esl = heads(1.0, 4.0), heads(0.6, 0.98), heads(4, 60)
-        layers.append(
-            {
-                "layer": layer,
-                "output_mse": heads(0.001, 0.4),
-                "output_relative": heads(0.02, 1.2),
-                "weight_kl": heads(0.05, 2.5),
-                "weight_cross_entropy": heads(2, 5),
-                "cosine": heads(0.5, 0.99),
-                "singular_values": heads(0.1, 2),
-                "entropy": {"teacher": entropy, "student": [x + draw.uniform(0, 0.8) for x in entropy]},
-                "monotonicity": {"teacher": monotonicity, "student": [x * draw.uniform(0.7, 1) for x in monotonicity]},
-                "esl": {"teacher": esl, "student": [min(x, WINDOW / 2) for x in esl]},
-                "gates": {"edges": [i / 8 for i in range(9)], "counts": [[draw.randrange(90) for _ in range(8)]] * 2},
-                "mix": {"edges": [i / 8 for i in range(9)], "counts": [0, 3, 1, 1, 0, 0, 1, 2]},
-            }
-        )
-    chosen = [("best", 0, 3), ("median", 4, 6), ("worst", 5, 1)]
-    maps = [
-        _map(draw, rank, layer, head, tokens) for (rank, layer, head), tokens in zip(chosen, (24, 40, 96), strict=True)
+    layers = [
+        {"layer": layer, "output_relative": [0.02 * 5 ** draw.random() for _ in range(HEADS)]}
+        for layer in range(LAYERS)
     ]
     layers[5]["output_relative"][1] = 1.123
-    worst = [{"layer": 5, "head": 1}, {"layer": 4, "head": 6}]
-    return {"tokens": 4096, "layers": layers, "maps": maps, "worst": worst}
-
-
-def _map(draw: random.Random, rank: str, layer: int, head: int, tokens: int) -> dict[str, Any]:
-    def weights(reach: float) -> list[list[float]]:
-        grid = []
-        for n in range(tokens):
-            row = [math.exp(-(n - k) / reach) * draw.uniform(0.2, 1) + (2 if k == 0 else 0) for k in range(n + 1)]
-            grid.append([x / sum(row) for x in row] + [0.0] * (tokens - n - 1))
-        return grid
-
-    names = [CODE[i % len(CODE)] for i in range(tokens)]
-    about = {"layer": layer, "head": head, "rank": rank, "cell_tokens": 1, "tokens": names}
-    return about | {"teacher": weights(6.0), "student": weights(3.0)}
-
-
-def _path_usage(draw: random.Random) -> dict[str, Any]:
-    edges = [0, 1, 4, 16, 64, 128, 256, 512]
-    bins = len(edges) - 1
-    layers = []
-    for layer in range(LAYERS):
-        mass = []
-        for _ in range(HEADS):
-            raw = [draw.random() * 0.6**i for i in range(bins)]
-            mass.append([x / sum(raw) for x in raw])
-        far = [[float(edges[i] >= WINDOW) for i in range(bins)] for _ in mass]
-        share = [sum(m * x for m, x in zip(ms, xs, strict=True)) for ms, xs in zip(mass, far, strict=True)]
-        layers.append({"layer": layer, "linear_share": share, "by_distance": {"mass": mass, "linear": far}})
-    without = {"without_linear": interval(0.0136, 0.006), "without_window": interval(1.92, 0.11)}
-    return {"edges": edges, "layers": layers, **without, "documents": 40}
+    return {"tokens": 4096, "layers": layers}
 
 
 def _retrieval(name: str, draw: random.Random) -> dict[str, Any]:

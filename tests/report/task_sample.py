@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +35,11 @@ def evaluation(
             "recovery": {metric: interval(scores["student"] / scores["teacher"], 0.01) for metric in metrics if others},
         }
         | task,
-        "fidelity": fidelity(),
+        "fidelity": sample.evaluation()["fidelity"],
         "missing": ["teacher, fine-tuned"],
         "not_measured": {},
         "provenance": sample.evaluation()["provenance"],
     }
-
-
-def fidelity() -> dict[str, Any]:
-    """As of a decoder, but for the maps: every query looks both ways."""
-    draw = random.Random(3)
-    found = sample.evaluation()["fidelity"]
-
-    def weights(size: int) -> list[list[float]]:
-        rows = [[draw.uniform(0.1, 1) for _ in range(size)] for _ in range(size)]
-        return [[x / sum(row) for x in row] for row in rows]
-
-    maps = [
-        chosen | {who: weights(len(chosen["tokens"])) for who in ("teacher", "student")} for chosen in found["maps"]
-    ]
-    return found | {"maps": maps}
 
 
 def write_run(folder: Path, found: dict[str, Any] | None = None, **plan: Any) -> Path:

@@ -19,7 +19,6 @@ from linearize.report.findings import (
     generations,
     memory,
     outliers,
-    path_usage,
     recall,
     teacher_attention,
     verdict,
@@ -164,7 +163,7 @@ def test_tasks_are_compared_with_the_error_of_both(read: Read) -> None:
 
 def test_every_finding_carries_a_number(read: Read) -> None:
     found = findings(read())
-    assert len(found) == 18
+    assert len(found) == 17
     assert all(any(c.isdigit() for c in finding.words) for finding in found)
 
 
@@ -194,35 +193,6 @@ def test_recall_is_told_with_what_it_is_measured_against(read: Read) -> None:
 
 
 @pytest.mark.parametrize(
-    "difference, kind, words",
-    [
-        (interval(0.2, 0.1), "fact", f"The student uses its linear part: 25{THIN}% of its attention goes through it, "
-         f"and without it the loss is 0.200 nats per token higher (95{THIN}% interval +0.100 to +0.300)."),
-        (interval(0.004, 0.001), "fact", f"The student hardly uses its linear part: 25{THIN}% of its attention"),
-        (interval(0.01, 0.02), "open", f"No sign that the student uses its linear part: 25{THIN}% of its attention"),
-        (interval(-0.2, 0.1), "loss", f"The linear part does the student harm: 25{THIN}% of its attention goes through "
-         "it, and without it the loss is 0.200 nats per token lower"),
-        (interval(0.0, 0.0), "fact", f"The student does not use its linear part on this text: 25{THIN}% of its"),
-    ],
-)  # fmt: skip
-def test_whether_the_linear_part_is_used(read: Read, difference: Any, kind: str, words: str) -> None:
-    distances = {"mass": [[1.0]] * 2, "linear": [[0.0]] * 2}
-    layers = [
-        {"layer": i, "linear_share": shares, "by_distance": distances}
-        for i, shares in enumerate(([0.1, 0.4], [0.2, 0.3]))
-    ]
-    usage = {"layers": layers, "without_linear": difference, "without_window": interval(1.0, 0.1)}
-    usage |= {"edges": [0, 1], "documents": 40}
-    found = path_usage(read(path_usage=usage))
-    assert found is not None and found.kind == kind and found.words.startswith(words)
-    alone = path_usage(read(path_usage=usage | {"without_window": None}))
-    assert alone is not None and "with softmax within 64 tokens instead, the loss is" in alone.words
-    nothing = [{"layer": 0, "linear_share": [0.0, 0.0], "by_distance": distances}]
-    none = path_usage(read(path_usage=usage | {"layers": nothing, "without_window": None}))
-    assert none is not None and "has no linear part" in none.words
-
-
-@pytest.mark.parametrize(
     "changed, words",
     [
         ({}, f"The teacher gives its first token 31{THIN}% of its attention, and more than half in 75 of 270 query "
@@ -241,17 +211,18 @@ def test_what_the_teachers_attention_means(read: Read, changed: dict[str, float]
 
 
 def test_heads_that_stand_out_are_named_beside_the_median(read: Read) -> None:
-    whole = sample.evaluation()["fidelity"]["layers"][0]
-    whole |= dict.fromkeys(("weight_kl", "weight_cross_entropy", "cosine", "singular_values"))
-    layers = [
-        whole | {"layer": layer, "output_mse": errors, "output_relative": errors}
-        for layer, errors in ((3, [0.01, 0.01, 0.372]), (4, [0.02, 0.2]))
-    ]
-    worst = [{"layer": 3, "head": 2}, {"layer": 4, "head": 1}]
-    found = outliers(read(fidelity={"tokens": 4096, "layers": layers, "maps": [], "worst": worst}))
-    assert found is not None and f": layer 3 head 2 (37.2{THIN}%), layer 4 head 1 (20.0{THIN}%) of" in found.words
-    assert found.words.endswith(f"the median head by 2.0{THIN}%.")
-    assert outliers(read(fidelity={"tokens": 4096, "layers": layers, "maps": [], "worst": []})) is None
+    def named(*layers: list[float]) -> str:
+        fidelity = [{"layer": layer, "output_relative": errors} for layer, errors in enumerate(layers, start=3)]
+        found = outliers(read(fidelity={"tokens": 4096, "layers": fidelity}))
+        return "" if found is None else found.words
+
+    words = named([0.01, 0.01, 0.372], [0.02, 0.2, 0.02, 0.04])
+    assert f": layer 3 head 2 (37.2{THIN}%), layer 4 head 1 (20.0{THIN}%) of" in words
+    assert words.endswith(f"the median head by 2.0{THIN}%.")
+    assert not named([0.1] * 8, [0.5]), "not over five times the median"
+    assert not named([0.001] * 8, [0.019]), "less than 2 % of the mean square"
+    assert named([float(head > 30) for head in range(50)]).count("head ") == 10 + 1
+    assert outliers(read(fidelity=None)) is None
 
 
 def test_generations_are_told_by_their_common_beginning(read: Read) -> None:

@@ -123,8 +123,11 @@ def test_a_field_of_another_format_is_named(tmp_path: Path, name: str, field: st
     "section, changes, words",
     [
         ("positions", {"edges": [0, 1]}, "positions: teacher: expected 1 values, found other lengths; restore"),
-        ("fidelity", {"worst": [{"layer": 99, "head": 1}]}, "fidelity: expected a head .* found layer 99 head 1;"),
-        ("path_usage", {"layers": []}, "path_usage: expected one or more layers and bins, found none;"),
+        (
+            "fidelity",
+            {"layers": [{"layer": 0, "output_relative": []}]},
+            "fidelity.layers.0: output_relative: expected a number per head, found none;",
+        ),
         ("far_context", {"against": ["a", "b"]}, r"far_context: against: .* found \('a', 'b'\);"),
     ],
 )

@@ -12,10 +12,10 @@ import pytest
 
 from linearize.report.figures import Line
 from linearize.report.findings import sentences, spread
-from linearize.report.html import Block, Figure, Picker, Prompts, Text
+from linearize.report.html import Block, Figure, Prompts, Text
 from linearize.report.load import RunFiles
 from linearize.report.numbers import THIN
-from linearize.report.sections import attention, costs, memory, paths, positions, recall, recipe, tasks, training
+from linearize.report.sections import attention, costs, memory, positions, recall, recipe, tasks, training
 from linearize.training.allocation import Allocation
 from tests.report import sample
 
@@ -79,72 +79,12 @@ def test_the_worst_and_the_best_head_are_named(read: Read) -> None:
     found["layers"] = found["layers"][:2]
     for layer in found["layers"]:
         layer["output_relative"] = [0.5] * sample.HEADS
-        layer["cosine"] = [0.5] * sample.HEADS
-        layer["weight_kl"] = layer["entropy"]["student"] = None
-    for key in ("output_relative", "cosine"):
-        found["layers"][1][key][3], found["layers"][0][key][2] = 0.9, 0.1
-    section = attention.fidelity([read(fidelity=found | {"worst": [], "maps": []})])
+    found["layers"][1]["output_relative"][3], found["layers"][0]["output_relative"][2] = 0.9, 0.1
+    section = attention.fidelity([read(fidelity=found)])
     error = figure(section.blocks, "Relative output error")
     assert "worst layer 1 head 3, 0.900; " in error.svg and "best layer 0 head 2, 0.100" in error.svg
-    cosine = figure(section.blocks, "Cosine of attention matrices")
-    assert "worst layer 0 head 2, 0.100" in cosine.svg and "best layer 1 head 3" in cosine.svg
+    assert rows(error)[0] == ["layer 0", "0.5000", "0.5000", "0.1000", *["0.5000"] * 5]
     assert texts(section.blocks) == ["No head stands out."]
-    titles = [block.title for block in section.blocks if isinstance(block, Figure)]
-    assert "KL of attention weights" not in titles
-    spread = figure(section.blocks, "How the weights are spread")
-    assert list(spread.numbers.columns) == ["head", "monotonicity", "effective length, tokens"]
-
-
-def test_gates_are_summed_over_heads_and_window_factors_are_of_heads_already(read: Read) -> None:
-    found = sample.evaluation()["fidelity"]
-    layer = found["layers"][0] | {
-        "gates": {"edges": [0.0, 0.5, 1.0], "counts": [[1, 2], [0, 5]]},
-        "mix": {"edges": [0.0, 0.5, 1.0], "counts": [1, 3]},
-    }
-    blocks = attention.fidelity([read(fidelity=found | {"layers": [layer], "worst": [], "maps": []})]).blocks
-    percent = "\u202f%"
-    assert rows(figure(blocks, "Gates")) == [["layer 0", f"12{percent}", f"88{percent}"]]
-    assert rows(figure(blocks, "Window factors")) == [["layer 0", f"25{percent}", f"75{percent}"]]
-
-
-def test_a_map_says_how_much_weight_lies_elsewhere(read: Read) -> None:
-    found = sample.evaluation()["fidelity"]
-    grid = {"teacher": [[1.0, 0.0], [0.5, 0.5]], "student": [[1.0, 0.0], [0.1, 0.9]]}
-    chosen = {"layer": 2, "head": 1, "rank": "worst", "cell_tokens": 1, "tokens": ["a", " b"], **grid}
-    picker = attention.maps([read(fidelity=found | {"maps": [chosen]})]).blocks[0]
-    assert isinstance(picker, Picker)
-    choice = picker.choices[0]
-    assert rows(choice.figure) == [
-        ["0 a", "0 a (1.00)", "0 a (1.00)", "0\u202f%"],
-        ["1 \u2423b", "0 a (0.50), 1 \u2423b (0.50)", "1 \u2423b (0.90), 0 a (0.10)", "40\u202f%"],
-    ]
-    assert "On average 20\u202f% of a query" in choice.figure.caption
-    assert choice.under_pointer["weights"] == [[[1.0], [0.5, 0.5]], [[1.0], [0.1, 0.9]]]
-
-
-def test_a_map_of_an_encoder_has_both_sides_of_the_diagonal(read: Read) -> None:
-    found = sample.evaluation()["fidelity"]
-    grid = {"teacher": [[0.0, 1.0], [0.5, 0.5]], "student": [[0.25, 0.75], [0.5, 0.5]]}
-    chosen = {"layer": 0, "head": 0, "rank": "best", "cell_tokens": 1, "tokens": ["a", "b"], **grid}
-    picker = attention.maps([read(fidelity=found | {"maps": [chosen]})]).blocks[0]
-    assert isinstance(picker, Picker)
-    choice = picker.choices[0]
-    assert rows(choice.figure)[0] == ["0 a", "1 b (1.00), 0 a (0.00)", "1 b (0.75), 0 a (0.25)", "25\u202f%"]
-    assert choice.under_pointer["weights"][1] == [[0.25, 0.75], [0.5, 0.5]]
-    assert [choice.figure.svg.count(f">{x}</text>") for x in ("0.75", "1.00", "0.50")] == [1, 1, 4]
-
-
-def test_shares_by_distance_are_weighted_by_mass(read: Read) -> None:
-    by_distance = {"mass": [[0.9, 0.1], [0.5, 0.5]], "linear": [[0.0, 1.0], [0.0, 0.4]]}
-    layer = {"layer": 0, "linear_share": [0.1, 0.2], "by_distance": by_distance}
-    found = sample.evaluation()["path_usage"] | {"edges": [0, 1, 4], "layers": [layer]}
-    blocks = paths.paths([read(path_usage=found)]).blocks
-    percent = "\u202f%"
-    assert rows(figure(blocks, "What the linear part carries, by distance")) == [
-        ["layer 0", f"70.0{percent}", f"30.0{percent}"],
-        ["layer 0", f"0.0{percent}", f"50.0{percent}"],
-    ]
-    assert "15.0\u202f% on average, least 10.0" in figure(blocks, "What the linear part carries, by head").caption
 
 
 def test_texts_are_marked_from_where_the_student_leaves_the_teacher(read: Read) -> None:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from linearize.evaluation.intervals import Interval
 from linearize.report.figures import DotPanel, Dots, Line, LinePanel, curves, dots
 from linearize.report.heatmaps import Panel, Scale, heatmaps
-from linearize.report.svg import COLOURS, draw, printable
+from linearize.report.svg import COLOURS, draw
 
 
 def line(key: str = "a", name: str = "one", label: str = "words") -> str:
@@ -51,22 +51,6 @@ def test_a_label_and_names_are_escaped_and_a_dollar_is_a_dollar() -> None:
 
 def test_scripts_that_the_font_lacks_make_no_noise() -> None:
     assert "\u4f60\u597d" in line(name="\u4f60\u597d")
-
-
-@pytest.mark.parametrize(
-    "token, text",
-    [
-        ("a", "a"),
-        (" a", "\u2423a"),
-        ("\n\t", "\\n\\t"),
-        ("\x00\x1b", "\\x00\\x1b"),
-        ("", "\u2205"),
-        ("\u4f60", "\u4f60"),
-    ],
-)
-def test_tokens_are_made_visible(token: str, text: str) -> None:
-    assert printable(token) == text
-    ElementTree.fromstring(line(name=printable(token)))
 
 
 def test_paths_are_shortened_without_a_change() -> None:
@@ -110,16 +94,6 @@ def test_scales_fit_their_numbers() -> None:
     assert tiny.edges[0] == pytest.approx(0.0005) and tiny.level(-1e-9) == 0
     assert Scale.fitting("nothing", []).edges[-1] == 1.0
     assert Scale.even("same", [2.0, 2.0]).edges[-1] == 3.0
-    assert Scale.weights("weight", [0.0, 1.0]).edges[6] == pytest.approx(0.25)
-
-
-@pytest.mark.parametrize("grid", [[[1.0], [0.4, 0.6]], [[0.8, 0.2], [0.4, 0.6]]])
-def test_a_map_has_the_cells_that_its_rows_have(grid: list[list[float]]) -> None:
-    panels = [Panel(name, grid, ["a", "b"], ["a", "b"], square=True) for name in ("teacher", "student")]
-    drawing = str(heatmaps("a", "b", panels, Scale.weights("w", [1.0]), row_title="query", column_title="key"))
-    texts = re.findall(r">([01]\.\d\d)</text>", drawing)
-    cells = [f"{x:.2f}" for row in grid for x in row]
-    assert sorted(texts) == sorted(cells * 2 + ["0.25"])  # the last is the legend's
 
 
 def test_a_title_that_would_run_into_the_next_panel_is_cut_from_the_front() -> None:

@@ -23,10 +23,12 @@ class EvaluationConfig(Config):
     copy_rows: PositiveInt = Field(default=16, description="random sequences of the copying test, at least 16")
     examine: bool = Field(
         default=True,
-        description="also measure agreement, generations, recall, fidelity of heads and use of the linear part",
+        description="also measure agreement, generations, recall and the output errors of heads",
     )
     examined_tokens: PositiveInt = Field(default=32768, description="held-out tokens that `examine` reads")
-    fidelity_tokens: PositiveInt = Field(default=2048, description="of these, the ones whose attention is compared")
+    fidelity_tokens: PositiveInt = Field(
+        default=2048, description="of these, the ones on which the output errors of heads are measured"
+    )
     prompts: int = Field(
         default=16, ge=2, description="held-out beginnings that teacher and student continue, at least 16"
     )

@@ -20,13 +20,11 @@ from linearize.distributed import barrier, world
 from linearize.evaluation.agreement import generation_agreement, logit_agreement, loss_by_position
 from linearize.evaluation.attention_statistics import TOKENS, attention_statistics
 from linearize.evaluation.candidates import BATCH_SIZE, LABELS, Candidate
-from linearize.evaluation.chosen_rows import spread_rows
 from linearize.evaluation.copying import Copying, copy_losses, copy_rows
 from linearize.evaluation.fidelity import measure_fidelity
 from linearize.evaluation.harness import Benchmarks, run_benchmarks
 from linearize.evaluation.intervals import Totals
 from linearize.evaluation.metrics import Answered
-from linearize.evaluation.path_usage import measure_path_usage
 from linearize.evaluation.perplexity import Quality, TokenLosses, paired_difference, token_losses
 from linearize.evaluation.results import Comparison, Measured, Results
 from linearize.evaluation.retrieval import Answers, Retrieval, answer, retrieval_result, retrieval_tests
@@ -71,7 +69,7 @@ def measure_task(
         sampled: dict[str, Any] = {"max_tokens": config.fidelity_tokens, "batch_size": BATCH_SIZE, "seed": seed}
         with next(candidate for candidate in candidates if candidate.name == "student").open() as student:
             try:
-                fidelity = measure_fidelity(student, rows, None, **sampled)
+                fidelity = measure_fidelity(student, rows, **sampled)
             except UserError as error:  # of this model's kind: the scores do not depend on it
                 reasons["fidelity"] = str(error)
     else:
@@ -221,22 +219,18 @@ def _examined(
     reasons: dict[str, str],
 ) -> dict[str, Any]:
     """The sections about the student beside its teacher; why one is missing is put into `reasons`."""
-    rows = spread_rows(rows, config.examined_tokens)
+    rows = rows.spread(max(ENOUGH, config.examined_tokens // rows.input_ids.shape[1]))
     samples: dict[str, int] = {"samples": config.bootstrap_samples, "seed": seed}
     sampled: dict[str, Any] = {"max_tokens": config.fidelity_tokens, "batch_size": BATCH_SIZE, "seed": seed}
     with ExitStack() as stack:
         models = {name: stack.enter_context(opened[name].open()) for name in ("teacher", "student") if name in opened}
         student = models["student"]
         found: dict[str, Any] = {}
-        found["fidelity"] = measure_fidelity(student, rows, tokenizer, **sampled)
-        if all(layer.mixer.causal for layer in linearized_layers(student).values()):
-            found["path_usage"] = measure_path_usage(student, rows, **sampled | samples)
-            if "teacher" in models:
+        found["fidelity"] = measure_fidelity(student, rows, **sampled)
+        if "teacher" in models:
+            if all(layer.mixer.causal for layer in linearized_layers(student).values()):
                 tokens = rows.input_ids.flatten()[: min(TOKENS, sizes["max_positions"])]
                 found["teacher_attention"] = attention_statistics(models["teacher"], tokens[None])
-        else:
-            reasons["path_usage"] = "an encoder has no window beside its linear part"
-        if "teacher" in models:
             options: dict[str, Any] = {"batch_size": BATCH_SIZE, "window_size": sizes["window_size"]}
             found["agreement"] = logit_agreement(models["teacher"], student, rows, **options, **samples)
             try:

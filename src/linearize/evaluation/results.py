@@ -13,7 +13,6 @@ from linearize.evaluation.copying import Copying
 from linearize.evaluation.fidelity import Fidelity
 from linearize.evaluation.harness import Benchmarks
 from linearize.evaluation.intervals import Interval
-from linearize.evaluation.path_usage import PathUsage
 from linearize.evaluation.perplexity import Quality
 from linearize.evaluation.retrieval import Retrieval
 from linearize.evaluation.scores import TaskScores
@@ -144,7 +143,6 @@ class Results(Record):
     agreement: Agreement | None = None
     generations: Generations | None = None
     fidelity: Fidelity | None = None
-    path_usage: PathUsage | None = None
     retrieval: list[Retrieval] = Field(default_factory=list[Retrieval])
     tasks: Benchmarks | None = None
     missing: list[str] = Field(default_factory=list)

@@ -1,10 +1,10 @@
-"""Kinds of charts: dots with intervals, curves, pairs of dots, scatters. Heat maps stand in `heatmaps`."""
+"""Kinds of charts: dots with intervals, curves, pairs of dots. Heat maps stand in `heatmaps`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import ceil, isfinite
+from math import ceil
 from typing import Any
 
 from markupsafe import Markup
@@ -73,14 +73,6 @@ class LinePanel:
     log_y: bool = False
     ticks: dict[Number, str] = field(default_factory=dict)
     from_zero: bool = False
-
-
-@dataclass(frozen=True)
-class Cloud:
-    """Dots in a square panel in which the diagonal means "like the teacher"."""
-
-    title: str
-    series: Sequence[tuple[str, Sequence[Number], Sequence[Number], int]]
 
 
 def by_run(
@@ -214,37 +206,6 @@ def _line_panel(axis: Axes, panel: LinePanel) -> None:
         axis.xaxis.set_minor_locator(NullLocator())
     if panel.from_zero:
         axis.set_ylim(bottom=0)
-
-
-def clouds(key: str, label: str, panels: Sequence[Cloud]) -> Markup:
-    """Teacher against student, a dot per head."""
-    columns = min(3, len(panels))
-    rows = ceil(len(panels) / columns)
-    width = min(WIDTH, 60 + 270 * columns)
-
-    def paint(figure: Figure) -> None:
-        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for axis in axes[len(panels) :]:
-            axis.set_visible(False)
-        for axis, panel in zip(axes, panels, strict=False):
-            both = [value for _, x, y, _ in panel.series for value in (*x, *y) if isfinite(value)]
-            low, high = min(both), max(both)
-            margin = 0.05 * (high - low) or 1.0
-            axis.plot([low, high], [low, high], color=colour("muted"), linewidth=0.9, linestyle=DASHES[1])
-            for name, x, y, style in panel.series:
-                axis.plot(x, y, MARKERS[style % len(MARKERS)], color=line_colour(style), alpha=0.75, label=name)
-            axis.set_xlim(low - margin, high + margin)
-            axis.set_ylim(low - margin, high + margin)
-            axis.set_box_aspect(1)
-            axis.set_title(panel.title)
-            axis.set_xlabel("teacher")
-            axis.set_ylabel("student")
-            axis.grid(True)
-            for scale in (axis.xaxis, axis.yaxis):
-                scale.set_major_locator(MaxNLocator(4))
-        _legend(figure, axes)
-
-    return draw(key, label, width, rows * 300 + 30, paint)
 
 
 def steps(

@@ -13,8 +13,6 @@ from math import exp, hypot
 from statistics import median
 from typing import Literal
 
-from linearize.evaluation.candidates import DEFAULT_WINDOW
-from linearize.evaluation.fidelity import Fidelity
 from linearize.evaluation.harness import BenchmarkResult
 from linearize.evaluation.intervals import Interval
 from linearize.evaluation.metrics import title
@@ -40,7 +38,9 @@ from linearize.report.numbers import (
 Kind = Literal["win", "loss", "open", "fact"]
 
 SPREAD = 0.2  # of a teacher's attention beyond its last tokens: above that it counts as spread
-NEGLIGIBLE = 0.01  # nats per token: one percent of perplexity
+STANDS_OUT = 5.0  # times the median head's relative output error ...
+LEAST_ERROR = 0.02  # ... and at least this much of the teacher's mean square
+MOST_WORST = 10
 _OTHERS = {
     "teacher": "its teacher",
     "teacher_lora": "its teacher fine-tuned on the same tokens",
@@ -101,7 +101,6 @@ def findings(run: RunFiles) -> list[Finding]:
         teacher_attention(run),
         agreement(run),
         generations(run),
-        path_usage(run),
         spread(run),
         *_benchmark_findings(run),
         *faster(speeds(run), run.results.crossover),
@@ -346,48 +345,19 @@ def generations(run: RunFiles) -> Finding | None:
     return Finding("fact", f"{words}.")
 
 
-def path_usage(run: RunFiles) -> Finding | None:
-    """Whether the student uses its linear part."""
-    usage = run.results.path_usage
-    if usage is None:
-        return None
-    found = usage.without_linear
-    shares = [x for layer in usage.layers for x in layer.linear_share]
-    alone = usage.without_window is None  # no layer has a window and a linear part
-    if alone and not any(shares):
-        return Finding("fact", "The student has no linear part: each query attends to the keys that are still held.")
-    through = f"{share(sum(shares) / len(shares))} of its attention goes through it"
-    change = f"the loss is {number(abs(found.mean))} nats per token {'higher' if found.mean > 0 else 'lower'}"
-    change += f" (95{THIN}% interval {signed(found.low)} to {signed(found.high)})"
-    if alone:
-        words = f"No layer has a window beside its linear part; with softmax within {DEFAULT_WINDOW} tokens instead"
-        return Finding("fact", f"{words}, {change}.")
-    if found.low == found.high == 0:
-        unused = "The student does not use its linear part on this text"
-        return Finding("fact", f"{unused}: {through}, and its loss is the same without it.")
-    if found.low <= 0 <= found.high:
-        chance = f"{through}, but without it {change}, which can be chance"
-        return Finding("open", f"No sign that the student uses its linear part: {chance}.")
-    if found.mean < 0:
-        return Finding("loss", f"The linear part does the student harm: {through}, and without it {change}.")
-    much, but = ("hardly uses", "but") if found.mean < NEGLIGIBLE else ("uses", "and")
-    return Finding("fact", f"The student {much} its linear part: {through}, {but} without it {change}.")
-
-
-def errors(fidelity: Fidelity) -> dict[tuple[int, int], float]:
-    """How far the output of each head, by its layer and number, is from softmax's, over the mean square of that."""
-    return {(layer.layer, head): x for layer in fidelity.layers for head, x in enumerate(layer.output_relative)}
-
-
 def outliers(run: RunFiles) -> Finding | None:
-    """The heads whose outputs are much further off than the others'."""
-    fidelity = run.results.fidelity
-    if fidelity is None or not fidelity.worst:
+    """Name the heads whose relative output error is over 5 times the median head's and at least 2 %, worst first."""
+    if run.results.fidelity is None:
         return None
-    off = errors(fidelity)
-    heads = [f"layer {x.layer} head {x.head} ({share(off[x.layer, x.head], 1)})" for x in fidelity.worst]
+    errors = run.results.fidelity.errors
+    middle = median(errors.values())
+    far = [(x, where) for where, x in errors.items() if x > STANDS_OUT * middle and x >= LEAST_ERROR]
+    if not far:
+        return None
+    worst = sorted(far, reverse=True)[:MOST_WORST]
+    heads = [f"layer {layer} head {head} ({share(x, 1)})" for x, (layer, head) in worst]
     words = f"Heads that stand out, by how far their outputs are from softmax attention's: {', '.join(heads)}"
-    return Finding("fact", f"{words} of the mean square; the median head by {share(median(off.values()), 1)}.")
+    return Finding("fact", f"{words} of the mean square; the median head by {share(middle, 1)}.")
 
 
 def benchmarks(run: RunFiles) -> dict[tuple[str, str, str], BenchmarkResult]:

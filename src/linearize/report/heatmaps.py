@@ -54,12 +54,6 @@ class Scale:
         low = max(low, high / 1000)
         return cls(f"{title} (logarithmic)", tuple(low * (high / low) ** (i / LEVELS) for i in range(LEVELS + 1)))
 
-    @classmethod
-    def weights(cls, title: str, values: Iterable[Number | None]) -> Scale:
-        """For attention weights: equal steps of the square root, which keeps small weights in sight."""
-        high = max(_finite(values), default=1.0) or 1.0
-        return cls(f"{title} (steps of its square root)", tuple(high * (i / LEVELS) ** 2 for i in range(LEVELS + 1)))
-
     def level(self, value: Number | None) -> int | None:
         """The step that a number falls in; None for no number."""
         if value is None or not isfinite(value):
@@ -69,13 +63,12 @@ class Scale:
 
 @dataclass(frozen=True)
 class Panel:
-    """One grid: rows from the top, of which some may end early; `square` where rows and columns are the same tokens."""
+    """One grid: rows from the top."""
 
     title: str
     values: Grid
     rows: Sequence[str]
     columns: Sequence[str]
-    square: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,14 +91,11 @@ class Layout:
         rows, columns = max(len(p.rows) for p in panels), max(len(p.columns) for p in panels)
         left = max(58.0, 30 + _LETTER * max(len(row) for panel in panels for row in panel.rows))
         top = 28.0 if any(panel.title for panel in panels) else 6.0
-        square = panels[0].square
-        # Teacher and student are looked at together, however many tokens there are.
-        across, cell = (2, (WIDTH / 2 - left - _RIGHT) / columns) if square else cls._cells(columns, len(panels), left)
+        across, cell = cls._cells(columns, len(panels), left)
         cell = min(cell, 42.0)
-        tall = cell if square else max(min(cell, 26.0 if cell >= _ROOMY else 16.0), 4.0)
+        tall = max(min(cell, 26.0 if cell >= _ROOMY else 16.0), 4.0)
         blanks = not all(value is not None and isfinite(value) for p in panels for row in _cells(p) for _, value in row)
-        deep = _LETTER * max(len(name) for panel in panels for name in panel.columns) if square else 12.0
-        return cls(len(panels), across, rows, columns, cell, tall, left, top, deep + 38, blanks)
+        return cls(len(panels), across, rows, columns, cell, tall, left, top, 50.0, blanks)
 
     @staticmethod
     def _cells(columns: int, panels: int, left: Number) -> tuple[int, Number]:
@@ -201,8 +191,8 @@ def _panel(axis: Axes, panel: Panel, scale: Scale, layout: Layout) -> None:
     axis.tick_params(length=0)
     for spine in axis.spines.values():
         spine.set_visible(False)
-    widest = 1.5 if panel.square else max(len(name) for name in panel.columns)
-    _ticks(axis.set_xticks, panel.columns, ceil((_LETTER * widest + 4) / cell), rotation=90 if panel.square else 0)
+    widest = max(len(name) for name in panel.columns)
+    _ticks(axis.set_xticks, panel.columns, ceil((_LETTER * widest + 4) / cell))
     _ticks(axis.set_yticks, panel.rows, ceil(13 / tall))
 
 
@@ -223,9 +213,9 @@ def _path(boxes: Sequence[tuple[Number, Number, Number]], gap_x: Number, gap_y: 
     return Path(points, codes)
 
 
-def _ticks(set_ticks: Callable[..., object], names: Sequence[str], step: int, rotation: int = 0) -> None:
+def _ticks(set_ticks: Callable[..., object], names: Sequence[str], step: int) -> None:
     chosen = range(0, len(names), step)
-    set_ticks([index + 0.5 for index in chosen], [names[index] for index in chosen], rotation=rotation)
+    set_ticks([index + 0.5 for index in chosen], [names[index] for index in chosen])
 
 
 def _legend(axis: Axes, scale: Scale, blanks: bool) -> None:

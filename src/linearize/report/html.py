@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from markupsafe import Markup
 
@@ -71,25 +71,6 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One panel of a picker; `under_pointer` is what its script needs to say which cell the pointer is on."""
-
-    label: str
-    figure: Figure
-    under_pointer: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Picker:
-    """Panels of which one is shown at a time."""
-
-    kind: ClassVar[str] = "picker"
-    key: str
-    title: str
-    choices: Sequence[Choice]
-
-
-@dataclass(frozen=True)
 class Continuation:
     """One model's text after a prompt: what it shares with the teacher's from the start, and the rest."""
 
@@ -114,7 +95,7 @@ class Prompts:
     prompts: Sequence[Prompt]
 
 
-Block = Table | Figure | Text | Code | Picker | Prompts
+Block = Table | Figure | Text | Code | Prompts
 
 
 @dataclass(frozen=True)

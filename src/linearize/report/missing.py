@@ -16,8 +16,6 @@ _HOW = {
     "generations": ("Generations are not compared with the teacher's", f"{_WITH_TEACHER} them"),
     "copying": ("Copying is not measured", f"{_WITH_TEACHER} it"),
     "fidelity": ("Fidelity of the heads is not measured", f"{_EVAL} measures it"),
-    "maps": ("Attention of single heads is not measured", f"{_EVAL} measures it"),
-    "path_usage": ("Use of the linear part is not measured", f"{_EVAL} measures it"),
     "retrieval": ("Recall over distances is not measured", f"{_WITH_TEACHER} it"),
     "tasks": (
         "Downstream tasks are not measured",
@@ -37,7 +35,6 @@ _SECTIONS = {
     "generations": "generations",
     "retrieval": "recall over distances",
     "fidelity": "fidelity of heads",
-    "path_usage": "path usage",
     "tasks": "public benchmarks",
     "speed": "speed and memory",
 }

@@ -1,4 +1,4 @@
-// The page works without this: all maps are then shown, and the theme is the system's.
+// The page works without this: the theme is then the system's.
 "use strict";
 
 (function theme() {
@@ -36,61 +36,6 @@
   system.addEventListener("change", show);
   show();
 })();
-
-// Tabs: one map at a time; arrow keys, Home and End move between heads.
-document.querySelectorAll("[data-picker]").forEach((picker) => {
-  const tabs = [...picker.querySelectorAll("[role=tab]")];
-  const panels = [...picker.querySelectorAll("[role=tabpanel]")];
-
-  function select(index) {
-    tabs.forEach((tab, i) => {
-      tab.setAttribute("aria-selected", String(i === index));
-      tab.tabIndex = i === index ? 0 : -1;
-      panels[i].classList.toggle("unchosen", i !== index);
-    });
-  }
-
-  picker.querySelector("[role=tablist]").addEventListener("keydown", (event) => {
-    const now = tabs.indexOf(document.activeElement);
-    const last = tabs.length - 1;
-    const moves = {
-      ArrowRight: now === last ? 0 : now + 1,
-      ArrowDown: now === last ? 0 : now + 1,
-      ArrowLeft: now === 0 ? last : now - 1,
-      ArrowUp: now === 0 ? last : now - 1,
-      Home: 0,
-      End: last,
-    };
-    if (now < 0 || !(event.key in moves)) return;
-    event.preventDefault();
-    select(moves[event.key]);
-    tabs[moves[event.key]].focus();
-  });
-  tabs.forEach((tab, index) => tab.addEventListener("click", () => select(index)));
-  picker.classList.add("live");
-  select(0);
-});
-
-// What lies under the pointer. The same is in the table of the map, for those who use none.
-document.querySelectorAll("[data-map]").forEach((panel) => {
-  const map = JSON.parse(panel.querySelector("script").textContent);
-  const svg = panel.querySelector("svg");
-  const readout = panel.querySelector(".readout");
-
-  svg.addEventListener("pointermove", (event) => {
-    const box = svg.getBoundingClientRect();
-    const scale = svg.viewBox.baseVal.width / box.width;
-    const x = (event.clientX - box.left) * scale;
-    const y = (event.clientY - box.top) * scale;
-    const cells = map.corners.map(([left, top]) => [Math.floor((x - left) / map.cell), Math.floor((y - top) / map.cell)]);
-    const found = cells.find(([key, query]) => key >= 0 && key < (map.weights[0][query] || []).length);
-    if (!found) return;
-    const [key, query] = found;
-    const [teacher, student] = map.weights.map((grid) => grid[query][key].toFixed(4));
-    readout.textContent =
-      `query ${query} ${map.tokens[query]}, key ${key} ${map.tokens[key]}: teacher ${teacher}, student ${student}`;
-  });
-});
 
 // Only what can be scrolled is a stop of the Tab key.
 function markScrollable() {

@@ -98,12 +98,6 @@ def draw(
     return _embed(written.getvalue(), key, label, width, height)
 
 
-def printable(text: str) -> str:
-    """A token on one line, with blanks and unprintable characters spelled out; XML does not allow most of those."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return shown.replace(" ", "\N{OPEN BOX}") or "\N{EMPTY SET}"
-
-
 def _embed(text: str, key: str, label: str, width: Number, height: Number) -> Markup:
     root = ElementTree.fromstring(without_controls(text))  # XML allows no control characters
     for parent in list(root.iter()):

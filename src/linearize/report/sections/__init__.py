@@ -11,7 +11,6 @@ from linearize.report.sections import (
     attention,
     costs,
     memory,
-    paths,
     positions,
     quality,
     recall,
@@ -39,13 +38,10 @@ def at_a_task(run: RunFiles) -> bool:
     return run.task is not None
 
 
-def looked_into(run: RunFiles) -> bool:
-    """Whether heads were compared, or it is said why they were not."""
-    return with_heads(run) or "fidelity" in run.results.not_measured
-
-
 def with_heads(run: RunFiles) -> bool:
-    return run.is_language_model or run.results.fidelity is not None
+    """Return whether heads were compared, or a reason is given why they were not."""
+    results = run.results
+    return run.is_language_model or results.fidelity is not None or "fidelity" in results.not_measured
 
 
 def with_a_budget(run: RunFiles) -> bool:
@@ -62,9 +58,7 @@ _SECTIONS: tuple[tuple[Callable[[Sequence[RunFiles]], Section], Callable[[RunFil
     (positions.positions, language_models),
     (quality.agreement, language_models),
     (recall.recall, language_models),
-    (attention.fidelity, looked_into),
-    (attention.maps, with_heads),
-    (paths.paths, language_models),
+    (attention.fidelity, with_heads),
     (memory.memory, with_a_budget),
     (tasks.tasks, language_models),
     (costs.speed, language_models),

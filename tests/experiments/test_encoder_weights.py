@@ -1,4 +1,4 @@
-"""Fidelity of encoders' heads: the measures are those of whole matrices of the valid tokens."""
+"""Attention weights of encoders: the measures are those of whole matrices of the valid tokens."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.base import UserError
 from linearize.data.rows import PackedRows
-from linearize.evaluation import fidelity, weights
-from linearize.evaluation.chosen_rows import drawn_rows
-from linearize.evaluation.fidelity import Fidelity, measure_fidelity
-from linearize.evaluation.path_usage import measure_path_usage
-from linearize.evaluation.weights import Visit, visit_layers, weight_blocks
+from linearize.evaluation.fidelity import Visit, visit_layers
 from linearize.hf.attention import sliding_window
+from tests.experiments.test_grids import load
 from tests.hf.encoder_rows import encoder_rows
-from tests.hf.encoders import ENCODERS, TEXT, VISION, Case, make_student, student_of, teacher_of
+from tests.hf.encoders import ENCODERS, TEXT, Case, student_of
+
+attention_weights, weight_measures = load("attention_weights"), load("weight_measures")
+weight_blocks = attention_weights.weight_blocks
 
 LENGTHS = (9, 5, 12)
 every = pytest.mark.parametrize("architecture", ENCODERS)
 
 
-def measured(student: PreTrainedModel, rows: PackedRows, **options: Any) -> Fidelity:
-    return measure_fidelity(student, rows, None, **({"max_tokens": 10**6, "batch_size": 8, "seed": 0} | options))
+def measured(student: PreTrainedModel, rows: PackedRows, **options: Any) -> list[Any]:
+    return weight_measures.measure_weights(
+        student, rows, **({"max_tokens": 10**6, "batch_size": 8, "seed": 0} | options)
+    )
 
 
 def matrices(student: PreTrainedModel, rows: PackedRows) -> dict[int, list[dict[str, Tensor]]]:
@@ -48,7 +49,7 @@ def matrices(student: PreTrainedModel, rows: PackedRows) -> dict[int, list[dict[
             parts = dict(scores=scores, teacher=teacher, student=own, lag=lag.expand_as(own))
             found.setdefault(at.index, []).append(parts | dict(y=own @ v, target=teacher @ v))
 
-    visit_layers(student, drawn_rows(rows, 10**6, 0), visit, batch_size=8, title="test")
+    visit_layers(student, rows, visit, batch_size=8, title="test")
     return found
 
 
@@ -65,12 +66,11 @@ def spearman(x: Tensor, y: Tensor) -> float:
 
 @every
 def test_measures_are_those_of_whole_matrices(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fidelity, "RANKED_EVERY", 1)
+    monkeypatch.setattr(weight_measures, "RANKED_EVERY", 1)
     student, rows = student_of(Case(architecture)), encoder_rows(architecture, LENGTHS)
     found, expected = measured(student, rows, batch_size=2), matrices(student, rows)
-    assert found.tokens == rows.num_tokens
-    assert [layer.layer for layer in found.layers] == list(expected)
-    for layer in found.layers:
+    assert [layer.layer for layer in found] == list(expected)
+    for layer in found:
         parts = expected[layer.layer]
         teacher, own = ([x[name] for x in parts] for name in ("teacher", "student"))
         errors = mean([(x["y"] - x["target"]).square().mean(-1) for x in parts])
@@ -80,13 +80,10 @@ def test_measures_are_those_of_whole_matrices(architecture: str, monkeypatch: py
         both = list(zip(teacher, own, strict=True))
         cross = [-(t * s.clamp_min(1e-12).log()).sum(-1) for t, s in both]
         entropy = [torch.special.entr(t).sum(-1) for t in teacher]
-        assert layer.weight_cross_entropy == pytest.approx(mean(cross))
         assert layer.weight_kl == pytest.approx(mean([c - e for c, e in zip(cross, entropy, strict=True)]), abs=1e-9)
         assert min(layer.weight_kl) > 0.01
         assert layer.entropy.teacher == pytest.approx(mean(entropy))
         assert layer.entropy.student == pytest.approx(mean([torch.special.entr(s).sum(-1) for s in own]))
-        for pair, w in ((layer.esl.teacher, teacher), (layer.esl.student, own)):
-            assert pair == pytest.approx(mean([(a * x["lag"]).sum(-1) for a, x in zip(w, parts, strict=True)]))
         for head in range(4):
             cosines = [torch.cosine_similarity(t[head].flatten(), s[head].flatten(), dim=0) for t, s in both]
             assert layer.cosine[head] == pytest.approx(float(sum(cosines)) / len(cosines))
@@ -99,14 +96,14 @@ def test_measures_are_those_of_whole_matrices(architecture: str, monkeypatch: py
                 for scores, row in zip(x["scores"][head], x["student"][head], strict=True)
             ]
             assert layer.monotonicity.student[head] == pytest.approx(sum(rank) / len(rank), abs=1e-6)
-        assert layer.gates is layer.mix is None
+        assert layer.gates is None
 
 
 @every
 @pytest.mark.parametrize("mixer", ["hedgehog", "elu", "lolcat"])
 def test_weights_by_blocks(architecture: str, mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that do not end with a row; padding at the left, which is left out."""
-    monkeypatch.setattr(weights, "QUERIES", 5)
+    monkeypatch.setattr(attention_weights, "QUERIES", 5)
     student = student_of(Case(architecture, mixer))
     rows = encoder_rows(architecture, LENGTHS, left=True)
 
@@ -128,7 +125,7 @@ def test_weights_by_blocks(architecture: str, mixer: str, monkeypatch: pytest.Mo
         sizes = [len(slots) for slots in covered.values()]
         assert sizes == (list(LENGTHS) if architecture in TEXT else [at.inputs.q.shape[2]] * 3)
 
-    visit_layers(student, drawn_rows(rows, 10**6, 0), visit, batch_size=8, title="test")
+    visit_layers(student, rows, visit, batch_size=8, title="test")
 
 
 @pytest.mark.parametrize("architecture", ["modernbert", "vit"])
@@ -144,8 +141,8 @@ def test_norms_count_by_how_much_longer_they_make_an_output(architecture: str) -
             own = y[block.row][:, block.queries]
             torch.testing.assert_close(found.norm(dim=-1), own.norm(dim=-1), rtol=1e-6, atol=1e-9)
 
-    visit_layers(student, drawn_rows(rows, 10**6, 0), visit, batch_size=8, title="test")
-    layer = measured(student, rows).layers[0]
+    visit_layers(student, rows, visit, batch_size=8, title="test")
+    layer = measured(student, rows)[0]
     assert layer.weight_kl is None, "rotated features can give negative weights"
     assert len(layer.cosine) == len(layer.monotonicity.student) == 4
 
@@ -154,7 +151,7 @@ def test_padding_does_not_count() -> None:
     for name in TEXT:
         student = student_of(Case(name))
         sides = [measured(student, encoder_rows(name, LENGTHS, left=left)) for left in (False, True)]
-        for one, other in zip(*(found.layers for found in sides), strict=True):
+        for one, other in zip(*sides, strict=True):
             tolerance = {"rel": 1e-4, "abs": 1e-5} if name == "modernbert" else {"rel": 1e-8}
             assert one.output_mse == pytest.approx(other.output_mse, **tolerance)
             assert one.weight_kl == pytest.approx(other.weight_kl, **tolerance)
@@ -166,49 +163,6 @@ def test_padding_that_counts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
         sums.add("output_mse", (y - target).square().mean(-1).transpose(0, 1).flatten(1))
         sums.add("output_square", target.square().mean(-1).transpose(0, 1).flatten(1))
 
-    monkeypatch.setattr(fidelity._LayerSums, "add_outputs", outputs)
+    monkeypatch.setattr(weight_measures._LayerSums, "add_outputs", outputs)
     with pytest.raises(AssertionError):
         test_measures_are_those_of_whole_matrices("bert", monkeypatch)
-
-
-# --- samples and maps -------------------------------------------------------------------------------------------------
-
-
-def test_samples() -> None:
-    for name in ("bert", "vit"):
-        rows = encoder_rows(name, (12,) * 6)
-        per_row = 12 if name == "bert" else 17
-        sample = drawn_rows(rows, 3 * per_row + 2, seed=0)
-        assert len(sample) == 3 and sample.tokens == 3 * per_row
-        again = drawn_rows(rows, 3 * per_row + 2, seed=0)
-        assert all(torch.equal(x, again.inputs[key]) for key, x in sample.inputs.items())
-    assert drawn_rows(encoder_rows("vit"), 1, seed=0).tokens == 17, "an image is whole"
-    assert drawn_rows(encoder_rows("bert", (12, 12)), 4, seed=0).input_ids.shape == (1, 4)
-
-
-@every
-def test_maps_are_of_the_first_row(architecture: str) -> None:
-    student, rows = make_student(Case(architecture)), encoder_rows(architecture, (9, 12))
-    found = measured(student, rows)
-    length = {**dict.fromkeys(VISION, 17), "deit": 18}.get(architecture, 9)
-    expected = matrices(student, rows)
-    for one in found.maps:
-        if architecture in VISION:
-            assert one.tokens == [str(slot) for slot in range(length)]
-        else:
-            assert one.tokens == [str(token) for token in rows.input_ids[0, :9].tolist()]
-        passes = expected[one.layer][::2]  # of the first of two rows
-        for name in ("teacher", "student"):
-            whole = sum(x[name][one.head] for x in passes) / len(passes)
-            assert whole.shape == (length, length)
-            torch.testing.assert_close(torch.tensor(getattr(one, name)), whole.float(), rtol=0, atol=5.1e-5)
-
-
-def test_the_use_of_windows_is_a_decoder_s() -> None:
-    with pytest.raises(UserError, match="expected a decoder, found LinearizedBertModel, whose mixers have no window"):
-        measure_path_usage(student_of(Case("bert")), encoder_rows("bert"), max_tokens=9, batch_size=1, seed=0)
-
-
-def test_a_model_that_is_not_linearized_is_refused() -> None:
-    with pytest.raises(UserError, match="expected a linearized one, found BertModel"):
-        measured(teacher_of(Case("bert")), encoder_rows("bert"))

@@ -12,19 +12,15 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 import linearize
-from linearize.base import UserError
 from linearize.configs.mixer import HeadwiseConfig, MixerConfig
 from linearize.configs.mixer_parts import EvictionCache, WindowOnly
 from linearize.configs.spans import TerracedSpan
 from linearize.data.rows import PackedRows
-from linearize.evaluation import attention_maps, weights
-from linearize.evaluation.attention_maps import Maps
-from linearize.evaluation.chosen_rows import drawn_rows
-from linearize.evaluation.weights import Visit, WeightBlock, visit_layers, weight_blocks
-from linearize.hf.attention import linearized_layers, softmax_attention
+from linearize.evaluation.fidelity import Visit, visit_layers
 from linearize.hf.convert import convert_layers
 from linearize.recipe import Recipe
 from tests import tiny
+from tests.experiments.test_grids import load
 from tests.hf.models import randomize_mixers
 from tests.mixers.weights import weights_of
 from tests.oracles import eviction_cache
@@ -33,6 +29,9 @@ from tests.oracles.attention_weights import mixer_weights, softmax_weights, unno
 from tests.oracles.heads import Inputs
 from tests.oracles.mixer import mixer_layer, span_of
 from tests.oracles.spans import span_keys
+
+attention_weights = load("attention_weights")
+weight_blocks = attention_weights.weight_blocks
 
 LENGTH = 15
 TOLERANCE = 1e-10
@@ -81,7 +80,7 @@ def small_teacher() -> PreTrainedModel:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that end neither with a document nor with a probe's keys."""
-    monkeypatch.setattr(weights, "QUERIES", 5)
+    monkeypatch.setattr(attention_weights, "QUERIES", 5)
 
 
 def documents_of(rows: PackedRows) -> Documents:
@@ -97,11 +96,11 @@ def documents_of(rows: PackedRows) -> Documents:
 
 def visits(student: PreTrainedModel, rows: PackedRows = ROWS, batch_size: int = 8) -> list[Visit]:
     found: list[Visit] = []
-    visit_layers(student, drawn_rows(rows, 10**6, 0), found.append, batch_size=batch_size, title="test")
+    visit_layers(student, rows, found.append, batch_size=batch_size, title="test")
     return found
 
 
-def whole(blocks: Iterator[WeightBlock], rows: int, heads: int, length: int = LENGTH) -> dict[str, Tensor]:
+def whole(blocks: Iterator[Any], rows: int, heads: int, length: int = LENGTH) -> dict[str, Tensor]:
     """The blocks' matrices put together: [B,H,T,T], or [B,T,T]."""
     found = {name: torch.zeros(rows, heads, length, length).double() for name in ("teacher", "student", "scores")}
     found |= {"seen": torch.zeros(rows, length, length, dtype=torch.bool)}
@@ -291,27 +290,10 @@ def test_a_teacher_that_slides_sees_no_further() -> None:
     assert not found[0].tril(-6).any() and found[0].tril(-5).any()
 
 
-# --- visiting ---------------------------------------------------------------------------------------------------------
+# --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def test_layers_are_judged_on_softmax_activations() -> None:
-    teacher = tiny.llama(layers=3).double()
-    found = [visits(make_student(teacher, Recipe.load(name))) for name in ("hedgehog", "gla")]
-    assert [visit.index for visit in found[0]] == [0, 1, 2]
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one.inputs.q, other.inputs.q) and torch.equal(one.target, other.target)
-        assert (one.module.mixer(one.inputs) - other.module.mixer(other.inputs)).abs().max() > 0.1
-    student, outputs = make_student(teacher, tiny.recipe()), []
-    handle = linearized_layers(student)["model.layers.2.self_attn"].o_proj.register_forward_pre_hook(
-        lambda module, args: outputs.append(args[0])
-    )
-    with softmax_attention(student), torch.no_grad():
-        student(input_ids=ROWS.input_ids, position_ids=ROWS.position_ids, use_cache=False)
-    handle.remove()
-    assert_close(visits(student)[2].target.transpose(1, 2).flatten(2), outputs[0])
-
-
-def test_softmax_layers_are_not_visited_and_batches_do_not_matter() -> None:
+def test_batches_do_not_matter() -> None:
     student = make_student(tiny.llama(layers=3).double(), tiny.recipe(layers__keep_softmax=[1]))
     at_once = visits(student)
     assert [visit.index for visit in at_once] == [0, 2]
@@ -334,46 +316,3 @@ def test_blocks_cover_every_query_once_and_hold_no_more_keys_than_a_document_nee
         assert block.keys.stop == block.queries.stop
     # D = 8 keys at a time. Block 9 begins with slot 45, in the document of slots 40 .. 47.
     assert [block.keys.start for block in blocks] == [0] * 8 + [40, 40, 48]
-
-
-def test_a_model_that_is_not_linearized_is_refused() -> None:
-    with pytest.raises(UserError, match="expected a linearized one, found LlamaForCausalLM"):
-        visits(tiny.llama())
-
-
-def test_sampled_rows_are_as_many_as_asked_for() -> None:
-    rows = tiny.packed([[LENGTH]] * 20)
-    sample = drawn_rows(rows, 5 * LENGTH + 3, seed=0)
-    assert sample.tokens == 5 * LENGTH
-    index = [int((rows.input_ids == row).all(1).nonzero()) for row in sample.input_ids]
-    assert index == sorted(set(index)) != list(range(5))
-    assert not torch.equal(drawn_rows(rows, 5 * LENGTH, seed=1).input_ids, sample.input_ids)
-    assert drawn_rows(rows, 10**6, seed=1).tokens == 20 * LENGTH
-    assert drawn_rows(rows, 10, seed=0).input_ids.shape == (1, 10)
-
-
-# --- maps -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("cells", "windows", "shown"), [(64, 4, 13), (4, 4, 13), (6, 2, 10)])
-def test_maps_are_the_weights_by_cells(monkeypatch: pytest.MonkeyPatch, cells: int, windows: int, shown: int) -> None:
-    monkeypatch.setattr(attention_maps, "CELLS", cells)
-    monkeypatch.setattr(attention_maps, "MAP_WINDOWS", windows)
-    rows = tiny.packed([[8, 7], [2, 13]])
-    student = recipe_student("lolcats", small_teacher())
-    (visit,) = visits(student, rows)
-    maps = Maps(drawn_rows(rows, 10**6, 0), student, LENGTH)
-    for block in weight_blocks(visit):
-        maps.add(0, block)
-    errors = {(0, 0): 0.5, (0, 1): 0.1, (0, 2): 0.3, (0, 3): 0.2}
-    found = maps.chosen(errors, None)
-    assert [(x.head, x.rank) for x in found] == [(1, "best"), (2, "median"), (0, "worst")]
-    size = -(-shown // cells)
-    assert {x.cell_tokens for x in found} == {size}
-    expected = whole(weight_blocks(visit), 2, 4)["student"][1, 1, 2 : 2 + shown, 2 : 2 + shown]
-    pieces = [expected[i : i + size] for i in range(0, shown, size)]
-    by_cell = [[float(p[:, j : j + size].sum(1).mean()) for j in range(0, shown, size)] for p in pieces]
-    torch.testing.assert_close(torch.tensor(found[0].student), torch.tensor(by_cell), rtol=0, atol=5.1e-5)
-    assert all(abs(sum(row) - 1) < 1e-2 for row in found[0].teacher)
-    ids = rows.input_ids[1, 2 : 2 + size].tolist()
-    assert found[0].tokens[0] == " ".join(map(str, ids)) and len(found[0].tokens) == len(by_cell)

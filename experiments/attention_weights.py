@@ -1,10 +1,6 @@
-"""Attention weights as matrices: the teacher's beside the student's, a block of queries of one row at a time.
+"""Attention weights as matrices, of teacher and student, a block of queries of one row at a time.
 
-What is compared. The student's model runs with softmax attention in every converted layer, the softmax outputs feeding
-the next layer, as in attention transfer; so no layer is judged by what the layers before it lost. In each layer the
-mixer is compared with softmax on the same q, k and v: those of the model that is measured. After a fine-tuning stage
-these are the fine-tuned projections', not the original teacher's; before it (or where only mixers were trained) they
-are the teacher's own, bit for bit. "Teacher" means that softmax, "student" the mixer.
+`linearize.evaluation.fidelity` says what "teacher" and "student" are, and which q, k and v both read.
 
 A causal mixer's weights are read off the mixer without knowing its parts: its output is linear in the values, so values
 that are 1 for one key and 0 for the others give the weight of that key. Heads that have a part of a mixer of their own
@@ -19,23 +15,19 @@ Axes: B rows, H query heads, G KV heads, T slots of a row, C queries, K keys, D 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from linearize.base import UserError, progress
 from linearize.configs.feature_maps import RfaMap
 from linearize.configs.mixer import MixerConfig
 from linearize.configs.mixer_parts import DeltaUpdate, NoNormalizer
-from linearize.data.rows import inference, on_device
-from linearize.evaluation.chosen_rows import ChosenRows
-from linearize.hf.attention import linearized_layers, observed, sliding_window, softmax_output
-from linearize.hf.sharding import run_layers
+from linearize.evaluation.fidelity import Visit
+from linearize.hf.attention import sliding_window
 from linearize.mixers.attention_weights import Features, LinearPart
 from linearize.mixers.cached import SCORES, cached_keys
 from linearize.mixers.eviction_cache import EvictionScorer
@@ -46,25 +38,6 @@ from linearize.ops.layout import Layout
 
 QUERIES = 64  # of a block
 CANCELLED = 1e-6
-
-
-@dataclass(frozen=True)
-class Visit:
-    """One converted layer at work on some rows.
-
-    Attributes:
-        index: of the layer in the model.
-        module: its attention module, with `.mixer`.
-        target: softmax attention's output [B, H, T, D] before the output projection.
-        first_row: which row of the sample is the first of `inputs`.
-    """
-
-    index: int
-    module: Any
-    inputs: AttnInputs
-    layout: Layout | None
-    target: Tensor
-    first_row: int
 
 
 @dataclass(frozen=True)
@@ -111,29 +84,6 @@ def never_negative(config: MixerConfig | None) -> bool:
         return True
     signed = config.feature_map.signed or isinstance(config.feature_map, RfaMap)
     return not signed and not isinstance(config.update, DeltaUpdate)
-
-
-def visit_layers(
-    student: PreTrainedModel, chosen: ChosenRows, visit: Callable[[Visit], None], *, batch_size: int, title: str
-) -> None:
-    """Call `visit` for each converted layer, in order, on each `batch_size` rows; softmax outputs feed what follows.
-
-    Raises:
-        UserError: a model without converted layers.
-    """
-    if not linearized_layers(student):
-        raise UserError(f"model: expected a linearized one, found {type(student).__name__}; convert it first")
-    with inference(student):
-        starts = range(0, len(chosen), batch_size)
-        for first in progress(starts, title):
-
-            def observe(module: Any, inputs: AttnInputs, layout: Layout | None, first: int = first) -> Tensor:
-                target = softmax_output(module, inputs, layout)
-                visit(Visit(module.layer_idx, module, inputs, layout, target, first))
-                return target
-
-            with observed(student, observe):
-                run_layers(student, on_device(chosen.part(slice(first, first + batch_size)), student.device))
 
 
 def weight_blocks(visit: Visit) -> Iterator[WeightBlock]:
