@@ -197,7 +197,7 @@ def _multiplied(
         queries = slice(start, min(start + QUERIES, length))
         features = Features(part.phi_q[:, :, queries], part.phi_k, None, part.log_scale[:, :, queries])
         linear = part.partial(features, (document[queries, None] == document)[None, None])
-        yield slice(0, length), queries, (part.alone(linear) if mixer.config.sums else linear.num)[0]
+        yield slice(0, length), queries, (mixer.normalized(linear, part.inputs) if mixer.config.sums else linear.num)[0]
 
 
 def _probed(

@@ -169,7 +169,7 @@ def test_bad_file(text: str, expected: str, tmp_path: Path) -> None:
         ("finetune.lora=null", "finetune", "no weights train; set lora, mixers or all_weights"),
         ("finetune.all_weights=true", "finetune", "set lora=null and mixers=false"),
         ("finetune.loss={labels: 0}", "finetune.loss", "every weight is 0"),
-        ("finetune.loss={top_k: 5}", "finetune.loss", "top_k applies to kl and reverse_kl"),
+        ("finetune.loss={top_k: 5}", "finetune.loss", "top_k applies to kl"),
         ("finetune.lora.targets=[]", "finetune.lora.targets", "at least 1 item"),
         ("finetune.lora.targets=[x]", "finetune.lora.targets", "found 'x'"),
         ("data.validation_fraction=1", "data.validation_fraction", "found 1"),

@@ -132,7 +132,7 @@ def test_recipe_file(name: str) -> None:
 # --- what the papers state --------------------------------------------------------------------------------------------
 # By the recipe's fields, with the place in the paper; "code": the paper leaves it open, and the authors' code does not.
 
-NEXT_TOKEN = {"labels": 1.0, "kl": 0.0, "reverse_kl": 0.0, "output_mse": 0.0, "top_k": None}
+NEXT_TOKEN = {"labels": 1.0, "kl": 0.0, "output_mse": 0.0, "top_k": None}
 # What trains, where there is no attention transfer.
 ALL_WEIGHTS: dict[str, Any] = {
     "transfer": None,
@@ -147,7 +147,6 @@ ALL_WEIGHTS: dict[str, Any] = {
 # What trains in the two stages of Hedgehog (app. B.5), LOLCAT (sec. 3) and LoLCATs (sec. 3.1): mixers, then LoRA alone.
 TWO_STAGES: dict[str, Any] = {
     "adapt": None,
-    "transfer.linear_part": 0.0,
     "transfer.window_dropout": None,
     "transfer.early_stopping": None,
     "finetune.all_weights": False,

@@ -15,8 +15,6 @@ from linearize.mixers.attention_weights import (
     Features,
     LinearPart,
     block_scores,
-    far_queries,
-    far_softmax,
     query_blocks,
     softmax_weights,
 )
@@ -27,8 +25,6 @@ from tests.mixers.weights import weights_of
 from tests.oracles.attention_weights import mixer_weights
 from tests.oracles.attention_weights import softmax_weights as softmax_oracle
 from tests.oracles.heads import Inputs
-from tests.oracles.mixer import span_of
-from tests.oracles.spans import span_keys
 
 LENGTH = 12
 DOCUMENTS = [[[*range(LENGTH)]], [[1, 2, 3, 5], [6, 7, 8, 9, 10, 11]]]
@@ -82,16 +78,6 @@ def make(fields: dict[str, Any]) -> tuple[LinearMixer, AttnInputs, Layout]:
     return mixer, inputs, Layout.from_positions(position)
 
 
-def far_keys(mixer: LinearMixer) -> Tensor:
-    """[B,T,T]: which keys are linear ones of each query."""
-    mask = torch.zeros(2, LENGTH, LENGTH, dtype=torch.bool)
-    for row, documents in enumerate(DOCUMENTS):
-        for slots in documents:
-            for n, slot in enumerate(slots):
-                mask[row, slot, [slots[j] for j in span_keys(span_of(mixer.config), n)[1]]] = True
-    return mask
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_that_the_mixer_uses(case: str) -> None:
     mixer, inputs, layout = make(CASES[case])
@@ -112,22 +98,6 @@ def test_weights_are_those_that_the_mixer_uses(case: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(teacher, softmax_oracle(x, DOCUMENTS), rtol=0, atol=1e-10)
     assert covered == LENGTH
-
-
-@pytest.mark.parametrize("reach", [None, 3, 5])
-@pytest.mark.parametrize("case", ["hedgehog, shared", "cosformer, add"])
-def test_softmax_over_linear_keys_alone(case: str, reach: int | None) -> None:
-    """The softmax over everything, with what is not a linear key taken out and the rest divided by its sum."""
-    mixer, inputs, layout = make(CASES[case])
-    mask = far_keys(mixer)
-    if reach is not None:
-        position = layout.query_position
-        mask &= position[:, :, None] - position[:, None] < reach
-    weights = softmax_oracle(Inputs(inputs.q, inputs.k, inputs.v, inputs.scaling), DOCUMENTS) * mask[:, None]
-    total = weights.sum(-1, keepdim=True)
-    expected = torch.where(total > 0, weights / total, 0) @ inputs.v
-    torch.testing.assert_close(far_softmax(mixer, inputs, layout, reach), expected, rtol=0, atol=1e-10)
-    assert torch.equal(far_queries(mixer, layout.query_position, reach), mask.any(-1))
 
 
 def test_keys_of_other_documents_are_not_looked_at() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from transformers import PreTrainedConfig
 
 from linearize.base import UserError
 from linearize.configs.feature_maps import LearnedMap
@@ -34,7 +33,6 @@ from linearize.configs.mixer_parts import (
     WindowOnly,
 )
 from linearize.configs.spans import NoSpan, SlidingSpan, TerracedSpan
-from linearize.hf.classes import read_plan
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
 from linearize.mixers import feature_maps as maps
@@ -207,27 +205,6 @@ def test_the_unions_have_every_part() -> None:
         choices = schema["properties"][name]
         tagged = next(choice for choice in [choices, *choices.get("anyOf", [])] if "discriminator" in choice)
         assert set(tagged["discriminator"]["mapping"]) == {part.type for part in values if part is not None}
-
-
-# --- a field that is gone ---------------------------------------------------------------------------------------------
-
-
-def test_weights_over_its_own_keys_need_no_saying() -> None:
-    """Old recipes and checkpoints (tests/hf/checkpoints/format_1) name the keys over which weights sum to 1."""
-    mixer = MixerConfig.model_validate({"combine": {"type": "mix", "weights_over": "linear_keys"}})
-    assert mixer == MixerConfig(combine=Mix()) and "weights_over" not in mixer.model_dump()["combine"]
-    assert Recipe.load("lolcat-w", {"mixer.combine.weights_over": "linear_keys"}) == Recipe.load("lolcat-w")
-
-
-def test_weights_over_all_keys_are_refused() -> None:
-    reason = "weights_over: expected linear_keys, the default, found all_keys, which was removed; "
-    with pytest.raises(UserError) as error:
-        Recipe.load("lolcat-w", {"mixer.combine.weights_over": "all_keys"})
-    assert str(error.value).startswith(f"recipe field mixer.combine: {reason}") and "\n" not in str(error.value)
-    stored = {"format_version": 1, "layers": [None, {"combine": {"type": "mix", "weights_over": "all_keys"}}]}
-    with pytest.raises(ValueError, match=f"^config.linearize.layers: combine.mix: {reason}") as error:
-        read_plan(PreTrainedConfig(linearize=stored))
-    assert "\n" not in str(error.value)
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

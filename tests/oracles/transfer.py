@@ -20,25 +20,20 @@ from tests.oracles.spans import SpanSpec, span_keys
 class Matrices:
     """Weights [B,H,T,T] and queries [B,T]; rows and columns of padding are 0.
 
-    `student` and `teacher` on all keys; `alone` is the linear part by itself, `far` softmax over the linear keys
-    that the teacher sees, and `counted` the queries that have any.
+    `student` and `teacher` on all keys.
     """
 
     student: Tensor
     teacher: Tensor
-    alone: Tensor
-    far: Tensor
     valid: Tensor
-    counted: Tensor
 
 
 def matrices(config: Any, w: Weights, inputs: Inputs, documents: Documents, *, reach: int | None = None) -> Matrices:
     """Of a mixer whose linear part has a sum for its normalizer; the teacher's queries see the last `reach` keys."""
     batch, heads, length, _ = inputs.q.shape
     shape = batch, heads, length, length
-    found = {name: torch.zeros(shape, dtype=torch.float64) for name in ("student", "teacher", "alone", "far")}
+    found = {name: torch.zeros(shape, dtype=torch.float64) for name in ("student", "teacher")}
     valid = torch.zeros(batch, length, dtype=torch.bool)
-    counted = valid.clone()
     for row, row_documents in enumerate(documents):
         for slots in row_documents:
             size = len(slots)
@@ -55,16 +50,14 @@ def matrices(config: Any, w: Weights, inputs: Inputs, documents: Documents, *, r
                 parts = {
                     "student": _combined(config, w, h, scores, weights, near, far),
                     "teacher": _softmax(scores, seen),
-                    "alone": weights.alone(far),
-                    "far": _softmax(scores, far & seen),
                 }
                 for name, matrix in parts.items():
                     found[name] = found[name].index_put(
                         (torch.tensor(row), torch.tensor(h), at[:, None].expand(size, size), at.expand(size, size)),
                         matrix,
                     )
-            valid[row, at], counted[row, at] = True, (far & seen).any(-1)
-    return Matrices(**found, valid=valid, counted=counted)
+            valid[row, at] = True
+    return Matrices(**found, valid=valid)
 
 
 def cross_entropy(teacher: Tensor, student: Tensor, counted: Tensor) -> Tensor:

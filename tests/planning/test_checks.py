@@ -44,8 +44,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a loss without meaning": (
         "lolcats",
-        {"mixer.span": {"type": "none"}, "mixer.combine.type": "add", "transfer.linear_part": 1.0},
-        "transfer.linear_part: expected mixers with a window beside the linear part, found span `none` in layer 0",
+        {"mixer.normalizer.type": "group_norm", "mixer.combine.type": "add", "transfer.weight_cross_entropy": 1.0},
+        "transfer.weight_cross_entropy: expected mixers whose attention weights are a distribution over the keys",
     ),
     "blocks with a task": (
         "lolcats",

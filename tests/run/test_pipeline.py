@@ -34,7 +34,7 @@ from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
 from linearize.recipe import Recipe
 from linearize.report.findings import sentences
-from linearize.report.load import RunRecord, load_run
+from linearize.report.load import load_run
 from linearize.run import allocation
 from linearize.run import folder as runs
 from linearize.run.evaluate import candidates, control, evaluate
@@ -511,17 +511,6 @@ def test_another_s_folder_is_refused(
         run(changed)
     assert "\n" not in str(error.value)
     assert contents(tmp_path) == before
-
-
-def test_a_recipe_with_a_field_that_is_gone_is_this_recipe(tmp_path: Path) -> None:
-    given = Run(Recipe.load("lolcat-w"), "teacher", tmp_path, torch.float32, torch.device("cpu"))
-    text = given.recipe.to_yaml()
-    old = text.replace("    type: mix\n", "    type: mix\n    weights_over: linear_keys\n")
-    (tmp_path / "recipe.yaml").write_text(old)
-    record = RunRecord(model="teacher", dtype="float32", device="cpu", data="0" * 64, versions={})
-    (tmp_path / "run.json").write_text(json.dumps(record.to_json()))
-    assert old != text and Run.read(tmp_path, given.dtype, given.device) == given
-    runs.check_output(given)
 
 
 def test_a_linearized_model_is_refused_before_anything_is_written(finished: Run, tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_in_single_precision_and_with_layers_that_stay_softmax(tmp_path: Path) -
 
 
 def test_with_calibration_and_with_every_loss(tmp_path: Path) -> None:
-    losses = dict(transfer__weight_cross_entropy=1.0, transfer__linear_part=0.5, transfer__calibration_tokens=100)
+    losses = dict(transfer__weight_cross_entropy=1.0, transfer__calibration_tokens=100)
     mixer = dict(mixer__feature_map=dict(type="exp"), mixer__combine=dict(type="absolute_scale"))
     model, recipe = saved(TEACHERS["llama"](), tmp_path / "model"), tiny.recipe(**losses, **mixer)
     joint(model, recipe, tmp_path / "joint")

@@ -18,9 +18,8 @@ B, L, V = 2, 7, 11
 LOSSES = {
     "next token": LossConfig(),
     "kl": LossConfig(labels=0, kl=1),
-    "reverse kl": LossConfig(labels=0, reverse_kl=1),
-    "all": LossConfig(labels=0.3, kl=2, reverse_kl=0.7),
-    "top 3": LossConfig(labels=0, kl=1, reverse_kl=0.5, top_k=3),
+    "all": LossConfig(labels=0.3, kl=2),
+    "top 3": LossConfig(labels=0, kl=1, top_k=3),
     "top of all": LossConfig(labels=0, kl=1, top_k=V),
     "mse": LossConfig(labels=0, output_mse=0.7),
 }
@@ -49,7 +48,6 @@ def slowly(student: Tensor, teacher: Tensor, labels: Tensor, config: LossConfig)
                 best = sorted(range(V), key=lambda token: -float(p[token]))[: config.top_k]
                 q, p = (torch.stack([*(x[i] for i in best), 1 - sum(x[i] for i in best)]) for x in (q, p))
             total = total + config.kl * sum(p[i] * (p[i] / q[i]).log() for i in range(len(p)))
-            total = total + config.reverse_kl * sum(q[i] * (q[i] / p[i]).log() for i in range(len(p)))
     return total
 
 

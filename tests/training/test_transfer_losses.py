@@ -26,7 +26,7 @@ from linearize.ops.layout import Layout
 from linearize.training.attention_transfer import TransferObjective, attention_transfer
 from linearize.training.eviction_scores import measure_attention
 from linearize.training.loop import Step
-from linearize.training.transfer_losses import Share, transfer_loss
+from linearize.training.transfer_losses import transfer_loss
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 from tests.mixers.weights import weights_of
@@ -35,7 +35,7 @@ from tests.oracles.attention import Documents
 from tests.oracles.heads import Inputs, Weights
 from tests.probes import LargestTensor
 
-STEP, ALL = Step(0, 1, 0), Share(1.0, 1.0)
+STEP, ALL = Step(0, 1, 0), 1.0
 TOLERANCE = 1e-10
 
 NONE: dict[str, Any] = {"type": "none"}
@@ -61,7 +61,6 @@ class Losses:
 
     output_mse: float = 0.0
     weight_cross_entropy: float = 0.0
-    linear_part: float = 0.0
 
     @property
     def config(self) -> TransferConfig:
@@ -121,13 +120,9 @@ def live_weights(mixer: LinearMixer) -> Weights:
 
 def definition(found: transfer.Matrices, v: Tensor, losses: Losses) -> Tensor:
     """The weighted sum of the losses, from whole matrices."""
-    whole, alone = (found.teacher, found.student, found.valid), (found.far, found.alone, found.counted)
-    total = torch.zeros((), dtype=torch.float64)
-    for weight, (teacher, student, counted) in ((1.0, whole), (losses.linear_part, alone)):
-        if weight:
-            total = total + weight * losses.output_mse * transfer.mean_squared_error(teacher, student, v, counted)
-            total = total + weight * losses.weight_cross_entropy * transfer.cross_entropy(teacher, student, counted)
-    return total
+    whole = found.teacher, found.student
+    squares = transfer.mean_squared_error(*whole, v, found.valid)
+    return losses.output_mse * squares + losses.weight_cross_entropy * transfer.cross_entropy(*whole, found.valid)
 
 
 def check(mixer: LinearMixer, documents: Documents, losses: Losses, reach: int | None = None, **options: Any) -> None:
@@ -157,7 +152,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
         monkeypatch.setattr(attention_weights, "BLOCK_WEIGHTS", {"cpu": 1})
 
 
-CE, EVERYTHING = Losses(weight_cross_entropy=2.0), Losses(3.0, 2.0, 0.7)
+CE, EVERYTHING = Losses(weight_cross_entropy=2.0), Losses(3.0, 2.0)
 
 
 # --- one layer against the definition ---------------------------------------------------------------------------------
@@ -196,7 +191,7 @@ def test_decays(feature_map: str, decay: dict[str, Any], combine: dict[str, Any]
 @pytest.mark.parametrize("feature_map", ["hedgehog", "hedgehog exp"])
 def test_layouts(feature_map: str, documents: Documents) -> None:
     """Outputs at padding are none of the definition's, so weights alone are compared."""
-    losses = EVERYTHING if documents is FULL else Losses(0.0, 2.0, 0.7)
+    losses = EVERYTHING if documents is FULL else Losses(0.0, 2.0)
     check(make_mixer(feature_map, SLIDING, SHARED, SCALAR), documents, losses)
 
 
@@ -292,7 +287,7 @@ def test_held_out_losses_are_training_losses_without_gradients() -> None:
 
 def test_a_hidden_window_leaves_weights_as_they_are() -> None:
     student = tiny.moved_student(tiny.llama().double(), mixer__span=SLIDING)
-    config = Losses(0.0, 1.0, 1.0).config
+    config = Losses(0.0, 1.0).config
     expected = TransferObjective(student, config).backward([ROWS], STEP)
     dropping = TransferConfig(**config.model_dump() | {"window_dropout": {"start": 1.0, "end": 1.0}})
     assert TransferObjective(student, dropping).backward([ROWS], STEP) == expected
@@ -301,7 +296,7 @@ def test_a_hidden_window_leaves_weights_as_they_are() -> None:
 def test_layers_learn_from_each_loss(tmp_path: Path) -> None:
     rows, held_out = tiny.packed([[64], [20, 44]] * 8, seed=1), tiny.packed([[64], [30, 34]], seed=2)
     fields = {"lr": 0.1, "max_tokens": 6 * 4 * 64, "batch_size": 4, "eval_every": 3, "epochs": 9}
-    for index, losses in enumerate((CE, Losses(1000.0, 0.0, 1.0), Losses(1000.0, 1.0, 1.0))):
+    for index, losses in enumerate((CE, Losses(1000.0, 0.0), Losses(1000.0, 1.0))):
         student = linearize.convert(tiny.llama(), tiny.recipe(mixer__span=SLIDING))
         config = TransferConfig(**vars(losses), **fields)
         result = attention_transfer(student, rows, held_out, config, output_dir=tmp_path / str(index))
@@ -341,29 +336,12 @@ def test_a_student_in_bfloat16() -> None:
             CE,
             "expected output_mse alone beside a KV cache with eviction, found more for model",
         ),
-        (
-            {"span": TERRACED, "cache": {"size": 3}},
-            Losses(1.0, 0.0, 1.0),
-            "set weight_cross_entropy and linear_part to",
-        ),
-        ({"span": NONE}, Losses(1.0, 0.0, 1.0), r"transfer\.linear_part: expected .* found span `none`"),
     ],
 )
 def test_refused(mixer: dict[str, Any], losses: Losses, message: str) -> None:
     student = linearize.convert(tiny.llama(), tiny.recipe(**{f"mixer__{name}": part for name, part in mixer.items()}))
     with pytest.raises(linearize.UserError, match=message):
         TransferObjective(student, losses.config)
-
-
-@pytest.mark.parametrize("normalizer", ["group_norm", "rms_norm", "none"])
-def test_outputs_of_the_linear_part_need_no_weights(normalizer: str) -> None:
-    """Any normalizer and update has an output to compare."""
-    recipe = {"mixer__normalizer": {"type": normalizer}, "mixer__combine": ADD, "mixer__update": {"type": "delta"}}
-    student = tiny.moved_student(tiny.llama().double(), **recipe)
-    alone, together = Losses(1.0, 0.0, 0.0), Losses(1.0, 0.0, 1.0)
-    without = TransferObjective(student, alone.config).backward([ROWS], STEP)
-    losses = TransferObjective(student, together.config).backward([ROWS], STEP)
-    assert all(losses[name] > without[name] + 1e-3 for name in losses)
 
 
 def test_outputs_teach_a_linear_part_beside_a_cache(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ Their modules are in `linearize.mixers`: `gates`, `update`, `normalizers`, `comb
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -236,20 +236,6 @@ class Mix(Config):
 
     type: Literal["mix"] = "mix"
     window_weight_init: float = Field(default=0.5, gt=0, lt=1, description="initial s")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_weights_over(cls, fields: object) -> object:
-        """Old recipes and checkpoints say over which keys the linear part's weights sum to 1: its own, as they do."""
-        if not isinstance(fields, dict) or "weights_over" not in fields:
-            return cast(object, fields)
-        fields = cast(dict[str, object], fields)
-        if fields["weights_over"] != "linear_keys":
-            raise ValueError(
-                f"weights_over: expected linear_keys, the default, found {fields['weights_over']}, "
-                "which was removed; convert and train again without it"
-            )
-        return {name: value for name, value in fields.items() if name != "weights_over"}
 
 
 class Add(Config):

@@ -29,14 +29,6 @@ class Cosine(Config):
     min_lr: float = Field(default=0.0, ge=0, le=LARGEST)
 
 
-class Linear(Config):
-    """Linear warm-up, then a straight line from the learning rate down to `min_lr` over the stage."""
-
-    type: Literal["linear"] = "linear"
-    warmup_steps: int = Field(default=0, ge=0)
-    min_lr: float = Field(default=0.0, ge=0, le=LARGEST)
-
-
 class Constant(Config):
     """Linear warm-up, then the learning rate as it is."""
 
@@ -44,7 +36,7 @@ class Constant(Config):
     warmup_steps: int = Field(default=0, ge=0)
 
 
-Schedule = Annotated[Plateau | Cosine | Linear | Constant, Field(discriminator="type")]
+Schedule = Annotated[Plateau | Cosine | Constant, Field(discriminator="type")]
 
 
 class WindowDropout(Config):
@@ -116,11 +108,6 @@ class TransferConfig(TrainConfig):
     weight_cross_entropy: float = Field(
         default=0.0, ge=0, description="weight of the cross-entropy of attention weights, a mean over queries"
     )
-    linear_part: float = Field(
-        default=0.0,
-        ge=0,
-        description="weight of the same losses of the linear part alone, compared with softmax over its own keys",
-    )
     calibration_tokens: PositiveInt | None = Field(
         default=None, description="fit combine `absolute_scale` to this much text before training; null: do not"
     )
@@ -151,7 +138,6 @@ class LossConfig(Config):
         description="the task's own loss: cross-entropy of the next token or the class; squared error of a number",
     )
     kl: float = Field(default=0.0, ge=0, description="KL(teacher || student) of the distributions of tokens or classes")
-    reverse_kl: float = Field(default=0.0, ge=0, description="KL(student || teacher)")
     output_mse: float = Field(
         default=0.0,
         ge=0,
@@ -163,15 +149,15 @@ class LossConfig(Config):
 
     @model_validator(mode="after")
     def _something(self) -> LossConfig:
-        if not self.labels + self.kl + self.reverse_kl + self.output_mse:
-            raise ValueError("every weight is 0; set one of labels, kl, reverse_kl, output_mse")
-        if self.top_k is not None and not self.kl + self.reverse_kl:
-            raise ValueError("top_k applies to kl and reverse_kl, whose weights are 0")
+        if not self.labels + self.kl + self.output_mse:
+            raise ValueError("every weight is 0; set one of labels, kl, output_mse")
+        if self.top_k is not None and not self.kl:
+            raise ValueError("top_k applies to kl, whose weight is 0")
         return self
 
     @property
     def needs_teacher(self) -> bool:
-        return self.kl + self.reverse_kl + self.output_mse > 0
+        return self.kl + self.output_mse > 0
 
 
 class FinetuneConfig(TrainConfig):

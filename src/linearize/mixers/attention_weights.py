@@ -10,23 +10,20 @@ Axes: B batch, H query heads, Hs heads of the state, T slots, C queries of a blo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linearize.configs.feature_maps import RfaMap
 from linearize.configs.spans import NoSpan
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer import Mixer
 from linearize.mixers.mixer_state import Tokens
 from linearize.ops.block_sizes import kind
-from linearize.ops.dispatch import prefill
 from linearize.ops.heads import repeat_kv
-from linearize.ops.inputs import LinearInputs
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import cumulative
 from linearize.ops.partial import Partial
@@ -109,26 +106,6 @@ def softmax_weights(scores: Float[Tensor, "B H C K"], mask: Bool[Tensor, "#B 1 C
     return scores.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0)
 
 
-@torch.no_grad()
-def far_softmax(mixer: Mixer, inputs: AttnInputs, layout: Layout, reach: int | None) -> Float[Tensor, "B H T D"]:
-    """Softmax attention over the mixer's linear keys alone, by blocks; 0 for queries without such keys.
-
-    `reach` is that of `query_blocks`.
-    """
-    inputs = inputs.accumulated()
-    y = torch.empty_like(inputs.q)
-    for block in query_blocks(mixer, layout, len(y), reach):
-        weights = softmax_weights(block_scores(inputs, block), block.far & block.visible)
-        y[:, :, block.queries] = weights @ repeat_kv(inputs.v[:, :, block.keys], y.shape[1])
-    return y
-
-
-def far_queries(mixer: Mixer, position: Int[Tensor, "#B T"], reach: int | None) -> Bool[Tensor, "#B T"]:
-    """Which queries, -1 being padding, have linear keys that the teacher's softmax sees too."""
-    lowest = mixer.span.sinks if reach is None else (position - reach + 1).clamp_min(mixer.span.sinks)
-    return (mixer.span.lo(position) > lowest) & (position >= 0)
-
-
 # --- the mixer --------------------------------------------------------------------------------------------------------
 
 
@@ -182,18 +159,6 @@ class LinearPart:
         inputs = inputs.accumulated()
         return cls(mixer, inputs, layout, *mixer.linear_features(inputs, layout))
 
-    def output(self) -> Float[Tensor, "B H T D"]:
-        """The linear part alone over its own keys, normalised as the mixer's is; 0 for queries without such keys.
-
-        For causal mixers alone: the other kind's output is nothing else.
-        """
-        assert isinstance(self.mixer, LinearMixer)
-        rules = self.mixer.rules(self.tokens) | {"kernel": None}  # of features
-        keys = self.phi_k, self.tokens["values"], self.mixer.span, self.layout
-        parts = prefill(None, LinearInputs(self.phi_q, *keys, **rules))
-        assert parts.linear is not None
-        return self.mixer.normalized(parts.linear, self.inputs)
-
     def features(self) -> Features:
         """What weights are made of, for all tokens."""
         log_decay = self.tokens.get("log_decay_k")
@@ -207,11 +172,6 @@ class LinearPart:
         phi_k = repeat_kv(phi_k, phi_q.shape[1])
         num = kernel_weights(phi_q, phi_k, None if sums is None else repeat_kv(sums, phi_q.shape[1]), mask)
         return Partial(num, num.sum(-1), log_scale)
-
-    def alone(self, linear: Partial) -> Float[Tensor, "B H C K"]:
-        """Weights of the linear part alone over its own keys."""
-        # Where no gradient is wanted, partials are worked on in place.
-        return self.mixer.normalized(replace(linear, num=linear.num.clone()), self.inputs)
 
     def combined(
         self,

@@ -13,31 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from linearize.base import UserError
 from linearize.configs.training import TransferConfig
-from linearize.data.rows import PackedRows, Rows, on_device
+from linearize.data.rows import Rows, on_device
 from linearize.distributed import dealt, summed
 from linearize.hf.attention import (
     linearized_layers,
     observed,
-    sliding_window,
     softmax_output,
 )
-from linearize.hf.layouts import read_layout
 from linearize.hf.sharding import run_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.attention_weights import far_queries
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import Layout
 from linearize.training.bypass import dropped_windows
 from linearize.training.calibration import calibrate
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.resumption import RESULT, read_stage_json
-from linearize.training.transfer_losses import Share, check_losses, transfer_loss
+from linearize.training.transfer_losses import check_losses, transfer_loss
 
 NO_PARAMETERS = "transfer: expected mixers with parameters to train, found none; set transfer=null"
 
@@ -125,17 +121,19 @@ class TransferObjective:
 
     def _losses(self, batches: list[Rows], step: Step | None) -> dict[str, float]:
         """The loss of each layer; with a step, its gradients too."""
-        shares, sums, learn = self._shares(batches), dict[str, Tensor](), step is not None
-
+        sums: dict[str, Tensor] = {}
+        tokens = sum(batch.num_tokens for batch in batches)  # without padding
+        names = {unit.name for unit in self.units}
         for index, counts in dealt(batches):
 
             def observe(
                 layer: Any, inputs: AttnInputs, layout: Layout | None, index: int = index, counts: int = counts
             ) -> Tensor:
                 target, name = softmax_output(layer, inputs, layout), self._names[id(layer)]
-                if name in shares:
-                    with torch.set_grad_enabled(learn):
-                        loss = transfer_loss(layer, inputs, layout, target, self._config, shares[name][index])
+                if name in names:
+                    share = batches[index].num_tokens / tokens
+                    with torch.set_grad_enabled(step is not None):
+                        loss = transfer_loss(layer, inputs, layout, target, self._config, share)
                         loss = counts * loss / self._passes[name]
                         if loss.requires_grad:  # without a window, nothing depends on how it is weighted
                             loss.backward()
@@ -146,18 +144,6 @@ class TransferObjective:
             with torch.no_grad(), hidden, observed(self._student, observe):
                 run_layers(self._student, on_device(batches[index].inputs(), self._student.device))
         return summed({name: float(value) for name, value in sums.items()})
-
-    def _shares(self, batches: list[Rows]) -> dict[str, list[Share]]:
-        """Return each batch's share of the tokens and queries of all batches, for each layer that trains."""
-        sizes = [batch.num_tokens for batch in batches]  # padding apart
-        layers, shares = linearized_layers(self._student), {}
-        for unit in self.units:
-            far = [0] * len(batches)
-            if self._config.linear_part:
-                far = [int(_far_queries(layers[unit.name], batch).sum()) for batch in batches]
-            counts = zip(sizes, far, strict=True)
-            shares[unit.name] = [Share(size / sum(sizes), count / max(1, sum(far))) for size, count in counts]
-        return shares
 
 
 def check_transfer(config: TransferConfig, mixers: Mapping[str, nn.Module]) -> None:
@@ -183,11 +169,3 @@ def layer_passes(student: PreTrainedModel) -> dict[str, int]:
         return dict.fromkeys(layers, 1)
     passes = TeacherShape.from_config(student.config.to_dict()).passes
     return {name: passes[layer.layer_idx] for name, layer in layers.items()}
-
-
-def _far_queries(layer: Any, rows: Rows) -> Bool[Tensor, "B T"]:
-    assert isinstance(rows, PackedRows)  # a window and a linear part beside it are of decoders
-    batch, length = rows.input_ids.shape
-    layout = read_layout(None, rows.position_ids, batch, length)
-    position = (Layout.full(length) if layout is None else layout).query_position
-    return far_queries(layer.mixer, position, sliding_window(layer)).expand(batch, -1)

@@ -53,15 +53,12 @@ def _chunk_loss(
     teacher = teacher.to(outputs.dtype)
     if config.output_mse:
         loss = loss + config.output_mse * (outputs - teacher).square().mean(-1).sum()
-    if config.kl or config.reverse_kl:
+    if config.kl:
         log_q, log_p = (F.log_softmax(x, dim=-1) for x in (outputs, teacher))
         if config.top_k is not None and config.top_k < log_p.shape[-1] - 1:
             chosen = log_p.topk(config.top_k, dim=-1).indices
             log_p, log_q = _compressed(log_p, chosen), _compressed(log_q, chosen)
-        if config.kl:
-            loss = loss + config.kl * F.kl_div(log_q, log_p, reduction="sum", log_target=True)
-        if config.reverse_kl:
-            loss = loss + config.reverse_kl * F.kl_div(log_p, log_q, reduction="sum", log_target=True)
+        loss = loss + config.kl * F.kl_div(log_q, log_p, reduction="sum", log_target=True)
     return loss
 
 

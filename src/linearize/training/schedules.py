@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from linearize.configs.training import Constant, Cosine, Linear, Plateau, Schedule
+from linearize.configs.training import Constant, Cosine, Plateau, Schedule
 
 
 def build_schedule(config: Schedule, optimizer: Optimizer, total_steps: int) -> LRScheduler:
@@ -31,21 +31,15 @@ def _constant(config: Constant, peak: float, total_steps: int, step: int) -> flo
     return peak * min(1.0, (step + 1) / (config.warmup_steps + 1))
 
 
-def _falling(
-    left: Callable[[float], float], config: Cosine | Linear, peak: float, total_steps: int, step: int
-) -> float:
-    """Linear warm-up, then from the peak down to `min_lr`, which is reached one step after the last.
-
-    `left` is what is left of the way down, from 1 to 0, at a share of the steps after warm-up.
-    """
+def _cosine(config: Cosine, peak: float, total_steps: int, step: int) -> float:
+    """Linear warm-up, then a cosine from the peak down to `min_lr`, which is reached one step after the last."""
     if step < config.warmup_steps:
         return peak * ((step + 1) / (config.warmup_steps + 1))
     progress = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    return config.min_lr + (peak - config.min_lr) * left(progress)
+    return config.min_lr + (peak - config.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 _RATES: dict[type, Callable[[Any, float, int, int], float]] = {
     Constant: _constant,
-    Cosine: partial(_falling, lambda progress: (1 + math.cos(math.pi * progress)) / 2),
-    Linear: partial(_falling, lambda progress: 1 - progress),
+    Cosine: _cosine,
 }

@@ -1,4 +1,4 @@
-"""The losses of attention transfer on one layer, with no T x T matrix: outputs, attention weights, the linear part.
+"""The losses of attention transfer on one layer, with no T x T matrix: of outputs and of attention weights.
 
 Losses on weights are sums over blocks of queries; the gradient of a block is taken as soon as its loss is known, with
 respect to features that are computed once per layer, and goes on from there in the backward pass.
@@ -7,7 +7,6 @@ respect to features that are computed once per layer, and goes on from there in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from linearize.base import UserError
-from linearize.configs.spans import NoSpan
 from linearize.configs.training import TransferConfig
 from linearize.hf.attention import sliding_window
 from linearize.mixers.attention_weights import (
@@ -24,8 +22,6 @@ from linearize.mixers.attention_weights import (
     LinearPart,
     QueryBlock,
     block_scores,
-    far_queries,
-    far_softmax,
     no_distribution,
     query_blocks,
     softmax_weights,
@@ -37,17 +33,6 @@ from linearize.ops.layout import Layout
 MIN_WEIGHT = 1e-20  # what a weight is taken for, if it is less: relu and rounding give weights of 0
 
 
-@dataclass(frozen=True)
-class Share:
-    """A micro batch's share of an optimizer step's tokens, and of one layer's queries with linear keys.
-
-    `rows`: of its tokens, padding apart; without padding, that is its share of the rows.
-    """
-
-    rows: float
-    far_queries: float
-
-
 def check_losses(config: TransferConfig, name: str, mixer: Any) -> None:
     """Check that the losses mean something for a layer's mixer.
 
@@ -57,65 +42,51 @@ def check_losses(config: TransferConfig, name: str, mixer: Any) -> None:
     Raises:
         UserError: they do not.
     """
-    if isinstance(mixer, HeadwiseMixer):
-        if config.weight_cross_entropy or config.linear_part:
-            raise UserError(
-                f"transfer: expected output_mse alone for heads of several kinds, as {name} has; set "
-                "weight_cross_entropy and linear_part to 0"
-            )
+    if not config.weight_cross_entropy:
         return
-    if mixer.config.cache is not None and (config.weight_cross_entropy or config.linear_part):
+    if isinstance(mixer, HeadwiseMixer):
+        raise UserError(
+            f"transfer: expected output_mse alone for heads of several kinds, as {name} has; set "
+            "weight_cross_entropy to 0"
+        )
+    if mixer.config.cache is not None:
         raise UserError(
             f"transfer: expected output_mse alone beside a KV cache with eviction, found more for {name}; evictions "
-            "decide which keys the linear part reads; set weight_cross_entropy and linear_part to 0"
+            "decide which keys the linear part reads; set weight_cross_entropy to 0"
         )
     reason = no_distribution(mixer)
-    if config.weight_cross_entropy and reason is not None:
+    if reason is not None:
         raise UserError(
             "transfer.weight_cross_entropy: expected mixers whose attention weights are a distribution over the keys, "
             f"found {reason}, in {name}; set it to 0 and output_mse above 0"
         )
-    if config.linear_part and isinstance(mixer.span, NoSpan):
-        raise UserError(
-            f"transfer.linear_part: expected mixers with a window beside the linear part, found span `none` in {name}, "
-            "where it would be the same loss twice; set it to 0"
-        )
 
 
 def transfer_loss(
-    layer: Any, inputs: AttnInputs, layout: Layout | None, target: Tensor, config: TransferConfig, share: Share
+    layer: Any, inputs: AttnInputs, layout: Layout | None, target: Tensor, config: TransferConfig, share: float
 ) -> Float[Tensor, ""]:
     """A layer's loss on one micro batch: its share of the weighted sum of all means of an optimizer step.
 
     `output_mse`: of outputs before the output projection, a mean over valid tokens, heads and head dimension (LoLCATs
     eq. 6 for one layer). `weight_cross_entropy`: -sum_j a_nj log w_nj of the softmax weights a and the mixer's w, a
     mean over heads and valid queries (Hedgehog eq. 4; LOLCAT eq. 7; LoLCATs App. A.3).
-    `linear_part` times both again, for the linear part alone: against softmax over its keys alone, a mean over queries
-    that have any (against bypass, arXiv 2510.05901).
 
     Args:
         layer: the converted attention module.
         target: what softmax attention gives, [B, H, T, D].
+        share: of the optimizer step's tokens, without padding, that this micro batch has.
     """
     mixer, loss = layer.mixer, torch.zeros((), device=target.device)
     if config.output_mse:
-        loss = share.rows * config.output_mse * mean_squared_error(mixer(inputs, layout), target, layout)
-    if not config.weight_cross_entropy and not config.linear_part:
+        loss = share * config.output_mse * mean_squared_error(mixer(inputs, layout), target, layout)
+    if not config.weight_cross_entropy:
         return loss
     with torch.autocast(target.device.type, enabled=False):
         layout = Layout.full(inputs.q.shape[2], target.device) if layout is None else layout
-        part, reach = LinearPart.of(mixer, inputs, layout), sliding_window(layer)
-        counted = far_queries(mixer, layout.query_position, reach).expand(len(target), -1)
-        alone = config.linear_part * share.far_queries / max(1, int(counted.sum()))
-        if config.output_mse and alone:
-            wrong = (part.output() - far_softmax(mixer, inputs, layout, reach)).square().mean((1, 3))
-            loss = loss + alone * config.output_mse * (wrong * counted).sum()
-        if config.weight_cross_entropy:
-            valid = (layout.query_position >= 0).expand(len(target), -1).sum()
-            rows = share.rows / max(1, int(valid))
-            weights = rows * config.weight_cross_entropy, alone * config.weight_cross_entropy
-            loss = loss + weight_cross_entropy(part, reach, *weights)
-    return loss
+        part = LinearPart.of(mixer, inputs, layout)
+        valid = (layout.query_position >= 0).expand(len(target), -1).sum()
+        factor = share / max(1, int(valid)) * config.weight_cross_entropy
+        return loss + factor * weight_cross_entropy(part, sliding_window(layer))
 
 
 def mean_squared_error(
@@ -132,22 +103,18 @@ def mean_squared_error(
     return wrong.masked_fill(~valid, 0).sum() / valid.sum().clamp_min(1)
 
 
-def weight_cross_entropy(part: LinearPart, reach: int | None, whole: float, alone: float) -> Float[Tensor, ""]:
-    """`whole` times the cross-entropy of the mixer's weights, plus `alone` times that of its linear part's.
+def weight_cross_entropy(part: LinearPart, reach: int | None) -> Float[Tensor, ""]:
+    """Return the cross-entropy of the mixer's weights: a sum over queries of the mean over heads.
 
-    Both are sums over queries of the mean over heads. Window dropout does not apply: weights of 0 in a hidden window
-    would say nothing. `reach` is that of `query_blocks`.
+    Window dropout does not apply: weights of 0 in a hidden window would say nothing. `reach` is that of
+    `query_blocks`.
     """
     combine = dict(part.mixer.combine.named_parameters())
 
     def loss_of(block: QueryBlock, features: Features, parameters: list[Tensor]) -> Tensor:
         scores, linear = block_scores(part.inputs, block), part.partial(features, block.far)
-        loss = scores.new_zeros(())
-        if alone:
-            softmax = softmax_weights(scores, block.far & block.visible)
-            loss = alone * cross_entropy(softmax, part.alone(linear))
         student = part.combined(block, scores, features, linear, dict(zip(combine, parameters, strict=True)))
-        return (loss + whole * cross_entropy(softmax_weights(scores, block.visible), student)) / scores.shape[1]
+        return cross_entropy(softmax_weights(scores, block.visible), student) / scores.shape[1]
 
     blocks = query_blocks(part.mixer, part.layout, len(part.phi_q), reach)
     return _SumOverBlocks.apply(loss_of, blocks, *part.features(), *combine.values())
