@@ -3,7 +3,7 @@
     python benchmarks/ruler.py TEACHER STUDENT --text essays.txt --window 113 --json results.json
 
 One row (a model, a task, a length) is written when it is measured; the same command again goes on with what is missing.
-`linearize/evaluation/ruler.py` says how prompts are made and in what they differ from RULER's. Answers are greedy and
+`ruler_tasks.py` says how prompts are made and in what they differ from RULER's. Answers are greedy and
 have at most 128 tokens, which are part of the length. An answer is right if it contains the value: so a generation
 ends as soon as every answer of its batch does.
 
@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from contenders import Contender, compare, contender_arguments, contenders, share_of_right, teacher_name
 from records import Rows
+from ruler_tasks import ANSWER_TOKENS, TASKS, Sample, batches, build_samples, is_right
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from linearize.base import UserError, progress
 from linearize.data.rows import inference
 from linearize.evaluation.agreement import greedy
-from linearize.evaluation.ruler import ANSWER_TOKENS, TASKS, Sample, batches, build_samples, is_right
 
 
 class Answered(StoppingCriteria):

@@ -18,7 +18,6 @@ from transformers import LlamaForCausalLM
 
 from linearize.evaluation import harness
 from linearize.evaluation.harness import BenchmarkResult, Benchmarks
-from linearize.evaluation.ruler import build_samples
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
 
@@ -193,7 +192,7 @@ def ruler_arguments(tmp_path: Path, *more: object) -> list[object]:
 
 def test_ruler(benchmark: Any, answers: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = benchmark("ruler", *ruler_arguments(tmp_path), "--batch", 1)["rows"]
-    asked = build_samples(
+    asked = sys.modules["ruler_tasks"].build_samples(
         "niah_single_2", byte_tokenizer(), (tmp_path / "text.txt").read_text(), length=800, count=5, chat=False
     )
     right = sum(int(sample.value) % 2 == 0 for sample in asked)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.data.repeats import SHORTEST, SLOT, ordinary_tokens, with_few_repeats, with_repeats, without_repeats
+from linearize.data.repeats import SHORTEST, SLOT, ordinary_tokens, with_repeats, without_repeats
 from linearize.data.rows import IGNORED, PackedRows
 
 ROWS, LENGTH, FIRST = 40, 640, 1000
@@ -29,20 +29,6 @@ def runs(mask: Tensor) -> list[list[int]]:
         else:
             found.append([place])
     return found
-
-
-def test_a_few_short_spans_in_every_row() -> None:
-    """Spans fill half of a row's slots, predicted tokens are returned, and random tokens come from the text."""
-    before, (after, recalled) = text(), with_few_repeats(text(), seed=0)
-    for row in range(ROWS):
-        spans = runs(after.input_ids[row] != before.input_ids[row])
-        its = [tuple(after.input_ids[row][span].tolist()) for span in spans]
-        assert len(its) == 2 * len(set(its)) == 2 * (LENGTH // SLOT // 4)
-        assert all(SHORTEST <= len(tokens) <= SLOT // 4 for tokens in its)
-        second = [span for place, span in enumerate(spans) if its[place] in its[:place]]
-        assert recalled[row].nonzero()[:, 0].tolist() == sorted(place for span in second for place in span[1:])
-        assert torch.equal(after.labels[row][recalled[row]], after.input_ids[row][recalled[row]])
-    assert torch.isin(after.input_ids, before.input_ids).all() and torch.equal(before.input_ids, text().input_ids)
 
 
 @pytest.mark.parametrize("share, left", [(0.0, ROWS), (0.25, ROWS * 3 // 4), (1.0, ROWS)])

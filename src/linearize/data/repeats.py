@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from jaxtyping import Bool, Int, Int64
+from jaxtyping import Int, Int64
 from torch import Tensor
 
 from linearize.data.rows import IGNORED, PackedRows
@@ -33,47 +33,11 @@ def with_repeats(rows: PackedRows, share: float, vocabulary: Int[Tensor, " V"], 
     row is one document. No loss is on first copies, nor on the first token of second ones, which nothing announces.
     """
     slots = rows.input_ids.shape[1] // SLOT
+    pairs, longest = slots // 2, SLOT * 3 // 4
     generator = torch.Generator().manual_seed(seed)
     chosen = _chosen(len(rows), share, generator)
-    return _written(rows, chosen, vocabulary, generator, pairs=slots // 2, longest=SLOT * 3 // 4)[0]
-
-
-def without_repeats(rows: PackedRows, share: float, *, seed: int) -> PackedRows:
-    """Return the rows that `with_repeats` left unchanged for this share and seed; all rows if there are none."""
-    plain = torch.ones(len(rows), dtype=torch.bool)
-    plain[_chosen(len(rows), share, torch.Generator().manual_seed(seed))] = False
-    return rows if plain.all() or not plain.any() else rows.rows(plain.nonzero()[:, 0])
-
-
-def with_few_repeats(rows: PackedRows, *, seed: int) -> tuple[PackedRows, Bool[Tensor, "N L"]]:
-    """These rows, each with pairs of short equal spans in half of its slots; and which tokens second copies predict.
-
-    The random tokens among them are drawn from the rows' own. All else is as in `with_repeats`: with so few, what is to
-    be recalled stands out from the text around it.
-    """
-    slots = rows.input_ids.shape[1] // SLOT
-    generator = torch.Generator().manual_seed(seed)
-    tokens = rows.input_ids[rows.labels != IGNORED]
-    return _written(rows, torch.arange(len(rows)), tokens, generator, pairs=slots // 4, longest=SLOT // 4)
-
-
-def _chosen(count: int, share: float, generator: torch.Generator) -> Int[Tensor, " n"]:
-    return torch.randperm(count, generator=generator)[: round(share * count)].sort().values
-
-
-def _written(
-    rows: PackedRows,
-    chosen: Int[Tensor, " n"],
-    vocabulary: Int[Tensor, " V"],
-    generator: torch.Generator,
-    *,
-    pairs: int,
-    longest: int,
-) -> tuple[PackedRows, Bool[Tensor, "N L"]]:
-    """Rows of which those that are `chosen` have so many pairs of spans; and which tokens a first copy predicts."""
-    recalled = torch.zeros_like(rows.input_ids, dtype=torch.bool)
     if not len(chosen) or not pairs:
-        return rows, recalled
+        return rows
 
     def drawn(high: int, *shape: int) -> Int64[Tensor, ...]:
         return torch.randint(high, (len(chosen), *shape), generator=generator)
@@ -81,7 +45,6 @@ def _written(
     inside = torch.arange(longest)
     lengths = SHORTEST + drawn(longest + 1 - SHORTEST, pairs, 1)
     # The slots of each pair in the order of the text, and in each slot a place for the span.
-    slots = rows.input_ids.shape[1] // SLOT
     order = torch.rand(len(chosen), slots, generator=generator).argsort(1)[:, : 2 * pairs]
     starts = SLOT * order.view(len(chosen), pairs, 2).sort(-1).values + drawn(SLOT - longest, pairs, 2)
     owners, begins = drawn(len(rows), pairs, 1), drawn(rows.input_ids.shape[1] - longest, pairs, 1)
@@ -96,7 +59,17 @@ def _written(
     for copy, its in enumerate((torch.full_like(spans, IGNORED), learned)):
         place = (starts[:, :, copy, None] + inside)[written]
         input_ids[row, place], labels[row, place] = spans[written], its[written]
-        recalled[row, place] = its[written] != IGNORED
     positions = torch.arange(rows.input_ids.shape[1]).expand(len(chosen), -1)
     position_ids = rows.position_ids.index_copy(0, chosen, positions)
-    return PackedRows(input_ids, position_ids, labels, first_document=rows.first_document), recalled
+    return PackedRows(input_ids, position_ids, labels, first_document=rows.first_document)
+
+
+def without_repeats(rows: PackedRows, share: float, *, seed: int) -> PackedRows:
+    """Return the rows that `with_repeats` left unchanged for this share and seed; all rows if there are none."""
+    plain = torch.ones(len(rows), dtype=torch.bool)
+    plain[_chosen(len(rows), share, torch.Generator().manual_seed(seed))] = False
+    return rows if plain.all() or not plain.any() else rows.rows(plain.nonzero()[:, 0])
+
+
+def _chosen(count: int, share: float, generator: torch.Generator) -> Int[Tensor, " n"]:
+    return torch.randperm(count, generator=generator)[: round(share * count)].sort().values

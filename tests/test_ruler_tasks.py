@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
+from pathlib import Path
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -13,19 +17,26 @@ from transformers import PreTrainedTokenizerFast
 
 from linearize.base import UserError
 from linearize.evaluation.intervals import wilson
-from linearize.evaluation.ruler import ANSWER_TOKENS, TASKS, Sample, batches, build_samples, is_right
 from tests.byte_tokenizer import CHATML, byte_tokenizer
+
+PATH = Path(__file__).parents[1] / "benchmarks" / "ruler_tasks.py"
+spec = importlib.util.spec_from_file_location("ruler_tasks", PATH)
+assert spec is not None and spec.loader is not None
+sys.modules["ruler_tasks"] = ruler_tasks = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(ruler_tasks)
+ANSWER_TOKENS, TASKS, Sample = ruler_tasks.ANSWER_TOKENS, ruler_tasks.TASKS, ruler_tasks.Sample
+batches, build_samples, is_right = ruler_tasks.batches, ruler_tasks.build_samples, ruler_tasks.is_right
 
 LINE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 TEXT = " ".join(f"This is sentence {number}.\n" for number in range(1000))
 NEEDLE = re.compile(r"One of the special magic (numbers|uuids) for ([a-z]+-[a-z]+) is: ([0-9a-f-]+)\.")
 
 
-def prompts(task: str, length: int = 1500, count: int = 40, chat: bool = False, text: str = TEXT) -> list[Sample]:
+def prompts(task: str, length: int = 1500, count: int = 40, chat: bool = False, text: str = TEXT) -> list[Any]:
     return build_samples(task, byte_tokenizer(template=CHATML), text, length=length, count=count, chat=chat)
 
 
-def text_of(sample: Sample) -> str:
+def text_of(sample: Any) -> str:
     return byte_tokenizer().decode(sample.input_ids, clean_up_tokenization_spaces=False)
 
 
