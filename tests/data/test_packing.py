@@ -168,7 +168,9 @@ def test_a_single_document_is_cut(tmp_path, tokenizer):
     assert sorted(rows) == sorted(tokens[start : start + 10] for start in range(700, 1000, 10))
     assert dataset.documents == (1, 7, 23)
     assert (dataset.test.documents == dataset.test.documents[:, :1]).all(), "each row stands for a document"
-    with fails("expected at least 16 held-out rows of the only document to test on, .* found 9; use more data .*, hold"):
+    with fails(
+        "expected at least 16 held-out rows of the only document to test on, .* found 9; use more data .*, hold"
+    ):
         build_dataset(config(path, validation_fraction=0.1, sequence_length=10), tokenizer, seed=0)
 
 

@@ -5,7 +5,7 @@ Their modules are in `linearize.mixers`: `gates`, `update`, `normalizers`, `comb
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 

@@ -66,7 +66,9 @@ def _classifying(task: Task, dataset: Dataset, tokenizer: Processor | None, teac
     return answer
 
 
-def _masked_tokens(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher: PreTrainedModel | None) -> Answer:
+def _masked_tokens(
+    task: Task, dataset: Dataset, tokenizer: Processor | None, teacher: PreTrainedModel | None
+) -> Answer:
     rows = dataset.test
     targets, example = _expected(rows)
 
