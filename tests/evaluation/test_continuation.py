@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from linearize.base import UserError
 from linearize.configs.mixer import MixerConfig
@@ -61,7 +62,7 @@ class Copier(nn.Module):
     def __init__(self, *, keeps: int = 10**6) -> None:
         super().__init__()
         self.device_of = nn.Parameter(torch.zeros(()))
-        self.config = SimpleNamespace(max_position_embeddings=1024)
+        self.config = PreTrainedConfig(max_position_embeddings=1024)
         self.keeps = keeps  # how many of a call's tokens stay in the cache
         self.calls: list[int] = []
 

@@ -117,7 +117,7 @@ class LinearizedConfig:
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """As in transformers; models save theirs in here, before they upload what is new in the folder."""
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
         if hasattr(self, "auto_map"):  # only models know their class
             checkpoint.write_auto_module(save_directory, self.auto_map)
 
@@ -172,7 +172,7 @@ class LinearizedModel(Unsupported, PreTrainedModel):
             kwargs.setdefault("save_original_format", False)
         auto, cls = registered(self)
         self.config.auto_map = checkpoint.auto_map(type(self.config).__name__, cls.__name__, auto)
-        super().save_pretrained(save_directory, **kwargs)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
 
 class LinearizedGeneration(GenerationMixin):
