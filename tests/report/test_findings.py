@@ -24,8 +24,8 @@ from linearize.report.findings import (
     verdict,
 )
 from linearize.report.load import RunFiles, load_run
-from linearize.report.missing import missing_sections
 from linearize.report.numbers import THIN
+from linearize.report.unmeasured import missing_sections
 from tests.report import sample
 from tests.report.sample import interval
 

@@ -10,10 +10,10 @@ import pytest
 
 from linearize.report.findings import prefill, short_memory, short_quality, short_speed, verdict
 from linearize.report.load import RunFiles, load_run
-from linearize.report.missing import missing_sections
 from linearize.report.overview import key_numbers
 from linearize.report.page import write_report
 from linearize.report.tables import of_run
+from linearize.report.unmeasured import missing_sections
 from tests.report.sample import interval, spread
 
 

@@ -34,7 +34,7 @@ from linearize.recipe import Recipe
 from linearize.training import activations, blockwise, loop
 from linearize.training.attention_transfer import attention_transfer, load_transferred, transfer_errors
 from linearize.training.blockwise import BlockwiseTransfer, merged_metrics
-from linearize.training.claims import claimed
+from linearize.training.locks import claimed
 from tests import tiny
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from linearize.export.gguf import CLASS, TYPES, gguf_package, read_gguf, write_g
 from linearize.export.stock import read_layers, stock_model
 from linearize.hf.checkpoint import atomic_folder, load_model, load_tokenizer, read_config, save_student
 from linearize.run.folder import student_folder
-from linearize.run.given_models import require_linearized
+from linearize.run.validation import require_linearized
 
 FORMATS = ("hf", "gguf")
 TOLERANCE = 1e-3  # difference of logits in float32, relative to the largest logit

@@ -31,7 +31,7 @@ from linearize.base import UserError, read_json, sync, writing
 from linearize.hf.config_json import read_contents
 from linearize.hf.gguf_file import gguf_file, load_gguf, load_gguf_tokenizer, read_gguf_config
 from linearize.hf.layouts import keep_documents_apart
-from linearize.hf.whole_weights import load_whole
+from linearize.hf.strict_loading import load_whole
 
 AUTO_MODULE = "modeling_linearize"
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "tekken.json")

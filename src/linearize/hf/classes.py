@@ -39,6 +39,7 @@ from linearize.hf.cache import same_size_mask
 from linearize.hf.compiled import cache_to_compile, history
 from linearize.hf.layouts import encoder_layout_hook, keep_documents_apart, layout_hook
 from linearize.hf.offload import keep_in_memory
+from linearize.hf.strict_loading import load_whole
 from linearize.hf.teacher import TeacherShape
 from linearize.hf.unsupported import (
     Unsupported,
@@ -47,7 +48,6 @@ from linearize.hf.unsupported import (
     refuse_forgetting,
     refuse_other_angles,
 )
-from linearize.hf.whole_weights import load_whole
 from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError
 from linearize.hf.config_json import read_contents
-from linearize.hf.whole_weights import load_whole
+from linearize.hf.strict_loading import load_whole
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"

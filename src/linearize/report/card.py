@@ -9,9 +9,9 @@ import yaml
 from linearize.report.findings import findings, sentences
 from linearize.report.load import RunFiles
 from linearize.report.markdown import bullets, code, escaped, fenced, table
-from linearize.report.missing import missing_sections
 from linearize.report.numbers import count
 from linearize.report.tables import of_run
+from linearize.report.unmeasured import missing_sections
 
 _LIMITS = {
     "text": "Measured on one held-out text. Other texts, lengths and languages were not measured.",

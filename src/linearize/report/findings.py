@@ -22,7 +22,6 @@ from linearize.evaluation.shares import KeptGain
 from linearize.evaluation.timings import Crossover, Speed, growth, memory_break_even
 from linearize.hf.prefill import FULL, PREFILL_COSTS, STREAMING
 from linearize.report.load import RunFiles
-from linearize.report.missing import missing_sections
 from linearize.report.numbers import (
     THIN,
     count,
@@ -34,6 +33,7 @@ from linearize.report.numbers import (
     signed,
     with_interval,
 )
+from linearize.report.unmeasured import missing_sections
 
 Kind = Literal["win", "loss", "open", "fact"]
 

@@ -43,14 +43,14 @@ from linearize.recipe import Recipe
 from linearize.report.card import evaluation_page, model_card
 from linearize.report.load import load_run
 from linearize.run.folder import Run, student_folder, versions, write_json, write_text
-from linearize.run.given_models import (
+from linearize.run.rows import SOURCES, refuse_local_sources, stored_rows
+from linearize.run.validation import (
     GENERATES,
     check_teacher,
     compile_if_possible,
     require_head,
     require_linearized,
 )
-from linearize.run.rows import SOURCES, refuse_local_sources, stored_rows
 from linearize.training.attention_transfer import load_transferred
 from linearize.training.finetune import load_finetuned
 from linearize.training.resumption import RESULT

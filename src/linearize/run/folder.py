@@ -23,7 +23,7 @@ from linearize.hf.checkpoint import load_model, new_model
 from linearize.hf.sharded_checkpoint import load_sharded
 from linearize.recipe import Recipe
 from linearize.report.load import RunRecord
-from linearize.training.claims import claimed
+from linearize.training.locks import claimed
 from linearize.training.resumption import RESULT, read_stage_json
 
 LOCK = ".lock"

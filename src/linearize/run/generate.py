@@ -14,7 +14,7 @@ from linearize.hf.checkpoint import CAUSAL, check_tokens, load_model, load_token
 from linearize.hf.finite import require_finite
 from linearize.hf.prefill import PREFILL_COSTS, STREAMING
 from linearize.run.folder import student_folder
-from linearize.run.given_models import GENERATES, compile_if_possible, require_head, require_linearized
+from linearize.run.validation import GENERATES, compile_if_possible, require_head, require_linearized
 
 
 class Printer(transformers.TextStreamer):

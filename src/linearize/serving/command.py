@@ -26,7 +26,7 @@ from linearize.hf.finite import require_finite
 from linearize.hf.prefill import FULL
 from linearize.hf.teacher import TeacherShape
 from linearize.run.folder import Run, run_folder, student_folder
-from linearize.run.given_models import GENERATES, check_teacher, require_head, require_linearized
+from linearize.run.validation import GENERATES, check_teacher, require_head, require_linearized
 
 ENGINES = ("auto", "vllm", "transformers")
 # What transformers' server imports, and `linearize[serve]` brings.

@@ -29,11 +29,11 @@ from linearize.hf.sharding import run_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import Layout
-from linearize.training.bypass import dropped_windows
 from linearize.training.calibration import calibrate
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.resumption import RESULT, read_stage_json
 from linearize.training.transfer_losses import check_losses, transfer_loss
+from linearize.training.window_dropout import dropped_windows
 
 NO_PARAMETERS = "transfer: expected mixers with parameters to train, found none; set transfer=null"
 

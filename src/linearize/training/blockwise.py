@@ -33,7 +33,7 @@ from linearize.hf.partial_model import load_block
 from linearize.hf.teacher import TeacherShape
 from linearize.training.activations import FILE_BYTES, Activations, StoredRows
 from linearize.training.attention_transfer import NO_PARAMETERS, attention_transfer
-from linearize.training.claims import claimed
+from linearize.training.locks import claimed
 from linearize.training.loop import TrainResult
 from linearize.training.resumption import RESULT, TRAINED, StageFolder, read_stage, run_identity
 

@@ -33,11 +33,11 @@ from linearize.hf.sharding import (
     round_weights,
     see_what_trains,
 )
-from linearize.training.bypass import dropped_windows
 from linearize.training.full_precision import HALF, computed_in_fp32
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.losses import output_losses
 from linearize.training.resumption import RESULT
+from linearize.training.window_dropout import dropped_windows
 
 logger = logging.getLogger(__name__)
 LITTLE = 0.5  # share of what training gained: if rounding leaves less, it is said

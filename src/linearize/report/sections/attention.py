@@ -9,9 +9,9 @@ from linearize.report.findings import outliers
 from linearize.report.heatmaps import Scale
 from linearize.report.html import Block, Figure, Section, Text
 from linearize.report.load import RunFiles
-from linearize.report.missing import not_measured
 from linearize.report.numbers import number
 from linearize.report.sections.grids import by_head, ends, grids
+from linearize.report.unmeasured import not_measured
 
 TITLE = "Relative output error"
 

@@ -11,8 +11,8 @@ from linearize.report.figures import Line, LinePanel, curves
 from linearize.report.findings import faster, memory, speeds
 from linearize.report.html import Block, Figure, Section, Table, Text
 from linearize.report.load import RunFiles
-from linearize.report.missing import not_measured
 from linearize.report.numbers import DASH, count, duration, milliseconds, plain
+from linearize.report.unmeasured import not_measured
 
 
 def speed(runs: Sequence[RunFiles]) -> Section:

@@ -8,8 +8,8 @@ from itertools import pairwise
 from linearize.report.figures import Line, LinePanel, curves
 from linearize.report.html import Block, Figure, Group, Section, Table
 from linearize.report.load import RunFiles, label
-from linearize.report.missing import not_measured
 from linearize.report.numbers import count, with_interval
+from linearize.report.unmeasured import not_measured
 
 # Colours of candidates, here and wherever several stand in one panel; -1 is the colour of text.
 STYLES = {

@@ -11,8 +11,8 @@ from linearize.report import tables
 from linearize.report.figures import by_run, dots
 from linearize.report.html import Block, Figure, Group, Section, Table
 from linearize.report.load import RunFiles, label
-from linearize.report.missing import missing_controls, not_measured
 from linearize.report.numbers import count, percent, share, with_interval
+from linearize.report.unmeasured import missing_controls, not_measured
 
 
 def quality(runs: Sequence[RunFiles]) -> Section:

@@ -12,9 +12,9 @@ from linearize.report.figures import by_run, dots
 from linearize.report.heatmaps import Panel, Scale
 from linearize.report.html import Block, Figure, Section, Text
 from linearize.report.load import RunFiles, label
-from linearize.report.missing import not_measured
 from linearize.report.numbers import capital, plain, share
 from linearize.report.sections.grids import grids
+from linearize.report.unmeasured import not_measured
 
 
 def recall(runs: Sequence[RunFiles]) -> Section:

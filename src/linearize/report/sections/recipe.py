@@ -8,8 +8,8 @@ from typing import Any
 from linearize.planning.results import Plan
 from linearize.report.html import Block, Code, Section, Table
 from linearize.report.load import RunFiles
-from linearize.report.missing import not_measured
 from linearize.report.numbers import DASH, count, plain, scaled, share
+from linearize.report.unmeasured import not_measured
 
 
 def recipe(runs: Sequence[RunFiles]) -> Section:

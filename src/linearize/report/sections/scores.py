@@ -11,8 +11,8 @@ from linearize.report import tables
 from linearize.report.figures import DotPanel, by_run, dots
 from linearize.report.html import Block, Figure, Group, Section, Table
 from linearize.report.load import RunFiles, label
-from linearize.report.missing import missing_controls
 from linearize.report.numbers import DASH, capital, count, percent, what, with_interval
+from linearize.report.unmeasured import missing_controls
 
 _ACROSS = 3  # panels side by side
 

@@ -12,9 +12,9 @@ from linearize.report.figures import DotPanel, Dots, dots
 from linearize.report.findings import benchmarks
 from linearize.report.html import Block, Continuation, Figure, Group, Prompt, Prompts, Section, Table, Text
 from linearize.report.load import RunFiles, label
-from linearize.report.missing import not_measured
 from linearize.report.numbers import DASH, count, number, percent, plain, share, with_interval
 from linearize.report.sections.positions import STYLES
+from linearize.report.unmeasured import not_measured
 
 
 def tasks(runs: Sequence[RunFiles]) -> Section:

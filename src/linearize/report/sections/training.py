@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from linearize.report.figures import Line, LinePanel, curves, steps
 from linearize.report.html import Block, Figure, Section, Table
 from linearize.report.load import RunFiles
-from linearize.report.missing import not_measured
 from linearize.report.numbers import Number, count, duration, loss, plain, share
+from linearize.report.unmeasured import not_measured
 
 TITLES = {
     "transfer": "attention transfer",

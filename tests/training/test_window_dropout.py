@@ -15,9 +15,9 @@ from linearize.configs.training import TransferConfig, WindowDropout
 from linearize.hf.attention import linearized_layers
 from linearize.mixers.inputs import AttnInputs
 from linearize.training.attention_transfer import TransferObjective
-from linearize.training.bypass import dropped_windows
 from linearize.training.finetune import finetune
 from linearize.training.loop import Step
+from linearize.training.window_dropout import dropped_windows
 from tests import tiny
 
 WINDOW = 8

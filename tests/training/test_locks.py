@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from linearize.base import UserError
-from linearize.training import claims
-from linearize.training.claims import claimed
+from linearize.training.locks import claimed
 
 HOLD = """
 import sys
 from pathlib import Path
-from linearize.training.claims import claimed
+from linearize.training.locks import claimed
 with claimed(Path(sys.argv[1])) as mine:
     print(mine, flush=True)
     input()
