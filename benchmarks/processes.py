@@ -24,7 +24,7 @@ from torch import Tensor
 from training import all_rows_a_step
 
 from linearize.base import UserError
-from linearize.distributed import barrier, joined, world
+from linearize.distributed import barrier, init_distributed, world
 from linearize.evaluation.timings import Spread
 from linearize.recipe import Recipe
 from linearize.training.attention_transfer import TransferObjective
@@ -87,7 +87,7 @@ def main() -> None:
     torch.manual_seed(0)
     load, found = [os.getloadavg()[0]], list[Row]()
     try:
-        with joined(device):
+        with init_distributed(device):
             teacher = make_teacher(arguments.model, getattr(torch, arguments.dtype), device)
             rows = random_rows(teacher.config.vocab_size, arguments.batch, arguments.length)
             for name in arguments.recipes:

@@ -42,14 +42,14 @@ class World:
 
 
 def world() -> World:
-    """This process among those that `joined` has brought together; the only one otherwise."""
+    """Return this process among those that `init_distributed` has started; the only one otherwise."""
     if dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
     return World()
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[World]:
+def init_distributed(device: torch.device) -> Iterator[World]:
     """Within, the processes that torchrun has started know of each other; a process of its own stays alone.
 
     Raises:
@@ -77,7 +77,7 @@ def joined(device: torch.device) -> Iterator[World]:
 
 
 @contextmanager
-def in_turn() -> Iterator[None]:
+def main_process_first() -> Iterator[None]:
     """The block runs in the main process first, then in all others; none leaves before it has run in all."""
     main = world().main
     if not main:
@@ -94,7 +94,7 @@ def barrier() -> None:
         dist.barrier()
 
 
-def dealt(batches: Sequence[object]) -> list[tuple[int, int]]:
+def shard_batches(batches: Sequence[object]) -> list[tuple[int, int]]:
     """Return the batches that this process computes, and whether each counts: 1, or 0.
 
     Processes take as many each, as those that share a model's weights must: where batches run out, the first is
@@ -121,7 +121,7 @@ def put_together(part: Tensor) -> Tensor:
     return part
 
 
-def agreed(value: Any) -> Any:
+def broadcast_object(value: Any) -> Any:
     """Return the main process's value, plain data, which other processes may have rounded differently."""
     if world().size == 1:
         return value
@@ -130,7 +130,7 @@ def agreed(value: Any) -> Any:
     return values[0]
 
 
-def least(number: int) -> int:
+def all_reduce_min(number: int) -> int:
     """The least of the numbers that the processes have."""
     if world().size == 1:
         return number

@@ -179,7 +179,7 @@ def run(
     chosen = recipe_of(recipe, set_, {"data.dataset": dataset, "seed": seed})
 
     from linearize.base import UserError
-    from linearize.distributed import joined
+    from linearize.distributed import init_distributed
     from linearize.report import terminal
     from linearize.report.load import load_run
     from linearize.run import pipeline, settings
@@ -189,7 +189,7 @@ def run(
         raise UserError(f"--until: expected one of {', '.join(stages)}; found {until!r}")
     job = job_of(chosen, model, output_dir, dtype, device)
     job = settings.settled(job, gpu_memory, note=note)
-    with joined(job.device):
+    with init_distributed(job.device):
         results = pipeline.run(job, until=until, block=block_of(block), command=command_line(), trust_tasks=trust_tasks)
     if results is not None:
         show(results.to_json() if as_json else terminal.measured(load_run(output_dir)), as_json)
@@ -235,13 +235,13 @@ def convert(
     untrained = ["transfer=null", "adapt=null", "finetune=null"]
     chosen = recipe_of(recipe, [*untrained, *(set_ or [])], {"data.dataset": dataset, "seed": seed})
 
-    from linearize.distributed import joined
+    from linearize.distributed import init_distributed
     from linearize.report import terminal
     from linearize.report.load import load_run
     from linearize.run import pipeline
 
     job = job_of(chosen, model, output_dir, dtype, device)
-    with joined(job.device):
+    with init_distributed(job.device):
         results = pipeline.run(job, until="evaluate" if evaluation else "convert", command=command_line())
     if results is not None:
         show(results.to_json() if as_json else terminal.measured(load_run(output_dir)), as_json)
@@ -276,7 +276,7 @@ def evaluate(
     Controls that train are there only where the run itself was made with evaluation.long=true.
     """
     from linearize.base import UserError
-    from linearize.distributed import joined
+    from linearize.distributed import init_distributed
     from linearize.recipe import parse_overrides
     from linearize.report import terminal
     from linearize.report.card import evaluation_page
@@ -289,7 +289,7 @@ def evaluate(
     where, overrides = device_of(device), parse_overrides(set_ or [])
     given = {"evaluation.tasks": tasks, "evaluation.shots": shots, "evaluation.task_limit": limit}
     overrides |= {field: value for field, value in given.items() if value is not None}
-    with joined(where) as world:
+    with init_distributed(where) as world:
         results = measuring.evaluate(
             model,
             teacher=teacher,

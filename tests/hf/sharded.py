@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import linearize
-from linearize.distributed import joined, world
+from linearize.distributed import init_distributed, world
 from linearize.hf import sharded_checkpoint
 from linearize.hf.checkpoint import load_model
 from linearize.hf.sharded_checkpoint import load_sharded, save_sharded
@@ -38,7 +38,7 @@ def peak() -> int:
 def main() -> None:
     torch.set_num_threads(1)
     ids = torch.arange(24)[None]
-    with joined(EXACT["device"]), torch.no_grad():
+    with init_distributed(EXACT["device"]), torch.no_grad():
         for folder in map(Path, sys.argv[1:]):
             before = resident()
             model = load_sharded(str(folder), **EXACT)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from linearize.base import UserError
-from linearize.distributed import joined
+from linearize.distributed import init_distributed
 from linearize.hf.sharded_checkpoint import as_stored, load_sharded
 from tests import tiny
 from tests.hf.models import make_teacher
@@ -53,7 +53,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", **address}.items():
         monkeypatch.setenv(name, value)
-    with joined(torch.device("cpu")):
+    with init_distributed(torch.device("cpu")):
         yield
 
 

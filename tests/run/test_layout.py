@@ -28,7 +28,7 @@ def sharded(
 ) -> bool:
     """Whether so many processes divide the weights."""
     monkeypatch.setattr(layout, "world", lambda: World(0, size))
-    monkeypatch.setattr(layout, "least", lambda number: number)
+    monkeypatch.setattr(layout, "all_reduce_min", lambda number: number)
     run = Run(tiny.recipe(**fields), model or tiny.teacher_folder(), Path("out"), torch.float32, torch.device(device))
     shape = TeacherShape.from_config(read_config(run.model))
     layers = resolve(run.recipe, shape) if not shape.bidirectional else ()

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import linearize
 from linearize.configs.training import WindowDropout
-from linearize.distributed import barrier, in_turn, joined, world
+from linearize.distributed import barrier, init_distributed, main_process_first, world
 from linearize.hf import sharded_checkpoint
 from linearize.hf.sharded_checkpoint import load_sharded
 from linearize.hf.sharding import own_rows
@@ -39,7 +39,7 @@ def stages(architecture: str, folder: Path, shard: bool) -> None:
     """Attention transfer, all weights, and LoRA together with the mixers, each on what the one before has left."""
     teacher: Any = make_teacher(architecture)
     if shard and world().size > 1:
-        with in_turn():
+        with main_process_first():
             if world().main:
                 teacher.save_pretrained(folder / "teacher")
         experts = getattr(teacher.config, "_experts_implementation", None)  # not every one knows fp64
@@ -132,7 +132,7 @@ def main() -> None:
     MUTANT = arguments.mutant
     folders = {arguments.shard: arguments.folder} | ({True: arguments.folder / "sharded"} if arguments.both else {})
     torch.set_num_threads(1)
-    with joined(torch.device("cpu")):
+    with init_distributed(torch.device("cpu")):
         MUTANTS[MUTANT]()
         if arguments.stop is not None:
             _stop_behind(arguments.stop)

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from linearize.base import UserError, progress
 from linearize.data.rows import IGNORED, PackedRows, inference, on_device
 from linearize.data.splits import ENOUGH, spread
-from linearize.distributed import dealt, put_together
+from linearize.distributed import put_together, shard_batches
 from linearize.evaluation.intervals import Interval, Totals, require_shape, resample
 from linearize.evaluation.perplexity import TokenLosses, require_same_tokens
 
@@ -81,7 +81,7 @@ def logit_agreement(
     compared = torch.zeros(3, *mask.shape)
     with inference(teacher), inference(student):
         splits = torch.arange(len(mask)).split(batch_size)
-        for number, counts in progress(dealt(splits), "agreement"):
+        for number, counts in progress(shard_batches(splits), "agreement"):
             index = splits[number]
             logits = _logits(teacher, rows, index), _logits(student, rows, index)
             if counts:
@@ -317,7 +317,7 @@ def _continue(
     splits = torch.arange(len(prompts)).split(_BATCH_SIZE)
     generate: Any = model.generate
     with inference(model) as device, greedy(model, new_tokens, ends):
-        for number, counts in progress(dealt(splits), f"generating: {title}"):
+        for number, counts in progress(shard_batches(splits), f"generating: {title}"):
             ids = prompts[splits[number]].to(device)
             # The mask says that nothing is padding: a prompt may hold the token that texts are padded with.
             made = generate(ids, attention_mask=torch.ones_like(ids))

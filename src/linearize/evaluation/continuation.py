@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from linearize.base import UserError, progress
 from linearize.data.rows import inference
-from linearize.distributed import dealt, put_together
+from linearize.distributed import put_together, shard_batches
 from linearize.evaluation.intervals import Interval, Totals, resample, wilson
 from linearize.evaluation.retrieval import encode, opening_tokens, split_tokens
 from linearize.evaluation.speed import require_positions
@@ -202,7 +202,7 @@ def measure(model: nn.Module, rows: Sequence[ContextRow], *, title: str = "conti
     require_positions(title, config, max(len(row.context) + len(row.continuation) for row in rows))
     loss, found = (torch.zeros(len(rows), dtype=torch.float64) for _ in range(2))
     with inference(model) as device:
-        for number, counts in progress(dealt(rows), title):
+        for number, counts in progress(shard_batches(rows), title):
             row_loss, row_found = _read(model, rows[number], device)
             if counts:
                 loss[number], found[number] = row_loss, row_found

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from linearize.base import progress
 from linearize.data.rows import IGNORED, PackedRows, inference, on_device
 from linearize.data.splits import ENOUGH
-from linearize.distributed import dealt, put_together
+from linearize.distributed import put_together, shard_batches
 from linearize.evaluation.intervals import Interval, Totals, resample
 
 _CHUNK_ELEMENTS = 2**24  # largest fp32 copy of logits at a time: 64 MiB
@@ -101,7 +101,7 @@ def token_losses(model: nn.Module, rows: PackedRows, *, batch_size: int, title: 
     loss = torch.zeros(rows.labels.shape)
     with inference(model) as device:
         splits = torch.arange(len(rows.input_ids)).split(batch_size)
-        for number, counts in progress(dealt(splits), title):
+        for number, counts in progress(shard_batches(splits), title):
             index = splits[number]
             logits = model(**on_device(rows.rows(index).inputs(), device)).logits
             if counts:

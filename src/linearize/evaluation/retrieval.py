@@ -36,7 +36,7 @@ from linearize.base import progress
 from linearize.data.repeats import ordinary_tokens
 from linearize.data.rows import inference
 from linearize.data.splits import ENOUGH
-from linearize.distributed import dealt, put_together
+from linearize.distributed import put_together, shard_batches
 from linearize.evaluation.intervals import Interval, Totals, require_shape, resample
 
 # A teacher that beats the floor by so little can fetch next to nothing, and a share of that says nothing.
@@ -299,7 +299,7 @@ def answer(model: nn.Module, test: RetrievalTest, *, batch_size: int, title: str
     shares = {cell: torch.zeros(len(trials.question), dtype=torch.float64) for cell, trials in test.cells.items()}
     work = [(cell, some) for cell, share in shares.items() for some in torch.arange(len(share)).split(batch_size)]
     with inference(model) as device:
-        for number, counts in progress(dealt(work), f"{title}: {test.task.name}"):
+        for number, counts in progress(shard_batches(work), f"{title}: {test.task.name}"):
             cell, some = work[number]
             trials = test.cells[cell]
             right = _share_right(model, trials.input_ids[some].to(device), trials.question[some])

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from linearize.base import UserError, progress
 from linearize.data.rows import PackedRows, inference
 from linearize.data.splits import ENOUGH
-from linearize.distributed import dealt, put_together
+from linearize.distributed import put_together, shard_batches
 from linearize.evaluation.continuation import (
     CONTINUATION,
     Needle,
@@ -133,7 +133,7 @@ def measure_short(
     cache_sizes = [0] * len(readers)  # bytes
     prefills: list[list[float]] = [[] for _ in readers]
     decodes: list[list[float]] = [[] for _ in readers]
-    turns = [(row, counts, turn) for row, counts in dealt(made) for turn in range(len(readers))]
+    turns = [(row, counts, turn) for row, counts in shard_batches(made) for turn in range(len(readers))]
     for place, (row, counts, turn) in enumerate(progress(turns, "short evaluation: teacher and student")):
         timed = place // len(readers) < TIMED_ROWS
         _, model, way = readers[turn]

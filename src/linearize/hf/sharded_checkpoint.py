@@ -26,7 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
 from linearize.base import UserError, progress
-from linearize.distributed import in_turn, read_rows, world
+from linearize.distributed import main_process_first, read_rows, world
 from linearize.hf.attention import mixer_weights
 from linearize.hf.checkpoint import CAUSAL, as_trained, hub_options, readable
 from linearize.hf.gguf_file import gguf_file
@@ -68,7 +68,7 @@ def load_sharded(
                 f"model {model}: distributed.shard: expected weights that are not quantized, found a "
                 "quantization_config; set distributed.shard=none"
             )
-        with in_turn():
+        with main_process_first():
             files = weight_files(model)
             paths = [Path(str(cached_file(model, name, **hub_options(model)))) for name in {*files.values()}]
         with torch.device("meta"), no_init_weights():

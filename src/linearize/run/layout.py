@@ -8,7 +8,7 @@ import torch
 
 from linearize.base import UserError
 from linearize.configs.mixer import LayerPlan
-from linearize.distributed import least, world
+from linearize.distributed import all_reduce_min, world
 from linearize.hf.teacher import TeacherShape
 from linearize.planning.plan import make_plan
 from linearize.run.folder import Run
@@ -45,4 +45,4 @@ def fits(run: Run, shape: TeacherShape, layers: LayerPlan) -> bool:
         return True
     plan = make_plan(run.recipe, shape, layers, dtype=run.dtype, device=run.device, training_tokens=None)
     needed = max((stage.memory_bytes or 0 for stage in (plan.transfer, plan.adapt, plan.finetune) if stage), default=0)
-    return needed <= ROOM * least(torch.cuda.get_device_properties(run.device).total_memory)
+    return needed <= ROOM * all_reduce_min(torch.cuda.get_device_properties(run.device).total_memory)

@@ -15,7 +15,7 @@ from linearize.configs.training import FinetuneConfig
 from linearize.data.load import load_processor
 from linearize.data.packing import Dataset
 from linearize.data.rows import PackedRows
-from linearize.distributed import agreed, barrier, in_turn, world
+from linearize.distributed import barrier, broadcast_object, main_process_first, world
 from linearize.evaluation.harness import check_tasks
 from linearize.evaluation.results import Results
 from linearize.hf.checkpoint import read_config, save_student
@@ -102,10 +102,10 @@ def _carry_out(
             refuse_quantized(teacher, config, stage)
     measured = stored(run, shape, layers)
     if measured is None:
-        measured = agreed(measure(run.recipe, shape, layers, teacher, dataset, processor, run.dtype))
+        measured = broadcast_object(measure(run.recipe, shape, layers, teacher, dataset, processor, run.dtype))
     layers = measured.layers
     student = measured.convert(teacher, run.recipe.seed)
-    with in_turn():
+    with main_process_first():
         claim(run, dataset)
         dataset = kept(run, processor if own else None, dataset)
     if world().main:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from linearize.base import UserError
 from linearize.configs.training import TransferConfig
 from linearize.data.rows import Rows, on_device
-from linearize.distributed import dealt, summed
+from linearize.distributed import shard_batches, summed
 from linearize.hf.attention import (
     linearized_layers,
     observed,
@@ -124,7 +124,7 @@ class TransferObjective:
         sums: dict[str, Tensor] = {}
         tokens = sum(batch.num_tokens for batch in batches)  # without padding
         names = {unit.name for unit in self.units}
-        for index, counts in dealt(batches):
+        for index, counts in shard_batches(batches):
 
             def observe(
                 layer: Any, inputs: AttnInputs, layout: Layout | None, index: int = index, counts: int = counts

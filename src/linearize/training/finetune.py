@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from linearize.base import UserError
 from linearize.configs.training import FinetuneConfig, LoRAConfig
 from linearize.data.rows import Rows, on_device
-from linearize.distributed import dealt, summed
+from linearize.distributed import shard_batches, summed
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import projections
 from linearize.hf.layouts import documents_apart
@@ -381,7 +381,7 @@ class OutputObjective:
         # At least 1: long prompts can fill all rows of a step, whose loss is then 0.
         labels = max(1, sum(int(batch.target_counts().sum()) for batch in batches))
         total = 0.0
-        for index, counts in dealt(batches):
+        for index, counts in shard_batches(batches):
             batch = batches[index]
             inputs, targets = on_device(batch.inputs(), device), batch.targets()
             expected = None

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from linearize.base import DivergedError, UserError, step_progress
 from linearize.configs.training import TrainConfig
 from linearize.data.rows import Rows
-from linearize.distributed import barrier, clip_gradients, in_turn, sum_gradients, world
+from linearize.distributed import barrier, clip_gradients, main_process_first, sum_gradients, world
 from linearize.training.batches import Batches
 from linearize.training.optimizers import load_state, make_optimizer, state_of
 from linearize.training.resumption import (
@@ -62,7 +62,7 @@ class Objective(Protocol):
     def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
         """Add the gradients of the mean loss over one optimizer step's rows; the loss per unit.
 
-        Of several processes, each adds the part of the rows that are `distributed.dealt` to it; the loss is of all.
+        Of several processes, each adds the part of the rows that are `distributed.shard_batches` to it; the loss is of all.
         """
         ...
 
@@ -116,7 +116,7 @@ def train(
     parameters = _parameters(objective.units)
     rows = [tensor for r in (train_rows, validation_rows) for tensor in r.tensors()]
     identity = run_identity(parameters, rows, config.identity(), seed, model)
-    with in_turn():
+    with main_process_first():
         stage = StageFolder(output_dir, identity)
         finished = stage.finished(parameters)
         checkpoint = stage.latest(parameters) if finished is None else None
