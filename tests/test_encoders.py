@@ -46,7 +46,7 @@ def planned(teacher: TeacherShape, training_tokens: int | None = None, **fields:
         ("retnet", {}, r"mixer.decay: expected null, .* found `fixed`"),
         ("deltanet", {}, r"mixer.update: expected `additive`, .* found `delta`"),
         ("hedgehog", {"transfer.layers_per_block": 1}, r"transfer.layers_per_block: expected null, .*found 1"),
-        ("hedgehog", {"data.top_esl": 7}, r"data.top_esl: expected null, .*found 7"),
+        ("hedgehog", {"data.select_rows_by_esl": 7}, r"data.select_rows_by_esl: expected null, .*found 7"),
         ("hedgehog", {"layers.keep_softmax": [3]}, r"keep_softmax: expected indices from -3 to 2, found 3"),
     ],
 )

@@ -257,7 +257,7 @@ RUNS: dict[str, Case] = {
         "tokenizer: expected tokens below the model's vocab_size of 97, found 258; use the model's own tokenizer, or ",
     ),
     "more tokens, and rows to choose": (
-        lambda tmp: ["--model", with_vocabulary(tmp / "small", 97), "--set", "data.top_esl=8"],
+        lambda tmp: ["--model", with_vocabulary(tmp / "small", 97), "--set", "data.select_rows_by_esl=8"],
         "tokenizer: expected tokens below the model's vocab_size of 97, found 258; ",
     ),
     "a tokenizer of other json": (

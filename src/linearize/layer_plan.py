@@ -125,8 +125,8 @@ def _check_encoder(recipe: Recipe) -> None:
         raise UserError(
             f"{field}: expected none, because an encoder keeps no keys; set it to {'[]' if recipe.heads else 'null'}"
         )
-    if recipe.data.top_esl is not None:
+    if recipe.data.select_rows_by_esl is not None:
         raise UserError(
-            "data.top_esl: expected null, because effective sequence lengths are a decoder's; "
-            f"found {recipe.data.top_esl}"
+            "data.select_rows_by_esl: expected null, because effective sequence lengths are a decoder's; "
+            f"found {recipe.data.select_rows_by_esl}"
         )

@@ -170,8 +170,8 @@ class Recipe(Config):
         for name, stage in (("adapt", self.adapt), ("finetune", self.finetune)):
             if isinstance(self.data.task, TextEmbedding) and stage is not None and stage.loss.labels:
                 raise ValueError(f"texts to embed have no labels: set {name}.loss={{labels: 0, output_mse: 1}}")
-        if self.data.top_esl is not None and not self.data.task.language:
-            raise ValueError("data.top_esl is for language models: set data.top_esl=null")
+        if self.data.select_rows_by_esl is not None and not self.data.task.language:
+            raise ValueError("data.select_rows_by_esl is for language models: set data.select_rows_by_esl=null")
         if self.data.repeats and not self.data.task.language:
             raise ValueError("data.repeats is for language models: set data.repeats=0")
         if self.memory is not None and self.heads:
@@ -194,8 +194,10 @@ class Recipe(Config):
                 raise ValueError("weights `random` have no outputs to learn from: set loss.kl to 0")
             if isinstance(self.data.task, TextEmbedding):
                 raise ValueError("weights `random` have no embeddings to learn from: set another data.task")
-            if self.data.top_esl is not None:
-                raise ValueError("weights `random` have no attention to choose documents by: set data.top_esl=null")
+            if self.data.select_rows_by_esl is not None:
+                raise ValueError(
+                    "weights `random` have no attention to choose documents by: set data.select_rows_by_esl=null"
+                )
         return self
 
     @property

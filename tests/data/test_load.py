@@ -155,11 +155,11 @@ REFUSED: dict[str, tuple[str, Callable[[], str], Callable[[], str], dict[str, An
         EMBEDDING | {"finetune.loss": {"labels": 0, "output_mse": 1}},
         r"recipe .*weights `random` have no (outputs|embeddings) to learn from",
     ),
-    "top_esl": (
+    "select_rows_by_esl": (
         "hedgehog-bert",
         *ENCODER,
-        {"data.top_esl": 4},
-        r"recipe .*data\.top_esl is for language models",
+        {"data.select_rows_by_esl": 4},
+        r"recipe .*data\.select_rows_by_esl is for language models",
     ),
     "repeats": (
         "hedgehog-bert",

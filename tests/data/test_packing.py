@@ -371,7 +371,7 @@ def numbers(tmp_path: Path) -> DataConfig:
 
 def test_the_highest_scores_are_trained_on(numbers: DataConfig, tokenizer):
     def top(count: int, wanted: list[int]) -> Dataset:
-        chosen = numbers.model_copy(update={"top_esl": count})
+        chosen = numbers.model_copy(update={"select_rows_by_esl": count})
         return build_dataset(chosen, tokenizer, seed=0, score=by_number(wanted, tokenizer))
 
     everything = build_dataset(numbers, tokenizer, seed=0, score=lambda _: pytest.fail("scored"))
@@ -389,14 +389,18 @@ def test_the_highest_scores_are_trained_on(numbers: DataConfig, tokenizer):
 
 def test_top_esl_that_cannot_be(numbers: DataConfig, tokenizer):
     def top(count: int) -> DataConfig:
-        return numbers.model_copy(update={"top_esl": count})
+        return numbers.model_copy(update={"select_rows_by_esl": count})
 
-    with fails("data.top_esl: expected at least 81 training rows to choose from, found 80; use more data, or set"):
+    with fails(
+        "data.select_rows_by_esl: expected at least 81 training rows to choose from, found 80; use more data, or set"
+    ):
         build_dataset(top(81), tokenizer, seed=0, score=lambda _: pytest.fail("scored"))
-    with fails("data.top_esl: expected a teacher to choose 3 rows by, found none; .*data.top_esl=null"):
+    with fails(
+        "data.select_rows_by_esl: expected a teacher to choose 3 rows by, found none; .*data.select_rows_by_esl=null"
+    ):
         build_dataset(top(3), tokenizer, seed=0)
-    with fails("data.top_esl: expected a teacher"):
-        dataset_from_documents(words(40), map(str, range(100, 130)), tokenizer, config(None, top_esl=3), 0)
+    with fails("data.select_rows_by_esl: expected a teacher"):
+        dataset_from_documents(words(40), map(str, range(100, 130)), tokenizer, config(None, select_rows_by_esl=3), 0)
 
 
 def test_repeats_are_for_training_alone(tmp_path: Path, tokenizer):

@@ -164,7 +164,7 @@ def test_as_many_rows_are_trained_on_those_with_the_longest(texts: Path, tmp_pat
     run = run_of(texts, tmp_path / "run", data__sequence_length=32, data__top_esl=20)
     chosen = tiny.load_data(run, run.load_teacher)
     assert torch.equal(chosen.train.rows(slice(None)).input_ids, everything.input_ids[best])
-    with pytest.raises(UserError, match=r"data\.top_esl: expected a teacher"):
+    with pytest.raises(UserError, match=r"data\.select_rows_by_esl: expected a teacher"):
         tiny.load_data(run)
 
 

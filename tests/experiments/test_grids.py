@@ -206,7 +206,7 @@ def test_cells_that_are_named_leave_the_others_as_they_were(grid: Path, monkeypa
     other = result("first", 2.1)
     assert run.merged(loaded, "small", [other], kept) == [other, result("rank 2", 2.5), without]
     here, there = ({"data": name} for name in ("one split", "another split"))
-    own_text = rank["set"] | {"data.top_esl": 20}
+    own_text = rank["set"] | {"data.select_rows_by_esl": 20}
     rows = [first | here, rank | there, rank | there | {"set": own_text}, without | here]
     assert run.on_other_rows(loaded, rows) == rows[1:2]
     text = run.table(loaded, rows) + run.described(loaded, rows)
@@ -303,7 +303,7 @@ def test_losses_beyond_are_of_tokens_behind_64() -> None:
 
 def test_a_cell_on_chosen_rows(grid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The grid's model chooses them."""
-    cell = {"label": "first", "recipe": "lolcats", "set": {"data.top_esl": 20}}
+    cell = {"label": "first", "recipe": "lolcats", "set": {"data.select_rows_by_esl": 20}}
     grid.write_text(yaml.safe_dump(GRID | {"cells": [cell]}))
     (found,) = go(grid, monkeypatch)["results"]
     grid.write_text(yaml.safe_dump(GRID | {"cells": [cell | {"set": {}}]}))

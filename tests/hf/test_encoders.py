@@ -393,7 +393,9 @@ def test_what_needs_a_decoder_is_refused(tmp_path: Any) -> None:
     teacher.save_pretrained(tmp_path)
     with pytest.raises(linearize.UserError, match=r"expected a decoder, found the encoder 'bert'; block-wise"):
         load_block(str(tmp_path), range(1), dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(linearize.UserError, match=r"data.top_esl: expected a decoder, found the encoder 'bert'"):
+    with pytest.raises(
+        linearize.UserError, match=r"data.select_rows_by_esl: expected a decoder, found the encoder 'bert'"
+    ):
         effective_sequence_lengths(teacher, tiny.packed([[8]]))
     with pytest.raises(linearize.UserError, match=r"calibration_tokens: expected a decoder, found the encoder"):
         calibrate(student, tiny.packed([[8]]), 8)

@@ -101,9 +101,11 @@ def test_layer_types_that_the_architecture_does_not_read(model_type: str) -> Non
 
 
 def test_what_only_a_decoder_can_do() -> None:
-    with pytest.raises(UserError, match=r"data.top_esl: expected a decoder, found the encoder 'bert'; set it to null"):
-        shape("bert").refuse_encoder("data.top_esl", "set it to null")
-    shape("llama").refuse_encoder("data.top_esl", "set it to null")
+    with pytest.raises(
+        UserError, match=r"data.select_rows_by_esl: expected a decoder, found the encoder 'bert'; set it to null"
+    ):
+        shape("bert").refuse_encoder("data.select_rows_by_esl", "set it to null")
+    shape("llama").refuse_encoder("data.select_rows_by_esl", "set it to null")
 
 
 def test_break_even() -> None:

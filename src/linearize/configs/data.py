@@ -42,7 +42,7 @@ class DataConfig(Config):
         default=None, description="stop reading at this many tokens; what a stream of pre-training text needs"
     )
     min_document_tokens: PositiveInt = Field(default=1, description="leave shorter documents out")
-    top_esl: PositiveInt | None = Field(
+    select_rows_by_esl: PositiveInt | None = Field(
         default=None,
         description="train on this many packed rows, those of the largest effective sequence length (LoLCATs eq. 9)",
     )

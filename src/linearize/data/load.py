@@ -139,7 +139,7 @@ def load_dataset(
     Args:
         processor: of `load_processor`.
         config: the contents of the model's ``config.json``.
-        score: what rows are chosen by where `data.top_esl` asks for it.
+        score: what rows are chosen by where `data.select_rows_by_esl` asks for it.
 
     Raises:
         UserError: a model that does not fit the task or the tokenizer, no dataset named, rows longer than the model's

@@ -91,7 +91,7 @@ def build_dataset(
     are the test; test rows are taken evenly from all of its documents.
 
     Args:
-        score: of the training rows, the `config.top_esl` with the largest score are kept; held-out ones all are.
+        score: of the training rows, the `config.select_rows_by_esl` with the largest score are kept; held-out ones all are.
 
     Raises:
         UserError: nothing to read, unreadable or malformed data, a missing column, too few tokens for a row, too few
@@ -119,7 +119,7 @@ def dataset_from_documents(
     `config.max_documents` and `max_tokens` limit the training texts.
 
     Raises:
-        UserError: too few tokens for a row, too few documents to test on, or `config.top_esl`, for which there is no
+        UserError: too few tokens for a row, too few documents to test on, or `config.select_rows_by_esl`, for which there is no
             score here.
     """
 
@@ -219,20 +219,20 @@ def _rows(documents: list[TokenDocument], config: DataConfig, side: str, advice:
 
 
 def _chosen(rows: PackedRows, config: DataConfig, score: Score | None) -> PackedRows:
-    if config.top_esl is None:
+    if config.select_rows_by_esl is None:
         return rows
     if score is None:
         raise UserError(
-            f"data.top_esl: expected a teacher to choose {config.top_esl} rows by, found none; "
-            "give a score, or set data.top_esl=null"
+            f"data.select_rows_by_esl: expected a teacher to choose {config.select_rows_by_esl} rows by, found none; "
+            "give a score, or set data.select_rows_by_esl=null"
         )
-    if len(rows) < config.top_esl:
+    if len(rows) < config.select_rows_by_esl:
         raise UserError(
-            f"data.top_esl: expected at least {config.top_esl} training rows to choose from, found {len(rows)}; "
-            "use more data, or set a smaller data.top_esl"
+            f"data.select_rows_by_esl: expected at least {config.select_rows_by_esl} training rows to choose from, found {len(rows)}; "
+            "use more data, or set a smaller data.select_rows_by_esl"
         )
     # Stable: rows of equal score are chosen in their order.
-    best = score(rows).argsort(descending=True, stable=True)[: config.top_esl]
+    best = score(rows).argsort(descending=True, stable=True)[: config.select_rows_by_esl]
     return rows.rows(best.sort().values)
 
 

@@ -45,7 +45,7 @@ def effective_sequence_lengths(teacher: PreTrainedModel, rows: PackedRows) -> Fl
         UserError: an architecture that is not supported, or an encoder.
     """
     shape = TeacherShape.from_config(teacher.config.to_dict())
-    shape.refuse_encoder("data.top_esl", "set it to null")
+    shape.refuse_encoder("data.select_rows_by_esl", "set it to null")
     watched = convert_layers(teacher, (_WATCHED,) * shape.num_layers)
     lengths: list[Tensor] = []
     with inference(watched) as device:

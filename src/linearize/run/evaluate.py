@@ -273,7 +273,7 @@ def evaluate(
     run = made_by = Run.behind(model, dtype, device)
     recipe = Recipe(name="evaluation") if run is None else run.recipe
     if dataset is not None:
-        belongs_to_the_other = {f"data.{name}": None for name in ("validation_dataset", "subset", "top_esl")}
+        belongs_to_the_other = {f"data.{name}": None for name in ("validation_dataset", "subset", "select_rows_by_esl")}
         overrides = {"data.dataset": dataset} | belongs_to_the_other | overrides
     recipe = recipe.override(overrides)
     trusted = trust_tasks or "evaluation.tasks" in overrides
