@@ -172,8 +172,8 @@ class Recipe(Config):
                 raise ValueError(f"texts to embed have no labels: set {name}.loss={{labels: 0, output_mse: 1}}")
         if self.data.select_rows_by_esl is not None and not self.data.task.language:
             raise ValueError("data.select_rows_by_esl is for language models: set data.select_rows_by_esl=null")
-        if self.data.repeats and not self.data.task.language:
-            raise ValueError("data.repeats is for language models: set data.repeats=0")
+        if self.data.repeated_span_fraction and not self.data.task.language:
+            raise ValueError("data.repeated_span_fraction is for language models: set data.repeated_span_fraction=0")
         if self.memory is not None and self.heads:
             raise ValueError("memory sets the mixer of every head: set heads=[]")
         if self.memory is not None and self.transfer is not None:

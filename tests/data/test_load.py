@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[str, Callable[[], str], Callable[[], str], dict[str, An
     "repeats": (
         "hedgehog-bert",
         *ENCODER,
-        {"data.repeats": 0.1},
+        {"data.repeated_span_fraction": 0.1},
         r"recipe .*data\.repeats is for language models",
     ),
     "blocks of an encoder": (

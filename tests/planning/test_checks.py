@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "too few classes": ("lolcats", {"data.task.type": "list_ops"}, "data.task: expected a model with at least"),
     "a budget without text": (
         "recommended",
-        {"data.task.type": "text_classification", "data.repeats": 0},
+        {"data.task.type": "text_classification", "data.repeated_span_fraction": 0},
         "recipe field (all): memory is fitted to the attention of a language model: set it to null",
     ),
     "a cache without text": (

@@ -614,7 +614,9 @@ def test_controls_with_caches_have_the_students_calibrated_scores(finished: Run)
 
 
 def test_heads_are_measured_on_rows_without_repeats(finished: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    spent = dataclasses.replace(finished, recipe=finished.recipe.override(MEMORY | {"data.repeats": 0.25}))
+    spent = dataclasses.replace(
+        finished, recipe=finished.recipe.override(MEMORY | {"data.repeated_span_fraction": 0.25})
+    )
     seen = []
     measure_attention = allocation.measure_attention
 

@@ -46,7 +46,7 @@ class DataConfig(Config):
         default=None,
         description="train on this many packed rows, those of the largest effective sequence length (LoLCATs eq. 9)",
     )
-    repeats: float = Field(
+    repeated_span_fraction: float = Field(
         default=0.0,
         ge=0,
         le=1,

@@ -186,7 +186,7 @@ def _dataset(
     validation, test = map(_flat, parts)
     train_rows = _rows(shuffled(train, f"train {seed}"), config, "training", "use more data")
     vocabulary = ordinary_tokens(len(tokenizer), tokenizer.all_special_ids)
-    train_rows = with_repeats(_chosen(train_rows, config, score), config.repeats, vocabulary, seed=seed)
+    train_rows = with_repeats(_chosen(train_rows, config, score), config.repeated_span_fraction, vocabulary, seed=seed)
     validation_rows = _rows(validation, config, "held-out", "use more data, or hold out more of it")
     # The shortest first: one that fills no row of its own then shares a row with its like, not with a long one's.
     shortest_first = sorted(test, key=len)

@@ -90,7 +90,7 @@ def measure(
         return Measured(layers)
     if not isinstance(rows, PackedRows):
         raise UserError(f"memory: expected a language model, found {recipe.data.task.type}; set memory=null")
-    text = without_repeats(rows, recipe.data.repeats, seed=recipe.seed)
+    text = without_repeats(rows, recipe.data.repeated_span_fraction, seed=recipe.seed)
     if memory is not None and memory.per == "layer":
         converted = convertible_layers(recipe, shape)
         by_layer = measure_layers(teacher, converted, memory, text, tokenizer, seed=recipe.seed)
