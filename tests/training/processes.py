@@ -56,7 +56,7 @@ def stages(architecture: str, folder: Path, shard: bool) -> None:
     loss = recipe.finetune.loss.model_copy(update={"kl": 1.0})
     given = _COMMON | {"loss": loss, "lr": 1e-3}
     for stage, fields in {
-        "all": {"lora": None, "all_weights": True, "interpolation": 0.5},
+        "all": {"lora": None, "all_weights": True, "wise_ft_alpha": 0.5},
         "lora": {"mixers": True, "batch_size": 8, "micro_batch_size": 2, "window_dropout": WindowDropout()},
     }.items():
         tuned = recipe.finetune.model_copy(update=given | fields)

@@ -303,7 +303,7 @@ def test_what_raises_leaves_the_model_as_it_was(
 @pytest.mark.parametrize("make", [tiny.llama, tiny.gpt2])
 def test_weights_end_on_the_line_from_where_they_began(tmp_path: Path, make: Make, fields: dict[str, Any]) -> None:
     """WiSE-FT (arXiv 2109.01903), eq. 1, of what a stage has trained; held-out losses are of weights on that line."""
-    teacher, chosen = make().double(), config(**fields, interpolation=0.25)
+    teacher, chosen = make().double(), config(**fields, wise_ft_alpha=0.25)
     student = linearize.convert(teacher, tiny.recipe())
     before = tiny.snapshot(student)
     result = finetune(student, TRAIN, TRAIN, chosen, output_dir=tmp_path)  # of which training is sure to learn

@@ -90,7 +90,7 @@ class TrainConfig(Config):
     def identity(self) -> dict[str, object]:
         """Return the fields that must be equal for a stage to resume; of later fields, those that are set."""
         fields = self.model_dump(mode="json")
-        later: dict[str, object] = {"optimizer": "adamw", "activation_checkpointing": False, "interpolation": 1.0}
+        later: dict[str, object] = {"optimizer": "adamw", "activation_checkpointing": False, "wise_ft_alpha": 1.0}
         return {name: value for name, value in fields.items() if name not in later or value != later[name]}
 
 
@@ -172,7 +172,7 @@ class FinetuneConfig(TrainConfig):
     mixers: bool = Field(default=False, description="feature maps, gates and mix train too")
     all_weights: bool = Field(default=False, description="every weight of the model trains, mixers included")
     loss: LossConfig = LossConfig()
-    interpolation: float = Field(
+    wise_ft_alpha: float = Field(
         default=1.0,
         gt=0,
         le=1,

@@ -247,7 +247,7 @@ class _Line:
 
     def end(self) -> None:
         """Move weights and adapters back to where they end."""
-        share = self.config.interpolation
+        share = self.config.wise_ft_alpha
         for parameter, began in self.before.items():
             parameter.data = began.to(parameter.dtype).lerp(parameter.data, share)
         for name, rows in self._rows().items():
@@ -258,7 +258,7 @@ class _Line:
     @contextmanager
     def at_end(self) -> Iterator[None]:
         """Within, weights and adapters are where they would end."""
-        if self.config.interpolation == 1:
+        if self.config.wise_ft_alpha == 1:
             yield
             return
         reshard(self.model)
