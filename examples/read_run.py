@@ -21,8 +21,8 @@ for line in found["measured"]:
     print(f"{line['label']:26} {line['quality']['loss']['mean']:8.3f}  {losses[line['name']]:.3f}")
 
 # Of what the teacher gains beyond the window, compared with models that were finetuned alike, where the run has them.
-window = losses.get("window_lora", losses["window"])
-teacher = losses.get("teacher_lora", losses["teacher"])
+window = losses.get("window_finetuned", losses["window"])
+teacher = losses.get("teacher_finetuned", losses["teacher"])
 print(f"\nkept of the teacher's gain beyond the window: {(window - losses['student']) / (window - teacher):.0%}")
 for line in found["comparisons"]:
     paired = line["overall"]  # on the same tokens, so its interval is narrower than those of the two losses

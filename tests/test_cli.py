@@ -504,7 +504,7 @@ def test_an_interrupt_says_how_to_go_on(command: Command, tmp_path: Path, monkey
 
 # --- broken off -------------------------------------------------------------------------------------------------------
 
-STAGES = ("transfer", "finetune", "controls/teacher_lora", "controls/window_lora")
+STAGES = ("transfer", "finetune", "controls/teacher_finetuned", "controls/window_finetuned")
 
 
 def assert_as_if_unbroken(folder: Path) -> None:

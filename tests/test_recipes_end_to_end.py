@@ -245,11 +245,11 @@ def check_results(made: Run, results: Results | None) -> None:
     recipe, missing = made.recipe, set()
     if recipe.transfer is None:
         missing |= {"transferred"}
-    missing |= {"exact_lora", "equal_lora"} - set(made.controls)
+    missing |= {"exact_finetuned", "equal_finetuned"} - set(made.controls)
     if recipe.mixer.feature_map is None:
         missing |= {"ablated"}
     if not made.controls:
-        missing |= {"teacher_lora", "window_lora"}
+        missing |= {"teacher_finetuned", "window_finetuned"}
     if results.measured:
         assert {measured.name for measured in results.measured} == LABELS.keys() - missing
         assert (results.fidelity is not None) == recipe.evaluation.examine

@@ -212,9 +212,9 @@ class Recipe(Config):
     def controls(self) -> tuple[str, ...]:
         """What the long evaluation trains beside the student, on as many tokens as all of its stages together.
 
-        The teacher (`teacher_lora`), its window alone (`window_lora`), and where there is a linear part, one window of
-        as many bytes as the student's state (`equal_lora`), or where heads have memory of their own, the same memory
-        without linear parts (`exact_lora`): as `finetune` says, be that LoRA or not.
+        The teacher (`teacher_finetuned`), its window alone (`window_finetuned`), and where there is a linear part, one window of
+        as many bytes as the student's state (`equal_finetuned`), or where heads have memory of their own, the same memory
+        without linear parts (`exact_finetuned`): as `finetune` says, be that LoRA or not.
 
         None where fine-tuning trains nothing that a model without a linear part has. No teacher where its own outputs
         are all there is to learn: it has them already.
@@ -228,8 +228,8 @@ class Recipe(Config):
         mixers = [mixer for mixer in named if mixer is not None]
         spread = self.heads or self.memory or any(mixer.cache is not None for mixer in mixers)
         linear = any(mixer.feature_map is not None for mixer in mixers)
-        windows = ("window_lora", *(("exact_lora" if spread else "equal_lora",) if linear else ()))
-        return ("teacher_lora", *windows) if tuned.loss.labels else windows
+        windows = ("window_finetuned", *(("exact_finetuned" if spread else "equal_finetuned",) if linear else ()))
+        return ("teacher_finetuned", *windows) if tuned.loss.labels else windows
 
     @classmethod
     def load(cls, name_or_path: str, overrides: Mapping[str, object] | None = None) -> Recipe:

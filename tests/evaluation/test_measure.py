@@ -75,7 +75,7 @@ def told(scale: float) -> float:
 
 def fakes(student: nn.Module, teacher: nn.Module) -> dict[str, nn.Module]:
     blind = Fake(vocab_size=VOCABULARY)
-    return dict(teacher=teacher, student=student, ablated=blind, window=blind, window_lora=blind)
+    return dict(teacher=teacher, student=student, ablated=blind, window=blind, window_finetuned=blind)
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def fakes(student: nn.Module, teacher: nn.Module) -> dict[str, nn.Module]:
 def test_losses_and_shares_are_the_known_ones() -> None:
     found = measured(fakes(student=copying(4.0), teacher=copying(30.0)))
     by_name = {line.name: line for line in found.measured}
-    assert list(by_name) == ["teacher", "student", "ablated", "window", "window_lora"]
+    assert list(by_name) == ["teacher", "student", "ablated", "window", "window_finetuned"]
 
     first, again = PERIOD - 1, LENGTH - PERIOD
     near = PERIOD - WINDOW - 1  # tokens beyond the window that come for the first time
@@ -102,7 +102,7 @@ def test_losses_and_shares_are_the_known_ones() -> None:
     for kept in (found.far_context, found.copying):
         assert kept.share.mean == pytest.approx(share, abs=1e-5)
 
-    assert [comparison.other for comparison in found.comparisons] == ["teacher", "window_lora", "ablated"]
+    assert [comparison.other for comparison in found.comparisons] == ["teacher", "window_finetuned", "ablated"]
     worse, better, _ = found.comparisons
     assert worse.overall.mean == pytest.approx(again * told(4.0) / (LENGTH - 1), abs=1e-4)
     assert better.overall.mean < 0
@@ -114,7 +114,7 @@ def test_losses_and_shares_are_the_known_ones() -> None:
 @pytest.mark.usefixtures("no_speed")
 def test_a_student_that_is_its_teacher_is_no_different() -> None:
     teacher = tiny.llama()
-    names = ("teacher", "student", "window", "ablated", "window_lora")
+    names = ("teacher", "student", "window", "ablated", "window_finetuned")
     found = measured(dict.fromkeys(names, teacher), rows=tiny.packed([[64]] * 4))
     for comparison in found.comparisons:
         for interval in (comparison.overall, comparison.beyond):

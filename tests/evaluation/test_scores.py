@@ -45,7 +45,7 @@ def scored(answers: dict[str, Any], opened: list[str] | None = None) -> TaskScor
 
 
 def test_scores_differences_and_recovery_are_the_known_ones() -> None:
-    found = scored({"teacher": right(every(10)), "student": right(every(5)), "teacher_lora": right(every(5))})
+    found = scored({"teacher": right(every(10)), "student": right(every(5)), "teacher_finetuned": right(every(5))})
     assert (found.type, found.auto_class) == ("text_classification", "AutoModelForSequenceClassification")
     assert (found.pipeline_tag, found.metrics, found.examples) == ("text-classification", ("accuracy",), EXAMPLES)
     assert (found.scored[1].label, found.scored[1].note) == ("student", "note on student")
@@ -57,7 +57,7 @@ def test_scores_differences_and_recovery_are_the_known_ones() -> None:
         assert interval.high - interval.low == pytest.approx(width, rel=0.2)
 
     worse, level = found.differences
-    assert (worse.other, worse.metric, level.other) == ("teacher", "accuracy", "teacher_lora")
+    assert (worse.other, worse.metric, level.other) == ("teacher", "accuracy", "teacher_finetuned")
     assert worse.difference.mean == pytest.approx(-0.1)
     assert worse.difference.low < worse.difference.high < 0
     assert (level.difference.low, level.difference.high) == (0, 0)

@@ -63,12 +63,12 @@ def test_share_of_the_gain_beyond_the_window() -> None:
 def test_a_window_that_was_finetuned_alike_keeps_nothing_of_the_teachers_gain() -> None:
     """Finetuning makes everyone 0.3 nats better; what it gives is no context kept."""
     untrained = {"teacher": natural(3.0, gain=0.2), "window": natural(3.0, gain=0.0)}
-    tuned = {"teacher_lora": natural(2.7, gain=0.3), "window_lora": natural(2.7, gain=0.0)}
-    found = kept_far_context(untrained | tuned | {"student": tuned["window_lora"]}, 8)
-    assert found.against == ("window_lora", "teacher_lora")
+    tuned = {"teacher_finetuned": natural(2.7, gain=0.3), "window_finetuned": natural(2.7, gain=0.0)}
+    found = kept_far_context(untrained | tuned | {"student": tuned["window_finetuned"]}, 8)
+    assert found.against == ("window_finetuned", "teacher_finetuned")
     assert (found.share.low, found.share.mean, found.share.high) == (0, 0, 0)
     assert found.teacher_gain.mean == pytest.approx(0.3, abs=1e-5)
-    own = kept_far_context(untrained | tuned | {"student": tuned["teacher_lora"]}, 8)
+    own = kept_far_context(untrained | tuned | {"student": tuned["teacher_finetuned"]}, 8)
     assert own.share.low == own.share.mean == 1
     half = untrained | tuned | {"student": natural(2.7, gain=0.15, seed=1)}
     assert 0 < kept_far_context(half, 8).share.low < 0.5 < kept_far_context(half, 8).share.high < 1
@@ -78,8 +78,8 @@ def test_the_best_reference_that_was_measured_is_taken_and_named() -> None:
     losses = {"teacher": natural(2.7, gain=0.2), "window": natural(3.0, gain=0.0), "student": natural(2.7, gain=0.1)}
     assert kept_far_context(losses, 8).against == ("window", "teacher")
     # The teacher's outputs alone were learned: it is what finetuning would make of it.
-    found = kept_far_context(losses | {"window_lora": natural(2.7, gain=0.0)}, 8)
-    assert found.against == ("window_lora", "teacher") and found.share.mean == pytest.approx(0.5, abs=1e-5)
+    found = kept_far_context(losses | {"window_finetuned": natural(2.7, gain=0.0)}, 8)
+    assert found.against == ("window_finetuned", "teacher") and found.share.mean == pytest.approx(0.5, abs=1e-5)
 
 
 def test_only_tokens_beyond_the_window_count() -> None:

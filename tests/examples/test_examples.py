@@ -185,7 +185,7 @@ def test_read_run_of_a_committed_run(example: Example, folder: str) -> None:
 
 def test_read_run_says_what_was_kept(example: Example, tmp_path: Path) -> None:
     """By hand: a window at 3.0, a student at 2.9 and a teacher at 2.5, all fine-tuned on the same tokens."""
-    losses = {"window_lora": 3.0, "student": 2.9, "teacher_lora": 2.5, "teacher": 1.0, "window": 9.0}
+    losses = {"window_finetuned": 3.0, "student": 2.9, "teacher_finetuned": 2.5, "teacher": 1.0, "window": 9.0}
     measured = [
         {"name": name, "label": name, "quality": {"loss": {"mean": loss}, "beyond": {"mean": loss}}}
         for name, loss in losses.items()

@@ -13,14 +13,14 @@ from linearize.recipe import Recipe
 LAYERS, HEADS, WINDOW = 6, 8, 64
 LOSSES = {
     "teacher": 2.367,
-    "teacher_lora": 2.363,
+    "teacher_finetuned": 2.363,
     "swapped": 6.311,
     "transferred": 2.538,
     "student": 2.531,
     "ablated": 2.545,
     "window": 2.548,
     "window_sinks": 2.544,
-    "window_lora": 2.537,
+    "window_finetuned": 2.537,
 }
 EDGES = [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 LINES = ("def mean ( values ) : \n", "total = sum ( values ) \n", "return total / len ( values ) \n\n", "class Ring :")
@@ -53,10 +53,11 @@ def evaluation(seed: int = 0, shift: float = 0.0) -> dict[str, Any]:
         "measured": [_measured(name, loss) for name, loss in losses.items()],
         "comparisons": [
             _comparison("teacher", interval(losses["student"] - losses["teacher"], 0.03)),
-            _comparison("window_lora", interval(losses["student"] - losses["window_lora"], 0.005)),
+            _comparison("window_finetuned", interval(losses["student"] - losses["window_finetuned"], 0.005)),
             _comparison("ablated", interval(losses["student"] - losses["ablated"], 0.006)),
         ],
-        "far_context": _verdict(0.209, 0.0183, interval(0.09, 0.034)) | {"against": ["window_lora", "teacher_lora"]},
+        "far_context": _verdict(0.209, 0.0183, interval(0.09, 0.034))
+        | {"against": ["window_finetuned", "teacher_finetuned"]},
         "copying": _verdict(5.69, 0.163, interval(0.029, 0.015)),
         "speed": [
             _speed(name, length, batch)
@@ -99,7 +100,11 @@ def evaluation(seed: int = 0, shift: float = 0.0) -> dict[str, Any]:
                     ("arc_easy", "acc", 0.433),
                     ("hellaswag", "acc_norm", 0.302),
                 )
-                for name, value in (("teacher", teacher), ("student", teacher - 0.05), ("window_lora", teacher - 0.045))
+                for name, value in (
+                    ("teacher", teacher),
+                    ("student", teacher - 0.05),
+                    ("window_finetuned", teacher - 0.045),
+                )
             ],
             "versions": {"piqa": "1", "arc_easy": "1", "hellaswag": "1"},
         },
@@ -126,8 +131,8 @@ def write_run(folder: Path, found: dict[str, Any] | None = None, **plan: Any) ->
     names = [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
     _stage(folder / "transfer", 2400, {name: 9000.0 * (i + 1) for i, name in enumerate(names)}, 0.02)
     _stage(folder / "finetune", 96, {"model": 2.538}, 0.997)
-    _stage(folder / "controls" / "window_lora", 96, {"model": 2.548}, 0.996)
-    _stage(folder / "controls" / "teacher_lora", 96, {"model": 2.367}, 0.998)
+    _stage(folder / "controls" / "window_finetuned", 96, {"model": 2.548}, 0.996)
+    _stage(folder / "controls" / "teacher_finetuned", 96, {"model": 2.367}, 0.998)
     return folder
 
 
@@ -146,7 +151,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def _measured(name: str, loss: float) -> dict[str, Any]:
-    gain = {"teacher": 5.69, "teacher_lora": 5.69, "swapped": 1.13}.get(name, 0.16)
+    gain = {"teacher": 5.69, "teacher_finetuned": 5.69, "swapped": 1.13}.get(name, 0.16)
     return {
         "name": name,
         "label": name,
@@ -282,7 +287,7 @@ def _retrieval(name: str, draw: random.Random) -> dict[str, Any]:
         "row_values": distances,
         "column_values": depths,
         "count": 32,
-        "models": {"student": student, "teacher": teacher, "window_lora": [[0.0] * 5] * 5},
+        "models": {"student": student, "teacher": teacher, "window_finetuned": [[0.0] * 5] * 5},
         "teacher_share": interval(0.91, 0.02),
         "student_share": interval(0.17, 0.03),
         "floor": 0.01,

@@ -66,9 +66,9 @@ def test_a_difference_counts_where_its_interval_leaves_out_zero(read: Read, mean
 
 
 def test_the_bounds_of_a_gain_are_given_from_near_to_far(read: Read) -> None:
-    found = difference(read(comparisons=compared("window_lora", -0.02, 0.005)), "window_lora")
+    found = difference(read(comparisons=compared("window_finetuned", -0.02, 0.005)), "window_finetuned")
     assert found is not None and "interval 0.015 to 0.025 (perplexity 2.0" in found.words and "lower)" in found.words
-    assert difference(read(comparisons=[]), "window_lora") is None
+    assert difference(read(comparisons=[]), "window_finetuned") is None
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_share_is_kept_or_lost_where_its_interval_is_on_one_side_of_a_half(
 
 def test_what_cannot_be_kept_or_measured_is_said(read: Read) -> None:
     nothing = {"teacher_gain": interval(0.01, 0.02), "student_gain": interval(0.0, 0.02), "share": None}
-    run = read(far_context=nothing | {"against": ["window_lora", "teacher_lora"]}, copying=nothing)
+    run = read(far_context=nothing | {"against": ["window_finetuned", "teacher_finetuned"]}, copying=nothing)
     for found in (far_context(run), copying(run)):
         assert (
             found is not None

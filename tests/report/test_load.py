@@ -19,7 +19,7 @@ COPIES = Path(__file__).parent / "measured" / "pycode-5m"
 def test_a_run_folder_is_read_with_the_curves_of_its_stages(tmp_path: Path) -> None:
     run = load_run(sample.write_run(tmp_path / "run"))
     assert run.name == "run" and run.window == sample.WINDOW and run.teacher == "made-up-teacher"
-    assert list(run.stages) == ["transfer", "finetune", "controls/window_lora", "controls/teacher_lora"]
+    assert list(run.stages) == ["transfer", "finetune", "controls/window_finetuned", "controls/teacher_finetuned"]
     finetune = run.stages["finetune"]
     assert finetune.result is not None and finetune.result.steps == 96 and finetune.result.identity["lr"] == 0.01
     assert finetune.held_out.tokens == [4096 * step for step in range(0, 97, 12)]

@@ -160,7 +160,7 @@ def test_what_is_measured_is_what_is_shown(tmp_path: Path) -> None:
         tiny.packed([[64]] * 4),
         config=EvaluationConfig(bootstrap_samples=50, fidelity_tokens=128),
         seed=0,
-        missing=["teacher_lora"],
+        missing=["teacher_finetuned"],
     ).to_json()
     made_up = task_sample.evaluation(("accuracy",))
     assert {name for name, section in found.items() if section} == set(made_up) - {"not_measured", "provenance"}

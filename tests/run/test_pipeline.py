@@ -43,8 +43,8 @@ from linearize.run.pipeline import blocks_to_do, run
 from linearize.training import loop
 from tests import tiny
 
-CONTROLS = ("teacher_lora", "window_lora", "equal_lora")
-MEASURED = {name: label for name, label in LABELS.items() if name != "exact_lora"}  # of windows alike in all heads
+CONTROLS = ("teacher_finetuned", "window_finetuned", "equal_finetuned")
+MEASURED = {name: label for name, label in LABELS.items() if name != "exact_finetuned"}  # of windows alike in all heads
 FINISHED = {"metrics.jsonl", "result.json", "trained.safetensors"}
 
 
@@ -152,11 +152,11 @@ def test_every_candidate_is_measured_and_is_its_own_model(finished: Run) -> None
             loss = token_losses(model, dataset.validation, batch_size=8)
             losses[candidate.name] = loss.loss[loss.mask].mean().item()
     assert all(abs(losses[name] - tested[name]) > 1e-4 for name in losses)
-    assert losses["teacher"] == pytest.approx(held_out("controls/teacher_lora", "initial"), abs=1e-5)
-    assert losses["teacher_lora"] == pytest.approx(held_out("controls/teacher_lora", "best"), abs=1e-5)
-    assert losses["window"] == pytest.approx(held_out("controls/window_lora", "initial"), abs=1e-5)
-    assert losses["window_lora"] == pytest.approx(held_out("controls/window_lora", "best"), abs=1e-5)
-    assert losses["equal_lora"] == pytest.approx(held_out("controls/equal_lora", "best"), abs=1e-5)
+    assert losses["teacher"] == pytest.approx(held_out("controls/teacher_finetuned", "initial"), abs=1e-5)
+    assert losses["teacher_finetuned"] == pytest.approx(held_out("controls/teacher_finetuned", "best"), abs=1e-5)
+    assert losses["window"] == pytest.approx(held_out("controls/window_finetuned", "initial"), abs=1e-5)
+    assert losses["window_finetuned"] == pytest.approx(held_out("controls/window_finetuned", "best"), abs=1e-5)
+    assert losses["equal_finetuned"] == pytest.approx(held_out("controls/equal_finetuned", "best"), abs=1e-5)
     assert losses["transferred"] == pytest.approx(held_out("finetune", "initial"), abs=1e-5)
     assert losses["student"] == pytest.approx(held_out("finetune", "best"), abs=1e-5)
 
@@ -236,7 +236,7 @@ def test_apart_from_its_run(finished: Run, tmp_path: Path) -> None:
     itself = numbers(evaluated(moved, dataset=tiny.text_file()))
     for found in (beside, itself):
         assert found["missing"] == [
-            LABELS[name] for name in ("teacher_lora", "transferred", "window_lora", "equal_lora")
+            LABELS[name] for name in ("teacher_finetuned", "transferred", "window_finetuned", "equal_finetuned")
         ]
         assert len(found["measured"]) == 6
     for found in (alone, beside, itself):
@@ -578,13 +578,13 @@ def test_heads_of_several_kinds_beside_the_same_without_linear_parts(finished: R
     results = run(spread)
     assert results is not None
     losses = {measured.name: measured.quality.loss.mean for measured in results.measured}
-    assert {"window_lora", "exact_lora"} <= losses.keys() and "equal_lora" not in losses
+    assert {"window_finetuned", "exact_finetuned"} <= losses.keys() and "equal_finetuned" not in losses
     student = AutoModelForCausalLM.from_pretrained(spread.folder / "model")
     plan = read_plan(student.config)
-    alone = read_plan(control(spread, spread.load_teacher(), student, plan, "exact_lora").config)
+    alone = read_plan(control(spread, spread.load_teacher(), student, plan, "exact_finetuned").config)
     assert [mixer.span for mixer in each_mixer(alone)] == [mixer.span for mixer in each_mixer(plan)]
     assert all(x.feature_map is None for x in each_mixer(alone)) and any(x.feature_map for x in each_mixer(plan))
-    assert (spread.folder / "controls" / "exact_lora" / "result.json").is_file()
+    assert (spread.folder / "controls" / "exact_finetuned" / "result.json").is_file()
     said = " ".join(sentences(load_run(spread.folder)))
     assert "the same memory without linear parts (fine-tuned on the same tokens)" in said
 
@@ -605,7 +605,7 @@ def test_controls_with_caches_have_the_students_calibrated_scores(finished: Run)
     for layer in linearized_layers(student).values():
         layer.mixer.scorer.weight.normal_()
     expected = [layer.mixer.scorer.weight for layer in linearized_layers(student).values()]
-    made = control(cached, teacher, student, read_plan(student.config), "exact_lora")
+    made = control(cached, teacher, student, read_plan(student.config), "exact_finetuned")
     with without_linear_part(student):
         for model in (made, student):
             found = [layer.mixer for layer in linearized_layers(model).values()]
@@ -684,7 +684,7 @@ def test_a_kv_budget_allocated_per_head(finished: Run, tmp_path: Path, monkeypat
     assert span.sinks == SINKS and span.sinks + span.context == round(about["held"] / pair / 4)
     assert result["window_size"] == span.context
     names = {measured["name"] for measured in result["measured"]}
-    assert "window_lora" in names and "ablated" not in names, "there is no linear part to switch off"
+    assert "window_finetuned" in names and "ablated" not in names, "there is no linear part to switch off"
     of_equal_bytes = f"one window of {result['window_size']} for all heads, of as many bytes"
     assert any(of_equal_bytes in words for words in sentences(load_run(spent.folder)))
     errors = [error for layer in result["fidelity"]["layers"] for error in layer["output_relative"]]

@@ -152,7 +152,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_same_run(found: Path, expected: Path) -> None:
     """What all stages and controls trained, and what was measured of the result."""
-    for stage in ("transfer", "finetune", "controls/teacher_lora", "controls/window_lora"):
+    for stage in ("transfer", "finetune", "controls/teacher_finetuned", "controls/window_finetuned"):
         assert_near_losses(tiny.untimed_metrics(found / stage), tiny.untimed_metrics(expected / stage))
     losses = [json.loads((folder / "evaluation.json").read_text()) for folder in (found, expected)]
     for mine, other in zip(*(evaluation["measured"] for evaluation in losses), strict=True):

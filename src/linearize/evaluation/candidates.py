@@ -12,21 +12,21 @@ BATCH_SIZE = 4  # rows per forward pass
 DEFAULT_WINDOW = 64  # the window of the controls where a mixer has none
 LABELS = {
     "teacher": "teacher",
-    "teacher_lora": "teacher, fine-tuned",
+    "teacher_finetuned": "teacher, fine-tuned",
     "swapped": "student, untrained",
     "transferred": "student after transfer",
     "student": "student",
     "ablated": "student, no linear part",
     "window": "window only, untrained",
     "window_sinks": "window + sinks, untrained",
-    "window_lora": "window only, fine-tuned",
-    "equal_lora": "window of equal bytes, fine-tuned",
-    "exact_lora": "same memory, no linear part, fine-tuned",
+    "window_finetuned": "window only, fine-tuned",
+    "equal_finetuned": "window of equal bytes, fine-tuned",
+    "exact_finetuned": "same memory, no linear part, fine-tuned",
 }
 # Who sees no further than the window, and who sees all: the first two that were measured. A student that was finetuned
 # is compared with models that were fine-tuned on the same tokens, or the gain of fine-tuning would count as context. No
 # teacher is fine-tuned if its own outputs are the only target, because it would not change.
-REFERENCES = (("window_lora", "teacher_lora"), ("window_lora", "teacher"), ("window", "teacher"))
+REFERENCES = (("window_finetuned", "teacher_finetuned"), ("window_finetuned", "teacher"), ("window", "teacher"))
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ def measure(
         measured=list(map(measured, candidates)),
         comparisons=[
             comparison(name)
-            for name in ("teacher", "window_lora", "equal_lora", "exact_lora", "ablated")
+            for name in ("teacher", "window_finetuned", "equal_finetuned", "exact_finetuned", "ablated")
             if name in losses
         ],
         far_context=kept_far_context(losses, window_size, **samples),

@@ -18,10 +18,10 @@ from linearize.evaluation.metrics import Answered, bootstrapped
 
 OTHERS = (
     "teacher",
-    "teacher_lora",
-    "window_lora",
-    "equal_lora",
-    "exact_lora",
+    "teacher_finetuned",
+    "window_finetuned",
+    "equal_finetuned",
+    "exact_finetuned",
     "ablated",
 )  # what the student is compared with, where at hand
 LEAST_SCORE = 1e-3  # of the teacher: what is below is no score of which the student could have a share

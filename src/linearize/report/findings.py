@@ -43,23 +43,23 @@ LEAST_ERROR = 0.02  # ... and at least this much of the teacher's mean square
 MOST_WORST = 10
 _OTHERS = {
     "teacher": "its teacher",
-    "teacher_lora": "its teacher fine-tuned on the same tokens",
-    "window_lora": "the window-only control",
-    "equal_lora": "one window of as many bytes for all heads",
-    "exact_lora": "the same memory without linear parts",
+    "teacher_finetuned": "its teacher fine-tuned on the same tokens",
+    "window_finetuned": "the window-only control",
+    "equal_finetuned": "one window of as many bytes for all heads",
+    "exact_finetuned": "the same memory without linear parts",
     "ablated": "itself with the linear part switched off",
 }
 _AGAINST = {
-    ("window_lora", "teacher_lora"): "teacher and window fine-tuned on the same tokens",
-    ("window_lora", "teacher"): "the window fine-tuned on the same tokens, the teacher before fine-tuning",
+    ("window_finetuned", "teacher_finetuned"): "teacher and window fine-tuned on the same tokens",
+    ("window_finetuned", "teacher"): "the window fine-tuned on the same tokens, the teacher before fine-tuning",
     ("window", "teacher"): "compared with untrained models: the gain of fine-tuning counts as kept",
 }
-_LEADING = ("window_lora", "equal_lora", "exact_lora", "teacher")
+_LEADING = ("window_finetuned", "equal_finetuned", "exact_finetuned", "teacher")
 _SAME_TOKENS = " (fine-tuned on the same tokens)"
 _EXPLAINED = {
-    "window_lora": " (fine-tuned on the same tokens, no linear part)",
-    "equal_lora": _SAME_TOKENS,
-    "exact_lora": _SAME_TOKENS,
+    "window_finetuned": " (fine-tuned on the same tokens, no linear part)",
+    "equal_finetuned": _SAME_TOKENS,
+    "exact_finetuned": _SAME_TOKENS,
 }
 
 
@@ -129,7 +129,7 @@ def difference(run: RunFiles, other: str) -> Finding | None:
     found = compared.overall
     far = f" Beyond the window: {with_interval(compared.beyond, sign=True)}." if compared.beyond else ""
     short, more = _OTHERS.get(other, other), _EXPLAINED.get(other, "")
-    if other == "window_lora" and run.allocation is not None:
+    if other == "window_finetuned" and run.allocation is not None:
         short, more = f"one window of {count(run.window)} for all heads, of as many bytes", _SAME_TOKENS
     if found.low <= 0 <= found.high:
         numbers = f"{signed(found.mean)} nats per token"

@@ -19,7 +19,7 @@ from linearize.recipe import Recipe
 from linearize.report.numbers import Number
 from linearize.training.allocation import Allocation
 
-CONTROLS = ("window_lora", "equal_lora", "exact_lora", "teacher_lora")
+CONTROLS = ("window_finetuned", "equal_finetuned", "exact_finetuned", "teacher_finetuned")
 _AGAIN = "restore the file, or measure again (`linearize run`, `linearize eval`)"
 _POINTS = 300  # of a training curve; longer ones are averaged over neighbours, which the page says
 

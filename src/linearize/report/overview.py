@@ -191,10 +191,10 @@ _KEYS: dict[str, Callable[[RunFiles], str]] = {
     "Loss of the student, nats per token": _loss("student"),
     "Loss of the teacher": _loss("teacher"),
     "Student minus teacher, paired": _difference("teacher"),
-    "Student minus window-only control, paired": _difference("window_lora"),
-    "the same, beyond the window": _difference("window_lora", beyond=True),
-    "Student minus window of equal bytes, paired": _difference("equal_lora"),
-    "Student minus the same memory without linear parts, paired": _difference("exact_lora"),
+    "Student minus window-only control, paired": _difference("window_finetuned"),
+    "the same, beyond the window": _difference("window_finetuned", beyond=True),
+    "Student minus window of equal bytes, paired": _difference("equal_finetuned"),
+    "Student minus the same memory without linear parts, paired": _difference("exact_finetuned"),
     "Student minus itself without the linear part": _difference("ablated"),
     "Kept of the teacher's gain beyond the window": lambda run: percent(
         run.results.far_context and run.results.far_context.share

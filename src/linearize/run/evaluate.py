@@ -93,10 +93,10 @@ def candidates(
     stages = ("transfer", "adapt", "finetune")
     every: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
         "teacher": (lambda: nullcontext(teacher), "softmax attention, before fine-tuning", ()),
-        "teacher_lora": (
-            lambda: nullcontext(tuned("teacher_lora")),
+        "teacher_finetuned": (
+            lambda: nullcontext(tuned("teacher_finetuned")),
             "softmax attention, fine-tuned on the same tokens",
-            ("controls/teacher_lora",),
+            ("controls/teacher_finetuned",),
         ),
         "swapped": (lambda: nullcontext(untrained()), "mixers swapped in, nothing trained", ()),
         "transferred": (lambda: nullcontext(transferred()), "mixers trained to match softmax outputs", ("transfer",)),
@@ -104,20 +104,20 @@ def candidates(
         "ablated": (lambda: without_linear_part(student), "the student without its linear part", stages),
         "window": (lambda: nullcontext(windowed()), "softmax in the window, nothing trained", ()),
         "window_sinks": (lambda: without_linear_part(windowed(), SINKS), sunk, ()),
-        "window_lora": (
-            lambda: nullcontext(tuned("window_lora")),
+        "window_finetuned": (
+            lambda: nullcontext(tuned("window_finetuned")),
             "softmax in the window, fine-tuned on the same tokens",
-            ("controls/window_lora",),
+            ("controls/window_finetuned",),
         ),
-        "equal_lora": (
-            lambda: nullcontext(tuned("equal_lora")),
+        "equal_finetuned": (
+            lambda: nullcontext(tuned("equal_finetuned")),
             "one window for all heads, of the size of the student's state, fine-tuned on the same tokens",
-            ("controls/equal_lora",),
+            ("controls/equal_finetuned",),
         ),
-        "exact_lora": (
-            lambda: nullcontext(tuned("exact_lora")),
+        "exact_finetuned": (
+            lambda: nullcontext(tuned("exact_finetuned")),
             "the student's windows and KV caches with eviction, without linear parts, fine-tuned on the same tokens",
-            ("controls/exact_lora",),
+            ("controls/exact_finetuned",),
         ),
     }
     trained = set() if run is None else {name for name, folder in run.controls.items() if _finished(folder)}
@@ -128,9 +128,11 @@ def candidates(
     at_hand = {"student"}
     if any(mixer.feature_map is not None for mixer in each_mixer(layers)):
         at_hand.add("ablated")
-        del every["equal_lora" if is_spread(layers) else "exact_lora"]  # each is the other's window-only control
+        del every[
+            "equal_finetuned" if is_spread(layers) else "exact_finetuned"
+        ]  # each is the other's window-only control
     else:  # there is nothing to switch off, and the window-only control has as many bytes
-        del every["ablated"], every["equal_lora"], every["exact_lora"]
+        del every["ablated"], every["equal_finetuned"], every["exact_finetuned"]
     if teacher is not None:
         at_hand |= {"teacher", "swapped", "window", "window_sinks"} | trained
     if not recipe.data.task.language:
@@ -155,14 +157,14 @@ def control(
     """What a trained control is before its training: a teacher of its own to train, or one without linear parts."""
     length = run.recipe.data.sequence_length
     plans: dict[str, Callable[[], LayerPlan]] = {
-        "window_lora": lambda: window_only_plan(layers, teacher, length),
-        "equal_lora": lambda: equal_bytes_plan(layers, teacher, length),
-        "exact_lora": lambda: exact_plan(layers),
+        "window_finetuned": lambda: window_only_plan(layers, teacher, length),
+        "equal_finetuned": lambda: equal_bytes_plan(layers, teacher, length),
+        "exact_finetuned": lambda: exact_plan(layers),
     }
     if name not in plans:
         return run.load_teacher()
     model = convert_layers(teacher, plans[name]())
-    if name == "exact_lora":  # whose caches are the student's own
+    if name == "exact_finetuned":  # whose caches are the student's own
         copy_eviction_scores(student, model)
     return model
 

@@ -119,9 +119,9 @@ def _measured(
     alike: dict[str, TokenLosses] = {}
     if recipe.finetune is not None:
         tuned = _trained(run, "teacher", None, teacher, dataset)
-        alike["teacher_lora"] = ruler.see(tuned, "teacher, trained").losses
+        alike["teacher_finetuned"] = ruler.see(tuned, "teacher, trained").losses
         trained = _trained(run, f"window-{reference}", Measured(plan), teacher, dataset)
-        alike["window_lora"] = ruler.see(trained, f"window of {reference}, trained").losses
+        alike["window_finetuned"] = ruler.see(trained, f"window of {reference}, trained").losses
 
     def point(fraction: float, name: str, made: Measured, held: int, trained: bool) -> dict[str, Any]:
         label = f"{fraction:g}-{name.replace(' ', '-')}"

@@ -15,14 +15,21 @@ from linearize.report.unmeasured import not_measured
 STYLES = {
     "teacher": -1,
     "student": 0,
-    "window_lora": 1,
-    "teacher_lora": 2,
+    "window_finetuned": 1,
+    "teacher_finetuned": 2,
     "ablated": 3,
-    "equal_lora": 4,
+    "equal_finetuned": 4,
     "window": 5,
-    "exact_lora": 5,
+    "exact_finetuned": 5,
 }
-_CURVES = ("teacher", "student", "window_lora", "equal_lora", "exact_lora", "ablated")  # the table has all
+_CURVES = (
+    "teacher",
+    "student",
+    "window_finetuned",
+    "equal_finetuned",
+    "exact_finetuned",
+    "ablated",
+)  # the table has all
 
 
 def positions(runs: Sequence[RunFiles]) -> Section:

@@ -14,10 +14,10 @@ TITLES = {
     "transfer": "attention transfer",
     "adapt": "adapting new weights",
     "finetune": "fine-tuning",
-    "controls/window_lora": "control: window only, fine-tuned",
-    "controls/equal_lora": "control: window of equal bytes, fine-tuned",
-    "controls/exact_lora": "control: same memory, no linear part, fine-tuned",
-    "controls/teacher_lora": "control: teacher, fine-tuned",
+    "controls/window_finetuned": "control: window only, fine-tuned",
+    "controls/equal_finetuned": "control: window of equal bytes, fine-tuned",
+    "controls/exact_finetuned": "control: same memory, no linear part, fine-tuned",
+    "controls/teacher_finetuned": "control: teacher, fine-tuned",
 }
 _PANELS = {
     "Attention transfer": ("transfer",),
