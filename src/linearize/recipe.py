@@ -212,9 +212,9 @@ class Recipe(Config):
     def controls(self) -> tuple[str, ...]:
         """What the long evaluation trains beside the student, on as many tokens as all of its stages together.
 
-        The teacher (`teacher_finetuned`), its window alone (`window_finetuned`), and where there is a linear part, one window of
-        as many bytes as the student's state (`equal_finetuned`), or where heads have memory of their own, the same memory
-        without linear parts (`exact_finetuned`): as `finetune` says, be that LoRA or not.
+        The teacher (`teacher_finetuned`), its window alone (`window_finetuned`), and where there is a linear part, one
+        window of as many bytes as the student's state (`equal_finetuned`), or where heads have memory of their own, the
+        same memory without linear parts (`exact_finetuned`): as `finetune` says, be that LoRA or not.
 
         None where fine-tuning trains nothing that a model without a linear part has. No teacher where its own outputs
         are all there is to learn: it has them already.

@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[str, Callable[[], str], Callable[[], str], dict[str, An
         "hedgehog-bert",
         *ENCODER,
         {"data.repeated_span_fraction": 0.1},
-        r"recipe .*data\.repeats is for language models",
+        r"recipe .*data\.repeated_span_fraction is for language models",
     ),
     "blocks of an encoder": (
         "hedgehog-bert",

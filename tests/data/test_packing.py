@@ -387,7 +387,7 @@ def test_the_highest_scores_are_trained_on(numbers: DataConfig, tokenizer):
     assert numbers_of(top(40, []).train, tokenizer) == trained_on[:40], "equal scores, in order"
 
 
-def test_top_esl_that_cannot_be(numbers: DataConfig, tokenizer):
+def test_select_rows_by_esl_that_cannot_be(numbers: DataConfig, tokenizer):
     def top(count: int) -> DataConfig:
         return numbers.model_copy(update={"select_rows_by_esl": count})
 
@@ -408,7 +408,8 @@ def test_repeats_are_for_training_alone(tmp_path: Path, tokenizer):
     path = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
     plain = config(path, sequence_length=256, validation_fraction=0.4)
     as_it_is, repeated = (
-        build_dataset(plain.model_copy(update={"repeats": share}), tokenizer, seed=0) for share in (0.0, 0.5)
+        build_dataset(plain.model_copy(update={"repeated_span_fraction": share}), tokenizer, seed=0)
+        for share in (0.0, 0.5)
     )
     changed = (as_it_is.train.input_ids != repeated.train.input_ids).any(1)
     assert int(changed.sum()) == round(0.5 * len(as_it_is.train))

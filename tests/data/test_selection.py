@@ -161,7 +161,7 @@ def test_as_many_rows_are_trained_on_those_with_the_longest(texts: Path, tmp_pat
     teacher = eager(tiny.llama())
     lengths = [explicit(teacher, everything, row) for row in range(len(everything))]
     best = sorted(sorted(range(len(everything)), key=lambda row: -lengths[row])[:20])
-    run = run_of(texts, tmp_path / "run", data__sequence_length=32, data__top_esl=20)
+    run = run_of(texts, tmp_path / "run", data__sequence_length=32, data__select_rows_by_esl=20)
     chosen = tiny.load_data(run, run.load_teacher)
     assert torch.equal(chosen.train.rows(slice(None)).input_ids, everything.input_ids[best])
     with pytest.raises(UserError, match=r"data\.select_rows_by_esl: expected a teacher"):
@@ -169,7 +169,9 @@ def test_as_many_rows_are_trained_on_those_with_the_longest(texts: Path, tmp_pat
 
 
 def test_a_run_resumes_and_is_evaluated_on_the_same_data(texts: Path, tmp_path: Path) -> None:
-    run = run_of(texts, tmp_path / "run", data__top_esl=20, transfer__max_tokens=256, finetune__max_tokens=256)
+    run = run_of(
+        texts, tmp_path / "run", data__select_rows_by_esl=20, transfer__max_tokens=256, finetune__max_tokens=256
+    )
     options: dict[str, Any] = dict(dtype=run.dtype, device=run.device)
     model = str(run.folder / "model")
     with tiny.quick_measures():

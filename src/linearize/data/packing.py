@@ -91,7 +91,8 @@ def build_dataset(
     are the test; test rows are taken evenly from all of its documents.
 
     Args:
-        score: of the training rows, the `config.select_rows_by_esl` with the largest score are kept; held-out ones all are.
+        score: of the training rows, the `config.select_rows_by_esl` with the largest score are kept; all held-out rows
+            are.
 
     Raises:
         UserError: nothing to read, unreadable or malformed data, a missing column, too few tokens for a row, too few
@@ -119,8 +120,8 @@ def dataset_from_documents(
     `config.max_documents` and `max_tokens` limit the training texts.
 
     Raises:
-        UserError: too few tokens for a row, too few documents to test on, or `config.select_rows_by_esl`, for which there is no
-            score here.
+        UserError: too few tokens for a row, too few documents to test on, or `config.select_rows_by_esl`, for which
+            there is no score here.
     """
 
     def tokenised(texts: Iterable[str], max_tokens: int | None) -> list[TokenDocument]:
@@ -228,7 +229,8 @@ def _chosen(rows: PackedRows, config: DataConfig, score: Score | None) -> Packed
         )
     if len(rows) < config.select_rows_by_esl:
         raise UserError(
-            f"data.select_rows_by_esl: expected at least {config.select_rows_by_esl} training rows to choose from, found {len(rows)}; "
+            f"data.select_rows_by_esl: expected at least {config.select_rows_by_esl} training rows to choose "
+            f"from, found {len(rows)}; "
             "use more data, or set a smaller data.select_rows_by_esl"
         )
     # Stable: rows of equal score are chosen in their order.

@@ -265,7 +265,7 @@ def train_controls(
         # An epoch drops rows that fill no step, but never as many as half of them.
         budget = {"max_tokens": total, "epochs": 1 + 2 * total // dataset.train.num_tokens}
         config = run.recipe.finetune.model_copy(update=budget)
-        options = {"output_dir": folder, "seed": run.recipe.seed, "title": f"control: {name.replace('_lora', '')}"}
+        options = {"output_dir": folder, "seed": run.recipe.seed, "title": f"control: {name.replace('_finetuned', '')}"}
         model = control(run, teacher, student, layers, name)
         finetune(model, dataset.train, dataset.validation, config, teacher=teacher, **options)
 

@@ -62,7 +62,8 @@ class Objective(Protocol):
     def backward(self, micro_batches: list[Rows], step: Step) -> dict[str, float]:
         """Add the gradients of the mean loss over one optimizer step's rows; the loss per unit.
 
-        Of several processes, each adds the part of the rows that are `distributed.shard_batches` to it; the loss is of all.
+        Of several processes, each adds the part of the rows that `distributed.shard_batches` gives it. The loss is that
+        of all of them.
         """
         ...
 

@@ -22,6 +22,7 @@ STYLES = {
     "window": 5,
     "exact_finetuned": 5,
 }
+# The table has all candidates.
 _CURVES = (
     "teacher",
     "student",
