@@ -75,7 +75,7 @@ test-transformers-%:
 	    .venv-matrix/$*/bin/python -m pip install --quiet --disable-pip-version-check \
 	        -c .venv-matrix/$*/constraints.txt -e '.[dev,serve]' transformers==$* && \
 	    touch .venv-matrix/$*/.installed; }
-	.venv-matrix/$*/bin/python -m pytest $(PYTEST_ARGS) tests/hf tests/training tests/data tests/run \
+	.venv-matrix/$*/bin/python -m pytest $(PYTEST_ARGS) tests/hf tests/export tests/training tests/data tests/run \
 	    tests/test_recipes_end_to_end.py tests/test_task_runs.py
 	.venv-matrix/$*/bin/python -m pytest -m serve tests/serving
 

@@ -82,7 +82,7 @@ def test_a_model_that_computes_something_else_is_not_written(
         ({"to": "hf", "kind": "q8_0"}, "--type: expected one of bf16, f16, f32 for --to hf, found 'q8_0'"),
         ({"to": "gguf", "kind": "q4_0"}, "--type: expected one of bf16, f16, f32, q8_0 for --to gguf, found 'q4_0'"),
         ({"to": "gguf", "stock_class": "cwm"}, "--class: expected granite_swa for --to gguf, found 'cwm'"),
-        ({"to": "hf", "stock_class": "ministral"}, "place for learned sinks, found ministral"),
+        ({"to": "hf", "stock_class": "ministral"}, "expected a class that has learned sinks, found ministral"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

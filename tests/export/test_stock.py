@@ -122,8 +122,8 @@ def test_windows_of_two_sizes_are_refused() -> None:
     "architecture, learned_sink, fields, name, expected",
     [
         ("llama", True, {}, "ministral", "--class: expected a class that has learned sinks, found ministral"),
-        ("qwen2", False, NO_WINDOWS, "cwm", "place for biases of attention, found cwm"),
-        ("llama", False, {"mlp_bias": True}, "qwen2", "place for biases of the MLP, found qwen2"),
+        ("qwen2", False, NO_WINDOWS, "cwm", "expected a class that has biases of attention, found cwm"),
+        ("llama", False, {"mlp_bias": True}, "qwen2", "expected a class that has biases of the MLP, found qwen2"),
         ("llama", True, {"hidden_act": "gelu"}, None, "none: .*granite_swa has none for the activation gelu"),
         ("llama", True, {}, "gemma", "--class: expected one of ministral, cwm, qwen2, granite_swa, found 'gemma'"),
         ("qwen3", True, {}, None, "expected a converted llama, mistral, qwen2, found 'qwen3'"),
