@@ -188,4 +188,4 @@ def test_a_run_resumes_and_is_evaluated_on_the_same_data(texts: Path, tmp_path: 
         elsewhere = measuring.evaluate(model, teacher=None, dataset=str(other_text), overrides=overrides, **options)
     assert first is not None
     fingerprint = json.loads((run.folder / "run.json").read_text())["data"]
-    assert first.provenance["data"] == evaluated.provenance["data"] == fingerprint != elsewhere.provenance["data"]
+    assert first.provenance.data == evaluated.provenance.data == fingerprint != elsewhere.provenance.data

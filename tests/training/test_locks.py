@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from linearize.base import UserError
+from linearize.training import locks
 from linearize.training.locks import claimed
 
 HOLD = """
@@ -73,6 +74,6 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def none(self: object) -> None:
         raise NotImplementedError("FileSystem does not appear to support flock")
 
-    monkeypatch.setattr(claims.FileLock, "acquire", none)
+    monkeypatch.setattr(locks.FileLock, "acquire", none)
     with pytest.raises(UserError, match="expected a file that can be written and locked"), claimed(tmp_path / "claim"):
         pass
