@@ -214,7 +214,9 @@ def run(args: argparse.Namespace) -> None:
     else:
         tokenizer, model = continued
     model.to(args.device)
-    data = DataConfig(sequence_length=args.context, validation_rows=args.held_out_rows, repeats=args.repeats)
+    data = DataConfig(
+        sequence_length=args.context, validation_rows=args.held_out_rows, repeated_span_fraction=args.repeats
+    )
     dataset = dataset_from_documents(joined(texts, args.join), held_out, tokenizer, data, args.seed)
     size = sum(parameter.numel() for parameter in model.parameters())
     console.print(f"{size / 1e6:.2f}M parameters; one epoch is {dataset.train.num_tokens / 1e6:.2f}M tokens")
