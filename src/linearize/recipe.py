@@ -24,7 +24,7 @@ from linearize.plain_yaml import parse_yaml
 
 
 class KeepLayers(Config):
-    """Which layers stay softmax; indices may be negative, from the end."""
+    """Layers that stay softmax; negative indices count from the end."""
 
     def kept(self, num_layers: int, errors: Sequence[float] | None) -> set[int]:
         """The indices of the layers that stay; `errors` are their transfer errors, None before these are measured."""
@@ -210,7 +210,7 @@ class Recipe(Config):
 
     @property
     def controls(self) -> tuple[str, ...]:
-        """What the long evaluation trains beside the student, on as many tokens as all of its stages together.
+        """Return the controls that the long evaluation trains, on as many tokens as all stages of the student together.
 
         The teacher (`teacher_finetuned`), its window alone (`window_finetuned`), and where there is a linear part, one
         window of as many bytes as the student's state (`equal_finetuned`), or where heads have memory of their own, the

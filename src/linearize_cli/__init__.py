@@ -20,7 +20,7 @@ __all__ = ["app", "main"]
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Of a GPU; of a CPU, for which torch has no error of its own; or of Python."""
+    """Return whether memory ran out: of a GPU, of a CPU (torch has no error class for it), or of Python."""
     words = ("not enough memory", "can't allocate memory", "Storage size calculation overflowed")
     out = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return out or (isinstance(error, RuntimeError) and any(x in str(error) for x in words))

@@ -1,4 +1,4 @@
-"""What several commands take, and what they make of it; heavy imports wait until a command runs."""
+"""Options of several commands and their parsing; heavy imports wait until a command runs."""
 
 from __future__ import annotations
 

@@ -95,31 +95,31 @@ class MixerConfig(Config):
 
     @property
     def sums(self) -> bool:
-        """Whether weights are divided by their sum, so that they must not be negative."""
+        """Return whether weights are divided by their sum, so that they must not be negative."""
         return isinstance(self.normalizer, SumNormalizer)
 
     @property
     def any_scale(self) -> bool:
-        """Whether factors of a query's features cancel: its weights are divided by their sum, or have known scales."""
+        """Return whether factors of a query's features cancel: weights have a sum of 1, or known scales."""
         return self.sums and (isinstance(self.span, NoSpan) or not isinstance(self.combine, SharedDenominator))
 
     @property
     def keeps_maximum(self) -> bool:
-        """Whether keys' exponentials carry their running maximum; the delta rule's are normalised one by one."""
+        """Return whether keys' exponentials carry their running maximum; the delta rule's are normalised one by one."""
         return (
             self.feature_map is not None and self.feature_map.exponential and not isinstance(self.update, DeltaUpdate)
         )
 
     @property
     def in_closed_form(self) -> bool:
-        """Whether a causal mixer reads single keys by the map's kernel; else its features are changed on the way."""
+        """Return whether a causal mixer reads single keys by the map's kernel; else its features are changed before."""
         as_they_are = self.decay is None and not isinstance(self.update, DeltaUpdate) and self.scale == "none"
         as_they_are = as_they_are and self.cache is None  # which leaves places in the state empty
         return self.feature_map is not None and self.feature_map.closed_form and as_they_are
 
     @property
     def absolute(self) -> bool:
-        """Whether the linear part keeps the logarithm that its features are relative to."""
+        """Return whether the linear part keeps the logarithm that its features are relative to."""
         return isinstance(self.combine, AbsoluteScale)
 
     @property
@@ -129,7 +129,7 @@ class MixerConfig(Config):
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether any part reads the layer's input."""
+        """Return whether any part reads the layer's input."""
         learned_decay = self.decay is not None and not self.decay.constant
         return learned_decay or isinstance(self.update, DeltaUpdate) or self.normalizer.reads_hidden
 
@@ -144,7 +144,7 @@ class MixerConfig(Config):
         return self.maps_unrotated or self.cache is not None
 
     def scale_factor(self, shape: LayerShape) -> float:
-        """What phi_q.phi_k is multiplied by (`scale`), with a feature map."""
+        """Return the factor of phi_q.phi_k (`scale`), with a feature map."""
         assert self.feature_map is not None
         return SCALES[self.scale](shape.head_dim, self.feature_map.features(shape))
 
@@ -157,7 +157,7 @@ class MixerConfig(Config):
 
     @property
     def needs_order(self) -> str | None:
-        """Which part only a causal mixer can have, what an encoder's must be, and why; None: there is none."""
+        """Return a part that only causal mixers can have, what an encoder's must be, and why; None if there is none."""
         without_window = isinstance(self.combine, Add | SharedDenominator)  # where both are the linear part alone
         for field, expected, allowed, found in (
             ("span", "`none`", isinstance(self.span, NoSpan), self.span),
@@ -204,7 +204,7 @@ class HeadwiseConfig(Config):
 
     @classmethod
     def of(cls, mixers: Sequence[MixerConfig | None]) -> MixerConfig | HeadwiseConfig | None:
-        """What a layer with these mixers, one per KV head, is: heads with the same mixer are one group."""
+        """Return the config of a layer with these mixers, one per KV head; heads with the same mixer are one group."""
         different = list(dict.fromkeys(mixers))
         if len(different) == 1:
             return different[0]
@@ -215,7 +215,7 @@ class HeadwiseConfig(Config):
         return cls(groups=tuple(groups))
 
     def each(self, change: Callable[[MixerConfig], MixerConfig]) -> HeadwiseConfig:
-        """The same heads with what `change` makes of their mixers; softmax stays."""
+        """Return the same heads with their mixers changed by `change`; softmax stays."""
         groups = (g.model_copy(update={"mixer": g.mixer and change(g.mixer)}) for g in self.groups)
         return HeadwiseConfig(groups=tuple(groups))
 

@@ -19,7 +19,7 @@ BIAS_INIT = "initial bias of the gate's sigmoid: 0 forgets half with every step,
 
 
 class DecayConfig(Config):
-    """What every decay says of itself.
+    """Base class of the configs of decays.
 
     `values`: whether it acts on the value axis of the state S [F, D]. `per_feature`: whether it weighs every feature of
     a key differently. `scales_input`: whether what is written is scaled
@@ -158,7 +158,7 @@ Update = AdditiveUpdate | DeltaUpdate
 
 
 class NormalizerConfig(Config):
-    """What every normalizer says of itself. `reads_hidden`: whether it reads the layer's input."""
+    """Base class of the configs of normalizers. `reads_hidden`: whether it reads the layer's input."""
 
     type: str
 

@@ -42,7 +42,7 @@ _ENDED = -1  # in place of a token: the text ended before
 
 @dataclass(frozen=True)
 class Agreement:
-    """How alike student and teacher predict, at the same places; `_beyond`: beyond the window, None where none is.
+    """Agreement of student and teacher on the same tokens; `_beyond`: beyond the window, None where no token is.
 
     top1: share of tokens whose likeliest one is the same, as greedy decoding would choose. kl: KL(teacher || student),
     what the student loses by predicting in the teacher's place; reverse_kl: KL(student || teacher); nats per token.
@@ -349,7 +349,7 @@ def _decode(tokenizer: Tokenizer, tokens: Int[Tensor, " T"]) -> str:
 
 
 def _continuation(tokenizer: Tokenizer, prompt: Int[Tensor, " T"], tokens: Int[Tensor, " K"]) -> str:
-    """What the tokens add to the prompt's text: by themselves, many tokenizers would drop the space before them."""
+    """Return the text that tokens add to the prompt's; decoded alone, they would lose the space before them."""
     tokens = tokens[tokens != _ENDED]
     before, whole = _decode(tokenizer, prompt), _decode(tokenizer, torch.cat([prompt, tokens]))
     return whole[len(before) :] if whole.startswith(before) else _decode(tokenizer, tokens)

@@ -1,4 +1,4 @@
-"""What a model answers on a task's held-out rows."""
+"""Answers of models on the held-out rows of a task."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ BATCH_SIZE = 32  # rows per forward pass
 Processor = Tokenizer | BaseImageProcessor
 
 Answer = Callable[[PreTrainedModel, str], Answered]
-"""What a model makes of the held-out rows; the title stands beside the progress bar."""
+"""Compute a model's answers on the held-out rows; the title stands beside the progress bar."""
 
 
 def answering(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher: PreTrainedModel | None) -> Answer:
-    """How models are asked, by the task.
+    """Return the function that computes the answers of a model for this task.
 
     Args:
         teacher: whose embeddings others are compared with; None where the task does not.
@@ -40,7 +40,7 @@ def compared_outputs(model: nn.Module, rows: Rows, *, title: str) -> Float[Tenso
 
 
 def _batches(model: nn.Module, rows: Rows, *, title: str) -> Iterator[tuple[Float[Tensor, "m C"], Tensor | None]]:
-    """Of each batch of rows the outputs that are compared, in fp32, and what they should be, on the model's device."""
+    """Yield the outputs of each batch that are compared, in fp32, and their targets, on the model's device."""
     with inference(model) as device:
         for start in progress(range(0, len(rows), BATCH_SIZE), title):
             batch = rows.rows(slice(start, start + BATCH_SIZE))
@@ -50,7 +50,7 @@ def _batches(model: nn.Module, rows: Rows, *, title: str) -> Iterator[tuple[Floa
 
 
 def _expected(rows: Rows) -> tuple[Tensor, Int[Tensor, " M"]]:
-    """What each answer should be, and which row it belongs to."""
+    """Return the target of each answer, and the row it belongs to."""
     targets, counts = rows.targets(), rows.target_counts()
     assert targets is not None
     return targets, torch.arange(len(counts)).repeat_interleave(counts)

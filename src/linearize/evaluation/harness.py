@@ -68,7 +68,7 @@ def run_benchmarks(
     batch_size: int,
     seed: int,
 ) -> Benchmarks:
-    """What `lm_eval.simple_evaluate` finds for each model, to the last digit.
+    """Return the scores of `lm_eval.simple_evaluate` for each model, to the last digit.
 
     Args:
         models: by candidate; each on its own device.
@@ -183,7 +183,7 @@ def _file(path: Path) -> Path:
 
 
 def _fault(line: bytes) -> str | None:
-    """What is wrong with a line of `choice_task`'s file."""
+    """Return what is wrong with a line of `choice_task`'s file."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -94,7 +94,7 @@ def resample(
 
 
 def resamples(count: int, *, samples: int, seed: int) -> Iterator[Int[Tensor, " D"]]:
-    """Which of `count` documents are drawn, with replacement, each time.
+    """Draw `count` documents with replacement, several times.
 
     The percentiles of few draws promise too much. How often intervals of 95 % held the true mean, in 3,000 simulated
     sets of documents with normal means (standard deviation 1), all of one length, or of lengths with a log-normal

@@ -26,7 +26,7 @@ Score = Callable[["Predictions", Tensor], float]
 
 @runtime_checkable
 class Answered(Protocol):
-    """What one model made of E examples."""
+    """The predictions of one model for E examples."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -288,7 +288,7 @@ TITLES = {
 
 
 def title(metric: str) -> str:
-    """What people call a metric."""
+    """Return the title of a metric."""
     return TITLES.get(metric, metric.replace("_", " "))
 
 

@@ -53,7 +53,7 @@ class TokenLosses:
 
     @property
     def documents(self) -> int:
-        """How many documents have a token that counts."""
+        """Return the number of documents with a token that counts."""
         return len(self.document[self.mask].unique())
 
     def totals(self) -> Totals:

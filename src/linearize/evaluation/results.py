@@ -103,7 +103,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a measurement rests on.
+    """The data that a measurement rests on.
 
     Attributes:
         command: what the user typed; None where there was no command line.

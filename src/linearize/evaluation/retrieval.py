@@ -58,7 +58,7 @@ Answers = dict[Cell, Float[Tensor, " N"]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cells are made from."""
+    """The material of all cells."""
 
     tokenizer: Tokenizer
     vocabulary: Int[Tensor, " V"]  # ordinary tokens

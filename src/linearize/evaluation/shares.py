@@ -1,4 +1,4 @@
-"""How much of what its teacher gains by looking far back a student keeps: on natural text, and in copying."""
+"""The share of its teacher's gain from far context that a student retains: on natural text, and in copying."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEGLIGIBLE_COPY_GAIN = 0.25
 
 @dataclass(frozen=True)
 class KeptGain:
-    """What teacher and student gain, nats per token, and the student's gain over the teacher's.
+    """The gains of teacher and student in nats per token, and the student's gain divided by the teacher's.
 
     `share`: None where the teacher's gain is not above a negligible one for certain. `against`: which of `REFERENCES`
     the gains are measured by; None for copying, where everyone is measured by itself.

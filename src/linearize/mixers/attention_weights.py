@@ -110,7 +110,7 @@ def softmax_weights(scores: Float[Tensor, "B H C K"], mask: Bool[Tensor, "#B 1 C
 
 
 def no_distribution(mixer: Mixer) -> str | None:
-    """Which part of the mixer, and how, keeps a query's weights from being a distribution over its keys; None: none."""
+    """Return why a query's weights are no distribution over its keys, with the part of the mixer; None if they are."""
     config = mixer.config
     if not config.sums:
         return f"normalizer `{config.normalizer.type}`, which makes no weighted mean of the values"
@@ -122,7 +122,7 @@ def no_distribution(mixer: Mixer) -> str | None:
 
 
 class Features(NamedTuple):
-    """What the linear part's weights are made of; where keys decay, the queries' slots are the last ones of the keys'.
+    """The inputs of the linear part's weights; where keys decay, the queries' slots are the last of the keys'.
 
     `log_decay_sums` (fp64, None where nothing decays) are those up to each slot: what is left of a key when a query
     reads it is exp of the difference. `log_scale` is the logarithm that a query's weights are relative to; 0 where the
@@ -160,7 +160,7 @@ class LinearPart:
         return cls(mixer, inputs, layout, *mixer.linear_features(inputs, layout))
 
     def features(self) -> Features:
-        """What weights are made of, for all tokens."""
+        """Return the inputs of the weights, for all tokens."""
         log_decay = self.tokens.get("log_decay_k")
         # All steps, those of the sinks too: weights over all keys need them, and to others they make no difference.
         sums = None if log_decay is None else cumulative(log_decay, NoSpan(), self.layout)

@@ -121,7 +121,7 @@ def numbered(layout: Layout) -> Int[Tensor, "#B T"]:
 
 
 def one_document_per_row(layout: Layout) -> Bool[Tensor, ""]:
-    """Whether no row holds tokens of two documents."""
+    """Return whether no row holds tokens of two documents."""
     valid, document = layout.key_position >= 0, numbered(layout)
     first, last = document.masked_fill(~valid, document.shape[1]).amin(1), document.masked_fill(~valid, -1).amax(1)
     return (first >= last).all()

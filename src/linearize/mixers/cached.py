@@ -56,11 +56,11 @@ class CachedKeys(NamedTuple):
         return 0 if self.carried is None else self.cache.size
 
     def last(self) -> Tokens:
-        """What it holds after the last token."""
+        """Return the pairs in the cache after the last token."""
         return (gathered if self.full else taken)(self.pool, self.held[:, :, -1])
 
     def seen_by(self, queries: Int[Tensor, " N"]) -> Bool[Tensor, "B G N K"]:
-        """Which slots each of the queries, by their slots, reads from the cache, but for what it carried."""
+        """Return which slots each query reads from the cache, without the pairs of the earlier cache."""
         batch, heads, _, size = self.held.shape
         width, slots = self.blocks.slots.shape[2], self.pool["position"].shape[2] - self.before
         mine = self.blocks.slots.expand(batch, -1, -1).flatten(1)[:, None] == queries[:, None]
@@ -124,7 +124,7 @@ def _passed_on(
     blocks: Blocks,
     offered: Int[Tensor, "B G J w"],
 ) -> Int[Tensor, "B G J w"]:
-    """What a part of the cache passes on in the places of the keys that are offered to it when a block begins."""
+    """Return what a part of the cache passes on, in the places of the keys offered to it when a block begins."""
     return written(held_before(held, carried, blocks.fresh), held, offered)
 
 
@@ -134,7 +134,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 class NextBlock(NamedTuple):
-    """What the state holds when a block may begin, and what is written to the linear state before it.
+    """Return the slots of the state when a block may begin, and what is written to the linear state before it.
 
     Attributes:
         slots: the state's, with the cache behind the window.
@@ -199,7 +199,7 @@ def _best(cache: EvictionCache, pool: Tokens, *, full: bool) -> Tokens:
 def _chosen(
     cache: EvictionCache, scores: Float[Tensor, "B G P S"], there: Int[Tensor, "B G P"]
 ) -> Int[Tensor, "B G C"]:
-    """What the cache holds of all keys of a pool, as `choose`: each part takes of those that the one before left.
+    """Return the keys of a pool that the cache holds, as `choose`: each part selects from what the one before left.
 
     Args:
         there: their places, the oldest first, -1 where there is none.
@@ -216,7 +216,7 @@ def _chosen(
 
 
 def room(config: MixerConfig) -> int:
-    """How many tokens may stand in window and cache before a key is dropped; 0 without a cache."""
+    """Return how many tokens fit in window and cache before a key is evicted; 0 without a cache."""
     cache, span = config.cache, config.span
     if cache is None:
         return 0
@@ -254,7 +254,7 @@ def _own(tokens: Tokens) -> list[tuple[str, Tensor]]:
 
 
 def _scored(tokens: Tokens, scorer: EvictionScorer, position: Int[Tensor, "#B N"]) -> Tokens:
-    """What is a token's own, with its whole score, and its position [B or 1, 1, N]."""
+    """Return the tensors of each token with its whole score and its position [B or 1, 1, N]."""
     scores = scorer.whole(tokens[SCORES], tokens["values"], position)
     return dict(_own(tokens)) | {SCORES: scores, "position": position[:, None]}
 
@@ -284,7 +284,7 @@ def _appended(held: Tokens, tokens: Tokens) -> Tokens:
 
 
 def _as_written(pool: Tokens, places: Int[Tensor, "B G N"], own: Int[Tensor, " N"]) -> Tokens:
-    """What is written in these places; where it is nothing, the place's own with `input_scale` 0."""
+    """Return what is written in these places; where nothing is, the place's own key with `input_scale` 0."""
     tokens = taken(pool, torch.where(places >= 0, places, own))
     there = (places >= 0)[..., None].to(tokens["values"].dtype)
     scale = tokens.get("input_scale", there)

@@ -1,4 +1,4 @@
-"""What a causal mixer makes of tokens, many or one: slots, features, gates, and the scale they are in."""
+"""The part of causal mixers for many tokens and for one: slots, features, gates, and their scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How window and linear part become one output: configs, and the module of each. H query heads, D head dimension."""
+"""Combinations of window and linear part: configs, and the module of each. H query heads, D head dimension."""
 
 from __future__ import annotations
 

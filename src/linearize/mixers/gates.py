@@ -40,7 +40,7 @@ class GateOut:
 
 
 class Gate(nn.Module, ABC):
-    """What a decay says of each step; its children are what it reads from the layer's input."""
+    """Base class of decays; its children are what it reads from the layer's input."""
 
     def __init__(self, config: Any, shape: LayerShape, heads: int, feature_dim: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Affine(nn.Module):
 
 
 def layer_input(inputs: AttnInputs) -> Float[Tensor, "B T E"]:
-    """What gates read, in fp32, or fp64 for fp64 inputs."""
+    """Return the inputs of gates in fp32, or in fp64 for fp64 inputs."""
     if inputs.hidden is None:
         raise ValueError(
             "AttnInputs.hidden: expected the layer's input, which this mixer's gates read; found None. "

@@ -55,12 +55,12 @@ class HeadwiseMixer(nn.Module):
 
     @property
     def wants_hidden(self) -> bool:
-        """Whether `AttnInputs.hidden` is read."""
+        """Return whether `AttnInputs.hidden` is read."""
         return any(mixer.wants_hidden for _, mixer in self.parts())
 
     @property
     def wants_unrotated(self) -> bool:
-        """Whether `AttnInputs.unrotated` and `.rope` are read, in a model with RoPE."""
+        """Return whether `AttnInputs.unrotated` and `.rope` are read, in a model with RoPE."""
         return any(mixer.wants_unrotated for _, mixer in self.parts())
 
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:

@@ -1,4 +1,4 @@
-"""What an attention layer hands its mixer."""
+"""The inputs of a mixer, from its attention layer."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class LinearMixer(CausalMixer):
         return y, state
 
     def _segment(self, inputs: AttnInputs) -> int:
-        """How many tokens to work on at a time: all, if gradients are wanted.
+        """Return how many tokens are processed at a time: all, if gradients are wanted.
 
         Without them, a prompt of any length takes no more memory beyond its inputs and output than one segment.
         """
@@ -251,7 +251,7 @@ class LinearMixer(CausalMixer):
         return self._after(tokens, layout, batch, cached)
 
     def _all_exact(self, layout: Layout) -> bool:
-        """Whether every key of these rows is in window or cache, and softmax over all of them is all that is wanted."""
+        """Return whether every key of these rows is in window or cache, and the output is softmax over all of them."""
         holds = max(self.span.fold_lag, room(self.config))
         return layout.uniform and layout.length <= holds and self._pairs_alone()
 

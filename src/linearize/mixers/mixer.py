@@ -1,4 +1,4 @@
-"""What every mixer is: the base class."""
+"""The base class of mixers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def learnable(linear: Partial) -> Partial:
 
 
 class LinearFeatures(NamedTuple):
-    """What the linear part is made of, for whole documents.
+    """The inputs of the linear part, for whole documents.
 
     `tokens` are the mixer's slots. `phi_q` is what is read and `phi_k` what is written to the state; `log_scale` is the
     logarithm that a query's weights are relative to, 0 where the mixer's combination does not ask for it.
@@ -105,22 +105,22 @@ class Mixer(nn.Module, ABC):
 
     @property
     def span(self) -> Span:
-        """Which keys of a query the window reads, and which the linear part."""
+        """Return which keys of a query the window reads, and which the linear part."""
         return self.config.span
 
     @property
     def wants_hidden(self) -> bool:
-        """Whether `AttnInputs.hidden` is read."""
+        """Return whether `AttnInputs.hidden` is read."""
         return self.config.reads_hidden
 
     @property
     def wants_unrotated(self) -> bool:
-        """Whether `AttnInputs.unrotated` and `.rope` are read, in a model with RoPE."""
+        """Return whether `AttnInputs.unrotated` and `.rope` are read, in a model with RoPE."""
         return self.config.reads_unrotated
 
     @property
     def in_any_scale(self) -> bool:
-        """Whether a query's features are exponentials, any factor of which cancels."""
+        """Return whether a query's features are exponentials, any factor of which cancels."""
         return self.exponential and self.config.any_scale
 
     @abstractmethod
@@ -143,7 +143,7 @@ class Mixer(nn.Module, ABC):
         return self.normalizer(linear, inputs, self.feature_map.min_denominator(linear.den.dtype))
 
     def has_linear(self, position: Int[Tensor, "#B T"]) -> Bool[Tensor, "#B T"]:
-        """Which queries, -1 being padding, read keys through the linear part."""
+        """Return which queries read keys through the linear part; position -1 is padding."""
         exact = 0 if self.config.cache is None else self.config.cache.size
         return (self.span.lo(position) > self.span.sinks + exact) & (position >= 0)
 
@@ -185,7 +185,7 @@ class Mixer(nn.Module, ABC):
         return phi_q, log_scale
 
     def lost(self, linear: Partial) -> Bool[Tensor, "B H T"] | None:
-        """Which sums over `query_features` in any scale are to be taken for none, since the dtype does not hold them.
+        """Return which sums over `query_features` count as 0 in any scale, because they underflow in the dtype.
 
         Numbers next to its least are 0 in z where they are not yet in S, and queries can weigh these alone: then num
         over den is no mean of values, but larger than all of them.
@@ -197,7 +197,7 @@ class Mixer(nn.Module, ABC):
         return (den < least) & (num.abs().amax(-1) > LARGEST_VALUE * den)
 
     def too_small(self, den: Float[Tensor, "B H T"], position: Int[Tensor, "#B T"]) -> bool:
-        """Whether a sum is so small that its gradient is too large a factor for features that it hardly holds.
+        """Return whether a sum is so small that its gradient is too large a factor for features that it hardly holds.
 
         Features in a scale where it is 1 (`in_any_scale`) do not have that.
         """

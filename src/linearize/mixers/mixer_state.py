@@ -1,4 +1,4 @@
-"""What a mixer carries from call to call: constant in size, but for heads that keep all of their keys."""
+"""The state of a mixer from call to call: constant in size, except for heads that keep all of their keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GROWING = ("all_keys", "all_values")  # slots of every token seen
 
 @dataclass(eq=False)
 class Clock:
-    """How many tokens of its document each row has seen, and what follows from that alone.
+    """The number of tokens of its document that each row has seen, and what follows from it alone.
 
     Layers that have seen the same tokens can share a clock, and work out once what they all need.
 
@@ -42,7 +42,7 @@ class Clock:
     _next: Callable[[], Clock | None] = field(default=lambda: None, repr=False)  # who keeps a clock keeps no later ones
 
     def once(self, name: Any, work: Callable[[Int[Tensor, " B"]], Found]) -> Found:
-        """What `work` makes of `seen`, worked out when it is asked for by this name, anything with a hash, first."""
+        """Return what `work` computes from `seen`, on the first call with this name, which is anything with a hash."""
         if not self.shared or torch.compiler.is_compiling():
             return work(self.seen)
         if name not in self.known:
@@ -65,7 +65,7 @@ class Clock:
 
 
 class State(ABC):
-    """What one layer's mixer carries: tensors by name, batch-first."""
+    """The state of one layer's mixer: tensors by name, batch-first."""
 
     clock: Clock
 
@@ -119,7 +119,7 @@ class State(ABC):
 
     @property
     def grows(self) -> bool:
-        """Whether it holds slots of every token seen."""
+        """Return whether it holds slots of every token seen."""
         return any(name.endswith(GROWING) for name in self.named_tensors())
 
     def with_room(self: AnyState, slots: int) -> AnyState:

@@ -1,4 +1,4 @@
-"""What is made of the linear part's sums: configs, and the module of each.
+"""Normalizers of the linear part's sums: configs, and the module of each.
 
 Only the linear part is normalised here, so that a window that holds every key stays exact softmax. H query heads, D
 head dimension.

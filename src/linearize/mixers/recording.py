@@ -18,7 +18,7 @@ RECORDED = 512  # tokens that can be taken back, at the least; assistants propos
 
 @dataclass(frozen=True)
 class Call:
-    """What one call fed `mixer`."""
+    """The inputs of `mixer` in one call."""
 
     mixer: Any  # a LinearMixer, or what has its `step`
     inputs: AttnInputs

@@ -51,7 +51,7 @@ def _last_greatest(top: Tensor, document: Tensor) -> Tensor:
 
 
 def _of_document(m: Tensor, top: Tensor, document: Tensor) -> Tensor:
-    """Whether a document has had a token yet: before that, the index points into the document before."""
+    """Return whether a document has had a token yet: before that, the index points into the document before."""
     seen = torch.where(top == -torch.inf, -1, document).cummax(2).values
     return (seen == document) & (m > -torch.inf)
 

@@ -1,4 +1,4 @@
-"""How a key is written to the state S [F, D] of linear attention: added, or in place of what the state recalls for it.
+"""Updates of the state S [F, D] by a key: its value is added, or replaces what the state recalls for the key.
 
 Hs heads of the state, F features per head, D head dimension, x the layer's input.
 """

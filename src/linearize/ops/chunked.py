@@ -212,7 +212,7 @@ def _decay(later: Tensor, earlier: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _LinearBlock:
-    """What forward and backward of a block share."""
+    """Compute what forward and backward of a block share."""
 
     def __init__(self, scan: _LinearScan, given: Given) -> None:
         (q, k, v, *_), grid, kernel, block = given.inputs, scan.grid, scan.kernel, given.block

@@ -28,7 +28,7 @@ MOST_SCORES = 2**22  # of all rows and heads
 
 
 def pays(queries: torch.Size, keys: int) -> bool:
-    """Whether rows of so many keys, for queries of shape [B, H, T, X], are short enough."""
+    """Return whether rows of so many keys, for queries of shape [B, H, T, X], are short enough."""
     return keys <= MOST_KEYS and queries[:3].numel() * keys <= MOST_SCORES
 
 
@@ -85,7 +85,7 @@ def window_softmax(x: SoftmaxInputs) -> Partial:
 
 
 def _no_scores(span: Span, layout: Layout, dtype: torch.dtype) -> Float[Tensor, "B 1 T K"]:
-    """What hides keys from softmax: 0, or -inf."""
+    """Return a bias that hides keys from softmax: 0, or -inf."""
     seen = visible_keys(span, layout)[0][:, None]
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
 

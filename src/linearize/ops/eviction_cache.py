@@ -141,7 +141,7 @@ def held_before(
 def written(
     before: Int[Tensor, "*rows C"], after: Int[Tensor, "*rows C"], leaves: Int[Tensor, "*rows w"]
 ) -> Int[Tensor, "*rows w"]:
-    """Which keys are written to the linear state in the places of a block that leaves the window; -1 is none.
+    """Return the keys that are written to the linear state in the places of a block that leaves the window; -1: none.
 
     The same, where a cache has two parts, for what the first part passes on to the second.
 

@@ -217,7 +217,7 @@ class Grid:
 
 
 def chunks_back(slots: ChunkLayout, max_lag: int) -> int:
-    """How many chunks before a query's own a slot can be that lies less than `max_lag` slots before the query."""
+    """Return how many chunks before its own a query can reach with slots less than `max_lag` before it."""
     return -((1 - max(1, max_lag)) // slots.chunk)
 
 

@@ -1,4 +1,4 @@
-"""Which keys a query sees: how the keys 0..n of a query at position n split, and which slot holds which token.
+"""Layouts: how the keys 0..n of a query at position n are divided, and which slot holds which token.
 
 A span splits them into softmax keys from ``lo(n)`` to n and linear keys below. One span object, the recipe's own,
 feeds the window and the scan, so the two halves of the split cannot drift apart.
@@ -54,7 +54,7 @@ class Layout:
         return _full(length, device) if torch.compiler.is_compiling() else _kept_full(length, device)
 
     def once(self, name: Any, work: Callable[[], Found]) -> Found:
-        """What `work` gives, a function of the layout and of `name`, anything with a hash; worked out once."""
+        """Return what `work` returns, a function of the layout and of `name`, anything with a hash; computed once."""
         if name not in self._known:
             with torch.inference_mode(False), torch.no_grad():  # others may want gradients of what they do with it
                 self._known[name] = work()

@@ -31,7 +31,7 @@ Grads = Sequence[Tensor | None]
 
 
 class Given(NamedTuple):
-    """What a body is given of a block: `state` before it, [b, h, ...] each; inputs are whole, [B, H or Hk, P, X]."""
+    """The arguments of a body for one block: `state` before it, [b, h, ...] each; whole inputs, [B, H or Hk, P, X]."""
 
     block: Block
     state: Tensors
@@ -39,13 +39,13 @@ class Given(NamedTuple):
 
 
 class Body(ABC):
-    """What a scan computes within a block."""
+    """The computation of a scan within a block."""
 
     grid: Grid
 
     @abstractmethod
     def masks(self, batch: slice, start: int, stop: int) -> Any:
-        """What the heads of a block share: it is the block's `masks`."""
+        """Return what the heads of a block share, the block's `masks`."""
 
     @abstractmethod
     def forward(self, given: Given, outputs: Tensors) -> Tensors:

@@ -15,7 +15,7 @@ from linearize.ops.partial import Partial, accumulation_dtype
 
 
 def visible_keys(span: Span, layout: Layout) -> tuple[Bool[Tensor, "B T K"], Bool[Tensor, "B T K"]]:
-    """Which keys each query reads through the softmax window and which through the linear part."""
+    """Return which keys each query reads through the softmax window, and which through the linear part."""
     query, key = layout.query_position[:, :, None], layout.key_position[:, None, :]
     seen = (layout.query_document[:, :, None] == layout.key_document[:, None, :]) & (query >= 0) & (key >= 0)
     seen &= key <= query

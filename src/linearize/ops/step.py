@@ -28,7 +28,7 @@ Tokens = dict[str, Tensor]  # what later steps need of a token, by name: [B, hea
 
 
 class StepContext:
-    """What a span makes of the token at `position`, the number of those before; worked out on first use.
+    """Slots, masks and biases of a span for the token at `position` (tokens before it); computed on first use.
 
     Attributes:
         span, position: as given.
@@ -66,7 +66,7 @@ class StepContext:
 
     @property
     def all_enter(self) -> bool:
-        """Whether one enters in every row; False where that is not known without waiting."""
+        """Return whether one enters in every row; False where that is not known without waiting."""
         numbers = self._numbers_at_hand()
         return numbers is not None and all(number - self.fold_lag >= self.span.sinks for number in numbers)
 
@@ -157,12 +157,12 @@ class StepContext:
 
     @property
     def may_flush(self) -> bool:
-        """Whether a block begins with it in any row, or may, where tensors cannot be looked at."""
+        """Return whether a block begins with it in any row, or may, where tensors cannot be looked at."""
         return self.width > 0 and (self.numbers is None or any(number % self.width == 0 for number in self.numbers))
 
     @property
     def flushes(self) -> Bool[Tensor, "B 1 1"] | None:
-        """Whether a block begins with it, where there are blocks."""
+        """Return whether a block begins with it, where there are blocks."""
         return None if not self.width else self._once("flushes", self._flushes)
 
     def _flushes(self) -> Tensor:

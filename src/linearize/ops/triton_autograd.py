@@ -33,7 +33,7 @@ def lowest_keys(span: Span, layout: Layout) -> Int[Tensor, "B T"]:
 
 
 class KeysRead(NamedTuple):
-    """Which keys each query reads, as kernels take it.
+    """Return which keys each query reads, in the form that kernels take.
 
     Attributes:
         tensors: `lowest_keys`, positions and documents of queries, and those of keys.
@@ -206,7 +206,7 @@ def _add_sinks(grad: Float[Tensor, "B G K D"], added: Float[Tensor, "B H N s D"]
 
 
 class LinearRead(NamedTuple):
-    """Which keys each query reads through the linear part, as kernels take it.
+    """Return which keys each query reads through the linear part, in the form that kernels take.
 
     Attributes:
         lowest: of each query (`lowest_keys`).

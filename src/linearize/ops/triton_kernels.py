@@ -200,7 +200,7 @@ def linear_states(
     F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What is added to S and z before each chunk of C queries: C keys, up to `lag` slots before it.
+    """Compute what is added to S and z before each chunk of C queries: C keys, up to `lag` slots before it.
 
     And then, of `states` in all, by those that are left below each of a row's `ends`, which are positions. BLOCK_D of
     the values at a time. WEIGHTED: keys have a `weight` each in z, else 1.
@@ -241,7 +241,7 @@ def linear_outputs(
     F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What C queries read: the state before them, and keys below `lo` of those from `lag` - 1 to `late` slots before.
+    """Read for C queries: the state before them, and keys below `lo` among those from `lag` - 1 to `late` slots before.
 
     BLOCK_D of the values at a time.
     """

@@ -69,7 +69,7 @@ def _from_scratch(run: RunFiles) -> bool:
 
 
 def _scope(run: RunFiles) -> list[str]:
-    """What the losses rest on."""
+    """Return the data that the losses rest on."""
     student = run.measured("student")
     if student is None:
         return []

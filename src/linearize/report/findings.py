@@ -1,4 +1,4 @@
-"""What the measurements say, in sentences that carry their numbers: of the terminal, the model card and the page alike.
+"""Sentences about the measurements, with their numbers, for the terminal, the model card and the page.
 
 A share counts as kept where its whole interval lies above one half and as lost where it lies below; a difference counts
 where its interval leaves out zero. All else is open, and what nothing is to be compared with is a fact.
@@ -152,7 +152,7 @@ def _bounds(found: Interval) -> tuple[str, str, str]:
 
 
 def far_context(run: RunFiles) -> Finding | None:
-    """How much of the teacher's gain from context beyond the window the student has too."""
+    """Return the sentence on the long-context gain that the student retains."""
     where = f"context beyond the window of {count(run.window)} tokens"
     student = run.measured("student")
     if student and run.measured("teacher") and (reason := student.quality.beyond_missing):
@@ -179,7 +179,7 @@ def _kept(kept: KeptGain | None, what: str, against: str = "") -> Finding | None
 
 
 def _side_of_half(found: Interval) -> Kind:
-    """Whether more than half is kept for sure, or less than half."""
+    """Return whether more than half is kept for sure, or less than half."""
     return "win" if found.low > 0.5 else "loss" if found.high < 0.5 else "open"
 
 
@@ -311,7 +311,7 @@ def same_answers(run: RunFiles) -> Finding | None:
 
 
 def recall(run: RunFiles, task: Retrieval) -> Finding:
-    """What a retrieval test says; a fact where it has no share."""
+    """Return the sentence on a retrieval test; a fact if it has no share."""
     name = f"Recall, {task.name.replace('_', ' ')}"
     student, teacher, kept = task.student_share, task.teacher_share, task.recovery
     where = f"beyond the window of {count(run.window)} tokens"
@@ -416,7 +416,7 @@ def speeds(run: RunFiles, model: str | None = None) -> list[Speed]:
 
 
 def memory(entries: Sequence[Speed]) -> Finding | None:
-    """What the student holds at the measured lengths, and from which length on the teacher holds more."""
+    """Return the sentence on the student's memory, and on the length from which the teacher's is larger."""
     held: dict[str, dict[int, int]] = {"student": {}, "teacher": {}}
     for entry in entries:
         held.setdefault(entry.model, {})[entry.prompt_length + entry.new_tokens] = entry.cache_bytes

@@ -1,4 +1,4 @@
-"""What `linearize frontier` found, as a table, a page and a drawing of quality against bytes."""
+"""The results of `linearize frontier` as a table, a page and a drawing of quality against bytes."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Layout:
 
     @staticmethod
     def _cells(columns: int, panels: int, left: Number) -> tuple[int, Number]:
-        """How many panels stand side by side, and how wide a cell is."""
+        """Return the number of panels side by side, and the width of a cell."""
         fitting = [(n, (WIDTH / n - left - _RIGHT) / columns) for n in (3, 2, 1) if n <= max(panels, 1)]
         for enough in (_ROOMY, 11, 5):
             for across, cell in fitting:
@@ -151,7 +151,7 @@ def heatmaps(
 
 
 def narrow(panels: Sequence[Panel]) -> bool:
-    """Whether two such drawings fit side by side."""
+    """Return whether two such drawings fit side by side."""
     return Layout.of(panels).size[0] <= WIDTH / 2
 
 
@@ -197,7 +197,7 @@ def _panel(axis: Axes, panel: Panel, scale: Scale, layout: Layout) -> None:
 
 
 def _ink(level: int | None) -> str:
-    """What can be read on a step's colour, in both themes."""
+    """Return a colour that is readable on a step's colour, in both themes."""
     if level is None:
         return "muted"
     middle = LEVELS // 2

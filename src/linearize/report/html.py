@@ -1,4 +1,4 @@
-"""What a section of the page is made of; the template knows each block by its `kind`."""
+"""The blocks of a section of the page; the template knows each by its `kind`."""
 
 from __future__ import annotations
 

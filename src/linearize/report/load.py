@@ -66,7 +66,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one training stage left: its result (None while it runs), and its curves (empty in a copy)."""
+    """The files of one training stage: its result (None while it runs), and its curves (empty in a copy)."""
 
     name: str
     result: StageRecord | None
@@ -126,7 +126,7 @@ class RunFiles:
 
     @property
     def is_language_model(self) -> bool:
-        """Whether losses of text were measured, by the long evaluation."""
+        """Return whether losses of text were measured, by the long evaluation."""
         return bool(self.results.measured)
 
     def reading(self, model: str, prefill: str | None = None) -> Reading | None:
@@ -180,7 +180,7 @@ class RunFiles:
 
 
 def label(candidate: str) -> str:
-    """What people call a candidate."""
+    """Return the label of a candidate."""
     return LABELS.get(candidate, candidate.replace("_", " "))
 
 

@@ -17,7 +17,7 @@ from linearize.report.numbers import DASH, count, milliseconds, percent, plain, 
 
 @dataclass(frozen=True)
 class Overview:
-    """What the head of the page says of one run."""
+    """The entries of one run in the head of the page."""
 
     name: str
     about: str

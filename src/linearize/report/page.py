@@ -65,7 +65,7 @@ def _cleaned(value: Any) -> Any:
 
 
 def numeric(text: str) -> bool:
-    """Whether a cell holds a number, perhaps with its unit and interval, and so should stay on one line."""
+    """Return whether a cell holds a number, perhaps with its unit and interval, and so should stay on one line."""
     return len(text) <= 36 and re.match(r"[-+\N{MINUS SIGN}<>]?\d|\N{EN DASH}$", text) is not None
 
 

@@ -35,7 +35,7 @@ _SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}hre
 
 
 def colour(name: str) -> str:
-    """What to give to matplotlib for the page's colour `name`."""
+    """Return matplotlib's argument for the page's colour `name`."""
     return _PLACEHOLDERS[name]
 
 

@@ -46,7 +46,7 @@ def losses(runs: Sequence[RunFiles]) -> Table:
 
 
 def documents(runs: Sequence[RunFiles]) -> str:
-    """What the intervals rest on, in runs that say it."""
+    """Return the data that intervals rest on, for runs that record it."""
     found = {line.quality.documents for run in runs if (line := run.measured("student"))} - {None}
     return f" over {' or '.join(map(count, sorted(filter(None, found))))} documents" if found else ""
 

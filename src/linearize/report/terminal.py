@@ -1,4 +1,4 @@
-"""What a command prints about measurements: tables, then the findings. Nothing in them is read as markup."""
+"""Terminal output of measurements: tables, then the findings. Nothing in them is read as markup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def measured(run: RunFiles) -> Group:
 
 
 def timed(bench: Bench) -> Group:
-    """What `linearize bench` measured: one table, and for each batch size who is ahead."""
+    """Print the measurements of `linearize bench`: one table, and for each batch size the faster model."""
     entries, lines = bench.speed, []
     for size, crossover in bench.crossovers.items():
         batch = [entry for entry in entries if entry.batch_size == size]

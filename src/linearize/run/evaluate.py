@@ -1,4 +1,4 @@
-"""What is measured of a student, beside what, and where the results go."""
+"""The evaluation of a student beside its controls, and its result files."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def candidates(
 def control(
     run: Run, teacher: PreTrainedModel, student: PreTrainedModel, layers: LayerPlan, name: str
 ) -> PreTrainedModel:
-    """What a trained control is before its training: a teacher of its own to train, or one without linear parts."""
+    """Return a control before its training: its own copy of the teacher, or a student without linear parts."""
     length = run.recipe.data.sequence_length
     plans: dict[str, Callable[[], LayerPlan]] = {
         "window_finetuned": lambda: window_only_plan(layers, teacher, length),

@@ -1,4 +1,4 @@
-"""What every feature map is, as data and as a module.
+"""The base classes of feature maps, as data and as modules.
 
 H query heads, G KV heads, Hk heads of key features, D head dimension, F features.
 """
@@ -91,11 +91,11 @@ class FeatureMap(nn.Module, ABC):
         return self._keys(accumulated(x) if self.accumulates else x, position)
 
     def kernel_input(self, x: Float[Tensor, "B h T D"]) -> Float[Tensor, "B h T X"]:
-        """What `kernel` makes the same features of as `q` and `k`, for a map with one."""
+        """Return the inputs from which `kernel` computes the features of `q` and `k`, for a map with a kernel."""
         raise NotImplementedError(type(self).__name__)
 
     def _query_constant(self, x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T"] | float:
-        """What the logarithms of `_queries` leave out, the same for all features of a query."""
+        """Return what the logarithms of `_queries` leave out, the same for all features of a query."""
         return 0.0
 
     @abstractmethod
@@ -137,7 +137,7 @@ def exponentials(logs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 class _Exp(torch.autograd.Function):
-    """What weighs less than the dtype can hold may have a gradient larger than it can: times 0, not a number."""
+    """Zero the gradients of weights that underflow: these gradients may be infinite, and 0 times infinity is NaN."""
 
     @staticmethod
     def forward(ctx: Any, logs: Tensor) -> Tensor:

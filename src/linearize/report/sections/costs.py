@@ -1,4 +1,4 @@
-"""What the student costs to run beside its teacher, and how all these numbers came about."""
+"""Costs of the student beside its teacher, and the provenance of all numbers."""
 
 from __future__ import annotations
 

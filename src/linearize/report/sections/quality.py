@@ -83,7 +83,7 @@ def _differences(runs: Sequence[RunFiles]) -> Figure:
 
 
 def agreement(runs: Sequence[RunFiles]) -> Section:
-    """How often the student picks the teacher's token, and how far apart the two distributions are."""
+    """Show how often the student picks the teacher's token, and the KL between the two distributions."""
     measured = [run for run in runs if run.results.agreement]
     blocks: list[Block] = [_agreement(measured)] if measured else []
     blocks += not_measured(runs, "agreement")

@@ -1,4 +1,4 @@
-"""What was asked for and what it was to cost."""
+"""The recipe and the plan of a run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _plan(plan: Plan) -> dict[str, str]:
 
 
 def _memory(plan: Plan) -> dict[str, str]:
-    """What a sequence that is being generated takes; an encoder reads its input at once and keeps nothing."""
+    """Return the bytes of a sequence during generation; an encoder reads its input at once and keeps nothing."""
     if not plan.teacher_cache_bytes_per_token:
         return {"cache": "none: inputs are read at once, in time linear in their length"}
     lines = {}

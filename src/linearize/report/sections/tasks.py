@@ -76,7 +76,7 @@ def _with_error(result: BenchmarkResult | None) -> str:
 
 
 def generations(runs: Sequence[RunFiles]) -> Section:
-    """How student and teacher go on after the same prompts."""
+    """Show the continuations of student and teacher after the same prompts."""
     measured = [run for run in runs if run.results.generations]
     blocks: list[Block] = []
     if measured:
@@ -118,5 +118,5 @@ def _prompts(runs: Sequence[RunFiles]) -> list[Prompt]:
 
 
 def _common(a: str, b: str) -> str:
-    """What two texts begin with alike."""
+    """Return the common beginning of two texts."""
     return "".join(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -1,4 +1,4 @@
-"""How the losses of the stages went."""
+"""The training curves of the stages."""
 
 from __future__ import annotations
 
