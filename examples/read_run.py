@@ -20,7 +20,7 @@ for line in found["measured"]:
     losses[line["name"]] = line["quality"]["beyond"]["mean"]
     print(f"{line['label']:26} {line['quality']['loss']['mean']:8.3f}  {losses[line['name']]:.3f}")
 
-# Of what the teacher gains beyond the window, compared with models that were finetuned alike, where the run has them.
+# Of what the teacher gains beyond the window, compared with models fine-tuned on the same tokens, if the run has them.
 window = losses.get("window_finetuned", losses["window"])
 teacher = losses.get("teacher_finetuned", losses["teacher"])
 print(f"\nkept of the teacher's gain beyond the window: {(window - losses['student']) / (window - teacher):.0%}")

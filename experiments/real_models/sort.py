@@ -9,7 +9,7 @@ many letters it reads (11: six in, and five of the six that it writes), vocab_si
 Each method converts the model, transfers its attention and finetunes it, once on all inputs, which are finitely many,
 and once on half of them, so that the other half tells whether it sorts what it did not train on. After each stage
 `generate` writes the answers greedily, with a cache. A window of 2 tokens does not reach the first letters through
-three layers: what the linear part is for shows beside the window alone, finetuned alike.
+three layers. The window alone, fine-tuned on the same tokens, shows what the linear part adds.
 
 Writes sort.json and the same as tables beside it (.md). The same again resumes.
 """
