@@ -1,4 +1,4 @@
-"""Drawings beside the tables: SVG on white, the same bytes wherever they are made."""
+"""Drawings beside the tables: SVG, the same bytes wherever they are made."""
 
 from __future__ import annotations
 
@@ -29,18 +29,48 @@ COLOURS = ("#222222", "#0072b2", "#d55e00", "#009e73", "#cc79a7")
 MARKERS = "osD^v"
 
 
-def draw(path: Path, titles: Sequence[str], paint: Callable[[Sequence[Axes]], None], *, width: float = 4.4) -> None:
-    """Panels side by side, each `width` inches wide, which `paint` fills."""
+# For pictures in pages that follow the reader's theme: matplotlib's colours are inline styles, hence `!important`.
+DARK = """<style>
+@media (prefers-color-scheme: dark) {
+  text { fill: #eeeeee !important; }
+  [style*="fill: #ffffff"] { fill: #0d1117 !important; }
+  [style*="stroke: #000000"], [style*="stroke: #222222"] { stroke: #eeeeee !important; }
+  [style*="stroke: #dddddd"] { stroke: #333a42 !important; }
+  [style*="stroke: #0072b2"] { stroke: #56b4e9 !important; }
+  [style*="fill: #0072b2"] { fill: #56b4e9 !important; }
+  [style*="stroke: #d55e00"] { stroke: #ff9d4d !important; }
+  [style*="fill: #d55e00"] { fill: #ff9d4d !important; }
+}
+</style>
+"""
+
+
+def draw(
+    path: Path,
+    titles: Sequence[str],
+    paint: Callable[[Sequence[Axes]], None],
+    *,
+    width: float = 4.4,
+    stacked: bool = False,
+    style: str = "",
+) -> None:
+    """Draw panels, each `width` inches wide, which `paint` fills: side by side, or stacked.
+
+    Args:
+        style: CSS that the file contains.
+    """
+    rows, columns = (len(titles), 1) if stacked else (1, len(titles))
     with matplotlib.rc_context(STYLE):
         matplotlib.rcParams["svg.hashsalt"] = path.name
-        figure = Figure(figsize=(width * len(titles), 3.3), layout="constrained")
-        panels = list(figure.subplots(1, len(titles), squeeze=False)[0])
+        figure = Figure(figsize=(width * columns, 3.3 * rows), layout="constrained")
+        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for panel, title in zip(panels, titles, strict=True):
             panel.set_title(title, loc="left", fontsize=10)
         paint(panels)
         written = StringIO()
         figure.savefig(written, format="svg", facecolor="white", metadata={"Date": None})
-    write_text(path, "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n")
+    text = "\n".join(line.rstrip() for line in written.getvalue().splitlines()) + "\n"
+    write_text(path, text.replace("</svg>", f"{style}</svg>"))
 
 
 def scatter(path: Path, y_label: str, panels: dict[str, dict[str, tuple[float, float]]]) -> None:

@@ -1,7 +1,8 @@
-"""Draws what conversions of SmolLM2-135M-Instruct keep and cost, in one figure, from the committed benchmark.
+"""Draw what conversions of SmolLM2-135M-Instruct keep and cost, from the committed benchmark.
 
-    python experiments/readme_figure.py        # writes docs/figures/conversion.svg
+    python experiments/readme_figure.py        # writes docs/figures/conversion.svg and conversion-narrow.svg
 
+The second file has the panels below each other, for narrow screens. Colours follow the reader's theme.
 All numbers are of benchmarks/results/kvpress-smollm2-135m.json (`benchmarks/kvpress.py`). Left: the loss of a
 continuation minus the teacher's. Middle: needles found. Right: bytes that a sequence occupies.
 """
@@ -15,13 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from figures import COLOURS, MARKERS, draw
+from figures import COLOURS, DARK, MARKERS, draw
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "kvpress-smollm2-135m.json"
-FIGURE = ROOT / "docs" / "figures" / "conversion.svg"
+FIGURES = ROOT / "docs" / "figures"
 TITLES = ("Loss of a continuation", "Needles found", "Memory of one sequence")
 GREY = "#888888"
 # All have constant memory once the context is read. Presses read it with full attention, conversions by streaming.
@@ -70,10 +71,10 @@ def memory(axis: Axes, teacher: dict[str, Any], rows: Rows, context: int) -> Non
 
 
 def main() -> None:
-    """Write the figure."""
+    """Write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=FIGURE)
-    output = parser.parse_args().output
+    parser.add_argument("--folder", type=Path, default=FIGURES, help="where to write (default: %(default)s)")
+    folder = parser.parse_args().folder
     about = json.loads(RESULTS.read_text(encoding="utf-8"))
     methods = by_method(about["results"])
 
@@ -85,7 +86,8 @@ def main() -> None:
         axes[1].set(ylim=(-3, 103))
         memory(axes[2], about["results"][0], methods[NAMED[0]], about["context"])
 
-    draw(output, TITLES, paint, width=3.5)
+    draw(folder / "conversion.svg", TITLES, paint, width=3.5, style=DARK)
+    draw(folder / "conversion-narrow.svg", TITLES, paint, width=3.6, stacked=True, style=DARK)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The pictures of the README: the figure is what its command makes, the screenshot is one that a page can carry."""
+"""The pictures of the README: the figures are what their command makes, the screenshot is one that a page can carry."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import PIL.Image
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_committed_figure_is_what_the_command_makes(tmp_path: Path) -> None:
-    script = ROOT / "experiments" / "readme_figure.py"
-    made = tmp_path / "conversion.svg"  # of the same name: matplotlib's ids depend on it
-    subprocess.run([sys.executable, script, "--output", made], check=True)
-    committed = ROOT / "docs" / "figures" / "conversion.svg"
-    assert made.read_text(encoding="utf-8") == committed.read_text(encoding="utf-8"), "make figures"
+def test_the_committed_figures_are_what_the_command_makes(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "experiments" / "readme_figure.py", "--folder", tmp_path], check=True)
+    for name in ("conversion.svg", "conversion-narrow.svg"):
+        committed = (ROOT / "docs" / "figures" / name).read_text(encoding="utf-8")
+        assert (tmp_path / name).read_text(encoding="utf-8") == committed, "make figures"
+        assert "prefers-color-scheme: dark" in committed
 
 
 def test_the_committed_screenshot_is_small_and_sharp() -> None:
