@@ -149,9 +149,7 @@ class StepContext:
     @property
     def numbers(self) -> list[int] | None:
         """The positions of all rows; None where tensors cannot be looked at."""
-        if torch.compiler.is_compiling() or self.position.is_meta:
-            return None
-        if self._numbers is None:
+        if self._numbers is None and not (torch.compiler.is_compiling() or self.position.is_meta):
             self._numbers = self.position.tolist()
         return self._numbers
 
