@@ -2,7 +2,7 @@
 
 Wherever weights are compared, the student's are its rows over |row sum| (SUPRA App. A), which changes nothing where
 they sum to 1 already. Measures that need a distribution are None for mixers whose weights can be negative. All are
-means over queries, all queries counting alike, unless said otherwise.
+means over queries with equal weights, unless said otherwise.
 
 Axes as in `attention_weights`: H heads, C queries, K keys.
 """
@@ -61,7 +61,7 @@ class LayerMeasures:
         entropy: - sum_j w_j log w_j, nats: how spread out the weights are.
         monotonicity: Spearman's rank correlation of a query's weights with its q.k (Hedgehog sec. 3: 1 where more q.k
             always means more weight), over the keys it sees; 0 where all weights are equal, and keys whose softmax
-            weight is below e^-60 of the greatest count alike; mean over every sixteenth query that sees two keys.
+            weight is below e^-60 of the greatest have one rank; mean over every sixteenth query that sees two keys.
         gates: counts, in bins of equal width from 0 to 1, of the factors by which the linear state is multiplied at
             each step, per head of the state; None where nothing decays.
     """

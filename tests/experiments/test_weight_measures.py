@@ -89,7 +89,7 @@ def test_rank_correlation_by_hand() -> None:
     assert monotonicity(x, y, seen).equal(rank_correlation(x, y, seen))
 
 
-def test_weights_that_softmax_cannot_hold_count_alike() -> None:
+def test_weights_that_underflow_in_softmax_have_one_rank() -> None:
     scores, seen = torch.tensor([[[0.0, -200.0, -300.0, -1.0]]]), torch.ones(1, 4, dtype=torch.bool)
     assert float(monotonicity(scores, scores.softmax(-1), seen)) == pytest.approx(1)
     assert float(rank_correlation(scores, scores.softmax(-1), seen)) < 0.96
@@ -115,7 +115,7 @@ def test_cosine_and_singular_values_by_hand() -> None:
 
 
 def centred_ranks(x: Tensor) -> Tensor:
-    """How many are less than each, of its equals half, less the mean."""
+    """Return the ranks of all values, where equal values share the mean rank, minus the mean of the ranks."""
     ranks = torch.stack([(x < one).sum() + (x == one).sum() / 2 for one in x]).double()
     return ranks - ranks.mean()
 

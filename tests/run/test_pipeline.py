@@ -44,7 +44,9 @@ from linearize.training import loop
 from tests import tiny
 
 CONTROLS = ("teacher_finetuned", "window_finetuned", "equal_finetuned")
-MEASURED = {name: label for name, label in LABELS.items() if name != "exact_finetuned"}  # of windows alike in all heads
+MEASURED = {
+    name: label for name, label in LABELS.items() if name != "exact_finetuned"
+}  # with the same window in all heads
 FINISHED = {"metrics.jsonl", "result.json", "trained.safetensors"}
 
 

@@ -177,7 +177,7 @@ class FinetuneConfig(TrainConfig):
         gt=0,
         le=1,
         description="share of its trained change that each weight keeps (alpha of WiSE-FT, arXiv 2109.01903); below 1 "
-        "the student learns less of the new text and retains more of the teacher",
+        "the student fits the new text less and retains more of the teacher",
     )
     activation_checkpointing: bool = Field(
         default=False,

@@ -139,8 +139,8 @@ class RunFiles:
         """Return the key-value pairs that the KV heads of each layer keep; empty where no budget was allocated."""
         if self.allocation is None:
             return {}
-        alike = self.allocation.sinks + self.allocation.window + self.allocation.text
-        return {layer: [alike + pairs for pairs in heads] for layer, heads in self.allocation.recall.items()}
+        shared = self.allocation.sinks + self.allocation.window + self.allocation.text
+        return {layer: [shared + pairs for pairs in heads] for layer, heads in self.allocation.recall.items()}
 
     def measured(self, candidate: str) -> Measured | None:
         """The line of a candidate in the table of losses."""

@@ -128,9 +128,8 @@ def candidates(
     at_hand = {"student"}
     if any(mixer.feature_map is not None for mixer in each_mixer(layers)):
         at_hand.add("ablated")
-        del every[
-            "equal_finetuned" if is_spread(layers) else "exact_finetuned"
-        ]  # each is the other's window-only control
+        # Each is the other's window-only control.
+        del every["equal_finetuned" if is_spread(layers) else "exact_finetuned"]
     else:  # there is nothing to switch off, and the window-only control has as many bytes
         del every["ablated"], every["equal_finetuned"], every["exact_finetuned"]
     if teacher is not None:

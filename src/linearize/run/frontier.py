@@ -116,12 +116,12 @@ def _measured(
     untrained = {"teacher": ruler.see(teacher, "teacher")}
     plan = _in_every_head(head_mixer(reference, 0, memory.sinks), layers, shape)
     untrained["window"] = ruler.see(convert_layers(teacher, plan), f"window of {reference}")
-    alike: dict[str, TokenLosses] = {}
+    fine_tuned: dict[str, TokenLosses] = {}
     if recipe.finetune is not None:
         tuned = _trained(run, "teacher", None, teacher, dataset)
-        alike["teacher_finetuned"] = ruler.see(tuned, "teacher, trained").losses
+        fine_tuned["teacher_finetuned"] = ruler.see(tuned, "teacher, trained").losses
         trained = _trained(run, f"window-{reference}", Measured(plan), teacher, dataset)
-        alike["window_finetuned"] = ruler.see(trained, f"window of {reference}, trained").losses
+        fine_tuned["window_finetuned"] = ruler.see(trained, f"window of {reference}, trained").losses
 
     def point(fraction: float, name: str, made: Measured, held: int, trained: bool) -> dict[str, Any]:
         label = f"{fraction:g}-{name.replace(' ', '-')}"
@@ -135,7 +135,7 @@ def _measured(
         found = {
             "minus_teacher": paired_difference(seen.losses, untrained["teacher"].losses),
             "far": kept_far_context(far, 2 * reference),
-            "far_alike": kept_far_context(alike | {"student": seen.losses}, 2 * reference) if trained else None,
+            "far_alike": kept_far_context(fine_tuned | {"student": seen.losses}, 2 * reference) if trained else None,
             "copying": kept_copying(untrained["teacher"].copies, seen.copies),
             "needle": retrieval_result(ruler.needles, answers),
         }
@@ -187,7 +187,7 @@ def _ruler(dataset: Dataset, tokenizer: Any, config: EvaluationConfig, reference
 
 
 def uniform(pairs: int, sinks: int) -> dict[str, MixerConfig]:
-    """Return what every head can have alike in as many pairs of key and value, by name: a window, without sinks too."""
+    """Return mixers that all heads can have with as many pairs of key and value: a window, with and without sinks."""
     return {
         "window": head_mixer(max(1, pairs), 0, 0),
         WINDOW: head_mixer(max(1, pairs - sinks), 0, sinks),
