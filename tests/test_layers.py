@@ -67,7 +67,7 @@ def test_nothing_left_to_convert(rule: Any) -> None:
     [
         ({"layers.keep_softmax": {"type": "transfer_error", "n": 1}, "transfer": None}, "needs a transfer stage"),
         ({"weights": "random"}, "no attention to transfer from: set transfer=null"),
-        ({"weights": "random", "transfer": None, "finetune.loss.kl": 1}, "no outputs to learn from"),
+        ({"weights": "random", "transfer": None, "finetune.loss.kl": 1}, "no outputs to train on"),
         ({"weights": "random", "transfer": None, "data.select_rows_by_esl": 10}, "no attention to choose documents by"),
         ({"layers.keep_softmax": {"type": "all"}}, "keep_softmax"),
         ({"layers.keep_softmax": {"type": "ratio", "ratio": 1}}, "ratio"),

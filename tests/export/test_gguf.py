@@ -16,7 +16,7 @@ from linearize.export.stock import stock_model
 from tests.byte_tokenizer import CHATML, byte_tokenizer
 from tests.export.students import WINDOW, make_student, random_ids
 
-gguf = pytest.importorskip("gguf")
+gguf = pytest.importorskip("gguf", reason="gguf is not installed; the extras `dev` and `gguf` have it")
 ROUNDING = {"bf16": 2**-8, "f16": 2**-10, "f32": 0, "q8_0": 2**-6}  # relative to a row's largest number
 
 

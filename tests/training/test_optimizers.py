@@ -54,7 +54,7 @@ def trained(optimizer: str, folder: Path, dies_at: int | None = None) -> Table:
 
 
 def test_eight_bits_train_almost_alike_and_resume_as_if_unbroken(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; `make test-quantized` installs it")
     optimizer = "adamw_8bit"
     whole, exact = trained(optimizer, tmp_path / "whole"), trained("adamw", tmp_path / "exact")
     assert (whole.weight - exact.weight).abs().max() < 0.05 and whole.weight.mean() > 0.2
@@ -66,7 +66,7 @@ def test_eight_bits_train_almost_alike_and_resume_as_if_unbroken(tmp_path: Path)
 
 
 def test_moments_take_a_byte_each() -> None:
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; `make test-quantized` installs it")
     weight = nn.Parameter(torch.ones(64, 128))
     optimizer = make_optimizer(config("adamw_8bit"), [weight])
     weight.square().sum().backward()

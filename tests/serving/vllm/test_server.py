@@ -78,7 +78,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Any:
-    openai = pytest.importorskip("openai")
+    openai = pytest.importorskip("openai", reason="openai is not installed; vLLM brings it")
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
@@ -123,7 +123,7 @@ def test_chat(client: Any):
 
 
 def test_a_wrong_request_gets_a_message(client: Any):
-    openai = pytest.importorskip("openai")
+    openai = pytest.importorskip("openai", reason="openai is not installed; vLLM brings it")
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         client.completions.create(model=NAME, prompt="a", max_tokens=-1)
     with pytest.raises(openai.NotFoundError):
