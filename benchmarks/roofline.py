@@ -36,9 +36,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
-from linearize.configs.spans import Span
 from linearize.ops import dispatch, full, triton_backend, triton_launch
-from linearize.ops.step import StepContext
 
 SHARE = 0.6
 TFLOPS = {torch.bfloat16: 989 * SHARE, torch.float32: 495 / 3 * SHARE}  # float32 by three products of TF32
@@ -160,27 +158,8 @@ def counted() -> Iterator[Cost]:
         yield cost
 
 
-@contextmanager
-def known_position(number: int) -> Iterator[None]:
-    """Let steps know their position, as they do on a GPU, although a tensor on the meta device has no data."""
-    make = StepContext.__init__
-
-    def known(self: StepContext, span: Span, position: torch.Tensor) -> None:
-        make(self, span, position)
-        self._numbers = [number]
-
-    StepContext.__init__ = known  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        StepContext.__init__ = make  # type: ignore[method-assign]
-
-
 def cost_of(model: PreTrainedModel, what: str, length: int) -> Cost:
-    """Count the kernels of a prompt of so many tokens, or of one more token behind it.
-
-    The token is counted as one with which a block begins, at position `length`: such a step costs the most.
-    """
+    """Count the kernels of a prompt of so many tokens, or of one more token behind it."""
     cache = DynamicCache(config=model.config)
 
     def forward(tokens: int) -> None:
@@ -191,11 +170,10 @@ def cost_of(model: PreTrainedModel, what: str, length: int) -> Cost:
         forward(length)
     if what == "prefill":
         return cost
-    with known_position(length):
-        with counted():
-            forward(1)  # from here on layers share what follows from their position
-        with counted() as cost:
-            forward(1)
+    with counted():
+        forward(1)  # from here on layers share what follows from their position
+    with counted() as cost:
+        forward(1)
     return cost
 
 

@@ -245,7 +245,7 @@ def check_steps(case: Case, start: int) -> None:
         found = [linear]
         if span.max_lag:  # or there is no window to read
             seen = (keys <= n) & ((keys >= span.lo(position)[:, None]) | (keys < span.sinks))
-            q, bias = case.q[:, :, n : n + 1], no_scores(~seen, case.q.dtype)
+            q, bias = case.q[:, :, n : n + 1], no_scores(~seen, case.q.new_zeros(()))
             softmax = {"bias": bias, "scaling": case.scaling, "softcap": case.softcap}
             found.append(window_step(q, case.k, case.v, **softmax))
         at_n = [Partial(x.num[:, :, [n]], x.den[:, :, [n]], x.log_scale[:, :, [n]]) for x in expected[: len(found)]]

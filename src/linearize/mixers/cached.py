@@ -14,7 +14,7 @@ from linearize.configs.mixer_parts import EvictionCache
 from linearize.configs.spans import TerracedSpan
 from linearize.mixers.eviction_cache import EvictionScorer
 from linearize.mixers.mixer_state import MixerState, Tokens
-from linearize.ops.eviction_cache import choose, cut, gathered, held_before, leaving, taken, written
+from linearize.ops.eviction_cache import at_places, choose, cut, gathered, held_before, leaving, taken, written
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import Blocks, CachedPairs
 from linearize.ops.layout import Layout
@@ -151,12 +151,10 @@ def next_block(config: MixerConfig, scorer: EvictionScorer, state: MixerState, a
     """Return what the state holds behind a new choice, in rows where a block begins; the others keep what they have."""
     cache, before = config.cache, state.cached(config.span)
     assert cache is not None
+    if state.linear is None:
+        return _next_block_of_pairs(cache, scorer, state, before, at)
     tokens = {name: at.leaving_tokens(x) for name, x in state.slots.items()}
     scored = _scored(tokens, scorer, at.leaving)
-    if state.linear is None:
-        after = _best(cache, _appended(before, scored), full=at.keeps_full(cache.size))
-        slots = {name: torch.cat([x[:, :, : at.slots], after[name]], dim=2) for name, x in state.slots.items()}
-        return NextBlock(slots, after["position"], None)
     pool, carried = _pooled(cache, before, scored)
     places = torch.arange(pool["position"].shape[2], device=at.position.device)
     there = torch.where(pool["position"] >= 0, places, -1)
@@ -171,18 +169,39 @@ def next_block(config: MixerConfig, scorer: EvictionScorer, state: MixerState, a
     return NextBlock(state.slots | slots, after["position"], dropped)
 
 
-def _best(cache: EvictionCache, pool: Tokens, *, full: bool) -> Tokens:
-    """Return what a cache holds of a pool of at least as many slots; of equal scores, the first.
+def _next_block_of_pairs(
+    cache: EvictionCache, scorer: EvictionScorer, state: MixerState, before: Tokens, at: StepContext
+) -> NextBlock:
+    """Return `next_block` without a linear state: keys and values move once, straight to their new slots."""
+    slots = dict(state.slots)
+    of_keys, groups = slots.pop(SCORES), before["position"].shape[1]
+    scores = scorer.whole(at.leaving_tokens(of_keys), at.leaving_tokens(slots["values"]), at.leaving)
+    pool = _appended(
+        {name: before[name] for name in (SCORES, "position")}, {SCORES: scores, "position": at.leaving[:, None]}
+    )
+    best = _best(cache, pool[SCORES], pool["position"], full=at.keeps_full(cache.size))
+    sources = at.pool_slots(cache.size)[:, None].expand(-1, groups, -1).gather(2, best)
+    sources = torch.cat([at.window_slots(cache.size).expand(*best.shape[:2], -1), sources], dim=2)[..., None]
+    after = {name: at_places(x, sources) for name, x in slots.items()}
+    after[SCORES] = torch.cat([of_keys[:, :, : at.slots], at_places(pool[SCORES], best[..., None])], dim=2)
+    return NextBlock({name: after[name] for name in state.slots}, pool["position"].gather(2, best), None)
 
-    As `_chosen` and `taken`, in fewer operations. `full`: no slot of the pool has position -1.
+
+def _best(
+    cache: EvictionCache, scores: Float[Tensor, "B G P S"], position: Int[Tensor, "#B #G P"], *, full: bool
+) -> Int[Tensor, "B G C"]:
+    """Return the places that a cache holds of a pool of at least as many; of equal scores, the first.
+
+    As `_chosen`, in fewer operations. `full`: no slot of the pool has position -1.
     """
     # Empty slots of the cache come before those of the block, so that they are chosen first.
-    empty = None if full else pool["position"] < 0
+    empty = None if full else position < 0
     # One part has the oldest first already.
-    ages = pool["position"].argsort(dim=-1, stable=True) if len(cache.parts) > 1 else None
+    ages = position.argsort(dim=-1, stable=True) if len(cache.parts) > 1 else None
     chosen: list[Tensor] = []
+    of_parts = scores
     for column, part in enumerate(cache.parts):
-        scores, size = pool[SCORES][..., column], part.stop - part.start
+        scores, size = of_parts[..., column], part.stop - part.start
         scores = scores if empty is None else scores.masked_fill(empty, -torch.inf)
         ages = ages if ages is None else ages.expand(*scores.shape[:2], -1)
         scores = scores if ages is None else scores.gather(2, ages)
@@ -192,7 +211,7 @@ def _best(cache: EvictionCache, pool: Tokens, *, full: bool) -> Tokens:
         if part.start:
             others = order[:, :, size:].sort(-1).values
             ages = others if ages is None else ages.gather(2, others)
-    return gathered(pool, _joined(chosen))
+    return _joined(chosen)
 
 
 @torch.no_grad()
@@ -237,7 +256,8 @@ def cache_after(
     if state is None and (evicted := _evicted(span, layout)) >= cache.size:  # they lie side by side
         left = slice(span.sinks, span.sinks + evicted)
         tokens = {name: x[:, :, left] for name, x in tokens.items()}
-        return _best(cache, _scored(tokens, scorer, position[:, left]), full=True)
+        pool = _scored(tokens, scorer, position[:, left])
+        return gathered(pool, _best(cache, pool[SCORES], pool["position"], full=True))
     last, pool = layout.count[:, None] - 1, _scored(tokens, scorer, position)
     candidates = (position >= span.sinks) & (position < span.lo(last)) & (layout.key_document == layout.last_document)
     candidates = candidates[:, None].expand(*tokens["keys"].shape[:2], -1)

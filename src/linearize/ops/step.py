@@ -119,9 +119,12 @@ class StepContext:
             return every.narrow(0, number % self.context, 1)
         hidden = self.hidden
         if cache_size:
-            empty = torch.arange(cache_size, device=hidden.device) < cache_size - self._left(self.column)
+            last = self.slots + cache_size
+            left = self._once("left", lambda: self._left(self.column))
+            empty = self._slot_numbers(last)[self.slots :] + left < last  # a cache fills from its end
             hidden = torch.cat([hidden, empty], dim=1)
-        return no_scores(hidden, dtype)
+        zero = self._once(f"zero {dtype}", lambda: torch.zeros((), dtype=dtype, device=hidden.device))
+        return no_scores(hidden, zero)
 
     def _left(self, position: Any) -> Any:
         """Return how many keys, sinks not among them, have left a window of blocks when this query reads, if any."""
@@ -149,7 +152,9 @@ class StepContext:
     @property
     def numbers(self) -> list[int] | None:
         """The positions of all rows; None where tensors cannot be looked at."""
-        if self._numbers is None and not (torch.compiler.is_compiling() or self.position.is_meta):
+        if torch.compiler.is_compiling() or self.position.is_meta:
+            return None
+        if self._numbers is None:
             self._numbers = self.position.tolist()
         return self._numbers
 
@@ -180,6 +185,21 @@ class StepContext:
     def leaving_slots(self) -> Int[Tensor, "B w"]:
         """The slots that hold this block until tokens of the next one are written."""
         return self._once("leaving slots", lambda: slots_of(self._block_before().clamp_min(0), self.span))
+
+    def pool_slots(self, cache_size: int) -> Int[Tensor, "B C_and_w"]:
+        """Return the slots of such a cache behind the window, then those of the leaving block."""
+        return self._once(f"pool slots {cache_size}", lambda: self._pool_slots(cache_size))
+
+    def _pool_slots(self, cache_size: int) -> Tensor:
+        cached = self._slot_numbers(self.slots + cache_size)[self.slots :]
+        return torch.cat([cached.expand(len(self.position), -1), self.leaving_slots], dim=1)
+
+    def window_slots(self, cache_size: int) -> Int[Tensor, " S"]:
+        """Return the slots of sinks and window, before those of such a cache."""
+        return self._slot_numbers(self.slots + cache_size)[: self.slots]
+
+    def _slot_numbers(self, count: int) -> Int[Tensor, " N"]:
+        return self._once(f"slot numbers {count}", lambda: torch.arange(count, device=self.position.device))
 
     def leaving_tokens(self, slots: Float[Tensor, "B h P X"]) -> Float[Tensor, "B h w X"]:
         """Return what slots have of this block, until tokens of the next one are written."""
@@ -237,7 +257,8 @@ def _biases_of_full_slots(
     with torch.inference_mode(False):
         first = (1 + -(-(span.sinks + cache_size) // span.context)) * span.context
         hidden = StepContext(span, first + torch.arange(span.context, device=device)).hidden
-        return no_scores(torch.cat([hidden, hidden.new_zeros(len(hidden), cache_size)], dim=1), dtype)
+        hidden = torch.cat([hidden, hidden.new_zeros(len(hidden), cache_size)], dim=1)
+        return no_scores(hidden, torch.zeros((), dtype=dtype, device=device))
 
 
 @dataclass(frozen=True)
@@ -405,6 +426,6 @@ def softmax_step(
     return scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scaling).view(q.shape)
 
 
-def no_scores(hidden: Bool[Tensor, "B S"], dtype: torch.dtype) -> Float[Tensor, "B 1 1 S"]:
-    """Return -inf for what is hidden, else 0."""
-    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
+def no_scores(hidden: Bool[Tensor, "B S"], zero: Float[Tensor, ""]) -> Float[Tensor, "B 1 1 S"]:
+    """Return -inf for what is hidden, else `zero`."""
+    return zero.masked_fill(hidden, -torch.inf)[:, None, None]
