@@ -190,10 +190,10 @@ class Recipe(Config):
         if self.weights == "random":
             if self.transfer is not None:
                 raise ValueError("weights `random` have no attention to transfer from: set transfer=null")
-            if any(stage is not None and stage.loss.needs_teacher for stage in (self.adapt, self.finetune)):
-                raise ValueError("weights `random` have no outputs to train on: set loss.kl to 0")
             if isinstance(self.data.task, TextEmbedding):
                 raise ValueError("weights `random` have no embeddings to learn from: set another data.task")
+            if any(stage is not None and stage.loss.needs_teacher for stage in (self.adapt, self.finetune)):
+                raise ValueError("weights `random` have no outputs to train on: set loss.kl to 0")
             if self.data.select_rows_by_esl is not None:
                 raise ValueError(
                     "weights `random` have no attention to choose documents by: set data.select_rows_by_esl=null"

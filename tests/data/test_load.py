@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[str, Callable[[], str], Callable[[], str], dict[str, An
         "hedgehog-scratch",
         *ENCODER,
         EMBEDDING | {"finetune.loss": {"labels": 0, "output_mse": 1}},
-        r"recipe .*weights `random` have no (outputs|embeddings) to learn from",
+        r"recipe .*weights `random` have no embeddings to learn from: set another data\.task",
     ),
     "select_rows_by_esl": (
         "hedgehog-bert",
