@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from linearize.configs.mixer import HeadGroup, HeadwiseConfig, MixerConfig
-from linearize.configs.mixer_parts import WindowOnly
+from linearize.configs.mixer_parts import EvictionCache, WindowOnly
 from linearize.configs.shape import LayerShape
-from linearize.configs.spans import SlidingSpan
+from linearize.configs.spans import SlidingSpan, TerracedSpan
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
@@ -25,6 +26,7 @@ SHAPE = LayerShape(num_heads=8, num_kv_heads=4, head_dim=6, hidden_size=24, max_
 SHORT = MixerConfig(span=SlidingSpan(window_size=3), feature_map=None, combine=WindowOnly())
 LONG = MixerConfig(span=SlidingSpan(window_size=9), feature_map=None, combine=WindowOnly())
 LINEAR = MixerConfig(span=SlidingSpan(window_size=4))
+SINKS = SlidingSpan(window_size=3, sinks=2)
 KINDS = [None, SHORT, LINEAR, None]
 
 
@@ -115,6 +117,84 @@ def test_a_head_keeps_its_state_in_a_dtype_of_its_own(parts: dict[str, Any]) -> 
     )
     change = (rounded - exact)[:, 1, :, 20:].norm() / exact[:, 1, :, 20:].norm()
     assert 0 < change < 0.02
+
+
+def cached(size: int, recall_size: int = 0, *, width: int = 4, blocks: int = 2, sinks: int = 1) -> MixerConfig:
+    span = TerracedSpan(window_size=width, blocks=blocks, sinks=sinks)
+    cache = EvictionCache(size=size, recall_size=recall_size)
+    return MixerConfig(span=span, feature_map=None, combine=WindowOnly(), cache=cache)
+
+
+def softmax_alone(length: int, softcap: float | None) -> tuple[HeadwiseMixer, AttnInputs]:
+    """Windows, sinks, caches of one and of two parts with equal scores among them, and full attention."""
+    kinds = [cached(6), cached(9, 4, width=3, blocks=1, sinks=0), None, SHORT.model_copy(update={"span": SINKS})]
+    config = HeadwiseConfig.of([kinds[at] for at in (2, 0, 3, 1)])
+    assert isinstance(config, HeadwiseConfig)
+    mixer, x = HeadwiseMixer(config, SHAPE).double(), inputs(length, softcap)
+    twice = torch.arange(length) // 2
+    x = replace(x, k=x.k[:, :, twice], v=x.v[:, :, twice])
+    generator = torch.Generator().manual_seed(2)
+    for part in mixer.groups:
+        scorer = getattr(part, "scorer", None)
+        if scorer is not None:
+            scorer.weight.copy_(torch.randn(scorer.weight.shape, generator=generator, dtype=torch.float64))
+            scorer.recency.fill_(0.01)
+    return mixer, x
+
+
+@pytest.fixture
+def masked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the number of KV heads of each call of attention with their masks."""
+    calls, attend = [], full._attend_by_kv_head
+
+    def counted(q: Tensor, k: Tensor, *others: Any) -> Tensor:
+        calls.append(k.shape[1])
+        return attend(q, k, *others)
+
+    monkeypatch.setattr(full, "_attend_by_kv_head", counted)
+    return calls
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 30, 64])
+@pytest.mark.parametrize("at_once", [5, 256])
+def test_a_prompt_by_masks_is_as_by_each_mixer(
+    softcap: float | None, length: int, at_once: int, masked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(full, "QUERIES_AT_ONCE", at_once)
+    mixer, x = softmax_alone(length, softcap)
+    each = list(zip(mixer.parts(), x.divided(mixer.kv_heads), strict=True))
+    expected, states = zip(*(part.step(own, None) for (_, part), own in each), strict=True)
+    with torch.no_grad():
+        y, state = mixer.step(x, None)
+    assert masked and set(masked) == {4}
+    torch.testing.assert_close(y, mixer._joined(list(expected)), rtol=0, atol=1e-12)
+    for found, alone in zip(state.parts, states, strict=True):
+        assert found.slots.keys() == alone.slots.keys() and torch.equal(found.seen, alone.seen)
+        for name, slot in found.slots.items():
+            torch.testing.assert_close(slot, alone.slots[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("at_once", [7, 256])
+def test_documents_by_masks_are_as_by_each_mixer(
+    softcap: float | None, at_once: int, masked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With padding between and within them; outputs and gradients."""
+    monkeypatch.setattr(full, "QUERIES_AT_ONCE", at_once)
+    mixer, x = softmax_alone(64, softcap)
+    rows = [[-1, -1, *range(20), -1, *range(41)], [*range(9), *range(9, 40), -1, 40, 41, *range(21)]]
+    layout = Layout.from_positions(torch.tensor(rows))
+    leaves = [tensor.clone().requires_grad_() for tensor in (x.q, x.k, x.v)]
+    x = replace(x, q=leaves[0], k=leaves[1], v=leaves[2])
+    each = zip(mixer.parts(), x.divided(mixer.kv_heads), strict=True)
+    expected = mixer._joined([part(own, layout) for (_, part), own in each])
+    found = mixer(x, layout)
+    assert masked and set(masked) == {4}
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    weight = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients = [torch.autograd.grad((y * weight).sum(), leaves) for y in (found, expected)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

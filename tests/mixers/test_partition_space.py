@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -19,7 +20,7 @@ from linearize.mixers import cached, headwise
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import HeadwiseState
-from linearize.ops import eviction_cache, full
+from linearize.ops import backend, eviction_cache, full
 from tests.mixers.forms import FP64, assert_near, check_draws, in_calls, small_chunks
 from tests.mixers.space import Drawn, beside_a_cache, configs, make_drawn
 from tests.mixers.weights import weights_of
@@ -103,14 +104,26 @@ def by_oracle(case: Drawn) -> Tensor:
     return y
 
 
+@contextmanager
+def masked_up_to(keys: int) -> Iterator[None]:
+    """Read rows of more keys by each group's mixer alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "MOST_MASKED_KEYS", keys)
+        yield
+
+
 def check_oracle(case: Drawn, cuts: list[int]) -> None:
-    assert_near(case.mixer(case.inputs, case.layout), by_oracle(case), FP64, "output")
+    expected = by_oracle(case)
+    for keys in 0, 1000:
+        with masked_up_to(keys):
+            assert_near(case.mixer(case.inputs, case.layout), expected, FP64, f"output, {keys} keys masked")
 
 
 def check_calls(case: Drawn, cuts: list[int]) -> None:
     """Several calls give the outputs of one, and keep nothing but what one keeps."""
     whole = case.mixer(case.inputs, case.layout)
-    found, state = in_calls(case, cuts)
+    with masked_up_to(0):
+        found, state = in_calls(case, cuts)
     assert_near(found, whole, FP64, "output")
     at_once, expected = in_calls(case, [])
     assert_near(at_once, whole, FP64, "output of a step")
@@ -183,6 +196,11 @@ def the_worst_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cached, "choose", lambda scores, *given, **options: choose(-scores, *given, **options))
 
 
+def the_worst_kept_by_masks(patch: pytest.MonkeyPatch) -> None:
+    evicted = cached.evicted
+    patch.setattr(cached, "evicted", lambda scores, *given: evicted(-scores, *given))
+
+
 def softmax_heads_lose_a_key(patch: pytest.MonkeyPatch) -> None:
     step = headwise.SoftmaxMixer.step
 
@@ -208,6 +226,7 @@ DOCUMENTS = [[list(range(9)), list(range(10, 34))], [list(range(1, 34))]]
     [
         (heads_in_another_order, check_oracle),
         (the_worst_kept, check_oracle),
+        (the_worst_kept_by_masks, check_oracle),
         (cache_forgotten_between_calls, check_calls),
         (softmax_heads_lose_a_key, check_calls),
     ],

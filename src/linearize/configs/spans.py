@@ -2,6 +2,7 @@
 
 Every span says, in tokens:
     lo(position)  the first softmax key of the query at `position` (0-based within its document)
+    last(position) the last query whose window has the key at `position`
     sinks         so many first keys of a document are softmax keys always and linear keys never
     max_lag       most softmax keys of a query (itself included), sinks apart
     fold_lag      a key is folded into the linear state this many steps after it was written
@@ -45,6 +46,9 @@ class NoSpan(Config):
     def lo(self, position: Numbers) -> Numbers:
         return position + 1
 
+    def last(self, position: Numbers) -> Numbers:
+        return position - 1
+
 
 class SlidingSpan(Config):
     """Softmax over the last `window_size` keys, lo(n) = max(0, n - w + 1), and the first `sinks`; linear below."""
@@ -67,6 +71,9 @@ class SlidingSpan(Config):
 
     def lo(self, position: Numbers) -> Numbers:
         return (position - (self.window_size - 1)).clamp_min(0)
+
+    def last(self, position: Numbers) -> Numbers:
+        return position + (self.window_size - 1)
 
 
 class TerracedSpan(Config):
@@ -95,6 +102,10 @@ class TerracedSpan(Config):
     def lo(self, position: Numbers) -> Numbers:
         first = position.div(self.window_size, rounding_mode="floor") - (self.blocks - 1)
         return first.clamp_min(0) * self.window_size
+
+    def last(self, position: Numbers) -> Numbers:
+        block = position.div(self.window_size, rounding_mode="floor")
+        return (block + self.blocks) * self.window_size - 1
 
 
 Span = NoSpan | SlidingSpan | TerracedSpan

@@ -14,13 +14,14 @@ from linearize.configs.mixer_parts import EvictionCache
 from linearize.configs.spans import TerracedSpan
 from linearize.mixers.eviction_cache import EvictionScorer
 from linearize.mixers.mixer_state import MixerState, Tokens
-from linearize.ops.eviction_cache import at_places, choose, cut, gathered, held_before, leaving, taken, written
+from linearize.ops.eviction_cache import at_places, choose, cut, evicted, gathered, held_before, leaving, taken, written
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import Blocks, CachedPairs
 from linearize.ops.layout import Layout
 from linearize.ops.step import StepContext
 
 SCORES = "scores"  # eviction scores of the slots of window and cache
+MOST_TOKENS = 2**40  # more than any text has
 STEPS = ("log_decay_k", "log_decay_v", "offset")  # what is a place's own, whichever key is written there
 
 
@@ -232,6 +233,28 @@ def _chosen(
         if part.start:
             there = there.scatter(2, order, -1)
     return _joined(held)
+
+
+def last_queries(
+    config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: Layout
+) -> Int[Tensor, "#B G K"]:
+    """Return the position of the last query that reads each key, through window, sinks or cache, in whole rows.
+
+    No state stands before the rows.
+    """
+    span, position, length = config.span, layout.key_position, layout.length
+    last = torch.where(position < span.sinks, MOST_TOKENS, span.last(position))[:, None]
+    if config.cache is None:
+        return last.expand(-1, tokens["keys"].shape[1], -1)
+    assert isinstance(span, TerracedSpan) and scorer is not None
+    blocks = -(-length // span.window_size)
+    until = ((last + 1) // span.window_size).clamp_max(blocks)
+    scores, document = scorer.whole(tokens[SCORES], tokens["values"], position), None
+    if not layout.uniform:
+        document, until = layout.key_document, torch.where(position[:, None] < 0, blocks, until)
+    for column, part in enumerate(config.cache.parts):
+        until = evicted(scores[..., column], until, part.stop - part.start, blocks, document)
+    return until * span.window_size - 1
 
 
 def room(config: MixerConfig) -> int:

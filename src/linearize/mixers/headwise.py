@@ -15,6 +15,8 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import HeadwiseState
 from linearize.mixers.softmax import SoftmaxMixer
+from linearize.ops.dispatch import masks_whole_rows
+from linearize.ops.full import full_softmax
 from linearize.ops.layout import Layout
 
 
@@ -65,6 +67,8 @@ class HeadwiseMixer(nn.Module):
 
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs for whole documents, without a state. `layout` None: one full document per row."""
+        if (y := self._all_heads(inputs, layout)) is not None:
+            return y
         each = zip(self.parts(), inputs.divided(self.kv_heads), strict=True)
         return self._joined([mixer(its, layout) for (_, mixer), its in each])
 
@@ -72,11 +76,40 @@ class HeadwiseMixer(nn.Module):
         self, inputs: AttnInputs, state: HeadwiseState | None, layout: Layout | None = None
     ) -> tuple[Float[Tensor, "B H T D"], HeadwiseState]:
         """Outputs and the next state, as of each group's mixer."""
+        if state is None and (y := self._all_heads(inputs, layout)) is not None:
+            return y, self.absorb(inputs, None, layout)
         found = [
             mixer.step(its, None if state is None else state.parts[index], layout)
             for index, ((_, mixer), its) in enumerate(zip(self.parts(), inputs.divided(self.kv_heads), strict=True))
         ]
         return self._joined([y for y, _ in found]), HeadwiseState(tuple(after for _, after in found))
+
+    def _all_heads(self, inputs: AttnInputs, layout: Layout | None) -> Float[Tensor, "B H T D"] | None:
+        """Return the outputs by one softmax over keys that all heads read or not, None where that is not as fast.
+
+        Heads differ only in when they cease to read a key, where no group has a linear part.
+        """
+        if not masks_whole_rows(inputs.q):
+            return None
+        layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
+        with inputs.outside_autocast():
+            found = []
+            for (_, mixer), own in zip(self.parts(), inputs.divided(self.kv_heads), strict=True):
+                last = mixer.last_queries(own, layout)
+                if last is None:
+                    return None
+                found.append(last.expand(len(inputs.k), -1, -1))
+            dtype, inputs = inputs.v.dtype, inputs.accumulated() if torch.is_grad_enabled() else inputs
+            y = full_softmax(
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                scaling=inputs.scaling,
+                softcap=inputs.softcap,
+                layout=layout,
+                last_query=torch.cat(found, dim=1)[:, self._order],
+            )
+        return y.to(dtype)
 
     def absorb(self, inputs: AttnInputs, state: HeadwiseState | None, layout: Layout | None = None) -> HeadwiseState:
         """Return the state of `step` after these tokens, without their outputs."""

@@ -7,11 +7,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from linearize.configs.spans import TerracedSpan
-from linearize.mixers.cached import STEPS, CachedKeys, cache_after, cached_keys, room
+from linearize.mixers.cached import STEPS, CachedKeys, cache_after, cached_keys, last_queries, room
 from linearize.mixers.causal import CausalMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, learnable, without_lost
@@ -249,6 +249,16 @@ class LinearMixer(CausalMixer):
         if self.config.cache is not None:
             cached = cache_after(self.config, self.scorer, tokens, layout, state)
         return self._after(tokens, layout, batch, cached)
+
+    def last_queries(self, inputs: AttnInputs, layout: Layout) -> Int[Tensor, "#B G K"] | None:
+        """Return the position of the last query that reads each key of whole rows.
+
+        None where the output is more than softmax over the keys that are read.
+        """
+        if not self.softmax_alone:
+            return None
+        with torch.no_grad():
+            return last_queries(self.config, self.scorer, self.new_tokens(inputs), layout)
 
     def _all_exact(self, layout: Layout) -> bool:
         """Return whether every key of these rows is in window or cache, and the output is softmax over all of them."""

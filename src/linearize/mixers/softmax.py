@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from linearize.configs.shape import LayerShape
 from linearize.configs.spans import SlidingSpan
+from linearize.mixers.cached import MOST_TOKENS
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import GROWING, Clock, MixerState, Tokens
 from linearize.ops.full import full_softmax
@@ -44,6 +45,11 @@ class SoftmaxMixer(nn.Module):
     def absorb(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None) -> MixerState:
         """Return the state of `step` after these tokens, without their outputs."""
         return self._state(inputs, *self._with_new(inputs, state, layout), state, layout)
+
+    def last_queries(self, inputs: AttnInputs, layout: Layout) -> Int[Tensor, "#B G K"]:
+        """Return the position of the last query that reads each key: there is none after which a key is not read."""
+        position = layout.key_position
+        return position.new_full((len(position), inputs.k.shape[1], position.shape[1]), MOST_TOKENS)
 
     @staticmethod
     def _with_new(inputs: AttnInputs, state: MixerState | None, layout: Layout | None) -> tuple[Tokens, Layout]:

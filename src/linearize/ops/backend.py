@@ -20,6 +20,8 @@ from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial
 from linearize.ops.step import StepInputs, StepOutputs, one_token
 
+MOST_MASKED_KEYS = 2048
+
 
 class Backend:
     """Torch's operations: all scores of short rows at once, chunks of longer ones; or of one form for all rows.
@@ -37,6 +39,10 @@ class Backend:
     def missing(self, device: torch.device) -> str | None:
         """Return why it cannot serve a device, None where it can."""
         return None
+
+    def masks_whole_rows(self, q: Float[Tensor, "B H T D"]) -> bool:
+        """Return whether softmax over some keys of these rows is faster as attention over all of them, masked."""
+        return self.form is None and q.shape[2] <= MOST_MASKED_KEYS
 
     def prefill(
         self, softmax: SoftmaxInputs | None, linear: LinearInputs | None, *, keeps_state: bool = False

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from linearize.base import UserError
@@ -60,6 +61,11 @@ def backend_for(device: torch.device) -> Backend:
     if torch.compiler.is_compiling():
         return TORCH
     return choose(device, os.environ.get(ENVIRONMENT))
+
+
+def masks_whole_rows(q: Float[Tensor, "B H T D"]) -> bool:
+    """Return whether softmax over some keys of these rows is faster as attention over all of them, masked."""
+    return backend_for(q.device).masks_whole_rows(q)
 
 
 def _uncompiled(function: Operation) -> Operation:

@@ -125,6 +125,42 @@ def choose(
     return pad(held, (size - held.shape[3], 0), value=-1).sort(-1).values
 
 
+@torch.no_grad()
+def evicted(
+    scores: Float[Tensor, "B G K"],
+    enters: Int[Tensor, "#B #G K"],
+    size: int,
+    blocks: int,
+    document: Int[Tensor, "#B K"] | None = None,
+) -> Int[Tensor, "B G K"]:
+    """Return the block of queries at whose beginning each key is evicted from the cache, as `choose` decides.
+
+    A key stays until C keys with higher scores have entered. Takes O(K J) memory: for short rows.
+
+    Args:
+        scores: eviction scores; the keys with the highest stay, the older of equals.
+        enters: block of a key's document at whose beginning the key enters the cache; J for keys that never do.
+        size: C.
+        blocks: J, of the longest document.
+        document: of each key, in order; None: all are of one.
+
+    Returns:
+        A block after the one in which the key entered, or that block if the cache does not take the key; J if it stays.
+    """
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    if document is not None:  # one document after the other
+        document = document[:, None].expand_as(order).gather(2, order)
+        order = order.gather(2, document.argsort(dim=-1, stable=True))
+    entered = enters.expand_as(order).gather(2, order)[..., None] <= torch.arange(blocks, device=scores.device)
+    count = entered.cumsum(2, dtype=torch.int32)  # of a key itself and those with higher scores
+    if document is not None:
+        document = document.sort(dim=-1).values
+        first = torch.searchsorted(document, document)[..., None].expand_as(count)
+        count = count - pad(count, (0, 0, 1, 0)).gather(2, first)
+    until = torch.empty_like(order).scatter_(2, order, (count <= size).sum(-1))
+    return until.maximum(enters)
+
+
 def _least(ranks: Int[Tensor, "*rows M"], size: int) -> Int[Tensor, "*rows m"]:
     return ranks if ranks.shape[-1] <= size else ranks.topk(size, largest=False, sorted=False).values
 

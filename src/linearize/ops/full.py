@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -23,34 +23,58 @@ def full_softmax(
     scaling: float,
     softcap: float | None = None,
     layout: Layout,
+    last_query: Int[Tensor, "#B G K"] | None = None,
 ) -> Float[Tensor, "B H T D"]:
     """Softmax of softcap * tanh(q.k * scaling / softcap) over the keys of a query's document up to its own; in O(K T)
     time and O(K) memory, forward and backward. 0 for padding.
 
     A query that is not padding always sees a key: its own.
+
+    Args:
+        q, k, v: as attention has them after RoPE.
+        scaling, softcap: of the scores.
+        layout: of keys and queries.
+        last_query: position of the last query that reads each key; None: every later one of its document.
     """
-    heads, length = q.shape[1], layout.length
-    k, v = repeat_kv(k, heads), repeat_kv(v, heads)
-    if layout.uniform and softcap is None and k.shape[2] == length:
-        return scaled_dot_product_attention(q, k, v, is_causal=length > 1, scale=scaling)
+    whole = k.shape[2] == layout.length
+    if last_query is None:
+        k, v = repeat_kv(k, q.shape[1]), repeat_kv(v, q.shape[1])
+        if whole and layout.uniform and softcap is None:
+            return scaled_dot_product_attention(q, k, v, is_causal=layout.length > 1, scale=scaling)
     position, document = layout.query_position, layout.query_document
     outputs = []
-    for start in range(0, length, QUERIES_AT_ONCE):
+    for start in range(0, layout.length, QUERIES_AT_ONCE):
         some = slice(start, start + QUERIES_AT_ONCE)
+        keys = slice(0, start + QUERIES_AT_ONCE if whole else None)  # later ones are not seen
         at, of = position[:, some, None], document[:, some, None]
-        seen = (layout.key_position[:, None] <= at) & (layout.key_position[:, None] >= 0)
-        seen &= layout.key_document[:, None] == of
+        seen = (layout.key_position[:, None, keys] <= at) & (layout.key_position[:, None, keys] >= 0)
+        seen &= layout.key_document[:, None, keys] == of
         padding = at < 0
         # Padding reads everything, so that nothing is divided by zero, and counts for nothing.
-        block = q[:, :, some], k, v, (seen | padding)[:, None], scaling, softcap
-        y = checkpoint(_attend, *block, use_reentrant=False) if torch.is_grad_enabled() else _attend(*block)
+        seen = (seen | padding)[:, None]
+        if last_query is not None:
+            seen = seen & (at[:, None] <= last_query[:, :, None, keys])
+        block = q[:, :, some], k[:, :, keys], v[:, :, keys], seen, scaling, softcap
+        attend = _attend if last_query is None else _attend_by_kv_head
+        y = checkpoint(attend, *block, use_reentrant=False) if torch.is_grad_enabled() else attend(*block)
         assert isinstance(y, Tensor)
         outputs.append(y.masked_fill(padding[:, None], 0))
     return torch.cat(outputs, dim=2)
 
 
+def _attend_by_kv_head(
+    q: Tensor, k: Tensor, v: Tensor, seen: Bool[Tensor, "b G t K"], scaling: float, softcap: float | None
+) -> Float[Tensor, "B H t D"]:
+    """Return `_attend` where each KV head has a mask, which its query heads share without a copy."""
+    groups = k.shape[1]
+    q, k, v = q.unflatten(1, (groups, -1)).flatten(0, 1), k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]
+    k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    seen = seen.expand(len(q) // groups, -1, -1, -1).flatten(0, 1)[:, None]
+    return _attend(q, k, v, seen, scaling, softcap).unflatten(0, (-1, groups)).flatten(1, 2)
+
+
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, seen: Bool[Tensor, "b 1 t K"], scaling: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, seen: Bool[Tensor, "b h t K"], scaling: float, softcap: float | None
 ) -> Float[Tensor, "B H t D"]:
     if softcap is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling)

@@ -48,6 +48,10 @@ class TritonBackend(Backend):
 
     splits_prompts = False  # few launches are faster than more
 
+    def masks_whole_rows(self, q: Tensor) -> bool:
+        """Return False: the kernels skip blocks of keys that no query of a block reads."""
+        return False
+
     def missing(self, device: torch.device) -> str | None:
         """Why the kernels cannot run on a device; None: they can."""
         if device.type != "cuda":
