@@ -130,6 +130,10 @@ def test_unknown_recipe(name: str) -> None:
         ("", "found NoneType"),
         ("seed: 1", "name: missing"),
         ("name: 3", "name: .* found 3"),
+        (f"name: a\nseed: 1{'0' * 5000}", "not valid YAML: .*limit"),
+        ("name: a\nseed: 2026-02-30", "not valid YAML: .*day is out of range"),
+        ("name: a\nseed: !!int ''", "not valid YAML"),
+        ("name: a\nseed: !!bool maybe", "not valid YAML"),
     ],
 )
 def test_bad_file(text: str, expected: str, tmp_path: Path) -> None:
@@ -175,6 +179,9 @@ def test_bad_file(text: str, expected: str, tmp_path: Path) -> None:
         ("data.validation_fraction=1", "data.validation_fraction", "found 1"),
         ("layers.keep_softmax=3", "layers.keep_softmax", "found 3"),
         ("seed=-1", "seed", "found -1"),
+        (f"mixer.span.window_size={2**63}", "mixer.span.window_size", f"at most {2**63 - 1}, found a larger one"),
+        (f"memory={{fraction: 0.1, reference_length: 1{'0' * 309}}}", "memory.reference_length", "found a larger one"),
+        (f"finetune.lr=1{'0' * 309}", "finetune.lr", "valid number"),
     ],
 )
 def test_bad_field(assignment: str, field: str, expected: str) -> None:

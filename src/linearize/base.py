@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 from typing_extensions import dataclass_transform
@@ -21,6 +21,7 @@ from typing_extensions import dataclass_transform
 T = TypeVar("T")
 AnyRecord = TypeVar("AnyRecord", bound="Record")
 
+LARGEST_INTEGER = 2**63 - 1  # of a config: larger ones fit neither a tensor nor, from 2**1024 on, a float
 QUIET_SECONDS = 2.0  # work that takes no longer shows no progress
 LOG_SECONDS = 30.0  # between two lines of a log
 
@@ -68,6 +69,13 @@ class Config(BaseModel, metaclass=_Immutable):
     """Base of every recipe component: immutable, and unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _small_enough(cls, value: object) -> object:
+        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+            raise ValueError(f"expected a whole number of at most {LARGEST_INTEGER}, found a larger one")
+        return value
 
 
 def progress(items: Iterable[T], title: str, total: int | None = None) -> Iterator[T]:

@@ -27,4 +27,8 @@ def parse_yaml(text: str) -> object:
         yaml.YAMLError: not valid, of other objects than plain data, or with aliases.
         RecursionError: nested too deeply.
     """
-    return yaml.load(text, _PlainLoader)
+    try:
+        return yaml.load(text, _PlainLoader)
+    except (ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        # PyYAML passes on what Python says of numbers of thousands of digits, of days that no month has, and so on.
+        raise yaml.YAMLError(f"expected a value of its type, found another ({error})") from None
