@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import csv
-import gzip
-import importlib.util
 import io
 import json
 import logging
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +23,6 @@ logger = logging.getLogger(__name__)
 DOCUMENT_SEPARATOR = "<|endoftext|>"
 _NAMED = 5  # files in a message
 _LINES = 100  # line breaks of a csv cell that are worth a warning
-_ZSTD_READ = 16 * 1024  # bytes of a file that are unpacked at once
-_ZSTD_WINDOW = 2**31  # bytes, the largest that `zstd --long=31` writes
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -194,72 +189,29 @@ def _jsonl_rows(path: Path) -> Iterator[Any]:
         yield from _rows_of_lines(path, lines)
 
 
-def _gzip_rows(path: Path) -> Iterator[Any]:
-    with _readable(path):
-        try:
-            with gzip.open(path, "rt", encoding="utf-8-sig") as lines:
-                yield from _rows_of_lines(path, lines)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise _damaged(path, "gzip", error) from None
+def _compressed_rows(kind: str) -> Callable[[Path], Iterator[Any]]:
+    """Return a reader of JSON lines in a file of this kind, of which no more is unpacked than is read."""
 
+    def read(path: Path) -> Iterator[Any]:
+        import pyarrow
 
-def _zstd_rows(path: Path) -> Iterator[Any]:
-    if importlib.util.find_spec("zstandard") is None:
-        raise UserError(f"{path}: zst files need the package zstandard; run `pip install 'linearize[zstd]'`")
-    import zstandard
+        with _readable(path), path.open("rb") as file:
+            try:
+                with pyarrow.CompressedInputStream(file, kind) as unpacked:
+                    yield from _rows_of_lines(path, io.TextIOWrapper(unpacked, encoding="utf-8-sig"))
+            except OSError as error:
+                if error.errno is not None:  # of the operating system, not of the contents
+                    raise
+                raise _damaged(path, kind, error) from None
 
-    with _readable(path), path.open("rb") as file:
-        try:
-            with io.TextIOWrapper(io.BufferedReader(_ZstdFrames(file)), encoding="utf-8-sig") as lines:
-                yield from _rows_of_lines(path, lines)
-        except (EOFError, zstandard.ZstdError) as error:
-            raise _damaged(path, "Zstandard", error) from None
-
-
-class _ZstdFrames(io.RawIOBase):
-    """The contents of a .zst file, all of its frames.
-
-    zstandard's own stream ends silently in the middle of a file that is cut off.
-
-    Raises:
-        EOFError: the file ends within a frame.
-    """
-
-    def __init__(self, file: io.BufferedReader) -> None:
-        import zstandard
-
-        self._file = file
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-        self._frame = self._decompressor.decompressobj()
-        self._begun = False  # whether anything of this frame was read
-        self._packed = b""
-        self._unpacked = memoryview(b"")
-
-    def readable(self) -> bool:
-        """As every stream that is read."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the buffer with at most its size; 0 bytes are the end of the last frame."""
-        while not self._unpacked:
-            self._packed = self._packed or self._file.read(_ZSTD_READ)
-            if not self._packed and self._begun:
-                raise EOFError("the end of the file within a frame")
-            if not self._packed:
-                return 0
-            self._unpacked = memoryview(self._frame.decompress(self._packed))
-            self._packed = self._frame.unused_data
-            self._begun = not self._frame.eof
-            if self._frame.eof:
-                self._frame = self._decompressor.decompressobj()
-        count = min(len(buffer), len(self._unpacked))
-        buffer[:count] = self._unpacked[:count]
-        self._unpacked = self._unpacked[count:]
-        return count
+    return read
 
 
 def _damaged(path: Path, kind: str, error: Exception) -> UserError:
-    return UserError(f"{path}: expected a whole {kind} file, found a damaged one ({_one_line(error)}); copy it again")
+    return UserError(
+        f"{path}: expected a whole {kind} file, found a damaged one ({_one_line(error)}); copy it again, or unpack it "
+        "with its own program"
+    )
 
 
 def _rows_of_lines(path: Path, lines: Iterable[str]) -> Iterator[Any]:
@@ -364,8 +316,8 @@ _TEXT_READERS: dict[str, Callable[[Path], Iterator[str]]] = {
 _TABLE_READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
     ".json": _json_rows,
     ".jsonl": _jsonl_rows,
-    ".jsonl.gz": _gzip_rows,
-    ".jsonl.zst": _zstd_rows,
+    ".jsonl.gz": _compressed_rows("gzip"),
+    ".jsonl.zst": _compressed_rows("zstd"),
     ".parquet": _parquet_rows,
 }
 _SEPARATED_READERS = {".csv": _separated_rows(","), ".tsv": _separated_rows("\t")}
