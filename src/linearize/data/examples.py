@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from linearize.base import UserError
 from linearize.configs.data import DataConfig
 from linearize.configs.tasks import MaskedLanguageModelling, TextClassification, TextEmbedding, TokenClassification
-from linearize.data.labels import Classes, as_number, cell, text_cell, texts
+from linearize.data.labels import Classes, as_number, cell, text_cell
 from linearize.data.packing import Dataset, document_progress
 from linearize.data.rows import IGNORED, Indices, Rows
 from linearize.data.sources import LocatedRow, read_rows
@@ -271,7 +271,7 @@ def _encode_texts(
     assert isinstance(task, TextClassification)
     pairs, labels = [], []
     for where, row in rows:
-        pairs.append(texts(task.text_columns, row, where, "data.task.text_columns"))
+        pairs.append([text_cell(row, column, where, "data.task.text_columns") for column in task.text_columns])
         label = cell(row, task.label_column, where, "data.task.label_column")
         labels.append(as_number(label, where) if task.regression else classes.number(label, where))
     first, *second = (list(column) for column in zip(*pairs, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +85,3 @@ def text_cell(row: Mapping[str, Any], column: str, where: str, field: str) -> st
     if not isinstance(value, str):
         raise UserError(f"{where}: expected text in the column {column!r} ({field}), found {value!r:.60}")
     return value
-
-
-def texts(columns: Sequence[str], row: Mapping[str, Any], where: str, field: str) -> list[str]:
-    """One text per column."""
-    return [text_cell(row, column, where, field) for column in columns]

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from linearize.base import UserError
 from linearize.configs.data import DataConfig
-from linearize.configs.tasks import (
-    AnyTask,
-    AssociativeRecall,
-    ImageClassification,
-    LanguageModelling,
-    ListOps,
-    MaskedLanguageModelling,
-    Summarisation,
-    TextClassification,
-    TextEmbedding,
-    TokenClassification,
-)
+from linearize.configs.tasks import AnyTask, AssociativeRecall, ImageClassification, ListOps, TextClassification
 from linearize.data.examples import build_examples
 from linearize.data.images import build_images
 from linearize.data.labels import Classes
@@ -150,48 +138,22 @@ def load_dataset(
     if data.dataset is None and not task.built_in:
         raise UserError("data.dataset: expected a file, folder or hub id, found nothing; pass --dataset")
     _check_padding(task, shape, config, processor)
-    dataset = _BUILDERS[type(task)](data, seed, processor, shape, classes, score)
+    use_cache = None if shape.bidirectional else False
+    if task.built_in:
+        dataset = build_generated(data, shape, classes, seed=seed, use_cache=use_cache)
+    elif isinstance(task, ImageClassification):
+        dataset = build_images(data, processor, classes, positions=shape.max_positions, seed=seed)
+    elif task.language:
+
+        def checked(rows: PackedRows) -> Tensor:
+            assert score is not None
+            check_tokens(rows.input_ids, shape.vocab_size)
+            return score(rows)
+
+        dataset = build_dataset(data, processor, seed=seed, score=None if score is None else checked)
+    else:
+        dataset = build_examples(data, processor, classes, seed=seed, use_cache=use_cache)
     for rows in (dataset.train, dataset.validation, dataset.test):
         if shape.vocab_size:
             check_tokens(rows.inputs()["input_ids"], shape.vocab_size)
     return dataset
-
-
-def _documents(
-    data: DataConfig, seed: int, tokenizer: Any, shape: TeacherShape, classes: Classes, score: Score | None
-) -> Dataset:
-    def checked(rows: PackedRows) -> Tensor:
-        assert score is not None
-        check_tokens(rows.input_ids, shape.vocab_size)
-        return score(rows)
-
-    return build_dataset(data, tokenizer, seed=seed, score=None if score is None else checked)
-
-
-def _examples(data: DataConfig, seed: int, tokenizer: Any, shape: TeacherShape, classes: Classes, _: Any) -> Dataset:
-    return build_examples(data, tokenizer, classes, seed=seed, use_cache=_use_cache(shape))
-
-
-def _images(data: DataConfig, seed: int, processor: Any, shape: TeacherShape, classes: Classes, _: Any) -> Dataset:
-    return build_images(data, processor, classes, positions=shape.max_positions, seed=seed)
-
-
-def _generated(data: DataConfig, seed: int, processor: Any, shape: TeacherShape, classes: Classes, _: Any) -> Dataset:
-    return build_generated(data, shape, classes, seed=seed, use_cache=_use_cache(shape))
-
-
-def _use_cache(shape: TeacherShape) -> bool | None:
-    return None if shape.bidirectional else False
-
-
-_BUILDERS: dict[type, Callable[[DataConfig, int, Any, TeacherShape, Classes, Score | None], Dataset]] = {
-    LanguageModelling: _documents,
-    Summarisation: _documents,
-    TextClassification: _examples,
-    TokenClassification: _examples,
-    MaskedLanguageModelling: _examples,
-    TextEmbedding: _examples,
-    ImageClassification: _images,
-    AssociativeRecall: _generated,
-    ListOps: _generated,
-}

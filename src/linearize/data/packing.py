@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
@@ -14,11 +13,9 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from linearize import base
 from linearize.base import Log, UserError
 from linearize.configs.data import DataConfig
 from linearize.data.repeats import ordinary_tokens, with_repeats
@@ -350,28 +347,17 @@ def _characters(value: Any) -> int:
 
 @contextmanager
 def document_progress(title: str) -> Iterator[Callable[[int], None]]:
-    """Count documents on stderr, if that takes longer than `QUIET_SECONDS`."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        SpinnerColumn(),
-        TextColumn("{task.completed:,.0f} documents"),
-        TimeElapsedColumn(),
-    )
-    progress = Progress(
-        *columns, console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
-    )
-    task = progress.add_task(title, total=None)
-    began, log = time.monotonic(), Log()
+    """Count documents on standard error: in one line of a terminal, elsewhere with a line now and then."""
+    console, log, count = Console(stderr=True), Log(), 0
+    with console.status(title) if console.is_terminal else nullcontext() as status:
 
-    def advance(documents: int) -> None:
-        progress.advance(task, documents)
-        log.say(f"{title}: {progress.tasks[0].completed:,.0f} documents")
-        if time.monotonic() - began > base.QUIET_SECONDS:
-            progress.start()
+        def advance(documents: int) -> None:
+            nonlocal count
+            count += documents
+            line = f"{title}: {count:,} documents"
+            log.say(line)
+            if status is not None:
+                status.update(line)
 
-    advance(0)
-    try:
+        advance(0)
         yield advance
-    finally:
-        progress.stop()

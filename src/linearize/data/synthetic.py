@@ -14,11 +14,10 @@ from linearize.base import UserError
 from linearize.configs.data import DataConfig
 from linearize.configs.tasks import AnyTask, AssociativeRecall, ListOps
 from linearize.data.examples import Example, classified_texts, examples_dataset
-from linearize.data.labels import Classes, cell, text_cell
+from linearize.data.labels import Classes
 from linearize.data.packing import Dataset, document_progress
 from linearize.data.rows import IGNORED, PackedRows
-from linearize.data.sources import read_rows
-from linearize.data.splits import require_enough, validation_and_test
+from linearize.data.splits import require_enough
 from linearize.hf.teacher import TeacherShape
 
 # --- associative recall -----------------------------------------------------------------------------------------------
@@ -49,9 +48,7 @@ def recall_rows(task: AssociativeRecall, examples: int, *, labels: str, seed: st
     return PackedRows(input_ids, positions, input_ids.masked_fill(~learned, IGNORED))
 
 
-def _recall(config: DataConfig, shape: TeacherShape, classes: Classes, seed: int, use_cache: bool | None) -> Dataset:
-    task = config.task
-    assert isinstance(task, AssociativeRecall)
+def _recall(task: AssociativeRecall, seed: int) -> Dataset:
     require_enough(task.held_out_examples, "examples (data.task.held_out_examples)", "set more of them")
     train = recall_rows(task, task.train_examples, labels=task.labels, seed=f"recall, train {seed}")
     streams = ("recall, held out 0", "recall, test 0")
@@ -112,49 +109,19 @@ def _listops_example(tokens: list[str], value: int) -> Example:
     return Example([CLS, *(TOKENS[token] for token in tokens)], None, value)
 
 
-def _listops(config: DataConfig, shape: TeacherShape, classes: Classes, seed: int, use_cache: bool | None) -> Dataset:
-    """Made, or read where there is a dataset: a table with the columns Source and Target."""
-    task = config.task
-    assert isinstance(task, ListOps)
+def _listops(task: ListOps, use_cache: bool | None) -> Dataset:
+    require_enough(task.held_out_examples, "expressions (data.task.held_out_examples)", "set more of them")
     train_count, count = task.train_examples, task.held_out_examples
-    if config.dataset is None:
-        made = []
-        with document_progress("making expressions") as advance:
-            for example in islice(expressions(task, "ListOps 0"), train_count + 2 * count):
-                made.append(example)
-                advance(1)
-        validation, train, test = made[:count], made[count : count + train_count], made[count + train_count :]
-    else:
-        name = config.validation_dataset or config.dataset
-        held_out = list(islice(_read(config.model_copy(update={"dataset": name}), task, classes), 2 * count))
-        excluded = {example.key for example in held_out}
-        train = list(islice((x for x in _read(config, task, classes) if x.key not in excluded), train_count))
-        one_each: dict[str, Any] = {"size": lambda _: 1, "wanted": count}
-        validation, test = validation_and_test(held_out, lambda example: example.key, **one_each)
-    longest = f"expressions of at most {task.max_length} tokens (data.task.max_length)"
-    advice = "set more data.task.held_out_examples, allow longer ones, or use more data"
-    require_enough(len(test := test[:count]), longest, advice)
-    if not train:
-        raise UserError(f"data.dataset: expected {longest} to train on, found none that are not held out; {advice}")
+    made: list[Example] = []
+    with document_progress("making expressions") as advance:
+        for example in islice(expressions(task, "ListOps 0"), train_count + 2 * count):
+            made.append(example)
+            advance(1)
+    validation, train, test = made[:count], made[count : count + train_count], made[count + train_count :]
     return examples_dataset(*(classified_texts(part, PAD, use_cache) for part in (train, validation, test)))
 
 
-def _read(config: DataConfig, task: ListOps, classes: Classes) -> Iterator[Example]:
-    for where, row in read_rows(config):
-        tokens = text_cell(row, "Source", where, "data.columns").replace("(", " ").replace(")", " ").split()
-        unknown = set(tokens) - TOKENS.keys()
-        if unknown:
-            raise UserError(f"{where}: expected an expression of {' '.join(TOKENS)}, found {min(unknown)!r}")
-        if len(tokens) <= task.max_length:
-            yield _listops_example(tokens, classes.number(cell(row, "Target", where, "data.columns"), where))
-
-
 # --- both -------------------------------------------------------------------------------------------------------------
-
-_BUILDERS: dict[type, Callable[[DataConfig, TeacherShape, Classes, int, bool | None], Dataset]] = {
-    AssociativeRecall: _recall,
-    ListOps: _listops,
-}
 
 
 def check_generated(task: AnyTask, shape: TeacherShape, classes: Classes) -> None:
@@ -182,8 +149,13 @@ def build_generated(
     """The examples of a task that is built in.
 
     Raises:
-        UserError: a model without the tokens or classes that the task needs, or one of another kind.
+        UserError: a model without the tokens or classes that the task needs, or one of another kind; or a dataset.
     """
     task: Any = config.task
+    if isinstance(task, ListOps) and config.dataset is not None:  # which earlier versions read
+        raise UserError(
+            "data.dataset: expected none, because the task list_ops generates its own data, found "
+            f"{config.dataset!r}; leave it out"
+        )
     check_generated(task, shape, classes)
-    return _BUILDERS[type(task)](config, shape, classes, seed, use_cache)
+    return _recall(task, seed) if isinstance(task, AssociativeRecall) else _listops(task, use_cache)

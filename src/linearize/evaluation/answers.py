@@ -31,7 +31,18 @@ def answering(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher
     Args:
         teacher: whose embeddings others are compared with; None where the task does not.
     """
-    return _ANSWERING.get(type(task), _classifying)(task, dataset, tokenizer, teacher)
+    if isinstance(task, MaskedLanguageModelling):
+        return _masked_tokens(dataset.test)
+    if isinstance(task, TextEmbedding):
+        assert teacher is not None
+        return _embedding(dataset.test, teacher)
+    if isinstance(task, Summarisation):
+        # Only here, for it needs the extra `eval`.
+        from linearize.evaluation.summaries import summarising
+
+        assert isinstance(tokenizer, Tokenizer)
+        return summarising(task, dataset.test_documents, tokenizer)
+    return _classifying(task, dataset.test)
 
 
 def compared_outputs(model: nn.Module, rows: Rows, *, title: str) -> Float[Tensor, "M C"]:
@@ -56,8 +67,7 @@ def _expected(rows: Rows) -> tuple[Tensor, Int[Tensor, " M"]]:
     return targets, torch.arange(len(counts)).repeat_interleave(counts)
 
 
-def _classifying(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher: PreTrainedModel | None) -> Answer:
-    rows = dataset.test
+def _classifying(task: Task, rows: Rows) -> Answer:
     targets, example = _expected(rows)
 
     def answer(model: PreTrainedModel, title: str) -> Answered:
@@ -66,10 +76,7 @@ def _classifying(task: Task, dataset: Dataset, tokenizer: Processor | None, teac
     return answer
 
 
-def _masked_tokens(
-    task: Task, dataset: Dataset, tokenizer: Processor | None, teacher: PreTrainedModel | None
-) -> Answer:
-    rows = dataset.test
+def _masked_tokens(rows: Rows) -> Answer:
     targets, example = _expected(rows)
 
     def predicted(outputs: Float[Tensor, "M V"], labels: Int[Tensor, " M"]) -> list[Tensor]:
@@ -95,26 +102,10 @@ def embeddings(model: nn.Module, rows: Rows, *, title: str) -> Float[Tensor, "N 
     return nn.functional.normalize(sums / counts[:, None], dim=-1)
 
 
-def _embedding(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher: PreTrainedModel | None) -> Answer:
-    assert teacher is not None
-    rows, expected = dataset.test, embeddings(teacher, dataset.test, title="embeddings of the teacher")
+def _embedding(rows: Rows, teacher: PreTrainedModel) -> Answer:
+    expected = embeddings(teacher, rows, title="embeddings of the teacher")
 
     def answer(model: PreTrainedModel, title: str) -> Answered:
         return Similarities({"cosine": (embeddings(model, rows, title=title) * expected).sum(-1)})
 
     return answer
-
-
-def _summarising(task: Task, dataset: Dataset, tokenizer: Processor | None, teacher: PreTrainedModel | None) -> Answer:
-    # Only here, for it needs the extra `eval`.
-    from linearize.evaluation.summaries import summarising
-
-    assert isinstance(task, Summarisation) and isinstance(tokenizer, Tokenizer)
-    return summarising(task, dataset.test_documents, tokenizer)
-
-
-_ANSWERING: dict[type[Task], Callable[[Task, Dataset, Processor | None, PreTrainedModel | None], Answer]] = {
-    MaskedLanguageModelling: _masked_tokens,
-    TextEmbedding: _embedding,
-    Summarisation: _summarising,
-}
