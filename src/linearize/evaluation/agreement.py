@@ -28,7 +28,7 @@ from linearize.base import UserError, progress
 from linearize.data.rows import IGNORED, PackedRows, inference, on_device
 from linearize.data.splits import ENOUGH, spread
 from linearize.distributed import put_together, shard_batches
-from linearize.evaluation.intervals import Interval, Totals, require_shape, resample
+from linearize.evaluation.intervals import Interval, Totals, intervals, require_shape
 from linearize.evaluation.perplexity import TokenLosses, require_same_tokens
 
 _CHUNK_ELEMENTS = 2**24  # most fp32 numbers at a time beside the models' own logits: 64 MiB
@@ -90,18 +90,13 @@ def logit_agreement(
     measured = [TokenLosses(x, *about) for x in put_together(compared)]
     if bad := int((~torch.stack([x.loss for x in measured]).isfinite().all(dim=0)).sum()):
         raise FloatingPointError(f"agreement: the divergence of {bad} of {int(mask.sum())} tokens is not finite")
-    top1, kl, reverse_kl = _intervals([x.totals() for x in measured], samples=samples, seed=seed)
+    top1, kl, reverse_kl = intervals([x.totals() for x in measured], samples=samples, seed=seed)
     top1_beyond = kl_beyond = None
     if measured[0].beyond_missing(window_size) is None:
         beyond = [x.beyond(window_size).totals() for x in measured[:2]]
-        top1_beyond, kl_beyond = _intervals(beyond, samples=samples, seed=seed)
+        top1_beyond, kl_beyond = intervals(beyond, samples=samples, seed=seed)
     counts = {"tokens": int(mask.sum()), "documents": measured[0].documents}
     return Agreement(top1, kl, reverse_kl, top1_beyond, kl_beyond, **counts)
-
-
-def _intervals(columns: list[Totals], *, samples: int = 1000, seed: int = 0) -> list[Interval]:
-    means, draws = resample(columns, samples=samples, seed=seed)
-    return [Interval.of(means[i], draws[:, i]) for i in range(len(columns))]
 
 
 def _logits(model: nn.Module, rows: PackedRows, index: Int[Tensor, " B"]) -> Float[Tensor, "B L V"]:
@@ -189,7 +184,7 @@ def loss_by_position(losses: Mapping[str, TokenLosses], *, samples: int = 200, s
         documents.append(first.where(chosen).documents)
         if documents[-1] >= ENOUGH:
             columns = [x.where(chosen).totals() for x in losses.values()]
-            found = [*_intervals(columns, samples=samples, seed=seed)]
+            found = [*intervals(columns, samples=samples, seed=seed)]
         for name, interval in zip(losses, found, strict=True):
             result[name].append(interval)
     return PositionLosses(edges, documents, result)
@@ -262,7 +257,7 @@ def generation_agreement(
     prefix = equal.long().cumprod(dim=1).sum(dim=1).double()
     counted = (same.sum(dim=1).double(), longer), (prefix, torch.ones_like(prefix))
     columns = [Totals.of(*x, document) for x in counted]
-    agreement, common_prefix = _intervals(columns, seed=seed)
+    agreement, common_prefix = intervals(columns, seed=seed)
 
     def continuation(index: int, tokens: Int[Tensor, "P K"]) -> str:
         return _continuation(tokenizer, prompt[index], tokens[index])

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from linearize.data.rows import IGNORED, PackedRows
-from linearize.evaluation.intervals import Interval, Totals, resample
+from linearize.evaluation.intervals import Interval, Totals, intervals, paired_interval
 from linearize.evaluation.perplexity import token_losses
 
 
@@ -38,9 +38,8 @@ class Copying:
 
     @classmethod
     def of(cls, losses: Sequence[Totals], *, samples: int = 1000, seed: int = 0) -> Copying:
-        mean, draws = resample(losses, samples=samples, seed=seed)
-        first, second = Interval.of(mean[0], draws[:, 0]), Interval.of(mean[1], draws[:, 1])
-        return cls(first, second, gain=Interval.of(mean[0] - mean[1], draws[:, 0] - draws[:, 1]))
+        first, second = intervals(losses, samples=samples, seed=seed)
+        return cls(first, second, gain=paired_interval(*losses, samples=samples, seed=seed))
 
 
 def copy_rows(
@@ -68,4 +67,4 @@ def copy_losses(model: nn.Module, rows: CopyRows, *, batch_size: int) -> list[To
     """Mean loss of each row over the first copy, then over the second, without the first token of either."""
     loss = token_losses(model, rows, batch_size=batch_size, title="copying").loss.double()
     copies = loss[:, 1 : rows.length], loss[:, rows.distance + 1 :]
-    return [Totals(copy.mean(dim=1), torch.ones(len(copy), dtype=copy.dtype)) for copy in copies]
+    return [Totals.of_each(copy.mean(dim=1)) for copy in copies]

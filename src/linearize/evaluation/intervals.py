@@ -37,6 +37,11 @@ class Totals:
         empty = torch.zeros(len(numbers), dtype=torch.float64)
         return cls(*(empty.index_add(0, place.flatten(), x.flatten().double()) for x in (value, count)))
 
+    @classmethod
+    def of_each(cls, value: Float[Tensor, " D"]) -> Totals:
+        """One value per document."""
+        return cls(value.double(), torch.ones(len(value), dtype=torch.float64))
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -91,6 +96,21 @@ def resample(
     drawn = resamples(total.shape[1], samples=samples, seed=seed)
     draws = [total[:, index].sum(dim=1) / count[:, index].sum(dim=1) for index in drawn]
     return total.sum(dim=1) / count.sum(dim=1), torch.stack(draws)
+
+
+def intervals(columns: Sequence[Totals], *, samples: int = 1000, seed: int = 0) -> list[Interval]:
+    """Return the mean of each column with its interval."""
+    means, draws = resample(columns, samples=samples, seed=seed)
+    return [Interval.of(means[i], draws[:, i]) for i in range(len(columns))]
+
+
+def paired_interval(a: Totals, b: Totals, *, samples: int = 1000, seed: int = 0) -> Interval:
+    """Return the mean of a minus that of b, with the interval of the difference on the same documents.
+
+    It is far narrower than the intervals of both: hard texts are hard for both.
+    """
+    mean, draws = resample([a, b], samples=samples, seed=seed)
+    return Interval.of(mean[0] - mean[1], draws[:, 0] - draws[:, 1])
 
 
 def resamples(count: int, *, samples: int, seed: int) -> Iterator[Int[Tensor, " D"]]:

@@ -20,7 +20,7 @@ from linearize.base import progress
 from linearize.data.rows import IGNORED, PackedRows, inference, on_device
 from linearize.data.splits import ENOUGH
 from linearize.distributed import put_together, shard_batches
-from linearize.evaluation.intervals import Interval, Totals, resample
+from linearize.evaluation.intervals import Interval, Totals, intervals, paired_interval
 
 _CHUNK_ELEMENTS = 2**24  # largest fp32 copy of logits at a time: 64 MiB
 
@@ -129,15 +129,13 @@ def _cross_entropy(logits: Float[Tensor, "B L V"], labels: Int[Tensor, "B L"]) -
 
 def bootstrap(losses: TokenLosses, *, samples: int = 1000, seed: int = 0) -> Interval:
     """Mean loss per token, with its interval over resampled documents."""
-    mean, draws = resample([losses.totals()], samples=samples, seed=seed)
-    return Interval.of(mean[0], draws[:, 0])
+    return intervals([losses.totals()], samples=samples, seed=seed)[0]
 
 
 def paired_difference(a: TokenLosses, b: TokenLosses, *, samples: int = 1000, seed: int = 0) -> Interval:
-    """Mean of a - b on the same tokens: far narrower than two intervals apart, for hard texts are hard for both."""
+    """Mean of a - b on the same tokens."""
     require_same_tokens(a, b)
-    mean, draws = resample([a.totals(), b.totals()], samples=samples, seed=seed)
-    return Interval.of(mean[0] - mean[1], draws[:, 0] - draws[:, 1])
+    return paired_interval(a.totals(), b.totals(), samples=samples, seed=seed)
 
 
 def require_same_tokens(*losses: TokenLosses) -> None:

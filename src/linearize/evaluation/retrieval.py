@@ -351,7 +351,7 @@ def retrieval_result(
 
     names = [name for name in ("student", "teacher", "window") if name in answers]
     columns = [torch.cat([answers[name][cell] for cell in beyond]) for name in names]
-    means, draws = resample([Totals(x, torch.ones_like(x)) for x in columns], samples=samples, seed=seed)
+    means, draws = resample([Totals.of_each(x) for x in columns], samples=samples, seed=seed)
     mean, draw = dict(zip(names, means, strict=True)), dict(zip(names, draws.T, strict=True))
     share = {name: Interval.of(mean[name], draw[name]) for name in names}
     student, teacher = share["student"], share.get("teacher")
