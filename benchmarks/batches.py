@@ -23,9 +23,10 @@ from records import timing_arguments, write_results
 from rich.console import Console
 from teachers import make_student, make_teacher, model_arguments
 from transformers import PreTrainedModel
+from turns import seconds_in_turns
 
 from linearize.base import UserError
-from linearize.evaluation.speed import require_positions, seconds_in_turns
+from linearize.evaluation.speed import require_positions
 from linearize.evaluation.timings import Spread
 from linearize.recipe import Recipe
 

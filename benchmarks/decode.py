@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from turns import seconds_in_turns
 
 from linearize.configs.feature_maps import LearnedMap
 from linearize.configs.mixer import MixerConfig
 from linearize.configs.shape import LayerShape
-from linearize.evaluation.speed import seconds_in_turns
 from linearize.evaluation.timings import Spread, even
 from linearize.hf.teacher import break_even_tokens
 from linearize.mixers.inputs import AttnInputs

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from mixers import make_inputs
 from records import timing_arguments, write_results
+from turns import seconds_in_turns
 
 from linearize.configs.mixer import HeadwiseConfig, MixerConfig
 from linearize.configs.shape import LayerShape
-from linearize.evaluation.speed import seconds_in_turns
 from linearize.evaluation.timings import Spread
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs

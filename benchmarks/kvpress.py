@@ -3,7 +3,7 @@
     make bench-kvpress KVPRESS_ARGS="--model HuggingFaceTB/SmolLM2-135M-Instruct --text wikipedia.txt --json OUT.json"
     python benchmarks/kvpress.py ... --student NAME=FOLDER     # and a converted model of it, in both ways to read
 
-Each model reads a context in one call and its continuation in one more (`linearize.evaluation.continuation`): the
+Each model reads a context in one call and its continuation in one more (`contexts.py`): the
 continuation's loss minus the teacher's, and needles, found if greedy decoding gives the answer. Rows are of the last
 quarter of the text, which a student must not have been trained on. All in fp32 on a CPU. Presses run by kvpress itself
 in an environment of its own (`presses.py`), with its default settings; but SnapKV's window is half of what it keeps
@@ -32,26 +32,18 @@ from typing import Any
 
 import torch
 from contenders import compare, fingerprint, window_control
+from contexts import CONTEXT, NEEDLES, TEXTS, ContextRow, measure, needle_rows, text_rows
 from records import write_results
 from transformers import PreTrainedModel
+from turns import seconds_in_turns
 
 from linearize.base import UserError, atomic_file, progress, step_progress
 from linearize.data.rows import inference
-from linearize.evaluation.continuation import (
-    CONTEXT,
-    CONTINUATION,
-    NEEDLES,
-    TEXTS,
-    ContextRow,
-    Readings,
-    loss_difference,
-    measure,
-    needle_rows,
-    text_rows,
-)
+from linearize.evaluation.continuation import CONTINUATION, Readings, loss_difference
 from linearize.evaluation.controls import SINKS
+from linearize.evaluation.intervals import wilson
 from linearize.evaluation.retrieval import encode
-from linearize.evaluation.speed import cache_bytes, seconds_in_turns
+from linearize.evaluation.speed import cache_bytes
 from linearize.evaluation.timings import Spread
 from linearize.hf.checkpoint import load_model, load_tokenizer
 from linearize.hf.prefill import FULL as PREFILL_FULL
@@ -323,7 +315,7 @@ def table(store: Store, cases: Sequence[Case], a: Any) -> list[dict[str, Any]]:
             "bytes_after_continuation": sizes[case.name][1],
             "loss": asdict(texts.mean_loss()),
             "minus_teacher": asdict(loss_difference(texts, teacher[0])),
-            "needles": asdict(needles.share_found()),
+            "needles": asdict(wilson(int(needles.found.sum()), len(needles.found))),
             "seconds": asdict(Spread.of([ours for ours, _ in seconds])),
             "times_teachers_seconds": asdict(Spread.of([ours / teachers for ours, teachers in seconds])),
         }

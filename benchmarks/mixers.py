@@ -33,9 +33,10 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from turns import seconds_in_turns
 
 from linearize.configs.shape import LayerShape
-from linearize.evaluation.speed import peak_bytes, seconds_in_turns
+from linearize.evaluation.speed import peak_bytes
 from linearize.evaluation.timings import Spread
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer

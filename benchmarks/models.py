@@ -30,9 +30,10 @@ from rich.console import Console
 from rich.progress import Progress
 from teachers import make_student, make_teacher, model_arguments
 from transformers import PreTrainedModel
+from turns import seconds_in_turns
 
 from linearize.base import UserError
-from linearize.evaluation.speed import require_positions, seconds_in_turns
+from linearize.evaluation.speed import require_positions
 from linearize.evaluation.timings import Spread
 from linearize.hf.compiled import decoding
 from linearize.hf.prefill import FULL

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from records import timing_arguments, write_results
 from transformers import AutoConfig, AutoModelForCausalLM
+from turns import seconds_in_turns
 
 from linearize.data.rows import PackedRows
-from linearize.evaluation.speed import peak_bytes, seconds_in_turns
+from linearize.evaluation.speed import peak_bytes
 from linearize.evaluation.timings import Spread
 from linearize.hf.checkpoint import load_model
 from linearize.training.eviction_scores import CONTEXTS, LONGEST, REQUEST, SHORTEST, measure_attention

@@ -25,9 +25,10 @@ from records import timing_arguments, write_results
 from teachers import make_student, make_teacher, model_arguments
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
+from turns import seconds_in_turns
 
 from linearize.base import UserError
-from linearize.evaluation.speed import require_positions, seconds_in_turns
+from linearize.evaluation.speed import require_positions
 from linearize.evaluation.timings import Spread
 from linearize.recipe import Recipe
 

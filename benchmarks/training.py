@@ -27,11 +27,12 @@ from rich.console import Console
 from rich.progress import Progress
 from teachers import make_student, make_teacher, model_arguments
 from transformers import PreTrainedModel
+from turns import seconds_in_turns
 
 from linearize.base import UserError
 from linearize.configs.training import TrainConfig
 from linearize.data.rows import PackedRows, on_device
-from linearize.evaluation.speed import peak_bytes, require_positions, seconds_in_turns
+from linearize.evaluation.speed import peak_bytes, require_positions
 from linearize.evaluation.timings import Spread
 from linearize.hf.convert import to_softmax
 from linearize.recipe import Recipe

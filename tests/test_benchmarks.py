@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM
 
+from benchmarks import turns
 from linearize.evaluation import harness
 from linearize.evaluation.harness import BenchmarkResult, Benchmarks
 from tests import tiny
@@ -48,6 +49,16 @@ def test_each_script_can_be_loaded(script: Path, monkeypatch: pytest.MonkeyPatch
     for other in SCRIPTS:  # a folder of tests may have been imported by the same name
         monkeypatch.delitem(sys.modules, other.stem, raising=False)
     runpy.run_path(str(script), run_name="loaded")
+
+
+def test_calls_take_turns_and_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a scripted clock: the n-th call of all takes n s, and what comes between two calls is not counted."""
+    called: list[str] = []
+    clock = iter(time for n in range(1, 7) for time in (100.0 * n, 100.0 * n + n))
+    monkeypatch.setattr(turns, "now", lambda: next(clock))
+    calls = {name: lambda name=name: called.append(name) for name in "ab"}
+    assert turns.seconds_in_turns(calls, 2, lambda: called.append("|")) == {"a": [4.0, 5.0], "b": [3.0, 6.0]}
+    assert "".join(called) == "a|b|b|a|a|b|"
 
 
 def test_whole_models(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:

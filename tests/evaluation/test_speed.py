@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache, GPT2Config, GPT2LMHeadModel
 import linearize
 from linearize.base import UserError
 from linearize.evaluation import speed
-from linearize.evaluation.speed import bench, cache_bytes, generation_speed, seconds_in_turns
+from linearize.evaluation.speed import bench, cache_bytes, generation_speed
 from linearize.evaluation.timings import Crossover, Speed, Spread, even, growth, memory_break_even
 from linearize.recipe import Recipe
 from tests import tiny
@@ -56,16 +56,6 @@ def test_memory_is_even_where_two_straight_lines_meet() -> None:
 
 def test_spread() -> None:
     assert Spread.of([3.0, 1.0, 2.0, 10.0]) == Spread(median=2.5, low=1.0, high=10.0)
-
-
-def test_calls_take_turns_and_the_first_round_does_not_count(monkeypatch) -> None:
-    """With a scripted clock: the n-th call of all takes n s, and what comes between two calls is not counted."""
-    called: list[str] = []
-    clock = iter(time for n in range(1, 7) for time in (100.0 * n, 100.0 * n + n))
-    monkeypatch.setattr(speed, "now", lambda: next(clock))
-    calls = {name: lambda name=name: called.append(name) for name in "ab"}
-    assert seconds_in_turns(calls, 2, lambda: called.append("|")) == {"a": [4.0, 5.0], "b": [3.0, 6.0]}
-    assert "".join(called) == "a|b|b|a|a|b|"
 
 
 def test_models_take_turns_and_the_first_run_does_not_count(llama, monkeypatch) -> None:

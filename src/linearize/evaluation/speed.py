@@ -1,4 +1,4 @@
-"""Seconds and bytes: of any calls that take turns in one process, and of generation by teacher and student."""
+"""Seconds and bytes of generation by teacher and student, which take turns in one process."""
 
 # The types of torch and transformers are incomplete.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -10,12 +10,12 @@ import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int
@@ -28,31 +28,8 @@ from linearize.data.rows import inference
 from linearize.evaluation.timings import Bench, Crossover, Speed, Spread
 from linearize.hf.compiled import decoding, is_compiled
 
-Name = TypeVar("Name", bound=Hashable)
-
 # Compiled steps that are not counted: by then CUDA graphs know where the tensors of a new cache lie.
 _RECORDING = 2
-
-
-def seconds_in_turns(
-    calls: Mapping[Name, Callable[[], object]], repeats: int, advance: Callable[[], object] = lambda: None
-) -> dict[Name, list[float]]:
-    """Seconds of each call, `repeats` times; one uncounted round first. `advance` is called after every call.
-
-    The calls take turns, in alternating order, so that a machine that slows down slows all of them, and the numbers of
-    one round can be divided by each other.
-    """
-    seconds: dict[Name, list[float]] = {name: [] for name in calls}
-    turns = (list(calls), list(calls)[::-1])
-    for repeat in range(repeats + 1):
-        for name in turns[repeat % 2]:
-            start = now()
-            calls[name]()
-            took = now() - start
-            if repeat > 0:
-                seconds[name].append(took)
-            advance()
-    return seconds
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -> int:
