@@ -17,7 +17,8 @@ from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
 from linearize.planning.fit import fit, parse_memory
-from linearize.planning.plan import make_plan, size
+from linearize.planning.plan import make_plan
+from linearize.planning.results import size
 from linearize.recipe import Recipe
 from linearize.training.blockwise import layer_blocks
 

@@ -16,7 +16,8 @@ from linearize.configs.mixer import LayerPlan
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
-from linearize.planning.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render, size
+from linearize.planning.plan import Plan, finetuned_parameters, lora_parameters, make_plan, render
+from linearize.planning.results import size
 from linearize.recipe import Recipe, parse_overrides, recipe_names
 from tests.hf.test_teacher import GPT2 as GPT2_CONFIG
 from tests.hf.test_teacher import TINY

@@ -10,7 +10,9 @@ from tests.report.sample import interval
 
 SCORES = {"teacher": 0.921, "swapped": 0.504, "transferred": 0.893, "student": 0.905}
 METRICS = ("accuracy", "f1")
-NO_MEMORY = dict.fromkeys(["state_bytes", "student_cache_bytes_per_token", "teacher_cache_bytes_per_token"], 0)
+NO_MEMORY = dict.fromkeys(["state_bytes", "student_cache_bytes_per_token", "teacher_cache_bytes_per_token"], 0) | {
+    "bidirectional": True
+}
 
 
 def evaluation(

@@ -93,7 +93,7 @@ def test_a_page_of_a_task_has_what_applies_and_nothing_else(task_page: str) -> N
         "Text classification, 872 held-out examples.",
         "layer 5 head 1 (112.3 %)",
         "linearize run lolcats",
-        "none: inputs are read at once, in time linear in their length",
+        "time and memory linear in length, no cache",
         "What attention transfer did for each layer",
         "The student&#39;s answer is the teacher&#39;s in 96 % [95, 97] of all cases.",
     ):
@@ -263,8 +263,8 @@ def test_a_plan_of_a_decoder_still_tells_its_memory(read: Read, read_task: Read)
         (table,) = (block for block in recipe.recipe([run]).blocks if isinstance(block, Table))
         return {row[0] for row in table.groups[0].rows}
 
-    assert {"student holds, per sequence", "student holds less from"} <= named(read())
-    assert "cache" in named(read_task()) and "student holds, per sequence" not in named(read_task())
+    assert {"student's state", "memory is saved", "at 8k tokens"} <= named(read())
+    assert "attention" in named(read_task()) and "student's state" not in named(read_task())
 
 
 # --- the card ---------------------------------------------------------------------------------------------------------

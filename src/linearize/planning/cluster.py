@@ -20,7 +20,8 @@ from linearize.costs import FP32
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.planning.fit import parse_memory
-from linearize.planning.plan import StageCost, make_plan, size
+from linearize.planning.plan import make_plan
+from linearize.planning.results import StageCost, size
 from linearize.recipe import Recipe
 from linearize.training.optimizers import MOMENT_BYTES
 

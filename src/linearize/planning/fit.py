@@ -20,8 +20,8 @@ from linearize.data.load import row_length
 from linearize.hf.meta import MetaModel
 from linearize.hf.partial_model import stored_by_layer
 from linearize.hf.teacher import TeacherShape
-from linearize.planning.plan import AnyStage, size, stage_memory
-from linearize.planning.results import TRAINING_STAGES
+from linearize.planning.plan import AnyStage, stage_memory
+from linearize.planning.results import TRAINING_STAGES, size
 from linearize.recipe import Recipe
 
 SHARE = 0.9  # of a GPU's memory; the rest is CUDA's own, and gaps between tensors

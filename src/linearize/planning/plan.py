@@ -11,7 +11,6 @@ in `forecast`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from linearize.planning.results import Plan, StageCost
 from linearize.recipe import Recipe
 from linearize.training.optimizers import MOMENT_BYTES
 
-LENGTHS = (8192, 32768, 131072)  # tokens of a sequence whose bytes are shown
 # In memory: a trained parameter, its gradient and AdamW's two moments. On disk: its latest and best value, the moments.
 _TRAINED = 4 * FP32
 
@@ -227,74 +225,9 @@ def _finetune_flops(
     return (3 if config.all_weights else 2) * forward + 6 * adapters + 3 * attention + outputs + again
 
 
-# --- presentation -----------------------------------------------------------------------------------------------------
-
-
 def render(plan: Plan) -> Table:
     """The plan as a two-column table for the terminal."""
-    converted, kept = len(plan.converted_layers), len(plan.kept_layers)
     table = Table(title=f"{plan.recipe} on {plan.model_type}", show_header=False)
-    table.add_row("layers converted", f"{converted} of {converted + kept}")
-    if kept:
-        table.add_row("layers that stay softmax", ", ".join(map(str, plan.kept_layers)))
-    table.add_row("parameters", f"{_count(plan.teacher_parameters)}, and {_count(plan.new_parameters)} new")
-    for label, stage in _stages(plan):
-        if stage is not None:
-            table.add_row(label, _describe(stage))
-    if plan.control_flops:
-        table.add_row("trained controls", f"about {plan.control_flops:.2g} FLOPs")
-    for label, text in _encoder_rows(plan) if plan.bidirectional else _memory_rows(plan):
-        table.add_row(label, text)
-    table.add_row("disk", f"about {size(plan.disk_bytes)}")
-    if plan.activation_bytes:
-        table.add_row("disk, between blocks", f"about {size(plan.activation_bytes)}, until transfer is finished")
+    for row in plan.rows().items():
+        table.add_row(*row)
     return table
-
-
-def _memory_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Return the costs of generating with a decoder."""
-    growth, start = plan.student_cache_bytes_per_token, plan.break_even_tokens
-    grows = f", and {size(growth)} per token" if growth else " at any length"
-    yield "teacher's cache", f"{size(plan.teacher_cache_bytes_per_token)} per token of each sequence"
-    yield "student's state", f"{size(plan.state_bytes)} per sequence{grows}"
-    yield "memory is saved", "at no length" if start is None else f"from {start:,} tokens on"
-    for length in LENGTHS:
-        teacher, student = plan.teacher_cache_bytes_per_token * length, plan.state_bytes + growth * length
-        yield f"at {length // 1024}k tokens", f"teacher {size(teacher)}, student {size(student)} per sequence"
-
-
-def _encoder_rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    others = "; the layers that stay softmax do not change" if plan.kept_layers else ""
-    yield "attention", f"time and memory linear in length, no cache{others}"
-
-
-def _stages(plan: Plan) -> tuple[tuple[str, StageCost | None], ...]:
-    return ("attention transfer", plan.transfer), ("adapt", plan.adapt), ("finetune", plan.finetune)
-
-
-def _describe(stage: StageCost) -> str:
-    work = "unknown amount of data"
-    if stage.tokens is not None and stage.flops is not None:
-        work = f"{_count(stage.tokens)} tokens, about {stage.flops:.2g} FLOPs"
-    memory = "" if stage.memory_bytes is None else f", about {size(stage.memory_bytes)} of memory"
-    return f"{_count(stage.trainable_parameters)} parameters, {work}{memory}"
-
-
-def _count(number: int) -> str:
-    for power, suffix in ((9, "billion"), (6, "million"), (3, "thousand")):
-        if number >= 10**power:
-            return f"{_digits(number / 10**power)} {suffix}"
-    return str(number)
-
-
-def _digits(number: float) -> str:
-    """Three, or all of a number from 1,000 on, which is short of the next unit."""
-    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
-
-
-def size(number: int) -> str:
-    """Bytes in a unit that a reader can hold."""
-    for power, suffix in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if number >= 2**power:
-            return f"{_digits(number / 2**power)} {suffix}"
-    return f"{number} B"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from linearize.base import Record
 
 TRAINING_STAGES = ("transfer", "adapt", "finetune")  # in their order
+LENGTHS = (8192, 32768, 131072)  # tokens of a sequence whose bytes are shown
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,13 @@ class StageCost:
     tokens: int | None
     flops: int | None
     memory_bytes: int | None
+
+    def __str__(self) -> str:
+        work = "unknown amount of data"
+        if self.tokens is not None and self.flops is not None:
+            work = f"{_count(self.tokens)} tokens, about {self.flops:.2g} FLOPs"
+        memory = "" if self.memory_bytes is None else f", about {size(self.memory_bytes)} of memory"
+        return f"{_count(self.trainable_parameters)} parameters, {work}{memory}"
 
 
 class Plan(Record):
@@ -55,3 +63,58 @@ class Plan(Record):
     break_even_tokens: int | None
     disk_bytes: int
     activation_bytes: int | None
+
+    def rows(self) -> dict[str, str]:
+        """Return what is shown of the plan, in the terminal and in the report: label and text."""
+        converted, kept = len(self.converted_layers), len(self.kept_layers)
+        rows = {"layers converted": f"{converted} of {converted + kept}"}
+        if kept:
+            rows["layers that stay softmax"] = ", ".join(map(str, self.kept_layers))
+        rows["parameters"] = f"{_count(self.teacher_parameters)}, and {_count(self.new_parameters)} new"
+        stages = {"attention transfer": self.transfer, "adapt": self.adapt, "finetune": self.finetune}
+        rows |= {label: str(stage) for label, stage in stages.items() if stage is not None}
+        if self.control_flops:
+            rows["trained controls"] = f"about {self.control_flops:.2g} FLOPs"
+        if self.bidirectional:
+            others = "; the layers that stay softmax do not change" if kept else ""
+            rows["attention"] = f"time and memory linear in length, no cache{others}"
+        else:
+            rows |= self._memory_rows()
+        rows["disk"] = f"about {size(self.disk_bytes)}"
+        if self.activation_bytes:
+            rows["disk, between blocks"] = f"about {size(self.activation_bytes)}, until transfer is finished"
+        return rows
+
+    def _memory_rows(self) -> dict[str, str]:
+        """Return the costs of generating with a decoder."""
+        growth, start = self.student_cache_bytes_per_token, self.break_even_tokens
+        grows = f", and {size(growth)} per token" if growth else " at any length"
+        rows = {
+            "teacher's cache": f"{size(self.teacher_cache_bytes_per_token)} per token of each sequence",
+            "student's state": f"{size(self.state_bytes)} per sequence{grows}",
+            "memory is saved": "at no length" if start is None else f"from {start:,} tokens on",
+        }
+        for length in LENGTHS:
+            teacher, student = self.teacher_cache_bytes_per_token * length, self.state_bytes + growth * length
+            rows[f"at {length // 1024}k tokens"] = f"teacher {size(teacher)}, student {size(student)} per sequence"
+        return rows
+
+
+def _count(number: int) -> str:
+    for power, suffix in ((9, "billion"), (6, "million"), (3, "thousand")):
+        if number >= 10**power:
+            return f"{_digits(number / 10**power)} {suffix}"
+    return str(number)
+
+
+def _digits(number: float) -> str:
+    """Three, or all of a number from 1,000 on, which is short of the next unit."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
+
+
+def size(number: int) -> str:
+    """Return bytes in a unit that makes the number short."""
+    for power, suffix in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if number >= 2**power:
+            return f"{_digits(number / 2**power)} {suffix}"
+    return f"{number} B"
