@@ -93,7 +93,7 @@ def test_the_page_has_the_short_evaluation_and_says_what_the_long_one_adds(tmp_p
     page = write_report([tmp_path], tmp_path / "report.html").read_text(encoding="utf-8")
     assert ">Short evaluation</h2>" in page and ">Quality</h2>" not in page
     rows = {row[0]: row[1] for group in key_numbers([run]).groups for row in group.rows}
-    assert rows["Continuation, student minus teacher, streaming"] == "+0.150 [+0.130, +0.170]"
+    assert rows["Student: loss of a continuation minus teacher's"] == "+0.150 [+0.130, +0.170]"
 
 
 def test_a_run_without_enough_text_is_read_too(tmp_path: Path) -> None:

@@ -6,12 +6,11 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from matplotlib.figure import Figure
 
 from linearize.evaluation.intervals import Interval
 from linearize.report.figures import DotPanel, Dots, Line, LinePanel, curves, dots
 from linearize.report.heatmaps import Panel, Scale, heatmaps
-from linearize.report.svg import COLOURS, draw
+from linearize.report.svg import COLOURS
 
 
 def line(key: str = "a", name: str = "one", label: str = "words") -> str:
@@ -51,16 +50,6 @@ def test_a_label_and_names_are_escaped_and_a_dollar_is_a_dollar() -> None:
 
 def test_scripts_that_the_font_lacks_make_no_noise() -> None:
     assert "\u4f60\u597d" in line(name="\u4f60\u597d")
-
-
-def test_paths_are_shortened_without_a_change() -> None:
-    def paint(figure: Figure) -> None:
-        axis = figure.add_axes((0, 0, 1, 1))
-        axis.axis("off")
-        axis.plot([0, 1, 1, 0], [0, 0, 1, 0.5], color="#f00000")
-
-    path = re.search(r'd="([^"]+)" clip', str(draw("a", "b", 110, 110, paint, pack=False)))
-    assert path is not None and path[1] == "M5 105H105V5L5 55"
 
 
 def limits(panel: DotPanel) -> str:

@@ -208,39 +208,6 @@ def _line_panel(axis: Axes, panel: LinePanel) -> None:
         axis.set_ylim(bottom=0)
 
 
-def steps(
-    key: str, label: str, rows: Sequence[str], series: Sequence[tuple[str, Sequence[Number], Sequence[Number], int]]
-) -> Markup:
-    """From an open dot to a filled one on a logarithmic axis, a row each: before and after training."""
-    height = 90 + len(rows) * (10 + 12 * len(series))
-
-    def paint(figure: Figure) -> None:
-        axis = figure.subplots()
-        for place, (name, before, after, style) in enumerate(series):
-            shift = (place - (len(series) - 1) / 2) * 0.62 / len(series)
-            paint, marker = line_colour(style), MARKERS[style % len(MARKERS)]
-            prefix = f"{name}: " if len(series) > 1 else ""
-            axis.plot([], [], marker, color=paint, markerfacecolor=colour("paper"), label=f"{prefix}before")
-            axis.plot([], [], marker, color=paint, label=f"{prefix}best")
-            for row, (start, end) in enumerate(zip(before, after, strict=True)):
-                axis.plot([start, end], [row + shift] * 2, color=paint, linewidth=1.2)
-                axis.plot([start], [row + shift], marker, color=paint, markerfacecolor=colour("paper"))
-                axis.plot([end], [row + shift], marker, color=paint)
-        axis.set_xscale("log")
-        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: scaled(value)))
-        axis.set_yticks(range(len(rows)), rows)
-        axis.set_ylim(len(rows) - 0.4, -0.6)
-        axis.tick_params(axis="y", length=0)
-        axis.spines["left"].set_visible(False)
-        axis.set_xlabel("held-out loss")
-        axis.grid(axis="x")
-        _legend(figure, [axis])
-
-    return draw(key, label, WIDTH, height, paint)
-
-
 def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
     """One legend above all panels, where there is more than one thing to tell apart."""
     named = {}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from linearize.evaluation.metrics import title
-from linearize.evaluation.timings import Speed
 from linearize.hf.prefill import FULL, STREAMING
 from linearize.planning.results import TRAINING_STAGES
 from linearize.report.findings import Finding, findings, speeds, verdict
@@ -93,125 +92,68 @@ def _teacher(run: RunFiles) -> str:
 
 def key_numbers(runs: Sequence[RunFiles]) -> Table:
     """A row per number that at least one run has, a column per run."""
-    lines = [line for metric in _metrics(runs) for line in _scores(runs, metric)]
-    lines += [[name, *(read(run) for run in runs)] for name, read in _KEYS.items()]
-    tasks = dict.fromkeys(task.name for run in runs for task in run.results.retrieval)
-    lines += [
-        [f"Recall recovered: {name.replace('_', ' ')}", *(_recovery(run, name) for run in runs)] for name in tasks
-    ]
-    shown = [line for line in lines if set(line[1:]) != {DASH}]
-    return Table.of("Key numbers, with 95 % intervals", ["", *(run.name for run in runs)], shown)
+    columns = [_key_numbers(run) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    lines = [[name, *(column.get(name, DASH) for column in columns)] for name in names]
+    return Table.of("Key numbers, with 95 % intervals", ["", *(run.name for run in runs)], lines)
 
 
-def _metrics(runs: Sequence[RunFiles]) -> list[str]:
-    """The ones that count, of all tasks."""
-    return list(dict.fromkeys(run.task.metrics[0] for run in runs if run.task))
+def _key_numbers(run: RunFiles) -> dict[str, str]:
+    """Return the numbers of one run that were measured."""
+    found: dict[str, str] = {}
+    results = run.results
+    if run.task is not None:
+        metric = run.task.metrics[0]
+        name = title(metric)
+        found[f"Student's {name}"] = with_interval(run.score("student", metric))
+        found[f"Teacher's {name}"] = with_interval(run.score("teacher", metric))
+        difference = run.score_difference("teacher", metric)
+        found[f"Student's minus teacher's {name}, paired"] = with_interval(difference, sign=True)
+        found[f"Share of the teacher's {name}"] = percent(run.recovery(metric))
+    readers = {"Student": ("student", STREAMING), "Student, prompt read in full": ("student", FULL)}
+    for name, (model, way) in (readers | {"Teacher": ("teacher", None)}).items():
+        if results.short is not None and (line := run.reading(model, way)) is not None:
+            context = count(results.short.context)
+            found[f"{name}: loss of a continuation minus teacher's"] = with_interval(line.difference, sign=True)
+            found[f"{name}: needles found"] = percent(line.needles)
+            found[f"{name}: memory"] = f"{scaled(line.cache_bytes, 'B')} (after {context} tokens)"
+    if run.task is not None:
+        found["Same answer as the teacher"] = percent(run.agreement("student"))
+        found["Held-out examples of the task"] = count(run.task.examples)
+    for name, model in (("Loss of the student, nats per token", "student"), ("Loss of the teacher", "teacher")):
+        if (line := run.measured(model)) is not None:
+            found[name] = with_interval(line.quality.loss)
+    for other, whom in _COMPARED.items():
+        if (line := run.comparison(other)) is not None:
+            found[f"Student minus {whom}, paired"] = with_interval(line.overall, sign=True)
+            if other == "window_finetuned":
+                found["the same, beyond the window"] = with_interval(line.beyond, sign=True)
+    if results.far_context is not None:
+        found["Kept of the teacher's gain beyond the window"] = percent(results.far_context.share)
+    if results.copying is not None:
+        found["Kept of the teacher's copying"] = percent(results.copying.share)
+    if results.agreement is not None:
+        found["Same likeliest token as the teacher"] = percent(results.agreement.top1)
+        found["KL(teacher || student), nats per token"] = with_interval(results.agreement.kl)
+    if results.generations is not None:
+        found["Generated tokens that agree with the teacher"] = percent(results.generations.agreement)
+    for model in ("student", "teacher"):
+        if entries := speeds(run, model):
+            where = f"(at {count(entries[-1].prompt_length)} tokens)"
+            found[f"Cache of the {model}"] = f"{scaled(entries[-1].cache_bytes, 'B')} {where}"
+            found[f"Per generated token, {model}"] = f"{milliseconds(entries[-1].decode.median)} ms {where}"
+    found["Training tokens, all stages of the student"] = plain(_tokens(run))
+    for task in results.retrieval:
+        found[f"Recall recovered: {task.name.replace('_', ' ')}"] = percent(task.recovery)
+    return {name: text for name, text in found.items() if text != DASH}
 
 
-def _scores(runs: Sequence[RunFiles], metric: str) -> list[list[str]]:
-    name = title(metric)
-    read: dict[str, Callable[[RunFiles], str]] = {
-        f"Student's {name}": lambda run: with_interval(run.score("student", metric)),
-        f"Teacher's {name}": lambda run: with_interval(run.score("teacher", metric)),
-        f"Student's minus teacher's {name}, paired": lambda run: with_interval(
-            run.score_difference("teacher", metric), sign=True
-        ),
-        f"Share of the teacher's {name}": lambda run: percent(run.recovery(metric)),
-    }
-    return [[words, *map(write, runs)] for words, write in read.items()]
-
-
-def _loss(name: str) -> Callable[[RunFiles], str]:
-    def read(run: RunFiles) -> str:
-        line = run.measured(name)
-        return with_interval(line.quality.loss if line else None)
-
-    return read
-
-
-def _difference(other: str, beyond: bool = False) -> Callable[[RunFiles], str]:
-    def read(run: RunFiles) -> str:
-        line = run.comparison(other)
-        found = None if line is None else line.beyond if beyond else line.overall
-        return with_interval(found, sign=True)
-
-    return read
-
-
-def _longest(model: str, write: Callable[[Speed], str]) -> Callable[[RunFiles], str]:
-    def read(run: RunFiles) -> str:
-        entries = speeds(run, model)
-        return f"{write(entries[-1])} (at {count(entries[-1].prompt_length)} tokens)" if entries else DASH
-
-    return read
-
-
-def _recovery(run: RunFiles, name: str) -> str:
-    found = next((task for task in run.results.retrieval if task.name == name), None)
-    return DASH if found is None else percent(found.recovery)
-
-
-def _short_difference(prefill: str) -> Callable[[RunFiles], str]:
-    """Return the loss minus the teacher's of the student that reads a prompt in this way."""
-
-    def read(run: RunFiles) -> str:
-        line = run.reading("student", prefill)
-        return with_interval(line and line.difference, sign=True)
-
-    return read
-
-
-def _short_needles(prefill: str) -> Callable[[RunFiles], str]:
-    def read(run: RunFiles) -> str:
-        line = run.reading("student", prefill)
-        return percent(line and line.needles)
-
-    return read
-
-
-def _short_bytes(model: str, prefill: str | None) -> Callable[[RunFiles], str]:
-    def read(run: RunFiles) -> str:
-        line = run.reading(model, prefill)
-        if line is None or run.results.short is None:
-            return DASH
-        return f"{scaled(line.cache_bytes, 'B')} ({count(run.results.short.context)})"
-
-    return read
-
-
-_KEYS: dict[str, Callable[[RunFiles], str]] = {
-    "Continuation, student minus teacher, streaming": _short_difference(STREAMING),
-    "the same, prompt read in full": _short_difference(FULL),
-    "Needles found, streaming": _short_needles(STREAMING),
-    "the same, of a prompt read in full": _short_needles(FULL),
-    "Memory of the student (after so many tokens)": _short_bytes("student", STREAMING),
-    "Memory of the teacher (after so many tokens)": _short_bytes("teacher", None),
-    "Same answer as the teacher": lambda run: percent(run.agreement("student")),
-    "Held-out examples of the task": lambda run: count(run.task and run.task.examples),
-    "Loss of the student, nats per token": _loss("student"),
-    "Loss of the teacher": _loss("teacher"),
-    "Student minus teacher, paired": _difference("teacher"),
-    "Student minus window-only control, paired": _difference("window_finetuned"),
-    "the same, beyond the window": _difference("window_finetuned", beyond=True),
-    "Student minus window of equal bytes, paired": _difference("equal_finetuned"),
-    "Student minus the same memory without linear parts, paired": _difference("exact_finetuned"),
-    "Student minus itself without the linear part": _difference("ablated"),
-    "Kept of the teacher's gain beyond the window": lambda run: percent(
-        run.results.far_context and run.results.far_context.share
-    ),
-    "Kept of the teacher's copying": lambda run: percent(run.results.copying and run.results.copying.share),
-    "Same likeliest token as the teacher": lambda run: percent(run.results.agreement and run.results.agreement.top1),
-    "KL(teacher || student), nats per token": lambda run: with_interval(
-        run.results.agreement and run.results.agreement.kl
-    ),
-    "Generated tokens that agree with the teacher": lambda run: percent(
-        run.results.generations and run.results.generations.agreement
-    ),
-    "Cache of the student": _longest("student", lambda entry: scaled(entry.cache_bytes, "B")),
-    "Cache of the teacher": _longest("teacher", lambda entry: scaled(entry.cache_bytes, "B")),
-    "Per generated token, student": _longest("student", lambda entry: f"{milliseconds(entry.decode.median)} ms"),
-    "Per generated token, teacher": _longest("teacher", lambda entry: f"{milliseconds(entry.decode.median)} ms"),
-    "Training tokens, all stages of the student": lambda run: plain(_tokens(run)),
+_COMPARED = {
+    "teacher": "teacher",
+    "window_finetuned": "window-only control",
+    "equal_finetuned": "window of equal bytes",
+    "exact_finetuned": "the same memory without linear parts",
+    "ablated": "itself without the linear part",
 }
 
 

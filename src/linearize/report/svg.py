@@ -77,21 +77,18 @@ _STYLE: dict[Any, Any] = {
 }
 
 
-def draw(
-    key: str, label: str, width: Number, height: Number, paint: Callable[[Figure], None], pack: bool = True
-) -> Markup:
+def draw(key: str, label: str, width: Number, height: Number, paint: Callable[[Figure], None]) -> Markup:
     """A drawing of `width` x `height` CSS pixels, made by `paint`.
 
     Args:
         key: unlike that of any other drawing on the page.
         label: what the drawing shows, in words.
-        pack: let matplotlib make room for labels; else `paint` places its axes itself.
     """
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
         # A script that this font lacks is drawn by the browser's font; only its width is guessed here.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         matplotlib.rcParams["svg.hashsalt"] = key
-        figure = Figure(figsize=(width / 72, height / 72), layout="constrained" if pack else None)
+        figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
         paint(figure)
         written = StringIO()
         figure.savefig(written, format="svg", metadata={"Date": None})
@@ -132,21 +129,4 @@ def _rewrite(element: ElementTree.Element, key: str, used: set[str]) -> None:
                 r"-?\d+\.\d+(e-?\d+)?", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), value
             )
             value = " ".join(value.split())
-            value = _short_path(value) if name == "d" else value
         element.set(name, value)
-
-
-def _short_path(path: str) -> str:
-    """A path with its level and upright lines written as such, which halves the drawing of a grid of boxes."""
-    written, x, y = [], "", ""
-    for command, found in re.findall(r"([A-Za-z])([^A-Za-z]*)", path):
-        numbers = found.split()
-        if command == "L" and numbers[1] == y:
-            written.append(f"H{numbers[0]}")
-        elif command == "L" and numbers[0] == x:
-            written.append(f"V{numbers[1]}")
-        else:
-            written.append(command + " ".join(numbers))
-        if numbers:
-            x, y = numbers[-2:]
-    return "".join(written)

@@ -27,14 +27,13 @@ from linearize.hf.checkpoint import read_config
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
+from linearize.report.frontier import ALLOCATED, LAYERS, WINDOW
 from linearize.run.allocation import Measured, measure, stored
 from linearize.run.folder import Run, alone_in, check_output, claim, versions, write_json
 from linearize.training.allocation import Allocation, allocate
 from linearize.training.finetune import finetune
 from linearize.training.layer_allocation import LayerAllocation, allocate_layers
 from linearize.training.memory import head_bytes, head_mixer, require_room
-
-ALLOCATED, LAYERS, WINDOW = "per-head allocation", "full layers and windows", "window and sinks"
 
 
 @dataclass(frozen=True)

@@ -22,48 +22,32 @@ from linearize.report.sections import (
 )
 
 
-def every_run(run: RunFiles) -> bool:
-    return True
-
-
-def language_models(run: RunFiles) -> bool:
-    return run.is_language_model
-
-
-def measured_shortly(run: RunFiles) -> bool:
-    return run.results.short is not None
-
-
-def at_a_task(run: RunFiles) -> bool:
-    return run.task is not None
-
-
-def with_heads(run: RunFiles) -> bool:
+def _with_heads(run: RunFiles) -> bool:
     """Return whether heads were compared, or a reason is given why they were not."""
     results = run.results
     return run.is_language_model or results.fidelity is not None or "fidelity" in results.not_measured
 
 
-def with_a_budget(run: RunFiles) -> bool:
-    return run.allocation is not None
+def _of_text(run: RunFiles) -> bool:
+    return run.is_language_model
 
 
 # Each with the runs that it concerns. Where it concerns one, it says too what was not measured of it.
 _SECTIONS: tuple[tuple[Callable[[Sequence[RunFiles]], Section], Callable[[RunFiles], bool]], ...] = (
-    (recipe.recipe, every_run),
-    (training.training, every_run),
-    (scores.scores, at_a_task),
-    (short.short, measured_shortly),
-    (quality.quality, language_models),
-    (positions.positions, language_models),
-    (quality.agreement, language_models),
-    (recall.recall, language_models),
-    (attention.fidelity, with_heads),
-    (memory.memory, with_a_budget),
-    (tasks.tasks, language_models),
-    (costs.speed, language_models),
-    (tasks.generations, language_models),
-    (costs.provenance, every_run),
+    (recipe.recipe, lambda run: True),
+    (training.training, lambda run: True),
+    (scores.scores, lambda run: run.task is not None),
+    (short.short, lambda run: run.results.short is not None),
+    (quality.quality, _of_text),
+    (positions.positions, _of_text),
+    (quality.agreement, _of_text),
+    (recall.recall, _of_text),
+    (attention.fidelity, _with_heads),
+    (memory.memory, lambda run: run.allocation is not None),
+    (tasks.tasks, _of_text),
+    (costs.speed, _of_text),
+    (tasks.generations, _of_text),
+    (costs.provenance, lambda run: True),
 )
 
 

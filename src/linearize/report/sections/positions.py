@@ -23,14 +23,7 @@ STYLES = {
     "exact_finetuned": 5,
 }
 # The table has all candidates.
-_CURVES = (
-    "teacher",
-    "student",
-    "window_finetuned",
-    "equal_finetuned",
-    "exact_finetuned",
-    "ablated",
-)  # the table has all
+_CURVES = ("teacher", "student", "window_finetuned", "equal_finetuned", "exact_finetuned", "ablated")
 
 
 def positions(runs: Sequence[RunFiles]) -> Section:

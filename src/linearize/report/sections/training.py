@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linearize.report.figures import Line, LinePanel, curves, steps
+from linearize.report.figures import Line, LinePanel, curves
 from linearize.report.html import Block, Figure, Section, Table
 from linearize.report.load import RunFiles
 from linearize.report.numbers import Number, count, duration, loss, plain, share
@@ -104,30 +104,31 @@ def _units(runs: Sequence[RunFiles]) -> Figure:
     """Held-out loss of every layer's mixer before transfer and at its best."""
     results = {run.name: result for run in runs if (result := run.stages["transfer"].result)}
     names = list(dict.fromkeys(name for result in results.values() for name in result.best_loss))
-    series = []
-    for place, (name_of_run, result) in enumerate(results.items()):
-        before, after = (
-            [losses.get(name, float("nan")) for name in names] for losses in (result.initial_loss, result.best_loss)
-        )
-        series.append((name_of_run, before, after, place))
-    rows = [
-        [
-            _layer(name),
-            *(text for _, before, after, _ in series for text in (loss(before[i]), loss(after[i]))),
-        ]
-        for i, name in enumerate(names)
+    layers = list(map(_layer, names))
+    losses = {
+        f"{run}: {what}" if len(results) > 1 else what: [found.get(name, float("nan")) for name in names]
+        for run, result in results.items()
+        for what, found in (("before", result.initial_loss), ("best", result.best_loss))
+    }
+    lines = [
+        Line(title, range(len(names)), found, style=place // 2, dash=1 - place % 2)
+        for place, (title, found) in enumerate(losses.items())
     ]
-    heads = [run.prefix + what for run in runs for what in ("before", "best")]
-    worst = max(range(len(names)), key=lambda i: series[0][2][i])
+    stride = max(1, -(-len(names) // 16))
+    ticks = {float(i): layer.removeprefix("layer ") for i, layer in enumerate(layers) if i % stride == 0}
+    panel = LinePanel("", lines, "layer", "held-out loss", log_y=True, ticks=ticks)
+    rows = [[layer, *(loss(found[i]) for found in losses.values())] for i, layer in enumerate(layers)]
+    best = lines[1].y
+    worst = max(range(len(names)), key=lambda i: best[i])
     label = (
         f"Transfer loss of each layer before and after, on a logarithmic axis. Highest after transfer"
-        f"{' in ' + runs[0].name if len(runs) > 1 else ''}: {_layer(names[worst])}, {loss(series[0][2][worst])}."
+        f"{' in ' + runs[0].name if len(runs) > 1 else ''}: {layers[worst]}, {loss(best[worst])}."
     )
     return Figure(
         "What attention transfer did for each layer",
-        steps("transfer-layers", label, [_layer(name) for name in names], series),
-        "Held-out transfer loss, from the untrained mixer to its best snapshot.",
-        Table.of("Held-out transfer loss by layer", ["layer", *heads], rows, collapsed=True),
+        curves("transfer-layers", label, [panel]),
+        "Held-out transfer loss, from the untrained mixer (dashed) to its best snapshot.",
+        Table.of("Held-out transfer loss by layer", ["layer", *losses], rows, collapsed=True),
     )
 
 
