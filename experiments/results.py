@@ -33,17 +33,17 @@ SECTIONS = {
     "supra": "SUPRA",
     "regla": "ReGLA",
     "real_models": "Public models, converted",
-    "recommended": "What `linearize run` takes when no recipe is named",
+    "recommended": "The recipe `recommended`, our own method",
 }
 INTRODUCTION = """# Results
 
-What holds of the papers' claims in our runs. **Our runs are small**: models of 0.1M to 23M parameters, a few million
-tokens at most, on two CPU cores, in place of the papers' 0.1B to 405B parameters. A verdict here says whether a claim
-held in that setting, not whether the paper is right. Larger numbers are better for scores and smaller ones for
-perplexities. Ours are perplexities on held-out text, or scores in per cent on held-out examples; the paper's are in its
-own measure, so compare the order of the values, which stand in the order of the rows named first.
+Which of the papers' claims hold in our runs. **Our runs are small**: models of 0.1M to 23M parameters, a few million
+tokens at most, on two CPU cores. The papers' models have 0.1B to 405B parameters. A verdict here says whether a claim
+held in our setting, not whether the paper is right. Our values are perplexities on held-out text (smaller is better),
+or scores in per cent on held-out examples (larger is better). The paper's are in its own measure, so compare only the
+order of the values. They stand in the order of the rows named after the claim.
 
-What we recommend to use, on SmolLM2-135M-Instruct: [per-head KV budget allocation](memory.md), compared
+What we recommend, measured on SmolLM2-135M-Instruct: [per-head KV budget allocation](memory.md), compared
 [with kvpress](../benchmarks/README.md#beside-kvpress). By need: [which recipe to pick](choosing.md).
 
 """
@@ -53,10 +53,10 @@ TEACHERS = """
 `pycode-5m` is the bundled Llama of 5.5M parameters, on the sources of Python's standard library (`python
 scripts/write_stdlib_corpus.py corpus`). stories260K (karpathy/tinyllamas on the hub) reads TinyStories
 (roneneldan/TinyStories). Hedgehog's teachers are all-MiniLM-L6-v2, a BERT of 22.7M parameters, models that are
-finetuned from it, and models that are trained by the commands in
+fine-tuned from it, and models that are trained by the commands in
 [experiments/hedgehog/README.md](../experiments/hedgehog/README.md). gpt-nano-sort (bbycroft/llm-viz on GitHub) is a
 GPT-2 that sorts. An interval is a 95 % bootstrap of paired differences on the same tokens or examples. `python
-experiments/run.py --help` says how a table is made again, at this size or at that of its `gpu` setting.
+experiments/run.py --help` says how to make a table again, at this size or at that of its `gpu` setting.
 """
 
 
@@ -84,7 +84,7 @@ def pages() -> dict[Path, str]:
                 text = path.read_text(encoding="utf-8")
                 text = text.replace("\n## ", "\n### ").replace("# ", "## ", 1)
                 tables.append(re.sub(r"(?<=\]\()(?=[\w.]+\.svg\))", here, text))
-        introduction = f"# {title}\n\nAll tables, each with its command. [The index](../results.md) sums them up.\n"
+        introduction = f"# {title}\n\nAll tables, each with its command. [The index](../results.md) summarises them.\n"
         found[INDEX.with_suffix("") / f"{folder}.md"] = "\n".join([introduction, *tables])
     return found
 
@@ -110,6 +110,8 @@ def _claim(folder: str, claim: dict[str, Any]) -> str:
     record = json.loads(path.read_text(encoding="utf-8"))
     grid = run.Grid.load(path.with_name(record["grid"]))
     results = {label: [x for x in record["results"] if x["label"] == label] for label in claim["rows"]}
+    seeds = set.intersection(*({x["seed"] for x in found} for found in results.values()))
+    results = {label: [x for x in found if x["seed"] in seeds] for label, found in results.items()}
     papers = [found[0]["paper"] for found in results.values()]
     column = claim.get("column", 0)
     paper = " → ".join(f"{x[column]}" if x else "-" for x in papers) if any(papers) else ""

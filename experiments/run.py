@@ -397,7 +397,7 @@ def _training_speed(result: dict[str, Any]) -> str:
 
 
 COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "swapped": ("perplexity, swapped in", _perplexity("swapped")),
+    "swapped": ("perplexity, untrained", _perplexity("swapped")),
     "transferred": ("after transfer", _perplexity("transferred")),
     "student": ("perplexity at the end", _perplexity("student")),
     "beyond": (f"beyond {FAR} tokens", _beyond),
@@ -413,7 +413,7 @@ COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "teacher_entropy": ("of softmax's", _heads("teacher_entropy")),
     "monotonicity": ("monotonicity", _heads("monotonicity")),
     "teacher_score": ("teacher", _score("teacher")),
-    "swapped_score": ("swapped in", _score("swapped")),
+    "swapped_score": ("untrained", _score("swapped")),
     "transferred_score": ("after transfer", _score("transferred")),
     "score": ("at the end", _score("student")),
     "recovered": ("% of the teacher's", _percent("recovered")),

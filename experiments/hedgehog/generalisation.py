@@ -8,7 +8,8 @@ RUN are run folders of converted models (a grid's lie in its --work-dir, cells/K
 same untrained, and maps that learn nothing are swapped into the first run's teacher; measured is the KL divergence of
 their attention weights from softmax, a mean over heads and layers, on each --data (Tables 4 and 14), and on the first
 of these joined to longer and longer rows (Table 5). With --onto all are swapped into that run's teacher, too, and
-measured on its own task: KL, the score as swapped in, and with --finetune the score after its last stage (Table 15).
+measured on its own task: KL, the score before fine-tuning, and with --finetune the score after its last stage (Table
+15).
 Writes generalisation.json and the same as tables beside it (.md).
 """
 
@@ -256,11 +257,11 @@ def markdown(found: dict[str, Any]) -> str:
     lines += [*_table(found["lengths"]), "", PAPER]
     for name, task in found["moved"].items():
         titles: dict[str, Callable[[dict[str, Any]], Any]] = {"KL": lambda row: row.get("kl")}
-        titles[f"{task['metric']}, swapped in"] = lambda row: row["score"]
+        titles[f"{task['metric']}, before fine-tuning"] = lambda row: row["score"]
         if any("finetuned" in row for row in task["maps"].values()):
             titles["finetuned"] = lambda row: row.get("finetuned")
         rows = {label: {title: get(row) for title, get in titles.items()} for label, row in task["maps"].items()}
-        lines += ["", f"## Swapped into the teacher of another task: {name} (Table 15)", "", *_table(rows)]
+        lines += ["", f"## In the teacher of another task: {name} (Table 15)", "", *_table(rows)]
     lines += ["", f"**Finding.** {found['finding']}"] if found["finding"] else []
     return "\n".join(lines) + "\n"
 

@@ -98,7 +98,7 @@ def candidates(
             "softmax attention, fine-tuned on the same tokens",
             ("controls/teacher_finetuned",),
         ),
-        "swapped": (lambda: nullcontext(untrained()), "mixers swapped in, nothing trained", ()),
+        "swapped": (lambda: nullcontext(untrained()), "mixers with initial weights, nothing trained", ()),
         "transferred": (lambda: nullcontext(transferred()), "mixers trained to match softmax outputs", ("transfer",)),
         "student": (lambda: nullcontext(student), "the finished student", stages),
         "ablated": (lambda: without_linear_part(student), "the student without its linear part", stages),
