@@ -1,7 +1,7 @@
 """Takes the picture of the chat page in docs/serving.md: a run's student beside its teacher, after some tokens.
 
 linearize demo --output-dir demo-output
-linearize serve demo-output --page --teacher src/linearize/demo/teacher
+linearize serve demo-output --ui --teacher src/linearize/demo/teacher
 python scripts/chat_screenshot.py http://127.0.0.1:8000 docs/figures/serve.png
 """
 
@@ -24,7 +24,7 @@ PROMPT = "def read_config(path):\n"
 def main() -> None:
     """Write the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("address", help="of a running `linearize serve --page`")
+    parser.add_argument("address", help="of a running `linearize serve --ui`")
     parser.add_argument("output", type=Path, help="the PNG")
     parser.add_argument("--tokens", type=int, default=200, help="that each model generates")
     a = parser.parse_args()

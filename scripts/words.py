@@ -35,9 +35,11 @@ RETIRED = {
     r"in (the|an) absolute scale": "log-sum-exp merge",
     r"of_cache_at": "reference_length",
     r"wants_more": "needs_fallback",
+    r"--page": "--ui",
     r"evaluation[./]worth": "evaluation.results",
 }
 EXCEPTIONS = {
+    ("CHANGELOG.md", r"--page"): "the entry on its new name",
     ("CHANGELOG.md", r"of_cache_at"): "the entry on its new name",
     ("tests/mixers/test_real_keys.py", r"in (the|an) absolute scale"): "the recipe's name",
 }

@@ -484,11 +484,11 @@ def serve(
     ] = None,
     page: Annotated[
         bool,
-        typer.Option("--page", help="open a chat in the browser: the student beside its teacher, with their bytes"),
+        typer.Option("--ui", help="open a chat in the browser: the student beside its teacher, with their bytes"),
     ] = False,
     teacher: Annotated[
         str | None,
-        typer.Option(help="also serve this softmax model; with --page the run folder's own by default"),
+        typer.Option(help="also serve this softmax model; with --ui the run folder's own by default"),
     ] = None,
     served_model_name: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""The page of `linearize serve --page` in a real browser: it talks to a real server over the bundled models."""
+"""The page of `linearize serve --ui` in a real browser: it talks to a real server over the bundled models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DASH = "\N{EN DASH}"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = bundled_student(tmp_path_factory.mktemp("served") / "student")
-    with serving(folder, "--page", "--teacher", teacher_path()) as running:
+    with serving(folder, "--ui", "--teacher", teacher_path()) as running:
         yield running
 
 
@@ -142,7 +142,7 @@ def test_both_continue_a_text_and_what_they_hold_is_told(open_chat: Open, server
 
 
 def test_a_chat_takes_turns(open_chat: Open, tmp_path: Path) -> None:
-    with serving(chatting_student(tmp_path / "student"), "--page") as server:
+    with serving(chatting_student(tmp_path / "student"), "--ui") as server:
         opened = open_chat(server)
         page = opened.page
         ask(page, "hello")
@@ -226,7 +226,7 @@ def test_the_keyboard_goes_through_it_in_order_and_all_has_a_name(open_chat: Ope
 
 
 def test_a_key_is_asked_for(open_chat: Open, tmp_path: Path) -> None:
-    with serving(bundled_student(tmp_path / "student"), "--page", "--api-key", "s3cret") as server:
+    with serving(bundled_student(tmp_path / "student"), "--ui", "--api-key", "s3cret") as server:
         page = open_chat(server).page
         for key in ("wrong", "s3cret"):
             page.get_by_label("The server's key").fill(key)

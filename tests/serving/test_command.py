@@ -84,12 +84,12 @@ def test_an_engine_that_is_missing_is_named(installed: set[str], command: Comman
     assert_refused(command("serve", served, "--engine", "vllm"), "--engine: expected vLLM, found it not installed; pip")
     installed.add("vllm")
     assert_refused(
-        command("serve", served, "--page"), "serve: expected the packages of transformers' server, found no uvicorn"
+        command("serve", served, "--ui"), "serve: expected the packages of transformers' server, found no uvicorn"
     )
     assert_refused(
         command("serve", served, "--engine", "tgi"), "--engine: expected one of auto, vllm, transformers; found"
     )
-    for options in (["--page"], ["--teacher", served]):
+    for options in (["--ui"], ["--teacher", served]):
         done = command("serve", served, "--engine", "vllm", *options)
         assert_refused(done, "--engine: expected transformers, whose server runs student and teacher, found vllm")
     assert_refused(

@@ -50,7 +50,7 @@ def choose_engine(asked: str, *, alone: bool) -> str:
         raise UserError(f"--engine: expected one of {', '.join(ENGINES)}; found {asked!r}")
     if asked == "vllm" and not alone:
         raise UserError(
-            "--engine: expected transformers, whose server runs student and teacher, found vllm with --page or "
+            "--engine: expected transformers, whose server runs student and teacher, found vllm with --ui or "
             "--teacher; leave one of them out"
         )
     there = importlib.util.find_spec("vllm") is not None
@@ -129,7 +129,7 @@ def start_vllm(model: str, endpoint: Endpoint, *, dtype: str, note: Note) -> Non
         note("config.prefill: found full, but vLLM reads prompts by streaming; --engine transformers reads in full")
     name = endpoint.name or public_name(folder)
     note(f"vLLM serves {name} at {endpoint.url(port)}/v1, many requests at a time")
-    note("vLLM has no page; --page, or --engine transformers, starts transformers' server instead")
+    note("vLLM has no page; --ui, or --engine transformers, starts transformers' server instead")
     if endpoint.api_key is not None:
         os.environ["VLLM_API_KEY"] = endpoint.api_key  # not an argument, which everybody on the machine can read
     words = ["--model", folder, "--served-model-name", name, "--host", host, "--port", str(port)]

@@ -1,4 +1,4 @@
-"""The page of ``linearize serve --page``: a student beside its teacher, and what each holds as a conversation grows."""
+"""The page of ``linearize serve --ui``: a student beside its teacher, and what each holds as a conversation grows."""
 
 from __future__ import annotations
 
