@@ -136,7 +136,7 @@ def test_both_continue_a_text_and_what_they_hold_is_told(open_chat: Open, server
     assert "computed as linearize plan counts them" in page.locator("#caption").inner_text()
     assert opened.complaints == [] and all(url.startswith(server.address) for url in opened.requests)
 
-    page.get_by_role("button", name="Start anew").click()
+    page.get_by_role("button", name="Start again").click()
     assert [box.inner_text() for box in page.locator("dd").all()] == begun
     assert page.locator(".talk p").count() == 0
 
@@ -214,7 +214,7 @@ def test_the_theme_is_the_systems(open_chat: Open, system: str) -> None:
 
 def test_the_keyboard_goes_through_it_in_order_and_all_has_a_name(open_chat: Open) -> None:
     page = open_chat().page
-    for name in ("Send", "Start anew", "New tokens", "Temperature"):
+    for name in ("Send", "Start again", "New tokens", "Temperature"):
         page.keyboard.press("Tab")
         focused = page.evaluate("(e => e.labels?.[0]?.innerText ?? e.innerText)(document.activeElement)")
         assert name in focused

@@ -1,7 +1,7 @@
 """Sentences about the measurements, with their numbers, for the terminal, the model card and the page.
 
 A share counts as kept where its whole interval lies above one half and as lost where it lies below; a difference counts
-where its interval leaves out zero. All else is open, and what nothing is to be compared with is a fact.
+if its interval does not include zero. Everything else is not decided. A number without a comparison is a fact.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _OTHERS = {
     "ablated": "itself with the linear part switched off",
 }
 _AGAINST = {
-    ("window_finetuned", "teacher_finetuned"): "teacher and window fine-tuned on the same tokens",
-    ("window_finetuned", "teacher"): "the window fine-tuned on the same tokens, the teacher before fine-tuning",
+    ("window_finetuned", "teacher_finetuned"): "with teacher and window fine-tuned on the same tokens",
+    ("window_finetuned", "teacher"): "with the window fine-tuned on the same tokens and the teacher before fine-tuning",
     ("window", "teacher"): "compared with untrained models: the gain of fine-tuning counts as kept",
 }
 _LEADING = ("window_finetuned", "equal_finetuned", "exact_finetuned", "teacher")

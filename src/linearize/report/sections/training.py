@@ -68,8 +68,9 @@ def _curves(runs: Sequence[RunFiles]) -> Figure:
     return Figure(
         "Loss during training",
         curves("training-curves", "Held-out loss during training. " + "; ".join(said), panels, height=270),
-        "Dots: held-out loss at each evaluation. Attention transfer: mean over layers; thin, the loss on the training "
-        "batches (long curves as means of neighbouring steps). In fine-tuning, batches differ more than that changes.",
+        "Dots: held-out loss at each evaluation. For attention transfer, losses are means over layers, and a thin line "
+        "has the loss on the training batches (averaged over steps if there are many). Fine-tuning has no such line, "
+        "because the loss differs more between batches than training changes it.",
         Table.of("Held-out loss at each evaluation", ["stage", "training tokens", "loss"], rows, collapsed=True),
     )
 
