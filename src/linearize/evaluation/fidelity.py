@@ -65,6 +65,7 @@ class Visit:
         index: of the layer in the model.
         module: its attention module, with `.mixer`.
         target: softmax attention's output [B, H, T, D] before the output projection.
+        first_row: the index of the first row of `inputs` among all rows.
     """
 
     index: int
@@ -72,6 +73,7 @@ class Visit:
     inputs: AttnInputs
     layout: Layout | None
     target: Tensor
+    first_row: int
 
     def outputs(self) -> tuple[Float[Tensor, "H N D"], Float[Tensor, "H N D"]]:
         """Return the outputs of the mixer and of softmax in double precision, without padding.
@@ -139,12 +141,13 @@ def visit_layers(
     """
     if not linearized_layers(student):
         raise UserError(f"model: expected a linearized one, found {type(student).__name__}; convert it first")
-
-    def observe(module: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
-        target = softmax_output(module, inputs, layout)
-        visit(Visit(module.layer_idx, module, inputs, layout, target))
-        return target
-
-    with inference(student) as device, observed(student, observe):
+    with inference(student) as device:
         for first in progress(range(0, len(rows), batch_size), title):
-            run_layers(student, on_device(rows.rows(slice(first, first + batch_size)).inputs(), device))
+
+            def observe(module: Any, inputs: AttnInputs, layout: Layout | None, first: int = first) -> Tensor:
+                target = softmax_output(module, inputs, layout)
+                visit(Visit(module.layer_idx, module, inputs, layout, target, first))
+                return target
+
+            with observed(student, observe):
+                run_layers(student, on_device(rows.rows(slice(first, first + batch_size)).inputs(), device))

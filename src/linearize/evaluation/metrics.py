@@ -4,7 +4,7 @@ Every score is better where it is higher. A score that is not defined for some r
 equal) is 0 there, as scikit-learn has it.
 
 Axes: E examples, N answers (one or more per example, like the tokens of a sentence), C classes, I drawn examples, S
-bootstrap resamples, K numbers.
+bootstrap resamples; in `rank_correlation` K numbers, of H rows or more axes.
 """
 
 from __future__ import annotations
@@ -249,16 +249,27 @@ def matthews(found: Predictions, weight: Float[Tensor, " N"]) -> float:
 def spearman(found: Predictions, weight: Float[Tensor, " N"]) -> float:
     """Pearson's correlation of the ranks."""
     drawn = torch.arange(len(weight)).repeat_interleave(weight.long())
-    # The mean of the ranks 0 .. N - 1 is the same with and without ties.
-    x, y = (_ranks(z[drawn]) - (len(drawn) - 1) / 2 for z in (found.outputs[:, 0].cpu(), found.truth))
-    return _ratio(float(x @ y), float(x @ x * (y @ y)) ** 0.5)
+    x, y = found.outputs[:, 0].cpu()[drawn], found.truth[drawn]
+    return float(rank_correlation(x, y, torch.ones(len(drawn), dtype=torch.bool)))
 
 
-def _ranks(x: Float[Tensor, " K"]) -> Float[Tensor, " K"]:
-    """Ranks from 0 up; equal numbers share their mean rank."""
-    _, place, counts = x.unique(return_inverse=True, return_counts=True)
-    counts = counts.double()
-    return (counts.cumsum(0) - (counts + 1) / 2)[place]
+def rank_correlation(
+    x: Float[Tensor, "*H K"], y: Float[Tensor, "*H K"], seen: Bool[Tensor, "*C K"]
+) -> Float[Tensor, "*H"]:
+    """Spearman's rho over the numbers that are seen; equal ones share their mean rank; 0 where all are equal."""
+    count = seen.sum(-1, keepdim=True)
+    # The mean of the ranks 0 .. count - 1 is the same with and without ties.
+    x, y = ((_ranks(z, seen) - (count - 1) / 2) * seen for z in (x, y))
+    spread = (x.square().sum(-1) * y.square().sum(-1)).sqrt()
+    return (x * y).sum(-1) / spread.clamp_min(1e-9)
+
+
+def _ranks(x: Float[Tensor, "*H K"], seen: Bool[Tensor, "*C K"]) -> Float[Tensor, "*H K"]:
+    """Ranks from 0 up among the numbers that are seen."""
+    x = x.masked_fill(~seen, torch.inf).contiguous()
+    ordered = x.sort(-1).values
+    first, behind = (torch.searchsorted(ordered, x, right=right) for right in (False, True))
+    return (first + behind - 1).double() / 2
 
 
 METRICS: dict[str, Score] = {"accuracy": accuracy, "f1": f1, "matthews": matthews, "spearman": spearman}
