@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from linearize.base import UserError
@@ -187,3 +188,8 @@ def read_rows(folder: Path, tensors: dict[str, Tensor]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # each process reads by itself
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether the model's weights are divided among processes."""
+    return isinstance(model, FSDPModule)

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 import linearize
 from linearize.base import UserError
 from linearize.data.rows import Rows
-from linearize.evaluation.fidelity import Fidelity, Visit, drawn_rows, measure_fidelity, visit_layers
+from linearize.evaluation.fidelity import Visit, drawn_rows, measure_fidelity, visit_layers
+from linearize.evaluation.results import Fidelity
 from linearize.hf.attention import linearized_layers, softmax_attention
 from linearize.recipe import Recipe
 from tests import tiny

@@ -35,7 +35,7 @@ from linearize.hf.classes import (
     MODEL_CLASSES,
     LinearizedModel,
 )
-from linearize.hf.layouts import LAYOUT
+from linearize.hf.keywords import LAYOUT
 from tests.hf.checks import left_padding
 from tests.hf.decoders import ARCHITECTURES as OTHERS
 from tests.hf.encoders import ENCODERS, make_encoder

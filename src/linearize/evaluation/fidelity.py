@@ -21,40 +21,11 @@ from transformers import PreTrainedModel
 
 from linearize.base import UserError, progress
 from linearize.data.rows import Rows, inference, on_device
+from linearize.evaluation.results import Fidelity, LayerFidelity
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.sharding import run_layers
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.layout import Layout
-
-
-@dataclass(frozen=True)
-class LayerFidelity:
-    """The output errors of one layer, one number per query head.
-
-    Attributes:
-        output_relative: mean of (student - teacher)^2 over tokens and head dimension, before the output projection,
-            over the mean of teacher^2.
-    """
-
-    layer: int
-    output_relative: list[float]
-
-    def __post_init__(self) -> None:
-        if not self.output_relative:
-            raise ValueError("output_relative: expected a number per head, found none")
-
-
-@dataclass(frozen=True)
-class Fidelity:
-    """The output errors of every converted layer, in order, and how many tokens they were measured on."""
-
-    tokens: int
-    layers: list[LayerFidelity]
-
-    @property
-    def errors(self) -> dict[tuple[int, int], float]:
-        """Return `output_relative` by (layer, head)."""
-        return {(layer.layer, head): x for layer in self.layers for head, x in enumerate(layer.output_relative)}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from linearize.configs.tasks import AnyTask
 from linearize.data.repeats import ordinary_tokens
 from linearize.data.rows import PackedRows, Rows
 from linearize.data.splits import ENOUGH
-from linearize.distributed import barrier, world
+from linearize.distributed import barrier, is_sharded, world
 from linearize.evaluation.agreement import generation_agreement, logit_agreement, loss_by_position
 from linearize.evaluation.attention_statistics import TOKENS, attention_statistics
 from linearize.evaluation.candidates import BATCH_SIZE, LABELS, Candidate
@@ -34,7 +34,6 @@ from linearize.evaluation.short import measure_short
 from linearize.evaluation.speed import generation_speed
 from linearize.evaluation.timings import Crossover, Speed
 from linearize.hf.attention import linearized_layers
-from linearize.hf.sharding import is_sharded
 
 NEW_TOKENS = 16  # generated where speed is measured
 RECALLING = ("teacher", "student", "window")  # the floor is the teacher within its window

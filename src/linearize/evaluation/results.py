@@ -10,7 +10,6 @@ from pydantic import Field
 from linearize.base import Record
 from linearize.evaluation.agreement import Agreement, Generations, PositionLosses
 from linearize.evaluation.copying import Copying
-from linearize.evaluation.fidelity import Fidelity
 from linearize.evaluation.harness import Benchmarks
 from linearize.evaluation.intervals import Interval
 from linearize.evaluation.perplexity import Quality
@@ -57,6 +56,36 @@ class ShortEvaluation:
     needles: int
     saved_prefill: str
     readings: list[Reading]
+
+
+@dataclass(frozen=True)
+class LayerFidelity:
+    """The output errors of one layer, one number per query head.
+
+    Attributes:
+        output_relative: mean of (student - teacher)^2 over tokens and head dimension, before the output projection,
+            over the mean of teacher^2.
+    """
+
+    layer: int
+    output_relative: list[float]
+
+    def __post_init__(self) -> None:
+        if not self.output_relative:
+            raise ValueError("output_relative: expected a number per head, found none")
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """The output errors of every converted layer, in order, and how many tokens they were measured on."""
+
+    tokens: int
+    layers: list[LayerFidelity]
+
+    @property
+    def errors(self) -> dict[tuple[int, int], float]:
+        """Return `output_relative` by (layer, head)."""
+        return {(layer.layer, head): x for layer in self.layers for head, x in enumerate(layer.output_relative)}
 
 
 @dataclass(frozen=True)

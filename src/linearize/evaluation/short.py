@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from linearize.base import UserError, progress
 from linearize.data.rows import PackedRows, inference
 from linearize.data.splits import ENOUGH
-from linearize.distributed import put_together, shard_batches
+from linearize.distributed import is_sharded, put_together, shard_batches
 from linearize.evaluation.continuation import (
     CONTINUATION,
     Needle,
@@ -44,7 +44,6 @@ from linearize.evaluation.speed import cache_bytes, now
 from linearize.evaluation.timings import Spread
 from linearize.hf.conversation import fork_state
 from linearize.hf.prefill import FULL, STREAMING
-from linearize.hf.sharding import is_sharded
 
 ROWS = ENOUGH  # contexts
 TIMED_ROWS, NEW_TOKENS = 4, 8  # contexts after which generation is timed, and tokens generated after each

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.models.albert.modeling_albert import AlbertAttention
 from transformers.models.bert.modeling_bert import BertSelfAttention
 from transformers.models.deit.modeling_deit import DeiTAttention
@@ -177,3 +178,9 @@ ARCHITECTURES = {
 def architecture_of(model: Any) -> Architecture | None:
     """Return the architecture of a model or of an attention module, softmax or linearized; None if not supported."""
     return ARCHITECTURES.get(model.config.model_type.removeprefix("linearized_"))
+
+
+def drops_soft_cap(config: PreTrainedConfig) -> bool:
+    """Return whether a model drops its logits' soft cap: SDPA has none, and transformers let it pass once."""
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return capped and config._attn_implementation == "sdpa"

@@ -23,14 +23,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from linearize.base import UserError
 from linearize.hf.architectures import architecture_of
 from linearize.hf.cache import LinearizedCacheLayer, cache_layer
+from linearize.hf.keywords import LAYOUT, ROTATED
 from linearize.hf.offload import keep_in_memory
 from linearize.hf.unsupported import refuse_paged_cache
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
 from linearize.ops.layout import Layout
-
-LAYOUT = "linearize_layout"  # keyword that carries the Layout from the model to its layers
-ROTATED = "linearize_rotated"  # keyword that carries the text length that sets rotary angles, for longrope and dynamic
 
 IMPLEMENTATION = "linearize"
 CALL = "linearize_call"  # keyword that carries a layer's call to the attention function

@@ -342,13 +342,6 @@ def layer_tensors(layer: Any) -> dict[str, Tensor]:
     return {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
 
 
-def rotated_length(cache: Cache) -> int:
-    """Return the length of the text by which the keys in a cache were rotated; 0 for an empty cache."""
-    slots = int(cache.get_seq_length())
-    lengths = (layer.rotated for layer in cache.layers if isinstance(layer, LinearizedCacheLayer))
-    return max((length for length in lengths if length is not None), default=slots) if slots else 0
-
-
 def first_with_state(cache: Cache) -> LinearizedCacheLayer | None:
     """Return the first linearized layer of a cache that has a state, or None."""
     layers = (layer for layer in cache.layers if isinstance(layer, LinearizedCacheLayer))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -28,12 +27,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, loggi
 from transformers.utils.hub import cached_file
 
 from linearize.base import UserError, read_json, sync, writing
+from linearize.hf.architectures import drops_soft_cap
 from linearize.hf.config_json import read_contents
 from linearize.hf.gguf_file import gguf_file, load_gguf, load_gguf_tokenizer, read_gguf_config
 from linearize.hf.layouts import keep_documents_apart
 from linearize.hf.strict_loading import load_whole
 
-AUTO_MODULE = "modeling_linearize"
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "tekken.json")
 _TOKENIZER_SETTINGS = ("*token*.json",)
 _GIT_LFS = b"version https://git-lfs"  # how a pointer begins
@@ -284,12 +283,6 @@ def new_model(
     return as_trained(made.to(device, dtype).eval())
 
 
-def drops_soft_cap(config: PreTrainedConfig) -> bool:
-    """Return whether a model drops its logits' soft cap: SDPA has none, and transformers let it pass once."""
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return capped and config._attn_implementation == "sdpa"
-
-
 def as_trained(model: PreTrainedModel) -> PreTrainedModel:
     """A model whose attention is what it is meant to be: with its soft cap, and within each document of a row."""
     if drops_soft_cap(model.config):
@@ -421,16 +414,3 @@ def _bars_on_terminals_only() -> Iterator[None]:
     finally:
         if hidden:
             logging.enable_progress_bar()
-
-
-def auto_map(config_class: str, model_class: str, auto_class: str) -> dict[str, str]:
-    """The config's `auto_map`: where ``trust_remote_code=True`` finds the classes."""
-    return {"AutoConfig": f"{AUTO_MODULE}.{config_class}", auto_class: f"{AUTO_MODULE}.{model_class}"}
-
-
-def write_auto_module(folder: str | os.PathLike[str], auto_map: dict[str, str]) -> None:
-    """The module that `auto_map` names. It only imports: without the package, transformers says what to install."""
-    classes = [reference.rpartition(".")[2] for reference in auto_map.values()]
-    names = ", ".join(f'"{name}"' for name in classes)
-    text = f"from linearize.hf.classes import {', '.join(classes)}\n\n__all__ = [{names}]\n"
-    (Path(folder) / f"{AUTO_MODULE}.py").write_text(text, encoding="utf-8")

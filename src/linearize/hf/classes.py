@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -25,7 +26,6 @@ from transformers.conversion_mapping import (
 
 from linearize.base import UserError
 from linearize.configs.mixer import HeadwiseConfig, LayerPlan, MixerConfig, is_spread
-from linearize.hf import checkpoint
 from linearize.hf.architectures import ARCHITECTURES, DECODER_HEADS, ENCODER_HEADS, Architecture, architecture_of
 from linearize.hf.attention import (
     LinearizedAttention,
@@ -33,6 +33,7 @@ from linearize.hf.attention import (
     hide_masks,
     layer_of,
     linearized_layers,
+    mixer_weights,
     unhide_masks,
 )
 from linearize.hf.cache import same_size_mask
@@ -56,6 +57,7 @@ __all__ = ["ARCHITECTURES"]
 
 # Of the layer plan in a config; from 2 on, a layer can have a mixer for each group of its heads, and a KV cache.
 FORMAT_VERSIONS = (1, 2)
+AUTO_MODULE = "modeling_linearize"
 
 
 def plan_to_config(plan: LayerPlan) -> dict[str, Any]:
@@ -99,6 +101,19 @@ _OURS = "linearize (load this model by an Auto class, after `import linearize` o
 _MARKED = ("attn_implementation", "transformers_weights")
 
 
+def auto_map(config_class: str, model_class: str, auto_class: str) -> dict[str, str]:
+    """The config's `auto_map`: where ``trust_remote_code=True`` finds the classes."""
+    return {"AutoConfig": f"{AUTO_MODULE}.{config_class}", auto_class: f"{AUTO_MODULE}.{model_class}"}
+
+
+def write_auto_module(folder: str | os.PathLike[str], auto_map: dict[str, str]) -> None:
+    """The module that `auto_map` names. It only imports: without the package, transformers says what to install."""
+    classes = [reference.rpartition(".")[2] for reference in auto_map.values()]
+    names = ", ".join(f'"{name}"' for name in classes)
+    text = f"from linearize.hf.classes import {', '.join(classes)}\n\n__all__ = [{names}]\n"
+    (Path(folder) / f"{AUTO_MODULE}.py").write_text(text, encoding="utf-8")
+
+
 class LinearizedConfig:
     """Mixed into the base's config classes: a folder with a config also has the module that its `auto_map` names."""
 
@@ -119,7 +134,7 @@ class LinearizedConfig:
         """As in transformers; models save theirs in here, before they upload what is new in the folder."""
         super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
         if hasattr(self, "auto_map"):  # only models know their class
-            checkpoint.write_auto_module(save_directory, self.auto_map)
+            write_auto_module(save_directory, self.auto_map)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
@@ -150,6 +165,10 @@ class LinearizedModel(Unsupported, PreTrainedModel):
             keep_in_memory(layer.mixer)
         return (model, info) if kwargs.get("output_loading_info") else model
 
+    def mixer_weights(self) -> set[str]:
+        """Return the names of all that a checkpoint holds of the mixers."""
+        return mixer_weights(self)
+
     def initialize_weights(self) -> None:
         """Also initialises mixers, where the checkpoint is the softmax teacher's and has none of them."""
         for layer in linearized_layers(self).values():
@@ -171,7 +190,7 @@ class LinearizedModel(Unsupported, PreTrainedModel):
             # What reads quantized weights cannot write them: they would have to be in full precision again.
             kwargs.setdefault("save_original_format", False)
         auto, cls = registered(self)
-        self.config.auto_map = checkpoint.auto_map(type(self.config).__name__, cls.__name__, auto)
+        self.config.auto_map = auto_map(type(self.config).__name__, cls.__name__, auto)
         super().save_pretrained(save_directory, *args, **kwargs)
 
 

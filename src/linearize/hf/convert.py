@@ -11,13 +11,14 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from linearize.base import UserError
 from linearize.configs.mixer import LayerPlan
+from linearize.distributed import is_sharded
+from linearize.hf.architectures import drops_soft_cap
 from linearize.hf.attention import detach, linearized_layers
-from linearize.hf.checkpoint import drops_soft_cap
 from linearize.hf.classes import ARCHITECTURES, CONFIG_CLASSES, MODEL_CLASSES, install, plan_to_config, registered
 from linearize.hf.layouts import forget_layouts
 from linearize.hf.offload import refuse_offloaded
 from linearize.hf.quantized import beside_parameters, refuse_unsavable, settle
-from linearize.hf.sharding import is_sharded, shard_alike, skeleton
+from linearize.hf.sharding import shard_alike, skeleton
 
 
 def convert_layers(teacher: PreTrainedModel, plan: LayerPlan, *, seed: int = 0) -> PreTrainedModel:

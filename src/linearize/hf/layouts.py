@@ -15,8 +15,8 @@ from transformers.masking_utils import create_causal_mask
 
 from linearize.base import UserError
 from linearize.hf.architectures import architecture_of
-from linearize.hf.attention import LAYOUT, ROTATED
 from linearize.hf.cache import first_with_state, holds_keys
+from linearize.hf.keywords import LAYOUT, ROTATED
 from linearize.hf.unsupported import length_of_angles, refuse_context_parallel, refuse_other_angles
 from linearize.ops.layout import Layout
 

@@ -15,8 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from linearize.hf.architectures import ARCHITECTURES
-from linearize.hf.checkpoint import drops_soft_cap
+from linearize.hf.architectures import ARCHITECTURES, drops_soft_cap
 from linearize.hf.config_json import blaming_fields, read_contents
 from linearize.hf.teacher import TeacherShape
 

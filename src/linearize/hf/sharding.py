@@ -21,15 +21,10 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from linearize.base import UserError
-from linearize.distributed import world
+from linearize.distributed import is_sharded, world
 from linearize.hf.architectures import architecture_of
 from linearize.hf.attention import linearized_layers
 from linearize.hf.layouts import keep_documents_apart
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether the model's weights are divided among processes."""
-    return isinstance(model, FSDPModule)
 
 
 def shard(model: PreTrainedModel, device: torch.device) -> None:

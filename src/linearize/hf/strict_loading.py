@@ -11,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from linearize.base import UserError
-from linearize.hf.attention import mixer_weights
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ def load_whole(load: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -
     else:
         stored = PreTrainedConfig.get_config_dict(name, **kwargs)[0]
     missing, left = set(info["missing_keys"]), set(info["unexpected_keys"])
-    mixers = mixer_weights(model)
+    mixers: set[str] = model.mixer_weights() if hasattr(model, "mixer_weights") else set()
     if mixers <= missing and not str(stored.get("model_type")).startswith("linearized_"):
         missing -= mixers
     architectures = {cls.__name__ for cls in type(model).__mro__} & set(stored.get("architectures") or ())

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from linearize.base import UserError
-from linearize.hf.cache import rotated_length
 
 CONTINUOUS_BATCHING = (
     "{found}: expected generate() with a padded batch, found continuous batching, which keeps keys and values in "
@@ -101,6 +100,13 @@ def length_of_angles(config: Any, cache: Any, position_ids: Tensor | None, token
     if position_ids is not None:
         return int(position_ids.max()) + 1
     return tokens + (0 if cache is None else int(cache.get_seq_length()))
+
+
+def rotated_length(cache: Any) -> int:
+    """Return the length of the text by which the keys in a cache were rotated; 0 for an empty cache."""
+    slots = int(cache.get_seq_length())
+    lengths = (getattr(layer, "rotated", None) for layer in cache.layers)  # of linearized layers
+    return max((length for length in lengths if length is not None), default=slots) if slots else 0
 
 
 def refuse_other_angles(config: Any, cache: Any, length: int | None, tokens: int) -> None:

@@ -18,14 +18,13 @@ from transformers import PreTrainedModel
 from linearize.base import UserError
 from linearize.configs.training import FinetuneConfig, LoRAConfig
 from linearize.data.rows import Rows, on_device
-from linearize.distributed import shard_batches, summed
+from linearize.distributed import is_sharded, shard_batches, summed
 from linearize.hf.attention import linearized_layers
 from linearize.hf.classes import projections
 from linearize.hf.layouts import documents_apart
 from linearize.hf.sharding import (
     adopt,
     divided_weights,
-    is_sharded,
     local,
     own_rows,
     replace_weights,

@@ -27,9 +27,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from linearize.base import UserError, sync, writing
-from linearize.distributed import barrier, read_rows, world
+from linearize.distributed import barrier, is_sharded, read_rows, world
 from linearize.hf.fingerprint import fingerprint
-from linearize.hf.sharding import is_sharded
 
 SCRATCH = "unfinished"
 TENSORS, STATE = "tensors.safetensors", "state.json"

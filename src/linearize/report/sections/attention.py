@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linearize.evaluation.fidelity import LayerFidelity
+from linearize.evaluation.results import LayerFidelity
 from linearize.report.findings import outliers
 from linearize.report.heatmaps import Scale
 from linearize.report.html import Block, Figure, Section, Text
