@@ -51,7 +51,7 @@ from linearize.hf.checkpoint import load_model, load_tokenizer, read_config
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.dispatch import window_softmax
+from linearize.ops.backend import window_softmax
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import SoftmaxInputs
 from linearize.ops.layout import Layout

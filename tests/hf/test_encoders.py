@@ -418,7 +418,7 @@ def test_causal_attention_is_refused() -> None:
 
 def causal_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, layout: Any) -> Any:
     from linearize.configs.spans import NoSpan
-    from linearize.ops.dispatch import linear_scan
+    from linearize.ops.backend import linear_scan
     from linearize.ops.inputs import LinearInputs
 
     return linear_scan(LinearInputs(phi_q, phi_k, v, NoSpan(), layout))

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linearize.configs.spans import NoSpan
-from linearize.ops.backend import Backend
-from linearize.ops.dispatch import BACKENDS
+from linearize.ops.backend import Backend, named
+from linearize.ops.dispatch import IMPLEMENTATIONS, missing
 from linearize.ops.inputs import LinearInputs, LinearState
 from linearize.ops.layout import Layout
 from tests.ops.parity import FP64, assert_near
@@ -42,7 +42,7 @@ from fla.ops.simple_gla.naive import (
 )
 
 FP32 = 1e-4
-CPU = [backend for backend in BACKENDS if backend.missing(torch.device("cpu")) is None]
+CPU = [named(name) for name in IMPLEMENTATIONS if missing(name, torch.device("cpu")) is None]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linearize.configs.spans import SlidingSpan
 from linearize.ops import chunk_recurrence, chunked, grid
-from linearize.ops.decay_products import decay_factor
+from linearize.ops.decays import decay_factor
 from linearize.ops.inputs import LinearInputs
 from linearize.ops.layout import Layout
 from tests.ops.cases import HEADS, RULES, SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case

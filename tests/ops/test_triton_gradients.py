@@ -22,7 +22,7 @@ from linearize.configs.spans import TerracedSpan
 from linearize.mixers.feature_maps.hedgehog import Hedgehog
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.ops import dispatch
+from linearize.ops.backend import TORCH
 from linearize.ops.inputs import Blocks, CachedPairs, LinearInputs, LinearState, SoftmaxInputs
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import linear_state
@@ -237,7 +237,7 @@ def test_hedgehogs_maps(activation: str, tied: bool, per: str, monkeypatch: pyte
             torch.nn.init.normal_(bias)
     position, found, launched = torch.arange(70, device=DEVICE)[None], [], noted(monkeypatch)
     q, k = (10 * torch.randn(2, 70, heads, 72, device=DEVICE).transpose(1, 2) for heads in (4, 2))
-    for backend in (KERNELS, dispatch.TORCH):
+    for backend in (KERNELS, TORCH):
         by(monkeypatch, backend)
         map_.zero_grad()
         of_inputs = gradients(lambda q, k: (map_.q(q, position), map_.k(k, position)), q, k)
@@ -278,7 +278,7 @@ def test_outputs_of_mixers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     valid[1, :30] = False
     layout = Layout.from_valid(valid).to(DEVICE)
     names = [part for part, _ in mixer.named_parameters()]
-    for backend in (dispatch.TORCH, KERNELS):
+    for backend in (TORCH, KERNELS):
         assert not launched
         by(monkeypatch, backend)
 
@@ -308,7 +308,7 @@ def test_a_model_trains_by_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
     student = linearize.convert(teacher(), Recipe.load("lolcats", overrides))
     student.requires_grad_(True)
     tokens, launched, found = torch.randint(50, (2, 90), device=DEVICE), noted(monkeypatch), []
-    for backend in (dispatch.TORCH, KERNELS):
+    for backend in (TORCH, KERNELS):
         assert not launched
         by(monkeypatch, backend)
         student.zero_grad()

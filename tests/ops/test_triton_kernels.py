@@ -25,7 +25,7 @@ from linearize.mixers.feature_maps.hedgehog import Hedgehog
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops import chunked, dense, dispatch, eviction_cache, reference, triton_backend, triton_launch
-from linearize.ops.backend import Backend
+from linearize.ops.backend import TORCH, Backend
 from linearize.ops.inputs import Blocks, CachedPairs, LinearState, SoftmaxInputs
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import linear_state
@@ -71,7 +71,7 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
 
 def by(monkeypatch: pytest.MonkeyPatch, backend: Backend) -> None:
     """From here on this backend serves all devices."""
-    monkeypatch.setattr(dispatch, "choose", lambda device, forced: backend)
+    monkeypatch.setattr(dispatch, "choose", lambda device, forced: backend.name)
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -268,7 +268,7 @@ def test_what_sums_make_together(
     inputs = AttnInputs(*torch.zeros(3, 2, 4, tokens, head_dim, device=DEVICE, dtype=dtype), 1.0)
     found, launched = [], noted(monkeypatch)
     for by_kernel in (False, True):
-        by(monkeypatch, KERNELS if by_kernel else dispatch.TORCH)
+        by(monkeypatch, KERNELS if by_kernel else TORCH)
         torch.manual_seed(0)
         num, den = torch.randn(2, 2, 4, tokens, head_dim, device=DEVICE), torch.rand(2, 2, 4, tokens, device=DEVICE)
         num[..., 0, :], den[..., 0] = 0, 0
@@ -331,7 +331,7 @@ def test_one_more_token_by_one_kernel(
         for at in range(87, 97):
             steps = []
             for by_kernel, state in ((False, expected), (True, found)):
-                by(monkeypatch, KERNELS if by_kernel else dispatch.TORCH)
+                by(monkeypatch, KERNELS if by_kernel else TORCH)
                 steps.append(mixer.step(inputs.tokens(at, at + 1), state))
             (right, expected), (y, found) = steps
             torch.testing.assert_close(y, right, **near)
@@ -439,7 +439,7 @@ def test_a_model_reads_its_prompt_by_kernels(name: str, padding: int, monkeypatc
     mask = torch.ones_like(tokens)
     mask[1, :padding] = 0
     launched, found = noted(monkeypatch), []
-    for backend in (dispatch.TORCH, KERNELS):
+    for backend in (TORCH, KERNELS):
         assert not launched
         by(monkeypatch, backend)
         with torch.no_grad():

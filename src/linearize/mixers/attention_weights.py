@@ -21,11 +21,10 @@ from linearize.configs.feature_maps import RfaMap
 from linearize.configs.spans import NoSpan
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
-from linearize.mixers.mixer_state import Tokens
 from linearize.ops.block_sizes import kind
+from linearize.ops.decays import cumulative
 from linearize.ops.heads import repeat_kv
-from linearize.ops.layout import Layout
-from linearize.ops.linear_state import cumulative
+from linearize.ops.layout import Layout, Tokens
 from linearize.ops.partial import Partial
 from linearize.ops.reference import exponentials, kernel_weights, softmax_scores, visible_keys
 

@@ -16,7 +16,7 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, Mixer
 from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.rope import apply_rope, map_inputs
-from linearize.ops.dispatch import linear_scan
+from linearize.ops.backend import linear_scan
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs
 from linearize.ops.layout import Layout

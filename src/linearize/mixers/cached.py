@@ -13,11 +13,11 @@ from linearize.configs.mixer import MixerConfig
 from linearize.configs.mixer_parts import EvictionCache
 from linearize.configs.spans import TerracedSpan
 from linearize.mixers.eviction_cache import EvictionScorer
-from linearize.mixers.mixer_state import MixerState, Tokens
+from linearize.mixers.mixer_state import MixerState
 from linearize.ops.eviction_cache import at_places, choose, cut, evicted, gathered, held_before, leaving, taken, written
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import Blocks, CachedPairs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import Layout, Tokens
 from linearize.ops.step import StepContext
 
 SCORES = "scores"  # eviction scores of the slots of window and cache

@@ -19,14 +19,13 @@ from linearize.mixers.feature_maps.base import MIN_DENOMINATOR, exponentials
 from linearize.mixers.gates import DECAYS
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
-from linearize.mixers.mixer_state import Tokens
 from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.rope import rotated
 from linearize.mixers.update import DeltaRule
-from linearize.ops.dispatch import backend_for
+from linearize.ops.backend import backend_for
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import Quotient
-from linearize.ops.layout import Layout
+from linearize.ops.layout import Layout, Tokens
 from linearize.ops.partial import Partial, accumulation_dtype
 
 

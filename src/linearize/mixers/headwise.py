@@ -15,7 +15,7 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import HeadwiseState
 from linearize.mixers.softmax import SoftmaxMixer
-from linearize.ops.dispatch import masks_whole_rows
+from linearize.ops.backend import masks_whole_rows
 from linearize.ops.full import full_softmax
 from linearize.ops.layout import Layout
 

@@ -15,14 +15,14 @@ from linearize.mixers.cached import STEPS, CachedKeys, cache_after, cached_keys,
 from linearize.mixers.causal import CausalMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import LinearFeatures, learnable, without_lost
-from linearize.mixers.mixer_state import STATE_DTYPES, Clock, MixerState, Tokens, keep_slots
+from linearize.mixers.mixer_state import STATE_DTYPES, Clock, MixerState, keep_slots
 from linearize.mixers.running_maximum import running_maximum
 from linearize.mixers.step import one_token
+from linearize.ops.backend import backend_for, linear_scan, prefill, state_after
 from linearize.ops.block_sizes import kind
-from linearize.ops.dispatch import backend_for, linear_scan, prefill, state_after
 from linearize.ops.full import full_softmax
 from linearize.ops.inputs import LinearInputs, LinearState, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import Layout, Tokens
 from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens

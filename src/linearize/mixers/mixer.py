@@ -18,11 +18,10 @@ from linearize.configs.spans import Span
 from linearize.mixers.feature_maps import FEATURE_MAPS
 from linearize.mixers.feature_maps.base import HEADROOM, FeatureMap
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer_state import Tokens
 from linearize.mixers.rope import apply_rope
 from linearize.mixers.update import DeltaRule
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Layout
+from linearize.ops.layout import Layout, Tokens
 from linearize.ops.partial import Partial, accumulation_dtype
 
 LEAST_LEARNED = 1e-3

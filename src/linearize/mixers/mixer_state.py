@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 
 from linearize.configs.spans import Span
 from linearize.ops.inputs import LinearState
-from linearize.ops.layout import Layout, context_positions, slot_positions, slots_of
-from linearize.ops.step import Tokens
+from linearize.ops.layout import Layout, Tokens, context_positions, slot_positions, slots_of
 
 AnyState = TypeVar("AnyState", bound="State")
 Found = TypeVar("Found")

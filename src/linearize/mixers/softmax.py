@@ -10,9 +10,9 @@ from linearize.configs.shape import LayerShape
 from linearize.configs.spans import SlidingSpan
 from linearize.mixers.cached import MOST_TOKENS
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer_state import GROWING, Clock, MixerState, Tokens
+from linearize.mixers.mixer_state import GROWING, Clock, MixerState
 from linearize.ops.full import full_softmax
-from linearize.ops.layout import Layout
+from linearize.ops.layout import Layout, Tokens
 
 
 class SoftmaxMixer(nn.Module):

@@ -13,11 +13,11 @@ from linearize.mixers.cached import next_block
 from linearize.mixers.causal import CausalMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import without_lost
-from linearize.mixers.mixer_state import MixerState, Tokens
+from linearize.mixers.mixer_state import MixerState
 from linearize.mixers.running_maximum import running_maximum
-from linearize.ops.dispatch import backend_for
+from linearize.ops.backend import backend_for
 from linearize.ops.inputs import LinearInputs, LinearState
-from linearize.ops.layout import Layout
+from linearize.ops.layout import Layout, Tokens
 from linearize.ops.linear_state import with_keys
 from linearize.ops.reference import delta_values
 from linearize.ops.step import LinearStep, StepContext, StepInputs

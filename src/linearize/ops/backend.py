@@ -1,26 +1,30 @@
-"""Evaluate the parts of an attention layer by torch's operations, on any device.
+"""Evaluate the parts of an attention layer: by torch's operations on any device, or by what overrides them.
 
-A backend serves prompts (`prefill`, and the parts that it is made of), one more token (`step`), the output of parts
-(`output`) and Hedgehog's map. `triton_backend` overrides what its kernels serve; `dispatch` chooses. The definitions
-are in `reference`.
+A backend serves prompts (`prefill`, and the parts that it is made of), one more token (`step`) and the output of parts
+(`output`). `triton_backend` overrides what its kernels serve; `dispatch` chooses. The definitions are in `reference`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linearize.ops import chunked, dense, eviction_cache
+from linearize.ops import chunked, dense, eviction_cache, reference
+from linearize.ops.dispatch import implementation_for
 from linearize.ops.inputs import LinearInputs, LinearState, Parts, Quotient, SoftmaxInputs
+from linearize.ops.layout import Layout
 from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial
 from linearize.ops.step import StepInputs, StepOutputs, one_token
 
 MOST_MASKED_KEYS = 2048
+Operation = TypeVar("Operation", bound=Callable[..., object])
 
 
 class Backend:
@@ -35,10 +39,6 @@ class Backend:
 
     def __init__(self, name: str, form: ModuleType | None = None) -> None:
         self.name, self.form = name, form
-
-    def missing(self, device: torch.device) -> str | None:
-        """Return why it cannot serve a device, None where it can."""
-        return None
 
     def masks_whole_rows(self, q: Float[Tensor, "B H T D"]) -> bool:
         """Return whether softmax over some keys of these rows is faster as attention over all of them, masked."""
@@ -72,17 +72,6 @@ class Backend:
 
         `quotient` returns how the output is one quotient of sums, None where it is not.
         """
-        return None
-
-    def hedgehog(
-        self,
-        x: Float[Tensor, "B h T D"],
-        weight: Float[Tensor, "M D N"],
-        bias: Float[Tensor, "M N"] | None,
-        activation: str,
-        least: float,
-    ) -> Float[Tensor, "B H T F"] | None:
-        """Return Hedgehog's map of x, or None where the map has to compute it."""
         return None
 
     def softmax(self, x: SoftmaxInputs) -> Partial:
@@ -119,3 +108,73 @@ class Backend:
         if self.form is not None:
             return self.form
         return dense if dense.pays(queries.shape, keys.shape[2]) else chunked
+
+
+TORCH = Backend("torch")
+FORMS = {"chunked": chunked, "dense": dense, "reference": reference}  # of one form for rows of all lengths
+
+
+def backend_for(device: torch.device) -> Backend:
+    """Return the backend that `dispatch` chooses for `device`."""
+    name = implementation_for(device)
+    return TORCH if name == TORCH.name else named(name)
+
+
+@functools.cache
+def named(name: str) -> Backend:
+    """Return the backend of this name."""
+    if name != "triton":
+        return TORCH if name == TORCH.name else Backend(name, FORMS[name])
+    from linearize.ops.triton_backend import TritonBackend  # loaded only where it is chosen
+
+    return TritonBackend(name)
+
+
+def masks_whole_rows(q: Float[Tensor, "B H T D"]) -> bool:
+    """Return whether softmax over some keys of these rows is faster as attention over all of them, masked."""
+    return backend_for(q.device).masks_whole_rows(q)
+
+
+def _uncompiled(function: Operation) -> Operation:
+    """Keep compilers from a function that they would break into many graphs.
+
+    Layouts cache their results, which cannot be traced. A compiled step of generation does not come through here.
+    """
+    return torch.compiler.disable(function)  # type: ignore[return-value]
+
+
+@_uncompiled
+def prefill(softmax: SoftmaxInputs | None, linear: LinearInputs | None, *, keeps_state: bool = False) -> Parts:
+    """Return the parts of every query, None where there is none, and the linear state after the last token if kept."""
+    if softmax is not None:
+        _check_lengths(softmax.layout, softmax.k, softmax.q)
+    if linear is not None:
+        _check_lengths(linear.layout, linear.phi_k, linear.queries())
+    part = linear if softmax is None else softmax
+    assert part is not None
+    return backend_for(part.v.device).prefill(softmax, linear, keeps_state=keeps_state)
+
+
+@_uncompiled
+def window_softmax(x: SoftmaxInputs) -> Partial:
+    """Compute softmax of every query over its window (`reference.window_softmax`)."""
+    _check_lengths(x.layout, x.k, x.q)
+    return backend_for(x.v.device).window_softmax(x)
+
+
+@_uncompiled
+def linear_scan(x: LinearInputs) -> Partial:
+    """Compute the linear part of every query, of keys that are added (`reference.linear_scan`)."""
+    _check_lengths(x.layout, x.phi_k, x.queries())
+    return backend_for(x.v.device).linear_scan(x)
+
+
+@_uncompiled
+def state_after(x: LinearInputs) -> LinearState:
+    """Return the linear state after the last token, without outputs."""
+    return backend_for(x.v.device).state(x)
+
+
+def _check_lengths(layout: Layout, keys: Tensor, queries: Tensor) -> None:
+    lengths, expected = (layout.key_position.shape[1], layout.length), (keys.shape[2], queries.shape[2])
+    assert lengths == expected, f"layout: expected (keys, queries) {expected}, found {lengths}"

@@ -16,15 +16,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from linearize.configs.spans import Span
-from linearize.ops import vector_decay
-from linearize.ops.delta import delta_values
-from linearize.ops.grid import Block, ChunkLayout, Grid, chunks_back, make_grid
+from linearize.ops.chunk_recurrence import delta_values, vector_decay_scan
+from linearize.ops.decays import ticking
+from linearize.ops.grid import (
+    Block,
+    Body,
+    ChunkLayout,
+    Given,
+    Grads,
+    Grid,
+    Tensors,
+    chunks_back,
+    make_grid,
+    scan,
+)
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs
 from linearize.ops.kernel import Kernel
-from linearize.ops.linear_state import ticking
 from linearize.ops.partial import Partial, accumulation_dtype
-from linearize.ops.recomputed_scan import Body, Given, Grads, Tensors, scan
 from linearize.ops.window import window_softmax
 
 __all__ = ["delta_values", "linear_scan", "window_softmax"]
@@ -39,7 +48,7 @@ def linear_scan(x: LinearInputs) -> Partial:
     """The linear part (`reference.linear_scan`) in O(T) time and memory, forward and backward."""
     assert x.kernel is None or (x.log_decay_k is None and x.log_decay_v is None)
     if x.vector_decays:
-        return vector_decay.linear_scan(x)
+        return vector_decay_scan(x)
     span, layout, kernel, state, phi_k = x.span, x.layout, x.kernel, x.state, x.phi_k
     chunk = CHUNK if kernel is None else min(max(CHUNK, 4 * phi_k.shape[3]), MAX_CHUNK)
     dtype, slots = accumulation_dtype(x.v.dtype), ChunkLayout(layout, chunk)
@@ -95,7 +104,7 @@ def _features_grad(
 class _LinearScan(Body):
     """Scores of near keys and a state of all others, without or with one decay per head: `sums` of its logarithms.
 
-    Why its backward is written out: `recomputed_scan`.
+    Why its backward is written out: `grid`.
     """
 
     def __init__(

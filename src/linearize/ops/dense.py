@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from linearize.configs.spans import Span
-from linearize.ops import vector_decay
-from linearize.ops.delta import delta_values
+from linearize.ops.chunk_recurrence import delta_values, vector_decay_scan
+from linearize.ops.decays import cumulative
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
 from linearize.ops.layout import Layout
-from linearize.ops.linear_state import cumulative
 from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
 from linearize.ops.reference import visible_keys
 from linearize.ops.window import LOG2_E
@@ -35,7 +34,7 @@ def pays(queries: torch.Size, keys: int) -> bool:
 def linear_scan(x: LinearInputs) -> Partial:
     """The linear part (`reference.linear_scan`); decays of more than one number per head, by chunks."""
     if x.vector_decays:
-        return vector_decay.linear_scan(x)
+        return vector_decay_scan(x)
     span, layout, kernel, state = x.span, x.layout, x.kernel, x.state
     dtype, (batch, heads, length, _), key_heads = accumulation_dtype(x.v.dtype), x.queries().shape, x.phi_k.shape[1]
     phi_q, phi_k, v = (in_dtype(tensor, dtype) for tensor in (x.queries(), x.phi_k, x.v))

@@ -20,6 +20,7 @@ from torch import Tensor
 from linearize.configs.spans import Span
 
 Found = TypeVar("Found")
+Tokens = dict[str, Tensor]  # what later calls need of tokens, by name: [B, heads, slots, width]
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from linearize.configs.spans import Span, TerracedSpan
+from linearize.configs.spans import TerracedSpan
+from linearize.ops.decays import remaining
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, LinearState
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Layout
 from linearize.ops.partial import accumulation_dtype
 
 SLOTS_AT_ONCE = 256  # of which features are made
@@ -94,27 +94,3 @@ def _sums_of_features(
         S, z = (added_S, added_z) if S is None or z is None else (S + added_S, z + added_z)
     assert S is not None and z is not None
     return S, z
-
-
-def ticking(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: Layout) -> Float[Tensor, "B Hk K X"]:
-    """The log decays, 0 where nothing decays: in slots without a key, and before the first linear key can be there."""
-    ticks = layout.key_position >= span.sinks
-    if layout.uniform and not span.sinks:
-        return log_decay
-    return torch.where(ticks[:, None, :, None], log_decay, 0)
-
-
-def cumulative(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: Layout) -> Float[Tensor, "B Hk K X"]:
-    """G_n, the sum of the log decays of slots 0..n, in float64: what matters are differences of large numbers."""
-    return ticking(log_decay, span, layout).double().cumsum(2)
-
-
-def remaining(
-    log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: Layout, until: Bool[Tensor, "#B K"] | None
-) -> tuple[Float[Tensor, "B Hk K X"], Float[Tensor, "B Hk 1 X"]]:
-    """Sums of the log decays of the steps `until` after each slot, and of all of them, in float64. None: all tick."""
-    steps = log_decay.double()
-    if until is not None:
-        steps = torch.where(until[:, None, :, None], ticking(log_decay, span, layout).double(), 0)
-    total = steps.sum(2, keepdim=True)
-    return total - steps.cumsum(2), total

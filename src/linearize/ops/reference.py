@@ -7,10 +7,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from linearize.configs.spans import Span
+from linearize.ops.decays import cumulative
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
 from linearize.ops.layout import Layout
-from linearize.ops.linear_state import cumulative
 from linearize.ops.partial import Partial, accumulation_dtype
 
 
@@ -95,7 +95,7 @@ def kernel_weights(
 ) -> Float[Tensor, "B H T K"]:
     """q_n . D(n,j) k_j where `mask` is true, 0 elsewhere; the queries' slots are the last ones of the keys'.
 
-    `sums` are the log decays up to each slot (`linear_state.cumulative`).
+    `sums` are the log decays up to each slot (`decays.cumulative`).
     """
     if sums is None:
         return (q @ k.mT) * mask

@@ -21,10 +21,8 @@ from linearize.configs.spans import Span, TerracedSpan
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearState, Quotient
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import slot_positions, slots_of
+from linearize.ops.layout import Tokens, slot_positions, slots_of
 from linearize.ops.partial import Partial, accumulation_dtype
-
-Tokens = dict[str, Tensor]  # what later steps need of a token, by name: [B, heads, slots, width]
 
 
 class StepContext:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 from jaxtyping import Float, Int
@@ -51,31 +50,6 @@ class TritonBackend(Backend):
     def masks_whole_rows(self, q: Tensor) -> bool:
         """Return False: the kernels skip blocks of keys that no query of a block reads."""
         return False
-
-    def missing(self, device: torch.device) -> str | None:
-        """Why the kernels cannot run on a device; None: they can."""
-        if device.type != "cuda":
-            return "its kernels are for CUDA devices"
-        if torch.version.hip or (torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0)):
-            return "its kernels are for NVIDIA's GPUs since Ampere"
-        return None if find_spec("triton") else "triton is not installed (pip install 'linearize[gpu]')"
-
-    def hedgehog(
-        self,
-        x: Float[Tensor, "B h T D"],
-        weight: Float[Tensor, "M D N"],
-        bias: Float[Tensor, "M N"] | None,
-        activation: str,
-        least: float,
-    ) -> Float[Tensor, "B H T F"] | None:
-        """y = x W + b and -y side by side, F = 2 N: `exp` as they are, `softmax_halves` and `softmax` each one's or
-        over both, no less than `least`.
-        """
-        tensors = (x, weight) if bias is None else (x, weight, bias)
-        if max(weight.shape[1:]) > WIDEST or any(tensor.dtype == torch.float64 for tensor in tensors):
-            return None
-        bias = None if bias is None else bias.contiguous()
-        return HedgehogFeatures.apply(rows_of_numbers(x), weight.contiguous(), bias, activation, least)
 
     def softmax(self, x: SoftmaxInputs) -> Partial:
         """Compute softmax of every query over its window and its block's KV cache with eviction."""
@@ -140,6 +114,25 @@ class TritonBackend(Backend):
         """The output of one more token, the slots behind it, and the linear state: in one launch."""
         quotient = x.quotient()
         return _one_token(x, quotient) if quotient is not None and _serves_step(x) else super().step(x)
+
+
+def hedgehog(
+    x: Float[Tensor, "B h T D"],
+    weight: Float[Tensor, "M D N"],
+    bias: Float[Tensor, "M N"] | None,
+    activation: str,
+    least: float,
+) -> Float[Tensor, "B H T F"] | None:
+    """Return Hedgehog's map of x, or None where the map has to compute it.
+
+    y = x W + b and -y side by side, F = 2 N: `exp` as they are, `softmax_halves` and `softmax` each one's or over both,
+    no less than `least`.
+    """
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    if max(weight.shape[1:]) > WIDEST or any(tensor.dtype == torch.float64 for tensor in tensors):
+        return None
+    bias = None if bias is None else bias.contiguous()
+    return HedgehogFeatures.apply(rows_of_numbers(x), weight.contiguous(), bias, activation, least)
 
 
 def _softmax(x: SoftmaxInputs) -> Partial:

@@ -14,10 +14,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linearize.configs.spans import Span
-from linearize.ops.grid import ChunkLayout, Grid, chunks_back, make_grid, pick
+from linearize.ops.grid import (
+    Body,
+    ChunkLayout,
+    Given,
+    Grads,
+    Grid,
+    Tensors,
+    chunks_back,
+    make_grid,
+    pick,
+    scan,
+)
 from linearize.ops.inputs import SoftmaxInputs
 from linearize.ops.partial import Partial, accumulation_dtype
-from linearize.ops.recomputed_scan import Body, Given, Grads, Tensors, scan
 
 WINDOW_CHUNK = 32  # shorter than those of the linear part: fewer of the near keys' scores are masked
 LOG2_E = math.log2(math.e)

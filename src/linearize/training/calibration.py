@@ -23,7 +23,7 @@ from linearize.mixers.combine import AbsoluteScaleCombine
 from linearize.mixers.feature_maps.learned import Learned
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.ops.dispatch import window_softmax
+from linearize.ops.backend import window_softmax
 from linearize.ops.inputs import SoftmaxInputs
 from linearize.ops.layout import Layout
 

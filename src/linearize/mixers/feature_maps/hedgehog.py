@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linearize.configs.feature_maps import HedgehogMap
 from linearize.mixers.feature_maps.learned import Learned
-from linearize.ops.dispatch import backend_for
+from linearize.ops.dispatch import implementation_for
 
 MIN_FEATURE = 1e-12  # LoLCATs' clamp
 
@@ -21,10 +21,13 @@ class Hedgehog(Learned[HedgehogMap]):
     def _features(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
     ) -> Float[Tensor, "B h2 T F"]:
-        if self.config.per == "model":
-            return super()._features(x, weight, bias)
-        phi = backend_for(x.device).hedgehog(x, weight, bias, self.config.activation, MIN_FEATURE)
-        return super()._features(x, weight, bias) if phi is None else phi
+        if self.config.per != "model" and implementation_for(x.device) == "triton":
+            from linearize.ops.triton_backend import hedgehog  # loaded only where it is chosen
+
+            phi = hedgehog(x, weight, bias, self.config.activation, MIN_FEATURE)
+            if phi is not None:
+                return phi
+        return super()._features(x, weight, bias)
 
     def _project(
         self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None

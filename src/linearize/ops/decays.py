@@ -1,12 +1,13 @@
-"""Products of queries and keys with the decay between them, within a chunk, however strong the decay.
+"""Log decays: which of a layout's steps decay, their sums, and products of queries and keys with the decay between.
 
-The factors are e^{G_n - G_j} for all j < n, where G sums the log decays. e^{G_n} and e^{-G_j} cannot be formed apart:
-one vanishes where the other overflows. So a chunk is chunked again (secondary chunking, as in GLA, arXiv:2312.06635),
-by halves: for j in the first half of a sub-chunk and n in its second half, e^{G_n - G_mid} and
+The factors of a product are e^{G_n - G_j} for all j < n, where G sums the log decays. e^{G_n} and e^{-G_j} cannot be
+formed apart: one vanishes where the other overflows. So a chunk is chunked again (secondary chunking, as in GLA,
+arXiv:2312.06635), by halves: for j in the first half of a sub-chunk and n in its second half, e^{G_n - G_mid} and
 e^{G_mid - G_j} are both at most 1, and the pairs within a half are those of shorter sub-chunks. log2 C levels of matrix
 products hold every pair once. Log decays are only ever added, never subtracted, so that nothing cancels.
 
-Axes: N chunks, of whatever rows; C slots of a chunk, a power of 2; g query heads; S sub-chunks; X is F or 1.
+Axes of products: N chunks, of whatever rows; C slots of a chunk, a power of 2; g query heads; S sub-chunks; X is F or
+1.
 """
 
 from __future__ import annotations
@@ -15,9 +16,39 @@ import math
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from linearize.configs.spans import Span
+from linearize.ops.layout import Layout
+
+
+def ticking(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: Layout) -> Float[Tensor, "B Hk K X"]:
+    """The log decays, 0 where nothing decays: in slots without a key, and before the first linear key can be there."""
+    ticks = layout.key_position >= span.sinks
+    if layout.uniform and not span.sinks:
+        return log_decay
+    return torch.where(ticks[:, None, :, None], log_decay, 0)
+
+
+def cumulative(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: Layout) -> Float[Tensor, "B Hk K X"]:
+    """G_n, the sum of the log decays of slots 0..n, in float64: what matters are differences of large numbers."""
+    return ticking(log_decay, span, layout).double().cumsum(2)
+
+
+def remaining(
+    log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: Layout, until: Bool[Tensor, "#B K"] | None
+) -> tuple[Float[Tensor, "B Hk K X"], Float[Tensor, "B Hk 1 X"]]:
+    """Sums of the log decays of the steps `until` after each slot, and of all of them, in float64. None: all tick."""
+    steps = log_decay.double()
+    if until is not None:
+        steps = torch.where(until[:, None, :, None], ticking(log_decay, span, layout).double(), 0)
+    total = steps.sum(2, keepdim=True)
+    return total - steps.cumsum(2), total
+
+
+# --- products within a chunk ------------------------------------------------------------------------------------------
 
 
 def decayed_scores(
