@@ -158,7 +158,7 @@ quick-lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(BIN)/python scripts/import_chain.py 18
+	$(BIN)/python scripts/import_chain.py 16
 	$(BIN)/codespell README.md CHANGELOG.md docs src tests
 	$(BIN)/python scripts/words.py
 	$(BIN)/pyright

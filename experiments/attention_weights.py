@@ -29,8 +29,7 @@ from linearize.configs.mixer_parts import DeltaUpdate, NoNormalizer
 from linearize.evaluation.fidelity import Visit
 from linearize.hf.attention import sliding_window
 from linearize.mixers.attention_weights import Features, LinearPart
-from linearize.mixers.cached import SCORES, cached_keys
-from linearize.mixers.eviction_cache import EvictionScorer
+from linearize.mixers.eviction_cache import SCORES, EvictionScorer, cached_keys
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
 from linearize.mixers.normalizers import NoNorm, SumNorm

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from linearize.configs.spans import SlidingSpan, TerracedSpan
 from linearize.hf import attention, cache, conversation, convert, layouts
 from linearize.hf.cache import LinearizedCacheLayer
-from linearize.mixers import linear
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import Clock, MixerState
@@ -92,7 +91,7 @@ def hidden_states_late(patch: pytest.MonkeyPatch) -> None:
 
 def one_step_window_late(patch: pytest.MonkeyPatch) -> None:
     """The window is off by one, but only where a token comes alone."""
-    one_token = linear.one_token
+    one_token = LinearMixer._one_token
 
     def wrong(mixer: LinearMixer, *args: Any) -> Any:
         base = type(mixer.span)
@@ -104,7 +103,7 @@ def one_step_window_late(patch: pytest.MonkeyPatch) -> None:
         finally:
             mixer.config = config
 
-    patch.setattr(linear, "one_token", wrong)
+    patch.setattr(LinearMixer, "_one_token", wrong)
     patch.setattr(StepContext, "_reads_window", lambda self: False)  # a full window is read whole, whatever `lo` says
 
 

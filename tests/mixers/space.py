@@ -35,9 +35,8 @@ from linearize.configs.shape import LayerShape
 from linearize.configs.spans import NoSpan, SlidingSpan, TerracedSpan
 from linearize.mixers import feature_maps as maps
 from linearize.mixers.headwise import HeadwiseMixer
-from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.inputs import AttnInputs, apply_rope
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.rope import apply_rope
 from linearize.ops.layout import Layout
 from tests.ops.cases import STYLES, documents_of, own_layout
 from tests.oracles.attention import Documents

@@ -18,8 +18,7 @@ from linearize.configs.spans import NoSpan, SlidingSpan, TerracedSpan
 from linearize.evaluation.speed import peak_bytes
 from linearize.mixers import feature_maps as maps
 from linearize.mixers.bidirectional import BidirectionalMixer
-from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.rope import apply_rope
+from linearize.mixers.inputs import AttnInputs, apply_rope
 from linearize.ops.layout import Layout
 from tests.mixers.weights import weights_of
 from tests.oracles.attention import Documents

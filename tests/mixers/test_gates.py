@@ -21,9 +21,8 @@ from linearize.configs.mixer_parts import (
     ScalarDecay,
 )
 from linearize.configs.shape import LayerShape
-from linearize.mixers.gates import DECAYS, Gate, GateOut, refined_log_decay
+from linearize.mixers.gates import DECAYS, DeltaRule, Gate, GateOut, refined_log_decay
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.update import DeltaRule
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=10, max_positions=64)
 HEADS, FEATURES, LENGTH = 2, 8, 5

@@ -14,10 +14,9 @@ from linearize.configs.mixer import HeadGroup, HeadwiseConfig, MixerConfig
 from linearize.configs.mixer_parts import EvictionCache, WindowOnly
 from linearize.configs.shape import LayerShape
 from linearize.configs.spans import SlidingSpan, TerracedSpan
-from linearize.mixers.headwise import HeadwiseMixer
+from linearize.mixers.headwise import HeadwiseMixer, SoftmaxMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.softmax import SoftmaxMixer
 from linearize.ops import full
 from linearize.ops.layout import Layout
 from tests.probes import LargestTensor

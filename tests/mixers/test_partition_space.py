@@ -16,7 +16,8 @@ from linearize.configs.mixer import HeadwiseConfig, MixerConfig
 from linearize.configs.mixer_parts import EvictionCache, WindowOnly
 from linearize.configs.shape import LayerShape
 from linearize.configs.spans import SlidingSpan, TerracedSpan
-from linearize.mixers import cached, headwise
+from linearize.mixers import headwise
+from linearize.mixers.eviction_cache import CachedKeys
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import HeadwiseState
@@ -182,23 +183,25 @@ def heads_in_another_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def cache_forgotten_between_calls(patch: pytest.MonkeyPatch) -> None:
-    last = cached.CachedKeys.last
+    last = CachedKeys.last
 
     def wrong(self):
         found = last(self)
         return found | {"position": torch.full_like(found["position"], -1)}
 
-    patch.setattr(cached.CachedKeys, "last", wrong)
+    patch.setattr(CachedKeys, "last", wrong)
 
 
 def the_worst_kept(patch: pytest.MonkeyPatch) -> None:
-    choose = cached.choose
-    patch.setattr(cached, "choose", lambda scores, *given, **options: choose(-scores, *given, **options))
+    choose = eviction_cache.choose
+    patch.setattr(
+        "linearize.mixers.eviction_cache.choose", lambda scores, *given, **options: choose(-scores, *given, **options)
+    )
 
 
 def the_worst_kept_by_masks(patch: pytest.MonkeyPatch) -> None:
-    evicted = cached.evicted
-    patch.setattr(cached, "evicted", lambda scores, *given: evicted(-scores, *given))
+    evicted = eviction_cache.evicted
+    patch.setattr("linearize.mixers.eviction_cache.evicted", lambda scores, *given: evicted(-scores, *given))
 
 
 def softmax_heads_lose_a_key(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from linearize.configs.mixer import MixerConfig
 from linearize.configs.mixer_parts import Add, DeltaUpdate, EvictionCache, RmsNormalizer, ScalarDecay
 from linearize.configs.shape import LayerShape
 from linearize.configs.spans import NoSpan, SlidingSpan, TerracedSpan
-from linearize.mixers import cached, linear, step
+from linearize.mixers import eviction_cache, linear
 from linearize.mixers.running_maximum import running_maximum
 from linearize.ops.backend import Backend
 from linearize.ops.inputs import LinearInputs, Parts
@@ -82,7 +82,7 @@ def sinks_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 def window_decays_lost(patch: pytest.MonkeyPatch) -> None:
     """One token at a time, what is read through the window has not decayed there."""
-    patch.setattr(step, "_skipped_steps", lambda slots, at: {})
+    patch.setattr(linear, "_skipped_steps", lambda slots, at: {})
 
 
 def terrace_lost(patch: pytest.MonkeyPatch) -> None:
@@ -113,22 +113,22 @@ def input_scale_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 def thrown_out_and_lost(patch: pytest.MonkeyPatch) -> None:
     """Only what leaves the window is written to the state, and not what the cache throws out for it."""
-    found = cached.written
+    found = eviction_cache.written
 
     def wrong(before, after, leaves):
         places = found(before, after, leaves)
         return torch.where(places == leaves, places, -1)
 
-    patch.setattr(cached, "written", wrong)
+    patch.setattr(eviction_cache, "written", wrong)
 
 
 def kept_and_written(patch: pytest.MonkeyPatch) -> None:
     """What the cache takes is in the state as well."""
-    patch.setattr(cached, "written", lambda before, after, leaves: leaves)
+    patch.setattr(eviction_cache, "written", lambda before, after, leaves: leaves)
 
 
 def dropped_by_steps_and_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step, "_folded", lambda mixer, state, dropped, position: state)
+    patch.setattr(linear.LinearMixer, "_folded", lambda mixer, state, dropped, position: state)
 
 
 EXP = {"feature_map": ExpMap()}

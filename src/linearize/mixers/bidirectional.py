@@ -12,10 +12,9 @@ from linearize.configs.shape import LayerShape
 from linearize.configs.spans import NoSpan, SlidingSpan
 from linearize.mixers.combine import AddCombine
 from linearize.mixers.feature_maps.base import exponentials
-from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.inputs import AttnInputs, apply_rope, map_inputs
 from linearize.mixers.mixer import LinearFeatures, Mixer
 from linearize.mixers.normalizers import NORMALIZERS
-from linearize.mixers.rope import apply_rope, map_inputs
 from linearize.ops.backend import linear_scan
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs

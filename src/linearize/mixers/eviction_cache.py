@@ -1,19 +1,37 @@
-"""A KV cache with eviction beside the window: its size, and the scores that decide which keys it keeps."""
+"""The KV cache with eviction in a mixer: the scores that decide which keys it keeps, and what it holds.
+
+What it holds is told for each block of queries and for one more token.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from linearize.configs.mixer import MixerConfig
 from linearize.configs.mixer_parts import EvictionCache
 from linearize.configs.shape import LayerShape
+from linearize.configs.spans import TerracedSpan
 from linearize.mixers.inputs import AttnInputs
+from linearize.mixers.mixer_state import MixerState
+from linearize.ops.eviction_cache import at_places, choose, cut, evicted, gathered, held_before, leaving, taken, written
+from linearize.ops.heads import repeat_kv
+from linearize.ops.inputs import Blocks, CachedPairs
+from linearize.ops.layout import Layout, Tokens
 from linearize.ops.partial import in_dtype
+from linearize.ops.step import StepContext
 
+MOST_TOKENS = 2**40  # more than any text has
+SCORES = "scores"  # eviction scores of the slots of window and cache
+STEPS = ("log_decay_k", "log_decay_v", "offset")  # what is a place's own, whichever key is written there
 LEAST_LENGTH = 1e-6  # of a vector, whose logarithm is read
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
 
 
 class EvictionScorer(nn.Module):
@@ -102,3 +120,316 @@ def copy_scorers(source: Any, target: Any) -> None:
     for (_, fitted), (_, mixer) in zip(source.parts(), target.parts(), strict=True):
         if getattr(mixer, "scorer", None) is not None:
             mixer.scorer.load_state_dict(fitted.scorer.state_dict())
+
+
+# --- what the cache holds ---------------------------------------------------------------------------------------------
+
+
+class CachedKeys(NamedTuple):
+    """The keys that the cache holds for each block of queries, and those that leave the window when a block begins.
+
+    Attributes:
+        cache: its size and parts.
+        pool: slots of the cache of an earlier call, where there was one, then those of the layout: all that is a
+            token's own, and its `position`.
+        carried: places in the pool of what the earlier cache holds, -1 where a slot is empty; None: there was none.
+        leaves: places in the pool; where there is no key, the number of the pool's places.
+        held: places in the pool, -1 where there is none.
+        full: whether it is known that no slot is empty after the last token.
+    """
+
+    cache: EvictionCache
+    pool: Tokens
+    carried: Int[Tensor, "B G C"] | None
+    blocks: Blocks
+    leaves: Int[Tensor, "b J w"]
+    held: Int[Tensor, "B G J C"]
+    full: bool
+
+    @property
+    def pairs(self) -> CachedPairs:
+        """Return the pairs that attention reads."""
+        return CachedPairs(self.pool["keys"], self.pool["values"], self.blocks, self.held)
+
+    @property
+    def before(self) -> int:
+        """Return the number of slots of the pool that belong to the earlier cache."""
+        return 0 if self.carried is None else self.cache.size
+
+    def last(self) -> Tokens:
+        """Return the pairs in the cache after the last token."""
+        return (gathered if self.full else taken)(self.pool, self.held[:, :, -1])
+
+    def seen_by(self, queries: Int[Tensor, " N"]) -> Bool[Tensor, "B G N K"]:
+        """Return which slots each query reads from the cache, without the pairs of the earlier cache."""
+        batch, heads, _, size = self.held.shape
+        width, slots = self.blocks.slots.shape[2], self.pool["position"].shape[2] - self.before
+        mine = self.blocks.slots.expand(batch, -1, -1).flatten(1)[:, None] == queries[:, None]
+        block = mine.to(torch.uint8).argmax(-1) // width
+        held = self.held.gather(2, block[:, None, :, None].expand(-1, heads, -1, size)) - self.before
+        seen = torch.zeros(*held.shape[:3], slots + 1, dtype=torch.bool, device=held.device)
+        return seen.scatter(3, torch.where(held >= 0, held, slots), True)[..., :slots]
+
+    def as_written(self, tokens: Tokens) -> Tokens:
+        """`tokens` as they are written to the linear state: each with what is written in its place."""
+        (batch, heads), slots = self.held.shape[:2], tokens["keys"].shape[2]
+        own = torch.arange(self.before, self.before + slots, device=self.held.device)
+        new = leaves = self.leaves[:, None].expand(batch, heads, -1, -1)
+        for part in self.cache.parts:
+            carried = None if self.carried is None else self.carried[..., part]
+            new = _passed_on(self.held[..., part], carried, self.blocks, new)
+        places = pad(own.expand(batch, heads, -1), (0, 1))  # one more, for what is none
+        places = places.scatter(2, leaves.flatten(2) - self.before, new.flatten(2))[:, :, :slots]
+        return _as_written(self.pool, places, own) | {name: tokens[name] for name in STEPS if name in tokens}
+
+
+def cached_keys(
+    config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: Layout, state: MixerState | None
+) -> CachedKeys | None:
+    """Return what the cache holds for all tokens behind their context; None where there is no cache."""
+    cache, span = config.cache, config.span
+    if cache is None:
+        return None
+    assert isinstance(span, TerracedSpan) and scorer is not None
+    blocks = layout.once(("blocks", span), lambda: cut(layout, span))
+    pool = _scored(tokens, scorer, layout.key_position)
+    carried, before = None, 0
+    if state is not None:
+        pool, carried = _pooled(cache, state.cached(span), pool)
+        before = cache.size
+    leaves = layout.once(("leaves", span, before), lambda: leaving(blocks, span, layout, before))
+    fresh = None if layout.uniform else blocks.fresh  # a uniform row is one document
+    held: list[Tensor] = []
+    offered: Tensor = leaves
+    for column, part in enumerate(cache.parts):
+        its = None if carried is None else carried[..., part]
+        held.append(choose(pool[SCORES][..., column], offered, part.stop - part.start, fresh=fresh, carried=its))
+        if part.start:  # another part follows
+            new = _passed_on(held[-1], its, blocks, leaves[:, None].expand(*held[-1].shape[:3], -1))
+            offered = torch.where(new < 0, pool["position"].shape[2], new)
+    full = state is None and _evicted(span, layout) >= cache.size
+    return CachedKeys(cache, pool, carried, blocks, leaves, _joined(held), full)
+
+
+def _evicted(span: TerracedSpan, layout: Layout) -> int:
+    """Return how many keys, sinks apart, left the window of whole rows; 0 for other rows."""
+    if not layout.uniform:
+        return 0
+    last = layout.length - 1
+    return layout.once(("evicted", span), lambda: int(span.lo(torch.tensor(last, device="cpu"))) - span.sinks)
+
+
+def _passed_on(
+    held: Int[Tensor, "B G J C"],
+    carried: Int[Tensor, "B G C"] | None,
+    blocks: Blocks,
+    offered: Int[Tensor, "B G J w"],
+) -> Int[Tensor, "B G J w"]:
+    """Return what a part of the cache passes on, in the places of the keys offered to it when a block begins."""
+    return written(held_before(held, carried, blocks.fresh), held, offered)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Parts in the order of their slots."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts[::-1], dim=-1)
+
+
+class NextBlock(NamedTuple):
+    """Return the slots of the state when a block may begin, and what is written to the linear state before it.
+
+    Attributes:
+        slots: the state's, with the cache behind the window.
+        position: of the cached pairs.
+        dropped: tokens as they are written, where there is a linear state; those of positions `at.leaving`.
+    """
+
+    slots: Tokens
+    position: Int[Tensor, "B G C"]
+    dropped: Tokens | None
+
+
+def next_block(config: MixerConfig, scorer: EvictionScorer, state: MixerState, at: StepContext) -> NextBlock:
+    """Return what the state holds behind a new choice, in rows where a block begins; the others keep what they have."""
+    cache, before = config.cache, state.cached(config.span)
+    assert cache is not None
+    if state.linear is None:
+        return _next_block_of_pairs(cache, scorer, state, before, at)
+    tokens = {name: at.leaving_tokens(x) for name, x in state.slots.items()}
+    scored = _scored(tokens, scorer, at.leaving)
+    pool, carried = _pooled(cache, before, scored)
+    places = torch.arange(pool["position"].shape[2], device=at.position.device)
+    there = torch.where(pool["position"] >= 0, places, -1)
+    held = _chosen(cache, pool[SCORES], there)
+    after = taken(pool, held)
+    slots = {name: torch.cat([x[:, :, : at.slots], after[name]], dim=2) for name, x in _own(state.slots)}
+    new = there[:, :, cache.size :]
+    for part in cache.parts:
+        new = written(carried[..., part].sort(-1).values, held[..., part], new)
+    steps = {name: tokens[name] for name in STEPS if name in tokens}
+    dropped = _as_written(pool, new, places[cache.size :]) | steps
+    return NextBlock(state.slots | slots, after["position"], dropped)
+
+
+def _next_block_of_pairs(
+    cache: EvictionCache, scorer: EvictionScorer, state: MixerState, before: Tokens, at: StepContext
+) -> NextBlock:
+    """Return `next_block` without a linear state: keys and values move once, straight to their new slots."""
+    slots = dict(state.slots)
+    of_keys, groups = slots.pop(SCORES), before["position"].shape[1]
+    scores = scorer.whole(at.leaving_tokens(of_keys), at.leaving_tokens(slots["values"]), at.leaving)
+    pool = _appended(
+        {name: before[name] for name in (SCORES, "position")}, {SCORES: scores, "position": at.leaving[:, None]}
+    )
+    best = _best(cache, pool[SCORES], pool["position"], full=at.keeps_full(cache.size))
+    sources = at.pool_slots(cache.size)[:, None].expand(-1, groups, -1).gather(2, best)
+    sources = torch.cat([at.window_slots(cache.size).expand(*best.shape[:2], -1), sources], dim=2)[..., None]
+    after = {name: at_places(x, sources) for name, x in slots.items()}
+    after[SCORES] = torch.cat([of_keys[:, :, : at.slots], at_places(pool[SCORES], best[..., None])], dim=2)
+    return NextBlock({name: after[name] for name in state.slots}, pool["position"].gather(2, best), None)
+
+
+def _best(
+    cache: EvictionCache, scores: Float[Tensor, "B G P S"], position: Int[Tensor, "#B #G P"], *, full: bool
+) -> Int[Tensor, "B G C"]:
+    """Return the places that a cache holds of a pool of at least as many; of equal scores, the first.
+
+    As `_chosen`, in fewer operations. `full`: no slot of the pool has position -1.
+    """
+    # Empty slots of the cache come before those of the block, so that they are chosen first.
+    empty = None if full else position < 0
+    # One part has the oldest first already.
+    ages = position.argsort(dim=-1, stable=True) if len(cache.parts) > 1 else None
+    chosen: list[Tensor] = []
+    of_parts = scores
+    for column, part in enumerate(cache.parts):
+        scores, size = of_parts[..., column], part.stop - part.start
+        scores = scores if empty is None else scores.masked_fill(empty, -torch.inf)
+        ages = ages if ages is None else ages.expand(*scores.shape[:2], -1)
+        scores = scores if ages is None else scores.gather(2, ages)
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        best = order[:, :, :size].sort(-1).values
+        chosen.append(best if ages is None else ages.gather(2, best))
+        if part.start:
+            others = order[:, :, size:].sort(-1).values
+            ages = others if ages is None else ages.gather(2, others)
+    return _joined(chosen)
+
+
+@torch.no_grad()
+def _chosen(
+    cache: EvictionCache, scores: Float[Tensor, "B G P S"], there: Int[Tensor, "B G P"]
+) -> Int[Tensor, "B G C"]:
+    """Return the keys of a pool that the cache holds, as `choose`: each part selects from what the one before left.
+
+    Args:
+        there: their places, the oldest first, -1 where there is none.
+    """
+    held: list[Tensor] = []
+    for column, part in enumerate(cache.parts):
+        size = part.stop - part.start
+        order = scores[..., column].masked_fill(there < 0, -torch.inf)
+        order = order.argsort(dim=-1, descending=True, stable=True)[:, :, :size]
+        held.append(pad(there.gather(2, order).sort(-1).values, (size - order.shape[2], 0), value=-1))
+        if part.start:
+            there = there.scatter(2, order, -1)
+    return _joined(held)
+
+
+def last_queries(
+    config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: Layout
+) -> Int[Tensor, "#B G K"]:
+    """Return the position of the last query that reads each key, through window, sinks or cache, in whole rows.
+
+    No state stands before the rows.
+    """
+    span, position, length = config.span, layout.key_position, layout.length
+    last = torch.where(position < span.sinks, MOST_TOKENS, span.last(position))[:, None]
+    if config.cache is None:
+        return last.expand(-1, tokens["keys"].shape[1], -1)
+    assert isinstance(span, TerracedSpan) and scorer is not None
+    blocks = -(-length // span.window_size)
+    until = ((last + 1) // span.window_size).clamp_max(blocks)
+    scores, document = scorer.whole(tokens[SCORES], tokens["values"], position), None
+    if not layout.uniform:
+        document, until = layout.key_document, torch.where(position[:, None] < 0, blocks, until)
+    for column, part in enumerate(config.cache.parts):
+        until = evicted(scores[..., column], until, part.stop - part.start, blocks, document)
+    return until * span.window_size - 1
+
+
+def room(config: MixerConfig) -> int:
+    """Return how many tokens fit in window and cache before a key is evicted; 0 without a cache."""
+    cache, span = config.cache, config.span
+    if cache is None:
+        return 0
+    assert isinstance(span, TerracedSpan)
+    return span.max_lag + cache.size // span.window_size * span.window_size
+
+
+def cache_after(
+    config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: Layout, state: MixerState | None
+) -> Tokens:
+    """Return what the cache holds after all tokens behind their context, where no query reads it before.
+
+    A choice for each block would end with the same pairs, for a running top-C is the top C of all.
+    """
+    cache, span = config.cache, config.span
+    assert cache is not None and scorer is not None and isinstance(span, TerracedSpan)
+    position = layout.key_position
+    if state is None and (evicted := _evicted(span, layout)) >= cache.size:  # they lie side by side
+        left = slice(span.sinks, span.sinks + evicted)
+        tokens = {name: x[:, :, left] for name, x in tokens.items()}
+        pool = _scored(tokens, scorer, position[:, left])
+        return gathered(pool, _best(cache, pool[SCORES], pool["position"], full=True))
+    last, pool = layout.count[:, None] - 1, _scored(tokens, scorer, position)
+    candidates = (position >= span.sinks) & (position < span.lo(last)) & (layout.key_document == layout.last_document)
+    candidates = candidates[:, None].expand(*tokens["keys"].shape[:2], -1)
+    if state is not None:
+        pool, _ = _pooled(cache, state.cached(span), pool)
+        carried = (pool["position"][..., : cache.size] >= 0) & (layout.last_document == 0)[..., None]
+        candidates = torch.cat([carried, candidates], dim=2)
+    every = torch.arange(candidates.shape[2], device=position.device)
+    return taken(pool, _chosen(cache, pool[SCORES], torch.where(candidates, every, -1)))
+
+
+def _own(tokens: Tokens) -> list[tuple[str, Tensor]]:
+    return [(name, x) for name, x in tokens.items() if name not in STEPS]
+
+
+def _scored(tokens: Tokens, scorer: EvictionScorer, position: Int[Tensor, "#B N"]) -> Tokens:
+    """Return the tensors of each token with its whole score and its position [B or 1, 1, N]."""
+    scores = scorer.whole(tokens[SCORES], tokens["values"], position)
+    return dict(_own(tokens)) | {SCORES: scores, "position": position[:, None]}
+
+
+def _pooled(cache: EvictionCache, held: Tokens, tokens: Tokens) -> tuple[Tokens, Int[Tensor, "B G C"]]:
+    """The cache's keys, the oldest first, then these; and the places of what each slot of the cache holds, -1 is none.
+
+    One part has the oldest first already.
+    """
+    places = torch.arange(cache.size, device=held["position"].device).expand_as(held["position"])
+    filled = held["position"] >= 0
+    if len(cache.parts) > 1:
+        age = held["position"].argsort(dim=-1, stable=True)
+        held, places = taken(held, age), age.argsort(-1)
+    return _appended(held, tokens), torch.where(filled, places, -1)
+
+
+def _appended(held: Tokens, tokens: Tokens) -> Tokens:
+    """Return the cache's slots, then these."""
+    pool: Tokens = {}
+    for name, x in tokens.items():
+        before = held[name]
+        before = before if before.dtype == x.dtype else before.to(x.dtype)
+        x = x if x.shape[:2] == before.shape[:2] else x.expand(*before.shape[:2], *x.shape[2:])
+        pool[name] = torch.cat([before, x], dim=2)
+    return pool
+
+
+def _as_written(pool: Tokens, places: Int[Tensor, "B G N"], own: Int[Tensor, " N"]) -> Tokens:
+    """Return what is written in these places; where nothing is, the place's own key with `input_scale` 0."""
+    tokens = taken(pool, torch.where(places >= 0, places, own))
+    there = (places >= 0)[..., None].to(tokens["values"].dtype)
+    scale = tokens.get("input_scale", there)
+    tokens["input_scale"] = scale * repeat_kv(there, scale.shape[1])
+    return tokens

@@ -1,7 +1,8 @@
-"""Decays of the state S [F, D] of linear attention: how fast it forgets, and how much of a key is written.
+"""Decays and updates of the state S [F, D] of linear attention: how fast it forgets, and how a key is written.
 
-Each is a config, which a recipe names as `decay`, and the gate that computes it. Decays leave here as logarithms,
-computed as such: log(sigmoid(x)) is -inf or 0 where logsigmoid(x) still counts.
+A decay is a config, which a recipe names as `decay`, and the gate that computes it. Decays leave here as logarithms,
+computed as such: log(sigmoid(x)) is -inf or 0 where logsigmoid(x) still counts. A key's value is added to S, or
+replaces what S recalls for the key (`DeltaRule`).
 
 Hs heads of the state, F features per head, D head dimension, x the layer's input.
 """
@@ -19,12 +20,22 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from linearize.configs.mixer_parts import DecayConfig, FeatureDecay, FixedDecay, OuterDecay, RefinedDecay, ScalarDecay
+from linearize.configs.mixer_parts import (
+    DecayConfig,
+    DeltaUpdate,
+    FeatureDecay,
+    FixedDecay,
+    OuterDecay,
+    RefinedDecay,
+    ScalarDecay,
+)
 from linearize.configs.shape import LayerShape
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.partial import accumulation_dtype
 
-# --- what every one is ------------------------------------------------------------------------------------------------
+MIN_NORM = 1e-6  # of features that the delta rule divides by
+
+# --- what every gate is -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -213,3 +224,39 @@ DECAYS: dict[type[DecayConfig], Callable[[Any, LayerShape, int, int], Gate]] = {
     OuterDecay: OuterGate,
     RefinedDecay: RefinedGate,
 }
+
+
+# --- the delta rule ---------------------------------------------------------------------------------------------------
+
+
+class DeltaRule(nn.Module):
+    """b = sigmoid(w.x) per head, and the norm of features that it needs."""
+
+    def __init__(self, config: DeltaUpdate, shape: LayerShape, heads: int) -> None:
+        super().__init__()
+        self.config = config
+        self.strength = Affine(shape.hidden_size, heads, 1, None)
+
+    def reset_parameters(self) -> None:
+        """Initialise w."""
+        self.strength.reset_parameters()
+
+    def forward(self, inputs: AttnInputs) -> Float[Tensor, "B Hs T 1"]:
+        """b, how much of what the state recalls of a key is replaced."""
+        return self.strength(layer_input(inputs)).sigmoid()
+
+    def normalize(self, phi: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
+        """`phi` over its sum or its Euclidean norm, of which there is at least 1e-6."""
+        return KEY_NORMS[self.config.key_norm](phi)
+
+
+def over_sum(phi: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
+    return phi / phi.sum(-1, keepdim=True).clamp_min(MIN_NORM)
+
+
+def over_norm(phi: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
+    # By way of the square, whose gradient at 0 is 0 where that of the root is infinite.
+    return phi * phi.square().sum(-1, keepdim=True).clamp_min(MIN_NORM**2).rsqrt()
+
+
+KEY_NORMS: dict[str, Callable[[Tensor], Tensor]] = {"sum": over_sum, "l2": over_norm}

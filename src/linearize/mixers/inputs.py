@@ -1,4 +1,4 @@
-"""The inputs of a mixer, from its attention layer."""
+"""The inputs of a mixer, from its attention layer; and RoPE in Llama's convention."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from linearize.ops.partial import accumulation_dtype
+
+Rope = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -86,3 +88,30 @@ def some_heads(x: Float[Tensor, "B h T X"], kv_heads: Sequence[int], num_kv_head
         runs.append((start, head + 1))
     slices = [x[:, group * start : group * stop] for start, stop in runs]
     return slices[0] if len(slices) == 1 else torch.cat(slices, dim=1)
+
+
+def apply_rope(x: Float[Tensor, "B h T D"], rope: Rope) -> Float[Tensor, "B h T D"]:
+    """`x` rotated by cosines and sines [B or 1, T, R], in two halves; dimensions from R on stay as they are."""
+    return rotated(x, rope[0][:, None], rope[1][:, None])
+
+
+def rotated(
+    x: Float[Tensor, "B h T D"], cos: Float[Tensor, "#B #h T R"], sin: Float[Tensor, "#B #h T R"]
+) -> Float[Tensor, "B h T D"]:
+    """`x` rotated, each head by its own cosines and sines or all by the same."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    half = cos.shape[-1] // 2
+    first, second = turned[..., :half], turned[..., half:]
+    y = turned * cos
+    # In place: the features of all heads are too many for a tensor more than needed.
+    y[..., :half].addcmul_(second, sin[..., :half], value=-1)
+    y[..., half:].addcmul_(first, sin[..., half:])
+    return torch.cat([y, rest], dim=-1) if rest.shape[-1] else y
+
+
+def map_inputs(rotation: Literal["before", "after", "none"], inputs: AttnInputs) -> tuple[Tensor, Tensor]:
+    """The queries and keys that a feature map sees; a model without RoPE has only one kind."""
+    if rotation == "before" or inputs.unrotated is None:
+        return inputs.q, inputs.k
+    return inputs.unrotated

@@ -1,31 +1,52 @@
-"""The causal mixer: softmax over a span and linear attention below it, combined."""
+"""The causal mixer: softmax over a span and linear attention below it, combined; of many tokens, and of one more."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from linearize.configs.spans import TerracedSpan
-from linearize.mixers.cached import STEPS, CachedKeys, cache_after, cached_keys, last_queries, room
-from linearize.mixers.causal import CausalMixer
-from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer import LinearFeatures, learnable, without_lost
+from linearize.configs.mixer import MixerConfig
+from linearize.configs.mixer_parts import DeltaUpdate
+from linearize.configs.shape import LayerShape
+from linearize.configs.spans import NoSpan, TerracedSpan
+from linearize.mixers.combine import COMBINES, HasLinear, SharedDenominatorCombine, WindowOnlyCombine
+from linearize.mixers.eviction_cache import (
+    SCORES,
+    STEPS,
+    CachedKeys,
+    EvictionScorer,
+    cache_after,
+    cached_keys,
+    last_queries,
+    next_block,
+    room,
+)
+from linearize.mixers.feature_maps.base import MIN_DENOMINATOR, exponentials
+from linearize.mixers.gates import DECAYS, DeltaRule
+from linearize.mixers.inputs import AttnInputs, rotated
+from linearize.mixers.mixer import LinearFeatures, Mixer, learnable, without_lost
 from linearize.mixers.mixer_state import STATE_DTYPES, Clock, MixerState, keep_slots
+from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.running_maximum import running_maximum
-from linearize.mixers.step import one_token
 from linearize.ops.backend import backend_for, linear_scan, prefill, state_after
 from linearize.ops.block_sizes import kind
 from linearize.ops.full import full_softmax
-from linearize.ops.inputs import LinearInputs, LinearState, SoftmaxInputs
+from linearize.ops.heads import repeat_kv
+from linearize.ops.inputs import LinearInputs, LinearState, Quotient, SoftmaxInputs
 from linearize.ops.layout import Layout, Tokens
+from linearize.ops.linear_state import with_keys
 from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
+from linearize.ops.reference import delta_values
+from linearize.ops.step import LinearStep, StepContext, StepInputs
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
+EVERY_KEY = NoSpan()  # once: compilers do not make them
 
 
 class Prepared(NamedTuple):
@@ -45,11 +66,37 @@ class Prepared(NamedTuple):
     cached: CachedKeys | None
 
 
-class LinearMixer(CausalMixer):
+class LinearMixer(Mixer):
     """Window + linear attention, or either alone, with any of the parts that its config names.
 
     With a window of at least T tokens the output equals softmax attention exactly.
+
+    A token is a set of slots by name: `keys` and `values`; where its parts ask for them, `map_keys` (keys before RoPE),
+    `cos` and `sin`, `log_decay_k` and `log_decay_v` of its step, `input_scale`, `beta` (delta rule), `offset` (the
+    running maximum of an exponential key map), and `scores` (of a KV cache with eviction, `EvictionScorer.of_keys`).
+
+    Attributes:
+        keeps_maximum, maps_unrotated: as the config says.
+        softmax_alone: whether softmax over window and cache is the output.
     """
+
+    causal = True
+
+    def __init__(self, config: MixerConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        if self.feature_map is not None:
+            if config.decay is not None:
+                features = self.feature_map.feature_dim
+                self.gate = DECAYS[type(config.decay)](config.decay, shape, self.state_heads, features)
+            if isinstance(config.update, DeltaUpdate):
+                self.delta = DeltaRule(config.update, shape, self.state_heads)
+            if config.in_closed_form:
+                self.kernel = self.feature_map.kernel
+        self.scorer = None if config.cache is None else EvictionScorer(config.cache, shape)
+        self.keeps_maximum, self.maps_unrotated = config.keeps_maximum, config.maps_unrotated
+        self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
+        self.combine = COMBINES[type(config.combine)](config.combine, shape)
+        self.softmax_alone = isinstance(self.combine, WindowOnlyCombine) and self.combine.sink_logit is None
 
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs for whole documents, without a state. `layout` None: one full document per row."""
@@ -75,13 +122,74 @@ class LinearMixer(CausalMixer):
             state = state.matrices_in(None)
         with inputs.outside_autocast():
             if state is not None and layout is None and inputs.q.shape[2] == 1:
-                y, after = one_token(self, inputs, state)
+                y, after = self._one_token(inputs, state)
             else:
                 y, after = self._many(inputs, state, layout)
         return y, after if kept is None else after.matrices_in(kept)
 
+    # --- what the parts make of tokens --------------------------------------------------------------------------------
+
+    def new_tokens(self, inputs: AttnInputs) -> Tokens:
+        """Return the slots of the inputs' tokens."""
+        slots = {"keys": inputs.k, "values": inputs.v}
+        if self.scorer is not None:
+            slots[SCORES] = self.scorer.of_keys(inputs)
+        if self.feature_map is None:
+            return slots
+        batch, groups = inputs.k.shape[:2]
+        if self.maps_unrotated and inputs.unrotated is not None:
+            slots["map_keys"] = inputs.unrotated[1]
+            if self.feature_map.config.rotation == "after":
+                assert inputs.rope is not None
+                heads = 1 if self.scorer is None else groups  # each KV head's cache holds tokens of its own
+                cos, sin = (x[:, None].expand(batch, heads, -1, -1) for x in inputs.rope)
+                slots |= {"cos": cos, "sin": sin}
+        if self.gate is not None:
+            gates = self.gate(inputs)
+            found = {"log_decay_k": gates.log_decay_k, "log_decay_v": gates.log_decay_v}
+            found["input_scale"] = gates.input_scale
+            slots |= {name: x.expand(batch, -1, -1, -1) for name, x in found.items() if x is not None}
+        if self.delta is not None:
+            slots["beta"] = self.delta(inputs)
+        return slots
+
+    def with_step(self, slots: Tokens, log_decay: Float[Tensor, "B Hk T"]) -> Float[Tensor, "B Hs T X"]:
+        """The gate's log decay and that of the running maximum in one."""
+        step = repeat_kv(log_decay[..., None], self.state_heads).to(accumulation_dtype(slots["values"].dtype))
+        return step + slots["log_decay_k"] if "log_decay_k" in slots else step
+
+    def map_keys(self, slots: Tokens, position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
+        """The key map's features, or for an exponential map their logarithms; or what `kernel` makes them of."""
+        assert self.feature_map is not None
+        keys = slots.get("map_keys", slots["keys"])
+        return self.feature_map.k(keys, position) if self.kernel is None else self.feature_map.kernel_input(keys)
+
+    def key_features(self, slots: Tokens, phi_k: Tensor, layout: Layout | None) -> Float[Tensor, "B Hs K F"]:
+        """phi_k as it is written to the state, from what the map gave."""
+        assert self.feature_map is not None
+        if self.feature_map.exponential:
+            phi_k = phi_k - (slots["offset"] if self.keeps_maximum else phi_k.amax(-1, keepdim=True))
+            if layout is not None and not layout.uniform:
+                # Padding takes no part in the maximum and could be anything.
+                phi_k = phi_k.masked_fill((layout.key_position < 0)[:, None, :, None], -torch.inf)
+            phi_k = exponentials(phi_k.to(accumulation_dtype(slots["values"].dtype)))
+        if self.delta is not None:
+            phi_k = self.delta.normalize(phi_k)
+        if "cos" in slots:
+            cos, sin = (x if len(x[0]) == 1 else repeat_kv(x, phi_k.shape[1]) for x in (slots["cos"], slots["sin"]))
+            phi_k = rotated(phi_k, cos, sin)
+        if phi_k.shape[1] != self.state_heads:
+            phi_k = repeat_kv(phi_k, self.state_heads)
+        return phi_k * repeat_kv(slots["input_scale"], self.state_heads) if "input_scale" in slots else phi_k
+
+    def rules(self, tokens: Tokens) -> dict[str, Any]:
+        """Return beta, log decays and the kernel of the tokens, as the ops take them."""
+        return {name: tokens.get(name) for name in ("beta", "log_decay_k", "log_decay_v")} | {"kernel": self.kernel}
+
+    # --- many tokens --------------------------------------------------------------------------------------------------
+
     def _many(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None) -> tuple[Tensor, MixerState]:
-        """`step` of many tokens, some at a time."""
+        """Compute `step` for many tokens, some at a time."""
         length = inputs.q.shape[2]
         # Up to where a cache is full it is softmax over all keys.
         alone = state is None and self._pairs_alone() and backend_for(inputs.q.device).splits_prompts
@@ -108,6 +216,17 @@ class LinearMixer(CausalMixer):
         width = len(inputs.q) * self.shape.num_heads * max(self.shape.head_dim, features)
         return max(numbers // width // 64 * 64, 1024, 4 * self.span.context)
 
+    def _prefill(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> tuple[Tensor, MixerState]:
+        batch, length = len(inputs.q), inputs.q.shape[2]
+        own = Layout.full(length, inputs.q.device) if own is None else own
+        if state is None and self._all_exact(own):
+            return self._all_by_softmax(inputs, own)
+        layout = own if state is None else own.with_context(state.seen, self.span)
+        found = self.tokens(inputs, own, layout, state)
+        window, linear, after = self._partials(inputs, found, layout, state)
+        y = self.combined(inputs, window, linear, lambda: self.has_linear(layout.query_position))
+        return y, self._state(found, layout, after, batch)
+
     def tokens(self, inputs: AttnInputs, own: Layout, layout: Layout, state: MixerState | None) -> Prepared:
         """`own` is the layout of the inputs alone, `layout` that with the context of `state`."""
         slots, maximum = self.new_tokens(inputs), None
@@ -131,24 +250,6 @@ class LinearMixer(CausalMixer):
             written = cached.as_written(slots)
             mapped = self.map_keys(written, layout.key_position)
         return Prepared(slots, written, self.key_features(written, mapped, layout), maximum, cached)
-
-    def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
-        _, tokens, keys, _, _ = self.tokens(inputs, layout, layout, None)
-        assert keys is not None
-        phi_k, nothing = keys, tokens["values"][..., :0]
-        rules = self.rules(tokens) | {"beta": None}
-
-        def sums(phi_q: Tensor) -> Tensor:
-            return linear_scan(LinearInputs(phi_q, keys, nothing, self.span, layout, **rules)).den
-
-        phi_q, log_scale = self.scaled_queries(inputs, layout.query_position, sums)
-        if self.kernel is not None:
-            phi_q, phi_k = self.kernel.features(phi_q), self.kernel.features(phi_k)
-        zero = phi_q.new_zeros(phi_q.shape[:3])
-        log_scale = self.in_scale(Partial(phi_q[..., :0], zero, zero), log_scale, tokens).log_scale
-        return LinearFeatures(tokens, phi_q, phi_k, log_scale)
-
-    # --- many tokens --------------------------------------------------------------------------------------------------
 
     def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
         with inputs.outside_autocast():
@@ -190,37 +291,21 @@ class LinearMixer(CausalMixer):
         written, rules = found.written, self.rules(found.written)
         return LinearInputs(None, found.phi_k, written["values"], self.span, layout, state=before, **rules)
 
-    def _prefill(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> tuple[Tensor, MixerState]:
-        batch, length = len(inputs.q), inputs.q.shape[2]
-        own = Layout.full(length, inputs.q.device) if own is None else own
-        if state is None and self._all_exact(own):
-            return self._all_by_softmax(inputs, own)
-        layout = own if state is None else own.with_context(state.seen, self.span)
-        found = self.tokens(inputs, own, layout, state)
-        window, linear, after = self._partials(inputs, found, layout, state)
-        y = self.combined(inputs, window, linear, lambda: self.has_linear(layout.query_position))
-        return y, self._state(found, layout, after, batch)
+    def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
+        _, tokens, keys, _, _ = self.tokens(inputs, layout, layout, None)
+        assert keys is not None
+        phi_k, nothing = keys, tokens["values"][..., :0]
+        rules = self.rules(tokens) | {"beta": None}
 
-    def _state(self, found: Prepared, layout: Layout, linear: LinearState | None, batch: int) -> MixerState:
-        """Return the state after the last token, of which `linear` is the linear part's."""
-        if linear is not None and found.cached is not None:  # what a next block adds is chosen when it begins
-            linear = LinearState(linear.S, linear.z)
-        cached = None if found.cached is None else found.cached.last()
-        return self._after(found.tokens, layout, batch, cached, linear, found.maximum)
+        def sums(phi_q: Tensor) -> Tensor:
+            return linear_scan(LinearInputs(phi_q, keys, nothing, self.span, layout, **rules)).den
 
-    def _after(
-        self,
-        tokens: Tokens,
-        layout: Layout,
-        batch: int,
-        cached: Tokens | None,
-        linear: LinearState | None = None,
-        maximum: Tensor | None = None,
-    ) -> MixerState:
-        """Return the state of these tokens and of the pairs that the cache holds."""
-        slots = keep_slots(tokens, layout, self.span, batch, cached)
-        position = None if cached is None else cached["position"]
-        return MixerState(slots, Clock(layout.count.expand(batch).clone()), linear, maximum, position)
+        phi_q, log_scale = self.scaled_queries(inputs, layout.query_position, sums)
+        if self.kernel is not None:
+            phi_q, phi_k = self.kernel.features(phi_q), self.kernel.features(phi_k)
+        zero = phi_q.new_zeros(phi_q.shape[:3])
+        log_scale = self.in_scale(Partial(phi_q[..., :0], zero, zero), log_scale, tokens).log_scale
+        return LinearFeatures(tokens, phi_q, phi_k, log_scale)
 
     def absorb(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None) -> MixerState:
         """Return the state of `step` after these tokens, without their outputs."""
@@ -242,13 +327,6 @@ class LinearMixer(CausalMixer):
             return self._exact_state(tokens, layout, state, len(inputs.q))
         found = self.tokens(inputs, own, layout, state)
         return self._state(found, layout, state_after(self._keys(found, layout, state)), len(inputs.q))
-
-    def _exact_state(self, tokens: Tokens, layout: Layout, state: MixerState | None, batch: int) -> MixerState:
-        """Return the state after these tokens, behind those of `state`, where nothing enters a linear state."""
-        cached = None
-        if self.config.cache is not None:
-            cached = cache_after(self.config, self.scorer, tokens, layout, state)
-        return self._after(tokens, layout, batch, cached)
 
     def last_queries(self, inputs: AttnInputs, layout: Layout) -> Int[Tensor, "#B G K"] | None:
         """Return the position of the last query that reads each key of whole rows.
@@ -275,6 +353,132 @@ class LinearMixer(CausalMixer):
         nothing = self.state_like(inputs.tokens(0, 1))
         state = self._exact_state(self.new_tokens(inputs), layout, None, len(inputs.q))
         return y, replace(state, linear=nothing.linear, maximum=nothing.maximum)
+
+    # --- one token ----------------------------------------------------------------------------------------------------
+
+    def _one_token(self, inputs: AttnInputs, state: MixerState) -> tuple[Tensor, MixerState]:
+        """Compute `step` for one token of every row: a short sequence of operations, the same at every position."""
+        config, span, clock = self.config, self.span, state.clock
+        at = clock.once(span, lambda seen: StepContext(span, seen))
+        slots, position, before = state.slots, state.cached_position, state.linear
+        new, maximum = self.new_tokens(inputs), None
+        if self.keeps_maximum:
+            assert state.maximum is not None
+            top = self.map_keys(new, at.column).amax(-1)
+            offset, log_decay, maximum = running_maximum(top, Layout.full(1, top.device), state.maximum)
+            new["offset"], new["log_decay_k"] = offset[..., None], self.with_step(new, log_decay)
+
+        # When a block begins, its eviction cache is chosen, and what this drops enters the linear state.
+        if config.cache is not None and at.may_flush:
+            assert self.scorer is not None
+            slots, position, dropped = next_block(config, self.scorer, state, at)
+            if before is not None and dropped is not None:
+                before = self._folded(before, dropped, at.leaving)
+
+        # One key enters the linear state as it leaves the window, or is the new one.
+        # Names in the order of every other state of this mixer: static caches rely on it.
+        after = new | {name: at.written(slots[name], x) for name, x in new.items() if name not in ("keys", "values")}
+        linear = log_scale = None
+        if before is not None:
+            phi_q, log_scale = self.query_features(inputs, at.column)
+            phi_k: Tensor | None = None
+            one: Tokens = {}
+            if config.cache is None:
+                one = at.entering_tokens(slots, new)
+                phi_k = self.key_features(one, self.map_keys(one, at.entering), None)
+            decays: dict[str, Any] = _skipped_steps(after, at) if self.keeps_maximum or self.gate is not None else {}
+            linear = LinearStep(phi_q, before, phi_k, one.get("values"), **self.rules(one), **decays)
+
+        pairs = new["keys"], new["values"], slots["keys"], slots["values"]
+        found = backend_for(inputs.q.device).step(
+            StepInputs(inputs.q, *pairs, at, inputs.scaling, inputs.softcap, linear, self.softmax_alone, self.quotient)
+        )
+        after |= {"keys": found.k, "values": found.v}
+        next_state = MixerState(after, clock.next(), found.state, maximum, position)
+        if found.y is not None:
+            return found.y, next_state
+        sums = found.linear
+        if sums is not None and self.exponential:
+            sums = self.in_scale(without_lost(sums, self.lost(sums)), log_scale, new)
+        name = span, config.cache
+        y = self.combined(inputs, found.window, sums, lambda: clock.once(name, lambda _: self.has_linear(at.column)))
+        return y, next_state
+
+    def _folded(self, state: LinearState, dropped: Tokens, position: Int[Tensor, "B w"]) -> LinearState:
+        """Return the state with the pairs that the KV cache with eviction drops when the block at `position` leaves."""
+        layout = Layout(position, torch.zeros_like(position), 0)
+        phi_k = self.key_features(dropped, self.map_keys(dropped, position), layout)
+        keys = LinearInputs(None, phi_k, dropped["values"], EVERY_KEY, layout, state=state, **self.rules(dropped))
+        if self.delta is not None:
+            keys = keys.with_values(delta_values(keys))
+        return with_keys(keys, position >= 0)
+
+    # --- outputs ------------------------------------------------------------------------------------------------------
+
+    def in_scale(self, linear: Partial, log_scale: Tensor | None, own: Tokens) -> Partial:
+        """The linear part with the logarithm it is relative to: the query's, and the keys' running maximum."""
+        if not self.config.absolute:
+            return linear
+        assert log_scale is not None
+        offset = repeat_kv(own["offset"], self.shape.num_heads)[..., 0]
+        return replace(linear, log_scale=(log_scale + offset).to(linear.den.dtype))
+
+    def combined(
+        self, inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: HasLinear
+    ) -> Float[Tensor, "B H T D"]:
+        """The output, in the inputs' dtype, from the parts, which may be overwritten where no gradient is wanted."""
+        dtype = inputs.v.dtype
+        y = backend_for(inputs.q.device).output(window, linear, self.quotient, dtype)
+        if y is not None:
+            return y
+        y = self.combine(window, linear, partial(self.normalized, inputs=inputs), has_linear)
+        # A copy lies as it is read next: the heads of a token side by side.
+        if y.dtype == dtype:
+            return y
+        return y.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format).transpose(1, 2)
+
+    def quotient(self) -> Quotient | None:
+        """Return how the output is one quotient of sums, None where it is not."""
+        combine = self.combine
+        if isinstance(combine, WindowOnlyCombine):
+            return Quotient(None, MIN_DENOMINATOR) if self.softmax_alone else None
+        assert self.feature_map is not None
+        least = self.feature_map.min_denominator(torch.float32)
+        if not self.config.sums:
+            return None
+        if not self.span.max_lag:
+            return Quotient(None, least)
+        return Quotient(combine.window_factor, least) if isinstance(combine, SharedDenominatorCombine) else None
+
+    # --- states -------------------------------------------------------------------------------------------------------
+
+    def _state(self, found: Prepared, layout: Layout, linear: LinearState | None, batch: int) -> MixerState:
+        """Return the state after the last token, of which `linear` is the linear part's."""
+        if linear is not None and found.cached is not None:  # what a next block adds is chosen when it begins
+            linear = LinearState(linear.S, linear.z)
+        cached = None if found.cached is None else found.cached.last()
+        return self._after(found.tokens, layout, batch, cached, linear, found.maximum)
+
+    def _after(
+        self,
+        tokens: Tokens,
+        layout: Layout,
+        batch: int,
+        cached: Tokens | None,
+        linear: LinearState | None = None,
+        maximum: Tensor | None = None,
+    ) -> MixerState:
+        """Return the state of these tokens and of the pairs that the cache holds."""
+        slots = keep_slots(tokens, layout, self.span, batch, cached)
+        position = None if cached is None else cached["position"]
+        return MixerState(slots, Clock(layout.count.expand(batch).clone()), linear, maximum, position)
+
+    def _exact_state(self, tokens: Tokens, layout: Layout, state: MixerState | None, batch: int) -> MixerState:
+        """Return the state after these tokens, behind those of `state`, where nothing enters a linear state."""
+        cached = None
+        if self.config.cache is not None:
+            cached = cache_after(self.config, self.scorer, tokens, layout, state)
+        return self._after(tokens, layout, batch, cached)
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape: what stands before the first token."""
@@ -303,6 +507,17 @@ class LinearMixer(CausalMixer):
         state = MixerState(slots, Clock(seen), linear, maximum, position)
         kept = STATE_DTYPES[self.config.state_dtype]
         return state if kept is None else state.matrices_in(kept)
+
+
+def _skipped_steps(slots: Tokens, at: StepContext) -> dict[str, Any]:
+    """Return summed log decays of the steps within the window, by which no key below it has decayed yet."""
+    found: dict[str, Tensor] = {}
+    for axis in ("k", "v"):
+        steps = slots.get(f"log_decay_{axis}")
+        if steps is not None and at.slots:
+            steps = steps if at.passed is None else steps.masked_fill(at.passed, 0)
+            found[f"skipped_{axis}"] = steps.sum(2, keepdim=True)
+    return found
 
 
 def behind(before: Tokens, tokens: Tokens) -> Tokens:

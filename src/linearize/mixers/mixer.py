@@ -17,9 +17,8 @@ from linearize.configs.shape import LayerShape
 from linearize.configs.spans import Span
 from linearize.mixers.feature_maps import FEATURE_MAPS
 from linearize.mixers.feature_maps.base import HEADROOM, FeatureMap
-from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.rope import apply_rope
-from linearize.mixers.update import DeltaRule
+from linearize.mixers.gates import DeltaRule
+from linearize.mixers.inputs import AttnInputs, apply_rope
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout, Tokens
 from linearize.ops.partial import Partial, accumulation_dtype

@@ -146,7 +146,7 @@ class MixerState(State):
 
     Attributes:
         slots: `keys` and `values` [B, G, S + C, D], and what gates and feature maps need of a token that enters the
-            linear state later than it was written (see `CausalMixer`); or `all_keys` and `all_values`, which grow. The
+            linear state later than it was written (see `LinearMixer`); or `all_keys` and `all_values`, which grow. The
             `scores` of the window are of keys alone, those of the cache are whole (`EvictionScorer`).
         clock: tokens of the document so far, `seen`.
         linear: S and z of the keys below the window, where there is a linear part.
