@@ -19,7 +19,7 @@ from linearize.configs.feature_maps import HedgehogMap
 from linearize.configs.mixer import MixerConfig
 from linearize.configs.shape import LayerShape
 from linearize.configs.spans import TerracedSpan
-from linearize.mixers.feature_maps.hedgehog import Hedgehog
+from linearize.mixers.feature_maps.learned import Hedgehog
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops.backend import TORCH

@@ -21,7 +21,7 @@ from linearize.configs.feature_maps import HedgehogMap
 from linearize.configs.mixer import MixerConfig
 from linearize.configs.shape import LayerShape
 from linearize.configs.spans import TerracedSpan
-from linearize.mixers.feature_maps.hedgehog import Hedgehog
+from linearize.mixers.feature_maps.learned import Hedgehog
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops import chunked, dense, dispatch, eviction_cache, reference, triton_backend, triton_launch

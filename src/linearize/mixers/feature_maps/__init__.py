@@ -31,13 +31,10 @@ from linearize.configs.shape import LayerShape
 from linearize.mixers.feature_maps.base import FeatureMap
 from linearize.mixers.feature_maps.cosformer import Cosformer
 from linearize.mixers.feature_maps.dpfp import Dpfp
-from linearize.mixers.feature_maps.hedgehog import Hedgehog
-from linearize.mixers.feature_maps.lolcat import Lolcat
+from linearize.mixers.feature_maps.learned import T2R, Hedgehog, Lolcat, Regla
 from linearize.mixers.feature_maps.performer import Performer
 from linearize.mixers.feature_maps.pointwise import Elu1, Exp, Identity, Relu, Silu
-from linearize.mixers.feature_maps.regla import Regla
 from linearize.mixers.feature_maps.rfa import Rfa
-from linearize.mixers.feature_maps.t2r import T2R
 from linearize.mixers.feature_maps.taylor import Taylor
 
 AnyMapConfig = TypeVar("AnyMapConfig", bound=FeatureMapConfig)

@@ -1,20 +1,25 @@
-"""Maps behind a learned projection x W + b: where it stands, whether it is shared, and how it starts."""
+"""Maps behind a learned projection x W + b: of T2R (and SUPRA), Hedgehog (and LoLCATs), LOLCAT and ReGLA."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from linearize.configs.feature_maps import LearnedMap
+from linearize.configs.feature_maps import HedgehogMap, LearnedMap, LolcatMap, ReglaMap, T2RMap
 from linearize.configs.shape import LayerShape
-from linearize.mixers.feature_maps.base import FeatureMap, accumulated
+from linearize.mixers.feature_maps.base import FeatureMap, accumulated, elu1
+from linearize.ops.dispatch import implementation_for
 from linearize.ops.heads import repeat_kv
 
 AnyLearnedMap = TypeVar("AnyLearnedMap", bound=LearnedMap)
+MIN_FEATURE = 1e-12  # LoLCATs' clamp
+
+# --- the projection ---------------------------------------------------------------------------------------------------
 
 
 class Learned(FeatureMap, Generic[AnyLearnedMap]):
@@ -44,7 +49,7 @@ class Learned(FeatureMap, Generic[AnyLearnedMap]):
         """
         self._initialise(self.query_weight, self.query_bias)
         if self.key_weight is None:
-            return
+            return _T2R[self.config.activation](y)
         self._initialise(self.key_weight, self.key_bias)
         if self.key_weight.shape[1:] == self.query_weight.shape[1:]:
             heads = len(self.query_weight)
@@ -112,5 +117,92 @@ def _repeat(weight: Tensor, heads: int) -> Tensor:
     return weight if weight.shape[0] == heads else weight.repeat_interleave(heads // len(weight), dim=0)
 
 
+# --- the maps ---------------------------------------------------------------------------------------------------------
+
+
+class T2R(Learned[T2RMap]):
+    def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
+        return _LOLCAT[self.config.activation](y)
+
+
+class Lolcat(Learned[LolcatMap]):
+    def _project(
+        self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
+    ) -> Float[Tensor, "B h2 T N"]:
+        # One product with W + 1 instead of a product and a sum: as exact, since the sum would be rounded too.
+        one = torch.eye(weight.shape[1], dtype=x.dtype, device=x.device)
+        return super()._project(x, weight.to(x.dtype) + one, bias)
+
+    def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
+        return
+
+
+class Regla(Learned[ReglaMap]):
+    def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
+        return y
+
+
+class Hedgehog(Learned[HedgehogMap]):
+    """Features of a softmax are at least 1e-12."""
+
+    def _features(
+        self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
+    ) -> Float[Tensor, "B h2 T F"]:
+        if self.config.per != "model" and implementation_for(x.device) == "triton":
+            from linearize.ops.triton_backend import hedgehog  # loaded only where it is chosen
+
+            phi = hedgehog(x, weight, bias, self.config.activation, MIN_FEATURE)
+            if phi is not None:
+                return phi
+        return super()._features(x, weight, bias)
+
+    def _project(
+        self, x: Float[Tensor, "B h T D"], weight: Float[Tensor, "M I O"], bias: Float[Tensor, "M O"] | None
+    ) -> Float[Tensor, "B h2 T 2 N"]:
+        if x.shape[2] == 1:
+            y = super()._project(x, weight, bias)
+            return torch.cat([y, -y], dim=3).view(*y.shape[:3], 2, -1)
+        # Of many tokens both signs come from one product: twice the columns cost less than to join two results.
+        heads = x.shape[1] if self.config.per == "model" else 1
+        bias = None if bias is None else _both_signs(bias, heads)
+        return super()._project(x, _both_signs(weight, heads), bias).unflatten(-1, (2, -1))
+
+    def _activate(self, y: Float[Tensor, "B h T 2 N"]) -> Float[Tensor, "B h T F"]:
+        return _HEDGEHOG[self.config.activation](y)
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
 def as_it_is(y: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape F"]:
     return y
+
+
+def _both_signs(x: Float[Tensor, "*shape O"], heads: int) -> Float[Tensor, "*shape N"]:
+    """Per head the columns, then their negatives."""
+    x = x.unflatten(-1, (heads, -1))
+    return torch.stack([x, -x], dim=-2).flatten(-3)
+
+
+def _softmax(y: Float[Tensor, "*shape N"]) -> Float[Tensor, "*shape N"]:
+    if y.requires_grad:
+        return y.softmax(-1).clamp_min(MIN_FEATURE)
+    return torch.softmax(y, -1, out=y).clamp_min_(MIN_FEATURE)
+
+
+def _softmax_halves(y: Float[Tensor, "*shape 2 N"]) -> Float[Tensor, "*shape F"]:
+    return _softmax(y).flatten(-2)
+
+
+def _softmax_whole(y: Float[Tensor, "*shape 2 N"]) -> Float[Tensor, "*shape F"]:
+    return _softmax(y.flatten(-2))
+
+
+def _logarithms(y: Float[Tensor, "*shape 2 N"]) -> Float[Tensor, "*shape F"]:
+    return y.flatten(-2)
+
+
+Activation = Callable[[Tensor], Tensor]
+_T2R: dict[str, Activation] = {"relu": torch.relu_, "elu1": elu1, "none": as_it_is}
+_LOLCAT: dict[str, Activation] = {"exp": as_it_is, "relu": torch.relu_, "elu1": elu1}
+_HEDGEHOG: dict[str, Activation] = {"softmax_halves": _softmax_halves, "softmax": _softmax_whole, "exp": _logarithms}
