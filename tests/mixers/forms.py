@@ -18,7 +18,7 @@ from linearize.configs.spans import NoSpan, Span
 from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import MixerState
-from linearize.ops import chunked, dense, dispatch, grid, window
+from linearize.ops import chunked, dense, dispatch, grid
 from linearize.ops.layout import Layout, slot_positions
 from tests.mixers.space import Drawn, pieces, with_tensors
 from tests.mixers.weights import weights_of
@@ -188,5 +188,5 @@ def small_chunks(patch: pytest.MonkeyPatch) -> None:
     """Short sequences cross chunk and block boundaries too, and none is too short for chunks."""
     patch.setattr(dense, "MOST_KEYS", 0)
     patch.setattr(chunked, "CHUNK", 16)
-    patch.setattr(window, "WINDOW_CHUNK", 16)
+    patch.setattr(chunked, "WINDOW_CHUNK", 16)
     patch.setattr(grid, "MAX_CHUNKS_PER_BLOCK", 2)

@@ -19,8 +19,7 @@ from linearize.configs.spans import NoSpan
 from linearize.demo.corpus import teacher_path
 from linearize.hf.attention import observed, softmax_output
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.linear import LinearMixer
-from linearize.mixers.mixer import learnable, without_lost
+from linearize.mixers.linear import LinearMixer, learnable, without_lost
 from linearize.ops.partial import Partial
 from linearize.recipe import Recipe
 from tests.mixers.weights import weights_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from linearize.configs.spans import SlidingSpan, TerracedSpan
-from linearize.ops import chunked, dense, grid, reference, window
+from linearize.ops import chunked, dense, grid, reference
 from linearize.ops.grid import Grid
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
 from linearize.ops.layout import Layout
@@ -157,8 +157,8 @@ def maximum_detached(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
 
 def maximum_counted_for_each(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     """Each of two equal scores has the whole gradient of log_scale."""
-    largest = window._largest
-    patch.setattr(window, "_largest", lambda x: (largest(x)[0], torch.ones_like(x[..., :1])))
+    largest = chunked._largest
+    patch.setattr(chunked, "_largest", lambda x: (largest(x)[0], torch.ones_like(x[..., :1])))
 
 
 def maximum_counted_for_the_first(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
@@ -168,18 +168,18 @@ def maximum_counted_for_the_first(patch: pytest.MonkeyPatch, ops: ModuleType) ->
         is_top = x == 0
         return (is_top & (is_top.cumsum(-1) == 1)).to(x.dtype), torch.ones_like(x[..., :1])
 
-    patch.setattr(window, "_largest", wrong)
+    patch.setattr(chunked, "_largest", wrong)
 
 
 def maximum_counted_for_none(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     """Only a maximum without an equal has a gradient."""
-    largest = window._largest
+    largest = chunked._largest
 
     def wrong(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         is_top, equals = largest(x)
         return is_top * (equals == 1), equals
 
-    patch.setattr(window, "_largest", wrong)
+    patch.setattr(chunked, "_largest", wrong)
 
 
 def blocks_detached(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:

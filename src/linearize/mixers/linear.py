@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from linearize.configs.mixer import MixerConfig
@@ -27,10 +28,10 @@ from linearize.mixers.eviction_cache import (
     next_block,
     room,
 )
-from linearize.mixers.feature_maps.base import MIN_DENOMINATOR, exponentials
+from linearize.mixers.feature_maps.base import HEADROOM, MIN_DENOMINATOR, exponentials
 from linearize.mixers.gates import DECAYS, DeltaRule
 from linearize.mixers.inputs import AttnInputs, rotated
-from linearize.mixers.mixer import LinearFeatures, Mixer, learnable, without_lost
+from linearize.mixers.mixer import LinearFeatures, Mixer
 from linearize.mixers.mixer_state import STATE_DTYPES, Clock, MixerState, keep_slots
 from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.running_maximum import running_maximum
@@ -46,6 +47,8 @@ from linearize.ops.reference import delta_values
 from linearize.ops.step import LinearStep, StepContext, StepInputs
 
 SEGMENT_NUMBERS = {"cpu": 2**25, "cuda": 2**28}  # of the features of one segment's tokens
+LEAST_LEARNED = 1e-3
+LARGEST_VALUE = 256.0  # which no mean of values exceeds; attention's are some tens at most
 EVERY_KEY = NoSpan()  # once: compilers do not make them
 
 
@@ -415,6 +418,18 @@ class LinearMixer(Mixer):
 
     # --- outputs ------------------------------------------------------------------------------------------------------
 
+    def lost(self, linear: Partial) -> Bool[Tensor, "B H T"] | None:
+        """Return which sums over `query_features` count as 0 in any scale, because they underflow in the dtype.
+
+        Numbers next to its least are 0 in z where they are not yet in S, and queries can weigh these alone: then num
+        over den is no mean of values, but larger than all of them.
+        """
+        if not self.in_any_scale:
+            return None
+        num, den = linear.num.detach(), linear.den.detach()
+        least = math.exp(HEADROOM[den.dtype]) * torch.finfo(den.dtype).tiny
+        return (den < least) & (num.abs().amax(-1) > LARGEST_VALUE * den)
+
     def in_scale(self, linear: Partial, log_scale: Tensor | None, own: Tokens) -> Partial:
         """The linear part with the logarithm it is relative to: the query's, and the keys' running maximum."""
         if not self.config.absolute:
@@ -523,3 +538,25 @@ def _skipped_steps(slots: Tokens, at: StepContext) -> dict[str, Any]:
 def behind(before: Tokens, tokens: Tokens) -> Tokens:
     """Return tokens behind those before."""
     return {name: torch.cat([in_dtype(before[name], x.dtype), x], dim=2) for name, x in tokens.items()}
+
+
+def without_lost(linear: Partial, lost: Bool[Tensor, "B H T"] | None) -> Partial:
+    """The sums, 0 where they are `lost`. Overwrites them where no gradient is wanted."""
+    if lost is None:
+        return linear
+    num, den = linear.num, linear.den
+    if num.requires_grad or den.requires_grad:
+        num, den = num.masked_fill(lost[..., None], 0), den.masked_fill(lost, 0)
+    else:
+        num, den = num.masked_fill_(lost[..., None], 0), den.masked_fill_(lost, 0)
+    return replace(linear, num=num, den=den)
+
+
+def learnable(linear: Partial) -> Partial:
+    """The sums, with no gradient where they are small in a scale in which they should be 1.
+
+    Keys whose features are next to the least number of the dtype have gradients next to its greatest, or beyond it.
+    """
+    none = linear.den.detach() < LEAST_LEARNED
+    num = torch.where(none[..., None], linear.num.detach(), linear.num)
+    return replace(linear, num=num, den=torch.where(none, linear.den.detach(), linear.den))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,31 +21,6 @@ from linearize.mixers.inputs import AttnInputs, apply_rope
 from linearize.ops.kernel import Kernel
 from linearize.ops.layout import Layout, Tokens
 from linearize.ops.partial import Partial, accumulation_dtype
-
-LEAST_LEARNED = 1e-3
-LARGEST_VALUE = 256.0  # which no mean of values exceeds; attention's are some tens at most
-
-
-def without_lost(linear: Partial, lost: Bool[Tensor, "B H T"] | None) -> Partial:
-    """The sums, 0 where they are `lost`. Overwrites them where no gradient is wanted."""
-    if lost is None:
-        return linear
-    num, den = linear.num, linear.den
-    if num.requires_grad or den.requires_grad:
-        num, den = num.masked_fill(lost[..., None], 0), den.masked_fill(lost, 0)
-    else:
-        num, den = num.masked_fill_(lost[..., None], 0), den.masked_fill_(lost, 0)
-    return replace(linear, num=num, den=den)
-
-
-def learnable(linear: Partial) -> Partial:
-    """The sums, with no gradient where they are small in a scale in which they should be 1.
-
-    Keys whose features are next to the least number of the dtype have gradients next to its greatest, or beyond it.
-    """
-    none = linear.den.detach() < LEAST_LEARNED
-    num = torch.where(none[..., None], linear.num.detach(), linear.num)
-    return replace(linear, num=num, den=torch.where(none, linear.den.detach(), linear.den))
 
 
 class LinearFeatures(NamedTuple):
@@ -181,18 +155,6 @@ class Mixer(nn.Module, ABC):
             if self.too_small(den, position):
                 return self.query_features(inputs, position, den.detach())
         return phi_q, log_scale
-
-    def lost(self, linear: Partial) -> Bool[Tensor, "B H T"] | None:
-        """Return which sums over `query_features` count as 0 in any scale, because they underflow in the dtype.
-
-        Numbers next to its least are 0 in z where they are not yet in S, and queries can weigh these alone: then num
-        over den is no mean of values, but larger than all of them.
-        """
-        if not self.in_any_scale:
-            return None
-        num, den = linear.num.detach(), linear.den.detach()
-        least = math.exp(HEADROOM[den.dtype]) * torch.finfo(den.dtype).tiny
-        return (den < least) & (num.abs().amax(-1) > LARGEST_VALUE * den)
 
     def too_small(self, den: Float[Tensor, "B H T"], position: Int[Tensor, "#B T"]) -> bool:
         """Return whether a sum is so small that its gradient is too large a factor for features that it hardly holds.

@@ -16,9 +16,8 @@ from linearize.ops.decays import cumulative
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
 from linearize.ops.layout import Layout
-from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
+from linearize.ops.partial import LOG2_E, Partial, accumulation_dtype, in_dtype
 from linearize.ops.reference import visible_keys
-from linearize.ops.window import LOG2_E
 
 __all__ = ["delta_values", "linear_scan", "pays", "window_softmax"]
 

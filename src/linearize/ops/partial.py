@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+LOG2_E = math.log2(math.e)  # for powers of 2, which take a fourth of the time of e's on a CPU
 
 
 @dataclass(frozen=True)

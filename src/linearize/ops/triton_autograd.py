@@ -18,8 +18,8 @@ from linearize.ops import triton_launch
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
 from linearize.ops.layout import Layout
+from linearize.ops.partial import LOG2_E
 from linearize.ops.triton_launch import CHUNK, HOW, MOST_BYTES, between_rows, power_of_2, strides
-from linearize.ops.window import LOG2_E
 
 QUERIES = 32  # of a program of a backward pass
 KEYS = 32
@@ -383,7 +383,7 @@ class LinearScan(torch.autograd.Function):
 
 
 class HedgehogFeatures(torch.autograd.Function):
-    """Hedgehog's map of x (`Backend.hedgehog`)."""
+    """Hedgehog's map of x (`triton_backend.hedgehog`)."""
 
     @staticmethod
     def forward(

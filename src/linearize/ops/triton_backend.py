@@ -24,7 +24,7 @@ from linearize.ops.backend import Backend
 from linearize.ops.inputs import LinearInputs, LinearState, Quotient, SoftmaxInputs
 from linearize.ops.layout import Layout
 from linearize.ops.linear_state import linear_state
-from linearize.ops.partial import Partial, accumulation_dtype
+from linearize.ops.partial import LOG2_E, Partial, accumulation_dtype
 from linearize.ops.step import StepInputs, StepOutputs
 from linearize.ops.triton_autograd import (
     HedgehogFeatures,
@@ -37,7 +37,6 @@ from linearize.ops.triton_autograd import (
     summed_states,
 )
 from linearize.ops.triton_launch import CHUNK, HOW, WIDEST, between_rows, power_of_2, rows_of_numbers, strides
-from linearize.ops.window import LOG2_E
 
 MOST_GROUPED = 64  # query heads of one program of a step
 

@@ -49,7 +49,7 @@ class Learned(FeatureMap, Generic[AnyLearnedMap]):
         """
         self._initialise(self.query_weight, self.query_bias)
         if self.key_weight is None:
-            return _T2R[self.config.activation](y)
+            return
         self._initialise(self.key_weight, self.key_bias)
         if self.key_weight.shape[1:] == self.query_weight.shape[1:]:
             heads = len(self.query_weight)
@@ -122,7 +122,7 @@ def _repeat(weight: Tensor, heads: int) -> Tensor:
 
 class T2R(Learned[T2RMap]):
     def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
-        return _LOLCAT[self.config.activation](y)
+        return _T2R[self.config.activation](y)
 
 
 class Lolcat(Learned[LolcatMap]):
@@ -134,7 +134,7 @@ class Lolcat(Learned[LolcatMap]):
         return super()._project(x, weight.to(x.dtype) + one, bias)
 
     def _activate(self, y: Float[Tensor, "B h T F"]) -> Float[Tensor, "B h T F"]:
-        return
+        return _LOLCAT[self.config.activation](y)
 
 
 class Regla(Learned[ReglaMap]):
