@@ -25,6 +25,16 @@ from linearize.ops.layout import Tokens, slot_positions, slots_of
 from linearize.ops.partial import Partial, accumulation_dtype
 
 
+def _kept(work: Callable[[Any], Any]) -> property:
+    """Make a property whose value is computed on first use."""
+    name = work.__name__
+
+    def value(self: Any) -> Any:
+        return self._once(name, lambda: work(self))
+
+    return property(value, doc=work.__doc__)  # functools.cached_property has a lock, which no compiler knows
+
+
 class StepContext:
     """Slots, masks and biases of a span for the token at `position` (tokens before it); computed on first use.
 
@@ -34,32 +44,28 @@ class StepContext:
         width: tokens of a block; 0: the span has no blocks.
     """
 
-    # No functools.cached_property: its lock is nothing that a compiler knows.
     def __init__(self, span: Span, position: Int[Tensor, " B"]) -> None:
         self.span, self.position = span, position
         self.context, self.fold_lag = span.context, span.fold_lag
         self.slots = span.sinks + self.context
         self.width = span.window_size if isinstance(span, TerracedSpan) else 0
         self.column = position[:, None]
-        self._known: dict[str, Tensor] = {}
+        self._known: dict[str, Any] = {}
         self._numbers: list[int] | None = None
 
-    @property
+    @_kept
     def slot(self) -> Int[Tensor, "B 1 1 1"]:
-        """Its own slot."""
-        return self._once("slot", lambda: slots_of(self.position, self.span).view(-1, 1, 1, 1))
+        """Return its own slot."""
+        return slots_of(self.position, self.span).view(-1, 1, 1, 1)
 
-    @property
+    @_kept
     def entering(self) -> Int[Tensor, "B 1"]:
-        """The position of the key that enters the linear state; less than 0 where there is none yet."""
-        return self._once("entering", lambda: self.column - self.fold_lag)
+        """Return the position of the key that enters the linear state; less than 0 where there is none yet."""
+        return self.column - self.fold_lag
 
-    @property
+    @_kept
     def entering_slot(self) -> Int[Tensor, "B 1 1 1"]:
-        """The slot that holds this key until the new token is written, where that is not the key itself."""
-        return self._once("entering slot", self._entering_slot)
-
-    def _entering_slot(self) -> Tensor:
+        """Return the slot that holds this key until the new token is written, where that is not the key itself."""
         return slots_of(self.entering.clamp_min(0), self.span).view(-1, 1, 1, 1)
 
     @property
@@ -68,28 +74,25 @@ class StepContext:
         numbers = self._numbers_at_hand()
         return numbers is not None and all(number - self.fold_lag >= self.span.sinks for number in numbers)
 
-    @property
+    @_kept
     def enters(self) -> Float[Tensor, "B 1 1 1"]:
-        """1 where it does enter, 0 where it is a sink or not there."""
-        return self._once("enters", lambda: (self.entering >= self.span.sinks).float().view(-1, 1, 1, 1))
+        """Return 1 where it does enter, 0 where it is a sink or not there."""
+        return (self.entering >= self.span.sinks).float().view(-1, 1, 1, 1)
 
-    @property
+    @_kept
     def passed(self) -> Bool[Tensor, "B 1 S 1"] | None:
-        """Slots of sinks, of tokens below its window and of none, after the new one is written. None: no such slots."""
+        """Return slots of sinks, of tokens below its window and of none, after the new one is written.
+
+        None: no such slots.
+        """
         if not self.span.sinks and self._reads_window():
             return None
-        return self._once("passed", lambda: self._passed()[:, None, :, None])
-
-    def _passed(self) -> Tensor:
         lowest = self.span.lo(self.column).clamp_min(self.span.sinks)
-        return slot_positions(self.position + 1, self.span) < lowest
+        return (slot_positions(self.position + 1, self.span) < lowest)[:, None, :, None]
 
-    @property
+    @_kept
     def hidden(self) -> Bool[Tensor, "B S"]:
-        """Slots, after the new token is written, that its query does not read by softmax."""
-        return self._once("hidden", self._hidden)
-
-    def _hidden(self) -> Tensor:
+        """Return slots, after the new token is written, that its query does not read by softmax."""
         positions = slot_positions(self.position + 1, self.span)
         below = positions < self.span.lo(self.column)
         if not self.span.sinks:
@@ -161,28 +164,22 @@ class StepContext:
         """Return whether a block begins with it in any row, or may, where tensors cannot be looked at."""
         return self.width > 0 and (self.numbers is None or any(number % self.width == 0 for number in self.numbers))
 
-    @property
+    @_kept
     def flushes(self) -> Bool[Tensor, "B 1 1"] | None:
         """Return whether a block begins with it, where there are blocks."""
-        return None if not self.width else self._once("flushes", self._flushes)
+        return (self.position % self.width == 0)[:, None, None] if self.width else None
 
-    def _flushes(self) -> Tensor:
-        return (self.position % self.width == 0)[:, None, None]
-
-    @property
+    @_kept
     def leaving(self) -> Int[Tensor, "B w"]:
-        """The positions of the block that leaves the window, -1 where none does, and for sinks."""
-        return self._once("leaving", self._leaving)
-
-    def _leaving(self) -> Tensor:
+        """Return the positions of the block that leaves the window, -1 where none does, and for sinks."""
         assert self.flushes is not None
         position = self._block_before()
         return torch.where((position >= self.span.sinks) & self.flushes[:, 0], position, -1)
 
-    @property
+    @_kept
     def leaving_slots(self) -> Int[Tensor, "B w"]:
-        """The slots that hold this block until tokens of the next one are written."""
-        return self._once("leaving slots", lambda: slots_of(self._block_before().clamp_min(0), self.span))
+        """Return the slots that hold this block until tokens of the next one are written."""
+        return slots_of(self._block_before().clamp_min(0), self.span)
 
     def pool_slots(self, cache_size: int) -> Int[Tensor, "B C_and_w"]:
         """Return the slots of such a cache behind the window, then those of the leaving block."""
@@ -241,7 +238,7 @@ class StepContext:
         found = slots.gather(2, index)
         return found if found.dtype == new.dtype else found.to(new.dtype)
 
-    def _once(self, name: str, work: Callable[[], Tensor]) -> Tensor:
+    def _once(self, name: str, work: Callable[[], Any]) -> Any:
         if name not in self._known:
             self._known[name] = work()
         return self._known[name]
