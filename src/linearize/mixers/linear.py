@@ -56,9 +56,10 @@ class Prepared(NamedTuple):
     """All tokens behind their context, as window and linear part read them.
 
     Attributes:
-        tokens: as they are. written: as the linear state gets them; another set only beside a KV cache with eviction.
-        phi_k: features of what is written.
-        maximum: the running one, after them.
+        tokens: the slots of each token.
+        written: the slots as they enter the linear state; they differ from `tokens` beside a KV cache with eviction.
+        phi_k: features of `written`.
+        maximum: the running maximum after the last token.
         cached: what the KV cache with eviction holds.
     """
 
@@ -102,7 +103,7 @@ class LinearMixer(Mixer):
         self.softmax_alone = isinstance(self.combine, WindowOnlyCombine) and self.combine.sink_logit is None
 
     def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
-        """Outputs for whole documents, without a state. `layout` None: one full document per row."""
+        """Return outputs for whole documents, without a state. `layout` None: one full document per row."""
         if layout is None and self._segment(inputs) < inputs.q.shape[2]:
             return self.step(inputs, None)[0]
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
@@ -115,20 +116,20 @@ class LinearMixer(Mixer):
     def step(
         self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None
     ) -> tuple[Float[Tensor, "B H T D"], MixerState]:
-        """Outputs and the next state. Any number of tokens; a single one costs the same at every position.
+        """Return outputs and the next state, for any number of tokens; one token costs the same at every position.
 
         `layout` None: every row's tokens are valid and go on in its document. Between calls S is in the config's
         `state_dtype`; where that is less than it is computed in, the calls' lengths make a difference of its rounding.
         """
-        kept = STATE_DTYPES[self.config.state_dtype]
-        if kept is not None and state is not None:
+        state_dtype = STATE_DTYPES[self.config.state_dtype]
+        if state_dtype is not None and state is not None:
             state = state.matrices_in(None)
         with inputs.outside_autocast():
             if state is not None and layout is None and inputs.q.shape[2] == 1:
                 y, after = self._one_token(inputs, state)
             else:
                 y, after = self._many(inputs, state, layout)
-        return y, after if kept is None else after.matrices_in(kept)
+        return y, after if state_dtype is None else after.matrices_in(state_dtype)
 
     # --- what the parts make of tokens --------------------------------------------------------------------------------
 
@@ -149,26 +150,26 @@ class LinearMixer(Mixer):
                 slots |= {"cos": cos, "sin": sin}
         if self.gate is not None:
             gates = self.gate(inputs)
-            found = {"log_decay_k": gates.log_decay_k, "log_decay_v": gates.log_decay_v}
-            found["input_scale"] = gates.input_scale
-            slots |= {name: x.expand(batch, -1, -1, -1) for name, x in found.items() if x is not None}
+            gated = {"log_decay_k": gates.log_decay_k, "log_decay_v": gates.log_decay_v}
+            gated["input_scale"] = gates.input_scale
+            slots |= {name: x.expand(batch, -1, -1, -1) for name, x in gated.items() if x is not None}
         if self.delta is not None:
             slots["beta"] = self.delta(inputs)
         return slots
 
     def with_step(self, slots: Tokens, log_decay: Float[Tensor, "B Hk T"]) -> Float[Tensor, "B Hs T X"]:
-        """The gate's log decay and that of the running maximum in one."""
+        """Return the sum of the gate's log decay and that of the running maximum."""
         step = repeat_kv(log_decay[..., None], self.state_heads).to(accumulation_dtype(slots["values"].dtype))
         return step + slots["log_decay_k"] if "log_decay_k" in slots else step
 
     def map_keys(self, slots: Tokens, position: Int[Tensor, "#B K"]) -> Float[Tensor, "B Hk K F"]:
-        """The key map's features, or for an exponential map their logarithms; or what `kernel` makes them of."""
+        """Return the key map's features, or for an exponential map their logarithms; or the inputs of `kernel`."""
         assert self.feature_map is not None
         keys = slots.get("map_keys", slots["keys"])
         return self.feature_map.k(keys, position) if self.kernel is None else self.feature_map.kernel_input(keys)
 
     def key_features(self, slots: Tokens, phi_k: Tensor, layout: Layout | None) -> Float[Tensor, "B Hs K F"]:
-        """phi_k as it is written to the state, from what the map gave."""
+        """Return phi_k as it is written to the state, from what the map gave."""
         assert self.feature_map is not None
         if self.feature_map.exponential:
             phi_k = phi_k - (slots["offset"] if self.keeps_maximum else phi_k.amax(-1, keepdim=True))
@@ -195,8 +196,8 @@ class LinearMixer(Mixer):
         """Compute `step` for many tokens, some at a time."""
         length = inputs.q.shape[2]
         # Up to where a cache is full it is softmax over all keys.
-        alone = state is None and self._pairs_alone() and backend_for(inputs.q.device).splits_prompts
-        first, segment = room(self.config) if alone else 0, self._segment(inputs)
+        only_pairs = state is None and self._pairs_alone() and backend_for(inputs.q.device).splits_prompts
+        first, segment = room(self.config) if only_pairs else 0, self._segment(inputs)
         first = first if 0 < first < length else segment
         if layout is not None or first >= length:
             return self._prefill(inputs, state, layout)
@@ -219,31 +220,38 @@ class LinearMixer(Mixer):
         width = len(inputs.q) * self.shape.num_heads * max(self.shape.head_dim, features)
         return max(numbers // width // 64 * 64, 1024, 4 * self.span.context)
 
-    def _prefill(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> tuple[Tensor, MixerState]:
+    def _prefill(
+        self, inputs: AttnInputs, state: MixerState | None, new_layout: Layout | None
+    ) -> tuple[Tensor, MixerState]:
         batch, length = len(inputs.q), inputs.q.shape[2]
-        own = Layout.full(length, inputs.q.device) if own is None else own
-        if state is None and self._all_exact(own):
-            return self._all_by_softmax(inputs, own)
-        layout = own if state is None else own.with_context(state.seen, self.span)
-        found = self.tokens(inputs, own, layout, state)
-        window, linear, after = self._partials(inputs, found, layout, state)
+        new_layout = Layout.full(length, inputs.q.device) if new_layout is None else new_layout
+        if state is None and self._all_exact(new_layout):
+            return self._all_by_softmax(inputs, new_layout)
+        layout = new_layout if state is None else new_layout.with_context(state.seen, self.span)
+        prepared = self.tokens(inputs, new_layout, layout, state)
+        window, linear, after = self._partials(inputs, prepared, layout, state)
         y = self.combined(inputs, window, linear, lambda: self.has_linear(layout.query_position))
-        return y, self._state(found, layout, after, batch)
+        return y, self._state(prepared, layout, after, batch)
 
-    def tokens(self, inputs: AttnInputs, own: Layout, layout: Layout, state: MixerState | None) -> Prepared:
-        """`own` is the layout of the inputs alone, `layout` that with the context of `state`."""
+    def tokens(self, inputs: AttnInputs, new_layout: Layout, layout: Layout, state: MixerState | None) -> Prepared:
+        """Return the inputs' tokens behind those of `state`, with features.
+
+        Args:
+            new_layout: of the inputs alone.
+            layout: of the inputs behind the context of `state`.
+        """
         slots, maximum = self.new_tokens(inputs), None
         mapped = None if self.feature_map is None else self.map_keys(slots, layout.query_position)
         if self.keeps_maximum:
             assert mapped is not None
             before = None if state is None else state.maximum
-            offset, log_decay, maximum = running_maximum(mapped.amax(-1), own, before)
+            offset, log_decay, maximum = running_maximum(mapped.amax(-1), new_layout, before)
             slots["offset"] = offset[..., None]
             slots["log_decay_k"] = self.with_step(slots, log_decay)
         if state is not None:
             before = state.in_order(self.span)
             if mapped is not None:
-                context = layout.key_position[:, : layout.key_position.shape[1] - own.length]
+                context = layout.key_position[:, : layout.key_position.shape[1] - new_layout.length]
                 mapped = torch.cat([self.map_keys(before, context), mapped], dim=2)
             slots = behind(before, slots)
         cached, written = cached_keys(self.config, self.scorer, slots, layout, state), slots
@@ -259,23 +267,29 @@ class LinearMixer(Mixer):
             return self._of_documents(inputs.accumulated(), layout)
 
     def _of_documents(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
-        """`partials`, of inputs as they are."""
-        found = self.tokens(inputs, layout, layout, None)
-        return self._partials(inputs, found, layout, None, keeps_state=False)[:2]
+        """Return `partials` of inputs in their own dtype."""
+        prepared = self.tokens(inputs, layout, layout, None)
+        return self._partials(inputs, prepared, layout, None, keeps_state=False)[:2]
 
     def _partials(
-        self, inputs: AttnInputs, found: Prepared, layout: Layout, state: MixerState | None, *, keeps_state: bool = True
+        self,
+        inputs: AttnInputs,
+        prepared: Prepared,
+        layout: Layout,
+        state: MixerState | None,
+        *,
+        keeps_state: bool = True,
     ) -> tuple[Partial | None, Partial | None, LinearState | None]:
-        """The parts, and the linear state after the last token, if it is kept."""
-        tokens, softmax = found.tokens, None
+        """Return the parts, and the linear state after the last token, if it is kept."""
+        tokens, softmax = prepared.tokens, None
         if self.span.max_lag:
             pairs = inputs.q, tokens["keys"], tokens["values"]
-            cached = None if found.cached is None else found.cached.pairs
+            cached = None if prepared.cached is None else prepared.cached.pairs
             softmax = SoftmaxInputs(*pairs, self.span, layout, inputs.scaling, inputs.softcap, cached)
-        if found.phi_k is None:
+        if prepared.phi_k is None:
             return prefill(softmax, None)
         phi_q, log_scale = self.query_features(inputs, layout.query_position)
-        keys = replace(self._keys(found, layout, state), phi_q=phi_q)
+        keys = replace(self._keys(prepared, layout, state), phi_q=phi_q)
         window, linear, after = prefill(softmax, keys, keeps_state=keeps_state)
         assert linear is not None
         lost = self.lost(linear)
@@ -284,15 +298,15 @@ class LinearMixer(Mixer):
             _, linear, _ = prefill(None, replace(keys, phi_q=phi_q))
             assert linear is not None
             linear = learnable(linear)
-        own = {name: x[:, :, x.shape[2] - layout.length :] for name, x in tokens.items()}
-        return window, self.in_scale(without_lost(linear, lost), log_scale, own), after
+        new = {name: x[:, :, x.shape[2] - layout.length :] for name, x in tokens.items()}
+        return window, self.in_scale(without_lost(linear, lost), log_scale, new), after
 
-    def _keys(self, found: Prepared, layout: Layout, state: MixerState | None) -> LinearInputs:
+    def _keys(self, prepared: Prepared, layout: Layout, state: MixerState | None) -> LinearInputs:
         """Return the keys and values that enter the linear state."""
-        assert found.phi_k is not None
+        assert prepared.phi_k is not None
         before = None if state is None else state.linear
-        written, rules = found.written, self.rules(found.written)
-        return LinearInputs(None, found.phi_k, written["values"], self.span, layout, state=before, **rules)
+        written, rules = prepared.written, self.rules(prepared.written)
+        return LinearInputs(None, prepared.phi_k, written["values"], self.span, layout, state=before, **rules)
 
     def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
         _, tokens, keys, _, _ = self.tokens(inputs, layout, layout, None)
@@ -312,24 +326,24 @@ class LinearMixer(Mixer):
 
     def absorb(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None) -> MixerState:
         """Return the state of `step` after these tokens, without their outputs."""
-        kept, length = STATE_DTYPES[self.config.state_dtype], inputs.q.shape[2]
-        state = state if state is None or kept is None else state.matrices_in(None)
+        state_dtype, length = STATE_DTYPES[self.config.state_dtype], inputs.q.shape[2]
+        state = state if state is None or state_dtype is None else state.matrices_in(None)
         with inputs.outside_autocast():
             segment = length if layout is not None else self._segment(inputs)
             for start in range(0, length, segment):
                 state = self._absorb(inputs.tokens(start, min(start + segment, length)), state, layout)
         assert state is not None
-        return state if kept is None else state.matrices_in(kept)
+        return state if state_dtype is None else state.matrices_in(state_dtype)
 
-    def _absorb(self, inputs: AttnInputs, state: MixerState | None, own: Layout | None) -> MixerState:
-        own = Layout.full(inputs.q.shape[2], inputs.q.device) if own is None else own
-        layout = own if state is None else own.with_context(state.seen, self.span)
+    def _absorb(self, inputs: AttnInputs, state: MixerState | None, new_layout: Layout | None) -> MixerState:
+        new_layout = Layout.full(inputs.q.shape[2], inputs.q.device) if new_layout is None else new_layout
+        layout = new_layout if state is None else new_layout.with_context(state.seen, self.span)
         if self.feature_map is None:
             tokens = self.new_tokens(inputs)
             tokens = tokens if state is None else behind(state.in_order(self.span), tokens)
             return self._exact_state(tokens, layout, state, len(inputs.q))
-        found = self.tokens(inputs, own, layout, state)
-        return self._state(found, layout, state_after(self._keys(found, layout, state)), len(inputs.q))
+        prepared = self.tokens(inputs, new_layout, layout, state)
+        return self._state(prepared, layout, state_after(self._keys(prepared, layout, state)), len(inputs.q))
 
     def last_queries(self, inputs: AttnInputs, layout: Layout) -> Int[Tensor, "#B G K"] | None:
         """Return the position of the last query that reads each key of whole rows.
@@ -351,7 +365,7 @@ class LinearMixer(Mixer):
         return not (self.keeps_maximum or self.config.learned_sink or torch.is_grad_enabled())
 
     def _all_by_softmax(self, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, MixerState]:
-        """Where window and cache hold all keys: softmax, and a state that nothing has entered yet."""
+        """Return softmax over all keys, which window and cache hold, and a state that nothing has entered yet."""
         y = full_softmax(inputs.q, inputs.k, inputs.v, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout)
         nothing = self.state_like(inputs.tokens(0, 1))
         state = self._exact_state(self.new_tokens(inputs), layout, None, len(inputs.q))
@@ -362,50 +376,59 @@ class LinearMixer(Mixer):
     def _one_token(self, inputs: AttnInputs, state: MixerState) -> tuple[Tensor, MixerState]:
         """Compute `step` for one token of every row: a short sequence of operations, the same at every position."""
         config, span, clock = self.config, self.span, state.clock
-        at = clock.once(span, lambda seen: StepContext(span, seen))
+        context = clock.once(span, lambda seen: StepContext(span, seen))
         slots, position, before = state.slots, state.cached_position, state.linear
         new, maximum = self.new_tokens(inputs), None
         if self.keeps_maximum:
             assert state.maximum is not None
-            top = self.map_keys(new, at.column).amax(-1)
+            top = self.map_keys(new, context.column).amax(-1)
             offset, log_decay, maximum = running_maximum(top, Layout.full(1, top.device), state.maximum)
             new["offset"], new["log_decay_k"] = offset[..., None], self.with_step(new, log_decay)
 
         # When a block begins, its eviction cache is chosen, and what this drops enters the linear state.
-        if config.cache is not None and at.may_flush:
+        if config.cache is not None and context.may_flush:
             assert self.scorer is not None
-            slots, position, dropped = next_block(config, self.scorer, state, at)
+            slots, position, dropped = next_block(config, self.scorer, state, context)
             if before is not None and dropped is not None:
-                before = self._folded(before, dropped, at.leaving)
+                before = self._folded(before, dropped, context.leaving)
 
         # One key enters the linear state as it leaves the window, or is the new one.
         # Names in the order of every other state of this mixer: static caches rely on it.
-        after = new | {name: at.written(slots[name], x) for name, x in new.items() if name not in ("keys", "values")}
+        after = new | {
+            name: context.written(slots[name], x) for name, x in new.items() if name not in ("keys", "values")
+        }
         linear = log_scale = None
         if before is not None:
-            phi_q, log_scale = self.query_features(inputs, at.column)
+            phi_q, log_scale = self.query_features(inputs, context.column)
             phi_k: Tensor | None = None
-            one: Tokens = {}
+            entering: Tokens = {}
             if config.cache is None:
-                one = at.entering_tokens(slots, new)
-                phi_k = self.key_features(one, self.map_keys(one, at.entering), None)
-            decays: dict[str, Any] = _skipped_steps(after, at) if self.keeps_maximum or self.gate is not None else {}
-            linear = LinearStep(phi_q, before, phi_k, one.get("values"), **self.rules(one), **decays)
+                entering = context.entering_tokens(slots, new)
+                phi_k = self.key_features(entering, self.map_keys(entering, context.entering), None)
+            decays: dict[str, Any] = {}
+            if self.keeps_maximum or self.gate is not None:
+                decays = _skipped_steps(after, context)
+            linear = LinearStep(phi_q, before, phi_k, entering.get("values"), **self.rules(entering), **decays)
 
         pairs = new["keys"], new["values"], slots["keys"], slots["values"]
-        found = backend_for(inputs.q.device).step(
-            StepInputs(inputs.q, *pairs, at, inputs.scaling, inputs.softcap, linear, self.softmax_alone, self.quotient)
+        outputs = backend_for(inputs.q.device).step(
+            StepInputs(
+                inputs.q, *pairs, context, inputs.scaling, inputs.softcap, linear, self.softmax_alone, self.quotient
+            )
         )
-        after |= {"keys": found.k, "values": found.v}
-        next_state = MixerState(after, clock.next(), found.state, maximum, position)
-        if found.y is not None:
-            return found.y, next_state
-        sums = found.linear
+        after |= {"keys": outputs.k, "values": outputs.v}
+        next_state = MixerState(after, clock.next(), outputs.state, maximum, position)
+        if outputs.y is not None:
+            return outputs.y, next_state
+        sums = outputs.linear
         if sums is not None and self.exponential:
             sums = self.in_scale(without_lost(sums, self.lost(sums)), log_scale, new)
         name = span, config.cache
-        y = self.combined(inputs, found.window, sums, lambda: clock.once(name, lambda _: self.has_linear(at.column)))
-        return y, next_state
+
+        def has_linear() -> Tensor:
+            return clock.once(name, lambda _: self.has_linear(context.column))
+
+        return self.combined(inputs, outputs.window, sums, has_linear), next_state
 
     def _folded(self, state: LinearState, dropped: Tokens, position: Int[Tensor, "B w"]) -> LinearState:
         """Return the state with the pairs that the KV cache with eviction drops when the block at `position` leaves."""
@@ -430,18 +453,18 @@ class LinearMixer(Mixer):
         least = math.exp(HEADROOM[den.dtype]) * torch.finfo(den.dtype).tiny
         return (den < least) & (num.abs().amax(-1) > LARGEST_VALUE * den)
 
-    def in_scale(self, linear: Partial, log_scale: Tensor | None, own: Tokens) -> Partial:
-        """The linear part with the logarithm it is relative to: the query's, and the keys' running maximum."""
+    def in_scale(self, linear: Partial, log_scale: Tensor | None, new: Tokens) -> Partial:
+        """Return the linear part with the logarithm that it is relative to: the query's plus the running maximum."""
         if not self.config.absolute:
             return linear
         assert log_scale is not None
-        offset = repeat_kv(own["offset"], self.shape.num_heads)[..., 0]
+        offset = repeat_kv(new["offset"], self.shape.num_heads)[..., 0]
         return replace(linear, log_scale=(log_scale + offset).to(linear.den.dtype))
 
     def combined(
         self, inputs: AttnInputs, window: Partial | None, linear: Partial | None, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
-        """The output, in the inputs' dtype, from the parts, which may be overwritten where no gradient is wanted."""
+        """Return the output in the inputs' dtype. The parts may be overwritten where no gradient is wanted."""
         dtype = inputs.v.dtype
         y = backend_for(inputs.q.device).output(window, linear, self.quotient, dtype)
         if y is not None:
@@ -467,12 +490,12 @@ class LinearMixer(Mixer):
 
     # --- states -------------------------------------------------------------------------------------------------------
 
-    def _state(self, found: Prepared, layout: Layout, linear: LinearState | None, batch: int) -> MixerState:
+    def _state(self, prepared: Prepared, layout: Layout, linear: LinearState | None, batch: int) -> MixerState:
         """Return the state after the last token, of which `linear` is the linear part's."""
-        if linear is not None and found.cached is not None:  # what a next block adds is chosen when it begins
+        if linear is not None and prepared.cached is not None:  # what a next block adds is chosen when it begins
             linear = LinearState(linear.S, linear.z)
-        cached = None if found.cached is None else found.cached.last()
-        return self._after(found.tokens, layout, batch, cached, linear, found.maximum)
+        cached = None if prepared.cached is None else prepared.cached.last()
+        return self._after(prepared.tokens, layout, batch, cached, linear, prepared.maximum)
 
     def _after(
         self,
@@ -496,7 +519,7 @@ class LinearMixer(Mixer):
         return self._after(tokens, layout, batch, cached)
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
-        """The empty state for inputs of this shape: what stands before the first token."""
+        """Return the empty state for inputs of this shape: the state before the first token."""
         batch, _, _, head_dim = inputs.k.shape
         dtype, device = accumulation_dtype(inputs.v.dtype), inputs.k.device
         seen = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -520,19 +543,19 @@ class LinearMixer(Mixer):
         }
         position = seen.new_full((batch, inputs.k.shape[1], size), -1) if size else None
         state = MixerState(slots, Clock(seen), linear, maximum, position)
-        kept = STATE_DTYPES[self.config.state_dtype]
-        return state if kept is None else state.matrices_in(kept)
+        state_dtype = STATE_DTYPES[self.config.state_dtype]
+        return state if state_dtype is None else state.matrices_in(state_dtype)
 
 
-def _skipped_steps(slots: Tokens, at: StepContext) -> dict[str, Any]:
+def _skipped_steps(slots: Tokens, context: StepContext) -> dict[str, Any]:
     """Return summed log decays of the steps within the window, by which no key below it has decayed yet."""
-    found: dict[str, Tensor] = {}
+    skipped: dict[str, Tensor] = {}
     for axis in ("k", "v"):
         steps = slots.get(f"log_decay_{axis}")
-        if steps is not None and at.slots:
-            steps = steps if at.passed is None else steps.masked_fill(at.passed, 0)
-            found[f"skipped_{axis}"] = steps.sum(2, keepdim=True)
-    return found
+        if steps is not None and context.slots:
+            steps = steps if context.passed is None else steps.masked_fill(context.passed, 0)
+            skipped[f"skipped_{axis}"] = steps.sum(2, keepdim=True)
+    return skipped
 
 
 def behind(before: Tokens, tokens: Tokens) -> Tokens:
@@ -541,7 +564,7 @@ def behind(before: Tokens, tokens: Tokens) -> Tokens:
 
 
 def without_lost(linear: Partial, lost: Bool[Tensor, "B H T"] | None) -> Partial:
-    """The sums, 0 where they are `lost`. Overwrites them where no gradient is wanted."""
+    """Zero the sums that are `lost` because they underflowed. Overwrites them where no gradient is wanted."""
     if lost is None:
         return linear
     num, den = linear.num, linear.den
@@ -553,7 +576,7 @@ def without_lost(linear: Partial, lost: Bool[Tensor, "B H T"] | None) -> Partial
 
 
 def learnable(linear: Partial) -> Partial:
-    """The sums, with no gradient where they are small in a scale in which they should be 1.
+    """Return the sums, with no gradient where they are small in a scale in which they should be 1.
 
     Keys whose features are next to the least number of the dtype have gradients next to its greatest, or beyond it.
     """
