@@ -101,7 +101,7 @@ def test_windows_and_students_beside_the_teacher(
     def again(*_: Any, **__: Any) -> None:
         raise AssertionError("measured again")
 
-    for where in ("linearize.evaluation.continuation.measure", "linearize.evaluation.speed.seconds_in_turns"):
+    for where in ("contexts.measure", "turns.seconds_in_turns"):
         monkeypatch.setattr(where, again)
     assert compare("--presses", "--student", f"mine={student}") == rows
 

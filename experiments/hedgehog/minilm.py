@@ -32,7 +32,7 @@ from torch import Tensor
 from linearize.configs.data import DataConfig
 from linearize.configs.tasks import TextEmbedding
 from linearize.data.examples import Example, make_texts
-from linearize.data.labels import as_number, cell, texts
+from linearize.data.labels import as_number, cell, text_cell
 from linearize.data.load import load_processor
 from linearize.data.sources import read_rows
 from linearize.evaluation.answers import embeddings
@@ -68,7 +68,8 @@ def read_pairs(path: str, columns: Sequence[str], named: bool, limit: int | None
     found = []
     for place, row in islice(rows, limit):
         where = f"{path}: {place}"
-        found.append((texts(pair, row, where, "--columns"), as_number(cell(row, score, where, "--columns"), where)))
+        texts = [text_cell(row, column, where, "--columns") for column in pair]
+        found.append((texts, as_number(cell(row, score, where, "--columns"), where)))
     return found
 
 
