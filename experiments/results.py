@@ -33,6 +33,7 @@ SECTIONS = {
     "supra": "SUPRA",
     "regla": "ReGLA",
     "real_models": "Public models, converted",
+    "papers_real": "The papers' recipes on a real model",
     "recommended": "The recipe `recommended`, our own method",
 }
 INTRODUCTION = """# Results
