@@ -15,6 +15,12 @@ cd "$1"
 tools/bin/python -m pip install --quiet --disable-pip-version-check build twine
 tools/bin/python -m build --outdir dist "$root"
 tools/bin/twine check --strict dist/*
+# A package index cannot follow relative links or show files of the repository.
+"$python" -m zipfile -e dist/*.whl wheel
+if grep -nE '\]\((\.|[A-Za-z/]+\.|docs/|examples/|benchmarks/)|<img|<picture' wheel/*.dist-info/METADATA; then
+    echo 'METADATA: expected no relative links, found those above; see hatch-fancy-pypi-readme in pyproject.toml' >&2
+    exit 1
+fi
 
 "$python" -m venv user
 user/bin/python -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" torch
