@@ -153,8 +153,8 @@ def fresh_process() -> Iterator[Fresh]:
 
 # Always: what stands for the others, which have no part or stage that none of these has. Those with `make test-slow`.
 ALWAYS = {"recommended", "absolute-scale", "lolcats", "lolcats-405b", "lolcats-no-transfer", "lolcat-w", "supra"}
-ALWAYS |= {"regla-hybrid", "rfa"}
-ALWAYS |= {"gated-deltanet", "performer", "t2r", "hedgehog-bert", "hedgehog-vit", "hedgehog-llama", RECALL}
+ALWAYS |= {"regla-hybrid"}
+ALWAYS |= {"gated-deltanet", "performer", "hedgehog-bert", "hedgehog-vit", "hedgehog-llama", RECALL}
 
 
 @pytest.mark.parametrize(

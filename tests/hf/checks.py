@@ -30,6 +30,17 @@ def pairs(cases: Sequence[Case], tables: Sequence[Check]) -> list[Any]:
     return [pytest.param(case, check, id=f"{case.name}-{check.__name__}") for case in cases for check in tables]
 
 
+def alternating(cases: Sequence[Case], tables: Sequence[Check]) -> list[Any]:
+    """Every check on every other case, and the rest among the slow tests, like the fields of a chessboard."""
+    return [
+        pytest.param(
+            case, check, id=f"{case.name}-{check.__name__}", marks=pytest.mark.slow if (row + column) % 2 else ()
+        )
+        for row, case in enumerate(cases)
+        for column, check in enumerate(tables)
+    ]
+
+
 def positions(mask: Tensor) -> Tensor:
     """Position of every token in its row, padding not counted."""
     return (mask.cumsum(-1) - 1).clamp_min(0)

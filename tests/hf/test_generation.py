@@ -19,7 +19,7 @@ from linearize.mixers import recording
 from tests.byte_tokenizer import byte_tokenizer
 from tests.hf import checks
 from tests.hf import generation_checks as generation
-from tests.hf.checks import pairs
+from tests.hf.checks import alternating, pairs
 from tests.hf.decoders import ARCHITECTURES
 from tests.hf.models import ARCHITECTURES as FIRST
 from tests.hf.models import (
@@ -54,16 +54,18 @@ SOME = [CASE[name] for name in ("llama-none", "llama-terraced", "llama-mixed", "
 @pytest.mark.parametrize(
     "case, check",
     [
-        *pairs(CASES + SLIDING_TEACHERS + HEADS, BY_HAND + OF_CACHES),
+        *alternating(CASES + SLIDING_TEACHERS + HEADS, BY_HAND + OF_CACHES),
         *pairs(HEADS, [generation.greedy_by_hand, generation.interior_padding, generation.emptied]),
         *pairs([*HEADS, *SOME], [generation.padded_without_positions]),
-        *pairs(CASES + SLIDING_TEACHERS + HEADS, [generation.padding_told_otherwise, generation.masks_of_new_tokens]),
+        *alternating(
+            CASES + SLIDING_TEACHERS + HEADS, [generation.padding_told_otherwise, generation.masks_of_new_tokens]
+        ),
         *pairs(HEADS, [generation.chunked_prefill, generation.next_turn, generation.static_cache]),
         # The other ways of assisting compare states, slots of terraces that no later query reads included.
         *pairs(HEADS[:1], [generation.beams, generation.saved, generation.forked, *CANDIDATES[2:]]),
         *pairs(HEADS[1:], [generation.taken_back, generation.saved]),
         # Softmax layers that slide count padding as distance, and not all caches of softmax layers can be emptied.
-        *pairs(CASES, [generation.greedy_by_hand, generation.interior_padding]),
+        *alternating(CASES, [generation.greedy_by_hand, generation.interior_padding]),
         *pairs([case for case in CASES if not case.keep_softmax], [generation.emptied]),
         *pairs(SOME + SLIDING_TEACHERS, [generation.beams, generation.chunked_prefill, generation.next_turn]),
         *pairs([PLAIN, MIXED, *SLIDING_TEACHERS], [generation.static_cache]),

@@ -43,6 +43,9 @@ WINDOWED = [case for case in MIXER_CASES if MIXERS[case.mixer]["span"]["type"] !
 WITH_BUFFERS = [case for case in MIXER_CASES if case.mixer in ("rfa", "performer")]
 
 
+ELSEWHERE = [case for case in MIXER_CASES if case not in ONCE]
+
+
 def named(cases: list[Case]) -> pytest.MarkDecorator:
     """Each mixer on one architecture always, on the others among the slow tests."""
     rows = [pytest.param(case, id=case.name, marks=[] if case in ONCE else pytest.mark.slow) for case in cases]
@@ -93,8 +96,13 @@ OTHERS = [generation.in_chunks, generation.next_turn, generation.copied, generat
 OTHERS += [generation.rows_repeated, generation.emptied, generation.chunked_prefill]
 
 
-@pytest.mark.parametrize("check", SOME, ids=lambda check: check.__name__)
-@named(MIXER_CASES)
+@pytest.mark.parametrize(
+    "case, check",
+    [
+        *checks.alternating([case for case in MIXER_CASES if case in ONCE], SOME),
+        *(pytest.param(*pair.values, id=pair.id, marks=pytest.mark.slow) for pair in checks.pairs(ELSEWHERE, SOME)),
+    ],
+)
 def test_conversion_and_generation(case: Case, check: checks.Check) -> None:
     check(case)
 

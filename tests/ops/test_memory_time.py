@@ -48,7 +48,10 @@ def attention(ops: ModuleType, span: Span, length: int, *, backward: bool, rule:
     return call
 
 
-each_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward and backward"])
+each_pass = pytest.mark.parametrize(
+    "backward",
+    [pytest.param(False, id="forward", marks=pytest.mark.slow), pytest.param(True, id="forward and backward")],
+)
 
 
 @each_pass
