@@ -38,8 +38,9 @@ echo "import os" | linearize generate OUT --prompt - --max-new-tokens 20
 linearize run --model "$model" --dataset corpus/train.jsonl --output-dir TRAINED $few \
     --set finetune.max_tokens=16384 --set finetune.epochs=1
 linearize report TRAINED
+# The bundled model has 1,024 positions.
 linearize run local-global --model "$model" --dataset corpus/train.jsonl --output-dir HYBRID $few \
-    --set finetune.max_tokens=16384 --set finetune.epochs=1
+    --set data.sequence_length=1024 --set memory.reference_length=1024 --set finetune.max_tokens=16384 --set finetune.epochs=1
 linearize export HYBRID EXPORTED --to hf
 linearize export HYBRID EXPORTED-GGUF --to gguf
 python -c "from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained('EXPORTED')"
