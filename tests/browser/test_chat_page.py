@@ -133,7 +133,7 @@ def test_both_continue_a_text_and_what_they_hold_is_told(open_chat: Open, server
         for path in page.locator("#chart .line").all()
     ]
     assert heights[0][0] == heights[0][1] and heights[1][0] > heights[1][1]
-    assert "computed as linearize plan counts them" in page.locator("#caption").inner_text()
+    assert "computed as by linearize plan" in page.locator("#caption").inner_text()
     assert opened.complaints == [] and all(url.startswith(server.address) for url in opened.requests)
 
     page.get_by_role("button", name="Start again").click()
