@@ -23,7 +23,7 @@ from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial
 from linearize.ops.step import StepInputs, StepOutputs, one_token
 
-MOST_MASKED_KEYS = 2048
+MOST_MASKED_KEYS = 1024
 Operation = TypeVar("Operation", bound=Callable[..., object])
 
 
