@@ -63,7 +63,7 @@ def test_every_way_at_every_fraction(made: tuple[Run, dict[str, Any]]) -> None:
             assert budget - HEADS * (PAIR + 16) < found[fraction, ALLOCATED, trained]["bytes"] <= budget
             assert budget - HEADS * PAIR <= found[fraction, LAYERS, trained]["bytes"] <= budget
     assert [made[1]["chosen"][fraction]["full_layers"] != [] for fraction in (0.75, 0.25)] == [True, False]
-    assert all((point["far_alike"] is None) != point["trained"] for point in made[1]["points"])
+    assert all((point["far_finetuned"] is None) != point["trained"] for point in made[1]["points"])
     assert made[1]["tokens"] == 2 * 4 * LENGTH
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from linearize.configs.tasks import AnyTask
 from linearize.evaluation.candidates import Candidate
 from linearize.evaluation.intervals import Interval, Totals
-from linearize.evaluation.intervals import intervals as intervals_of
+from linearize.evaluation.intervals import intervals as bootstrap_intervals
 from linearize.evaluation.metrics import Answered, bootstrapped
 
 OTHERS = (
@@ -129,7 +129,7 @@ def _agreement(answered: Mapping[str, Answered], name: str, samples: int, seed: 
     if name == "teacher" or "teacher" not in answered:
         return None
     alike = answered[name].agreement(answered["teacher"])
-    return None if alike is None else intervals_of([Totals.of_each(alike)], samples=samples, seed=seed)[0]
+    return None if alike is None else bootstrap_intervals([Totals.of_each(alike)], samples=samples, seed=seed)[0]
 
 
 def _difference(scores: Scores, draws: Draws, other: str, metric: str) -> ScoreDifference:

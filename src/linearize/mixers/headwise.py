@@ -24,7 +24,7 @@ from linearize.ops.layout import Layout, Tokens
 class SoftmaxMixer(nn.Module):
     """Exact softmax attention; has no parameters. Its state has a slot for every slot seen: it grows."""
 
-    causal = True
+    causal = softmax_alone = True
     wants_hidden = wants_unrotated = False
     config = feature_map = gate = combine = None
 
@@ -124,6 +124,7 @@ class HeadwiseMixer(nn.Module):
             own = replace(shape, num_heads=heads * per_kv_head, num_kv_heads=heads)
             self.groups.append(SoftmaxMixer(own) if group.mixer is None else LinearMixer(group.mixer, own))
         in_groups = [head for heads in self.kv_heads for head in heads]
+        self.softmax_alone = all(mixer.softmax_alone for _, mixer in self.parts())
         self._order = [in_groups.index(head) for head in range(found)]
 
     def reset_parameters(self) -> None:
@@ -171,16 +172,13 @@ class HeadwiseMixer(nn.Module):
 
         Heads differ only in when they cease to read a key, where no group has a linear part.
         """
-        if not masks_whole_rows(inputs.q):
+        if not (self.softmax_alone and masks_whole_rows(inputs.q)):
             return None
         layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         with inputs.outside_autocast():
             found = []
             for (_, mixer), own in zip(self.parts(), inputs.divided(self.kv_heads), strict=True):
-                last = mixer.last_queries(own, layout)
-                if last is None:
-                    return None
-                found.append(last.expand(len(inputs.k), -1, -1))
+                found.append(mixer.last_queries(own, layout).expand(len(inputs.k), -1, -1))
             dtype, inputs = inputs.v.dtype, inputs.accumulated() if torch.is_grad_enabled() else inputs
             y = full_softmax(
                 inputs.q,

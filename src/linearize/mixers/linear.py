@@ -345,13 +345,9 @@ class LinearMixer(Mixer):
         prepared = self.tokens(inputs, new_layout, layout, state)
         return self._state(prepared, layout, state_after(self._keys(prepared, layout, state)), len(inputs.q))
 
-    def last_queries(self, inputs: AttnInputs, layout: Layout) -> Int[Tensor, "#B G K"] | None:
-        """Return the position of the last query that reads each key of whole rows.
-
-        None where the output is more than softmax over the keys that are read.
-        """
-        if not self.softmax_alone:
-            return None
+    def last_queries(self, inputs: AttnInputs, layout: Layout) -> Int[Tensor, "#B G K"]:
+        """Return the position of the last query that reads each key of whole rows, where `softmax_alone`."""
+        assert self.softmax_alone
         with torch.no_grad():
             return last_queries(self.config, self.scorer, self.new_tokens(inputs), layout)
 

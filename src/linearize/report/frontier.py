@@ -128,7 +128,7 @@ def _line(points: Sequence[dict[str, Any]], name: str, trained: bool, key: str) 
 def _rows(about: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for point in about["points"]:
         name = f"{point['name']}, fine-tuned" if point["trained"] else point["name"]
-        shares = (_percent(_share(point, key)) for key in ("far", "far_alike", "copying", "needle"))
+        shares = (_percent(_share(point, key)) for key in ("far", "far_finetuned", "copying", "needle"))
         yield f"{point['fraction']:.0%}", name, f"{point['bytes']:,}", *shares
 
 
