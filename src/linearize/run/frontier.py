@@ -134,7 +134,9 @@ def _measured(
         found = {
             "minus_teacher": paired_difference(seen.losses, untrained["teacher"].losses),
             "far": kept_far_context(far, 2 * reference),
-            "far_finetuned": kept_far_context(fine_tuned | {"student": seen.losses}, 2 * reference) if trained else None,
+            "far_finetuned": kept_far_context(fine_tuned | {"student": seen.losses}, 2 * reference)
+            if trained
+            else None,
             "copying": kept_copying(untrained["teacher"].copies, seen.copies),
             "needle": retrieval_result(ruler.needles, answers),
         }
