@@ -33,7 +33,7 @@ from linearize.mixers.eviction_cache import SCORES, EvictionScorer, cached_keys
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
 from linearize.mixers.normalizers import NoNorm, SumNorm
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 
 QUERIES = 64  # of a block
 CANCELLED = 1e-6
@@ -116,7 +116,7 @@ def weight_blocks(visit: Visit) -> Iterator[WeightBlock]:
 
 
 def _read(
-    mixer: Any, inputs: AttnInputs, layout: Layout, position: Int[Tensor, " T"], document: Int[Tensor, " T"]
+    mixer: Any, inputs: AttnInputs, layout: SequenceLayout, position: Int[Tensor, " T"], document: Int[Tensor, " T"]
 ) -> Iterator[tuple[slice, slice, Float[Tensor, "h C K"], Bool[Tensor, "h C K"]]]:
     """(queries, keys, weights, whether they are the linear part's) of each block of one row, of one part's heads."""
     stretch, cached = _stretch(mixer, inputs, layout), None
@@ -138,17 +138,17 @@ def _read(
         yield queries, keys, weights, linear
 
 
-def _alone(inputs: AttnInputs, layout: Layout | None, row: int) -> tuple[AttnInputs, Layout]:
+def _alone(inputs: AttnInputs, layout: SequenceLayout | None, row: int) -> tuple[AttnInputs, SequenceLayout]:
     """One row by itself, without its padding."""
     tokens = inputs.q.shape[2]
     part = _row(inputs, row, slice(0, tokens), inputs.v[row : row + 1])
     if layout is None:
-        return part, Layout.full(tokens, inputs.q.device)
+        return part, SequenceLayout.full(tokens, inputs.q.device)
     at = row if len(layout.key_position) > 1 else 0
     position, document = layout.query_position[at : at + 1], layout.query_document[at : at + 1]
     valid = position[0] >= 0
     if bool(valid.all()):
-        return part, Layout(position, document, tokens)
+        return part, SequenceLayout(position, document, tokens)
 
     def kept(x: Tensor, axis: int) -> Tensor:
         return x.index_select(axis, valid.nonzero().squeeze(1))
@@ -159,7 +159,7 @@ def _alone(inputs: AttnInputs, layout: Layout | None, row: int) -> tuple[AttnInp
     q, k, v = (kept(x, 2) for x in (part.q, part.k, part.v))
     hidden = None if part.hidden is None else kept(part.hidden, 1)
     both = {"unrotated": pair(part.unrotated, 2), "rope": pair(part.rope, 1)}
-    layout = Layout(kept(position, 1), kept(document, 1), int(valid.sum()))
+    layout = SequenceLayout(kept(position, 1), kept(document, 1), int(valid.sum()))
     return replace(part, q=q, k=k, v=v, hidden=hidden, **both), layout
 
 
@@ -174,7 +174,7 @@ def _softmax_weights(
     return scores, scores.masked_fill(~visible, -torch.inf).softmax(-1)
 
 
-def _stretch(mixer: Any, inputs: AttnInputs, layout: Layout) -> Float[Tensor, "B H T"] | None:
+def _stretch(mixer: Any, inputs: AttnInputs, layout: SequenceLayout) -> Float[Tensor, "B H T"] | None:
     """How much longer the normaliser makes the linear part's output of each token; None where it is linear in v."""
     if mixer.feature_map is None or isinstance(mixer.normalizer, SumNorm | NoNorm):
         return None
@@ -186,7 +186,7 @@ def _stretch(mixer: Any, inputs: AttnInputs, layout: Layout) -> Float[Tensor, "B
 
 
 def _multiplied(
-    mixer: Mixer, inputs: AttnInputs, layout: Layout
+    mixer: Mixer, inputs: AttnInputs, layout: SequenceLayout
 ) -> Iterator[tuple[slice, slice, Float[Tensor, "H C K"]]]:
     """(keys, queries, weights) of each block of one row of an encoder; a norm of the output is left to `_stretch`."""
     part = LinearPart.of(mixer, inputs, layout)
@@ -258,10 +258,10 @@ def _row(inputs: AttnInputs, row: int, slots: slice, values: Float[Tensor, "P G 
 
 def _own_layout(
     position: Int[Tensor, " T"], document: Int[Tensor, " T"], slots: slice, device: torch.device
-) -> Layout | None:
+) -> SequenceLayout | None:
     """The layout of a piece of a row: document 0 is the one that went before; None where all of it goes on in that."""
     at, own = position[slots], document[slots] - document[max(slots.start - 1, 0)]
     if not own.any():
         return None
     at = torch.where(own == 0, at - at[0], at)
-    return Layout(at[None].to(device), own[None].to(device), len(at))
+    return SequenceLayout(at[None].to(device), own[None].to(device), len(at))

@@ -145,7 +145,7 @@ class Examination:
             "teacher": of_teacher,
         }
         mixers = [part for layer in linearized_layers(student).values() for _, part in layer.mixer.parts()]
-        if any(part.feature_map is not None and part.span.max_lag > 0 for part in mixers):
+        if any(part.feature_map is not None and part.span.max_softmax_keys > 0 for part in mixers):
             with without_linear_part(student):
                 ablated = token_losses(student, short, batch_size=BATCH_SIZE, title="without linear part")
             own = TokenLosses(

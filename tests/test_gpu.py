@@ -16,7 +16,7 @@ from linearize.mixers.linear import LinearMixer
 from linearize.ops import chunked, reference
 from linearize.ops.dispatch import ENVIRONMENT
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.recipe import Recipe, recipe_names
 
 pytestmark = [
@@ -47,7 +47,7 @@ def test_chunked_equals_the_definition(span: SlidingSpan | TerracedSpan) -> None
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(2, h, 1000, 64, device="cuda", generator=generator) for h in (8, 2, 2))
     phi_q, phi_k = q.softmax(-1), k.softmax(-1)
-    layout = Layout.full(1000, "cuda")
+    layout = SequenceLayout.full(1000, "cuda")
     for op in (reference, chunked):
         leaves = [x.detach().requires_grad_() for x in (q, k, v, phi_q, phi_k)]
         linear = op.linear_scan(LinearInputs(leaves[3], leaves[4], leaves[2], span, layout))

@@ -54,7 +54,7 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.ops.backend import window_softmax
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import Partial
 from linearize.run.folder import versions, write_json
 from linearize.training.memory import head_mixer
@@ -103,7 +103,7 @@ FORMS = (
 
 def kept_keys(inputs: AttnInputs, span: SlidingSpan) -> Partial:
     """Return the softmax sums over the keys that are kept, of rows that are one document each."""
-    layout = Layout.full(inputs.q.shape[2], inputs.q.device)
+    layout = SequenceLayout.full(inputs.q.shape[2], inputs.q.device)
     given = inputs.q, inputs.k, inputs.v, span, layout, inputs.scaling, inputs.softcap
     return window_softmax(SoftmaxInputs(*given))
 
@@ -134,7 +134,7 @@ def later_queries(length: int, span: SlidingSpan) -> Bool[Tensor, " T"]:
 def observer_of(span: SlidingSpan, form: Form, logits: Logits) -> Observer:
     """Return what computes the attention of every layer with a window and one form of sink."""
 
-    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+    def observe(layer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
         logit = logits[layer.layer_idx].to(inputs.q.device) if form.logit else None
         return output(inputs, span, logit, form.all_queries)
 
@@ -155,7 +155,7 @@ def fitted_logits(
     """
     statistics: dict[tuple[SlidingSpan, int], list[Tensor]] = {}
 
-    def watch(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+    def watch(layer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
         y = softmax_output(layer, inputs, layout)
         first = first_logits(inputs)
         for span in dict.fromkeys(spans):

@@ -15,8 +15,8 @@ from linearize.hf import attention
 from linearize.hf.attention import linearized_layers, observed, replaced_mixers, softmax_output
 from linearize.hf.classes import ATTENTION_CLASSES
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer_state import Clock, MixerState
-from linearize.ops.layout import Layout
+from linearize.mixers.mixer_state import MixerState, TokenCounts
+from linearize.ops.layout import SequenceLayout
 from tests.hf import checks
 from tests.hf.models import ARCHITECTURES, Case, make_student, make_teacher, random_tokens, student_of, teacher_of
 
@@ -32,12 +32,12 @@ class Recorder(nn.Module):
         self.wants_hidden, self.wants_unrotated = wants_hidden, wants_unrotated
         self.seen: list[AttnInputs] = []
 
-    def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Tensor:
+    def forward(self, inputs: AttnInputs, layout: SequenceLayout | None = None) -> Tensor:
         self.seen.append(inputs)
         return inputs.q + inputs.v.repeat_interleave(inputs.q.shape[1] // inputs.v.shape[1], dim=1)
 
-    def step(self, inputs: AttnInputs, state: Any, layout: Layout | None = None) -> tuple[Tensor, Any]:
-        return self(inputs, layout), MixerState({}, Clock(torch.zeros(len(inputs.q), dtype=torch.int64)))
+    def step(self, inputs: AttnInputs, state: Any, layout: SequenceLayout | None = None) -> tuple[Tensor, Any]:
+        return self(inputs, layout), MixerState({}, TokenCounts(torch.zeros(len(inputs.q), dtype=torch.int64)))
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from linearize.hf import attention, cache, conversation, convert, layouts
 from linearize.hf.cache import LinearizedCacheLayer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.mixer_state import Clock, MixerState
+from linearize.mixers.mixer_state import MixerState, TokenCounts
 from linearize.mixers.recording import Recording
 from linearize.ops.step import StepContext
 from tests.hf import checks
@@ -50,7 +50,7 @@ def window_lost(state: MixerState) -> MixerState:
 
 
 def position_lost(state: MixerState) -> MixerState:
-    return replace(state, clock=Clock(torch.zeros_like(state.seen)))
+    return replace(state, counts=TokenCounts(torch.zeros_like(state.seen)))
 
 
 def sinks_lost(state: MixerState) -> MixerState:
@@ -135,13 +135,13 @@ def first_turn_s_mask_read(mask: Tensor | None, position_ids: Tensor | None, bat
 
 def padding_counted(patch: pytest.MonkeyPatch) -> None:
     """Padding is not attended to, but counts as distance."""
-    from_valid = attention.Layout.from_valid
+    from_valid = attention.SequenceLayout.from_valid
 
     def wrong(valid: Tensor) -> Any:
         slot = torch.arange(valid.shape[1]).expand_as(valid)
         return replace(from_valid(valid), key_position=torch.where(valid, slot, -1))
 
-    patch.setattr(attention.Layout, "from_valid", wrong)
+    patch.setattr(attention.SequenceLayout, "from_valid", wrong)
 
 
 def documents_ignored(mask: Tensor | None, position_ids: Tensor | None, batch: int, length: int) -> tuple:

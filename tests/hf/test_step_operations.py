@@ -26,7 +26,7 @@ def operations_of_a_step(model: PreTrainedModel, prompt: int = 40, steps: int = 
     """What torch's profiler counts, views among them; of several steps, the mean."""
     cache = DynamicCache(config=model.config)
     model(random_tokens(1, prompt), past_key_values=cache)
-    model(random_tokens(1, 1), past_key_values=cache)  # the layers' clocks are one from here on
+    model(random_tokens(1, 1), past_key_values=cache)  # the layers share their counts from here on
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for _ in range(steps):
             model(random_tokens(1, 1), past_key_values=cache)
@@ -66,14 +66,14 @@ def test_the_bundled_teacher_with_allocated_memory() -> None:
 
 
 @torch.no_grad()
-def test_layers_share_a_clock_and_forget_it_with_what_was_seen() -> None:
+def test_layers_share_token_counts_and_forget_them_with_what_was_seen() -> None:
     """What follows from the number of tokens seen is worked out once for all layers: of these tokens, not of others."""
     student = student_of(Case("llama-sliding"))
     cache, other = DynamicCache(config=student.config), DynamicCache(config=student.config)
     ids = random_tokens(2, 10)
     student(ids[:, 1:], past_key_values=cache)
     student(ids[:, :1], past_key_values=cache)
-    assert len({id(layer.state.clock) for layer in cache.layers}) == 1
+    assert len({id(layer.state.counts) for layer in cache.layers}) == 1
     cache.reset()
     # As many slots, and fewer tokens in one row.
     mask = torch.ones(2, 11, dtype=torch.int64)
@@ -85,9 +85,9 @@ def test_layers_share_a_clock_and_forget_it_with_what_was_seen() -> None:
 
 
 @torch.no_grad()
-def test_groups_of_heads_share_a_clock() -> None:
+def test_groups_of_heads_share_token_counts() -> None:
     student = student_of(Case("llama-heads", overrides={"heads": HEADS}))
     cache = DynamicCache(config=student.config)
     student(random_tokens(1, 9), past_key_values=cache)
-    clocks = [part.clock for layer in cache.layers for part in getattr(layer.state, "parts", [layer.state])]
-    assert len(clocks) > len(cache.layers) and len(set(map(id, clocks))) == 1
+    counts = [part.counts for layer in cache.layers for part in getattr(layer.state, "parts", [layer.state])]
+    assert len(counts) > len(cache.layers) and len(set(map(id, counts))) == 1

@@ -19,7 +19,7 @@ from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import MixerState
 from linearize.ops import chunked, dense, dispatch, grid
-from linearize.ops.layout import Layout, slot_positions
+from linearize.ops.layout import SequenceLayout, slot_positions
 from tests.mixers.space import Drawn, pieces, with_tensors
 from tests.mixers.weights import weights_of
 from tests.ops.cases import own_layout
@@ -167,7 +167,7 @@ def check_short_prompts(case: Drawn, cuts: Sequence[int]) -> None:
         for length in range(1, case.length + 1):
             y, state = case.mixer.step(case.part(0, length), None)
             assert_near(y, whole[:, :, :length], FP64, f"output of {length}")
-            layout = replace(Layout.full(length), uniform=False, _known={})
+            layout = replace(SequenceLayout.full(length), uniform=False, _known={})
             expected = case.mixer.step(case.part(0, length), None, layout)[1]
             for index, (one, other) in enumerate(zip(state.tensors(), expected.tensors(), strict=True)):
                 assert_near(one, other, FP64, f"state {index} after {length}")

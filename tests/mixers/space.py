@@ -37,7 +37,7 @@ from linearize.mixers import feature_maps as maps
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs, apply_rope
 from linearize.mixers.linear import LinearMixer
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from tests.ops.cases import STYLES, documents_of, own_layout
 from tests.oracles.attention import Documents
 
@@ -192,7 +192,7 @@ class Drawn:
         return self.inputs.q.shape[2]
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> SequenceLayout:
         return own_layout(self.documents, 0, self.length)
 
     def part(self, start: int, stop: int) -> AttnInputs:

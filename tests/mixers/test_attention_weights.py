@@ -20,7 +20,7 @@ from linearize.mixers.attention_weights import (
 )
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from tests.mixers.weights import weights_of
 from tests.oracles.attention_weights import mixer_weights
 from tests.oracles.attention_weights import softmax_weights as softmax_oracle
@@ -60,7 +60,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_weights, "BLOCK_WEIGHTS", {"cpu": 1})
 
 
-def make(fields: dict[str, Any]) -> tuple[LinearMixer, AttnInputs, Layout]:
+def make(fields: dict[str, Any]) -> tuple[LinearMixer, AttnInputs, SequenceLayout]:
     shape = LayerShape(2, 1, 4, hidden_size=6, max_positions=32)
     mixer = LinearMixer(MixerConfig.model_validate(fields).resolved(shape), shape).double().requires_grad_(False)
     generator = torch.Generator().manual_seed(2)
@@ -75,7 +75,7 @@ def make(fields: dict[str, Any]) -> tuple[LinearMixer, AttnInputs, Layout]:
     for row, documents in enumerate(DOCUMENTS):
         for slots in documents:
             position[row, slots] = torch.arange(len(slots))
-    return mixer, inputs, Layout.from_positions(position)
+    return mixer, inputs, SequenceLayout.from_positions(position)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -103,6 +103,6 @@ def test_weights_are_those_that_the_mixer_uses(case: str) -> None:
 def test_keys_of_other_documents_are_not_looked_at() -> None:
     """Where all rows begin a document, blocks behind that do not go back over what came before."""
     mixer = make(CASES["hedgehog, shared"])[0]
-    layout = Layout.from_positions(torch.tensor([[*range(5), *range(7)], [0, 1, 0, 1, 2, 0, 1, 2, 3, 4, 5, 6]]))
+    layout = SequenceLayout.from_positions(torch.tensor([[*range(5), *range(7)], [0, 1, 0, 1, 2, 0, 1, 2, 3, 4, 5, 6]]))
     blocks = [(block.queries, block.keys) for block in query_blocks(mixer, layout, 2, None)]
     assert blocks == [(slice(0, 5), slice(0, 5)), (slice(5, 10), slice(5, 10)), (slice(10, 12), slice(5, 12))]

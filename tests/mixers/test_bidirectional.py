@@ -19,7 +19,7 @@ from linearize.evaluation.speed import peak_bytes
 from linearize.mixers import feature_maps as maps
 from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.inputs import AttnInputs, apply_rope
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from tests.mixers.weights import weights_of
 from tests.oracles.attention import Documents
 from tests.oracles.heads import Inputs
@@ -120,7 +120,7 @@ def assert_equal(found: Tensor, expected: Tensor, atol: float = 1e-10) -> None:
 def test_the_definition(mixer_config: MixerConfig, rows: list[str]) -> None:
     documents = [ROWS[row] for row in rows]
     mixer, inputs = make_mixer(mixer_config), make_inputs(len(rows), LENGTH)
-    y = mixer(inputs, Layout.from_positions(positions(documents)))
+    y = mixer(inputs, SequenceLayout.from_positions(positions(documents)))
     assert y.abs().amax() > 0.1
     x = Inputs(inputs.q, inputs.k, inputs.v, 0.4, None, inputs.hidden, inputs.unrotated, inputs.rope)
     assert_equal(y, bidirectional_layer(mixer.config, weights_of(mixer), x, documents))
@@ -143,7 +143,7 @@ def test_a_packed_row_gives_what_its_documents_give_alone(mixer_config: MixerCon
     inputs, mixer = make_inputs(1, length, seed=4), make_mixer(mixer_config)
     rng = random.Random(0)
     documents = [[slot for slot in range(*b) if rng.random() < 0.9] or [b[0]] for b in pairwise(bounds)]
-    y = mixer(inputs, Layout.from_positions(positions([documents], length)))
+    y = mixer(inputs, SequenceLayout.from_positions(positions([documents], length)))
     for slots in documents:
         q, k, v, hidden = (x[..., slots, :] for x in (inputs.q, inputs.k, inputs.v, inputs.hidden))
         unrotated = tuple(x[..., slots, :] for x in inputs.unrotated)
@@ -157,7 +157,7 @@ def test_a_packed_row_gives_what_its_documents_give_alone(mixer_config: MixerCon
 def test_the_order_of_tokens_does_not_matter() -> None:
     """Within a document, for maps that know no positions."""
     order = torch.tensor([*torch.randperm(20).tolist(), *(20 + torch.randperm(15)).tolist()])
-    layout = Layout.from_positions(torch.cat([torch.arange(20), torch.arange(15)])[None])
+    layout = SequenceLayout.from_positions(torch.cat([torch.arange(20), torch.arange(15)])[None])
     for mixer_config in CONFIGS[2], CONFIGS[6], CONFIGS[12]:
         mixer, x = make_mixer(mixer_config), make_inputs(2, 35, seed=5)
         shuffled = AttnInputs(*(y[:, :, order] for y in (x.q, x.k, x.v)), 0.4, hidden=x.hidden[:, order])
@@ -170,7 +170,7 @@ def test_padding_may_hold_anything(mixer_config: MixerConfig, junk: float) -> No
     mixer = make_mixer(mixer_config)
     for rows in BATCHES[1:]:
         inputs = make_inputs(len(rows), LENGTH)
-        layout = Layout.from_positions(positions([ROWS[row] for row in rows]))
+        layout = SequenceLayout.from_positions(positions([ROWS[row] for row in rows]))
         padding = (layout.key_position < 0)[:, None, :, None]
         assert padding.any()
         q, k, v = (x.masked_fill(padding, junk) for x in (inputs.q, inputs.k, inputs.v))
@@ -189,18 +189,18 @@ def test_layouts_of_several_kinds_agree() -> None:
     """A mask, positions, or nothing; and a row without any token."""
     mixer, inputs = make_mixer(CONFIGS[5]), make_inputs(2, 20)
     position = torch.arange(20)[None]
-    for layout in Layout.from_positions(position), Layout.from_valid(position.expand(2, -1) >= 0):
+    for layout in SequenceLayout.from_positions(position), SequenceLayout.from_valid(position.expand(2, -1) >= 0):
         assert_equal(mixer(inputs, layout), mixer(inputs))
     valid = torch.stack([torch.arange(20) % 3 > 0, torch.zeros(20, dtype=torch.bool)])
-    y = mixer(inputs, Layout.from_valid(valid))
-    assert_equal(y, mixer(inputs, Layout.from_positions(Layout.from_valid(valid).key_position)))
+    y = mixer(inputs, SequenceLayout.from_valid(valid))
+    assert_equal(y, mixer(inputs, SequenceLayout.from_positions(SequenceLayout.from_valid(valid).key_position)))
     assert (y[1] == 0).all() and (y[0, :, valid[0]] != 0).all()
 
 
 def test_exponentials_far_apart_from_document_to_document() -> None:
     """The maximum is the document's own: a document of huge keys leaves the others what they were."""
     mixer, inputs = make_mixer(CONFIGS[5]), make_inputs(1, 20)
-    layout = Layout.from_positions(torch.cat([torch.arange(8), torch.arange(12)])[None])
+    layout = SequenceLayout.from_positions(torch.cat([torch.arange(8), torch.arange(12)])[None])
     huge = torch.cat([inputs.k[:, :, :8] + 1e4, inputs.k[:, :, 8:]], dim=2)
     y = mixer(replace(inputs, k=huge), layout)
     # A common factor of all keys' features cancels.
@@ -212,7 +212,7 @@ def test_exponentials_far_apart_from_document_to_document() -> None:
 def test_gradients(mixer_config: MixerConfig, row: str) -> None:
     """Against finite differences, in the inputs and in every parameter."""
     mixer, inputs = make_mixer(mixer_config), make_inputs(1, LENGTH, seed=2)
-    layout = Layout.from_positions(positions([ROWS[row]]))
+    layout = SequenceLayout.from_positions(positions([ROWS[row]]))
     weights = {name: x.detach().requires_grad_() for name, x in mixer.named_parameters()}
     unrotated = mixer.wants_unrotated
     tensors = [x.requires_grad_() for x in (*(inputs.unrotated if unrotated else (inputs.q, inputs.k)), inputs.v)]
@@ -228,7 +228,7 @@ def test_half_precision_and_autocast_stay_outside() -> None:
     for mixer_config in CONFIGS:
         mixer = make_mixer(mixer_config)
         x = make_inputs(2, LENGTH)
-        layout = Layout.from_positions(positions([ROWS["packed"], ROWS["left"]]))
+        layout = SequenceLayout.from_positions(positions([ROWS["packed"], ROWS["left"]]))
         half = cast(x, torch.bfloat16)
         mixer = mixer.to(torch.bfloat16)
         y = mixer(half, layout)
@@ -257,9 +257,9 @@ LENGTHS = {
 }
 
 
-def layout_of(sizes: list[int], length: int) -> Layout:
+def layout_of(sizes: list[int], length: int) -> SequenceLayout:
     position = torch.cat([*(torch.arange(n) for n in sizes), torch.full((length - sum(sizes),), -1)])
-    return Layout.from_positions(position[None])
+    return SequenceLayout.from_positions(position[None])
 
 
 @pytest.mark.parametrize("packing", LENGTHS)

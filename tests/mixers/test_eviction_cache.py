@@ -19,7 +19,7 @@ from linearize.configs.spans import TerracedSpan
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops import eviction_cache
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from tests.oracles import eviction_cache as oracle
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=6, hidden_size=24, max_positions=512)
@@ -165,7 +165,7 @@ def test_prompts_that_fit_and_that_do_not_are_single_steps(name: str) -> None:
 def test_single_steps_fill_the_caches_of_rows_that_are_not_alike(sinks: int) -> None:
     x, its, padding = inputs(30), mixer(size=9, sinks=sinks), (7, 0)
     position = torch.stack([torch.arange(10) - skipped for skipped in padding]).clamp_min(-1)
-    _, state = its.step(x.tokens(0, 10), None, Layout.from_positions(position))
+    _, state = its.step(x.tokens(0, 10), None, SequenceLayout.from_positions(position))
     found = []
     for n in range(10, 30):
         y, state = its.step(x.tokens(n, n + 1), state)
@@ -181,7 +181,7 @@ def test_documents_in_one_row_have_caches_of_their_own() -> None:
     x, its = inputs(60, batch=1), mixer()
     lengths = (23, 3, 34)
     position = torch.cat([torch.arange(n) for n in lengths])[None]
-    found = its(x, Layout.from_positions(position))
+    found = its(x, SequenceLayout.from_positions(position))
     start = 0
     for length in lengths:
         alone = its(x.tokens(start, start + length))
@@ -194,11 +194,11 @@ def test_a_state_without_outputs_is_that_of_outputs(sizes: dict[str, int]) -> No
     """In one row documents end and begin, in the other the carried one goes on; with and without a state."""
     x, its = inputs(90), mixer(**sizes)
     ends = torch.tensor([*range(30), *range(5), *range(25)]), torch.arange(60)
-    first, layout = x.tokens(0, 30), Layout.from_positions(torch.stack(ends))
+    first, layout = x.tokens(0, 30), SequenceLayout.from_positions(torch.stack(ends))
     _, carried = its.step(first, None)
     new = torch.cat([torch.zeros(20, dtype=torch.int64), torch.ones(40, dtype=torch.int64)])
     positions = torch.cat([torch.arange(20), torch.arange(40)])
-    goes_on = Layout(
+    goes_on = SequenceLayout(
         torch.stack([positions, torch.arange(60)]), torch.stack([new, torch.zeros(60, dtype=torch.int64)]), 60
     )
     for state, own in ((None, layout), (carried, goes_on), (carried, None)):

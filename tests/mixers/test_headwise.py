@@ -18,7 +18,7 @@ from linearize.mixers.headwise import HeadwiseMixer, SoftmaxMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops import full
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from tests.probes import LargestTensor
 
 SHAPE = LayerShape(num_heads=8, num_kv_heads=4, head_dim=6, hidden_size=24, max_positions=512)
@@ -183,7 +183,7 @@ def test_documents_by_masks_are_as_by_each_mixer(
     monkeypatch.setattr(full, "QUERIES_AT_ONCE", at_once)
     mixer, x = softmax_alone(64, softcap)
     rows = [[-1, -1, *range(20), -1, *range(41)], [*range(9), *range(9, 40), -1, 40, 41, *range(21)]]
-    layout = Layout.from_positions(torch.tensor(rows))
+    layout = SequenceLayout.from_positions(torch.tensor(rows))
     leaves = [tensor.clone().requires_grad_() for tensor in (x.q, x.k, x.v)]
     x = replace(x, q=leaves[0], k=leaves[1], v=leaves[2])
     each = zip(mixer.parts(), x.divided(mixer.kv_heads), strict=True)
@@ -203,7 +203,7 @@ def test_all_keys(softcap: float | None, at_once: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(full, "QUERIES_AT_ONCE", at_once)
     x = inputs(32, softcap)
     position = torch.tensor([[-1, -1, *range(12), -1, *range(17)], [*range(5), *range(27)]])
-    layout = Layout.from_positions(position)
+    layout = SequenceLayout.from_positions(position)
     document, key = layout.key_document, layout.key_position
     seen = (document[:, :, None] == document[:, None]) & (key[:, None] <= key[:, :, None]) & (key >= 0)[:, None]
     given = [y.clone().requires_grad_() for y in (x.q, x.k, x.v)]
@@ -240,7 +240,7 @@ def test_no_matrix_of_all_keys_by_all_keys(padded: bool, backward: bool) -> None
     """Whether read at once, behind a state, or with padding: what exists at a time is linear in the keys."""
     shape = LayerShape(num_heads=1, num_kv_heads=1, head_dim=6, hidden_size=6, max_positions=8192)
     q, k, v = (torch.rand(1, 1, 4096, 6).requires_grad_(backward) for _ in range(3))
-    layout = Layout.from_valid(torch.arange(4096)[None] >= 5) if padded else None
+    layout = SequenceLayout.from_valid(torch.arange(4096)[None] >= 5) if padded else None
     with LargestTensor() as largest, torch.set_grad_enabled(backward):
         y, state = SoftmaxMixer(shape).step(AttnInputs(q, k, v, 0.5), None, layout)
         more, _ = SoftmaxMixer(shape).step(AttnInputs(q[:, :, :300], k[:, :, :300], v[:, :, :300], 0.5), state)

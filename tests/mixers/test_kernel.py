@@ -12,7 +12,7 @@ from linearize.configs.shape import LayerShape
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops import chunked
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from tests.ops.parity import FP64, assert_near
 
 SHAPE = LayerShape(4, 2, 5, hidden_size=8, max_positions=256)
@@ -50,7 +50,7 @@ def test_the_same_as_with_features(name: str, monkeypatch: pytest.MonkeyPatch) -
     def run() -> dict[str, torch.Tensor]:
         valid = torch.ones(2, 60, dtype=torch.bool)
         valid[1, :9] = False
-        y = mixer(given, Layout.from_valid(valid))
+        y = mixer(given, SequenceLayout.from_valid(valid))
         found = {"y": y} | dict(zip("qkv", torch.autograd.grad(y.sum(), (given.q, given.k, given.v)), strict=True))
         with torch.no_grad():
             found["prefill"], state = mixer.step(given.tokens(0, 40), None)

@@ -210,7 +210,7 @@ def softmax_heads_lose_a_key(patch: pytest.MonkeyPatch) -> None:
     def wrong(self, inputs, state, layout=None):
         y, after = step(self, inputs, state, layout)
         slots = {name: torch.cat([x[:, :, :-1], x[:, :, -1:] * 0], dim=2) for name, x in after.slots.items()}
-        return y, type(after)(slots, after.clock)
+        return y, type(after)(slots, after.counts)
 
     patch.setattr(headwise.SoftmaxMixer, "step", wrong)
 

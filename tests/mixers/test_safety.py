@@ -17,7 +17,7 @@ from linearize.configs.shape import LayerShape
 from linearize.configs.spans import SlidingSpan
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.recipe import Recipe, recipe_names
 from tests.mixers.space import make_drawn, with_tensors
 
@@ -64,7 +64,7 @@ def held(single: LinearMixer, double: LinearMixer, inputs: AttnInputs, exact: At
     """
     if not single.in_any_scale:
         return torch.ones(inputs.q.shape[:3], dtype=torch.bool)
-    layout = Layout.full(LENGTH)
+    layout = SequenceLayout.full(LENGTH)
     (_, found), (_, expected) = single.partials(inputs, layout), double.partials(exact, layout)
     return (found.den > 1e-8) | (expected.den == 0)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from linearize.configs.spans import NoSpan, SlidingSpan, Span, TerracedSpan
 from linearize.ops.inputs import LinearInputs, LinearState, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from tests.oracles.attention import Documents
 from tests.oracles.spans import SpanSpec
 
@@ -78,12 +78,12 @@ class Case:
         """What the ops call the log decays."""
         return {"log_decay_k": self.log_decay_k, "log_decay_v": self.log_decay_v}
 
-    def softmax(self, layout: Layout | None = None) -> SoftmaxInputs:
+    def softmax(self, layout: SequenceLayout | None = None) -> SoftmaxInputs:
         """Return the inputs of the window."""
         layout = self.layout if layout is None else layout
         return SoftmaxInputs(self.q, self.k, self.v, self.package_span, layout, self.scaling, self.softcap)
 
-    def linear(self, layout: Layout | None = None, state: LinearState | None = None) -> LinearInputs:
+    def linear(self, layout: SequenceLayout | None = None, state: LinearState | None = None) -> LinearInputs:
         """Return the inputs of the linear part."""
         layout = self.layout if layout is None else layout
         keys = self.phi_q, self.phi_k, self.v, self.package_span, layout
@@ -103,8 +103,8 @@ class Case:
         return position
 
     @property
-    def layout(self) -> Layout:
-        return Layout.from_positions(self.position)
+    def layout(self) -> SequenceLayout:
+        return SequenceLayout.from_positions(self.position)
 
     @property
     def package_span(self) -> Span:
@@ -165,7 +165,7 @@ def documents_of(style: str, length: int, rng: random.Random) -> list[list[int]]
     return documents
 
 
-def own_layout(documents: Documents, start: int, stop: int) -> Layout:
+def own_layout(documents: Documents, start: int, stop: int) -> SequenceLayout:
     """The slots start..stop: document 0 goes on where an earlier call left it, its positions counted from there."""
     position = torch.full((len(documents), stop - start), -1)
     document = torch.zeros_like(position)
@@ -179,7 +179,7 @@ def own_layout(documents: Documents, start: int, stop: int) -> Layout:
                 new += 1
                 document[b, own[0] :] = new
             position[b, own] = torch.arange(len(own))
-    return Layout(position, document, stop - start)
+    return SequenceLayout(position, document, stop - start)
 
 
 def make_case(

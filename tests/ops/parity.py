@@ -15,7 +15,7 @@ from torch import Tensor
 
 from linearize.ops import chunked, reference
 from linearize.ops.inputs import LinearInputs, LinearState
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial
 from linearize.ops.step import LinearStep, StepContext, linear_step, no_scores, window_step
@@ -40,14 +40,14 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float, what: str) ->
 
 
 def both_parts(
-    ops: ModuleType, case: Case, layout: Layout | None = None, state: LinearState | None = None
+    ops: ModuleType, case: Case, layout: SequenceLayout | None = None, state: LinearState | None = None
 ) -> tuple[Partial, Partial]:
     """(linear, window) of the implementation `ops`."""
     layout = case.layout if layout is None else layout
     return ops.linear_scan(written(ops, case, layout, state)), ops.window_softmax(case.softmax(layout))
 
 
-def written(ops: ModuleType, case: Case, layout: Layout | None, state: LinearState | None) -> LinearInputs:
+def written(ops: ModuleType, case: Case, layout: SequenceLayout | None, state: LinearState | None) -> LinearInputs:
     """The linear part's inputs, with what the delta rule writes instead of values."""
     inputs = case.linear(layout, state)
     return inputs if case.beta is None else inputs.with_values(ops.delta_values(inputs))
@@ -95,7 +95,7 @@ def carried_state(case: Case, seed: int = 1) -> LinearState:
 
 
 def outputs_and_gradients(
-    ops: ModuleType, case: Case, layout: Layout, state: LinearState | None
+    ops: ModuleType, case: Case, layout: SequenceLayout, state: LinearState | None
 ) -> tuple[tuple[Partial, Partial], dict[str, Tensor]]:
     """Both parts, and the gradients of a random linear function of every field that depends on the inputs."""
     leaves = case.tensors
@@ -114,7 +114,9 @@ def outputs_and_gradients(
     return (linear, window), {name: torch.zeros_like(x) if g is None else g for (name, x), g in named}
 
 
-def check_chunked(case: Case, tolerance: float, layout: Layout | None = None, state: LinearState | None = None) -> None:
+def check_chunked(
+    case: Case, tolerance: float, layout: SequenceLayout | None = None, state: LinearState | None = None
+) -> None:
     """The chunked form equals the definition: outputs and the gradients of all inputs."""
     layout = case.layout if layout is None else layout
     found, found_gradients = outputs_and_gradients(chunked, case, layout, state)
@@ -129,7 +131,7 @@ def _states(case: Case) -> list[list[RecurrentState]]:
     return linear_attention_recurrent(case.phi_q, case.phi_k, case.v, case.documents, case.span)[2]
 
 
-def check_state(case: Case, rows: list[list[RecurrentState]], state: LinearState, layout: Layout) -> None:
+def check_state(case: Case, rows: list[list[RecurrentState]], state: LinearState, layout: SequenceLayout) -> None:
     """`state` is `rows`, the recurrence's (`_states`), and `layout.count` its number of tokens."""
     ratio = case.phi_q.shape[1] // case.phi_k.shape[1]
     S = torch.stack([torch.stack([one.S for one in row[::ratio]]) for row in rows])
@@ -169,7 +171,7 @@ def _carried_slots(case: Case, start: int) -> list[list[int]]:
     return [next((slots for slots in reversed(row) if slots), []) for row in before]
 
 
-def part_of(case: Case, start: int, stop: int) -> tuple[Case, Layout]:
+def part_of(case: Case, start: int, stop: int) -> tuple[Case, SequenceLayout]:
     """The call for slots start..stop alone, keys preceded by the context that the span asks to keep."""
     layout = own_layout(case.documents, start, stop)
     tensors = {name: x[:, :, start:stop] for name, x in case.tensors.items()}
@@ -231,9 +233,9 @@ def check_steps(case: Case, start: int) -> None:
     keys = torch.arange(case.length)[None]
     for n in range(start, case.length):
         position = torch.full((case.q.shape[0],), n)
-        entering = slice(max(0, n - span.fold_lag), max(0, n - span.fold_lag) + 1)
+        entering = slice(max(0, n - span.linear_delay), max(0, n - span.linear_delay) + 1)
         steps = (keys <= n) & (keys >= span.lo(position)[:, None]) & (keys >= span.sinks)
-        one = {name: x[:, :, entering] * (n >= span.fold_lag) for name, x in case.tensors.items() if name in DECAYS}
+        one = {name: x[:, :, entering] * (n >= span.linear_delay) for name, x in case.tensors.items() if name in DECAYS}
         skipped = {
             f"skipped_{name[-1]}": (x * steps[:, None, :, None]).sum(2, keepdim=True)
             for name, x in case.decays.items()
@@ -243,7 +245,7 @@ def check_steps(case: Case, start: int) -> None:
         step = LinearStep(case.phi_q[:, :, n : n + 1], state, *entered, **one, **skipped)
         linear, state = linear_step(step, StepContext(span, position))
         found = [linear]
-        if span.max_lag:  # or there is no window to read
+        if span.max_softmax_keys:  # or there is no window to read
             seen = (keys <= n) & ((keys >= span.lo(position)[:, None]) | (keys < span.sinks))
             q, bias = case.q[:, :, n : n + 1], no_scores(~seen, case.q.new_zeros(()))
             softmax = {"bias": bias, "scaling": case.scaling, "softcap": case.softcap}

@@ -16,7 +16,7 @@ from linearize.configs.spans import NoSpan, SlidingSpan
 from linearize.ops import backend, chunked, dense, dispatch, reference
 from linearize.ops.backend import TORCH, Backend, backend_for
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import Partial
 from tests.ops.cases import make_case
 from tests.ops.parity import FP64, assert_partials_near, both_parts
@@ -112,18 +112,18 @@ def x(heads: int, length: int, width: int) -> Tensor:
     return torch.rand(1, heads, length, width)
 
 
-def scan(phi_q: Tensor, phi_k: Tensor, v: Tensor, layout: Layout | None = None, **rules: Any) -> object:
-    layout = Layout.full(5) if layout is None else layout
+def scan(phi_q: Tensor, phi_k: Tensor, v: Tensor, layout: SequenceLayout | None = None, **rules: Any) -> object:
+    layout = SequenceLayout.full(5) if layout is None else layout
     return backend.linear_scan(LinearInputs(phi_q, phi_k, v, NoSpan(), layout, **rules))
 
 
-def window(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None) -> object:
-    layout = Layout.full(5) if layout is None else layout
+def window(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout | None = None) -> object:
+    layout = SequenceLayout.full(5) if layout is None else layout
     return backend.window_softmax(SoftmaxInputs(q, k, v, SlidingSpan(window_size=2), layout, 1.0))
 
 
 def delta(phi_k: Tensor, v: Tensor, beta: Tensor) -> object:
-    return backend.prefill(None, LinearInputs(x(2, 5, 3), phi_k, v, NoSpan(), Layout.full(5), beta))
+    return backend.prefill(None, LinearInputs(x(2, 5, 3), phi_k, v, NoSpan(), SequenceLayout.full(5), beta))
 
 
 WELL: dict[str, Callable[[], object]] = {
@@ -139,9 +139,9 @@ BADLY: dict[str, Callable[[], object]] = {
     "beta": lambda: delta(x(2, 5, 3), x(1, 5, 4), x(2, 5, 3)),
     "values": lambda: window(x(2, 5, 4), x(1, 5, 4), x(1, 5, 3)),
     "an option": lambda: scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), decay=-x(2, 5, 1)),
-    "a longer layout": lambda: scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), Layout.full(7)),
+    "a longer layout": lambda: scan(x(2, 5, 3), x(2, 5, 3), x(1, 5, 4), SequenceLayout.full(7)),
     "a layout of other queries": lambda: scan(x(2, 3, 3), x(2, 5, 3), x(1, 5, 4)),
-    "a shorter layout": lambda: window(x(2, 5, 4), x(1, 5, 4), x(1, 5, 4), Layout.full(4)),
+    "a shorter layout": lambda: window(x(2, 5, 4), x(1, 5, 4), x(1, 5, 4), SequenceLayout.full(4)),
 }
 
 

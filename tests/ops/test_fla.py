@@ -19,7 +19,7 @@ from linearize.configs.spans import NoSpan
 from linearize.ops.backend import Backend, named
 from linearize.ops.dispatch import IMPLEMENTATIONS, missing
 from linearize.ops.inputs import LinearInputs, LinearState
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from tests.ops.parity import FP64, assert_near
 
 # This import comes first because it ignores warnings, which are errors elsewhere: fla warns of a missing GPU and a
@@ -208,7 +208,7 @@ def ours(backend: Backend, x: Inputs) -> Outputs:
     state = None
     if x.S is not None:
         state = LinearState(x.S, x.S.new_zeros(x.S.shape[:3]) if x.z is None else x.z)
-    given = x.q * x.q.shape[-1] ** -0.5, x.k, x.v, NoSpan(), Layout.full(x.q.shape[2]), x.beta, x.log_decay
+    given = x.q * x.q.shape[-1] ** -0.5, x.k, x.v, NoSpan(), SequenceLayout.full(x.q.shape[2]), x.beta, x.log_decay
     _, read, after = backend.prefill(None, LinearInputs(*given, state=state), keeps_state=True)
     assert read is not None and after is not None
     return {"o": read.num, "normalized": read.num / read.den[..., None], "S": after.S, "z": after.z}

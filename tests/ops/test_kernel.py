@@ -17,7 +17,7 @@ from linearize.mixers.feature_maps.taylor import TaylorKernel
 from linearize.ops import chunked, dense, grid, reference
 from linearize.ops.inputs import LinearInputs, LinearState
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.linear_state import linear_state
 from linearize.ops.step import LinearStep, StepContext, linear_step
 from tests.ops.cases import SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
@@ -37,7 +37,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outputs_and_gradients(
-    scan: Callable[..., Any], case: Case, layout: Layout, state: LinearState | None, kernel: Kernel | None
+    scan: Callable[..., Any], case: Case, layout: SequenceLayout, state: LinearState | None, kernel: Kernel | None
 ) -> dict[str, Tensor]:
     """num, den and the gradients of the kernel's inputs, which without a `kernel` become features here."""
     leaves = {"phi_q": case.phi_q, "phi_k": case.phi_k, "v": case.v}
@@ -62,7 +62,7 @@ def check(
     ops: ModuleType,
     case: Case,
     tolerance: float = FP64,
-    layout: Layout | None = None,
+    layout: SequenceLayout | None = None,
     state: LinearState | None = None,
     kernel: Kernel = TAYLOR,
 ) -> None:
@@ -88,7 +88,7 @@ def test_outputs_and_gradients_are_those_of_features(span: SpanSpec, ops: Module
             case = make_case(span, styles, length, heads=(4, 2, 2), seed=length)
             check(ops, case)
             check(ops, case.to(torch.float32), FP32)
-        check(ops, make_case(span, ("full", "full"), length, seed=length), layout=Layout.full(length))
+        check(ops, make_case(span, ("full", "full"), length, seed=length), layout=SequenceLayout.full(length))
 
 
 @pytest.mark.parametrize("ops", [reference, chunked, dense], ids=["reference", "chunked", "dense"])
@@ -157,7 +157,7 @@ def test_a_wrong_kernel_is_caught(kernel: Kernel) -> None:
 def test_features_of_slots_without_a_key_are_kept_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """phi(0) is not 0: in front of a sequence whose keys a window delays, and behind one, are slots without keys."""
     case = make_case(SLIDING, ("full",), 75)
-    check(chunked, case, layout=Layout.full(75))
+    check(chunked, case, layout=SequenceLayout.full(75))
     masks = chunked._LinearScan.masks
 
     def wrong(self: chunked._LinearScan, *where) -> Any:
@@ -167,4 +167,4 @@ def test_features_of_slots_without_a_key_are_kept_out(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(chunked._LinearScan, "masks", wrong)
     with pytest.raises(AssertionError):
-        check(chunked, case, layout=Layout.full(75))
+        check(chunked, case, layout=SequenceLayout.full(75))

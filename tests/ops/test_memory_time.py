@@ -15,7 +15,7 @@ from linearize.evaluation.speed import peak_bytes
 from linearize.mixers.feature_maps.taylor import TaylorKernel
 from linearize.ops import chunked, grid, reference
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from tests.probes import LargestTensor, flops
 
 WINDOW = SlidingSpan()
@@ -35,7 +35,7 @@ def attention(ops: ModuleType, span: Span, length: int, *, backward: bool, rule:
     position = torch.arange(length)[None] % (length // 2 + 5)
 
     def call() -> None:
-        layout = Layout.from_positions(position)
+        layout = SequenceLayout.from_positions(position)
         keys = LinearInputs(phi_q, phi_k, v, span, layout, **{name: -x for name, x in decays.items()})
         if rule.startswith("delta"):
             keys = replace(keys, phi_k=torch.nn.functional.normalize(phi_k, dim=-1), beta=beta)
@@ -81,7 +81,7 @@ def test_a_kernel_makes_features_of_some_slots_at_a_time(backward: bool) -> None
     """561 features of 32 inputs, at 8,192 slots."""
     q, k, v = torch.rand(3, 1, 1, 8192, 32).requires_grad_(backward).unbind()
     with LargestTensor() as largest:
-        linear = chunked.linear_scan(LinearInputs(q, k, v, NoSpan(), Layout.full(8192), kernel=TaylorKernel()))
+        linear = chunked.linear_scan(LinearInputs(q, k, v, NoSpan(), SequenceLayout.full(8192), kernel=TaylorKernel()))
         if backward:
             (linear.num.sum() + linear.den.sum()).backward()
     assert 8192 * 32 <= largest.elements < 8192 * 561 // 2  # a view of twice as many is counted, too
@@ -93,7 +93,7 @@ def test_states_of_all_segments_are_kept_for_backward_alone(monkeypatch: pytest.
     for wanted in (True, False):
         with LargestTensor() as largest:
             values = x.clone().requires_grad_(wanted)
-            chunked.linear_scan(LinearInputs(x, x, values, NoSpan(), Layout.full(1024)))
+            chunked.linear_scan(LinearInputs(x, x, values, NoSpan(), SequenceLayout.full(1024)))
         assert (largest.elements >= 16 * 256 * 256) == wanted
 
 

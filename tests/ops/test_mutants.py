@@ -13,7 +13,7 @@ from linearize.configs.spans import SlidingSpan, TerracedSpan
 from linearize.ops import chunked, dense, grid, reference
 from linearize.ops.grid import Grid
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import Partial
 from linearize.ops.step import LinearStep, StepContext
 from tests.ops import parity
@@ -76,44 +76,44 @@ def carried_state_forgotten(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
 
 
 def context_dropped(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
-    with_context = Layout.with_context
+    with_context = SequenceLayout.with_context
 
-    def blank(self: Layout, *args) -> Layout:
+    def blank(self: SequenceLayout, *args) -> SequenceLayout:
         layout = with_context(self, *args)
         position = layout.key_position.clone()
         position[:, : position.shape[1] - layout.length] = -1
         return replace(layout, key_position=position)
 
-    patch.setattr(Layout, "with_context", blank)
+    patch.setattr(SequenceLayout, "with_context", blank)
 
 
 def documents_ignored(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
-    def one_document(position: torch.Tensor) -> Layout:
-        return Layout(position, torch.zeros_like(position), position.shape[1])
+    def one_document(position: torch.Tensor) -> SequenceLayout:
+        return SequenceLayout(position, torch.zeros_like(position), position.shape[1])
 
-    patch.setattr(Layout, "from_positions", one_document)
+    patch.setattr(SequenceLayout, "from_positions", one_document)
 
 
 def padding_read(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     """Positions are right, but padding slots are read as if they held the token before them."""
-    from_positions = Layout.from_positions
+    from_positions = SequenceLayout.from_positions
 
-    def filled(position: torch.Tensor) -> Layout:
+    def filled(position: torch.Tensor) -> SequenceLayout:
         layout = from_positions(position)
         return replace(layout, key_position=position.where(position >= 0, position.cummax(1).values))
 
-    patch.setattr(Layout, "from_positions", filled)
+    patch.setattr(SequenceLayout, "from_positions", filled)
 
 
 def padding_counted(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:
     """Padding inside a document moves the positions of the tokens after it."""
-    from_positions = Layout.from_positions
+    from_positions = SequenceLayout.from_positions
 
-    def slots(position: torch.Tensor) -> Layout:
+    def slots(position: torch.Tensor) -> SequenceLayout:
         starts = torch.arange(position.shape[1]).where(position == 0, 0).cummax(1).values
         return from_positions((torch.arange(position.shape[1]) - starts).where(position >= 0, -1))
 
-    patch.setattr(Layout, "from_positions", slots)
+    patch.setattr(SequenceLayout, "from_positions", slots)
 
 
 def heads_interleaved(patch: pytest.MonkeyPatch, ops: ModuleType) -> None:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from linearize.ops import chunked, dense, grid, reference
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from tests.ops.cases import HEADS, RULES, SIDE_BY_SIDE, SINK_SPANS, SPANS, STYLES, WITH_GAPS, Case, make_case
 from tests.ops.parity import (
     FP32,
@@ -120,7 +120,7 @@ def test_chunked_outputs_and_gradients(span: SpanSpec, length: int, small_blocks
         check_chunked(case, FP64)
         check_chunked(case.to(torch.float32), FP32)
     case = make_case(span, ("full", "full"), length, seed=length)
-    check_chunked(case, FP64, layout=Layout.full(length))
+    check_chunked(case, FP64, layout=SequenceLayout.full(length))
 
 
 @pytest.mark.slow
@@ -128,14 +128,14 @@ def test_chunked_outputs_and_gradients(span: SpanSpec, length: int, small_blocks
 def test_chunked_at_length_1000(span: SpanSpec, small_blocks: None) -> None:
     check_chunked(make_case(span, ("packed", "left"), 1000, seed=3), FP64)
     check_chunked(make_case(span, ("mixed",), 1000, seed=4).to(torch.float32), FP32)
-    check_chunked(make_case(span, ("full",), 1000, seed=5).to(torch.float32), FP32, layout=Layout.full(1000))
+    check_chunked(make_case(span, ("full",), 1000, seed=5).to(torch.float32), FP32, layout=SequenceLayout.full(1000))
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("span", [SpanSpec("sliding", 16), SpanSpec("terraced", 16, 2, 3)], ids=str)
 def test_chunked_grouped_queries(span: SpanSpec, heads: tuple[int, int, int]) -> None:
     check_chunked(make_case(span, ("packed", "interior"), 130, heads=heads, softcap=1.5), FP64)
-    check_chunked(make_case(span, ("full",), 130, heads=heads), FP64, layout=Layout.full(130))
+    check_chunked(make_case(span, ("full",), 130, heads=heads), FP64, layout=SequenceLayout.full(130))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -13,7 +13,7 @@ from linearize.configs.spans import SlidingSpan
 from linearize.ops import chunk_recurrence, chunked, grid
 from linearize.ops.decays import decay_factor
 from linearize.ops.inputs import LinearInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from tests.ops.cases import HEADS, RULES, SIDE_BY_SIDE, SINK_SPANS, SPANS, WITH_GAPS, Case, make_case
 from tests.ops.parity import (
     FP32_DECAYED,
@@ -87,7 +87,7 @@ def test_outputs_and_gradients(span: SpanSpec, rule: str, small_blocks: None) ->
 def test_blocks_of_several_chunks_and_heads(span: SpanSpec, rule: str) -> None:
     check_chunked(gently(make_case(span, ("packed", "mixed"), 330, heads=(4, 2, 2), seed=6, rule=rule)), FP64)
     full = make_case(span, ("full", "full"), 330, heads=(2, 1, 2), seed=7, rule=rule)
-    check_chunked(full.to(torch.float32), FP32_DECAYED, layout=Layout.full(330))
+    check_chunked(full.to(torch.float32), FP32_DECAYED, layout=SequenceLayout.full(330))
 
 
 @each_rule
@@ -113,7 +113,7 @@ def test_one_decay_for_all_rows(rule: str) -> None:
     case = make_case(SpanSpec("sliding", 7), ("full", "full"), 90, rule=rule)
     assert case.log_decay_k is not None
     check_chunked(replace(case, log_decay_k=case.log_decay_k[:1] / 100), FP64)
-    check_chunked(replace(case, log_decay_k=case.log_decay_k[:1]), FP64, layout=Layout.full(90))
+    check_chunked(replace(case, log_decay_k=case.log_decay_k[:1]), FP64, layout=SequenceLayout.full(90))
 
 
 def test_a_decay_of_the_head_beside_one_of_the_values() -> None:
@@ -211,7 +211,7 @@ def test_the_gradient_of_what_is_0_may_be_too_large_for_the_dtype(length: int, w
         its_q[..., 2:] = 1e31
         decay = log_decay if width == 1 else torch.nn.functional.pad(log_decay, (0, features - 2), value=-0.5)
         leaves = [x.to(dtype).requires_grad_() for x in (its_q, its_k, v, decay)]
-        layout = Layout.full(length, torch.device("cpu"))
+        layout = SequenceLayout.full(length, torch.device("cpu"))
         part = chunked.linear_scan(LinearInputs(*leaves[:3], SlidingSpan(window_size=5), layout, log_decay_k=leaves[3]))
         return torch.autograd.grad(part.num, leaves, g.to(dtype))[3][..., :width]
 

@@ -24,8 +24,8 @@ def test_lags_and_context_are_tight(spec: SpanSpec) -> None:
     """Away from the start: the greatest number of softmax keys, and a context as long."""
     span = make_case(spec, ("full",), 1).package_span
     counts = [len(span_keys(spec, n)[0]) for n in range(300, 600)]
-    assert span.max_lag == span.context == max(counts)
+    assert span.max_softmax_keys == span.context == max(counts)
     # A key is folded no later than the step at which it becomes readable, while it is still in a slot.
     youngest = min(n - max(span_keys(spec, n)[1]) for n in range(300, 600))
-    assert span.fold_lag <= youngest
-    assert span.fold_lag <= span.context
+    assert span.linear_delay <= youngest
+    assert span.linear_delay <= span.context

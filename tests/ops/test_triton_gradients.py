@@ -24,7 +24,7 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops.backend import TORCH
 from linearize.ops.inputs import Blocks, CachedPairs, LinearInputs, LinearState, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.linear_state import linear_state
 from linearize.recipe import Recipe
 from tests.ops.cases import Case, make_case
@@ -69,7 +69,7 @@ def on_device(case: Case) -> Case:
     return replace(case, **{name: x.float().to(DEVICE) for name, x in case.tensors.items()})
 
 
-def check_window(case: Case, layout: Layout | None = None) -> None:
+def check_window(case: Case, layout: SequenceLayout | None = None) -> None:
     """Compare gradients through num, den and the running max, each with a random one of its own."""
     case, layout = on_device(case), (case.layout if layout is None else layout).to(DEVICE)
     found = []
@@ -276,7 +276,7 @@ def test_outputs_of_mixers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randn(2, heads, 80, 24, device=DEVICE) for heads in (4, 2, 2)]
     valid = torch.ones(2, 80, dtype=torch.bool)
     valid[1, :30] = False
-    layout = Layout.from_valid(valid).to(DEVICE)
+    layout = SequenceLayout.from_valid(valid).to(DEVICE)
     names = [part for part, _ in mixer.named_parameters()]
     for backend in (TORCH, KERNELS):
         assert not launched

@@ -27,7 +27,7 @@ from linearize.mixers.linear import LinearMixer
 from linearize.ops import chunked, dense, dispatch, eviction_cache, reference, triton_backend, triton_launch
 from linearize.ops.backend import TORCH, Backend
 from linearize.ops.inputs import Blocks, CachedPairs, LinearState, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial
 from linearize.recipe import Recipe
@@ -88,7 +88,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def check(
     case: Case,
-    layout: Layout | None = None,
+    layout: SequenceLayout | None = None,
     state: LinearState | None = None,
     part: str = "both",
     tolerance: float = TOLERANCE,
@@ -102,7 +102,7 @@ def check(
         own = []
         if part != "window":
             own.append(ops.linear_scan(keys))
-        if part != "linear" and span.max_lag:
+        if part != "linear" and span.max_softmax_keys:
             own.append(ops.window_softmax(case.softmax(layout)))
         found.append(own)
     assert_partials_near(*found, tolerance)
@@ -147,7 +147,7 @@ def test_one_document_padded_on_a_side_or_not(span: SpanSpec, heads: tuple[int, 
 
 @each_span
 def test_rows_that_are_known_to_be_full(span: SpanSpec) -> None:
-    check(make_case(span, ("full", "full"), 130, heads=(2, 1, 2)), Layout.full(130))
+    check(make_case(span, ("full", "full"), 130, heads=(2, 1, 2)), SequenceLayout.full(130))
 
 
 @each_span
@@ -222,7 +222,7 @@ class Pool:
             SpanSpec("terraced", span.window_size, span.blocks), (style, style), length, heads=(4, 2, 2), seed=seed
         )
         self.span = span
-        self.layout = Layout.full(length) if style == "full" else case.layout
+        self.layout = SequenceLayout.full(length) if style == "full" else case.layout
         self.q, k, v = (x.float().to(DEVICE) for x in (case.q, case.k, case.v))
         self.k, self.v = (torch.nn.functional.pad(x, (0, 0, size, 0)) for x in (k, v))
         self.blocks = eviction_cache.cut(self.layout, span)
@@ -326,7 +326,7 @@ def test_one_more_token_by_one_kernel(
     near = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 3e-3, "atol": 3e-3}
     launched = noted(monkeypatch)
     with torch.no_grad():
-        _, expected = mixer.step(inputs.tokens(0, 87), None, Layout.from_valid(valid).to(DEVICE))
+        _, expected = mixer.step(inputs.tokens(0, 87), None, SequenceLayout.from_valid(valid).to(DEVICE))
         found = expected
         for at in range(87, 97):
             steps = []
@@ -371,7 +371,10 @@ def test_parts_by_themselves_are_of_inputs_that_are_widened(monkeypatch: pytest.
     """Though no gradient is wanted: they are compared with sums over other keys."""
     by(monkeypatch, KERNELS)
     mixer = LinearMixer(MixerConfig(), LayerShape(2, 2, 16, 64, 128)).to(DEVICE)
-    inputs, layout = AttnInputs(*torch.randn(3, 1, 2, 90, 16, device=DEVICE).half(), 0.25), Layout.full(90, DEVICE)
+    inputs, layout = (
+        AttnInputs(*torch.randn(3, 1, 2, 90, 16, device=DEVICE).half(), 0.25),
+        SequenceLayout.full(90, DEVICE),
+    )
     with torch.no_grad():
         found, expected = (mixer.partials(x, layout) for x in (inputs, inputs.accumulated()))
     assert_partials_near(found, expected, 0.0)
@@ -485,7 +488,7 @@ def test_by_kernels_it_is_few_operations(
     for model in (softmax, linearize.convert(softmax, Recipe.load("lolcats", MODELS[name][0]))):
         for _ in range(2):  # what layers share is worked out once
             cache, counts = DynamicCache(config=model.config), []
-            for tokens in (130, 1, 1):  # the layers' clocks are one from the second on
+            for tokens in (130, 1, 1):  # the layers share their counts from the second on
                 with torch.no_grad(), Operations() as operations:
                     model(torch.randint(50, (1, tokens), device=DEVICE), past_key_values=cache, use_cache=True)
                 counts.append(operations.count)

@@ -16,7 +16,7 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.planning.footprint import Footprint
 from linearize.planning.forecast import step_bytes
 from linearize.planning.plan import make_plan
@@ -119,7 +119,7 @@ def test_nothing_pretended_is_left_behind() -> None:
     random = torch.get_rng_state()
     step_bytes(MetaModel.of(shape), resolve(recipe, shape), recipe.finetune, dtype=torch.float32, length=64, device=CPU)
     assert torch.equal(random, torch.get_rng_state())
-    layout = Layout.full(64)
+    layout = SequenceLayout.full(64)
     assert not layout._known
 
 

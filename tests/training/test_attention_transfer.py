@@ -21,7 +21,7 @@ from linearize.data.rows import PackedRows
 from linearize.evaluation.speed import peak_bytes
 from linearize.hf.attention import linearized_layers
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.training.attention_transfer import TransferObjective, attention_transfer, load_transferred
 from linearize.training.loop import Step
 from tests import tiny
@@ -74,7 +74,7 @@ def explicit_losses(teacher: PreTrainedModel, student: PreTrainedModel, rows: Pa
         ]
         q, k = apply_rotary_pos_emb(*projected[:2], cos, sin)
         inputs = AttnInputs(q.detach(), k.detach(), projected[2].detach(), attention.scaling)
-        y = layer.mixer(inputs, Layout.from_positions(rows.position_ids)).transpose(1, 2)
+        y = layer.mixer(inputs, SequenceLayout.from_positions(rows.position_ids)).transpose(1, 2)
         losses.append(1000 * (y - targets[layer.layer_idx].view_as(y)).square().mean())
     return losses
 

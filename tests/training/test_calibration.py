@@ -15,7 +15,7 @@ from linearize.configs.training import TransferConfig
 from linearize.data.rows import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.training import attention_transfer
 from linearize.training.calibration import calibrate
 from tests import tiny
@@ -39,8 +39,8 @@ def shares(model: PreTrainedModel, rows: PackedRows = ROWS) -> dict[int, tuple[T
     """By layer, the far keys' share of explicit softmax weights, and of the mixer's, [H, N], for queries with any."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
-    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
-        layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
+    def observe(layer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
+        layout = SequenceLayout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         position, document = layout.key_position[0], layout.key_document[0]
         window = layer.mixer.config.span.window_size
         lag = position[:, None] - position
@@ -65,7 +65,7 @@ def shares(model: PreTrainedModel, rows: PackedRows = ROWS) -> dict[int, tuple[T
     return {layer: (torch.cat([a for a, _ in x], 1), torch.cat([b for _, b in x], 1)) for layer, x in found.items()}
 
 
-def dropped(mixer: LinearMixer, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, Tensor]:
+def dropped(mixer: LinearMixer, inputs: AttnInputs, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     """Which keys of one row are beside each query's window and cache, [H, T, T], and which queries have any."""
     length, heads, config = inputs.q.shape[2], inputs.q.shape[1], mixer.config
     k = inputs.k if inputs.unrotated is None else inputs.unrotated[1]

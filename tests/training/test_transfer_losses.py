@@ -22,7 +22,7 @@ from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.mixers import attention_weights
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.training.attention_transfer import TransferObjective, attention_transfer
 from linearize.training.eviction_scores import measure_attention
 from linearize.training.loop import Step
@@ -85,7 +85,7 @@ PADDED: Documents = [[[*range(5, 24)]], [[0, 1, 2, 5, 6, 9, 10, 11, 12], [14, 15
 FULL: Documents = [[[*range(24)]]] * 2
 
 
-def make_inputs(documents: Documents, softcap: float | None = None) -> tuple[AttnInputs, Layout | None]:
+def make_inputs(documents: Documents, softcap: float | None = None) -> tuple[AttnInputs, SequenceLayout | None]:
     generator, rows = torch.Generator().manual_seed(3), len(documents)
 
     def normal(*shape: int) -> Tensor:
@@ -98,7 +98,7 @@ def make_inputs(documents: Documents, softcap: float | None = None) -> tuple[Att
     for row, row_documents in enumerate(documents):
         for slots in row_documents:
             position[row, slots] = torch.arange(len(slots))
-    return inputs, Layout.from_positions(position)
+    return inputs, SequenceLayout.from_positions(position)
 
 
 def layer_of(mixer: LinearMixer, reach: int | None = None) -> Any:
@@ -244,7 +244,7 @@ def explicit_losses(student: PreTrainedModel, rows: PackedRows, losses: Losses) 
         starts = [slot for slot, position in enumerate(positions) if position == 0]
         documents.append([[*range(a, b)] for a, b in zip(starts, [*starts[1:], len(positions)], strict=True)])
 
-    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+    def observe(layer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
         x = Inputs(inputs.q, inputs.k, inputs.v, inputs.scaling)
         with torch.enable_grad():
             all_weights = transfer.matrices(layer.mixer.config, live_weights(layer.mixer), x, documents)

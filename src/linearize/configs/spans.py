@@ -1,12 +1,12 @@
 """Spans: which keys of a query are softmax keys, as data.
 
 Every span says, in tokens:
-    lo(position)  the first softmax key of the query at `position` (0-based within its document)
-    last(position) the last query whose window has the key at `position`
-    sinks         so many first keys of a document are softmax keys always and linear keys never
-    max_lag       most softmax keys of a query (itself included), sinks apart
-    fold_lag      a key is folded into the linear state this many steps after it was written
-    context       slots with keys and values that a state keeps, sinks apart
+    lo(position)        the first softmax key of the query at `position` (0-based within its document)
+    last(position)      the last query whose window has the key at `position`
+    sinks               so many first keys of a document are softmax keys always and linear keys never
+    max_softmax_keys    most softmax keys of a query (itself included), sinks apart
+    linear_delay        a key is folded into the linear state this many steps after it was written
+    context             slots with keys and values that a state keeps, sinks apart
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class NoSpan(Config):
 
     type: Literal["none"] = "none"
     sinks: ClassVar[int] = 0
-    max_lag: ClassVar[int] = 0
-    fold_lag: ClassVar[int] = 0
+    max_softmax_keys: ClassVar[int] = 0
+    linear_delay: ClassVar[int] = 0
     context: ClassVar[int] = 0
 
     def lo(self, position: Numbers) -> Numbers:
@@ -58,11 +58,11 @@ class SlidingSpan(Config):
     sinks: int = Field(default=0, ge=0, description=SINKS)
 
     @property
-    def max_lag(self) -> int:
+    def max_softmax_keys(self) -> int:
         return self.window_size
 
     @property
-    def fold_lag(self) -> int:
+    def linear_delay(self) -> int:
         return self.window_size
 
     @property
@@ -88,11 +88,11 @@ class TerracedSpan(Config):
     sinks: int = Field(default=0, ge=0, description=SINKS)
 
     @property
-    def max_lag(self) -> int:
+    def max_softmax_keys(self) -> int:
         return self.blocks * self.window_size
 
     @property
-    def fold_lag(self) -> int:
+    def linear_delay(self) -> int:
         return (self.blocks - 1) * self.window_size
 
     @property

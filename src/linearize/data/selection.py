@@ -25,7 +25,7 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.sharding import run_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 
 # No layer computes its mixer: what feeds the next layer is softmax attention. Conversion lets us watch it.
 _WATCHED = MixerConfig(span=SlidingSpan(window_size=1), feature_map=None, combine=WindowOnly())
@@ -65,7 +65,7 @@ def _reach(watched: PreTrainedModel, inputs: dict[str, Any]) -> Float64[Tensor, 
     position: Tensor = inputs["position_ids"][0]
     found: list[Float[Tensor, " L"]] = []
 
-    def observe(layer: Any, at: AttnInputs, layout: Layout | None) -> Tensor:
+    def observe(layer: Any, at: AttnInputs, layout: SequenceLayout | None) -> Tensor:
         exact = at.accumulated()
         # Contiguous: a fused kernel, which builds no T x T matrix, reads values of stride 1 only.
         values = position[:, None].to(exact.v.dtype).expand_as(exact.v).contiguous()

@@ -30,7 +30,7 @@ from linearize.hf.sharding import run_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.attention_weights import block_scores, query_blocks, softmax_weights
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 
 TOKENS = 768  # of a row
 
@@ -57,7 +57,7 @@ def attention_statistics(teacher: PreTrainedModel, tokens: Int64[Tensor, "N T"])
     queries = tokens.shape[1] - skipped
     sums: dict[int, list[Float[Tensor, "H 3"]]] = {}
 
-    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+    def observe(layer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
         sums.setdefault(layer.layer_idx, []).append(_summed(layer, inputs.accumulated(), skipped).cpu())
         return softmax_output(layer, inputs, layout)
 
@@ -97,7 +97,7 @@ def measured_attention(
 
 def _summed(layer: Any, inputs: AttnInputs, skipped: int) -> Float[Tensor, "H 3"]:
     """Sum entropy, weight on the first token and weight on the other far tokens over the queries of one row."""
-    layout = Layout.full(inputs.q.shape[2], inputs.q.device)
+    layout = SequenceLayout.full(inputs.q.shape[2], inputs.q.device)
     total = torch.zeros(inputs.q.shape[1], 3, dtype=torch.float64, device=inputs.q.device)
     for block in query_blocks(layer.mixer, layout, 1, sliding_window(layer)):
         weights = softmax_weights(block_scores(inputs, block), block.visible)[0].double()

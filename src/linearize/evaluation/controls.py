@@ -32,7 +32,7 @@ def control_span(span: NoSpan | SlidingSpan | TerracedSpan, sinks: int | None = 
 def window_reach(plan: LayerPlan, model: PreTrainedModel, length: int) -> int:
     """Keys that a query of the window-only control sees; what lies further back is "beyond the window"."""
     spans = [control_span(mixer.span) for mixer in each_mixer(window_only_plan(plan, model, length))]
-    return max(span.max_lag for span in spans)
+    return max(span.max_softmax_keys for span in spans)
 
 
 def window_only(mixer: MixerConfig, sinks: int | None = None) -> MixerConfig:

@@ -25,7 +25,7 @@ from linearize.evaluation.results import Fidelity, LayerFidelity
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.sharding import run_layers
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Visit:
     index: int
     module: Any
     inputs: AttnInputs
-    layout: Layout | None
+    layout: SequenceLayout | None
     target: Tensor
     first_row: int
 
@@ -115,7 +115,7 @@ def visit_layers(
     with inference(student) as device:
         for first in progress(range(0, len(rows), batch_size), title):
 
-            def observe(module: Any, inputs: AttnInputs, layout: Layout | None, first: int = first) -> Tensor:
+            def observe(module: Any, inputs: AttnInputs, layout: SequenceLayout | None, first: int = first) -> Tensor:
                 target = softmax_output(module, inputs, layout)
                 visit(Visit(module.layer_idx, module, inputs, layout, target, first))
                 return target

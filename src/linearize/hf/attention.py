@@ -28,7 +28,7 @@ from linearize.hf.offload import keep_in_memory
 from linearize.hf.unsupported import refuse_paged_cache
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 
 IMPLEMENTATION = "linearize"
 CALL = "linearize_call"  # keyword that carries a layer's call to the attention function
@@ -52,13 +52,13 @@ class Call:
     """
 
     cache: Any
-    layout: Layout | None
+    layout: SequenceLayout | None
     rotated: int | None
     hidden: Tensor | None
     rope: tuple[Tensor, Tensor] | None
 
 
-Observer = Callable[[nn.Module, AttnInputs, Layout | None], Tensor]
+Observer = Callable[[nn.Module, AttnInputs, SequenceLayout | None], Tensor]
 
 
 class LinearizedAttention:
@@ -304,7 +304,7 @@ def replaced_mixers(model: nn.Module, make: Callable[[Any], nn.Module]) -> Itera
             layer.mixer = mixer
 
 
-def softmax_output(module: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+def softmax_output(module: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
     """Return the output of the layer's original attention for `inputs`, [B, H, T, D], 0 for padding.
 
     Each document by itself, no T x T mask.

@@ -11,27 +11,30 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from linearize.base import UserError
 from linearize.hf.prefill import FULL, PREFILL_COSTS, PREFILLS
 from linearize.mixers.inputs import AttnInputs
-from linearize.mixers.mixer_state import STATE_DTYPES, Clock, State
+from linearize.mixers.mixer_state import STATE_DTYPES, State, TokenCounts
 from linearize.mixers.recording import Recording
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 
 
-class Clocks:
-    """The clock of those layers of one cache that have seen as many slots: they work out once what they all need."""
+class SharedCounts:
+    """The token counts that layers of one cache share while they have seen as many slots.
+
+    What follows from the counts is then computed once for all of them.
+    """
 
     def __init__(self) -> None:
-        self._length, self._clock = 0, None
+        self._length, self._counts = 0, None
 
     def shared(self, state: State, length: int) -> State:
-        """The state on the clock of the layers before, where that is for as many slots; else they get its own."""
-        clock: Clock | None = self._clock
-        if clock is None or self._length != length or clock.seen.device != state.clock.seen.device:
-            self._length, self._clock = length, (clock := state.clock)
-        return state.on_clock(clock)  # all groups of a layer's heads on one
+        """Return the state with the counts of earlier layers that have seen as many slots, else with its own."""
+        counts: TokenCounts | None = self._counts
+        if counts is None or self._length != length or counts.seen.device != state.counts.seen.device:
+            self._length, self._counts = length, (counts := state.counts)
+        return state.with_counts(counts)  # all groups of a layer's heads on one
 
     def forget(self) -> None:
-        """Drop the shared clock: layers may have seen different tokens."""
-        self._clock = None
+        """Drop the shared counts: layers may have seen different tokens."""
+        self._counts = None
 
 
 class LinearizedCacheLayer(CacheLayerMixin):
@@ -56,7 +59,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
         """
         super().__init__()
         self.dtype, self.full_prefill = dtype, full_prefill
-        self.clocks = Clocks()  # of its own, unless it stands in a cache
+        self.shared_counts = SharedCounts()  # of its own, unless it stands in a cache
         self.kept: State | None = None  # in `dtype`
         self.length: int | Tensor = 0  # slots seen, padding included: what transformers counts positions by
         # Length of the text by which the keys were rotated, where the angles change with it. It may be more than
@@ -69,7 +72,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
     def seen(self) -> Tensor:
         """Return how many tokens, padding not counted, each row of the state has seen, [B]."""
         assert self.kept is not None
-        return self.kept.clock.seen
+        return self.kept.counts.seen
 
     @property
     def state(self) -> State | None:
@@ -83,7 +86,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
     def _stored(self, state: State) -> State:
         return state if self.dtype is None else state.matrices_in(self.dtype)
 
-    def step(self, mixer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+    def step(self, mixer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
         """Return the output of `mixer` for more slots, [B, H, T, D], and keep the state after them."""
         if layout is not None:  # not read here, which would be another graph
             self.padded = True
@@ -98,7 +101,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
         """Return whether a call of so many tokens is read by softmax attention, and absorbed afterwards."""
         return self.full_prefill and not self.is_initialized and tokens > 1
 
-    def absorb(self, mixer: Any, inputs: AttnInputs, layout: Layout | None) -> None:
+    def absorb(self, mixer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> None:
         """Go on to the state after the tokens of a first call, whose outputs are made elsewhere."""
         self.padded = layout is not None
         if self.recording is None:
@@ -111,7 +114,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
         """Take the state after `tokens` more slots."""
         assert isinstance(self.length, int)
         self.length, self.is_initialized = self.length + tokens, True
-        self.state = self.clocks.shared(state, self.length)
+        self.state = self.shared_counts.shared(state, self.length)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the mixer makes the first state."""
@@ -160,7 +163,7 @@ class LinearizedCacheLayer(CacheLayerMixin):
 
     def _forget(self) -> None:
         """No token from before this point can be taken back any more."""
-        self.clocks.forget()
+        self.shared_counts.forget()
         if self.recording is not None:
             self.recording = Recording()
 
@@ -221,9 +224,9 @@ class StaticLinearizedCacheLayer(LinearizedCacheLayer):
         self.spare: tuple[State, Tensor] | None = None  # after a reset: the state and the length to write to
 
     def _stored(self, state: State) -> State:
-        """It is written to in place, so that what was worked out from its clock would go stale."""
+        """It is written to in place, so that values computed from its counts would go stale."""
         stored = super()._stored(state)
-        return stored.on_clock(Clock(stored.clock.seen, shared=False))
+        return stored.with_counts(TokenCounts(stored.counts.seen, shared=False))
 
     def advance(self, state: State, tokens: int) -> None:
         if state.grows:  # `slots` is not read elsewhere: a compiled step would depend on it
@@ -321,7 +324,8 @@ def cache_layer(cache: Cache, index: int, config: Any) -> LinearizedCacheLayer:
         if static
         else LinearizedCacheLayer(dtype, **options)
     )
-    made.clocks = next((x.clocks for x in cache.layers if isinstance(x, LinearizedCacheLayer)), made.clocks)
+    ours = (layer for layer in cache.layers if isinstance(layer, LinearizedCacheLayer))
+    made.shared_counts = next((layer.shared_counts for layer in ours), made.shared_counts)
     cache.layers[index] = made
     return made
 
@@ -360,7 +364,7 @@ def fill_layer(layer: Any, tensors: dict[str, Tensor], length: int, rotated: int
         state = State.from_named_tensors(tensors)
         # It may come from a layer that kept S otherwise.
         layer.advance(state.matrices_in(None) if layer.dtype is None else state, length)
-        layer.padded = bool((state.clock.seen != length).any())
+        layer.padded = bool((state.counts.seen != length).any())
         return
     layer.update(tensors["keys"], tensors["values"])
     if isinstance(layer, DynamicSlidingWindowLayer):

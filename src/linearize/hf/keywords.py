@@ -1,4 +1,4 @@
 """Keyword arguments that carry what a model's hooks read to its linearized layers."""
 
-LAYOUT = "linearize_layout"  # the Layout of a call
+LAYOUT = "linearize_layout"  # the SequenceLayout of a call
 ROTATED = "linearize_rotated"  # the text length that sets rotary angles, for longrope and dynamic

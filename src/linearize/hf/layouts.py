@@ -18,7 +18,7 @@ from linearize.hf.architectures import architecture_of
 from linearize.hf.cache import first_with_state, holds_keys
 from linearize.hf.keywords import LAYOUT, ROTATED
 from linearize.hf.unsupported import length_of_angles, refuse_context_parallel, refuse_other_angles
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 
 
 def layout_hook(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -212,7 +212,7 @@ def forget_layouts(model: nn.Module) -> None:
                 del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
 
-def read_layout(mask: Any, position_ids: Tensor | None, batch: int, length: int) -> Layout | None:
+def read_layout(mask: Any, position_ids: Tensor | None, batch: int, length: int) -> SequenceLayout | None:
     """Where the padding and the documents are; None where every row is one full document.
 
     Args:
@@ -233,7 +233,7 @@ def read_layout(mask: Any, position_ids: Tensor | None, batch: int, length: int)
         # One token at a time generation only ever appends tokens; reading the mask would break a compiled graph.
         if (length == 1 and torch.compiler.is_compiling()) or bool(valid.all()):
             return None
-        return Layout.from_valid(valid)
+        return SequenceLayout.from_valid(valid)
     if position_ids is None or length == 1:
         return None
     starts = (position_ids.diff(dim=-1) != 1).expand(batch, -1)
@@ -241,4 +241,4 @@ def read_layout(mask: Any, position_ids: Tensor | None, batch: int, length: int)
         return None
     starts = torch.cat([torch.zeros_like(starts[:, :1]), starts], dim=1)
     slot = torch.arange(length, device=starts.device)
-    return Layout(slot - torch.where(starts, slot, 0).cummax(1).values, starts.cumsum(1), length)
+    return SequenceLayout(slot - torch.where(starts, slot, 0).cummax(1).values, starts.cumsum(1), length)

@@ -24,7 +24,7 @@ from linearize.mixers.mixer import Mixer
 from linearize.ops.block_sizes import kind
 from linearize.ops.decays import cumulative
 from linearize.ops.heads import repeat_kv
-from linearize.ops.layout import Layout, Tokens
+from linearize.ops.layout import SequenceLayout, Tokens
 from linearize.ops.partial import Partial
 from linearize.ops.reference import exponentials, kernel_weights, softmax_scores, visible_keys
 
@@ -52,7 +52,7 @@ class QueryBlock:
     has_linear: Bool[Tensor, "#B C"]
 
 
-def query_blocks(mixer: Mixer, layout: Layout, batch: int, reach: int | None) -> Iterator[QueryBlock]:
+def query_blocks(mixer: Mixer, layout: SequenceLayout, batch: int, reach: int | None) -> Iterator[QueryBlock]:
     """All queries of whole documents, in order.
 
     Args:
@@ -63,7 +63,7 @@ def query_blocks(mixer: Mixer, layout: Layout, batch: int, reach: int | None) ->
     yield from (_blocks_below if mixer.causal else _blocks_of_documents)(mixer, layout, size, reach)
 
 
-def _blocks_below(mixer: Mixer, layout: Layout, size: int, reach: int | None) -> Iterator[QueryBlock]:
+def _blocks_below(mixer: Mixer, layout: SequenceLayout, size: int, reach: int | None) -> Iterator[QueryBlock]:
     """Keys are those of the query's document up to its own."""
     position, document, length = layout.key_position, layout.key_document.contiguous(), layout.length
     first = [0] * length  # of the slots of each slot's document, in any row
@@ -71,7 +71,7 @@ def _blocks_below(mixer: Mixer, layout: Layout, size: int, reach: int | None) ->
         first = torch.searchsorted(document, document).amin(0).tolist()
     for start in range(0, length, size):
         queries, keys = slice(start, min(start + size, length)), slice(first[start], min(start + size, length))
-        own = Layout(position[:, keys], document[:, keys], queries.stop - start)
+        own = SequenceLayout(position[:, keys], document[:, keys], queries.stop - start)
         near, far = (mask[:, None] for mask in visible_keys(mixer.span, own))
         visible = near | far
         if reach is not None:
@@ -79,7 +79,7 @@ def _blocks_below(mixer: Mixer, layout: Layout, size: int, reach: int | None) ->
         yield QueryBlock(queries, keys, near, far, visible, far.any(-1).squeeze(1))
 
 
-def _blocks_of_documents(mixer: Mixer, layout: Layout, size: int, reach: int | None) -> Iterator[QueryBlock]:
+def _blocks_of_documents(mixer: Mixer, layout: SequenceLayout, size: int, reach: int | None) -> Iterator[QueryBlock]:
     """Keys are all of the query's document, and the linear part reads them all."""
     position, document, length = layout.key_position[:, None, None], layout.key_document[:, None, None], layout.length
     for start in range(0, length, size):
@@ -146,14 +146,14 @@ class LinearPart:
 
     mixer: Mixer
     inputs: AttnInputs
-    layout: Layout
+    layout: SequenceLayout
     tokens: Tokens
     phi_q: Float[Tensor, "B H T F"]
     phi_k: Float[Tensor, "B Hs T F"]
     log_scale: Float[Tensor, "B H T"]
 
     @classmethod
-    def of(cls, mixer: Mixer, inputs: AttnInputs, layout: Layout) -> LinearPart:
+    def of(cls, mixer: Mixer, inputs: AttnInputs, layout: SequenceLayout) -> LinearPart:
         """Compute the linear part of a mixer that has one; to be called outside autocast."""
         inputs = inputs.accumulated()
         return cls(mixer, inputs, layout, *mixer.linear_features(inputs, layout))
@@ -185,7 +185,7 @@ class LinearPart:
         `parameters` are those of `mixer.combine`, by name.
         """
         mixer, window = self.mixer, None
-        if mixer.span.max_lag:
+        if mixer.span.max_softmax_keys:
             weights, top = exponentials(scores, block.near)
             window = Partial(weights, weights.sum(-1), top)
         arguments = window, linear, lambda sums: mixer.normalized(sums, self.inputs), lambda: block.has_linear

@@ -18,7 +18,7 @@ from linearize.mixers.normalizers import NORMALIZERS
 from linearize.ops.backend import linear_scan
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import Partial, accumulation_dtype
 
 
@@ -41,20 +41,20 @@ class BidirectionalMixer(Mixer):
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = AddCombine(Add(), shape)
 
-    def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
+    def forward(self, inputs: AttnInputs, layout: SequenceLayout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs, 0 for padding. `layout` None: one full document per row."""
-        layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
+        layout = SequenceLayout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         with inputs.outside_autocast():
             y = self.normalized(self.partials(inputs, layout)[1], inputs)
         return without_padding(y, layout).to(inputs.v.dtype)
 
-    def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[None, Partial]:
+    def partials(self, inputs: AttnInputs, layout: SequenceLayout) -> tuple[None, Partial]:
         """No window, and the sums over each query's document; those of padding are anything."""
         with inputs.outside_autocast():
             found = self.linear_features(inputs, layout)
             return None, sum_over_documents(found.phi_q, found.phi_k, inputs.v, layout)
 
-    def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
+    def linear_features(self, inputs: AttnInputs, layout: SequenceLayout) -> LinearFeatures:
         """Padding has no key features: 0, whatever it holds."""
         assert layout.key_position.shape[1] == inputs.q.shape[2], "encoders carry no keys over from earlier calls"
         assert self.feature_map is not None and self.config.feature_map is not None  # only `window_only` has none
@@ -73,7 +73,7 @@ class BidirectionalMixer(Mixer):
         return LinearFeatures({}, phi_q, phi_k, phi_q.new_zeros(phi_q.shape[:3]))
 
 
-def below_maximum(logs: Float[Tensor, "B Hk T F"], layout: Layout) -> Float[Tensor, "B Hk T F"]:
+def below_maximum(logs: Float[Tensor, "B Hk T F"], layout: SequenceLayout) -> Float[Tensor, "B Hk T F"]:
     """logs - m, m the maximum over features and over the tokens of the document; differentiable in m too."""
     top = logs.amax(-1)
     if layout.uniform:
@@ -85,13 +85,16 @@ def below_maximum(logs: Float[Tensor, "B Hk T F"], layout: Layout) -> Float[Tens
     return (logs - m[..., None]).masked_fill(padding[..., None], -torch.inf)
 
 
-def without_padding(x: Float[Tensor, "B h T X"], layout: Layout) -> Float[Tensor, "B h T X"]:
+def without_padding(x: Float[Tensor, "B h T X"], layout: SequenceLayout) -> Float[Tensor, "B h T X"]:
     """`x`, 0 for padding, which could hold anything, also what is not a number."""
     return x if layout.uniform else x.masked_fill((layout.key_position < 0)[:, None, :, None], 0)
 
 
 def sum_over_documents(
-    phi_q: Float[Tensor, "B H T F"], phi_k: Float[Tensor, "B Hk T F"], v: Float[Tensor, "B G T D"], layout: Layout
+    phi_q: Float[Tensor, "B H T F"],
+    phi_k: Float[Tensor, "B Hk T F"],
+    v: Float[Tensor, "B G T D"],
+    layout: SequenceLayout,
 ) -> Partial:
     """num_n = phi_q(n) . sum_j phi_k(j) v_j^T over all tokens j of n's document, den_n with 1 for v_j.
 
@@ -113,22 +116,22 @@ def sum_over_documents(
     return Partial(before.num + after.num.flip(2), den, torch.zeros_like(den))
 
 
-def numbered(layout: Layout) -> Int[Tensor, "#B T"]:
+def numbered(layout: SequenceLayout) -> Int[Tensor, "#B T"]:
     """Each slot's document, in order of appearance from 0."""
     begins = layout.key_document[:, 1:] != layout.key_document[:, :-1]
     return torch.nn.functional.pad(begins.cumsum(1), (1, 0))
 
 
-def one_document_per_row(layout: Layout) -> Bool[Tensor, ""]:
+def one_document_per_row(layout: SequenceLayout) -> Bool[Tensor, ""]:
     """Return whether no row holds tokens of two documents."""
     valid, document = layout.key_position >= 0, numbered(layout)
     first, last = document.masked_fill(~valid, document.shape[1]).amin(1), document.masked_fill(~valid, -1).amax(1)
     return (first >= last).all()
 
 
-def reversed_layout(layout: Layout) -> Layout:
+def reversed_layout(layout: SequenceLayout) -> SequenceLayout:
     """The layout of the tokens in reverse: from the last to the first."""
     position, document = layout.key_position, numbered(layout)
     last = torch.zeros_like(document).scatter_reduce(1, document, position, "amax").gather(1, document)
     position = torch.where(position >= 0, last - position, -1)
-    return Layout(position.flip(1), (document[:, -1:] - document).flip(1), layout.length)
+    return SequenceLayout(position.flip(1), (document[:, -1:] - document).flip(1), layout.length)

@@ -21,7 +21,7 @@ from linearize.mixers.mixer_state import MixerState
 from linearize.ops.eviction_cache import at_places, choose, cut, evicted, gathered, held_before, leaving, taken, written
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import Blocks, CachedPairs
-from linearize.ops.layout import Layout, Tokens
+from linearize.ops.layout import SequenceLayout, Tokens
 from linearize.ops.partial import in_dtype
 from linearize.ops.step import StepContext
 
@@ -184,7 +184,7 @@ class CachedKeys(NamedTuple):
 
 
 def cached_keys(
-    config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: Layout, state: MixerState | None
+    config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: SequenceLayout, state: MixerState | None
 ) -> CachedKeys | None:
     """Return what the cache holds for all tokens behind their context; None where there is no cache."""
     cache, span = config.cache, config.span
@@ -211,7 +211,7 @@ def cached_keys(
     return CachedKeys(cache, pool, carried, blocks, leaves, _joined(held), full)
 
 
-def _evicted(span: TerracedSpan, layout: Layout) -> int:
+def _evicted(span: TerracedSpan, layout: SequenceLayout) -> int:
     """Return how many keys, sinks apart, left the window of whole rows; 0 for other rows."""
     if not layout.uniform:
         return 0
@@ -336,7 +336,7 @@ def _chosen(
 
 
 def last_queries(
-    config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: Layout
+    config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: SequenceLayout
 ) -> Int[Tensor, "#B G K"]:
     """Return the position of the last query that reads each key, through window, sinks or cache, in whole rows.
 
@@ -363,11 +363,11 @@ def room(config: MixerConfig) -> int:
     if cache is None:
         return 0
     assert isinstance(span, TerracedSpan)
-    return span.max_lag + cache.size // span.window_size * span.window_size
+    return span.max_softmax_keys + cache.size // span.window_size * span.window_size
 
 
 def cache_after(
-    config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: Layout, state: MixerState | None
+    config: MixerConfig, scorer: EvictionScorer | None, tokens: Tokens, layout: SequenceLayout, state: MixerState | None
 ) -> Tokens:
     """Return what the cache holds after all tokens behind their context, where no query reads it before.
 

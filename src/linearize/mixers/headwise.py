@@ -15,10 +15,10 @@ from linearize.configs.spans import SlidingSpan
 from linearize.mixers.eviction_cache import MOST_TOKENS
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.mixer_state import GROWING, Clock, HeadwiseState, MixerState
+from linearize.mixers.mixer_state import GROWING, HeadwiseState, MixerState, TokenCounts
 from linearize.ops.backend import masks_whole_rows
 from linearize.ops.full import full_softmax
-from linearize.ops.layout import Layout, Tokens
+from linearize.ops.layout import SequenceLayout, Tokens
 
 
 class SoftmaxMixer(nn.Module):
@@ -35,33 +35,35 @@ class SoftmaxMixer(nn.Module):
     def reset_parameters(self) -> None:
         """Nothing: there are none."""
 
-    def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
+    def forward(self, inputs: AttnInputs, layout: SequenceLayout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs for whole documents, without a state. `layout` None: one full document per row."""
-        layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
+        layout = SequenceLayout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         return self._read(inputs, inputs.k, inputs.v, layout)
 
     def step(
-        self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None
+        self, inputs: AttnInputs, state: MixerState | None, layout: SequenceLayout | None = None
     ) -> tuple[Float[Tensor, "B H T D"], MixerState]:
         """Outputs and the next state. `layout` None: every row's tokens are valid and go on in its document."""
         new, at = self._with_new(inputs, state, layout)
         y = self._read(inputs, new["all_keys"], new["all_values"], at)
         return y, self._state(inputs, new, at, state, layout)
 
-    def absorb(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None) -> MixerState:
+    def absorb(self, inputs: AttnInputs, state: MixerState | None, layout: SequenceLayout | None = None) -> MixerState:
         """Return the state of `step` after these tokens, without their outputs."""
         return self._state(inputs, *self._with_new(inputs, state, layout), state, layout)
 
-    def last_queries(self, inputs: AttnInputs, layout: Layout) -> Int[Tensor, "#B G K"]:
+    def last_queries(self, inputs: AttnInputs, layout: SequenceLayout) -> Int[Tensor, "#B G K"]:
         """Return the position of the last query that reads each key: there is none after which a key is not read."""
         position = layout.key_position
         return position.new_full((len(position), inputs.k.shape[1], position.shape[1]), MOST_TOKENS)
 
     @staticmethod
-    def _with_new(inputs: AttnInputs, state: MixerState | None, layout: Layout | None) -> tuple[Tokens, Layout]:
+    def _with_new(
+        inputs: AttnInputs, state: MixerState | None, layout: SequenceLayout | None
+    ) -> tuple[Tokens, SequenceLayout]:
         """Return all slots with those of the inputs' tokens, and their layout."""
         new = {"all_keys": inputs.k, "all_values": inputs.v}
-        at = own = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
+        at = own = SequenceLayout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         if state is not None and (kept := state.slots["all_keys"].shape[2]):
             at = own.with_context(state.seen, SlidingSpan(window_size=kept))
             new = {name: torch.cat([state.slots[name].to(x.dtype), x], dim=2) for name, x in new.items()}
@@ -69,28 +71,28 @@ class SoftmaxMixer(nn.Module):
 
     @staticmethod
     def _state(
-        inputs: AttnInputs, new: Tokens, at: Layout, state: MixerState | None, layout: Layout | None
+        inputs: AttnInputs, new: Tokens, at: SequenceLayout, state: MixerState | None, layout: SequenceLayout | None
     ) -> MixerState:
         batch, length = len(inputs.q), inputs.q.shape[2]
         if layout is not None:
-            return MixerState(_last_document(new, at), Clock(at.count.expand(batch).clone()))
+            return MixerState(_last_document(new, at), TokenCounts(at.count.expand(batch).clone()))
         # They lie as they should: the last tokens last.
         if state is None:
-            return MixerState(new, Clock(at.key_position.new_full((batch,), length)))
-        return MixerState(new, state.clock.next() if length == 1 else Clock(state.seen + length))
+            return MixerState(new, TokenCounts(at.key_position.new_full((batch,), length)))
+        return MixerState(new, state.counts.next() if length == 1 else TokenCounts(state.seen + length))
 
     def state_like(self, inputs: AttnInputs) -> MixerState:
         """The empty state for inputs of this shape."""
         seen = inputs.k.new_zeros(len(inputs.k), dtype=torch.int64)
         return MixerState(
-            {name: x[:, :, :0] for name, x in zip(GROWING, (inputs.k, inputs.v), strict=True)}, Clock(seen)
+            {name: x[:, :, :0] for name, x in zip(GROWING, (inputs.k, inputs.v), strict=True)}, TokenCounts(seen)
         )
 
-    def _read(self, inputs: AttnInputs, k: Tensor, v: Tensor, layout: Layout) -> Float[Tensor, "B H T D"]:
+    def _read(self, inputs: AttnInputs, k: Tensor, v: Tensor, layout: SequenceLayout) -> Float[Tensor, "B H T D"]:
         return full_softmax(inputs.q, k, v, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout)
 
 
-def _last_document(slots: Tokens, layout: Layout) -> Tokens:
+def _last_document(slots: Tokens, layout: SequenceLayout) -> Tokens:
     """The slots of each row's last document at the end, in order, behind zeros."""
     its = (layout.key_document == layout.last_document) & (layout.key_position >= 0)
     order = its.to(torch.uint8).argsort(dim=1, stable=True)
@@ -148,7 +150,7 @@ class HeadwiseMixer(nn.Module):
         """Return whether `AttnInputs.unrotated` and `.rope` are read, in a model with RoPE."""
         return any(mixer.wants_unrotated for _, mixer in self.parts())
 
-    def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
+    def forward(self, inputs: AttnInputs, layout: SequenceLayout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs for whole documents, without a state. `layout` None: one full document per row."""
         if (y := self._all_heads(inputs, layout)) is not None:
             return y
@@ -156,7 +158,7 @@ class HeadwiseMixer(nn.Module):
         return self._joined([mixer(its, layout) for (_, mixer), its in each])
 
     def step(
-        self, inputs: AttnInputs, state: HeadwiseState | None, layout: Layout | None = None
+        self, inputs: AttnInputs, state: HeadwiseState | None, layout: SequenceLayout | None = None
     ) -> tuple[Float[Tensor, "B H T D"], HeadwiseState]:
         """Outputs and the next state, as of each group's mixer."""
         if state is None and (y := self._all_heads(inputs, layout)) is not None:
@@ -167,14 +169,14 @@ class HeadwiseMixer(nn.Module):
         ]
         return self._joined([y for y, _ in found]), HeadwiseState(tuple(after for _, after in found))
 
-    def _all_heads(self, inputs: AttnInputs, layout: Layout | None) -> Float[Tensor, "B H T D"] | None:
+    def _all_heads(self, inputs: AttnInputs, layout: SequenceLayout | None) -> Float[Tensor, "B H T D"] | None:
         """Return the outputs by one softmax over keys that all heads read or not, None where that is not as fast.
 
         Heads differ only in when they cease to read a key, where no group has a linear part.
         """
         if not (self.softmax_alone and masks_whole_rows(inputs.q)):
             return None
-        layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
+        layout = SequenceLayout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         with inputs.outside_autocast():
             found = []
             for (_, mixer), own in zip(self.parts(), inputs.divided(self.kv_heads), strict=True):
@@ -191,7 +193,9 @@ class HeadwiseMixer(nn.Module):
             )
         return y.to(dtype)
 
-    def absorb(self, inputs: AttnInputs, state: HeadwiseState | None, layout: Layout | None = None) -> HeadwiseState:
+    def absorb(
+        self, inputs: AttnInputs, state: HeadwiseState | None, layout: SequenceLayout | None = None
+    ) -> HeadwiseState:
         """Return the state of `step` after these tokens, without their outputs."""
         before = [None] * len(self.groups) if state is None else state.parts
         each = zip(self.parts(), inputs.divided(self.kv_heads), before, strict=True)

@@ -32,7 +32,7 @@ from linearize.mixers.feature_maps.base import HEADROOM, MIN_DENOMINATOR, expone
 from linearize.mixers.gates import DECAYS, DeltaRule
 from linearize.mixers.inputs import AttnInputs, rotated
 from linearize.mixers.mixer import LinearFeatures, Mixer
-from linearize.mixers.mixer_state import STATE_DTYPES, Clock, MixerState, keep_slots
+from linearize.mixers.mixer_state import STATE_DTYPES, MixerState, TokenCounts, keep_slots
 from linearize.mixers.normalizers import NORMALIZERS
 from linearize.mixers.running_maximum import running_maximum
 from linearize.ops.backend import backend_for, linear_scan, prefill, state_after
@@ -40,7 +40,7 @@ from linearize.ops.block_sizes import kind
 from linearize.ops.full import full_softmax
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, LinearState, Quotient, SoftmaxInputs
-from linearize.ops.layout import Layout, Tokens
+from linearize.ops.layout import SequenceLayout, Tokens
 from linearize.ops.linear_state import with_keys
 from linearize.ops.partial import Partial, accumulation_dtype, in_dtype
 from linearize.ops.reference import delta_values
@@ -102,11 +102,11 @@ class LinearMixer(Mixer):
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
         self.softmax_alone = isinstance(self.combine, WindowOnlyCombine) and self.combine.sink_logit is None
 
-    def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
+    def forward(self, inputs: AttnInputs, layout: SequenceLayout | None = None) -> Float[Tensor, "B H T D"]:
         """Return outputs for whole documents, without a state. `layout` None: one full document per row."""
         if layout is None and self._segment(inputs) < inputs.q.shape[2]:
             return self.step(inputs, None)[0]
-        layout = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
+        layout = SequenceLayout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         with inputs.outside_autocast():
             dtype, inputs = inputs.v.dtype, inputs.accumulated() if torch.is_grad_enabled() else inputs
             window, linear = self._of_documents(inputs, layout)
@@ -114,7 +114,7 @@ class LinearMixer(Mixer):
         return y.to(dtype)
 
     def step(
-        self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None
+        self, inputs: AttnInputs, state: MixerState | None, layout: SequenceLayout | None = None
     ) -> tuple[Float[Tensor, "B H T D"], MixerState]:
         """Return outputs and the next state, for any number of tokens; one token costs the same at every position.
 
@@ -168,7 +168,7 @@ class LinearMixer(Mixer):
         keys = slots.get("map_keys", slots["keys"])
         return self.feature_map.k(keys, position) if self.kernel is None else self.feature_map.kernel_input(keys)
 
-    def key_features(self, slots: Tokens, phi_k: Tensor, layout: Layout | None) -> Float[Tensor, "B Hs K F"]:
+    def key_features(self, slots: Tokens, phi_k: Tensor, layout: SequenceLayout | None) -> Float[Tensor, "B Hs K F"]:
         """Return phi_k as it is written to the state, from what the map gave."""
         assert self.feature_map is not None
         if self.feature_map.exponential:
@@ -192,7 +192,9 @@ class LinearMixer(Mixer):
 
     # --- many tokens --------------------------------------------------------------------------------------------------
 
-    def _many(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None) -> tuple[Tensor, MixerState]:
+    def _many(
+        self, inputs: AttnInputs, state: MixerState | None, layout: SequenceLayout | None
+    ) -> tuple[Tensor, MixerState]:
         """Compute `step` for many tokens, some at a time."""
         length = inputs.q.shape[2]
         # Up to where a cache is full it is softmax over all keys.
@@ -221,10 +223,10 @@ class LinearMixer(Mixer):
         return max(numbers // width // 64 * 64, 1024, 4 * self.span.context)
 
     def _prefill(
-        self, inputs: AttnInputs, state: MixerState | None, new_layout: Layout | None
+        self, inputs: AttnInputs, state: MixerState | None, new_layout: SequenceLayout | None
     ) -> tuple[Tensor, MixerState]:
         batch, length = len(inputs.q), inputs.q.shape[2]
-        new_layout = Layout.full(length, inputs.q.device) if new_layout is None else new_layout
+        new_layout = SequenceLayout.full(length, inputs.q.device) if new_layout is None else new_layout
         if state is None and self._all_exact(new_layout):
             return self._all_by_softmax(inputs, new_layout)
         layout = new_layout if state is None else new_layout.with_context(state.seen, self.span)
@@ -233,7 +235,9 @@ class LinearMixer(Mixer):
         y = self.combined(inputs, window, linear, lambda: self.has_linear(layout.query_position))
         return y, self._state(prepared, layout, after, batch)
 
-    def tokens(self, inputs: AttnInputs, new_layout: Layout, layout: Layout, state: MixerState | None) -> Prepared:
+    def tokens(
+        self, inputs: AttnInputs, new_layout: SequenceLayout, layout: SequenceLayout, state: MixerState | None
+    ) -> Prepared:
         """Return the inputs' tokens behind those of `state`, with features.
 
         Args:
@@ -262,11 +266,11 @@ class LinearMixer(Mixer):
             mapped = self.map_keys(written, layout.key_position)
         return Prepared(slots, written, self.key_features(written, mapped, layout), maximum, cached)
 
-    def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
+    def partials(self, inputs: AttnInputs, layout: SequenceLayout) -> tuple[Partial | None, Partial | None]:
         with inputs.outside_autocast():
             return self._of_documents(inputs.accumulated(), layout)
 
-    def _of_documents(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
+    def _of_documents(self, inputs: AttnInputs, layout: SequenceLayout) -> tuple[Partial | None, Partial | None]:
         """Return `partials` of inputs in their own dtype."""
         prepared = self.tokens(inputs, layout, layout, None)
         return self._partials(inputs, prepared, layout, None, keeps_state=False)[:2]
@@ -275,14 +279,14 @@ class LinearMixer(Mixer):
         self,
         inputs: AttnInputs,
         prepared: Prepared,
-        layout: Layout,
+        layout: SequenceLayout,
         state: MixerState | None,
         *,
         keeps_state: bool = True,
     ) -> tuple[Partial | None, Partial | None, LinearState | None]:
         """Return the parts, and the linear state after the last token, if it is kept."""
         tokens, softmax = prepared.tokens, None
-        if self.span.max_lag:
+        if self.span.max_softmax_keys:
             pairs = inputs.q, tokens["keys"], tokens["values"]
             cached = None if prepared.cached is None else prepared.cached.pairs
             softmax = SoftmaxInputs(*pairs, self.span, layout, inputs.scaling, inputs.softcap, cached)
@@ -301,14 +305,14 @@ class LinearMixer(Mixer):
         new = {name: x[:, :, x.shape[2] - layout.length :] for name, x in tokens.items()}
         return window, self.in_scale(without_lost(linear, lost), log_scale, new), after
 
-    def _keys(self, prepared: Prepared, layout: Layout, state: MixerState | None) -> LinearInputs:
+    def _keys(self, prepared: Prepared, layout: SequenceLayout, state: MixerState | None) -> LinearInputs:
         """Return the keys and values that enter the linear state."""
         assert prepared.phi_k is not None
         before = None if state is None else state.linear
         written, rules = prepared.written, self.rules(prepared.written)
         return LinearInputs(None, prepared.phi_k, written["values"], self.span, layout, state=before, **rules)
 
-    def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
+    def linear_features(self, inputs: AttnInputs, layout: SequenceLayout) -> LinearFeatures:
         _, tokens, keys, _, _ = self.tokens(inputs, layout, layout, None)
         assert keys is not None
         phi_k, nothing = keys, tokens["values"][..., :0]
@@ -324,7 +328,7 @@ class LinearMixer(Mixer):
         log_scale = self.in_scale(Partial(phi_q[..., :0], zero, zero), log_scale, tokens).log_scale
         return LinearFeatures(tokens, phi_q, phi_k, log_scale)
 
-    def absorb(self, inputs: AttnInputs, state: MixerState | None, layout: Layout | None = None) -> MixerState:
+    def absorb(self, inputs: AttnInputs, state: MixerState | None, layout: SequenceLayout | None = None) -> MixerState:
         """Return the state of `step` after these tokens, without their outputs."""
         state_dtype, length = STATE_DTYPES[self.config.state_dtype], inputs.q.shape[2]
         state = state if state is None or state_dtype is None else state.matrices_in(None)
@@ -335,8 +339,8 @@ class LinearMixer(Mixer):
         assert state is not None
         return state if state_dtype is None else state.matrices_in(state_dtype)
 
-    def _absorb(self, inputs: AttnInputs, state: MixerState | None, new_layout: Layout | None) -> MixerState:
-        new_layout = Layout.full(inputs.q.shape[2], inputs.q.device) if new_layout is None else new_layout
+    def _absorb(self, inputs: AttnInputs, state: MixerState | None, new_layout: SequenceLayout | None) -> MixerState:
+        new_layout = SequenceLayout.full(inputs.q.shape[2], inputs.q.device) if new_layout is None else new_layout
         layout = new_layout if state is None else new_layout.with_context(state.seen, self.span)
         if self.feature_map is None:
             tokens = self.new_tokens(inputs)
@@ -345,22 +349,22 @@ class LinearMixer(Mixer):
         prepared = self.tokens(inputs, new_layout, layout, state)
         return self._state(prepared, layout, state_after(self._keys(prepared, layout, state)), len(inputs.q))
 
-    def last_queries(self, inputs: AttnInputs, layout: Layout) -> Int[Tensor, "#B G K"]:
+    def last_queries(self, inputs: AttnInputs, layout: SequenceLayout) -> Int[Tensor, "#B G K"]:
         """Return the position of the last query that reads each key of whole rows, where `softmax_alone`."""
         assert self.softmax_alone
         with torch.no_grad():
             return last_queries(self.config, self.scorer, self.new_tokens(inputs), layout)
 
-    def _all_exact(self, layout: Layout) -> bool:
+    def _all_exact(self, layout: SequenceLayout) -> bool:
         """Return whether every key of these rows is in window or cache, and the output is softmax over all of them."""
-        holds = max(self.span.fold_lag, room(self.config))
+        holds = max(self.span.linear_delay, room(self.config))
         return layout.uniform and layout.length <= holds and self._pairs_alone()
 
     def _pairs_alone(self) -> bool:
         """Return whether softmax over keys and values is the output, and no parameter wants a gradient."""
         return not (self.keeps_maximum or self.config.learned_sink or torch.is_grad_enabled())
 
-    def _all_by_softmax(self, inputs: AttnInputs, layout: Layout) -> tuple[Tensor, MixerState]:
+    def _all_by_softmax(self, inputs: AttnInputs, layout: SequenceLayout) -> tuple[Tensor, MixerState]:
         """Return softmax over all keys, which window and cache hold, and a state that nothing has entered yet."""
         y = full_softmax(inputs.q, inputs.k, inputs.v, scaling=inputs.scaling, softcap=inputs.softcap, layout=layout)
         nothing = self.state_like(inputs.tokens(0, 1))
@@ -371,14 +375,14 @@ class LinearMixer(Mixer):
 
     def _one_token(self, inputs: AttnInputs, state: MixerState) -> tuple[Tensor, MixerState]:
         """Compute `step` for one token of every row: a short sequence of operations, the same at every position."""
-        config, span, clock = self.config, self.span, state.clock
-        context = clock.once(span, lambda seen: StepContext(span, seen))
+        config, span, counts = self.config, self.span, state.counts
+        context = counts.once(span, lambda seen: StepContext(span, seen))
         slots, position, before = state.slots, state.cached_position, state.linear
         new, maximum = self.new_tokens(inputs), None
         if self.keeps_maximum:
             assert state.maximum is not None
             top = self.map_keys(new, context.column).amax(-1)
-            offset, log_decay, maximum = running_maximum(top, Layout.full(1, top.device), state.maximum)
+            offset, log_decay, maximum = running_maximum(top, SequenceLayout.full(1, top.device), state.maximum)
             new["offset"], new["log_decay_k"] = offset[..., None], self.with_step(new, log_decay)
 
         # When a block begins, its eviction cache is chosen, and what this drops enters the linear state.
@@ -413,7 +417,7 @@ class LinearMixer(Mixer):
             )
         )
         after |= {"keys": outputs.k, "values": outputs.v}
-        next_state = MixerState(after, clock.next(), outputs.state, maximum, position)
+        next_state = MixerState(after, counts.next(), outputs.state, maximum, position)
         if outputs.y is not None:
             return outputs.y, next_state
         sums = outputs.linear
@@ -422,13 +426,13 @@ class LinearMixer(Mixer):
         name = span, config.cache
 
         def has_linear() -> Tensor:
-            return clock.once(name, lambda _: self.has_linear(context.column))
+            return counts.once(name, lambda _: self.has_linear(context.column))
 
         return self.combined(inputs, outputs.window, sums, has_linear), next_state
 
     def _folded(self, state: LinearState, dropped: Tokens, position: Int[Tensor, "B w"]) -> LinearState:
         """Return the state with the pairs that the KV cache with eviction drops when the block at `position` leaves."""
-        layout = Layout(position, torch.zeros_like(position), 0)
+        layout = SequenceLayout(position, torch.zeros_like(position), 0)
         phi_k = self.key_features(dropped, self.map_keys(dropped, position), layout)
         keys = LinearInputs(None, phi_k, dropped["values"], EVERY_KEY, layout, state=state, **self.rules(dropped))
         if self.delta is not None:
@@ -480,13 +484,13 @@ class LinearMixer(Mixer):
         least = self.feature_map.min_denominator(torch.float32)
         if not self.config.sums:
             return None
-        if not self.span.max_lag:
+        if not self.span.max_softmax_keys:
             return Quotient(None, least)
         return Quotient(combine.window_factor, least) if isinstance(combine, SharedDenominatorCombine) else None
 
     # --- states -------------------------------------------------------------------------------------------------------
 
-    def _state(self, prepared: Prepared, layout: Layout, linear: LinearState | None, batch: int) -> MixerState:
+    def _state(self, prepared: Prepared, layout: SequenceLayout, linear: LinearState | None, batch: int) -> MixerState:
         """Return the state after the last token, of which `linear` is the linear part's."""
         if linear is not None and prepared.cached is not None:  # what a next block adds is chosen when it begins
             linear = LinearState(linear.S, linear.z)
@@ -496,7 +500,7 @@ class LinearMixer(Mixer):
     def _after(
         self,
         tokens: Tokens,
-        layout: Layout,
+        layout: SequenceLayout,
         batch: int,
         cached: Tokens | None,
         linear: LinearState | None = None,
@@ -505,9 +509,9 @@ class LinearMixer(Mixer):
         """Return the state of these tokens and of the pairs that the cache holds."""
         slots = keep_slots(tokens, layout, self.span, batch, cached)
         position = None if cached is None else cached["position"]
-        return MixerState(slots, Clock(layout.count.expand(batch).clone()), linear, maximum, position)
+        return MixerState(slots, TokenCounts(layout.count.expand(batch).clone()), linear, maximum, position)
 
-    def _exact_state(self, tokens: Tokens, layout: Layout, state: MixerState | None, batch: int) -> MixerState:
+    def _exact_state(self, tokens: Tokens, layout: SequenceLayout, state: MixerState | None, batch: int) -> MixerState:
         """Return the state after these tokens, behind those of `state`, where nothing enters a linear state."""
         cached = None
         if self.config.cache is not None:
@@ -538,7 +542,7 @@ class LinearMixer(Mixer):
             for name, x in new.items()
         }
         position = seen.new_full((batch, inputs.k.shape[1], size), -1) if size else None
-        state = MixerState(slots, Clock(seen), linear, maximum, position)
+        state = MixerState(slots, TokenCounts(seen), linear, maximum, position)
         state_dtype = STATE_DTYPES[self.config.state_dtype]
         return state if state_dtype is None else state.matrices_in(state_dtype)
 

@@ -19,7 +19,7 @@ from linearize.mixers.feature_maps.base import HEADROOM, FeatureMap
 from linearize.mixers.gates import DeltaRule
 from linearize.mixers.inputs import AttnInputs, apply_rope
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Layout, Tokens
+from linearize.ops.layout import SequenceLayout, Tokens
 from linearize.ops.partial import Partial, accumulation_dtype
 
 
@@ -96,15 +96,15 @@ class Mixer(nn.Module, ABC):
         return self.exponential and self.config.any_scale
 
     @abstractmethod
-    def forward(self, inputs: AttnInputs, layout: Layout | None = None) -> Float[Tensor, "B H T D"]:
+    def forward(self, inputs: AttnInputs, layout: SequenceLayout | None = None) -> Float[Tensor, "B H T D"]:
         """Outputs for whole documents. `layout` None: one full document per row."""
 
     @abstractmethod
-    def partials(self, inputs: AttnInputs, layout: Layout) -> tuple[Partial | None, Partial | None]:
+    def partials(self, inputs: AttnInputs, layout: SequenceLayout) -> tuple[Partial | None, Partial | None]:
         """The window's part and the linear one of whole documents, None where there is none: what is combined to y."""
 
     @abstractmethod
-    def linear_features(self, inputs: AttnInputs, layout: Layout) -> LinearFeatures:
+    def linear_features(self, inputs: AttnInputs, layout: SequenceLayout) -> LinearFeatures:
         """Features of all tokens, where there is a linear part; to be called outside autocast, with
         `inputs.accumulated()`.
         """

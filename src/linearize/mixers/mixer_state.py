@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from linearize.configs.spans import Span
 from linearize.ops.inputs import LinearState
-from linearize.ops.layout import Layout, Tokens, context_positions, slot_positions, slots_of
+from linearize.ops.layout import SequenceLayout, Tokens, context_positions, slot_positions, slots_of
 
 AnyState = TypeVar("AnyState", bound="State")
 Found = TypeVar("Found")
@@ -25,20 +25,20 @@ GROWING = ("all_keys", "all_values")  # slots of every token seen
 
 
 @dataclass(eq=False)
-class Clock:
-    """The number of tokens of its document that each row has seen, and what follows from it alone.
+class TokenCounts:
+    """The number of tokens of its document that each row has seen, and values that follow from it alone.
 
-    Layers that have seen the same tokens can share a clock, and work out once what they all need.
+    Layers that have seen the same tokens can share one object, and compute once what they all need.
 
     Attributes:
-        seen: not to be written to where the clock is `shared`.
+        seen: not to be written to where the object is `shared`.
         known: what was worked out, by name.
     """
 
     seen: Int[Tensor, " B"]
     shared: bool = True
     known: dict[Any, Any] = field(default_factory=dict, repr=False)
-    _next: Callable[[], Clock | None] = field(default=lambda: None, repr=False)  # who keeps a clock keeps no later ones
+    _next: Callable[[], TokenCounts | None] = field(default=lambda: None, repr=False)  # weak: keeps no later ones
 
     def once(self, name: Any, work: Callable[[Int[Tensor, " B"]], Found]) -> Found:
         """Return what `work` computes from `seen`, on the first call with this name, which is anything with a hash."""
@@ -48,17 +48,17 @@ class Clock:
             self.known[name] = work(self.seen)
         return self.known[name]
 
-    def __reduce__(self) -> tuple[type[Clock], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[type[TokenCounts], tuple[Any, ...]]:
         """In a copy or a file, without what was worked out."""
-        return Clock, (self.seen, self.shared)
+        return TokenCounts, (self.seen, self.shared)
 
-    def next(self) -> Clock:
+    def next(self) -> TokenCounts:
         """After one more token of every row."""
         if not self.shared or torch.compiler.is_compiling():
-            return Clock(self.seen + 1, self.shared)
+            return TokenCounts(self.seen + 1, self.shared)
         found = self._next()
         if found is None:
-            found = Clock(self.seen + 1)
+            found = TokenCounts(self.seen + 1)
             self._next = weakref.ref(found)
         return found
 
@@ -66,11 +66,11 @@ class Clock:
 class State(ABC):
     """The state of one layer's mixer: tensors by name, batch-first."""
 
-    clock: Clock
+    counts: TokenCounts
 
     @abstractmethod
-    def on_clock(self: AnyState, clock: Clock) -> AnyState:
-        """The state with a clock that says the same as its own."""
+    def with_counts(self: AnyState, counts: TokenCounts) -> AnyState:
+        """Return the state with other counts, of the same numbers as its own."""
 
     @abstractmethod
     def named_tensors(self) -> dict[str, Tensor]:
@@ -101,7 +101,7 @@ class State(ABC):
         for name, x in named.items():
             if name.endswith(MATRICES):
                 named[name] = x.to(named[name.replace("S", "z")].dtype if dtype is None else dtype)
-        return self._renamed(named).on_clock(self.clock)
+        return self._renamed(named).with_counts(self.counts)
 
     def select(self: AnyState, index: Int[Tensor, " N"]) -> AnyState:
         """Rows `index` of the batch (beam search, dropping finished rows)."""
@@ -148,14 +148,14 @@ class MixerState(State):
         slots: `keys` and `values` [B, G, S + C, D], and what gates and feature maps need of a token that enters the
             linear state later than it was written (see `LinearMixer`); or `all_keys` and `all_values`, which grow. The
             `scores` of the window are of keys alone, those of the cache are whole (`EvictionScorer`).
-        clock: tokens of the document so far, `seen`.
+        counts: tokens of the document so far, `seen`.
         linear: S and z of the keys below the window, where there is a linear part.
         maximum: running maximum of an exponential key map's logarithms, -inf before the first token.
         cached_position: of the pairs in the cache, each part with its oldest key first; -1 where a slot is empty.
     """
 
     slots: Tokens
-    clock: Clock
+    counts: TokenCounts
     linear: LinearState | None = None
     maximum: Float[Tensor, "B Hk"] | None = None
     cached_position: Int[Tensor, "B G C"] | None = None
@@ -163,10 +163,10 @@ class MixerState(State):
     @property
     def seen(self) -> Int[Tensor, " B"]:
         """Tokens of the document so far."""
-        return self.clock.seen
+        return self.counts.seen
 
-    def on_clock(self, clock: Clock) -> MixerState:
-        return replace(self, clock=clock)
+    def with_counts(self, counts: TokenCounts) -> MixerState:
+        return replace(self, counts=counts)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Every tensor of the state by a name, that of its field: `slots.keys`, `seen`, `linear.S` and so on."""
@@ -181,8 +181,8 @@ class MixerState(State):
         """The state that has these tensors."""
         linear = _part(named, "linear.")
         summed = LinearState(**linear) if linear else None
-        clock, maximum, position = Clock(named["seen"]), named.get("maximum"), named.get("cached_position")
-        return cls(_part(named, "slots."), clock, summed, maximum, position)
+        counts, maximum, position = TokenCounts(named["seen"]), named.get("maximum"), named.get("cached_position")
+        return cls(_part(named, "slots."), counts, summed, maximum, position)
 
     def in_order(self, span: Span) -> Tokens:
         """Return the tokens of the window: sinks, then the last ones in order (`layout.context_positions`)."""
@@ -204,11 +204,11 @@ class HeadwiseState(State):
     parts: tuple[MixerState, ...]
 
     @property
-    def clock(self) -> Clock:  # type: ignore[override]
-        return self.parts[0].clock
+    def counts(self) -> TokenCounts:  # type: ignore[override]
+        return self.parts[0].counts
 
-    def on_clock(self, clock: Clock) -> HeadwiseState:
-        return HeadwiseState(tuple(part.on_clock(clock) for part in self.parts))
+    def with_counts(self, counts: TokenCounts) -> HeadwiseState:
+        return HeadwiseState(tuple(part.with_counts(counts) for part in self.parts))
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Those of each part, behind its number: `0.slots.keys`."""
@@ -219,7 +219,7 @@ def _part(named: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): x for name, x in named.items() if name.startswith(prefix)}
 
 
-def keep_slots(slots: Tokens, layout: Layout, span: Span, batch: int, cached: Tokens | None = None) -> Tokens:
+def keep_slots(slots: Tokens, layout: SequenceLayout, span: Span, batch: int, cached: Tokens | None = None) -> Tokens:
     """Return what later queries can still see: each row's sinks and last tokens, in their slots, zero elsewhere.
 
     Behind the slots are the pairs that a cache holds, `cached`.

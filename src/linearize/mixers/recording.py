@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer_state import State
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 
 RECORDED = 512  # tokens that can be taken back, at the least; assistants propose some tens at a time
 
@@ -22,7 +22,7 @@ class Call:
 
     mixer: Any  # a LinearMixer, or what has its `step`
     inputs: AttnInputs
-    layout: Layout | None
+    layout: SequenceLayout | None
 
     @property
     def length(self) -> int:
@@ -30,7 +30,9 @@ class Call:
 
     def tokens(self, start: int, stop: int) -> Call:
         """A part of the call's tokens, in storage of its own."""
-        layout = None if self.layout is None else Layout.from_valid(self.layout.key_position[:, start:stop] >= 0)
+        layout = (
+            None if self.layout is None else SequenceLayout.from_valid(self.layout.key_position[:, start:stop] >= 0)
+        )
         return Call(self.mixer, self.inputs.tokens(start, stop).map(Tensor.clone), layout)
 
     def run(self, state: State | None) -> tuple[Float[Tensor, "B H T D"], State]:
@@ -73,7 +75,7 @@ class Recording:
         return sum(replay.length for replay in self.replays)
 
     def step(
-        self, mixer: Any, inputs: AttnInputs, state: State | None, layout: Layout | None
+        self, mixer: Any, inputs: AttnInputs, state: State | None, layout: SequenceLayout | None
     ) -> tuple[Float[Tensor, "B H T D"], State]:
         """As `mixer.step`, and recorded: of a long prompt its end."""
         call = Call(mixer, inputs, layout)
@@ -85,7 +87,7 @@ class Recording:
         tail, state = self._recorded(call.tokens(cut, call.length), state)
         return torch.cat([head, tail], dim=2), state
 
-    def absorb(self, mixer: Any, inputs: AttnInputs, layout: Layout | None) -> State:
+    def absorb(self, mixer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> State:
         """Return the state of `step` after the first tokens, without their outputs, and record them likewise."""
         call, cut = Call(mixer, inputs, layout), max(0, inputs.q.shape[2] - RECORDED)
         state = call.tokens(0, cut).absorb(None) if cut else None

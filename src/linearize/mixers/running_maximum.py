@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 
 
 def running_maximum(
-    top: Float[Tensor, "B Hk T"], layout: Layout, before: Float[Tensor, "B Hk"] | None
+    top: Float[Tensor, "B Hk T"], layout: SequenceLayout, before: Float[Tensor, "B Hk"] | None
 ) -> tuple[Float[Tensor, "B Hk T"], Float[Tensor, "B Hk T"], Float[Tensor, "B Hk"]]:
     """(m_t, the log decay m_{t-1} - m_t, m after the last token) of each row's documents; differentiable.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from linearize.ops import chunked, dense, eviction_cache, reference
 from linearize.ops.dispatch import implementation_for
 from linearize.ops.inputs import LinearInputs, LinearState, Parts, Quotient, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import Partial
 from linearize.ops.step import StepInputs, StepOutputs, one_token
@@ -107,7 +107,7 @@ class Backend:
     def _form(self, queries: Tensor, keys: Tensor) -> ModuleType:
         if self.form is not None:
             return self.form
-        return dense if dense.pays(queries.shape, keys.shape[2]) else chunked
+        return dense if dense.is_short(queries.shape, keys.shape[2]) else chunked
 
 
 TORCH = Backend("torch")
@@ -175,6 +175,6 @@ def state_after(x: LinearInputs) -> LinearState:
     return backend_for(x.v.device).state(x)
 
 
-def _check_lengths(layout: Layout, keys: Tensor, queries: Tensor) -> None:
+def _check_lengths(layout: SequenceLayout, keys: Tensor, queries: Tensor) -> None:
     lengths, expected = (layout.key_position.shape[1], layout.length), (keys.shape[2], queries.shape[2])
     assert lengths == expected, f"layout: expected (keys, queries) {expected}, found {lengths}"

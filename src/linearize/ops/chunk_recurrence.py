@@ -2,7 +2,7 @@
 
 Both take O(T) time and memory.
 
-A key stands `span.fold_lag` slots late. That is beside the first query that reads it, or for terraced spans, whose
+A key stands `span.linear_delay` slots late. That is beside the first query that reads it, or for terraced spans, whose
 terraces are read as a whole, less than `window_size` slots before.
 """
 
@@ -23,7 +23,7 @@ from linearize.ops.decays import decay_factor, decayed_scores, decayed_sums, tic
 from linearize.ops.grid import Body, ChunkLayout, Given, Grads, Grid, Tensors, pick, scan
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import Partial, accumulation_dtype
 
 CHUNK = 64
@@ -50,7 +50,7 @@ class Masks(NamedTuple):
     catches_up: Bool[Tensor, "b 1 n"] | None  # a terrace begins in the chunk: the second register starts from the first
 
 
-def power_of_two_chunks(layout: Layout) -> ChunkLayout:
+def power_of_two_chunks(layout: SequenceLayout) -> ChunkLayout:
     """Chunks that can be halved, as decay products do."""
     chunk = CHUNK
     while chunk > max(16, layout.key_position.shape[1]):
@@ -69,7 +69,7 @@ class ChunkRecurrence(Body):
         group, scores = q.shape[1] // S.shape[1], BLOCK_SCORES[kind(S.device)]
         at_once = scores // (group * slots.chunk**2)
         max_chunks = max(MIN_CHUNKS_PER_BLOCK, at_once // (S.shape[0] * S.shape[1]))
-        self.grid = Grid(slots, S.shape[:2], group, at_once, max_chunks, delay=span.fold_lag)
+        self.grid = Grid(slots, S.shape[:2], group, at_once, max_chunks, delay=span.linear_delay)
         self.segment, self.sinks, self.dtype, self.terrace = segment, span.sinks, S.dtype, None
         if isinstance(span, TerracedSpan):
             begins = (self.grid.position >= 0) & (self.grid.position % span.window_size == 0)
@@ -187,7 +187,7 @@ def vector_decay_scan(x: LinearInputs) -> Partial:
     batch, heads, _, features = x.phi_k.shape
     q, k, v = (slots.spread(tensor.to(dtype)) for tensor in (x.queries(), x.phi_k, repeat_kv(x.v, heads)))
     decays, skipped = {}, {}
-    lag = min(span.fold_lag, q.shape[2])
+    lag = min(span.linear_delay, q.shape[2])
     for name, log_decay in (("log_decay_k", x.log_decay_k), ("log_decay_v", x.log_decay_v)):
         if log_decay is not None:
             decays[name] = slots.spread(ticking(log_decay.to(dtype), span, layout).expand(batch, -1, -1, -1))

@@ -51,9 +51,9 @@ NEGLIGIBLE = {torch.float32: -80.0, torch.float64: -700.0}
 def window_softmax(x: SoftmaxInputs) -> Partial:
     """The softmax part (`reference.window_softmax`) in O(T w) time and O(T) memory, forward and backward."""
     span, layout, dtype = x.span, x.layout, accumulation_dtype(x.v.dtype)
-    slots = ChunkLayout(layout, min(WINDOW_CHUNK, max(16, span.max_lag)))
+    slots = ChunkLayout(layout, min(WINDOW_CHUNK, max(16, span.max_softmax_keys)))
     q, k, v = (slots.spread(tensor.to(dtype)) for tensor in (x.q, x.k, x.v))
-    first = min(chunks_back(slots, span.max_lag), slots.num_chunks - 1)
+    first = min(chunks_back(slots, span.max_softmax_keys), slots.num_chunks - 1)
     grid = make_grid(slots, q, k, first)
     slot, sinks_seen = _far_sinks(grid, slots, span)
     sink_k, sink_v = (_take(tensor, slot) for tensor in (k, v))
@@ -201,7 +201,7 @@ def linear_scan(x: LinearInputs) -> Partial:
     phi_q, phi_k, v = (slots.spread(tensor.to(dtype)) for tensor in tensors)
     # Keys lie beside the first query that reads them, at the latest. Of query chunk c, keys in chunks c - first .. c
     # are read through scores, all before through the state.
-    first = min(chunks_back(slots, span.max_lag - span.fold_lag), slots.num_chunks - 1)
+    first = min(chunks_back(slots, span.max_softmax_keys - span.linear_delay), slots.num_chunks - 1)
     carried = ()
     if state is not None:
         carried = state.S.to(dtype), state.z.to(dtype)
@@ -209,7 +209,7 @@ def linear_scan(x: LinearInputs) -> Partial:
         z = _features(kernel, torch.zeros_like(phi_k[:, :, 0])).zero_()
         carried = v.new_zeros(*z.shape, v.shape[3]), z
     features = carried[1].shape[2] if carried and kernel is not None else 0
-    grid = make_grid(slots, phi_q, phi_k, first, span.fold_lag, features)
+    grid = make_grid(slots, phi_q, phi_k, first, span.linear_delay, features)
     body = _LinearScan(grid, span, kernel, dtype, sums)
     num, den = scan(body, (v.shape[3], 1), carried, phi_q, phi_k, v, *(() if sums is None else (sums,)))
     den = slots.collect(den, layout.length).squeeze(-1)

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from linearize.configs.spans import Span
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 
 
-def ticking(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: Layout) -> Float[Tensor, "B Hk K X"]:
+def ticking(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: SequenceLayout) -> Float[Tensor, "B Hk K X"]:
     """The log decays, 0 where nothing decays: in slots without a key, and before the first linear key can be there."""
     ticks = layout.key_position >= span.sinks
     if layout.uniform and not span.sinks:
@@ -32,13 +32,13 @@ def ticking(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: Layout) -
     return torch.where(ticks[:, None, :, None], log_decay, 0)
 
 
-def cumulative(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: Layout) -> Float[Tensor, "B Hk K X"]:
+def cumulative(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: SequenceLayout) -> Float[Tensor, "B Hk K X"]:
     """G_n, the sum of the log decays of slots 0..n, in float64: what matters are differences of large numbers."""
     return ticking(log_decay, span, layout).double().cumsum(2)
 
 
 def remaining(
-    log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: Layout, until: Bool[Tensor, "#B K"] | None
+    log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: SequenceLayout, until: Bool[Tensor, "#B K"] | None
 ) -> tuple[Float[Tensor, "B Hk K X"], Float[Tensor, "B Hk 1 X"]]:
     """Sums of the log decays of the steps `until` after each slot, and of all of them, in float64. None: all tick."""
     steps = log_decay.double()

@@ -15,17 +15,17 @@ from linearize.ops.chunk_recurrence import delta_values, vector_decay_scan
 from linearize.ops.decays import cumulative
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import LOG2_E, Partial, accumulation_dtype, in_dtype
 from linearize.ops.reference import visible_keys
 
-__all__ = ["delta_values", "linear_scan", "pays", "window_softmax"]
+__all__ = ["delta_values", "is_short", "linear_scan", "window_softmax"]
 
 MOST_KEYS = 256
 MOST_SCORES = 2**22  # of all rows and heads
 
 
-def pays(queries: torch.Size, keys: int) -> bool:
+def is_short(queries: torch.Size, keys: int) -> bool:
     """Return whether rows of so many keys, for queries of shape [B, H, T, X], are short enough."""
     return keys <= MOST_KEYS and queries[:3].numel() * keys <= MOST_SCORES
 
@@ -39,7 +39,7 @@ def linear_scan(x: LinearInputs) -> Partial:
     phi_q, phi_k, v = (in_dtype(tensor, dtype) for tensor in (x.queries(), x.phi_k, x.v))
     first, keys = 0, v.shape[2]
     if layout.uniform and state is None:  # nothing is below the first windows, nor in the last one
-        first, keys = min(span.max_lag, length), max(0, keys - span.fold_lag)
+        first, keys = min(span.max_softmax_keys, length), max(0, keys - span.linear_delay)
     visible = layout.once(("linear", span, dtype), lambda: visible_keys(span, layout)[1][:, None].to(dtype))
     visible = visible[:, :, first:, :keys]
     weights = _grouped(phi_q[:, :, first:], key_heads) @ phi_k[:, :, :keys].mT
@@ -75,14 +75,15 @@ def window_softmax(x: SoftmaxInputs) -> Partial:
     alone, bias = scores.requires_grad, layout.once(("softmax", span, dtype), lambda: _no_scores(span, layout, dtype))
     scores = scores + bias if alone else scores.add_(bias)
     top = scores.amax(-1, keepdim=True)
-    if not (layout.uniform and span.max_lag):  # a query sees its own key, unless it is padding, or there is no window
+    # A query sees its own key, unless it is padding, or there is no window.
+    if not (layout.uniform and span.max_softmax_keys):
         top = top.masked_fill(top == -torch.inf, 0)
     weights = (scores - top).exp2() if alone else scores.sub_(top).exp2_()
     num = (_grouped(weights, groups) @ v).view(batch, heads, length, v.shape[3])
     return Partial(num, weights.sum(-1), top.squeeze(-1) / LOG2_E)
 
 
-def _no_scores(span: Span, layout: Layout, dtype: torch.dtype) -> Float[Tensor, "B 1 T K"]:
+def _no_scores(span: Span, layout: SequenceLayout, dtype: torch.dtype) -> Float[Tensor, "B 1 T K"]:
     """Return a bias that hides keys from softmax: 0, or -inf."""
     seen = visible_keys(span, layout)[0][:, None]
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)

@@ -20,14 +20,14 @@ from linearize.configs.spans import TerracedSpan
 from linearize.ops.block_sizes import kind
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import Blocks, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import Partial, accumulation_dtype
 
 RANKS_AT_ONCE = 1024  # of one block, in a round of the choice
 SCORES_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # of queries with cached keys
 
 
-def cut(layout: Layout, span: TerracedSpan) -> Blocks:
+def cut(layout: SequenceLayout, span: TerracedSpan) -> Blocks:
     """The rows of a layout as blocks."""
     position, document = layout.key_position, layout.key_document
     width, every = span.window_size, torch.arange(position.shape[1], device=position.device)
@@ -61,7 +61,7 @@ def cut(layout: Layout, span: TerracedSpan) -> Blocks:
     return Blocks(slots, starts, leaves, fresh)
 
 
-def leaving(blocks: Blocks, span: TerracedSpan, layout: Layout, carried: int) -> Int[Tensor, "B J w"]:
+def leaving(blocks: Blocks, span: TerracedSpan, layout: SequenceLayout, carried: int) -> Int[Tensor, "B J w"]:
     """Return the keys that leave the window when each block begins, but for sinks.
 
     They are places in a pool of `carried` slots and the layout's; where there is none, the number of its places.

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from linearize.ops.heads import repeat_kv
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import accumulation_dtype
 
 QUERIES_AT_ONCE = 256  # of which a mask over all keys exists
@@ -22,7 +22,7 @@ def full_softmax(
     *,
     scaling: float,
     softcap: float | None = None,
-    layout: Layout,
+    layout: SequenceLayout,
     last_query: Int[Tensor, "#B G K"] | None = None,
 ) -> Float[Tensor, "B H T D"]:
     """Softmax of softcap * tanh(q.k * scaling / softcap) over the keys of a query's document up to its own; in O(K T)

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from linearize.ops.block_sizes import kind
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 
 # Scores per block: large enough to fill the device, small enough on a CPU to stay in cache and off fresh pages.
 BLOCK_SCORES = {"cpu": 2**18, "cuda": 2**26}
@@ -40,7 +40,7 @@ MAX_CHUNKS_PER_BLOCK = 64  # carrying the state from chunk to chunk costs the sq
 class ChunkLayout:
     """The K key slots in order, padded to P, a whole number of chunks; queries take the slots of their own keys."""
 
-    def __init__(self, layout: Layout, chunk: int) -> None:
+    def __init__(self, layout: SequenceLayout, chunk: int) -> None:
         self.layout = layout
         self.length = layout.key_position.shape[1]
         self.chunk = chunk if self.length >= chunk else -(-self.length // 16) * 16
@@ -231,9 +231,9 @@ class Grid:
         return x[block.batch, block.heads, max(0, start) : max(0, stop)]
 
 
-def chunks_back(slots: ChunkLayout, max_lag: int) -> int:
-    """Return how many chunks before its own a query can reach with slots less than `max_lag` before it."""
-    return -((1 - max(1, max_lag)) // slots.chunk)
+def chunks_back(slots: ChunkLayout, distance: int) -> int:
+    """Return how many chunks before its own a query can reach with slots less than `distance` before it."""
+    return -((1 - max(1, distance)) // slots.chunk)
 
 
 def make_grid(slots: ChunkLayout, q: Tensor, k: Tensor, first: int, delay: int = 0, features: int = 0) -> Grid:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from linearize.configs.spans import Span
 from linearize.ops.kernel import Kernel
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import Partial
 
 
@@ -63,7 +63,7 @@ class SoftmaxInputs:
     k: Float[Tensor, "B G K D"]
     v: Float[Tensor, "B G K D"]
     span: Span
-    layout: Layout
+    layout: SequenceLayout
     scaling: float
     softcap: float | None = None
     cached: CachedPairs | None = None
@@ -105,7 +105,7 @@ class LinearInputs:
     phi_k: Float[Tensor, "B Hk K F"]
     v: Float[Tensor, "B _ K D"]
     span: Span
-    layout: Layout
+    layout: SequenceLayout
     beta: Float[Tensor, "B Hk K 1"] | None = None
     log_decay_k: Float[Tensor, "#B Hk K X"] | None = None
     log_decay_v: Float[Tensor, "#B Hk K D"] | None = None

@@ -24,7 +24,7 @@ Tokens = dict[str, Tensor]  # what later calls need of tokens, by name: [B, head
 
 
 @dataclass(frozen=True)
-class Layout:
+class SequenceLayout:
     """Positions and documents of the K key slots; the last `length` slots are the queries' own tokens.
 
     Attributes:
@@ -46,7 +46,7 @@ class Layout:
     _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def full(cls, length: int, device: torch.device | str | None = None) -> Layout:
+    def full(cls, length: int, device: torch.device | str | None = None) -> SequenceLayout:
         """One full document per row, from its start; the batch axis is 1 and broadcasts.
 
         The last ones are kept: layers of one model share what they work out of them.
@@ -62,17 +62,17 @@ class Layout:
         return self._known[name]
 
     @classmethod
-    def from_positions(cls, position: Int[Tensor, "B T"]) -> Layout:
+    def from_positions(cls, position: Int[Tensor, "B T"]) -> SequenceLayout:
         """A document starts wherever `position` is 0; -1 is padding, anywhere in the row."""
         return cls(position, (position == 0).cumsum(-1), position.shape[1])
 
     @classmethod
-    def from_valid(cls, valid: Bool[Tensor, "B T"]) -> Layout:
+    def from_valid(cls, valid: Bool[Tensor, "B T"]) -> SequenceLayout:
         """One document per row, that of a carried state where there is one; False is padding, anywhere in the row."""
         position = torch.where(valid, valid.cumsum(-1) - 1, -1)
         return cls(position, torch.zeros_like(position), valid.shape[1])
 
-    def with_context(self, seen: Int[Tensor, " B"], span: Span) -> Layout:
+    def with_context(self, seen: Int[Tensor, " B"], span: Span) -> SequenceLayout:
         """These queries behind `span.sinks + span.context` slots with keys of a carried document of `seen` tokens.
 
         Tokens of document 0 go on in the carried document: their positions count from `seen`.
@@ -85,9 +85,9 @@ class Layout:
         own = self.key_position + seen[:, None] * goes_on
         position = torch.cat([context, own], dim=1)
         document = torch.cat([torch.zeros_like(context), self.key_document.expand(len(seen), -1)], dim=1)
-        return Layout(position, document, self.length, sink_slots=span.sinks, seen=seen)
+        return SequenceLayout(position, document, self.length, sink_slots=span.sinks, seen=seen)
 
-    def to(self, device: torch.device | str | int | None) -> Layout:
+    def to(self, device: torch.device | str | int | None) -> SequenceLayout:
         """Moved to another device (None: as it is). accelerate calls it where layers are on several devices."""
         if device is None:
             return self
@@ -144,13 +144,13 @@ class Layout:
         return torch.where(self.key_position >= 0, self.key_document, 0).amax(1, keepdim=True)
 
 
-def _full(length: int, device: torch.device) -> Layout:
+def _full(length: int, device: torch.device) -> SequenceLayout:
     position = torch.arange(length, device=device)[None]
-    return Layout(position, torch.zeros_like(position), length, uniform=True)
+    return SequenceLayout(position, torch.zeros_like(position), length, uniform=True)
 
 
 @lru_cache(maxsize=4)
-def _kept_full(length: int, device: torch.device) -> Layout:
+def _kept_full(length: int, device: torch.device) -> SequenceLayout:
     with torch.inference_mode(False):  # others may want gradients of what they do with it
         return _full(length, device)
 

@@ -30,7 +30,7 @@ def linear_state(x: LinearInputs) -> LinearState:
         lowest = max(span.sinks, int(span.lo(torch.tensor(last, device="cpu"))))
         readable = with_keys(_slots(x, span.sinks, lowest), None)
         if terraced:
-            ends = last - span.fold_lag + 1
+            ends = last - span.linear_delay + 1
             following = with_keys(replace(_slots(x, lowest, ends), state=readable), None)
     else:
         last = layout.count[:, None] - 1
@@ -40,7 +40,7 @@ def linear_state(x: LinearInputs) -> LinearState:
             x = replace(x, state=LinearState(state.S * goes_on[..., None], state.z * goes_on))
         readable = with_keys(x, mine & (layout.key_position < span.lo(last)))
         if terraced:
-            following = with_keys(x, mine & (layout.key_position <= last - span.fold_lag))
+            following = with_keys(x, mine & (layout.key_position <= last - span.linear_delay))
     return readable if following is None else LinearState(readable.S, readable.z, following.S, following.z)
 
 

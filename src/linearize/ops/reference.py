@@ -10,11 +10,11 @@ from linearize.configs.spans import Span
 from linearize.ops.decays import cumulative
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import Partial, accumulation_dtype
 
 
-def visible_keys(span: Span, layout: Layout) -> tuple[Bool[Tensor, "B T K"], Bool[Tensor, "B T K"]]:
+def visible_keys(span: Span, layout: SequenceLayout) -> tuple[Bool[Tensor, "B T K"], Bool[Tensor, "B T K"]]:
     """Return which keys each query reads through the softmax window, and which through the linear part."""
     query, key = layout.query_position[:, :, None], layout.key_position[:, None, :]
     seen = (layout.query_document[:, :, None] == layout.key_document[:, None, :]) & (query >= 0) & (key >= 0)

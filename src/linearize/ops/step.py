@@ -46,7 +46,7 @@ class StepContext:
 
     def __init__(self, span: Span, position: Int[Tensor, " B"]) -> None:
         self.span, self.position = span, position
-        self.context, self.fold_lag = span.context, span.fold_lag
+        self.context, self.linear_delay = span.context, span.linear_delay
         self.slots = span.sinks + self.context
         self.width = span.window_size if isinstance(span, TerracedSpan) else 0
         self.column = position[:, None]
@@ -61,7 +61,7 @@ class StepContext:
     @_kept
     def entering(self) -> Int[Tensor, "B 1"]:
         """Return the position of the key that enters the linear state; less than 0 where there is none yet."""
-        return self.column - self.fold_lag
+        return self.column - self.linear_delay
 
     @_kept
     def entering_slot(self) -> Int[Tensor, "B 1 1 1"]:
@@ -72,7 +72,7 @@ class StepContext:
     def all_enter(self) -> bool:
         """Return whether one enters in every row; False where that is not known without waiting."""
         numbers = self._numbers_at_hand()
-        return numbers is not None and all(number - self.fold_lag >= self.span.sinks for number in numbers)
+        return numbers is not None and all(number - self.linear_delay >= self.span.sinks for number in numbers)
 
     @_kept
     def enters(self) -> Float[Tensor, "B 1 1 1"]:
@@ -229,7 +229,7 @@ class StepContext:
 
     def entering_tokens(self, slots: Tokens, new: Tokens) -> Tokens:
         """Return the token that enters the linear state, from the slots before the new one is written."""
-        if not self.fold_lag:
+        if not self.linear_delay:
             return {name: x.contiguous() for name, x in new.items()}
         return {name: self._entering(slots[name], x) for name, x in new.items()}
 
@@ -262,8 +262,8 @@ class LinearStep:
 
     Attributes:
         phi_q, state: what is read, after what enters.
-        phi_k, v, beta, log_decay_k, log_decay_v: of the token that enters the state, at position - span.fold_lag, as in
-            `LinearInputs`; phi_k None: nothing enters.
+        phi_k, v, beta, log_decay_k, log_decay_v: of the token that enters the state, at position - span.linear_delay,
+            as in `LinearInputs`; phi_k None: nothing enters.
         skipped_k, skipped_v: log decays of the steps lo(position) .. position, summed.
         kernel: makes features of phi_q and phi_k.
     """

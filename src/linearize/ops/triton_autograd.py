@@ -17,7 +17,7 @@ from linearize.configs.spans import Span
 from linearize.ops import triton_launch
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import LinearInputs, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import LOG2_E
 from linearize.ops.triton_launch import CHUNK, HOW, MOST_BYTES, between_rows, power_of_2, strides
 
@@ -26,7 +26,7 @@ KEYS = 32
 WIDE_ROW = 256  # bytes of a head's query, above which half as many fit the shared memory
 
 
-def lowest_keys(span: Span, layout: Layout) -> Int[Tensor, "B T"]:
+def lowest_keys(span: Span, layout: SequenceLayout) -> Int[Tensor, "B T"]:
     """Return lo(n) of each query, -1 for padding."""
     position = layout.query_position
     return layout.once(("lowest", span), lambda: torch.where(position >= 0, span.lo(position), -1))
@@ -62,7 +62,7 @@ class KeysRead(NamedTuple):
             slots_of_blocks = torch.where(slots >= before, slots - before, -1)
             held = cached.held.contiguous()
         tensors = lowest_keys(span, layout), *queries, *keys
-        sizes = span.max_lag, span.sinks, layout.sink_slots > 0, x.scaling, x.softcap
+        sizes = span.max_softmax_keys, span.sinks, layout.sink_slots > 0, x.scaling, x.softcap
         return cls(tensors, *sizes, slots_of_blocks, held)
 
     def window_strides(self) -> tuple[int, ...]:
@@ -228,7 +228,7 @@ class LinearRead(NamedTuple):
         span, layout = x.span, x.layout
         ends = layout.query_position[:, :0] if ends is None else ends
         positions = layout.key_position, layout.query_position
-        return cls(lowest_keys(span, layout), *positions, ends, span.max_lag, span.fold_lag, span.sinks)
+        return cls(lowest_keys(span, layout), *positions, ends, span.max_softmax_keys, span.linear_delay, span.sinks)
 
 
 def linear_states(

@@ -22,7 +22,7 @@ from linearize.configs.spans import Span, TerracedSpan
 from linearize.ops import triton_launch
 from linearize.ops.backend import Backend
 from linearize.ops.inputs import LinearInputs, LinearState, Quotient, SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.linear_state import linear_state
 from linearize.ops.partial import LOG2_E, Partial, accumulation_dtype
 from linearize.ops.step import StepInputs, StepOutputs
@@ -148,7 +148,7 @@ def _serves_softmax(x: SoftmaxInputs) -> bool:
     # Kernels add up the gradients of a cache's pairs in any order.
     if x.cached is not None and torch.are_deterministic_algorithms_enabled() and wants_gradients(tensors):
         return False
-    return bool(x.span.max_lag) and x.v.shape[3] <= WIDEST and not needs_fallback(tensors, x.layout)
+    return bool(x.span.max_softmax_keys) and x.v.shape[3] <= WIDEST and not needs_fallback(tensors, x.layout)
 
 
 def _serves_step(x: StepInputs) -> bool:
@@ -184,7 +184,7 @@ def _one_token(x: StepInputs, quotient: Quotient) -> StepOutputs:
             assert at.flushes is not None
             begins = at.flushes
         if linear.phi_k is not None:
-            entering = at.entering_slot if at.fold_lag else unread
+            entering = at.entering_slot if at.linear_delay else unread
             phi_k, made = rows_of_numbers(linear.phi_k), [torch.empty_like(tensor) for tensor in found]
             after[: len(made)], state = made, LinearState(*made)
     y = q.new_empty(q.shape)
@@ -217,7 +217,7 @@ def _serves_linear(x: LinearInputs) -> bool:
     if any(y is not None for y in (x.log_decay_k, x.log_decay_v, x.kernel)):
         return False
     before, features, width = x.phi_k.shape[2] - x.queries().shape[2], x.phi_k.shape[3], x.v.shape[3]
-    if max(features, width) > WIDEST or width == 0 or before > x.span.max_lag + CHUNK - 1:
+    if max(features, width) > WIDEST or width == 0 or before > x.span.max_softmax_keys + CHUNK - 1:
         return False
     return not needs_fallback(_tensors(x), x.layout) and _one_document(x.layout, x.state is not None)
 
@@ -232,12 +232,12 @@ def wants_gradients(inputs: tuple[Tensor, ...]) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
-def needs_fallback(inputs: tuple[Tensor, ...], layout: Layout) -> bool:
+def needs_fallback(inputs: tuple[Tensor, ...], layout: SequenceLayout) -> bool:
     """Return whether there are numbers of double precision, or padding within a document."""
     return any(x.dtype == torch.float64 for x in inputs) or layout.compaction is not None
 
 
-def _one_document(layout: Layout, carried: bool) -> bool:
+def _one_document(layout: SequenceLayout, carried: bool) -> bool:
     """Return whether all tokens of a row are of one document, the carried one where there is a state."""
     if layout.uniform:
         return True
@@ -250,16 +250,16 @@ def _one_document(layout: Layout, carried: bool) -> bool:
     return layout.once(("one document", carried), found)
 
 
-def _end_together(layout: Layout) -> bool:
+def _end_together(layout: SequenceLayout) -> bool:
     """Return whether every row's last token is in its last slot."""
     last = layout.key_position[:, -1:]
     return layout.uniform or layout.once("end together", lambda: bool((last == layout.count[:, None] - 1).all()))
 
 
-def _ends(span: Span, layout: Layout) -> Int[Tensor, "B n"]:
+def _ends(span: Span, layout: SequenceLayout) -> Int[Tensor, "B n"]:
     """Below which positions keys are in the state after the last token, and in that of the next block if there is one
     (`linear_state.linear_state`).
     """
     last = layout.count - 1
-    found = [span.lo(last), last - span.fold_lag + 1] if isinstance(span, TerracedSpan) else [span.lo(last)]
+    found = [span.lo(last), last - span.linear_delay + 1] if isinstance(span, TerracedSpan) else [span.lo(last)]
     return torch.stack(found, dim=1)

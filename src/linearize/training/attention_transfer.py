@@ -28,7 +28,7 @@ from linearize.hf.attention import (
 from linearize.hf.sharding import run_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.training.calibration import calibrate
 from linearize.training.loop import Step, TrainResult, Unit, load_trained, train
 from linearize.training.resumption import RESULT, read_stage_json
@@ -127,7 +127,7 @@ class TransferObjective:
         for index, counts in shard_batches(batches):
 
             def observe(
-                layer: Any, inputs: AttnInputs, layout: Layout | None, index: int = index, counts: int = counts
+                layer: Any, inputs: AttnInputs, layout: SequenceLayout | None, index: int = index, counts: int = counts
             ) -> Tensor:
                 target, name = softmax_output(layer, inputs, layout), self._names[id(layer)]
                 if name in names:

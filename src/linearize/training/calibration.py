@@ -25,7 +25,7 @@ from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.ops.backend import window_softmax
 from linearize.ops.inputs import SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 
 LEAST_SHARE = 1e-4  # of the far keys, where the teacher has less: with none at all there is nothing to learn from
 MOST_LOG_ODDS = 20.0
@@ -52,10 +52,10 @@ def calibrate(student: PreTrainedModel, rows: Rows, tokens: int) -> None:
         if isinstance(mixer, LinearMixer) and isinstance(mixer.combine, AbsoluteScaleCombine)
     }
 
-    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+    def observe(layer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
         for heads, _ in layer.mixer.parts():
             if (fit := fits.get((id(layer), heads))) is not None:
-                at = Layout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
+                at = SequenceLayout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
                 fit.add(inputs.heads(heads), at)
         return softmax_output(layer, inputs, layout)
 
@@ -77,7 +77,7 @@ class _Fit:
         self.share: list[Float[Tensor, "H N"]] = []
         self.log_odds: list[Float[Tensor, "t H N"]] = []
 
-    def add(self, inputs: AttnInputs, layout: Layout) -> None:
+    def add(self, inputs: AttnInputs, layout: SequenceLayout) -> None:
         every = SlidingSpan(window_size=layout.length)
         accumulated = inputs.accumulated()
         near, _ = self.mixer.partials(inputs, layout)

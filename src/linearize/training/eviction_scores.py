@@ -36,7 +36,7 @@ from linearize.hf.teacher import TeacherShape
 from linearize.mixers.eviction_cache import features
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.heads import repeat_kv
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.ops.reference import softmax_scores
 
 REQUEST = "\n\nRepeat the previous context exactly.\n"
@@ -161,7 +161,7 @@ def measure_attention(
     recall, text = dict[int, Tensor](), dict[int, Tensor]()
     size = 0
 
-    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+    def observe(layer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
         index, x = layer.layer_idx, features(inputs)[0, :, :size].double()
         by_block = largest_attention(inputs, size)
         later = -(-(size + len(request)) // BLOCK)  # the first block of the repetition alone

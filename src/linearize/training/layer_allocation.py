@@ -27,7 +27,7 @@ from linearize.hf.teacher import TeacherShape
 from linearize.mixers.combine import WindowOnlyCombine
 from linearize.mixers.inputs import AttnInputs
 from linearize.ops.heads import repeat_kv
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.training.eviction_scores import REQUEST, context_length, contexts
 from linearize.training.memory import budget_bytes, layer_mixer, layer_sizes, layers_bytes
 
@@ -137,7 +137,7 @@ def measure_layers(
     losses = dict.fromkeys(layers, 0.0)
     windowed = -1  # no layer
 
-    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+    def observe(layer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
         return layer.mixer(inputs, layout) if layer.layer_idx == windowed else softmax_output(layer, inputs, layout)
 
     passes = progress([(text, layer) for text in texts[:CONTEXTS] for layer in (-1, *layers)], "KL of windows by layer")
@@ -169,7 +169,7 @@ def measure_first_tokens(
     logits: dict[int, list[Tensor]] = {}
     values: dict[int, list[Tensor]] = {}
 
-    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+    def observe(layer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
         first = repeat_kv(inputs.k[:, :, :1], inputs.q.shape[1])
         scores = (inputs.q[:, :, window:] * first).float().sum(-1) * inputs.scaling
         if inputs.softcap is not None:

@@ -28,7 +28,7 @@ from linearize.mixers.attention_weights import (
 )
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 
 MIN_WEIGHT = 1e-20  # what a weight is taken for, if it is less: relu and rounding give weights of 0
 
@@ -63,7 +63,7 @@ def check_losses(config: TransferConfig, name: str, mixer: Any) -> None:
 
 
 def transfer_loss(
-    layer: Any, inputs: AttnInputs, layout: Layout | None, target: Tensor, config: TransferConfig, share: float
+    layer: Any, inputs: AttnInputs, layout: SequenceLayout | None, target: Tensor, config: TransferConfig, share: float
 ) -> Float[Tensor, ""]:
     """A layer's loss on one micro batch: its share of the weighted sum of all means of an optimizer step.
 
@@ -82,7 +82,7 @@ def transfer_loss(
     if not config.weight_cross_entropy:
         return loss
     with torch.autocast(target.device.type, enabled=False):
-        layout = Layout.full(inputs.q.shape[2], target.device) if layout is None else layout
+        layout = SequenceLayout.full(inputs.q.shape[2], target.device) if layout is None else layout
         part = LinearPart.of(mixer, inputs, layout)
         valid = (layout.query_position >= 0).expand(len(target), -1).sum()
         factor = share / max(1, int(valid)) * config.weight_cross_entropy
@@ -90,7 +90,7 @@ def transfer_loss(
 
 
 def mean_squared_error(
-    y: Float[Tensor, "B H T D"], target: Float[Tensor, "B H T D"], layout: Layout | None = None
+    y: Float[Tensor, "B H T D"], target: Float[Tensor, "B H T D"], layout: SequenceLayout | None = None
 ) -> Float[Tensor, ""]:
     """Over valid tokens. In fp32 (fp64 for fp64 outputs), since bf16 cannot hold small differences of outputs."""
     dtype = torch.promote_types(torch.float32, y.dtype)

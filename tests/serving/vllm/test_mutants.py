@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from linearize.mixers import linear
-from linearize.mixers.mixer_state import Clock, MixerState
+from linearize.mixers.mixer_state import MixerState, TokenCounts
 from linearize.ops.step import StepContext
 from linearize.serving.vllm.layer import LinearizeMetadataBuilder
 from linearize.serving.vllm.pages import PageLayout
@@ -23,8 +23,8 @@ def of_another(patch: pytest.MonkeyPatch) -> None:
     """Every sequence goes on from the page beside its own."""
     read = PageLayout.read
 
-    def mutant(self: PageLayout, views: Any, slots: Tensor, clock: Clock) -> list[MixerState]:
-        return read(self, views, (slots + 1) % len(views[0]), clock)
+    def mutant(self: PageLayout, views: Any, slots: Tensor, counts: TokenCounts) -> list[MixerState]:
+        return read(self, views, (slots + 1) % len(views[0]), counts)
 
     patch.setattr(PageLayout, "read", mutant)
 
@@ -45,8 +45,8 @@ def not_reset(patch: pytest.MonkeyPatch) -> None:
         found = build(self, *given)
         assert found.step is not None
         found.step.pieces = [
-            (start, stop, slot, Clock(torch.full((1,), 64)) if clock is None else clock)
-            for start, stop, slot, clock in found.step.pieces
+            (start, stop, slot, TokenCounts(torch.full((1,), 64)) if counts is None else counts)
+            for start, stop, slot, counts in found.step.pieces
         ]
         return found
 

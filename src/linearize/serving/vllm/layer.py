@@ -28,7 +28,7 @@ from linearize.mixers.head_shards import WeightShard
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.mixer_state import Clock
+from linearize.mixers.mixer_state import TokenCounts
 from linearize.serving.vllm.operator import linearize_mixer
 from linearize.serving.vllm.pages import PageLayout, stateful
 
@@ -48,14 +48,14 @@ class Step:
 
     Attributes:
         decodes: the first so many tokens are one of a sequence each.
-        decode_slots, decode_clock: the pages of these sequences, and how many tokens they saw.
-        pieces: of the others: first and last token, page [1], and clock, None where the sequence begins.
+        decode_slots, decode_counts: the pages of these sequences, and how many tokens they saw.
+        pieces: of the others: first and last token, page [1], and token counts, None where the sequence begins.
     """
 
     decodes: int
     decode_slots: Tensor
-    decode_clock: Clock
-    pieces: list[tuple[int, int, Tensor, Clock | None]]
+    decode_counts: TokenCounts
+    pieces: list[tuple[int, int, Tensor, TokenCounts | None]]
 
 
 @dataclass
@@ -80,9 +80,9 @@ class LinearizeMetadataBuilder(LinearAttentionMetadataBuilder):
             starts = common_attn_metadata.query_start_loc_cpu.tolist()
             begins = (seen == 0).tolist()
             for i in range(decodes, decodes + found.num_prefills):
-                clock = None if begins[i] else Clock(seen[i : i + 1])
-                pieces.append((starts[i], starts[i + 1], slots[i : i + 1], clock))
-        step = Step(decodes, slots[:decodes], Clock(seen[:decodes]), pieces)
+                counts = None if begins[i] else TokenCounts(seen[i : i + 1])
+                pieces.append((starts[i], starts[i + 1], slots[i : i + 1], counts))
+        step = Step(decodes, slots[:decodes], TokenCounts(seen[:decodes]), pieces)
         return LinearizeMetadata(**vars(found), step=step)
 
 
@@ -177,11 +177,11 @@ class StateLayer(nn.Module, MambaBase):
         y = output.unflatten(-1, (-1, self.shape.head_dim))
         if n := step.decodes:
             inputs = self._inputs(q, k, v, extras, slice(0, n), one_each=True)
-            states = self.layout.read(self.views, step.decode_slots, step.decode_clock)
+            states = self.layout.read(self.views, step.decode_slots, step.decode_counts)
             self._go_on(inputs, list(states), step.decode_slots, y[:n, :, None])
-        for start, stop, slot, clock in step.pieces:
+        for start, stop, slot, counts in step.pieces:
             inputs = self._inputs(q, k, v, extras, slice(start, stop), one_each=False)
-            states = [None] * len(self.parts) if clock is None else self.layout.read(self.views, slot, clock)
+            states = [None] * len(self.parts) if counts is None else self.layout.read(self.views, slot, counts)
             self._go_on(inputs, list(states), slot, y[start:stop].transpose(0, 1)[None])
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras, some: slice, *, one_each: bool) -> AttnInputs:

@@ -19,7 +19,7 @@ from linearize.mixers.head_shards import shard_of_heads
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
-from linearize.mixers.mixer_state import STATE_DTYPES, Clock, MixerState
+from linearize.mixers.mixer_state import STATE_DTYPES, MixerState, TokenCounts
 
 ALIGNMENT = 64  # of pages, in bytes: any dtype can begin there
 KINDS = (torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.float16)  # largest first: no gaps between
@@ -74,18 +74,18 @@ class PageLayout:
             offset += size
         return views
 
-    def read(self, views: Sequence[Tensor], slots: Tensor, clock: Clock) -> list[MixerState]:
-        """The states of the sequences in `slots` [B], as mixers read them; the clock says how many tokens they saw.
+    def read(self, views: Sequence[Tensor], slots: Tensor, counts: TokenCounts) -> list[MixerState]:
+        """The states of the sequences in `slots` [B], as mixers read them; `counts` has how many tokens they saw.
 
         One that saw none has an empty state, whatever lies in its slot: that was another sequence's.
         """
         named: dict[int, dict[str, Tensor]] = {}
-        new = clock.seen == 0
+        new = counts.seen == 0
         for (index, name), view, empty in zip(self.names, views, self.empty, strict=True):
             x = view.index_select(0, slots)
             named.setdefault(index, {})[name] = x.masked_fill_(new.view(-1, *[1] * (x.ndim - 1)), empty)
-        states = (MixerState.of(tensors | {"seen": clock.seen}) for _, tensors in sorted(named.items()))
-        return [state.matrices_in(None).on_clock(clock) for state in states]
+        states = (MixerState.of(tensors | {"seen": counts.seen}) for _, tensors in sorted(named.items()))
+        return [state.matrices_in(None).with_counts(counts) for state in states]
 
     def write(self, views: Sequence[Tensor], slots: Tensor, states: Sequence[MixerState]) -> None:
         """Put the states of the sequences into their slots."""
