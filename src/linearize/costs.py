@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from linearize.configs.mixer import HeadwiseConfig, LayerPlan, MixerConfig
+from linearize.configs.shape import LayerShape
 from linearize.hf.teacher import TeacherShape, break_even_tokens
 from linearize.mixers.bidirectional import BidirectionalMixer
 from linearize.mixers.inputs import AttnInputs
@@ -90,7 +91,7 @@ def mixer_cost(
     """The cost in a layer of `teacher`, a model in `dtype`, that rotates `rotary_dims` dimensions of a head (RoPE)."""
     if isinstance(config, HeadwiseConfig):
         return _of_groups(config, teacher, dtype, rotary_dims)
-    inputs, counter = _one_token(teacher, dtype, rotary_dims), FlopCounterMode(display=False)
+    inputs, counter = one_token_inputs(teacher.layer, dtype, rotary_dims), FlopCounterMode(display=False)
     with torch.device("meta"):
         mixer = (BidirectionalMixer if teacher.bidirectional else LinearMixer)(config, teacher.layer)
     state_bytes = 0
@@ -125,16 +126,16 @@ def _of_groups(config: HeadwiseConfig, teacher: TeacherShape, dtype: torch.dtype
     )
 
 
-def _one_token(teacher: TeacherShape, dtype: torch.dtype, rotary_dims: int) -> AttnInputs:
-    """All that a layer can hand its mixer."""
+def one_token_inputs(shape: LayerShape, dtype: torch.dtype, rotary_dims: int) -> AttnInputs:
+    """Return one token of all inputs that a layer can pass to its mixer, on the meta device."""
 
     def empty(*sizes: int) -> Tensor:
         return torch.empty(1, *sizes, dtype=dtype, device="meta")
 
-    q, kv = (empty(heads, 1, teacher.head_dim) for heads in (teacher.num_heads, teacher.num_kv_heads))
+    q, kv = (empty(heads, 1, shape.head_dim) for heads in (shape.num_heads, shape.num_kv_heads))
     angles = empty(1, rotary_dims)
     unrotated, rope = ((q, kv), (angles, angles)) if rotary_dims else (None, None)
-    return AttnInputs(q, kv, kv, 1.0, hidden=empty(1, teacher.hidden_size), unrotated=unrotated, rope=rope)
+    return AttnInputs(q, kv, kv, 1.0, hidden=empty(1, shape.hidden_size), unrotated=unrotated, rope=rope)
 
 
 def softmax_flops(teacher: TeacherShape, keys: int) -> int:

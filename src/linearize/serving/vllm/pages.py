@@ -13,11 +13,11 @@ from torch import Tensor
 
 from linearize.configs.mixer import HeadwiseConfig, MixerConfig
 from linearize.configs.shape import LayerShape
+from linearize.costs import one_token_inputs
 from linearize.hf.classes import read_plan
 from linearize.hf.teacher import TeacherShape
 from linearize.mixers.head_shards import shard_of_heads
 from linearize.mixers.headwise import HeadwiseMixer
-from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import STATE_DTYPES, MixerState, TokenCounts
 
@@ -49,7 +49,7 @@ class PageLayout:
         """The layout for a layer with this mixer, of a model in `dtype` that rotates `rotary_dims` dimensions of a
         head (RoPE). `state_dtype` is the model's: in what S is kept between steps.
         """
-        inputs, found = _one_token(mixer.shape, dtype, rotary_dims), []
+        inputs, found = one_token_inputs(mixer.shape, dtype, rotary_dims), []
         for index, (heads, part) in enumerate(stateful(mixer)):
             state = part.state_like(inputs.heads(heads))
             state = state if state_dtype is None else state.matrices_in(STATE_DTYPES[state_dtype])
@@ -160,17 +160,6 @@ def page_bytes(vllm_config: Any) -> int:
     model, size = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     each = (page_layouts(model.hf_config, model.dtype, heads) for heads in heads_of_ranks(model.hf_config, size))
     return max(layout.nbytes for layouts in each for layout in layouts if layout)
-
-
-def _one_token(shape: LayerShape, dtype: torch.dtype, rotary_dims: int) -> AttnInputs:
-    """All that a layer can hand its mixer."""
-
-    def empty(*sizes: int) -> Tensor:
-        return torch.empty(1, *sizes, dtype=dtype, device="meta")
-
-    q, kv = (empty(heads, 1, shape.head_dim) for heads in (shape.num_heads, shape.num_kv_heads))
-    angles = empty(1, rotary_dims)
-    return AttnInputs(q, kv, kv, 1.0, None, empty(1, shape.hidden_size), (q, kv), (angles, angles))
 
 
 def _empty(name: str) -> float:
