@@ -16,7 +16,7 @@ from linearize.mixers.eviction_cache import MOST_TOKENS
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.linear import LinearMixer
 from linearize.mixers.mixer_state import GROWING, HeadwiseState, MixerState, TokenCounts
-from linearize.ops.backend import masks_whole_rows
+from linearize.ops.backend import backend_for
 from linearize.ops.full import full_softmax
 from linearize.ops.layout import SequenceLayout, Tokens
 
@@ -174,7 +174,7 @@ class HeadwiseMixer(nn.Module):
 
         Heads differ only in when they cease to read a key, where no group has a linear part.
         """
-        if not (self.softmax_alone and masks_whole_rows(inputs.q)):
+        if not (self.softmax_alone and backend_for(inputs.q.device).masks_whole_rows(inputs.q)):
             return None
         layout = SequenceLayout.full(inputs.q.shape[2], inputs.q.device) if layout is None else layout
         with inputs.outside_autocast():

@@ -130,11 +130,6 @@ def named(name: str) -> Backend:
     return TritonBackend(name)
 
 
-def masks_whole_rows(q: Float[Tensor, "B H T D"]) -> bool:
-    """Return whether softmax over some keys of these rows is faster as attention over all of them, masked."""
-    return backend_for(q.device).masks_whole_rows(q)
-
-
 def _uncompiled(function: Operation) -> Operation:
     """Keep compilers from a function that they would break into many graphs.
 
