@@ -54,11 +54,10 @@ def cut(layout: SequenceLayout, span: TerracedSpan) -> Blocks:
     back = span.blocks
     source_of = pad(of, (back, 0), value=-1)[:, :count]
     leaves = exists & (source_of == of) & (its >= back)
-    starts = exists
     if layout.seen is not None:
         started = (of == 0) & (its * width < layout.seen[:, None])
-        leaves, fresh, starts = (x & ~started for x in (leaves, fresh, starts))
-    return Blocks(slots, starts, leaves, fresh)
+        leaves, fresh = leaves & ~started, fresh & ~started
+    return Blocks(slots, leaves, fresh)
 
 
 def leaving(blocks: Blocks, span: TerracedSpan, layout: SequenceLayout, carried: int) -> Int[Tensor, "B J w"]:

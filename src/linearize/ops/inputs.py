@@ -24,13 +24,11 @@ class Blocks:
 
     Attributes:
         slots: [B, J, w], the slot of each of a block's keys, -1 where there is none.
-        begins: whether the block's first query is one of this call.
         leaves: whether the block `span.blocks` before leaves the window now.
         fresh: whether a document begins with the block, whose cache is empty.
     """
 
     slots: Int[Tensor, "B J w"]
-    begins: Bool[Tensor, "B J"]
     leaves: Bool[Tensor, "B J"]
     fresh: Bool[Tensor, "B J"]
 
