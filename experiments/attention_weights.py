@@ -29,7 +29,7 @@ from linearize.configs.mixer_parts import DeltaUpdate, NoNormalizer
 from linearize.evaluation.fidelity import Visit
 from linearize.hf.attention import sliding_window
 from linearize.mixers.attention_weights import Features, LinearPart
-from linearize.mixers.eviction_cache import SCORES, EvictionScorer, cached_keys
+from linearize.mixers.eviction_cache import SCORES, CachedKeys, EvictionScorer, cached_keys
 from linearize.mixers.inputs import AttnInputs
 from linearize.mixers.mixer import Mixer
 from linearize.mixers.normalizers import NoNorm, SumNorm
@@ -131,11 +131,24 @@ def _read(
             linear = (key_at < lowest) & (key_at >= mixer.span.sinks)
         linear = linear.to(weights.device).expand_as(weights)
         if cached is not None:
-            exact = cached.seen_by(torch.arange(queries.start, queries.stop, device=weights.device))[0, :, :, keys]
+            exact = _read_from_cache(cached, torch.arange(queries.start, queries.stop, device=weights.device))[
+                0, :, :, keys
+            ]
             linear = linear & ~exact.repeat_interleave(len(weights) // len(exact), dim=0)
         if stretch is not None:
             weights = weights * torch.where(linear, stretch[0, :, queries, None], 1)
         yield queries, keys, weights, linear
+
+
+def _read_from_cache(cached: CachedKeys, queries: Int[Tensor, " N"]) -> Bool[Tensor, "B G N K"]:
+    """Return which slots each query reads from the cache, without the pairs of the earlier cache."""
+    batch, heads, _, size = cached.held.shape
+    width, slots = cached.blocks.slots.shape[2], cached.pool["position"].shape[2] - cached.before
+    mine = cached.blocks.slots.expand(batch, -1, -1).flatten(1)[:, None] == queries[:, None]
+    block = mine.to(torch.uint8).argmax(-1) // width
+    held = cached.held.gather(2, block[:, None, :, None].expand(-1, heads, -1, size)) - cached.before
+    seen = torch.zeros(*held.shape[:3], slots + 1, dtype=torch.bool, device=held.device)
+    return seen.scatter(3, torch.where(held >= 0, held, slots), True)[..., :slots]
 
 
 def _alone(inputs: AttnInputs, layout: SequenceLayout | None, row: int) -> tuple[AttnInputs, SequenceLayout]:

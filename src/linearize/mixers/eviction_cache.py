@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -159,16 +159,6 @@ class CachedKeys(NamedTuple):
     def last(self) -> Tokens:
         """Return the pairs in the cache after the last token."""
         return (gathered if self.full else taken)(self.pool, self.held[:, :, -1])
-
-    def seen_by(self, queries: Int[Tensor, " N"]) -> Bool[Tensor, "B G N K"]:
-        """Return which slots each query reads from the cache, without the pairs of the earlier cache."""
-        batch, heads, _, size = self.held.shape
-        width, slots = self.blocks.slots.shape[2], self.pool["position"].shape[2] - self.before
-        mine = self.blocks.slots.expand(batch, -1, -1).flatten(1)[:, None] == queries[:, None]
-        block = mine.to(torch.uint8).argmax(-1) // width
-        held = self.held.gather(2, block[:, None, :, None].expand(-1, heads, -1, size)) - self.before
-        seen = torch.zeros(*held.shape[:3], slots + 1, dtype=torch.bool, device=held.device)
-        return seen.scatter(3, torch.where(held >= 0, held, slots), True)[..., :slots]
 
     def as_written(self, tokens: Tokens) -> Tokens:
         """`tokens` as they are written to the linear state: each with what is written in its place."""
