@@ -55,12 +55,13 @@ from linearize.data.packing import dataset_from_documents
 from linearize.data.rows import PackedRows, on_device
 from linearize.demo.corpus import (
     HELD_OUT_MODULES,
-    joined,
     module_sources,
-    package_folder,
     standard_library_folder,
     standard_library_texts,
 )
+
+sys.path.insert(0, str(Path(__file__).parent))  # the tests load this file from elsewhere
+from write_stdlib_corpus import joined, package_folder
 
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_IN_PACKAGES = frozenset(

@@ -12,12 +12,38 @@ ones among these; files next to each other as one text, held-out ones from packa
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from linearize.base import UserError
-from linearize.demo.corpus import joined, module_sources, package_folder, standard_library_texts
+from linearize.demo.corpus import module_sources, standard_library_texts
+
+
+def package_folder(name: str) -> Path:
+    """Return the folder of an installed package, which is not imported.
+
+    Raises:
+        UserError: there is none of this import name, or it is a single module.
+    """
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(f"packages: expected the import name of an installed package, found {name!r}; install it")
+    return Path(spec.submodule_search_locations[0])
+
+
+def joined(texts: Sequence[str], characters: int) -> list[str]:
+    """Join neighbouring texts to texts of at least so many characters; the last one may be shorter."""
+    found: list[str] = []
+    parts: list[str] = []
+    for text in texts:
+        parts.append(text)
+        if sum(map(len, parts)) >= characters:
+            found.append("\n".join(parts))
+            parts = []
+    return [*found, "\n".join(parts)] if parts else found
 
 
 def main() -> None:

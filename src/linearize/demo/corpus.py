@@ -6,10 +6,9 @@ Nothing is downloaded, and the teacher is at home in these texts: it was trained
 from __future__ import annotations
 
 import importlib.resources
-import importlib.util
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from linearize.base import UserError
@@ -101,30 +100,6 @@ def module_sources(folder: Path) -> Iterator[tuple[str, str]]:
         if text.strip():
             parts = path.relative_to(root).with_suffix("").parts
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), text
-
-
-def package_folder(name: str) -> Path:
-    """Where an installed package lies; it is not imported.
-
-    Raises:
-        UserError: there is none of this import name, or it is a single module.
-    """
-    spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"packages: expected the import name of an installed package, found {name!r}; install it")
-    return Path(spec.submodule_search_locations[0])
-
-
-def joined(texts: Sequence[str], characters: int) -> list[str]:
-    """Texts next to each other as one, each of at least so many characters; a last one that stays shorter is kept."""
-    found: list[str] = []
-    parts: list[str] = []
-    for text in texts:
-        parts.append(text)
-        if sum(map(len, parts)) >= characters:
-            found.append("\n".join(parts))
-            parts = []
-    return [*found, "\n".join(parts)] if parts else found
 
 
 def _python_files(folder: Path) -> Iterator[Path]:
