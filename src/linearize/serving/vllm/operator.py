@@ -21,25 +21,15 @@ def _mix(
     output: torch.Tensor,
     layer_name: str,
 ) -> None:
-    """Fills `output`; without metadata, which is how vLLM measures its memory, there is nothing to do."""
+    """Fill `output`; do nothing without metadata, which is how vLLM measures its memory."""
     context = get_forward_context()
     if context.attn_metadata is not None:
         layer, metadata = context.no_compile_layers[layer_name], context.attn_metadata[layer_name]
         layer.mix(query, key, value, (hidden, positions, unrotated_query, unrotated_key), output, metadata)
 
 
-def _mix_fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    hidden: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    unrotated_query: torch.Tensor | None,
-    unrotated_key: torch.Tensor | None,
-    output: torch.Tensor,
-    layer_name: str,
-) -> None:
-    """For tensors without numbers."""
+def _mix_fake(*_: torch.Tensor | str | None) -> None:
+    """Do nothing: tensors without numbers."""
 
 
 direct_register_custom_op("linearize_mixer", _mix, mutates_args=["output"], fake_impl=_mix_fake)
