@@ -182,6 +182,15 @@ def test_recipes_are_listed(command: Command) -> None:
     assert "Sliding window + Hedgehog linear attention" in lines["lolcats"]
 
 
+def test_a_reader_that_closes_the_output_is_no_bug() -> None:
+    arguments = [sys.executable, "-m", "linearize", "recipes"]
+    with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.close()
+        said = child.stderr.read()
+    assert (child.returncode, said) == (141, b"")
+
+
 def test_a_printed_recipe_is_the_recipe(command: Command, tmp_path: Path) -> None:
     done = command("recipes", "lolcats")
     assert (done.status, done.err) == (0, "")

@@ -18,6 +18,8 @@ from linearize_cli.options import note
 
 __all__ = ["app", "main"]
 
+CLOSED_PIPE = 141  # 128 + SIGPIPE, as shells report it
+
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Return whether memory ran out: of a GPU, of a CPU (torch has no error class for it), or of Python."""
@@ -27,7 +29,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def main() -> None:
-    """Exit status 0: done. 2: the user can fix it, one line says how. 1: a bug, with its traceback."""
+    """Run the command line, and exit with a status.
+
+    0: done. 2: the user can fix it, one line says how. 1: a bug, with its traceback. 130: Ctrl-C. 141: the reader of
+    the output closed it.
+    """
     # torch's threads wait for one another in a loop, 100 times as long by default, and if another program has the core
     # of the one they wait for, the loop is all that runs. Read when torch is loaded; benchmarks/neighbours.py.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -56,6 +62,8 @@ def main() -> None:
     except SystemExit as status:
         if status.code == 130:  # typer's own for Ctrl-C
             note("interrupted; run the same command again to resume")
+        elif status.code == 1:  # typer's own if whoever reads the output closed it, as `| head` does
+            sys.exit(CLOSED_PIPE)
         raise
     finally:
         sys.stdout, sys.stderr = out, errors

@@ -67,8 +67,10 @@ def recipes(name: Annotated[str | None, typer.Argument(help="print this one as Y
     from linearize.recipe import Recipe, recipe_names, recipe_text
 
     if name is None:
-        for known in recipe_names():
-            typer.echo(f"{known:20} {Recipe.load(known).description}")
+        names = recipe_names()
+        width = max(map(len, names))
+        for known in names:
+            typer.echo(f"{known:{width}}  {Recipe.load(known).description}")
     elif name in recipe_names():
         typer.echo(recipe_text(name), nl=False)
     else:
@@ -336,8 +338,10 @@ def frontier(
 ) -> None:
     """Draw quality against bytes: a KV budget allocated per head and per layer, beside one window of as many bytes.
 
-    Each is measured before fine-tuning; then the window and both allocations are fine-tuned on the same tokens
-    (--set finetune=null skips this). Layers with full attention grow: their bytes are those at memory.reference_length.
+    Each is measured before fine-tuning. Then the window and both allocations are fine-tuned on the same tokens.
+    --set finetune=null skips this.
+
+    Layers with full attention grow. Their bytes are those at memory.reference_length.
     """
     chosen = recipe_of(recipe, set_, {"data.dataset": dataset, "seed": seed})
 
