@@ -229,7 +229,7 @@ def test_the_closer_look_at_a_student_that_is_its_teacher(teacher: PreTrainedMod
     for test in found.retrieval:
         assert test.models["student"] == test.models["teacher"]
         assert test.recovery is None or test.recovery.mean == pytest.approx(1)
-    assert found.not_measured == {"tasks": "none asked for; name some by --tasks or evaluation.tasks"}
+    assert found.not_measured == {"tasks": "no task was named; use --tasks or evaluation.tasks"}
     plain = found.to_json()
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
 

@@ -28,4 +28,4 @@ def test_evaluation_pages_are_what_the_command_writes(folder: str) -> None:
 def test_the_page_of_a_run_is_made(folder: str) -> None:
     page = render([load_run(FOLDERS[folder])])
     assert "Copying random tokens from beyond the window" in page
-    assert ("Heads that stand out" in page) == ("pycode" in folder)
+    assert ("Heads with the largest output errors" in page) == ("pycode" in folder)

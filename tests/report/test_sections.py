@@ -126,6 +126,17 @@ def test_transfer_is_told_layer_by_layer(read: Read) -> None:
     assert "Highest after transfer: layer 5, 1,080.0" in found.svg
 
 
+def test_a_run_without_training_says_so(read: Read) -> None:
+    run = read()
+    assert run.recipe is not None
+    untrained = run.recipe.model_copy(update=dict.fromkeys(("transfer", "adapt", "finetune")))
+    said = training.training([replace(run, recipe=untrained, stages={})])
+    assert texts(said.blocks) == ["Nothing was trained in this run."]
+    assert texts(training.training([replace(run, stages={})]).blocks) == [
+        "What the stages did is not in the files: the run's own folder contains it (result.json)."
+    ]
+
+
 @pytest.mark.parametrize("batches", [(1,), (2, 8)])
 def test_the_smallest_batch_is_drawn_and_all_are_in_the_table(read: Read, batches: tuple[int, ...]) -> None:
     entries = sample.evaluation()["speed"][:6]

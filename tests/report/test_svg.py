@@ -88,5 +88,15 @@ def test_scales_fit_their_numbers() -> None:
 def test_a_title_that_would_run_into_the_next_panel_is_cut_from_the_front() -> None:
     panels = [Panel(f"{'long ' * 40}{name}", [[0.5] * 4], ["0"], ["a", "b", "c", "d"]) for name in ("one", "two")]
     drawing = str(heatmaps("a", "b", panels, Scale.even("s", low=0.0, high=1.0), row_title="r", column_title="c"))
-    titles = re.findall(r">(\u2026[^<]*)</text>", drawing)
-    assert [title[-3:] for title in titles] == ["one", "two"] and all(len(title) <= 40 for title in titles)
+    titles = re.findall(r">([^<]*long[^<]*|one|two)</text>", drawing)
+    assert [title[0] == "\u2026" for title in titles] == 2 * [True, False, False], "three lines of each title"
+    assert [title[-3:] for title in titles[2::3]] == ["one", "two"] and all(len(title) <= 30 for title in titles)
+
+
+def test_a_title_and_a_legend_that_are_too_long_have_several_lines() -> None:
+    panel = Panel("window only, untrained", [[0.1, 0.5]], ["0"], ["a", "b"])
+    scale = Scale.fitting("attention weight", [0.001, 0.5])
+    drawing = str(heatmaps("a", "b", [panel], scale, row_title="r", column_title="c"))
+    lines = re.findall(r">([^<]+)</text>", drawing)
+    for words in ("window only, untrained", "attention weight (logarithmic)"):
+        assert words not in lines and set(words.split()) <= {word for line in lines for word in line.split()}

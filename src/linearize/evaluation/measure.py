@@ -249,7 +249,7 @@ def _examined(
         else:
             reasons |= {"agreement": "no teacher at hand", "generations": "no teacher at hand"}
         if not config.tasks:
-            reasons["tasks"] = "none asked for; name some by --tasks or evaluation.tasks"
+            reasons["tasks"] = "no task was named; use --tasks or evaluation.tasks"
         elif world().main or is_sharded(student):  # lm-eval's questions are not shared
             found["tasks"] = _benchmarks(models, tokenizer, config, seed)
     return found | {"retrieval": _retrieval(opened, rows, tokenizer, sizes, config, seed)}

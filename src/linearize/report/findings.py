@@ -356,8 +356,8 @@ def outliers(run: RunFiles) -> Finding | None:
         return None
     worst = sorted(far, reverse=True)[:MOST_WORST]
     heads = [f"layer {layer} head {head} ({share(x, 1)})" for x, (layer, head) in worst]
-    words = f"Heads that stand out, by how far their outputs are from softmax attention's: {', '.join(heads)}"
-    return Finding("fact", f"{words} of the mean square; the median head by {share(middle, 1)}.")
+    words = f"Heads with the largest output errors, relative to softmax attention: {', '.join(heads)}"
+    return Finding("fact", f"{words} of the mean square; the median head has {share(middle, 1)}.")
 
 
 def benchmarks(run: RunFiles) -> dict[tuple[str, str, str], BenchmarkResult]:

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite, nan
+from textwrap import wrap
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
@@ -23,7 +24,8 @@ Grid = Sequence[Sequence[Number | None]]
 
 _RIGHT, _MARGIN, _LEGEND = 22, 70, 64  # pixels: between panels; above and below one; height of the legend
 _ROOMY = 34  # a cell as wide as this has room for its number
-_LETTER = 7.2  # width of a letter of a tick label
+_LETTER = 7.2  # width of a letter of a label
+_LINE, _MOST_LINES = 15, 3  # height of a further line of a title, and most lines of it
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,11 @@ def heatmaps(
     across, cell, tall = _cell_sizes(panels)
     width = across * _panel_width(panels, cell)
     down = ceil(len(panels) / across)
-    height = down * (tall * max(len(panel.rows) for panel in panels) + _MARGIN) + _LEGEND
+    titles = [_title_lines(panel, cell) for panel in panels]
+    legend_title = wrap(scale.title, max(int(width / _LETTER), 1))
+    margin = _MARGIN + _LINE * (max(map(len, titles)) - 1)
+    height = down * (tall * max(len(panel.rows) for panel in panels) + margin) + _LEGEND
+    height += _LINE * (len(legend_title) - 1)
 
     def paint(figure: Figure) -> None:
         axes = list(figure.subplots(down, across, squeeze=False).flat)
@@ -87,11 +93,13 @@ def heatmaps(
             axis.set_visible(False)
         for index, (axis, panel) in enumerate(zip(axes, panels, strict=False)):
             _draw_panel(axis, panel, scale, cell, tall)
+            axis.set_title("\n".join(titles[index]))
             axis.set_xlabel(column_title)
             if index % across == 0:
                 axis.set_ylabel(row_title)
         colours = ScalarMappable(BoundaryNorm(scale.edges, LEVELS), _colours())
-        bar = figure.colorbar(colours, ax=axes, location="bottom", aspect=30, spacing="uniform", label=scale.title)
+        bar = figure.colorbar(colours, ax=axes, location="bottom", aspect=30, spacing="uniform")
+        bar.set_label("\n".join(legend_title))
         marked = [scale.edges[0], scale.edges[LEVELS // 2], scale.edges[LEVELS]]
         bar.set_ticks(marked, labels=[scaled(edge, digits=2) for edge in marked])
         bar.ax.tick_params(length=0)
@@ -125,6 +133,15 @@ def _panel_width(panels: Sequence[Panel], cell: Number) -> Number:
     return max(58.0, 30 + _LETTER * names) + _RIGHT + cell * max(len(panel.columns) for panel in panels)
 
 
+def _title_lines(panel: Panel, cell: Number) -> list[str]:
+    """Return the title in lines that fit above the cells of a panel; of a title with more lines, the last ones."""
+    letters = int((cell * len(panel.columns) + _RIGHT) / _LETTER)
+    lines = wrap(panel.title, max(letters - 1, 1)) or [""]
+    if len(lines) <= _MOST_LINES:
+        return lines
+    return [f"\N{HORIZONTAL ELLIPSIS}{lines[-_MOST_LINES]}", *lines[1 - _MOST_LINES :]]
+
+
 def _colours() -> Colormap:
     return ListedColormap([colour(f"h{level}") for level in range(LEVELS)]).with_extremes(bad=colour("empty"))
 
@@ -142,10 +159,6 @@ def _draw_panel(axis: Axes, panel: Panel, scale: Scale, cell: Number, tall: Numb
                 axis.text(x + 0.5, y + 0.5, short(value), ha="center", va="center_baseline", fontsize=11, color=ink)
     axis.set_xlim(0, len(panel.columns))
     axis.set_ylim(len(panel.rows), 0)
-    fitting = int(_panel_width([panel], cell) / _LETTER)
-    axis.set_title(
-        panel.title if len(panel.title) <= fitting else f"\N{HORIZONTAL ELLIPSIS}{panel.title[1 - fitting :]}"
-    )
     axis.tick_params(length=0)
     for spine in axis.spines.values():
         spine.set_visible(False)

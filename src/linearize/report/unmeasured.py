@@ -73,7 +73,7 @@ def missing_sections(run: RunFiles) -> list[str]:
 
 def missing_controls(runs: Sequence[RunFiles]) -> list[Text]:
     return [
-        Text(f"Not measured{f' for {run.name}' if run.group else ''}: {', '.join(missing)}.", tone="missing")
+        Text(f"Not measured{f' for {run.name}' if run.group else ''}: {'; '.join(missing)}.", tone="missing")
         for run in runs
         if (missing := run.results.missing)
     ]

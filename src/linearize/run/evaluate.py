@@ -369,12 +369,13 @@ def provenance(
     recipe: Recipe, dataset: Dataset, device: torch.device, seconds: float, command: str | None
 ) -> Provenance:
     """Return what a measurement rests on."""
+    threads = torch.get_num_threads()
     return Provenance(
         command=command,
         versions=versions(),
         seed=recipe.seed,
         data=dataset.fingerprint,
         tokens=dataset.test.num_tokens,
-        device=f"{device.type}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device),
+        device=str(device) if device.type != "cpu" else f"cpu, {threads} thread{'s' if threads > 1 else ''}",
         seconds=seconds,
     )

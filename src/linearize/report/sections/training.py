@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from linearize.report.figures import Line, LinePanel, curves
-from linearize.report.html import Block, Figure, Section, Table
-from linearize.report.load import RunFiles
+from linearize.report.html import Block, Figure, Section, Table, Text
+from linearize.report.load import TRAINING_STAGES, RunFiles
 from linearize.report.numbers import Number, count, duration, loss, plain, share
 from linearize.report.unmeasured import not_measured
 
@@ -36,8 +36,10 @@ def training(runs: Sequence[RunFiles]) -> Section:
     transferred = [run for run in runs if "transfer" in run.stages and run.stages["transfer"].result]
     if transferred:
         blocks.append(_units(transferred))
+    untrained = [run for run in runs if run.recipe and not any(getattr(run.recipe, x) for x in TRAINING_STAGES)]
+    blocks += [Text(f"{run.prefix}Nothing was trained in this run.", tone="missing") for run in untrained]
     blocks += not_measured(runs, "curves", lambda run: run in with_curves or not run.stages)
-    blocks += not_measured(runs, "training", lambda run: run.stages)
+    blocks += not_measured(runs, "training", lambda run: run.stages or run in untrained)
     return Section("training", "Training", blocks)
 
 
