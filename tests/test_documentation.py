@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from linearize.configs.feature_maps import FEATURE_MAP_CONFIGS
 from linearize.recipe import Recipe, parse_overrides, recipe_names
 from linearize_cli import app
 
@@ -56,6 +57,12 @@ def test_the_reference_is_that_of_the_code(name: str) -> None:
     made = runpy.run_path(str(ROOT / "scripts" / "write_reference.py"))["PAGES"][name]()
     committed = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
     assert made == committed, "python scripts/write_reference.py"
+
+
+def test_the_reference_has_every_feature_map() -> None:
+    page = (ROOT / "docs" / "reference" / "recipe.md").read_text(encoding="utf-8")
+    types = [config.model_fields["type"].default for config in FEATURE_MAP_CONFIGS]
+    assert types and [name for name in types if f"**`type: {name}`**" not in page] == []
 
 
 def test_the_diagrams_are_those_of_the_script() -> None:

@@ -35,11 +35,13 @@ from linearize.configs.spans import NoSpan, SlidingSpan, Span, TerracedSpan
 
 
 class _AnyFeatureMap:
-    """For pydantic: any of the registered feature maps, told apart by their `type`."""
+    """For pydantic: any of the registered feature maps, told apart by their `type`. `table` lists them."""
 
-    @staticmethod
-    def __get_pydantic_core_schema__(source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        any_map: Any = reduce(lambda one, other: one | other, cast(list[Any], FEATURE_MAP_CONFIGS))
+    table = FEATURE_MAP_CONFIGS  # scripts/write_reference.py reads it too
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        any_map: Any = reduce(lambda one, other: one | other, cast(list[Any], cls.table))
         return handler.generate_schema(Annotated[any_map, Field(discriminator="type")])
 
 
