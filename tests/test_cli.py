@@ -511,6 +511,15 @@ def test_an_interrupt_says_how_to_go_on(command: Command, tmp_path: Path, monkey
     assert (done.status, done.err) == (130, "interrupted; run the same command again to resume\n")
 
 
+def test_an_interrupt_of_a_command_that_does_not_resume(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("linearize.run.evaluate.bench", interrupt)
+    done = command("bench", "RUN")
+    assert (done.status, done.err) == (130, "interrupted\n")
+
+
 # --- broken off -------------------------------------------------------------------------------------------------------
 
 STAGES = ("transfer", "finetune", "controls/teacher_finetuned", "controls/window_finetuned")

@@ -18,6 +18,7 @@ from linearize_cli.options import note
 
 __all__ = ["app", "main"]
 
+RESUMED = {"run", "convert", "frontier", "demo"}  # commands that continue what was interrupted
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as shells report it
 
 
@@ -61,7 +62,8 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as status:
         if status.code == 130:  # typer's own for Ctrl-C
-            note("interrupted; run the same command again to resume")
+            resumes = set(sys.argv[1:2]) <= RESUMED
+            note(f"interrupted{'; run the same command again to resume' if resumes else ''}")
         elif status.code == 1:  # typer's own if whoever reads the output closed it, as `| head` does
             sys.exit(CLOSED_PIPE)
         raise
