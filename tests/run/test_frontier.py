@@ -92,6 +92,8 @@ def test_without_training(tmp_path: Path) -> None:
     found = frontier(job(tmp_path / "out", finetune=None), [0.25], reference=REFERENCE, command="")
     assert {name for _, name, _ in points(found)} == {"window", WINDOW, ALLOCATED, LAYERS}
     assert not any(point["trained"] for point in found["points"]) and found["tokens"] is None
+    page = words.page(found)
+    assert words.FINE_TUNED not in page and "fine-tuned" not in page
 
 
 @pytest.mark.parametrize("read", [words.page, words.figure])
@@ -108,6 +110,7 @@ def test_what_is_written(made: tuple[Run, dict[str, Any]], read: Callable[[dict[
         assert f"| 25% | {ALLOCATED}, fine-tuned | " in text and f"over a window of {REFERENCE}" in text
         assert text.count("\n| 75% |") == sum(point["fraction"] == 0.75 for point in stored["points"])
         assert "- 25%: " in text
+        assert words.FINE_TUNED in text
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

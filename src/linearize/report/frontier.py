@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from io import StringIO
+from itertools import compress
 from typing import Any
 
 import matplotlib
@@ -14,12 +15,13 @@ from rich.table import Table
 
 from linearize.report.numbers import scaled
 
+FINE_TUNED = "the same, all fine-tuned"
 COLUMNS = (
     "of the cache",
     "state",
     "bytes",
     "long-context gain retained",
-    "the same, all fine-tuned",
+    FINE_TUNED,
     "copying",
     "needle",
 )
@@ -40,33 +42,44 @@ LINES = {
 def table(about: dict[str, Any]) -> Table:
     """For the terminal."""
     shown = Table(title=f"quality against bytes, of the teacher's cache at {about['length']:,} tokens")
-    for column in COLUMNS:
+    columns, rows = _shown(about)
+    for column in columns:
         shown.add_column(column)
-    for cells in _rows(about):
+    for cells in rows:
         shown.add_row(*cells)
     return shown
+
+
+def _shown(about: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and rows; without fine-tuning, its column is left out."""
+    rows = [list(row) for row in _rows(about)]
+    kept = [name != FINE_TUNED or about["tokens"] is not None for name in COLUMNS]
+    return list(compress(COLUMNS, kept)), [list(compress(row, kept)) for row in rows]
 
 
 def page(about: dict[str, Any]) -> str:
     """In Markdown."""
     window, tokens = about["reference"], about["tokens"]
-    trained = "" if tokens is None else f" Fine-tuning took {tokens:,} tokens."
+    both = "then the same with all of them fine-tuned on the same tokens"
+    trained = "" if tokens is None else f"; {both}"
+    columns, rows = _shown(about)
     lines = [
         "# Quality against bytes of state",
         "",
         f"Long-context gain retained: the share, beyond position {2 * window}, of what the teacher gains over a window "
-        f"of {window}, both before fine-tuning; then the same with all of them fine-tuned on the same tokens. "
+        f"of {window}, both before fine-tuning{trained}. "
         f"Copying: the share of the teacher's gain on random tokens copied from {2 * window} back. Needle: the share "
         f"of the teacher's right answers to needles beyond {window} tokens. In brackets: 95 % bootstrap intervals."
-        f"{trained}",
+        f"{'' if tokens is None else f' Fine-tuning took {tokens:,} tokens.'}",
         "",
         "![quality against bytes](frontier.svg)",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"|{' --- |' * len(COLUMNS)}",
-        *(f"| {' | '.join(cells)} |" for cells in _rows(about)),
+        f"| {' | '.join(columns)} |",
+        f"|{' --- |' * len(columns)}",
+        *(f"| {' | '.join(cells)} |" for cells in rows),
         "",
-        "Window + pairs for text, the same in every KV head; then pairs for recall of each, layers separated by |:",
+        "Pairs of each KV head: the window + the pairs for text, the same in every head; then the pairs for recall of "
+        "each head, with | between layers. Per layer: the layers with full attention, and the window of the others.",
         "",
         *(f"- {float(fraction):.0%}: {_heads(chosen)}" for fraction, chosen in about["chosen"].items()),
         "",

@@ -26,7 +26,7 @@ def timed(bench: Bench) -> Group:
         batch = [entry for entry in entries if entry.batch_size == size]
         found = [memory(batch), *faster(batch, crossover)]
         lines += [f"- Batch of {size}: {finding.words}" for finding in found if finding is not None]
-    rounds = f"{entries[0].new_tokens} tokens behind each prompt, {bench.repeats} rounds ({bench.setting})"
+    rounds = f"{entries[0].new_tokens} tokens generated after each prompt, {bench.repeats} rounds ({bench.setting})"
     return Group(_table(tables.speed([(None, entries)])), *map(_text, [*lines, f"- {rounds}."]))
 
 
