@@ -227,6 +227,8 @@ def _probed(
         mixer.normalizer = NoNorm(NoNormalizer(), mixer.shape)
     if getattr(mixer, "scorer", None) is not None:
         mixer.scorer = _OfLastRow(mixer.scorer)
+    if getattr(mixer.combine, "sink_value", None) is not None:  # a learned sink is no key
+        mixer.combine.sink_value.data.zero_()
     state, before = None, range(0)
     for start in range(0, length, QUERIES):
         queries = slice(start, min(start + QUERIES, length))

@@ -19,6 +19,7 @@ from linearize.evaluation.controls import (
     SINKS,
     control_span,
     equal_bytes_plan,
+    exact_plan,
     window_only,
     window_only_plan,
     window_reach,
@@ -95,6 +96,24 @@ def test_without_the_linear_part_softmax_is_masked(
         assert_close(logits(model), expected)
     for other in (logits(student), logits(teacher)):
         assert (other - expected).abs().max() > 0.1  # the linear part, and the keys beyond the window, matter
+
+
+def test_without_the_linear_part_a_learned_sink_stays_in_the_window() -> None:
+    """And goes where there is no window, whose scale it has not."""
+    teacher = tiny.llama().double()
+    student = tiny.moved_student(teacher, mixer__combine__learned_sink=True)
+    plan = tuple(layer.mixer.config for layer in linearized_layers(student).values())
+    window = plan[0].model_copy(update={"feature_map": None, "combine": WindowOnly(learned_sink=True)})
+    expected = convert_layers(teacher, (window,) * 2)
+    for one, other in zip(*(linearized_layers(model).values() for model in (student, expected)), strict=True):
+        for name in ("sink_logit", "sink_value"):
+            other.mixer.combine.get_parameter(name).data.copy_(one.mixer.combine.get_parameter(name))
+    with without_linear_part(student):
+        assert_close(logits(student), logits(expected))
+    assert not any(mixer.learned_sink for mixer in each_mixer(exact_plan(plan)))
+    alone = tiny.moved_student(teacher, mixer__span={"type": "none"}, mixer__combine__learned_sink=True)
+    with without_linear_part(alone) as model:
+        assert not any(layer.mixer.config.learned_sink for layer in linearized_layers(model).values())
 
 
 def test_pure_linear_attention_is_compared_with_a_default_window() -> None:

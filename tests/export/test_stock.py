@@ -102,6 +102,7 @@ _HEDGEHOG = MixerConfig(span=SlidingSpan(window_size=WINDOW), feature_map=Hedgeh
         (head_mixer(16, 8, 0), r"a KV cache with eviction \(8 pairs per head\)"),
         (_HEDGEHOG, "a linear part .feature_map `hedgehog`."),
         (_HEDGEHOG.model_copy(update={"span": SlidingSpan(window_size=3)}), "a linear part"),
+        (_HEDGEHOG.model_copy(update={"combine": SharedDenominator(learned_sink=True)}), "a linear part"),
         (head_mixer(16, 0, 2), "2 first tokens kept as sinks, which memory.learned_sink=true"),
     ],
 )

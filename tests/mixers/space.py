@@ -110,7 +110,7 @@ NORMALIZERS = st.one_of(
     st.builds(RmsNormalizer, output_gate=st.booleans()),
 )
 COMBINES = st.one_of(
-    st.builds(SharedDenominator),
+    st.builds(SharedDenominator, learned_sink=st.booleans()),
     st.builds(AbsoluteScale),
     st.builds(Mix),
     st.builds(Add),
@@ -169,7 +169,7 @@ def beside_a_cache(draw: st.DrawFn) -> MixerConfig:
 def sums_of_exponentials(draw: st.DrawFn) -> MixerConfig:
     """Exponential features whose weights are divided by their sum, in any combination that is not refused."""
     span = draw(SPANS)
-    windowless = st.sampled_from([SharedDenominator(), Add()])
+    windowless = st.sampled_from([SharedDenominator(), SharedDenominator(learned_sink=True), Add()])
     combine = draw(windowless if isinstance(span, NoSpan) else COMBINES)
     decay = draw(DECAYS.filter(lambda decay: decay is None or not decay.values))
     scale = draw(st.sampled_from(["none", "head_dim", "regla"]))

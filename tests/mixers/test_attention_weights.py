@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tests.oracles.heads import Inputs
 LENGTH = 12
 DOCUMENTS = [[[*range(LENGTH)]], [[1, 2, 3, 5], [6, 7, 8, 9, 10, 11]]]
 SLIDING = {"type": "sliding", "window_size": 3, "sinks": 1}
+LEARNED = {"type": "shared_denominator", "learned_sink": True}
 CASES: dict[str, dict[str, Any]] = {
     "hedgehog, shared": {"span": SLIDING},
     "taylor, mix": {"span": SLIDING, "feature_map": {"type": "taylor2"}, "combine": {"type": "mix"}},
@@ -49,6 +51,12 @@ CASES: dict[str, dict[str, Any]] = {
         "feature_map": {"type": "performer"},
         "combine": {"type": "absolute_scale"},
         "decay": {"type": "fixed"},
+    },
+    "hedgehog, learned sink": {"span": SLIDING, "combine": LEARNED},
+    "taylor, learned sink, no window": {
+        "span": {"type": "none"},
+        "feature_map": {"type": "taylor2"},
+        "combine": LEARNED,
     },
     "performer, no window": {"span": {"type": "none"}, "feature_map": {"type": "performer"}},
 }
@@ -94,7 +102,16 @@ def test_weights_are_those_that_the_mixer_uses(case: str) -> None:
         teacher[:, :, block.queries, block.keys] = softmax_weights(scores, block.visible)
         covered += block.queries.stop - block.queries.start
     x = Inputs(inputs.q, inputs.k, inputs.v, inputs.scaling, inputs.softcap, inputs.hidden)
-    expected = mixer_weights(mixer.config, weights_of(mixer), x, DOCUMENTS)
+    own = weights_of(mixer)
+    if mixer.config.learned_sink:  # without its value, what is missing to 1 is its weight
+        own = replace(own, sink_value=torch.zeros_like(own.sink_value))
+    expected = mixer_weights(mixer.config, own, x, DOCUMENTS)
+    if mixer.config.learned_sink:
+        for row, documents in enumerate(DOCUMENTS):
+            for slots in documents:
+                missing = 1 - expected[row, :, slots].sum(-1)
+                assert missing.min() > 1e-4
+                expected[row, :, slots, slots[0]] += missing
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(teacher, softmax_oracle(x, DOCUMENTS), rtol=0, atol=1e-10)
     assert covered == LENGTH

@@ -295,6 +295,7 @@ def test_one_document_takes_two_matrix_products() -> None:
         ("update", DeltaUpdate(), "update: expected `additive`.*found `delta`"),
         ("combine", Mix(), "combine: expected `add` or `shared_denominator`.*found `mix`"),
         ("combine", WindowOnly(), "combine: expected `add` or `shared_denominator`.*found `window_only`"),
+        ("combine", SharedDenominator(learned_sink=True), "combine.learned_sink: expected false.*found `true`"),
     ],
 )
 def test_parts_that_need_an_order_are_refused(field: str, part: Config, message: str) -> None:

@@ -150,7 +150,7 @@ PRODUCT: dict[str, list[Any]] = {
     ],
     "update": [AdditiveUpdate(), DeltaUpdate(), DeltaUpdate(key_norm="sum")],
     "normalizer": [SumNormalizer(), NoNormalizer(), GroupNormalizer(), RmsNormalizer()],
-    "combine": [SharedDenominator(), AbsoluteScale(), Mix(), Add(), WindowOnly()],
+    "combine": [SharedDenominator(), SharedDenominator(learned_sink=True), AbsoluteScale(), Mix(), Add(), WindowOnly()],
 }
 
 
@@ -171,17 +171,18 @@ def product() -> tuple[list[MixerConfig], Counter[str]]:
 
 def test_every_combination_is_accepted_or_refused_with_a_reason(product: tuple[list[MixerConfig], Counter]) -> None:
     accepted, refused = product
-    assert len(accepted) + refused.total() == 3 * 19 * 8 * 3 * 4 * 5 == 27_360
+    assert len(accepted) + refused.total() == 3 * 19 * 8 * 3 * 4 * 6 == 32_832
     of_products = {reason for reason in REASONS if not reason.startswith(("cache:", "state_dtype"))}
     assert set(refused) == of_products, "each of the reasons, and no other"
-    # By hand. Of spans and combinations there are 3 with `add`, 2 with `mix`, 3 with `shared_denominator`.
+    # By hand. Of spans and combinations there are 3 with `add`, 2 with `mix`, 3 with `shared_denominator`, and 3 with a
+    # learned sink beside it.
     # The delta rule: 3 normalizers, 5 decays; 18 maps with l2, and 13 with `sum`, without the 5 of mixed signs.
     delta = (3 + 2) * 3 * 5 * (18 + 13)
     # The absolute scale: 2 spans, 6 decays, and the 5 maps of exponentials.
     absolute = 2 * 6 * 5
     # Other normalizers than `sum`: 8 decays. `sum`: 6 decays and the 13 maps that are not signed; rfa cannot share.
-    additive = (3 + 2) * 3 * 8 * 18 + 6 * (12 * (3 + 2 + 3) + (3 + 2))
-    assert len(accepted) == delta + additive + absolute + 2 == 5153, "and the window alone, with either span"
+    additive = (3 + 2) * 3 * 8 * 18 + 6 * (12 * (3 + 2 + 3 + 3) + (3 + 2))
+    assert len(accepted) == delta + additive + absolute + 2 == 5369, "and the window alone, with either span"
 
 
 def test_what_is_accepted_has_every_part(product: tuple[list[MixerConfig], Counter]) -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from linearize.configs.feature_maps import HedgehogMap
+from linearize.configs.feature_maps import ExpMap, FeatureMapConfig, HedgehogMap
 from linearize.configs.mixer import MixerConfig
-from linearize.configs.mixer_parts import WindowOnly
+from linearize.configs.mixer_parts import SharedDenominator, WindowOnly
 from linearize.configs.shape import LayerShape
 from linearize.configs.spans import NoSpan, SlidingSpan, Span, TerracedSpan
 from linearize.mixers.inputs import AttnInputs
-from tests.mixers.forms import FP64, assert_near, check_calls, check_short_prompts, in_calls
+from tests.mixers.forms import FP64, assert_near, check_calls, check_oracle, check_short_prompts, in_calls
 from tests.mixers.space import Drawn, make_drawn
 from tests.ops.cases import SIDE_BY_SIDE, documents_of
 from tests.oracles.attention import lolcats_layer, window_partial
@@ -121,6 +121,60 @@ def test_a_learned_sink_has_gradients() -> None:
 
     inputs = (combine.sink_logit, combine.sink_value, x.q, x.k, x.v)
     assert torch.autograd.gradcheck(output, [tensor.detach().requires_grad_() for tensor in inputs])
+
+
+def with_sink(span: Span, styles: tuple[str, ...], length: int, seed: int, **fields: object) -> Drawn:
+    """A linear part, beside a window or alone, and a learned sink."""
+    config = {"feature_map": HedgehogMap(feature_dim=4), "combine": SharedDenominator(learned_sink=True)}
+    documents = [documents_of(style, length, random.Random(seed)) for style in styles]
+    return make_drawn(MixerConfig(span=span, **config | fields), SHAPE, documents, length, seed)
+
+
+@pytest.mark.parametrize("feature_map", [HedgehogMap(feature_dim=4), ExpMap()], ids=lambda x: x.type)
+@each_span
+def test_a_learned_sink_beside_a_linear_part(span: Span, feature_map: FeatureMapConfig) -> None:
+    """By the oracle, also where the sink is far larger or smaller than all keys; and in calls."""
+    for seed, shift in ((1, 0), (3, 30), (4, -30)):
+        case = with_sink(span, ("full", "left", "mixed"), 20, seed, feature_map=feature_map)
+        with torch.no_grad():
+            case.mixer.combine.sink_logit.add_(shift)
+        check_oracle(case)
+    check_calls(with_sink(span, ("full", "full"), 30, 1, feature_map=feature_map), range(1, 30))
+    check_short_prompts(with_sink(span, ("full", "full"), 20, 1, feature_map=feature_map), [5])
+
+
+@pytest.mark.parametrize("span", SPANS[:1] + SPANS[3:5], ids=str)
+def test_a_learned_sink_beside_a_linear_part_has_gradients(span: Span) -> None:
+    """Beside padding too, which gives none."""
+    case = with_sink(span, ("interior",), 12, 1)
+    x, named = case.inputs, dict(case.mixer.named_parameters())
+    names = ["combine.sink_logit", "combine.sink_value", *["combine.window_factor"][: span.max_lag]]
+
+    def output(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
+        parameters = dict(zip(names, values, strict=True))
+        return torch.func.functional_call(case.mixer, parameters, (replace(x, q=q, k=k, v=v), case.layout))
+
+    for shift in (0, 3):  # neither and each of window and sink is the larger
+        logit = named["combine.sink_logit"] + shift
+        leaves = [x.q, x.k, x.v, logit, *(named[name] for name in names[1:])]
+        assert torch.autograd.gradcheck(output, [leaf.detach().requires_grad_() for leaf in leaves])
+
+
+def test_a_learned_sink_in_half_precision() -> None:
+    for span in (NoSpan(), SlidingSpan(window_size=7)):
+        case = with_sink(span, ("full",), 40, 1, state_dtype="bfloat16")
+        half = case.to(torch.bfloat16)
+        exact = half.to(torch.float64)
+        expected = exact.mixer(exact.inputs)
+        for y in (half.mixer(half.inputs), in_calls(half, range(1, 40))[0]):
+            assert y.dtype == torch.bfloat16
+            torch.testing.assert_close(y.double(), expected, rtol=2**-5, atol=2**-6)
+
+
+def test_kernels_are_not_asked_for_a_learned_sink() -> None:
+    for span in (NoSpan(), SlidingSpan(window_size=7)):
+        assert with_sink(span, ("full",), 4, 1).mixer.quotient() is None
+        assert with_sink(span, ("full",), 4, 1, combine=SharedDenominator()).mixer.quotient() is not None
 
 
 @pytest.mark.parametrize("length", [1, 65, 130])

@@ -59,6 +59,8 @@ def weights_of(mixer: LinearMixer | BidirectionalMixer) -> Weights:
         if f"combine.{name}" in state:
             found[name] = state.pop(f"combine.{name}").sigmoid()
     rename("combine.offset", "offset")
+    rename("combine.sink_logit", "sink_logit")
+    rename("combine.sink_value", "sink_value")
     rename("scorer.weight", "score_weight")
     rename("scorer.recency", "score_recency")
     rename("normalizer.weight", "norm_weight")

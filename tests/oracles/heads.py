@@ -42,6 +42,8 @@ class Weights:
     value_gate_bias: Tensor | None = None  # [Hs,D]
     write_weight: Tensor | None = None  # delta rule: [Hs,E]
     window_factor: Tensor | None = None  # shared_denominator: g in (0, 1), [H]
+    sink_logit: Tensor | None = None  # learned sink: s, [H]
+    sink_value: Tensor | None = None  # u, [G,D]
     window_weight: Tensor | None = None  # mix: s in (0, 1), [H]
     offset: Tensor | None = None  # absolute_scale: b, [H]
     norm_weight: Tensor | None = None  # rms_norm: [H,D]

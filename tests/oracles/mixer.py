@@ -54,9 +54,11 @@ def mixer_layer(
                     num, den = linear_recurrent(head, span)[:2] if recurrent else linear_quadratic(head, span)
                 for n, slot in enumerate(slots):
                     window = window_num[row, h, slot], float(window_den[row, h, slot])
+                    top = float(largest_score[row, h, slot])
+                    if getattr(config.combine, "learned_sink", False):
+                        window, top = with_sink(config, weights, h, window, top)
                     if head is not None and head.exponential and config.normalizer.type == "sum":
                         linear = recurred(head, num[n], float(den[n]), n) if recurrent else None
-                        top = float(largest_score[row, h, slot])
                         y[row, h, slot] = _weighted(config, weights, h, head, far[n], n, window, top, linear)
                         continue
                     y[row, h, slot] = _combined(
@@ -69,6 +71,27 @@ def mixer_layer(
                         hidden=None if inputs.hidden is None else inputs.hidden[row, slot],
                     )
     return y
+
+
+def with_sink(
+    config: Any, weights: Weights, h: int, window: tuple[Tensor, float], top: float
+) -> tuple[tuple[Tensor, float], float]:
+    """(num, den) of the window and the learned sink, over the larger of `top` and the sink's logit, and that number.
+
+    Without a window: e^s u and e^s as they are.
+    """
+    logit, values = float(present(weights.sink_logit)[h]), present(weights.sink_value)
+    value = values[h // (len(present(weights.sink_logit)) // len(values))].double()
+    if config.span.type == "none":
+        return (math.exp(logit) * value, math.exp(logit)), 0.0
+    (num, den), larger = window, max(top, logit)
+    sink = math.exp(logit - larger)
+    return (num * math.exp(top - larger) + sink * value, den * math.exp(top - larger) + sink), larger
+
+
+def window_factor(config: Any, weights: Weights, h: int) -> float:
+    """g; without a window, a learned sink has a weight of its own."""
+    return 1.0 if config.span.type == "none" else float(present(weights.window_factor)[h])
 
 
 def _memories(
@@ -176,7 +199,7 @@ def _weighted(
         s = float(present(weights.window_weight)[h])
         return s * near[1] + (1 - s) * linear[1]
     if combine.type == "shared_denominator":  # eq. 7: window and features each over their own maximum
-        g = float(present(weights.window_factor)[h])
+        g = window_factor(config, weights, h)
         return _together((near[0] + math.log(g), near[1]), (linear[0] - _reference(head, n), linear[1]))
     if combine.type == "absolute_scale":
         offset = float(present(weights.offset)[h])
@@ -228,7 +251,7 @@ def _combined(
         return softmax
     num, den = present(linear)
     if combine.type == "shared_denominator":
-        g = float(present(weights.window_factor)[h])
+        g = window_factor(config, weights, h)
         return (g * window_num + num) / max(g * window_den + den, 1e-6)
     if combine.type == "add":
         return softmax + normalized(config, weights, h, num, den, hidden)

@@ -14,7 +14,7 @@ from linearize.configs.mixer import MixerConfig
 from linearize.configs.shape import LayerShape
 from tests.oracles.attention import softmax_attention, window_partial
 from tests.oracles.heads import Inputs, Weights, make_head, scale_of
-from tests.oracles.mixer import bidirectional_layer, mixer_layer, normalized, span_of
+from tests.oracles.mixer import bidirectional_layer, mixer_layer, normalized, span_of, with_sink
 
 H, G, D, E, LENGTH = 4, 2, 4, 5, 9
 SHAPE = LayerShape(num_heads=H, num_kv_heads=G, head_dim=D, hidden_size=E, max_positions=16)
@@ -247,6 +247,19 @@ def test_normalizers_by_hand() -> None:
     hidden = torch.tensor([1.0, 0.0], dtype=torch.float64)
     y = normalized(config, replace(w, output_gate=gate), 0, num, 0.5, hidden)
     close(y, torch.tensor([0, 3 / 3 * 2 * math.log(3) * 0.75], dtype=torch.float64))  # mean square 5, plus eps 4
+
+
+def test_a_learned_sink_by_hand() -> None:
+    """Beside a window that weighs 1 with the value 6 and 1/2 with 0, at a largest score of 1; and by itself."""
+    w = Weights(sink_logit=torch.tensor([1.0, 1 + math.log(2)]), sink_value=torch.tensor([[3.0]]))
+    window = torch.tensor([6.0], dtype=torch.float64), 1.5
+    beside = config_of(span=SLIDING)
+    (num, den), top = with_sink(beside, w, 0, window, 1.0)
+    assert (num.item(), den, top) == (9, 2.5, 1)
+    (num, den), top = with_sink(beside, w, 1, window, 1.0)
+    assert (num.item(), den, top) == pytest.approx((3 + 3, 0.75 + 1, 1 + math.log(2)))
+    (num, den), top = with_sink(config_of(span=NO_SPAN), w, 0, (torch.zeros(1, dtype=torch.float64), 0.0), 0.0)
+    assert (num.item(), den, top) == pytest.approx((3 * math.e, math.e, 0))
 
 
 def test_scales_by_hand() -> None:

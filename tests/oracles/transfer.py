@@ -100,6 +100,8 @@ def _combined(config: Any, w: Weights, h: int, scores: Tensor, weights: Weighing
     combine = config.combine
     if combine.type == "absolute_scale":
         return _softmax(torch.where(near, scores, weights.logs + present(w.offset)[h]), near | far)
+    if combine.type == "shared_denominator" and combine.learned_sink:
+        return _with_sink(w, h, scores, weights, near, far)
     if combine.type == "shared_denominator":
         g, top = present(w.window_factor)[h], torch.where(near, scores, -torch.inf).amax(-1, keepdim=True)
         window = scores - top.clamp_min(-1e300)
@@ -112,6 +114,21 @@ def _combined(config: Any, w: Weights, h: int, scores: Tensor, weights: Weighing
     assert combine.type == "mix"
     s = present(w.window_weight)[h]
     return torch.where(far.any(-1, keepdim=True), s * window + (1 - s) * alone, window)
+
+
+def _with_sink(w: Weights, h: int, scores: Tensor, weights: Weighing, near: Tensor, far: Tensor) -> Tensor:
+    """Those of eq. 7 beside a learned sink, whose weight counts as the first token's [T,T]; features as they are."""
+    logit, g = present(w.sink_logit)[h], present(w.window_factor)[h]
+    rows = []
+    for n in range(len(scores)):
+        keys = [*scores[n, near[n]], logit]
+        top = torch.stack(keys).max() if near[n].any() else torch.zeros(())
+        factor = g if near[n].any() else torch.ones(())
+        row = present(weights.kernel)[n] * far[n] + factor * torch.where(near[n], (scores[n] - top).exp(), 0)
+        sink = factor * (logit - top).exp()
+        first = torch.eye(len(scores), dtype=row.dtype)[0]
+        rows.append((row + sink * first) / (row.sum() + sink))
+    return torch.stack(rows)
 
 
 @dataclass(frozen=True)

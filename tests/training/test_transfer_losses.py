@@ -141,6 +141,7 @@ def check(mixer: LinearMixer, documents: Documents, losses: Losses, reach: int |
     for name, gradient, other in zip(named, gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, other, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
         idle = "combine" in name and (mixer.config.span.type == "none" or not losses.weight_cross_entropy)
+        idle = (idle or name == "combine.sink_value") and name != "combine.sink_logit"
         assert idle or gradient.abs().max() > 1e-4, name
 
 
@@ -171,6 +172,12 @@ def test_every_map_and_span(feature_map: str, span: dict[str, Any]) -> None:
 @pytest.mark.parametrize("feature_map", ["hedgehog", "lolcat exp"])
 def test_every_combination(feature_map: str, span: dict[str, Any], combine: dict[str, Any]) -> None:
     check(make_mixer(feature_map, span, combine), PACKED, EVERYTHING)
+
+
+@pytest.mark.parametrize("documents", [PACKED, PADDED], ids=["packed", "padding"])
+@pytest.mark.parametrize("span", [NONE, SLIDING, TERRACED], ids=lambda span: span["type"])
+def test_the_weight_of_a_learned_sink_is_the_first_tokens(span: dict[str, Any], documents: Documents) -> None:
+    check(make_mixer("hedgehog", span, SHARED | {"learned_sink": True}), documents, CE)
 
 
 @pytest.mark.parametrize("decay", [None, FIXED], ids=["no decay", "fixed"])

@@ -103,7 +103,9 @@ class MixerConfig(Config):
     @property
     def any_scale(self) -> bool:
         """Return whether factors of a query's features cancel: weights have a sum of 1, or known scales."""
-        return self.sums and (isinstance(self.span, NoSpan) or not isinstance(self.combine, SharedDenominator))
+        if not isinstance(self.combine, SharedDenominator):
+            return self.sums
+        return self.sums and isinstance(self.span, NoSpan) and not self.learned_sink
 
     @property
     def keeps_maximum(self) -> bool:
@@ -126,8 +128,8 @@ class MixerConfig(Config):
 
     @property
     def learned_sink(self) -> bool:
-        """Return whether softmax has one more key than the window, which is learned."""
-        return isinstance(self.combine, WindowOnly) and self.combine.learned_sink
+        """Return whether there is one more key, which is learned: in the window, or without one in the linear part."""
+        return isinstance(self.combine, WindowOnly | SharedDenominator) and self.combine.learned_sink
 
     @property
     def reads_hidden(self) -> bool:
@@ -166,6 +168,7 @@ class MixerConfig(Config):
             ("decay", "null", self.decay is None, self.decay),
             ("update", "`additive`", isinstance(self.update, AdditiveUpdate), self.update),
             ("combine", "`add` or `shared_denominator`", without_window, self.combine),
+            ("combine.learned_sink", "false", not self.learned_sink, "true"),
         ):
             if not allowed:
                 return (

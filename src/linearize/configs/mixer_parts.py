@@ -209,11 +209,21 @@ Normalizer = SumNormalizer | NoNormalizer | GroupNormalizer | RmsNormalizer
 
 
 class SharedDenominator(Config):
-    """y = (g num_w + num_l) / (g den_w + den_l), g = sigmoid(parameter) per query head (LoLCATs eq. 7)."""
+    """y = (g num_w + num_l) / (g den_w + den_l), g = sigmoid(parameter) per query head (LoLCATs eq. 7).
+
+    A learned sink with logit s and value u is one more key of the window, so that g scales its weight too. Without a
+    window it adds e^s u to num_l and e^s to den_l.
+    """
 
     type: Literal["shared_denominator"] = "shared_denominator"
     window_factor_init: float = Field(
         default=0.1, gt=0, lt=1, description="initial g = sigmoid(parameter), per query head"
+    )
+    learned_sink: bool = Field(
+        default=False,
+        description="one more key that all queries see, in the window or, without one, in the linear part: a logit "
+        "per query head, a value per KV head. A run of a language model measures both on the teacher's first tokens "
+        "before training; for transfer block by block they start at 0",
     )
 
 

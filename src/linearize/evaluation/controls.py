@@ -16,6 +16,7 @@ from linearize.evaluation.candidates import DEFAULT_WINDOW
 from linearize.hf.attention import linearized_layers, replaced_mixers
 from linearize.hf.meta import MetaModel
 from linearize.hf.teacher import TeacherShape
+from linearize.mixers.combine import share_sinks
 from linearize.mixers.eviction_cache import copy_scorers
 from linearize.mixers.headwise import HeadwiseMixer
 from linearize.mixers.linear import LinearMixer
@@ -86,15 +87,23 @@ def copy_eviction_scores(source: PreTrainedModel, target: PreTrainedModel) -> No
 
 @contextmanager
 def without_linear_part(student: PreTrainedModel, sinks: int | None = None) -> Iterator[PreTrainedModel]:
-    """Within, every converted layer attends within its window only; all weights stay as they are."""
+    """Within, every converted layer attends within its window only; all weights stay as they are.
+
+    A learned sink that is a key of the window stays one.
+    """
+
+    def alone(mixer: MixerConfig) -> MixerConfig:
+        kept = WindowOnly(learned_sink=mixer.learned_sink and mixer.span.max_lag > 0)
+        return window_only(mixer, sinks).model_copy(update={"combine": kept})
 
     def ablated(mixer: Any) -> LinearMixer | HeadwiseMixer:
         if isinstance(mixer, HeadwiseMixer):
-            made = HeadwiseMixer(mixer.config.each(lambda part: window_only(part, sinks)), mixer.shape)
+            made = HeadwiseMixer(mixer.config.each(alone), mixer.shape)
         else:
-            made = LinearMixer(window_only(mixer.config, sinks), mixer.shape)
+            made = LinearMixer(alone(mixer.config), mixer.shape)
         if mixer.causal:
             copy_scorers(mixer, made)
+            share_sinks(mixer, made)
         return made
 
     with replaced_mixers(student, ablated):

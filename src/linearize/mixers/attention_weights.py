@@ -10,7 +10,7 @@ Axes: B batch, H query heads, Hs heads of the state, T slots, C queries of a blo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -182,11 +182,25 @@ class LinearPart:
     ) -> Float[Tensor, "B H C K"]:
         """The mixer's weights on all keys; `linear` is the partial of the far ones, and may be overwritten.
 
+        A learned sink stands for the first token of a query's document: its weight is added to that token's.
         `parameters` are those of `mixer.combine`, by name.
         """
         mixer, window = self.mixer, None
         if mixer.span.max_softmax_keys:
             weights, top = exponentials(scores, block.near)
             window = Partial(weights, weights.sum(-1), top)
+        if mixer.config.learned_sink:  # a column of its own, behind the keys
+            window = None if window is None else _one_column_more(window)
+            linear = _one_column_more(linear)
+            column = torch.arange(linear.num.shape[-1], device=linear.num.device) == linear.num.shape[-1] - 1
+            parameters = parameters | {"sink_value": column.to(linear.num).expand(mixer.shape.num_kv_heads, -1)}
         arguments = window, linear, lambda sums: mixer.normalized(sums, self.inputs), lambda: block.has_linear
-        return torch.func.functional_call(mixer.combine, parameters, arguments)
+        y = torch.func.functional_call(mixer.combine, parameters, arguments)
+        if not mixer.config.learned_sink:
+            return y
+        first = (block.near | block.far).to(torch.uint8).argmax(-1, keepdim=True)
+        return y[..., :-1].scatter_add(-1, first.expand_as(y[..., -1:]), y[..., -1:])
+
+
+def _one_column_more(part: Partial) -> Partial:
+    return replace(part, num=torch.nn.functional.pad(part.num, (0, 1)))

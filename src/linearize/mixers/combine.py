@@ -22,15 +22,61 @@ Normalize = Callable[[Partial], Tensor]
 HasLinear = Callable[[], Bool[Tensor, "#B T"]]  # which queries read keys through the linear part; few ask
 
 
-class SharedDenominatorCombine(nn.Module):
-    def __init__(self, config: SharedDenominator, shape: LayerShape) -> None:
+class WithSink(nn.Module):
+    """Base class of combinations that can have a learned sink.
+
+    Attributes:
+        sink_logit: [H], None where there is no learned sink.
+        sink_value: [G, D], None where there is no learned sink.
+    """
+
+    def __init__(self, config: SharedDenominator | WindowOnly, shape: LayerShape) -> None:
         super().__init__()
+        self.sink_logit: nn.Parameter | None = None
+        self.sink_value: nn.Parameter | None = None
+        if config.learned_sink:
+            self.sink_logit = nn.Parameter(torch.empty(shape.num_heads))
+            self.sink_value = nn.Parameter(torch.empty(shape.num_kv_heads, shape.head_dim))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the sink to 0; it is measured on the teacher (`training/learned_sinks`), or learned."""
+        for parameter in (self.sink_logit, self.sink_value):
+            if parameter is not None:
+                parameter.zero_()
+
+    def with_sink(self, part: Partial, sees: Bool[Tensor, "#B #H T"]) -> Partial:
+        """Add the sink as one more key of the queries where `sees` is true; there must be one.
+
+        Whichever of sink and largest key is larger has weight 1, so that no exponential is too large.
+        """
+        assert self.sink_logit is not None and self.sink_value is not None
+        dtype = part.den.dtype
+        excess = torch.where(sees, in_dtype(self.sink_logit, dtype)[:, None] - part.log_scale, -torch.inf)
+        top = excess.clamp_min(0)
+        near, sink = (-top).exp(), (excess - top).exp()
+        value = repeat_kv(in_dtype(self.sink_value, dtype)[None, :, None], part.num.shape[1])
+        num = torch.addcmul(near[..., None] * part.num, sink[..., None], value)
+        return Partial(num, torch.addcmul(sink, near, part.den), part.log_scale + top)
+
+
+def share_sinks(source: Any, target: Any) -> None:
+    """Give the learned sinks of a mixer to another mixer of the same groups of heads, where it has any."""
+    for (_, trained), (_, mixer) in zip(source.parts(), target.parts(), strict=True):
+        if isinstance(mixer.combine, WithSink) and mixer.combine.sink_logit is not None:
+            mixer.combine.sink_logit, mixer.combine.sink_value = trained.combine.sink_logit, trained.combine.sink_value
+
+
+class SharedDenominatorCombine(WithSink):
+    def __init__(self, config: SharedDenominator, shape: LayerShape) -> None:
+        super().__init__(config, shape)
         self.config = config
         self.window_factor = nn.Parameter(torch.empty(shape.num_heads))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        super().reset_parameters()
         self.window_factor.fill_(_logit(self.config.window_factor_init))
 
     def forward(
@@ -38,7 +84,8 @@ class SharedDenominatorCombine(nn.Module):
     ) -> Float[Tensor, "B H T D"]:
         """Padding queries, which see no key, give zero; here as in every combination."""
         if window is None:
-            return normalize(linear)
+            return normalize(linear if self.sink_logit is None else self.with_sink(linear, has_linear()[:, None]))
+        window = window if self.sink_logit is None else self.with_sink(window, window.den > 0)
         num, factor = linear.num, self.window_factor
         factor = factor if factor.dtype == num.dtype else factor.to(num.dtype)
         g = factor.sigmoid().view(-1, 1)
@@ -100,45 +147,18 @@ class AddCombine(NoParameters):
         return normalize(linear) if window is None else _softmax(window) + normalize(linear)
 
 
-class WindowOnlyCombine(nn.Module):
-    """Softmax over the window.
-
-    Attributes:
-        sink_logit: [H], of the learned sink; None where there is none.
-        sink_value: [G, D], of the learned sink.
-    """
+class WindowOnlyCombine(WithSink):
+    """Softmax over the window, and over the learned sink where there is one."""
 
     def __init__(self, config: WindowOnly, shape: LayerShape) -> None:
-        super().__init__()
+        super().__init__(config, shape)
         self.config = config
-        self.sink_logit: nn.Parameter | None = None
-        self.sink_value: nn.Parameter | None = None
-        if config.learned_sink:
-            self.sink_logit = nn.Parameter(torch.empty(shape.num_heads))
-            self.sink_value = nn.Parameter(torch.empty(shape.num_kv_heads, shape.head_dim))
         self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Set the sink to 0; it is measured on the teacher (`training/layer_allocation`), or learned."""
-        for parameter in self.parameters():
-            parameter.zero_()
 
     def forward(
         self, window: Partial, linear: None, normalize: Normalize, has_linear: HasLinear
     ) -> Float[Tensor, "B H T D"]:
-        if self.sink_logit is None:
-            return _softmax(window)
-        assert self.sink_value is not None
-        dtype = window.den.dtype
-        excess = in_dtype(self.sink_logit, dtype)[:, None] - window.log_scale
-        # Whichever of window and sink is larger stays in scale, so that no exponential is too large.
-        top = excess.clamp_min(0).detach()
-        near = (-top).exp()
-        sink = torch.where(window.den > 0, (excess - top).exp(), 0)  # padding has output 0
-        value = repeat_kv(in_dtype(self.sink_value, dtype)[None, :, None], window.num.shape[1])
-        num = torch.addcmul(near[..., None] * window.num, sink[..., None], value)
-        return divided(num, torch.addcmul(sink, near, window.den).clamp_min(MIN_DENOMINATOR))
+        return _softmax(window if self.sink_logit is None else self.with_sink(window, window.den > 0))
 
 
 def _softmax(window: Partial) -> Tensor:

@@ -100,7 +100,7 @@ class LinearMixer(Mixer):
         self.keeps_maximum, self.maps_unrotated = config.keeps_maximum, config.maps_unrotated
         self.normalizer = NORMALIZERS[type(config.normalizer)](config.normalizer, shape)
         self.combine = COMBINES[type(config.combine)](config.combine, shape)
-        self.softmax_alone = isinstance(self.combine, WindowOnlyCombine) and self.combine.sink_logit is None
+        self.softmax_alone = isinstance(self.combine, WindowOnlyCombine) and not config.learned_sink
 
     def forward(self, inputs: AttnInputs, layout: SequenceLayout | None = None) -> Float[Tensor, "B H T D"]:
         """Return outputs for whole documents, without a state. `layout` None: one full document per row."""
@@ -478,8 +478,10 @@ class LinearMixer(Mixer):
     def quotient(self) -> Quotient | None:
         """Return how the output is one quotient of sums, None where it is not."""
         combine = self.combine
+        if self.config.learned_sink:
+            return None
         if isinstance(combine, WindowOnlyCombine):
-            return Quotient(None, MIN_DENOMINATOR) if self.softmax_alone else None
+            return Quotient(None, MIN_DENOMINATOR)
         assert self.feature_map is not None
         least = self.feature_map.min_denominator(torch.float32)
         if not self.config.sums:
