@@ -21,7 +21,7 @@ from linearize.base import progress
 from linearize.data.rows import PackedRows
 from linearize.hf.convert import convert_layers
 from linearize.training.eviction_scores import LONGEST, REQUEST, contexts
-from linearize.training.layer_allocation import SINK_CONTEXTS, LayerMeasurements, measure_first_tokens
+from linearize.training.learned_sinks import SINK_CONTEXTS, LearnedSinks, measure_first_tokens
 from linearize.training.memory import layer_mixer
 
 
@@ -33,12 +33,12 @@ def students(teacher: PreTrainedModel, full: list[int], window: int, texts: list
         mixer = layer_mixer(window, sinks, learned_sink=learned)
         return convert_layers(teacher, tuple(None if i in full else mixer for i in range(layers))).eval()
 
-    logits, values = measure_first_tokens(student(0, learned=True), texts, window)
-    zeros = {layer: [[0.0] * len(head) for head in heads] for layer, heads in values.items()}
+    measured = measure_first_tokens(student(0, learned=True), texts, window)
+    zeros = {layer: [[0.0] * len(head) for head in heads] for layer, heads in measured.values.items()}
     found = {"none": student(0, learned=False), "the first token, kept exactly": student(1, learned=False)}
-    for name, of_sinks in (("learned logit, no value", zeros), ("learned logit and value", values)):
+    for name, of_sinks in (("learned logit, no value", zeros), ("learned logit and value", measured.values)):
         found[name] = student(0, learned=True)
-        LayerMeasurements({}, logits, of_sinks).set_sinks(found[name])
+        LearnedSinks(logits=measured.logits, values=of_sinks).apply(found[name])
     return found
 
 

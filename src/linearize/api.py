@@ -46,7 +46,7 @@ def convert(
     Args:
         tokenizer: the teacher's; needed where the recipe has `memory`, for which attention is measured on the training
             rows of `recipe.data.dataset` first. Without it, the eviction scores of a `mixer.cache` are not fitted:
-            minus the logarithm of the key's length.
+            minus the logarithm of the key's length, and learned sinks are not measured: they start at 0.
 
     Raises:
         UserError: an architecture or head that is not supported, a plan that does not fit the teacher, a recipe with
@@ -59,7 +59,8 @@ def convert(
         )
     shape = TeacherShape.from_config(teacher.config.to_dict())
     plan = resolve(recipe, shape, dtype=teacher.dtype)
-    if recipe.memory is None and (tokenizer is None or all(mixer.cache is None for mixer in each_mixer(plan))):
+    measured = any(mixer.cache is not None or mixer.learned_sink for mixer in each_mixer(plan))
+    if recipe.memory is None and (tokenizer is None or not measured):
         return convert_layers(teacher, plan, seed=recipe.seed)
     if tokenizer is None:
         raise UserError(

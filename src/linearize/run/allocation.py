@@ -1,4 +1,4 @@
-"""Measure the teacher before conversion: the allocation of the KV budget, and eviction scores."""
+"""Measure the teacher before conversion: the allocation of the KV budget, eviction scores and learned sinks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from linearize.layer_plan import convertible_layers
 from linearize.recipe import Recipe
 from linearize.run.folder import Run, write_json
 from linearize.training.allocation import Allocation, allocate
-from linearize.training.eviction_scores import EvictionScores, measure_attention
+from linearize.training.eviction_scores import EvictionScores, context_length, contexts, measure_attention
 from linearize.training.layer_allocation import LayerAllocation, allocate_layers, measure_layers
+from linearize.training.learned_sinks import LEARNED_SINKS, SINK_CONTEXTS, WINDOW, LearnedSinks, measure_first_tokens
 
 SCORES = "eviction_scores.safetensors"
 _AGAIN = "delete it, and the run measures again"
@@ -41,19 +42,23 @@ class Measured:
         layers: the layer plan.
         allocation: of the recipe's KV budget; None where the recipe has none.
         scores: of the plan's KV caches with eviction; None where it has none.
+        sinks: the plan's learned sinks; None where it has none, or `allocation` has them.
     """
 
     layers: LayerPlan
     allocation: Allocation | LayerAllocation | None = None
     scores: EvictionScores | None = None
+    sinks: LearnedSinks | None = None
 
     def convert(self, teacher: PreTrainedModel, seed: int) -> PreTrainedModel:
-        """Return a student by the plan, with its eviction scores."""
+        """Return a student by the plan, with its eviction scores and learned sinks."""
         student = convert_layers(teacher, self.layers, seed=seed)
         if self.scores is not None:
             self.scores.apply(student)
         if isinstance(self.allocation, LayerAllocation):
             self.allocation.measured.set_sinks(student)
+        if self.sinks is not None:
+            self.sinks.apply(student)
         return student
 
     def save(self, run: Run) -> None:
@@ -61,6 +66,8 @@ class Measured:
         if self.allocation is not None:
             name = next(name for name, kind in ALLOCATIONS.values() if isinstance(self.allocation, kind))
             write_json(run.folder / name, self.allocation.to_json())
+        if self.sinks is not None:
+            write_json(run.folder / LEARNED_SINKS, self.sinks.to_json())
         if self.scores is not None:
             named, path = self.scores.named_tensors(), run.folder / SCORES
             with atomic_file(path, sum(x.nbytes for x in named.values()), "start the run again") as scratch:
@@ -78,6 +85,9 @@ def measure(
 ) -> Measured:
     """Measure what the recipe's plan depends on: what recall needs of each KV head, and eviction scores; or layers.
 
+    Learned sinks of a plan without `memory` are measured too. They stay at 0 if the teacher's weights are not used, or
+    its task is not language modelling.
+
     Args:
         layers: the plan as the recipe alone has it; layers that it leaves as they are stay so.
         dtype: of keys and values, in which bytes are counted.
@@ -85,9 +95,14 @@ def measure(
     Raises:
         UserError: no language model, a budget too small for any window, or too little text.
     """
-    memory, rows = recipe.memory, dataset.train
+    memory, rows, sinks = recipe.memory, dataset.train, None
+    if memory is None and has_learned_sinks(layers):
+        sinks = LearnedSinks(logits={}, values={})
+        if isinstance(rows, PackedRows) and recipe.weights == "pretrained":
+            text = without_repeats(rows, recipe.data.repeated_span_fraction, seed=recipe.seed)
+            sinks = measure_sinks(teacher, layers, text, tokenizer, seed=recipe.seed)
     if memory is None and all(mixer.cache is None for mixer in each_mixer(layers)):
-        return Measured(layers)
+        return Measured(layers, sinks=sinks)
     if not isinstance(rows, PackedRows):
         raise UserError(f"memory: expected a language model, found {recipe.data.task.type}; set memory=null")
     text = without_repeats(rows, recipe.data.repeated_span_fraction, seed=recipe.seed)
@@ -98,7 +113,7 @@ def measure(
         return Measured(per_layer.plan(shape.num_layers), per_layer)
     quantiles, scores = measure_attention(teacher, text, tokenizer, seed=recipe.seed)
     if memory is None:
-        return Measured(layers, None, scores)
+        return Measured(layers, None, scores, sinks)
     needs = {
         layer: [[round(x, 3) for x in head] for head in of_layer.tolist()]
         for layer, of_layer in quantiles.items()
@@ -106,6 +121,29 @@ def measure(
     }
     allocation = allocate(memory, needs, shape, dtype)
     return Measured(allocation.plan(shape.num_layers), allocation, scores)
+
+
+def measure_sinks(
+    teacher: PreTrainedModel, layers: LayerPlan, rows: PackedRows, tokenizer: Any, *, seed: int
+) -> LearnedSinks:
+    """Measure the first token of texts in every layer of a plan, for the learned sinks of its mixers.
+
+    Costs SINK_CONTEXTS forward passes of at most 640 tokens.
+
+    Args:
+        rows: training text.
+
+    Raises:
+        UserError: the model has too few positions, or there is too little text.
+    """
+    longest = context_length(TeacherShape.from_config(teacher.config.to_dict()), 0)
+    texts = list(contexts(rows, tokenizer, longest=longest, seed=seed, count=SINK_CONTEXTS))
+    return measure_first_tokens(convert_layers(teacher, layers, seed=seed), texts, min(WINDOW, longest // 4))
+
+
+def has_learned_sinks(layers: LayerPlan) -> bool:
+    """Return whether any mixer of a plan has a learned sink."""
+    return any(mixer.learned_sink for mixer in each_mixer(layers))
 
 
 def stored(run: Run, shape: TeacherShape, layers: LayerPlan) -> Measured | None:
@@ -122,8 +160,13 @@ def stored(run: Run, shape: TeacherShape, layers: LayerPlan) -> Measured | None:
             return None
         allocation = kind.read(path, advice=_AGAIN)
         layers = allocation.plan(shape.num_layers)
+    sinks: LearnedSinks | None = None
+    if run.recipe.memory is None and has_learned_sinks(layers):
+        if not (run.folder / LEARNED_SINKS).is_file():
+            return None
+        sinks = LearnedSinks.read(run.folder / LEARNED_SINKS, advice=_AGAIN)
     if all(mixer.cache is None for mixer in each_mixer(layers)):
-        return Measured(layers, allocation)
+        return Measured(layers, allocation, sinks=sinks)
     path = run.folder / SCORES
     if not path.is_file():
         return None
@@ -133,4 +176,4 @@ def stored(run: Run, shape: TeacherShape, layers: LayerPlan) -> Measured | None:
         raise UserError(
             f"{path}: expected eviction scores of each layer for recall and text, found something else; {_AGAIN}"
         ) from None
-    return Measured(layers, allocation, scores)
+    return Measured(layers, allocation, scores, sinks)

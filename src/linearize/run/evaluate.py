@@ -53,6 +53,7 @@ from linearize.run.validation import (
 )
 from linearize.training.attention_transfer import load_transferred
 from linearize.training.finetune import load_finetuned
+from linearize.training.learned_sinks import LEARNED_SINKS, LearnedSinks
 from linearize.training.resumption import RESULT
 
 # What says something of any task; the others are about what lies beyond a window of text.
@@ -71,6 +72,8 @@ def candidates(
         assert teacher is not None
         model = convert_layers(teacher, layers, seed=0 if run is None else run.recipe.seed)
         copy_eviction_scores(student, model)  # they are measured on the teacher, not trained
+        if run is not None and (run.folder / LEARNED_SINKS).is_file():
+            LearnedSinks.read(run.folder / LEARNED_SINKS, advice="start the run again").apply(model)
         return model
 
     def windowed() -> PreTrainedModel:

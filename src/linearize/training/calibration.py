@@ -103,7 +103,7 @@ class _Fit:
         share, log_odds = torch.cat(self.share, -1), torch.cat(self.log_odds, -1)
         if not share.shape[-1]:
             return
-        offset = _offset_of_mean(log_odds, share.mean(-1))
+        offset = offset_of_mean(log_odds, share.mean(-1))
         fitted = log_odds + offset[..., None]
         loss = -(share * logsigmoid(fitted) + (1 - share) * logsigmoid(-fitted)).mean(-1)
         best = loss.unflatten(1, (self.groups, -1)).sum(2).argmin(0).repeat_interleave(len(share) // self.groups)
@@ -111,7 +111,7 @@ class _Fit:
         _scale(self.mixer, torch.tensor(self.temperatures, device=best.device)[best])
 
 
-def _offset_of_mean(log_odds: Float[Tensor, "t H N"], share: Float[Tensor, " H"]) -> Float[Tensor, "t H"]:
+def offset_of_mean(log_odds: Float[Tensor, "t H N"], share: Float[Tensor, " H"]) -> Float[Tensor, "t H"]:
     """b for which the mean of sigmoid(log_odds + b) is `share`, by bisection: the mean grows with b."""
     wanted = share.clamp(LEAST_SHARE, 1 - LEAST_SHARE)
     low, high = -log_odds.amax(-1) - MOST_LOG_ODDS, -log_odds.amin(-1) + MOST_LOG_ODDS

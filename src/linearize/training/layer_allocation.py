@@ -21,19 +21,16 @@ from linearize.base import Record, UserError, progress
 from linearize.configs.memory import MemoryConfig
 from linearize.configs.mixer import LayerPlan
 from linearize.data.rows import PackedRows
-from linearize.hf.attention import linearized_layers, observed, softmax_output
+from linearize.hf.attention import observed, softmax_output
 from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
-from linearize.mixers.combine import WindowOnlyCombine
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import SequenceLayout
 from linearize.training.eviction_scores import REQUEST, context_length, contexts
+from linearize.training.learned_sinks import SINK_CONTEXTS, WINDOW, LearnedSinks, measure_first_tokens
 from linearize.training.memory import budget_bytes, layer_mixer, layer_sizes, layers_bytes
 
 CONTEXTS = 2  # that the teacher repeats once per layer
-SINK_CONTEXTS = 16  # over which the first token's logits and values are averaged
-WINDOW = 64  # tokens, with which layers are compared
 
 
 @dataclass(frozen=True)
@@ -53,12 +50,7 @@ class LayerMeasurements:
 
     def set_sinks(self, student: PreTrainedModel) -> None:
         """Set the learned sinks of a student of the teacher that was measured, in place."""
-        for layer in linearized_layers(student).values():
-            combine = layer.mixer.combine
-            if isinstance(combine, WindowOnlyCombine) and combine.sink_logit is not None:
-                assert combine.sink_value is not None
-                combine.sink_logit.data.copy_(torch.tensor(self.sink_logits[layer.layer_idx]))
-                combine.sink_value.data.copy_(torch.tensor(self.sink_values[layer.layer_idx]))
+        LearnedSinks(logits=self.sink_logits, values=self.sink_values).apply(student)
 
 
 class LayerAllocation(Record):
@@ -131,9 +123,8 @@ def measure_layers(
     mixer = layer_mixer(window, memory.sinks, learned_sink=memory.learned_sink)
     watched = convert_layers(teacher, tuple(mixer if i in layers else None for i in range(shape.num_layers)))
     texts = list(contexts(rows, tokenizer, longest=longest, seed=seed, count=SINK_CONTEXTS))
-    logits, values = measure_first_tokens(watched, texts, window)
-    measured = LayerMeasurements(dict.fromkeys(layers, 0.0), logits, values)
-    measured.set_sinks(watched)
+    sinks = measure_first_tokens(watched, texts, window)
+    sinks.apply(watched)
     losses = dict.fromkeys(layers, 0.0)
     windowed = -1  # no layer
 
@@ -153,39 +144,4 @@ def measure_layers(
                 losses[windowed] += kl.item() / len(targets) / CONTEXTS
     if not all(torch.tensor(list(losses.values())).isfinite()):
         raise UserError("memory: expected finite logits of the teacher, found others; load it in float32 or bfloat16")
-    return LayerMeasurements({layer: round(loss, 6) for layer, loss in losses.items()}, logits, values)
-
-
-def measure_first_tokens(
-    watched: PreTrainedModel, texts: Sequence[Sequence[int]], window: int
-) -> tuple[dict[int, list[float]], dict[int, list[list[float]]]]:
-    """Return the mean logit of the first token, over queries beyond the window, and its mean value, by layer.
-
-    Args:
-        watched: the teacher, with any mixers in the layers that are measured.
-        texts: token ids.
-        window: tokens.
-    """
-    logits: dict[int, list[Tensor]] = {}
-    values: dict[int, list[Tensor]] = {}
-
-    def observe(layer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
-        first = repeat_kv(inputs.k[:, :, :1], inputs.q.shape[1])
-        scores = (inputs.q[:, :, window:] * first).float().sum(-1) * inputs.scaling
-        if inputs.softcap is not None:
-            scores = inputs.softcap * (scores / inputs.softcap).tanh()
-        logits.setdefault(layer.layer_idx, []).append(scores[0].mean(-1))
-        values.setdefault(layer.layer_idx, []).append(inputs.v[0, :, 0].float())
-        return softmax_output(layer, inputs, layout)
-
-    with observed(watched, observe):
-        for text in progress(texts, "the first token's attention"):
-            watched(input_ids=torch.tensor([list(text)], device=watched.device), use_cache=False)
-    return (
-        {layer: _rounded(torch.stack(x).mean(0)) for layer, x in logits.items()},
-        {layer: [_rounded(head) for head in torch.stack(x).mean(0)] for layer, x in values.items()},
-    )
-
-
-def _rounded(x: Tensor) -> list[float]:
-    return [round(number, 5) for number in x.tolist()]
+    return LayerMeasurements({layer: round(loss, 6) for layer, loss in losses.items()}, sinks.logits, sinks.values)
