@@ -148,7 +148,7 @@ def test_a_learned_sink_beside_a_linear_part_has_gradients(span: Span) -> None:
     """Beside padding too, which gives none."""
     case = with_sink(span, ("interior",), 12, 1)
     x, named = case.inputs, dict(case.mixer.named_parameters())
-    names = ["combine.sink_logit", "combine.sink_value", *["combine.window_factor"][: span.max_lag]]
+    names = ["combine.sink_logit", "combine.sink_value", *["combine.window_factor"][: span.max_softmax_keys]]
 
     def output(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
         parameters = dict(zip(names, values, strict=True))

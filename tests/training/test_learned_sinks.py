@@ -19,7 +19,7 @@ from linearize.data.rows import PackedRows
 from linearize.hf.attention import linearized_layers, observed, softmax_output
 from linearize.hf.convert import convert_layers
 from linearize.mixers.inputs import AttnInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.run import allocation
 from linearize.run.folder import Run
 from linearize.run.pipeline import run
@@ -47,7 +47,7 @@ def seen(model: PreTrainedModel, text: list[int]) -> list[tuple[Any, AttnInputs]
     """Each converted layer with what its attention reads in the teacher."""
     found: list[tuple[Any, AttnInputs]] = []
 
-    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> torch.Tensor:
+    def observe(layer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> torch.Tensor:
         found.append((layer, inputs))
         return softmax_output(layer, inputs, layout)
 

@@ -93,7 +93,7 @@ def without_linear_part(student: PreTrainedModel, sinks: int | None = None) -> I
     """
 
     def alone(mixer: MixerConfig) -> MixerConfig:
-        kept = WindowOnly(learned_sink=mixer.learned_sink and mixer.span.max_lag > 0)
+        kept = WindowOnly(learned_sink=mixer.learned_sink and mixer.span.max_softmax_keys > 0)
         return window_only(mixer, sinks).model_copy(update={"combine": kept})
 
     def ablated(mixer: Any) -> LinearMixer | HeadwiseMixer:

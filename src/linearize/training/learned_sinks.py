@@ -23,7 +23,7 @@ from linearize.mixers.linear import LinearMixer
 from linearize.ops.backend import window_softmax
 from linearize.ops.heads import repeat_kv
 from linearize.ops.inputs import SoftmaxInputs
-from linearize.ops.layout import Layout
+from linearize.ops.layout import SequenceLayout
 from linearize.training.calibration import offset_of_mean
 
 LEARNED_SINKS = "learned_sinks.json"  # in the folder of a run
@@ -72,13 +72,13 @@ def measure_first_tokens(watched: PreTrainedModel, texts: Sequence[Sequence[int]
     shares: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
     sums: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
 
-    def observe(layer: Any, inputs: AttnInputs, layout: Layout | None) -> Tensor:
+    def observe(layer: Any, inputs: AttnInputs, layout: SequenceLayout | None) -> Tensor:
         logits.setdefault(layer.layer_idx, []).append(_first_token_logits(inputs)[0, :, window:].mean(-1))
         values.setdefault(layer.layer_idx, []).append(inputs.v[0, :, 0].float())
         for heads, mixer in layer.mixer.parts():
-            if isinstance(mixer, LinearMixer) and mixer.config.learned_sink and not mixer.span.max_lag:
+            if isinstance(mixer, LinearMixer) and mixer.config.learned_sink and not mixer.span.max_softmax_keys:
                 own, key = inputs.heads(heads), (layer.layer_idx, heads)
-                linear = mixer.partials(own, Layout.full(own.q.shape[2], own.q.device))[1]
+                linear = mixer.partials(own, SequenceLayout.full(own.q.shape[2], own.q.device))[1]
                 assert linear is not None
                 shares.setdefault(key, []).append(_first_token_weights(own)[0, :, window:])
                 sums.setdefault(key, []).append(linear.den[0, :, window:])
@@ -109,7 +109,7 @@ def _first_token_logits(inputs: AttnInputs) -> Float[Tensor, "B H T"]:
 def _first_token_weights(inputs: AttnInputs) -> Float[Tensor, "B H T"]:
     """Return the weights that softmax over all keys gives to the first token."""
     x, length = inputs.accumulated(), inputs.q.shape[2]
-    every, layout = SlidingSpan(window_size=length), Layout.full(length, x.q.device)
+    every, layout = SlidingSpan(window_size=length), SequenceLayout.full(length, x.q.device)
     whole = window_softmax(SoftmaxInputs(x.q, x.k, x.v, every, layout, x.scaling, x.softcap))
     return (_first_token_logits(x) - whole.log_scale).exp() / whole.den
 
