@@ -73,8 +73,8 @@ def passages(ids: Sequence[int], tokenizer: Tokenizer, *, context: int, max_posi
         UserError: too little text, or too few positions.
     """
     length = min(context + CONTINUATION, len(ids) // ROWS, max_positions - NEW_TOKENS)
-    continuation = min(CONTINUATION, length // 4)
-    size = length - continuation
+    size = min(context, length - min(CONTINUATION, length // 4))
+    continuation = min(CONTINUATION, length - size)
     if size < LEAST:
         raise UserError(
             f"short evaluation: expected {ROWS} contexts of at least {LEAST} tokens, found {len(ids):,} tokens of "
