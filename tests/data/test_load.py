@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[str, Callable[[], str], Callable[[], str], dict[str, An
         "hedgehog-scratch",
         functools.partial(tiny.decoder_classifier_folder, 10),
         tiny.sentences_file,
-        {"data.task": {"type": "list_ops"}},
+        {"data.task": {"type": "list_ops"}, "data.dataset": None},
         r"config\.json: pad_token_id: expected 0, the padding of the rows, found 259; set it there",
     ),
     "long texts": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import statistics
 from itertools import islice
 from typing import Any
@@ -15,7 +17,7 @@ from linearize.configs.tasks import AnyTask, AssociativeRecall, ListOps
 from linearize.data.examples import ClassifiedTexts
 from linearize.data.labels import Classes
 from linearize.data.rows import PackedRows
-from linearize.data.synthetic import CLS, TOKENS, build_generated, expressions, recall_rows
+from linearize.data.synthetic import CLS, TOKENS, build_generated, check_generated, expressions, recall_rows
 from linearize.hf.teacher import TeacherShape
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40}
@@ -105,8 +107,16 @@ def test_listops_makes_its_data() -> None:
     assert isinstance(data.train, ClassifiedTexts) and data.documents == (30, 16, 16)
     with pytest.raises(UserError, match="10 classes"):
         build_generated(DataConfig(task=task), DECODER, Classes({}, 2), seed=0, use_cache=False)
-    with pytest.raises(UserError, match=r"^data.dataset: expected none, .* list_ops .* found 'listops.tsv'; leave it"):
-        build_generated(DataConfig(task=task, dataset="listops.tsv"), DECODER, TEN, seed=0, use_cache=False)
+
+
+@pytest.mark.parametrize("task", [AssociativeRecall(vocabulary_size=12, length=16), ListOps()], ids=lambda x: x.type)
+@pytest.mark.parametrize("field", ["dataset", "validation_dataset"])
+def test_data_beside_a_task_that_generates_its_own_is_refused(task: AnyTask, field: str) -> None:
+    data = DataConfig.model_validate({"task": task, field: "own.tsv"})
+    expected = f"data.{field}: expected none, because the task {task.type} generates its own data, found 'own.tsv'; "
+    for check in (check_generated, functools.partial(build_generated, seed=0, use_cache=False)):
+        with pytest.raises(UserError, match=f"^{re.escape(expected)}leave it out, or set data.task.type to a task"):
+            check(data, DECODER, TEN)
 
 
 @pytest.mark.parametrize(

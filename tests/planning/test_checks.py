@@ -88,6 +88,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"data.task.type": "text_classification", "data.repeated_span_fraction": 0},
         "recipe field (all): memory is fitted to the attention of a language model: set it to null",
     ),
+    "data beside a task that generates its own": (
+        "lolcats",
+        {"data.task.type": "associative_recall", "data.dataset": "own.tsv"},
+        "data.dataset: expected none, because the task associative_recall generates its own data, found 'own.tsv'; ",
+    ),
     "a cache without text": (
         "lolcats",
         {"data.task.type": "associative_recall", "mixer.span.type": "terraced", "mixer.cache.size": 4},
@@ -123,7 +128,9 @@ def test_every_command_refuses_it(
 ) -> None:
     fields = {"data.sequence_length": 64} | fields
     options = [word for field, value in fields.items() for word in ("--set", f"{field}={_yaml(value)}")]
-    where = [] if name == "plan" else ["--dataset", tiny.text_file(), "--output-dir", str(tmp_path / "out")]
+    where = [] if name == "plan" else ["--output-dir", str(tmp_path / "out")]
+    if name != "plan" and fields.get("data.task.type") not in ("associative_recall", "list_ops"):
+        where += ["--dataset", tiny.text_file()]
     assert_refused(command(name, recipe, "--model", tiny.teacher_folder(), *where, *options), message)
     assert not (tmp_path / "out").exists()
 

@@ -88,7 +88,7 @@ def check_data(data: DataConfig, shape: TeacherShape) -> None:
             f"data.task.metrics: expected a model with one output for `spearman`, found {classes.count} classes; use a "
             "model with num_labels 1, or set data.task.metrics=[accuracy]"
         )
-    check_generated(task, shape, classes)
+    check_generated(data, shape, classes)
 
 
 def _check_padding(task: AnyTask, shape: TeacherShape, config: dict[str, Any], processor: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from linearize.base import UserError
 from linearize.configs.data import DataConfig
-from linearize.configs.tasks import AnyTask, AssociativeRecall, ListOps
+from linearize.configs.tasks import AssociativeRecall, ListOps
 from linearize.data.examples import Example, classified_texts, examples_dataset
 from linearize.data.labels import Classes
 from linearize.data.packing import Dataset, document_progress
@@ -124,12 +124,15 @@ def _listops(task: ListOps, use_cache: bool | None) -> Dataset:
 # --- both -------------------------------------------------------------------------------------------------------------
 
 
-def check_generated(task: AnyTask, shape: TeacherShape, classes: Classes) -> None:
-    """Check that a model has the tokens and classes that a built-in task needs; other tasks need none.
+def check_generated(config: DataConfig, shape: TeacherShape, classes: Classes) -> None:
+    """Check that a model has the tokens and classes that a built-in task needs, and that the task has no other data.
+
+    Other tasks pass.
 
     Raises:
-        UserError: it has not.
+        UserError: the model has not, or the task has.
     """
+    task = config.task
     recalls = isinstance(task, AssociativeRecall)
     if recalls and (shape.vocab_size < task.vocabulary_size or shape.bidirectional):
         raise UserError(
@@ -141,6 +144,12 @@ def check_generated(task: AnyTask, shape: TeacherShape, classes: Classes) -> Non
             f"data.task: expected a model with at least {len(TOKENS)} tokens and 10 classes, found {shape.vocab_size} "
             f"and {classes.count}; use a config with vocab_size {len(TOKENS)} and num_labels 10"
         )
+    for field in ("dataset", "validation_dataset"):
+        if task.built_in and (name := getattr(config, field)) is not None:
+            raise UserError(
+                f"data.{field}: expected none, because the task {task.type} generates its own data, found {name!r}; "
+                "leave it out, or set data.task.type to a task that reads data"
+            )
 
 
 def build_generated(
@@ -152,10 +161,5 @@ def build_generated(
         UserError: a model without the tokens or classes that the task needs, or one of another kind; or a dataset.
     """
     task: Any = config.task
-    if isinstance(task, ListOps) and config.dataset is not None:  # which earlier versions read
-        raise UserError(
-            "data.dataset: expected none, because the task list_ops generates its own data, found "
-            f"{config.dataset!r}; leave it out"
-        )
-    check_generated(task, shape, classes)
+    check_generated(config, shape, classes)
     return _recall(task, seed) if isinstance(task, AssociativeRecall) else _listops(task, use_cache)
