@@ -77,6 +77,15 @@ def test_compressed_lines(tmp_path, kind):
 
 
 @compressed
+def test_compressed_rows_are_read_before_the_rest_is_unpacked(tmp_path, kind):
+    path = tmp_path / f"rows.jsonl.{kind}"
+    packed = COMPRESSORS[kind](b"".join(f'{{"text": "{index * 7919}"}}\n'.encode() for index in range(50_000)))
+    path.write_bytes(packed[:-3])  # cut off, which only a reader of the whole file notices
+    _, first = next(iter(read_rows(DataConfig(dataset=str(path)))))
+    assert first == {"text": "0"}
+
+
+@compressed
 def test_damaged_compressed_lines(tmp_path, kind):
     """Cut off, no such file at all, and with other bytes within, which gzip may unpack to what is no JSON."""
     path = tmp_path / f"rows.jsonl.{kind}"

@@ -72,6 +72,7 @@ def test_heat_maps_have_levels_numbers_and_blanks() -> None:
     assert [scale.level(x) for x in (-1.0, 0.0, 0.0834, 0.5, 1.0, 2.0)] == [0, 0, 1, 6, 11, 11]
     assert scale.level(None) is None and scale.level(float("nan")) is None
     assert "not measured" in drawing and ">0.50</text>" in drawing and "var(--mid-text)" in drawing
+    assert drawing.count("var(--empty)") == 3, "both blanks, and the legend's"
 
 
 def test_scales_fit_their_numbers() -> None:
