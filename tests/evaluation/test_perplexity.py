@@ -8,7 +8,7 @@ import torch
 
 from linearize.base import UserError
 from linearize.evaluation import intervals, perplexity
-from linearize.evaluation.intervals import Interval, resample
+from linearize.evaluation.intervals import Interval, Totals, resample
 from linearize.evaluation.perplexity import Quality, TokenLosses, bootstrap, paired_difference, token_losses
 from tests.evaluation.fakes import Fake, packed
 
@@ -124,6 +124,13 @@ def test_means_and_their_resamples_are_weighted_by_tokens() -> None:
     for draw in draws[:, 0].tolist():
         short = int((torch.randint(32, (32,), generator=generator) >= 16).sum())
         assert draw == pytest.approx((3 * (32 - short) + 5 * short) / (3 * (32 - short) + short))
+
+
+def test_documents_without_tokens_of_one_column_are_left_out_of_all() -> None:
+    loss, some = torch.arange(17.0), (torch.arange(17) > 0).double()
+    means, draws = resample([Totals.of_each(loss), Totals(loss * some, some)], samples=50)
+    assert means.tolist() == [8.5, 8.5]
+    assert torch.equal(draws[:, 0], draws[:, 1])
 
 
 def test_a_document_counts_once_however_many_rows_it_spans() -> None:
