@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from typing_extensions import dataclass_transform
 T = TypeVar("T")
 AnyRecord = TypeVar("AnyRecord", bound="Record")
 
-LARGEST_INTEGER = 2**63 - 1  # of a config or record: larger ones fit neither a tensor nor, from 2**1024 on, a float
+LARGEST_INTEGER = 2**63 - 1  # of a config: larger ones fit neither a tensor nor, from 2**1024 on, a float
 QUIET_SECONDS = 2.0  # work that takes no longer shows no progress
 LOG_SECONDS = 30.0  # between two lines of a log
 
@@ -66,30 +65,17 @@ class _Immutable(type(BaseModel)):
     """Tell type checkers that the models of a base whose `model_config` says so are immutable, and can be hashed."""
 
 
-class _Bounded(BaseModel, metaclass=_Immutable):
-    """Base of configs and records: no integer of a field is larger than `LARGEST_INTEGER`."""
+class Config(BaseModel, metaclass=_Immutable):
+    """Base of every recipe component: immutable, and unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod
     def _small_enough(cls, value: object) -> object:
-        pending = [value]
-        while pending:
-            item = pending.pop()
-            if isinstance(item, dict):
-                pending += item.values()
-            elif isinstance(item, (list, tuple)):
-                pending += item
-            elif is_dataclass(item):
-                pending += (getattr(item, field.name) for field in fields(item))
-            elif isinstance(item, int) and abs(item) > LARGEST_INTEGER:
-                raise ValueError(f"expected a whole number of at most {LARGEST_INTEGER}, found a larger one")
+        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+            raise ValueError(f"expected a whole number of at most {LARGEST_INTEGER}, found a larger one")
         return value
-
-
-class Config(_Bounded):
-    """Base of every recipe component: immutable, and unknown fields are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def progress(items: Iterable[T], title: str, total: int | None = None) -> Iterator[T]:
@@ -191,7 +177,7 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: expected JSON, found a file that cannot be read ({error}); write it again") from None
 
 
-class Record(_Bounded):
+class Record(BaseModel, metaclass=_Immutable):
     """Base of what a JSON file holds whole: immutable, with strict types and no unknown fields.
 
     The types of all fields, also those within dataclasses, are checked when a record is made and when it is read.
