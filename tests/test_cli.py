@@ -182,8 +182,9 @@ def test_recipes_are_listed(command: Command) -> None:
     assert "Sliding window + Hedgehog linear attention" in lines["lolcats"]
 
 
-def test_a_reader_that_closes_the_output_is_no_bug() -> None:
-    arguments = [sys.executable, "-m", "linearize", "recipes"]
+@pytest.mark.parametrize("arguments", [["recipes"], ["recipes", "lolcats"], ["--help"]], ids=" ".join)
+def test_a_reader_that_closes_the_output_is_no_bug(arguments: list[str]) -> None:
+    arguments = [sys.executable, "-m", "linearize", *arguments]
     with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stderr is not None
         child.stdout.close()

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from io import StringIO
+from typing import TextIO
 
 import typer
 
@@ -27,6 +28,16 @@ def _is_out_of_memory(error: Exception) -> bool:
     words = ("not enough memory", "can't allocate memory", "Storage size calculation overflowed")
     out = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return out or (isinstance(error, RuntimeError) and any(x in str(error) for x in words))
+
+
+def _is_closed(out: TextIO) -> bool:
+    """Flush the output and return whether its reader closed it. Then the rest of it is dropped."""
+    try:
+        out.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # the interpreter flushes once more when it ends
+        return True
+    return False
 
 
 def main() -> None:
@@ -64,7 +75,7 @@ def main() -> None:
         if status.code == 130:  # typer's own for Ctrl-C
             resumes = set(sys.argv[1:2]) <= RESUMED
             note(f"interrupted{'; run the same command again to resume' if resumes else ''}")
-        elif status.code == 1:  # typer's own if whoever reads the output closed it, as `| head` does
+        elif _is_closed(out) or status.code == 1:  # 1 is typer's own if the reader closed the output, as `| head` does
             sys.exit(CLOSED_PIPE)
         raise
     finally:

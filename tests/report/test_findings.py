@@ -218,7 +218,7 @@ def test_heads_that_stand_out_are_named_beside_the_median(read: Read) -> None:
 
     words = named([0.01, 0.01, 0.372], [0.02, 0.2, 0.02, 0.04])
     assert f": layer 3 head 2 (37.2{THIN}%), layer 4 head 1 (20.0{THIN}%) of" in words
-    assert words.endswith(f"the median head by 2.0{THIN}%.")
+    assert words.endswith(f"the median head has 2.0{THIN}%.")
     assert not named([0.1] * 8, [0.5]), "not over five times the median"
     assert not named([0.001] * 8, [0.019]), "less than 2 % of the mean square"
     assert named([float(head > 30) for head in range(50)]).count("head ") == 10 + 1
