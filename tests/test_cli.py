@@ -182,10 +182,12 @@ def test_recipes_are_listed(command: Command) -> None:
     assert "Sliding window + Hedgehog linear attention" in lines["lolcats"]
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("arguments", [["recipes"], ["recipes", "lolcats"], ["--help"]], ids=" ".join)
-def test_a_reader_that_closes_the_output_is_no_bug(arguments: list[str]) -> None:
+def test_a_reader_that_closes_the_output_is_no_bug(arguments: list[str], unbuffered: str) -> None:
     arguments = [sys.executable, "-m", "linearize", *arguments]
-    with subprocess.Popen(arguments, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    environment = ENVIRONMENT | {"PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stderr is not None
         child.stdout.close()
         said = child.stderr.read()

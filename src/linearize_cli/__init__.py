@@ -73,7 +73,7 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as status:
         if status.code == 130:  # typer's own for Ctrl-C
-            resumes = set(sys.argv[1:2]) <= RESUMED
+            resumes = any(name in RESUMED for name in sys.argv[1:2])
             note(f"interrupted{'; run the same command again to resume' if resumes else ''}")
         elif _is_closed(out) or status.code == 1:  # 1 is typer's own if the reader closed the output, as `| head` does
             sys.exit(CLOSED_PIPE)
