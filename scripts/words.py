@@ -14,9 +14,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-READ = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "Makefile", "mkdocs.yml", "pyproject.toml")
+READ = (
+    "*.md",
+    "docs/**/*.md",
+    "benchmarks/**/*.md",
+    "experiments/*/README.md",
+    "Makefile",
+    "mkdocs.yml",
+    "pyproject.toml",
+)
 CODE = ("py", "yaml", "jinja", "html", "js")
-FOLDERS = ("src", "tests", "scripts", "benchmarks")
+FOLDERS = ("src", "tests", "scripts", "benchmarks", "experiments")
 # Patterns of retired words, where a space stands for any white space and comment marks, and the words to use.
 RETIRED = {
     r"memory by need": "per-head KV budget allocation",

@@ -101,8 +101,8 @@ def test_listops() -> None:
     assert len({tuple(x.input_ids) for x in found}) == 300 and {x.label for x in found} == set(range(10))
 
 
-def test_no_two_examples_of_listops_are_alike() -> None:
-    """Of 400 expressions that there can be, all parts together."""
+def test_all_examples_of_listops_are_different() -> None:
+    """Training, validation and test data have no expression in common. Only 400 expressions exist."""
     task = ListOps(min_length=4, max_length=4, max_depth=1, max_arguments=2, train_examples=100, held_out_examples=16)
     data = build_generated(DataConfig(task=task), DECODER, TEN, seed=0, use_cache=False)
     parts = (data.train, data.validation, data.test)

@@ -93,7 +93,7 @@ def expression(random: Random, task: ListOps, depth: int = 1, room: int | None =
 
 
 def expressions(task: ListOps, seed: str) -> Iterator[Example]:
-    """Expressions of the lengths that the task allows, without end, no two alike."""
+    """Yield different expressions of the lengths that the task allows, without end."""
     random, seen = Random(seed), set[bytes]()
     while True:
         made = expression(random, task)

@@ -128,8 +128,10 @@ def _interval(mean: float, draws: Float[Tensor, " S"]) -> Interval:
 def _agreement(answered: Mapping[str, Answered], name: str, samples: int, seed: int) -> Interval | None:
     if name == "teacher" or "teacher" not in answered:
         return None
-    alike = answered[name].agreement(answered["teacher"])
-    return None if alike is None else bootstrap_intervals([Totals.of_each(alike)], samples=samples, seed=seed)[0]
+    agreement = answered[name].agreement(answered["teacher"])
+    if agreement is None:
+        return None
+    return bootstrap_intervals([Totals.of_each(agreement)], samples=samples, seed=seed)[0]
 
 
 def _difference(scores: Scores, draws: Draws, other: str, metric: str) -> ScoreDifference:

@@ -60,8 +60,7 @@ def _shown(about: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def page(about: dict[str, Any]) -> str:
     """In Markdown."""
     window, tokens = about["reference"], about["tokens"]
-    both = "then the same with all of them fine-tuned on the same tokens"
-    trained = "" if tokens is None else f"; {both}"
+    trained = "" if tokens is None else "; then the same with all of them fine-tuned on the same tokens"
     columns, rows = _shown(about)
     lines = [
         "# Quality against bytes of state",
