@@ -79,6 +79,7 @@ def test_whole_models(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> Non
     )
 
 
+@pytest.mark.slow
 def test_batches(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--recipes", "lolcats", "--lengths", 8, 24, "--most", 5, "--repeats", 2]
     found = benchmark("batches", "--model", tiny.teacher_folder(), *arguments)["results"]

@@ -594,7 +594,7 @@ def test_a_full_disk_loses_nothing(command: Command, tmp_path: Path, monkeypatch
 KILLS = {"transfer": ("attention transfer", 5, 4), "finetune": ("fine-tuning", 3, 2)}
 
 
-@pytest.mark.parametrize("stage", KILLS)
+@pytest.mark.parametrize("stage", ["transfer", pytest.param("finetune", marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_as_if_unbroken(command: Command, tmp_path: Path, stage: str) -> None:
     title, step, resumed = KILLS[stage]
     folder = tmp_path / "run"

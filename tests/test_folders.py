@@ -89,7 +89,7 @@ def test_a_moved_model_is_measured_on_the_data_that_is_named(command: Command, f
     assert json.loads(done.out)["provenance"]["data"] == expected["provenance"]["data"]
 
 
-@pytest.mark.parametrize("field", ["dataset", "validation_dataset"])
+@pytest.mark.parametrize("field", ["dataset", pytest.param("validation_dataset", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("place", ["run", "model"])
 def test_a_recipe_does_not_choose_what_is_read(
     command: Command, finished: Run, tmp_path: Path, place: str, field: str
@@ -295,7 +295,7 @@ def test_what_is_not_yaml_by_its_name_is_the_name_of_a_task(evil: Path, spelling
     assert not (evil / "written").exists()
 
 
-@pytest.mark.parametrize("trusted", [("--tasks",), ("--trust-tasks",)])
+@pytest.mark.parametrize("trusted", [("--tasks",), pytest.param(("--trust-tasks",), marks=pytest.mark.slow)])
 def test_the_user_s_own_word_counts(
     command: Command, finished: Run, tmp_path: Path, evil: Path, trusted: tuple[str]
 ) -> None:

@@ -29,8 +29,8 @@ def evaluated(model: Path, **options: Any) -> Results:
     return evaluate(str(model), **(dict(teacher=None, dataset=None, overrides={}) | CPU | options))
 
 
-# Always: one of texts, of images, of examples that are made, of embeddings and of generated text.
-ALWAYS = {"classes of texts", "images", "recall", "embeddings", "summaries"}
+# Always: one of texts, of images, of examples that are made and of embeddings.
+ALWAYS = {"classes of texts", "images", "recall", "embeddings"}
 
 
 @pytest.mark.parametrize("kind", [pytest.param(x, marks=() if x in ALWAYS else pytest.mark.slow) for x in KINDS])

@@ -38,7 +38,13 @@ def test_recipes_are_read_without_torch() -> None:
     assert printed(RECIPES) == "[]"
 
 
-@pytest.mark.parametrize("imports", ["import linearize", "import transformers, linearize", "import linearize.recipe"])
+LATER = [
+    pytest.param(imports, marks=pytest.mark.slow)
+    for imports in ("import transformers, linearize", "import linearize.recipe")
+]
+
+
+@pytest.mark.parametrize("imports", ["import linearize", *LATER])
 def test_classes_are_registered_whichever_is_imported_first(imports: str) -> None:
     assert printed(REGISTERED.format(imports)) == "linearized_llama"
 

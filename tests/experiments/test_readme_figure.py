@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import PIL.Image
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_committed_figures_are_what_the_command_makes(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "experiments" / "readme_figure.py", "--folder", tmp_path], check=True)
     for name in ("conversion.svg", "conversion-narrow.svg"):

@@ -146,8 +146,12 @@ BADLY: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", BADLY)
-def test_a_wrong_shape_is_refused_before_any_implementation_sees_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By jaxtyping, which tests turn on, and by the layout's own lengths always."""
+def test_a_wrong_shape_is_refused_before_any_implementation_sees_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    """Check the annotations by jaxtyping, where it is turned on."""
+    if not pytestconfig.getoption("jaxtyping_packages"):
+        pytest.skip("annotated shapes are checked by `make test` and `make test-shapes`")
     monkeypatch.setattr(backend, "backend_for", lambda device: Backend("untyped", Untyped("untyped")))
     for call in WELL.values():
         call()

@@ -225,6 +225,7 @@ def test_nothing_to_learn_at_all(tmp_path: Path) -> None:
 # --- each block a job of its own --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_blocks_in_processes_of_their_own_and_in_any_order(tmp_path: Path) -> None:
     """Two at the same time, then the first: they share nothing but the folder."""
     model, recipe = saved(TEACHERS["llama"](), tmp_path / "model"), tiny.recipe(**(DEMANDING | PERFORMER))

@@ -173,9 +173,8 @@ def assert_near_losses(found: list[dict[str, Any]], expected: list[dict[str, Any
 FULL = ("--set", "distributed.shard=full")
 
 
-@pytest.mark.parametrize(
-    "more", [pytest.param((), id="whole"), pytest.param(FULL, id="sharded", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [pytest.param((), id="whole"), pytest.param(FULL, id="sharded")])
 def test_a_run_of_two_processes(more: tuple[str, ...], one: Path, tmp_path: Path) -> None:
     """The same folder as of one process: trained and measured by all, written by the main one; nothing said twice."""
     said = finish(run_command(tmp_path / "two", 2, *more))
