@@ -44,7 +44,7 @@ def test_the_verdict_on_a_measured_run() -> None:
     assert ["".join(finding.lead) for finding in found] == [
         "It is 0.006 nats per token better than the window-only control [0.00006, 0.011].",
         "It is 0.164 nats per token worse than its teacher [0.135, 0.197].",
-        f"Its memory is constant, 799{THIN}kB at every length measured from 272 to 1,024 tokens; less than the "
+        f"Its memory is constant, 780{THIN}KiB at every length measured from 272 to 1,024 tokens; less than the "
         "teacher's from 131 tokens on.",
     ]
     assert "perplexity 17.9" in found[1].words and "798,768 bytes" in found[2].words

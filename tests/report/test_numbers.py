@@ -43,11 +43,11 @@ def test_a_share_that_would_be_rounded_to_nothing_is_less_than_something() -> No
 
 
 def test_sizes_times_and_cells() -> None:
-    assert numbers.scaled(6291456, "B") == f"6.29{THIN}MB"
-    assert numbers.scaled(999, "B") == f"999{THIN}B"
-    assert numbers.scaled(0, "B") == f"0{THIN}B"
+    assert numbers.scaled(6291456) == f"6.29{THIN}M"
+    assert [numbers.scaled(x) for x in (999, 0)] == ["999", "0"]
+    assert numbers.memory_size(6291456) == f"6{THIN}MiB" and numbers.memory_size(None) == DASH
     assert numbers.scaled(0.5) == "0.5"
-    assert [numbers.scaled(x, "B") for x in (999.7, 999_700)] == [f"1{THIN}kB", f"1{THIN}MB"]
+    assert [numbers.scaled(x) for x in (999.7, 999_700)] == [f"1{THIN}k", f"1{THIN}M"]
     assert [numbers.scaled(x, digits=2) for x in (123, 345_000)] == ["120", f"340{THIN}k"]
     assert numbers.short(999.7) == "1k"
     assert numbers.scaled(-1500) == f"{MINUS}1.5{THIN}k"

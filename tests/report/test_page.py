@@ -107,7 +107,7 @@ def test_texts_of_models_cannot_become_markup(whole_page: str) -> None:
     assert not document.all("b") and not document.all("i")
     assert "&lt;script&gt;alert(&#39;prompt&#39;)&lt;/script&gt;" in whole_page
     assert "alert('prompt')" not in whole_page and "\x07" not in whole_page
-    assert rich("`<b>` & x") == "<code>&lt;b&gt;</code> &amp; x"
+    assert rich("`<b> --x` & x") == "<code><span>&lt;b&gt;</span> <span>--x</span></code> &amp; x"
     assert without_controls("a\x00b\tc\n\x1b\u202e") == "a\\x00b\tc\n\\x1b\\u202e"
 
 

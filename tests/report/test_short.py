@@ -72,7 +72,7 @@ def test_memory_and_speed(tmp_path: Path) -> None:
     memory, speed = short_memory(run), short_speed(run)
     assert memory is not None and speed is not None
     assert memory.words.replace("\N{NARROW NO-BREAK SPACE}", " ") == (
-        "The student's memory after 1,024 tokens is 4 MB, 10 % of the teacher's 40 MB."
+        "The student's memory after 1,024 tokens is 3.81 MiB, 10 % of the teacher's 38.1 MiB."
     )
     assert "teacher 2,000 and 50.0; student, streaming 2,000 and 50.0" in speed.words
 

@@ -25,10 +25,10 @@ from linearize.report.load import RunFiles
 from linearize.report.numbers import (
     THIN,
     count,
+    memory_size,
     milliseconds,
     number,
     percent,
-    scaled,
     share,
     signed,
     with_interval,
@@ -222,7 +222,7 @@ def short_memory(run: RunFiles) -> Finding | None:
     if student is None or teacher is None or about is None:
         return None
     ours, theirs = student.cache_bytes, teacher.cache_bytes
-    size = f"{scaled(ours, 'B')}, {share(ours / theirs)} of the teacher's {scaled(theirs, 'B')}"
+    size = f"{memory_size(ours)}, {share(ours / theirs)} of the teacher's {memory_size(theirs)}"
     where = f"after {count(about.context)} tokens"
     kind: Kind = "win" if ours < theirs else "loss"
     return Finding(kind, f"The student's memory {where} is {size}.", (f"Its memory {where} is ", size, "."))
@@ -427,10 +427,10 @@ def memory(entries: Sequence[Speed]) -> Finding | None:
     first, last, theirs = student[short], student[long], teacher[long]
     between = f"from {count(short)} to {count(long)} tokens"
     if set(student.values()) == {first}:
-        lead = "constant", f", {scaled(first, 'B')} at every length measured {between}"
+        lead = "constant", f", {memory_size(first)} at every length measured {between}"
         words = f"Memory is constant: {count(first)} bytes at every length measured {between}"
     else:
-        lead = "growing", f", {scaled(first, 'B')} to {scaled(last, 'B')} {between}"
+        lead = "growing", f", {memory_size(first)} to {memory_size(last)} {between}"
         words = f"Memory grows from {count(first)} to {count(last)} bytes {between}"
     ratio = theirs / last
     compared = f"{ratio:.3g} times less than" if ratio >= 1 else f"{1 / ratio:.3g} times as much as"

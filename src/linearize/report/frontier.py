@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 from rich.table import Table
 
-from linearize.report.numbers import scaled
+from linearize.report.numbers import memory_size
 
 FINE_TUNED = "the same, all fine-tuned"
 COLUMNS = (
@@ -92,7 +92,7 @@ def figure(about: dict[str, Any]) -> str:
     """Draw long-context gain retained, copying and needles over bytes, as SVG."""
 
     spread = [point for point in about["points"] if point["name"] == ALLOCATED]
-    ticks = {point["bytes"]: f"{scaled(point['bytes'], 'B')}\n{point['fraction']:.0%}" for point in spread}
+    ticks = {point["bytes"]: f"{memory_size(point['bytes'])}\n{point['fraction']:.0%}" for point in spread}
 
     def paint(axis: Axes, key: str) -> None:
         axis.set_title(PANELS[key], loc="left", fontsize=10)

@@ -7,6 +7,7 @@ from typing import Any
 
 from linearize.evaluation.intervals import Interval
 from linearize.evaluation.scores import TaskScores
+from linearize.planning.results import size as binary_size
 
 Number = int | float  # what stands in a JSON file
 
@@ -64,14 +65,19 @@ def count(value: Number | None) -> str:
     return DASH if value is None else f"{value:,.0f}"
 
 
-def scaled(value: Number | None, unit: str = "", digits: int = 3) -> str:
-    """A few digits and a decimal prefix: ``6.29 MB``, ``37.1 T``."""
+def scaled(value: Number | None, digits: int = 3) -> str:
+    """A few digits and a decimal prefix: ``6.29 M``, ``37.1 T``."""
     if value is None or not isfinite(value):
         return DASH
     rounded = float(f"{value:.{digits}g}")
     power = 0 if abs(rounded) < 1000 else min(int(log10(abs(rounded)) / 3), 5)
     prefix = ("", "k", "M", "G", "T", "P")[power]
-    return f"{rounded / 1000**power:g}{THIN}{prefix}{unit}".rstrip(THIN).replace("-", MINUS)
+    return f"{rounded / 1000**power:g}{THIN}{prefix}".rstrip(THIN).replace("-", MINUS)
+
+
+def memory_size(value: Number | None) -> str:
+    """Bytes, in the units of `linearize plan`: ``6.29 MiB``."""
+    return DASH if value is None else binary_size(int(value)).replace(" ", THIN)
 
 
 def milliseconds(seconds: Number) -> str:

@@ -11,7 +11,7 @@ from linearize.planning.results import TRAINING_STAGES
 from linearize.report.findings import Finding, findings, speeds, verdict
 from linearize.report.html import Table, Text
 from linearize.report.load import RunFiles
-from linearize.report.numbers import DASH, count, milliseconds, percent, plain, scaled, what, with_interval
+from linearize.report.numbers import DASH, count, memory_size, milliseconds, percent, plain, scaled, what, with_interval
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _key_numbers(run: RunFiles) -> dict[str, str]:
             context = count(results.short.context)
             found[f"{name}: loss of a continuation minus teacher's"] = with_interval(line.difference, sign=True)
             found[f"{name}: needles found"] = percent(line.needles)
-            found[f"{name}: memory"] = f"{scaled(line.cache_bytes, 'B')} (after {context} tokens)"
+            found[f"{name}: memory"] = f"{memory_size(line.cache_bytes)} (after {context} tokens)"
     if run.task is not None:
         found["Same answer as the teacher"] = percent(run.agreement("student"))
         found["Held-out examples of the task"] = count(run.task.examples)
@@ -140,7 +140,7 @@ def _key_numbers(run: RunFiles) -> dict[str, str]:
     for model in ("student", "teacher"):
         if entries := speeds(run, model):
             where = f"(at {count(entries[-1].prompt_length)} tokens)"
-            found[f"Cache of the {model}"] = f"{scaled(entries[-1].cache_bytes, 'B')} {where}"
+            found[f"Cache of the {model}"] = f"{memory_size(entries[-1].cache_bytes)} {where}"
             found[f"Per generated token, {model}"] = f"{milliseconds(entries[-1].decode.median)} ms {where}"
     found["Training tokens, all stages of the student"] = plain(_tokens(run))
     for task in results.retrieval:

@@ -55,8 +55,12 @@ def render(runs: Sequence[RunFiles]) -> str:
 
 
 def rich(text: str) -> Markup:
-    """Escaped text in which `backquotes` are code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(without_controls(text)))))
+    """Escaped text in which `backquotes` are code, whose words stay on one line: browsers break after hyphens."""
+
+    def code(found: re.Match[str]) -> str:
+        return "<code>" + re.sub(r"[^ ]+", r"<span>\g<0></span>", found[1]) + "</code>"
+
+    return Markup(re.sub(r"`([^`]+)`", code, str(escape(without_controls(text)))))
 
 
 def _cleaned(value: Any) -> Any:

@@ -16,6 +16,7 @@ from linearize.report.numbers import (
     DASH,
     capital,
     count,
+    memory_size,
     milliseconds,
     percent,
     plain,
@@ -114,7 +115,7 @@ def _reading(line: Reading, needles: int) -> list[str]:
         with_interval(line.difference, sign=True),
         DASH if needles == 0 else f"{percent(line.needles)} of {count(needles)}",
         *(DASH if x is None else milliseconds(x.median) for x in (line.prefill_seconds, line.decode_seconds)),
-        scaled(line.cache_bytes, "B"),
+        memory_size(line.cache_bytes),
     ]
 
 
@@ -132,7 +133,7 @@ def speed(entries: Sequence[tuple[str | None, Sequence[Speed]]]) -> Table:
         "peak",
         "compiled in, s",
     ]
-    caption = "Medians of all repeats, with minimum and maximum; bytes of the whole batch, peak in prefill"
+    caption = "Medians of all repeats, with minimum and maximum; memory of the whole batch, peak in prefill"
     # Not every measurement has the last ones.
     rows = [row for group in groups for row in group.rows]
     shown = [i for i in range(len(columns)) if any(row[i] != DASH for row in rows)]
@@ -153,8 +154,8 @@ def _speed(entry: Speed) -> list[str]:
         cell(entry.prefill),
         cell(entry.decode),
         count(entry.batch_size / entry.decode.median),
-        f"{count(entry.cache_bytes)} ({scaled(entry.cache_bytes, 'B')})",
-        scaled(entry.prefill_bytes, "B"),
+        memory_size(entry.cache_bytes),
+        memory_size(entry.prefill_bytes),
         scaled(entry.compiling),
     ]
 

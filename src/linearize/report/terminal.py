@@ -35,7 +35,7 @@ def _table(found: Table) -> table.Table:
     shown = [i for i, column in enumerate(found.columns) if column != tables.NOTE]
     made = table.Table(title=_text(found.caption), title_justify="left")
     for i in shown:
-        made.add_column(_text(found.columns[i]))
+        made.add_column(_text(found.columns[i]), overflow="fold")
     for group in found.groups:
         for row in group.rows:
             made.add_row(*(_text(row[i]) for i in shown))
