@@ -22,10 +22,10 @@ from linearize.training.layer_allocation import (
     CONTEXTS,
     SINK_CONTEXTS,
     LayerAllocation,
-    LayerMeasurements,
     allocate_layers,
     measure_layers,
 )
+from linearize.training.learned_sinks import LearnedSinks
 from linearize.training.memory import layer_mixer, layer_sizes
 from tests import tiny
 from tests.byte_tokenizer import byte_tokenizer
@@ -36,11 +36,8 @@ def shape_of(teacher: PreTrainedModel) -> TeacherShape:
     return TeacherShape.from_config(teacher.config.to_dict())
 
 
-def measurements(losses: list[float]) -> LayerMeasurements:
-    layers = range(len(losses))
-    return LayerMeasurements(
-        dict(enumerate(losses)), {i: [0.5] * 4 for i in layers}, {i: [[0.25] * 8] * 2 for i in layers}
-    )
+Measured = tuple[dict[int, float], LearnedSinks]
+LOSSES = dict(enumerate([1.0, 5.0, 2.0, 4.0, 3.0]))  # by layer
 
 
 @pytest.mark.parametrize(
@@ -59,7 +56,7 @@ def test_bytes_are_those_of_the_cache(fraction: float, sinks: int) -> None:
     """What an allocation says it holds is what a student holds behind as many tokens, and no more than the budget."""
     teacher = make_teacher("llama", num_hidden_layers=5)
     memory = MemoryConfig(per="layer", fraction=fraction, reference_length=128, sinks=sinks, learned_sink=True)
-    allocation = allocate_layers(memory, measurements([1.0, 5.0, 2.0, 4.0, 3.0]), shape_of(teacher), torch.float64)
+    allocation = allocate_layers(memory, LOSSES, shape_of(teacher), torch.float64)
     student = convert_layers(teacher, allocation.plan(5))
     with torch.no_grad():
         cache = student(random_tokens(1, 128), use_cache=True).past_key_values
@@ -75,7 +72,7 @@ def test_bytes_are_those_of_the_cache(fraction: float, sinks: int) -> None:
 def test_the_layers_whose_window_costs_most_stay_full() -> None:
     teacher = make_teacher("llama", num_hidden_layers=5)
     memory = MemoryConfig(per="layer", fraction=0.5, reference_length=1024, sinks=0)
-    allocation = allocate_layers(memory, measurements([1.0, 5.0, 2.0, 4.0, 3.0]), shape_of(teacher), torch.float32)
+    allocation = allocate_layers(memory, LOSSES, shape_of(teacher), torch.float32)
     assert allocation.full == [1, 3]
     assert [mixer is None for mixer in allocation.plan(5)] == [False, True, False, True, False]
     assert LayerAllocation.model_validate_json(json.dumps(allocation.to_json())) == allocation
@@ -86,8 +83,8 @@ def test_the_plan_before_measuring_has_as_many_bytes() -> None:
     recipe = Recipe.load("local-global", {"memory.reference_length": 128, "memory.fraction": 0.5})
     plan = resolve(recipe, shape_of(teacher), dtype=torch.float32)
     assert recipe.memory is not None
-    measured = measurements([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    allocation = allocate_layers(recipe.memory, measured, shape_of(teacher), torch.float32)
+    losses = dict(enumerate([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+    allocation = allocate_layers(recipe.memory, losses, shape_of(teacher), torch.float32)
     assert plan.count(None) == len(allocation.full) > 1
     assert {mixer for mixer in plan if mixer is not None} == {x for x in allocation.plan(6) if x is not None}
 
@@ -116,24 +113,25 @@ MEMORY = MemoryConfig(per="layer", fraction=0.5, reference_length=128, sinks=0, 
 
 
 @pytest.fixture(scope="module")
-def measured(teacher: PreTrainedModel, rows: PackedRows) -> LayerMeasurements:
+def measured(teacher: PreTrainedModel, rows: PackedRows) -> Measured:
     return measure_layers(teacher, [0, 2], MEMORY, rows, byte_tokenizer(), seed=0)
 
 
 @torch.no_grad()
 def test_losses_are_those_of_one_converted_layer(
-    teacher: PreTrainedModel, rows: PackedRows, measured: LayerMeasurements
+    teacher: PreTrainedModel, rows: PackedRows, measured: Measured
 ) -> None:
     tokenizer = byte_tokenizer()
     request = tokenizer(REQUEST, add_special_tokens=False).input_ids
     longest = (256 - len(request)) // 2
     texts = list(contexts(rows, tokenizer, longest=longest, seed=0, count=SINK_CONTEXTS))[:CONTEXTS]
     window = longest // 4
-    assert set(measured.losses) == {0, 2}
-    for layer, loss in measured.losses.items():
+    losses, sinks = measured
+    assert set(losses) == {0, 2}
+    for layer, loss in losses.items():
         mixer = layer_mixer(window, 0, learned_sink=True)
         student = convert_layers(teacher, tuple(mixer if i == layer else None for i in range(3)))
-        measured.set_sinks(student)
+        sinks.apply(student)
         expected = 0.0
         for text in texts:
             ids = torch.tensor([text + request + text])
@@ -143,9 +141,9 @@ def test_losses_are_those_of_one_converted_layer(
 
 
 @torch.no_grad()
-def test_sinks_are_the_first_tokens(teacher: PreTrainedModel, rows: PackedRows, measured: LayerMeasurements) -> None:
+def test_sinks_are_the_first_tokens(teacher: PreTrainedModel, rows: PackedRows, measured: Measured) -> None:
     """Of the first layer, whose queries, keys and values are known without the model."""
-    tokenizer = byte_tokenizer()
+    sinks, tokenizer = measured[1], byte_tokenizer()
     request = tokenizer(REQUEST, add_special_tokens=False).input_ids
     longest = (256 - len(request)) // 2
     layer = teacher.model.layers[0]
@@ -159,17 +157,18 @@ def test_sinks_are_the_first_tokens(teacher: PreTrainedModel, rows: PackedRows, 
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         scores = q[0] @ k[0, :, :1].repeat_interleave(2, 0).mT * 8**-0.5
         logits.append(scores[:, longest // 4 :, 0].mean(-1))
-    torch.testing.assert_close(torch.tensor(measured.sink_values[0]), torch.stack(values).mean(0), rtol=1e-3, atol=2e-5)
-    torch.testing.assert_close(torch.tensor(measured.sink_logits[0]), torch.stack(logits).mean(0), rtol=1e-3, atol=2e-5)
+    torch.testing.assert_close(torch.tensor(sinks.values[0]), torch.stack(values).mean(0), rtol=1e-3, atol=2e-5)
+    torch.testing.assert_close(torch.tensor(sinks.logits[0]), torch.stack(logits).mean(0), rtol=1e-3, atol=2e-5)
 
 
-def test_sinks_are_set(teacher: PreTrainedModel, measured: LayerMeasurements) -> None:
+def test_sinks_are_set(teacher: PreTrainedModel, measured: Measured) -> None:
     mixer = layer_mixer(8, 0, learned_sink=True)
     student = convert_layers(teacher, (mixer, None, mixer))
-    measured.set_sinks(student)
+    sinks = measured[1]
+    sinks.apply(student)
     combine = student.model.layers[2].self_attn.mixer.combine
-    assert combine.sink_logit.tolist() == pytest.approx(measured.sink_logits[2])
-    assert combine.sink_value.tolist() == [pytest.approx(head) for head in measured.sink_values[2]]
+    assert combine.sink_logit.tolist() == pytest.approx(sinks.logits[2])
+    assert combine.sink_value.tolist() == [pytest.approx(head) for head in sinks.values[2]]
 
 
 def test_logits_that_are_not_finite_are_refused(

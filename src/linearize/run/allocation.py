@@ -35,14 +35,14 @@ ALLOCATIONS: dict[str, tuple[str, type[Allocation] | type[LayerAllocation]]] = {
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Measurements of a teacher.
+class MeasuredPlan:
+    """A layer plan, with what was measured of the teacher for it.
 
     Attributes:
         layers: the layer plan.
         allocation: of the recipe's KV budget; None where the recipe has none.
         scores: of the plan's KV caches with eviction; None where it has none.
-        sinks: the plan's learned sinks; None where it has none, or `allocation` has them.
+        sinks: the plan's learned sinks; None where it has none.
     """
 
     layers: LayerPlan
@@ -55,8 +55,6 @@ class Measured:
         student = convert_layers(teacher, self.layers, seed=seed)
         if self.scores is not None:
             self.scores.apply(student)
-        if isinstance(self.allocation, LayerAllocation):
-            self.allocation.measured.set_sinks(student)
         if self.sinks is not None:
             self.sinks.apply(student)
         return student
@@ -82,7 +80,7 @@ def measure(
     dataset: Dataset,
     tokenizer: Any,
     dtype: torch.dtype,
-) -> Measured:
+) -> MeasuredPlan:
     """Measure what the recipe's plan depends on: what recall needs of each KV head, and eviction scores; or layers.
 
     Learned sinks of a plan without `memory` are measured too. They stay at 0 if the teacher's weights are not used, or
@@ -102,25 +100,26 @@ def measure(
             text = without_repeats(rows, recipe.data.repeated_span_fraction, seed=recipe.seed)
             sinks = measure_sinks(teacher, layers, text, tokenizer, seed=recipe.seed)
     if memory is None and all(mixer.cache is None for mixer in each_mixer(layers)):
-        return Measured(layers, sinks=sinks)
+        return MeasuredPlan(layers, sinks=sinks)
     if not isinstance(rows, PackedRows):
         raise UserError(f"memory: expected a language model, found {recipe.data.task.type}; set memory=null")
     text = without_repeats(rows, recipe.data.repeated_span_fraction, seed=recipe.seed)
     if memory is not None and memory.per == "layer":
         converted = convertible_layers(recipe, shape)
-        by_layer = measure_layers(teacher, converted, memory, text, tokenizer, seed=recipe.seed)
-        per_layer = allocate_layers(memory, by_layer, shape, dtype)
-        return Measured(per_layer.plan(shape.num_layers), per_layer)
+        losses, first_tokens = measure_layers(teacher, converted, memory, text, tokenizer, seed=recipe.seed)
+        per_layer = allocate_layers(memory, losses, shape, dtype)
+        sinks = first_tokens if memory.learned_sink else None
+        return MeasuredPlan(per_layer.plan(shape.num_layers), per_layer, sinks=sinks)
     quantiles, scores = measure_attention(teacher, text, tokenizer, seed=recipe.seed)
     if memory is None:
-        return Measured(layers, None, scores, sinks)
+        return MeasuredPlan(layers, None, scores, sinks)
     needs = {
         layer: [[round(x, 3) for x in head] for head in of_layer.tolist()]
         for layer, of_layer in quantiles.items()
         if layers[layer] is not None
     }
     allocation = allocate(memory, needs, shape, dtype)
-    return Measured(allocation.plan(shape.num_layers), allocation, scores)
+    return MeasuredPlan(allocation.plan(shape.num_layers), allocation, scores)
 
 
 def measure_sinks(
@@ -146,7 +145,7 @@ def has_learned_sinks(layers: LayerPlan) -> bool:
     return any(mixer.learned_sink for mixer in each_mixer(layers))
 
 
-def stored(run: Run, shape: TeacherShape, layers: LayerPlan) -> Measured | None:
+def stored(run: Run, shape: TeacherShape, layers: LayerPlan) -> MeasuredPlan | None:
     """Return what a run's folder has of its measurements; None where it has not all of them.
 
     Raises:
@@ -161,12 +160,12 @@ def stored(run: Run, shape: TeacherShape, layers: LayerPlan) -> Measured | None:
         allocation = kind.read(path, advice=_AGAIN)
         layers = allocation.plan(shape.num_layers)
     sinks: LearnedSinks | None = None
-    if run.recipe.memory is None and has_learned_sinks(layers):
+    if has_learned_sinks(layers):
         if not (run.folder / LEARNED_SINKS).is_file():
             return None
         sinks = LearnedSinks.read(run.folder / LEARNED_SINKS, advice=_AGAIN)
     if all(mixer.cache is None for mixer in each_mixer(layers)):
-        return Measured(layers, allocation, sinks=sinks)
+        return MeasuredPlan(layers, allocation, sinks=sinks)
     path = run.folder / SCORES
     if not path.is_file():
         return None
@@ -176,4 +175,4 @@ def stored(run: Run, shape: TeacherShape, layers: LayerPlan) -> Measured | None:
         raise UserError(
             f"{path}: expected eviction scores of each layer for recall and text, found something else; {_AGAIN}"
         ) from None
-    return Measured(layers, allocation, scores, sinks)
+    return MeasuredPlan(layers, allocation, scores, sinks)

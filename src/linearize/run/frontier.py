@@ -28,7 +28,7 @@ from linearize.hf.convert import convert_layers
 from linearize.hf.teacher import TeacherShape
 from linearize.layer_plan import resolve
 from linearize.report.frontier import ALLOCATED, LAYERS, WINDOW
-from linearize.run.allocation import Measured, measure, stored
+from linearize.run.allocation import MeasuredPlan, measure, stored
 from linearize.run.folder import Run, alone_in, check_output, claim, versions, write_json
 from linearize.training.allocation import Allocation, allocate
 from linearize.training.finetune import finetune
@@ -102,7 +102,7 @@ def _measured(
     teacher = run.load_teacher()
     claim(run, dataset)
 
-    def measured(kind: MemoryConfig) -> Measured:
+    def measured(kind: MemoryConfig) -> MeasuredPlan:
         by = replace(run, recipe=recipe.model_copy(update={"memory": kind}))
         found = stored(by, shape, plan) or measure(by.recipe, shape, plan, teacher, dataset, processor, run.dtype)
         found.save(run)
@@ -119,10 +119,10 @@ def _measured(
     if recipe.finetune is not None:
         tuned = _trained(run, "teacher", None, teacher, dataset)
         fine_tuned["teacher_finetuned"] = ruler.see(tuned, "teacher, trained").losses
-        trained = _trained(run, f"window-{reference}", Measured(plan), teacher, dataset)
+        trained = _trained(run, f"window-{reference}", MeasuredPlan(plan), teacher, dataset)
         fine_tuned["window_finetuned"] = ruler.see(trained, f"window of {reference}, trained").losses
 
-    def point(fraction: float, name: str, made: Measured, held: int, trained: bool) -> dict[str, Any]:
+    def point(fraction: float, name: str, made: MeasuredPlan, held: int, trained: bool) -> dict[str, Any]:
         label = f"{fraction:g}-{name.replace(' ', '-')}"
         path = run.folder / f"points-{reference}" / f"{label}{'-trained' if trained else ''}.json"
         if path.is_file():
@@ -152,14 +152,15 @@ def _measured(
         heads = shape.num_kv_heads * len(layers)
         plans = {}
         for name, mixer in uniform(round(fraction * memory.reference_length), memory.sinks).items():
-            plans[name] = Measured(_in_every_head(mixer, layers, shape)), heads * head_bytes(mixer, shape, run.dtype)
+            held = heads * head_bytes(mixer, shape, run.dtype)
+            plans[name] = MeasuredPlan(_in_every_head(mixer, layers, shape)), held
         allocation = allocate(per_head.model_copy(update=size), needs, shape, run.dtype)
         chosen[fraction] = {"window": allocation.window, "text": allocation.text, "recall": allocation.recall}
-        made = Measured(allocation.plan(shape.num_layers), allocation, of_heads.scores)
+        made = MeasuredPlan(allocation.plan(shape.num_layers), allocation, of_heads.scores)
         plans[ALLOCATED] = made, allocation.held
-        by_layer = allocate_layers(per_layer.model_copy(update=size), of_layers.allocation.measured, shape, run.dtype)
+        by_layer = allocate_layers(per_layer.model_copy(update=size), of_layers.allocation.losses, shape, run.dtype)
         chosen[fraction] |= {"full_layers": by_layer.full, "layer_window": by_layer.window}
-        plans[LAYERS] = Measured(by_layer.plan(shape.num_layers), by_layer), by_layer.held
+        plans[LAYERS] = MeasuredPlan(by_layer.plan(shape.num_layers), by_layer, sinks=of_layers.sinks), by_layer.held
         points += [point(fraction, name, *its, trained=False) for name, its in plans.items()]
         if recipe.finetune is not None:
             points += [point(fraction, name, *plans[name], trained=True) for name in (WINDOW, ALLOCATED, LAYERS)]
@@ -199,8 +200,10 @@ def _in_every_head(mixer: MixerConfig, layers: Sequence[int], shape: TeacherShap
     return tuple(mixer if index in layers else None for index in range(shape.num_layers))
 
 
-def _trained(run: Run, name: str, made: Measured | None, teacher: PreTrainedModel, dataset: Dataset) -> PreTrainedModel:
-    """The teacher, or a student of it by `plan`, finetuned; loaded where that is finished, resumed where it began."""
+def _trained(
+    run: Run, name: str, made: MeasuredPlan | None, teacher: PreTrainedModel, dataset: Dataset
+) -> PreTrainedModel:
+    """Fine-tune the teacher, or its student by `made`: load a finished one, resume one that was interrupted."""
     assert run.recipe.finetune is not None
     model = run.load_teacher() if made is None else made.convert(teacher, 0)
     options = {"output_dir": run.folder / name, "teacher": teacher, "seed": run.recipe.seed, "title": name}

@@ -8,8 +8,7 @@ Axes: H query heads, G KV heads, T tokens, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,32 +32,13 @@ from linearize.training.memory import budget_bytes, layer_mixer, layer_sizes, la
 CONTEXTS = 2  # that the teacher repeats once per layer
 
 
-@dataclass(frozen=True)
-class LayerMeasurements:
-    """Measurements on the teacher for an allocation per layer.
-
-    Attributes:
-        losses: by layer that can be converted, KL from the teacher in nats per token, if this layer alone has a window
-            of WINDOW tokens with its sink: over a text and its repetition.
-        sink_logits: by layer [H], the mean scaled logit that queries give to the first token.
-        sink_values: by layer [G][D], the mean value of the first token.
-    """
-
-    losses: dict[int, float]
-    sink_logits: dict[int, list[float]]
-    sink_values: dict[int, list[list[float]]]
-
-    def set_sinks(self, student: PreTrainedModel) -> None:
-        """Set the learned sinks of a student of the teacher that was measured, in place."""
-        LearnedSinks(logits=self.sink_logits, values=self.sink_values).apply(student)
-
-
 class LayerAllocation(Record):
     """The memory of each layer that can be converted.
 
     Attributes:
         window: tokens of a layer that is not full, the query's own included.
         full: layers with full softmax attention, in rising order.
+        losses: as `measure_layers` returns them.
         budget, held: bytes of one sequence of `reference_length` tokens: at most, and as allocated.
     """
 
@@ -66,30 +46,35 @@ class LayerAllocation(Record):
     full: list[int]
     sinks: int
     learned_sink: bool
-    measured: LayerMeasurements
+    losses: dict[int, float]
     budget: int
     held: int
 
     def plan(self, num_layers: int) -> LayerPlan:
         """Return the layer plan; full layers and those that cannot be converted stay as they are."""
         mixer = layer_mixer(self.window, self.sinks, learned_sink=self.learned_sink)
-        converted = set(self.measured.losses) - set(self.full)
+        converted = set(self.losses) - set(self.full)
         return tuple(mixer if layer in converted else None for layer in range(num_layers))
 
 
 def allocate_layers(
-    memory: MemoryConfig, measured: LayerMeasurements, teacher: TeacherShape, dtype: torch.dtype
+    memory: MemoryConfig, losses: Mapping[int, float], teacher: TeacherShape, dtype: torch.dtype
 ) -> LayerAllocation:
-    """Keep the layers full whose window costs most, as many as the budget allows (`layer_sizes`)."""
-    layers = sorted(measured.losses)
+    """Keep the layers full whose window has the largest loss, as many as the budget allows (`layer_sizes`).
+
+    Args:
+        losses: by layer that can be converted, as `measure_layers` returns them.
+        dtype: of keys and values, in which bytes are counted.
+    """
+    layers = sorted(losses)
     count, window = layer_sizes(memory, teacher, len(layers), dtype)
-    full = sorted(sorted(layers, key=lambda layer: -measured.losses[layer])[:count])
+    full = sorted(sorted(layers, key=lambda layer: -losses[layer])[:count])
     return LayerAllocation(
         window=window,
         full=full,
         sinks=memory.sinks,
         learned_sink=memory.learned_sink,
-        measured=measured,
+        losses=dict(losses),
         budget=budget_bytes(memory, teacher, dtype),
         held=layers_bytes(memory, teacher, count, len(layers) - count, window, dtype),
     )
@@ -104,14 +89,18 @@ def measure_layers(
     tokenizer: Tokenizer,
     *,
     seed: int,
-) -> LayerMeasurements:
-    """Measure what a window costs in each layer, and the logit and the value of the first token.
+) -> tuple[dict[int, float], LearnedSinks]:
+    """Measure the loss of a window in each layer, and the logit and the value of the first token.
 
     Costs CONTEXTS forward passes of about 1,050 tokens per layer, and SINK_CONTEXTS for all.
 
     Args:
         layers: those that can be converted.
         rows: training text.
+
+    Returns:
+        By layer, the KL from the teacher in nats per token, if this layer alone has a window of WINDOW tokens with its
+        sink, over a text and its repetition; and the first token's logits and values.
 
     Raises:
         UserError: the model has too few positions, or there is too little text.
@@ -144,4 +133,4 @@ def measure_layers(
                 losses[windowed] += kl.item() / len(targets) / CONTEXTS
     if not all(torch.tensor(list(losses.values())).isfinite()):
         raise UserError("memory: expected finite logits of the teacher, found others; load it in float32 or bfloat16")
-    return LayerMeasurements({layer: round(loss, 6) for layer, loss in losses.items()}, sinks.logits, sinks.values)
+    return {layer: round(loss, 6) for layer, loss in losses.items()}, sinks
