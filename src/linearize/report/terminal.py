@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich import table
+from rich import box, table
 from rich.console import Group
 from rich.text import Text
 
@@ -30,17 +30,17 @@ def timed(bench: Bench) -> Group:
     return Group(_table(tables.speed([(None, entries)])), *map(_text, [*lines, f"- {rounds}."]))
 
 
-def _table(found: Table) -> table.Table:
-    """The table without its notes."""
+def _table(found: Table) -> Group:
+    """Return the caption and the table without its notes."""
     shown = [i for i, column in enumerate(found.columns) if column != tables.NOTE]
-    made = table.Table(title=_text(found.caption), title_justify="left")
-    for i in shown:
-        made.add_column(_text(found.columns[i]), overflow="fold")
+    made = table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in (found.columns[i] for i in shown):
+        made.add_column(_text(name), overflow="fold", min_width=max(map(len, name.split()), default=0))
     for group in found.groups:
         for row in group.rows:
             made.add_row(*(_text(row[i]) for i in shown))
         made.add_section()
-    return made
+    return Group(_text(found.caption), made)
 
 
 def _text(words: str) -> Text:
