@@ -1,7 +1,7 @@
-"""Evaluate the parts of an attention layer: by torch's operations on any device, or by what overrides them.
+"""Evaluate the parts of an attention layer: by torch's operations on any device, or by a subclass with kernels.
 
-A backend serves prompts (`prefill`, and the parts that it is made of), one more token (`step`) and the output of parts
-(`output`). `triton_backend` overrides what its kernels serve; `dispatch` chooses. The definitions are in `reference`.
+A backend computes prompts (`prefill` and its parts), one more token (`step`) and the output of both parts (`output`).
+`triton_backend` overrides what its kernels support; `dispatch` chooses a backend; `reference` has the definitions.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ Operation = TypeVar("Operation", bound=Callable[..., object])
 
 
 class Backend:
-    """Torch's operations: all scores of short rows at once, chunks of longer ones; or of one form for all rows.
+    """Torch's operations.
 
     Attributes:
-        name: by which `LINEARIZE_IMPL` asks for it.
-        splits_prompts: whether the first tokens of a prompt, all keys of which are kept, are faster by themselves.
+        name: the value of `LINEARIZE_IMPL` that selects this backend.
+        form: the module that computes rows of all lengths; None: `dense` for short rows, `chunked` for longer ones.
+        splits_prompts: whether it is faster to compute the first tokens of a prompt, which see all keys, separately.
     """
 
     splits_prompts = True
@@ -41,7 +42,7 @@ class Backend:
         self.name, self.form = name, form
 
     def masks_whole_rows(self, q: Float[Tensor, "B H T D"]) -> bool:
-        """Return whether softmax over some keys of these rows is faster as attention over all of them, masked."""
+        """Return whether softmax over some keys of these rows is faster as masked attention over all keys."""
         return self.form is None and q.shape[2] <= MOST_MASKED_KEYS
 
     def prefill(
@@ -68,9 +69,10 @@ class Backend:
         quotient: Callable[[], Quotient | None],
         dtype: torch.dtype,
     ) -> Float[Tensor, "B H T D"] | None:
-        """Return the output of these parts in `dtype`, or None where the mixer has to combine them.
+        """Return the output of these parts in `dtype`, or None if the mixer has to combine them.
 
-        `quotient` returns how the output is one quotient of sums, None where it is not.
+        Args:
+            quotient: returns the parameters of the output as one quotient of sums; None: it is no such quotient.
         """
         return None
 
@@ -111,7 +113,7 @@ class Backend:
 
 
 TORCH = Backend("torch")
-FORMS = {"chunked": chunked, "dense": dense, "reference": reference}  # of one form for rows of all lengths
+FORMS = {"chunked": chunked, "dense": dense, "reference": reference}  # each computes rows of all lengths
 
 
 def backend_for(device: torch.device) -> Backend:
@@ -131,16 +133,16 @@ def named(name: str) -> Backend:
 
 
 def _uncompiled(function: Operation) -> Operation:
-    """Keep compilers from a function that they would break into many graphs.
+    """Exclude a function from torch.compile, which would break it into many graphs.
 
-    Layouts cache their results, which cannot be traced. A compiled step of generation does not come through here.
+    Layouts cache their results, which cannot be traced. A compiled step of generation does not call these functions.
     """
     return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 @_uncompiled
 def prefill(softmax: SoftmaxInputs | None, linear: LinearInputs | None, *, keeps_state: bool = False) -> Parts:
-    """Return the parts of every query, None where there is none, and the linear state after the last token if kept."""
+    """Return the parts of every query (None: no such part) and, with `keeps_state`, the state after the last token."""
     if softmax is not None:
         _check_lengths(softmax.layout, softmax.k, softmax.q)
     if linear is not None:
@@ -159,7 +161,7 @@ def window_softmax(x: SoftmaxInputs) -> Partial:
 
 @_uncompiled
 def linear_scan(x: LinearInputs) -> Partial:
-    """Compute the linear part of every query, of keys that are added (`reference.linear_scan`)."""
+    """Compute the linear part of every query without the delta rule (`reference.linear_scan`)."""
     _check_lengths(x.layout, x.phi_k, x.queries())
     return backend_for(x.v.device).linear_scan(x)
 

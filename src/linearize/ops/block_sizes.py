@@ -1,4 +1,4 @@
-"""Whose sizes blocks of work have: a CPU's, which stay in its cache, or those that fill a GPU."""
+"""Choose between block sizes for CPUs, which stay in the cache, and for GPUs, which fill the device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _pretended: ContextVar[torch.device | None] = ContextVar("pretended", default=No
 
 
 def kind(device: torch.device) -> str:
-    """By which key a table of sizes is read for tensors on `device`: "cpu", or "cuda" for all others."""
+    """Return the key of `device` in a table of block sizes: "cpu", or "cuda" for all other devices."""
     return "cpu" if (_pretended.get() or device).type == "cpu" else "cuda"
 
 
 @contextmanager
 def blocks_for(device: torch.device) -> Iterator[None]:
-    """Within, blocks have the sizes for this device, wherever the tensors are."""
+    """Use the block sizes of this device in the `with` block, wherever the tensors are."""
     token = _pretended.set(device)
     try:
         yield

@@ -1,9 +1,9 @@
-"""The recurrences from chunk to chunk whose backward is autograd's: vector decays and the delta rule.
+"""Compute vector decays and the delta rule as recurrences over chunks, in O(T) time and memory.
 
-Both take O(T) time and memory.
+Autograd computes the backward pass.
 
-A key stands `span.linear_delay` slots late. That is beside the first query that reads it, or for terraced spans, whose
-terraces are read as a whole, less than `window_size` slots before.
+Keys are moved `span.linear_delay` slots to the right, to the slot of the first query that reads them. Terraced spans
+read whole terraces: their keys stand less than `window_size` slots before that query.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import Partial, accumulation_dtype
 
 CHUNK = 64
-# Scores per block: on a CPU, most of the dozen or two tensors of that size should stay in cache.
+# Scores per block: on a CPU, most of the 12 to 24 tensors of that size should stay in cache.
 BLOCK_SCORES = {"cpu": 2**17, "cuda": 2**23}
-# A block has all heads rather than more chunks (heads go side by side, chunks one after the other), but a state is kept
-# for each segment.
+# Blocks take more heads before more chunks: heads are parallel, chunks sequential. But each segment stores a state.
 MIN_CHUNKS_PER_BLOCK = 4
 
 
 class Masks(NamedTuple):
-    """1 (or true) where something counts, 0 elsewhere.
+    """Masks of a block: 1 (or true) where a key, query or state counts, 0 elsewhere.
 
-    The state has R registers: one with all keys so far, and for terraced spans a second one with those of them that
-    stand before the current terrace, which are the ones that its queries read.
+    The state has R registers. The first sums all keys so far. For terraced spans, a second one sums the keys before the
+    current terrace, which the queries of this terrace read.
     """
 
     query: Float[Tensor, "b 1 n C 1"]
@@ -46,12 +45,12 @@ class Masks(NamedTuple):
     near: Float[Tensor, "b 1 n C C"]  # a query reads a key of its chunk, if it is not a later one
     reads: Float[Tensor, "b 1 n C R"]  # a query reads a register as it stands before the chunk
     enters: Float[Tensor, "b 1 n C R"]  # a key enters a register by the end of the chunk
-    keeps: Float[Tensor, "b 1 n 1"]  # what the registers hold is kept through the chunk
+    keeps: Float[Tensor, "b 1 n 1"]  # the registers keep their sums through the chunk
     catches_up: Bool[Tensor, "b 1 n"] | None  # a terrace begins in the chunk: the second register starts from the first
 
 
 def power_of_two_chunks(layout: SequenceLayout) -> ChunkLayout:
-    """Chunks that can be halved, as decay products do."""
+    """Return chunks whose size is a power of 2, which `decays` halves again and again."""
     chunk = CHUNK
     while chunk > max(16, layout.key_position.shape[1]):
         chunk //= 2
@@ -63,7 +62,7 @@ Segment = Callable[..., tuple[Tensor, Tensor]]
 
 
 class ChunkRecurrence(Body):
-    """The outputs that `segment` gives for each segment, and the S that the next one begins with."""
+    """Compute each segment by `segment`, which returns its outputs and the S of the next segment."""
 
     def __init__(self, slots: ChunkLayout, span: Span, q: Tensor, S: Tensor, segment: Segment) -> None:
         group, scores = q.shape[1] // S.shape[1], BLOCK_SCORES[kind(S.device)]
@@ -125,9 +124,9 @@ class ChunkRecurrence(Body):
 
 
 def delta_values(x: LinearInputs) -> Float[Tensor, "B Hk K D"]:
-    """u_j = beta_j (v_j - (D_k S)^T phi_k(j)), as `reference.delta_values`.
+    """Return u_j = beta_j (v_j - (D_k S)^T phi_k(j)), as `reference.delta_values`.
 
-    A key is written when it comes, whatever its window: the span only says which keys are sinks.
+    Keys are written in order, regardless of the window: only the sinks of the span matter here.
     """
     assert x.beta is not None
     dtype, slots = accumulation_dtype(x.v.dtype), power_of_two_chunks(x.layout)
@@ -152,8 +151,9 @@ def _delta_segment(
     beta: Float[Tensor, "b h n C 1"],
     log_decay: Float[Tensor, "b h n C X"] | None = None,
 ) -> tuple[Float[Tensor, "b h L D"], Float[Tensor, "b h F D"]]:
-    """u of n chunks of C slots, and the next S. Within a chunk u solves a triangular system (the UT transform):
+    """Return u of n chunks of C slots, and the next S.
 
+    Within a chunk u solves a triangular system (the UT transform):
     u_i + beta_i sum_{j < i} (k_i . e^{G_i - G_j} k_j) u_j = beta_i (v_i - (e^{G_i} S)^T k_i).
     """
     k, beta = k.unflatten(2, v.shape[2:4]), beta * masks.key
@@ -170,7 +170,7 @@ def _delta_segment(
 
 
 def _flush(x: Tensor) -> Tensor:
-    """0 for numbers whose products would be denormal, with which arithmetic is up to a hundred times slower."""
+    """Replace numbers whose products would be denormal by 0: denormal arithmetic is up to a hundred times slower."""
     return torch.nn.functional.hardshrink(x, torch.finfo(x.dtype).tiny * 1e8)
 
 
@@ -180,8 +180,8 @@ def _flush(x: Tensor) -> Tensor:
 def vector_decay_scan(x: LinearInputs) -> Partial:
     """Return the linear part (`reference.linear_scan`) with decays on the feature axis, the value axis, or both.
 
-    A query reads the state from before its window, and what it reads decays on through the window. So keys are delayed
-    by the window, queries take in the decays of the steps that they skip, and what is left is a scan without a window.
+    A query reads the state from before its window, decayed by the steps of the window. So keys are delayed by the
+    window and queries are multiplied by the decays of these steps. The rest is a scan without a window.
     """
     dtype, slots, span, layout = accumulation_dtype(x.v.dtype), power_of_two_chunks(x.layout), x.span, x.layout
     batch, heads, _, features = x.phi_k.shape
@@ -200,7 +200,6 @@ def vector_decay_scan(x: LinearInputs) -> Partial:
     else:
         S = torch.cat([x.state.S, x.state.z[..., None]], dim=-1).to(dtype)
 
-    # A register for all keys, and for terraced spans one for those before the terrace.
     S = S[:, :, None].expand(-1, -1, 1 + isinstance(span, TerracedSpan), -1, -1)
     body = ChunkRecurrence(slots, span, q, S, partial(_decay_segment, tuple(decays)))
     (out,) = scan(body, S.shape[-1:], (S,), q, k, v, *decays.values())
@@ -212,11 +211,10 @@ def vector_decay_scan(x: LinearInputs) -> Partial:
 
 
 def _last(steps: Float[Tensor, "B h P X"], count: int, chunk: int) -> Float[Tensor, "B h P X"]:
-    """The sum of the last `count` steps at each slot: by products with 0 and 1, much faster than a running sum."""
+    """Return the sum of the last `count` steps at each slot, by products with 0 and 1: faster than a running sum."""
     chunks, slot = steps.unflatten(2, (-1, chunk)), torch.arange(chunk, device=steps.device)
     n, whole = chunks.shape[2], count // chunk
-    # The chunks between the slot's own and those that may hold the first step count as a whole. In float64, since these
-    # are differences.
+    # Whole chunks between the slot's own chunk and those that may hold the first step. Differences need float64.
     before = torch.nn.functional.pad(chunks.sum(3).double().cumsum(2), (0, 0, 1, 0))[:, :, :n]
     last = before - torch.nn.functional.pad(before, (0, 0, max(whole - 1, 0), 0))[:, :, :n]
     last = last.to(steps.dtype)[:, :, :, None]
@@ -236,10 +234,10 @@ def _decay_segment(
     v: Float[Tensor, "b h n C D"],
     *decays: Float[Tensor, "b h n C _"],
 ) -> tuple[Float[Tensor, "b H L E"], Float[Tensor, "b h R F E"]]:
-    """num beside den (E = D + 1: den is the num of a value that is always 1 and does not decay), and the next S.
+    """Return num and den concatenated, E = D + 1, and the next S. den is the num of a constant 1 that never decays.
 
-    `names` say which of the log decays these are. Axes: n chunks of C slots, g = H / h query heads per key head, R
-    registers.
+    `names` has one of "log_decay_k", "log_decay_v" for each of `decays`. Axes: n chunks of C slots, g = H / h query
+    heads per key head, R registers.
     """
     (heads, n, chunk), (registers, features) = k.shape[1:4], S.shape[2:4]
     of_axes = dict(zip(names, decays, strict=True))

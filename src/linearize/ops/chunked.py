@@ -1,8 +1,8 @@
-"""Linear time and memory, any length: scores by chunks, the linear state carried between.
+"""Compute both parts for rows of any length in linear time and memory: scores within chunks, a state between them.
 
-Softmax reads a window and sinks. Linear keys lie as late as the first query that reads them, so a window costs the scan
-nothing: each query reads its own chunk through masked scores and all chunks before through the state (a terrace is read
-as a whole, so there are some more chunks of scores). The backward passes compute a block's scores and states again.
+Softmax reads a window and sinks. Linear keys are moved to the slot of the first query that reads them, so a window adds
+no work to the scan: each query reads its own chunk through masked scores and all earlier chunks through the state.
+Terraces are read as a whole and need more chunks of scores. The backward passes recompute a block's scores and states.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from linearize.ops.partial import LOG2_E, Partial, accumulation_dtype
 __all__ = ["delta_values", "linear_scan", "window_softmax"]
 
 CHUNK = 64
-MAX_CHUNK = 256  # with a kernel: scores are cheap beside states, the more so the wider its inputs
+MAX_CHUNK = 256  # with a kernel: scores cost little compared with states, which grow with the input width
 WINDOW_CHUNK = 32  # shorter than those of the linear part: fewer of the near keys' scores are masked
-# Decays of less than e to this are 0: arithmetic with denormal numbers, which their products are, takes twice the time.
+# Log decays below this count as a decay of 0: their products would be denormal, which takes twice the time.
 NEGLIGIBLE = {torch.float32: -80.0, torch.float64: -700.0}
 
 # --- softmax over a window and sinks ----------------------------------------------------------------------------------
 
 
 def window_softmax(x: SoftmaxInputs) -> Partial:
-    """The softmax part (`reference.window_softmax`) in O(T w) time and O(T) memory, forward and backward."""
+    """Return the softmax part (`reference.window_softmax`) in O(T w) time and O(T) memory, forward and backward."""
     span, layout, dtype = x.span, x.layout, accumulation_dtype(x.v.dtype)
     slots = ChunkLayout(layout, min(WINDOW_CHUNK, max(16, span.max_softmax_keys)))
     q, k, v = (slots.spread(tensor.to(dtype)) for tensor in (x.q, x.k, x.v))
@@ -63,9 +63,9 @@ def window_softmax(x: SoftmaxInputs) -> Partial:
 
 
 def _far_sinks(grid: Grid, slots: ChunkLayout, span: Span) -> tuple[Int[Tensor, "#B N s"], Bool[Tensor, "#B N s"]]:
-    """Slots of the sinks that lie below the near keys of each chunk, and which of them there are.
+    """Return the slots of the sinks that lie before the near keys of each chunk, and which of these sinks exist.
 
-    They belong to one document, that of the slot before: the others that a chunk holds begin among its near keys.
+    They belong to the document of the slot before the near keys: other documents of the chunk begin among these keys.
     """
     owner = grid.owner[:, :-1, None].long()
     start = (torch.arange(slots.num_chunks, device=owner.device)[:, None] - grid.first) * slots.chunk
@@ -88,7 +88,7 @@ def _take(x: Float[Tensor, "B G P D"], slot: Int[Tensor, "#B N s"]) -> Float[Ten
 
 @dataclass(frozen=True)
 class _WindowSoftmax(Body):
-    """num, and den beside log_scale, of the inputs q, k, v and the far sinks of k and v; there is no state."""
+    """Compute num, and den with log_scale, from q, k, v and the far sinks of k and v; there is no state."""
 
     grid: Grid
     span: Span
@@ -98,7 +98,7 @@ class _WindowSoftmax(Body):
     dtype: torch.dtype
 
     def masks(self, batch: slice, start: int, stop: int) -> Float[Tensor, "b 1 n gC Ws"]:
-        """0 where a query sees a near key or a far sink, -inf elsewhere."""
+        """Return a bias: 0 where a query sees a near key or a far sink, -inf elsewhere."""
         grid, span = self.grid, self.span
         position, document, owner = grid.around(batch, start, stop)
         query, near = position.queries[..., None], position.near[:, :, None]
@@ -144,16 +144,16 @@ class _WindowSoftmax(Body):
 
 
 def _largest(below_top: Float[Tensor, "*rows W"]) -> tuple[Float[Tensor, "*rows W"], Float[Tensor, "*rows 1"]]:
-    """1 where a score is the largest, and how many are.
+    """Return 1 where a score is the largest of its row, 0 elsewhere, and the number of largest scores.
 
-    The largest one is log_scale, and is taken off all others. Equals share its gradient, as in amax.
+    The largest score is log_scale, which was subtracted from all scores. Equal ones share its gradient, as in amax.
     """
     is_top = (below_top == 0).to(below_top.dtype)
     return is_top, is_top.sum(-1, keepdim=True).clamp_min(1)
 
 
 class _WindowBlock:
-    """Scores, which forward and backward share: logarithms to base 2, whose powers take a fourth of the time of e's."""
+    """Compute the scores that forward and backward share, to base 2: exp2 takes a fourth of the time of exp."""
 
     def __init__(self, window: _WindowSoftmax, given: Given) -> None:
         block, _, (q, k, v, sink_k, sink_v) = given
@@ -178,7 +178,7 @@ class _WindowBlock:
             scores.mul_(softcap * LOG2_E).add_(bias)
         top = scores.amax(-1, keepdim=True)
         top.masked_fill_(top == -torch.inf, 0)
-        self.below_top = scores.sub_(top)  # of which the weights are powers of 2
+        self.below_top = scores.sub_(top)  # the weights are 2 to this power
         self.log_scale = top.div_(LOG2_E)
 
 
@@ -186,7 +186,7 @@ class _WindowBlock:
 
 
 def linear_scan(x: LinearInputs) -> Partial:
-    """The linear part (`reference.linear_scan`) in O(T) time and memory, forward and backward."""
+    """Return the linear part (`reference.linear_scan`) in O(T) time and memory, forward and backward."""
     assert x.kernel is None or (x.log_decay_k is None and x.log_decay_v is None)
     if x.vector_decays:
         return vector_decay_scan(x)
@@ -199,13 +199,13 @@ def linear_scan(x: LinearInputs) -> Partial:
         sums = ticks.double().cumsum(2)
     tensors = x.queries(), phi_k, repeat_kv(x.v, phi_k.shape[1])
     phi_q, phi_k, v = (slots.spread(tensor.to(dtype)) for tensor in tensors)
-    # Keys lie beside the first query that reads them, at the latest. Of query chunk c, keys in chunks c - first .. c
-    # are read through scores, all before through the state.
+    # Keys lie no later than the first query that reads them. Query chunk c reads the keys in chunks c - first .. c
+    # through scores and all earlier ones through the state.
     first = min(chunks_back(slots, span.max_softmax_keys - span.linear_delay), slots.num_chunks - 1)
     carried = ()
     if state is not None:
         carried = state.S.to(dtype), state.z.to(dtype)
-    elif slots.num_chunks > first + 1:  # else all keys that there are lie near, and no query reads a state
+    elif slots.num_chunks > first + 1:  # else all keys are near, and no query reads a state
         z = _features(kernel, torch.zeros_like(phi_k[:, :, 0])).zero_()
         carried = v.new_zeros(*z.shape, v.shape[3]), z
     features = carried[1].shape[2] if carried and kernel is not None else 0
@@ -217,15 +217,15 @@ def linear_scan(x: LinearInputs) -> Partial:
 
 
 class _LinearMasks(NamedTuple):
-    """0 where something does not count; 1, or what its decays leave of it, where it does. None: everything counts.
+    """Masks of a block: 0 where a key or state does not count, else 1 or the product of its decays.
 
-    y is h, or 1 where there are no decays, and all heads share the masks.
+    None: everything counts. Axis y is h, or 1 without decays, where all heads share the masks.
     """
 
     near: Float[Tensor, "b y n gC W"]  # a query reads a near key
     reads: Float[Tensor, "b y n gC 1"] | None  # a query reads the state before its chunk's near keys
     enters: Float[Tensor, "b y n C 1"] | None  # a key enters the state
-    into: Float[Tensor, "b y N1 N1"]  # what an old chunk adds (first: the carried state) is in the state of a chunk
+    into: Float[Tensor, "b y N1 N1"]  # the sums of an old chunk (first: the carried state) are in a chunk's state
 
 
 def _times(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -243,9 +243,10 @@ def _features_grad(
 
 
 class _LinearScan(Body):
-    """Scores of near keys and a state of all others, without or with one decay per head: `sums` of its logarithms.
+    """Compute scores of near keys and a state of all others.
 
-    Why its backward is written out: `grid`.
+    `sums` are the cumulative log decays of each head, None without decays. The docstring of `grid` says why the
+    backward pass is written out.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ class _LinearScan(Body):
         self.grid, self.span, self.kernel, self.dtype, self.sums = grid, span, kernel, dtype, None
         if sums is not None:
             self.sums = sums.detach().squeeze(-1)
-            self.key_sums = F.pad(grid.lay_keys(self.sums, empty=0), (1, 0))  # where the keys lie, behind one more 0
+            self.key_sums = F.pad(grid.lay_keys(self.sums, empty=0), (1, 0))  # at the keys' slots, after one more 0
 
     def masks(self, batch: slice, start: int, stop: int) -> _LinearMasks:
         grid, span = self.grid, self.span
@@ -263,9 +264,9 @@ class _LinearScan(Body):
         near &= (position.near >= span.sinks)[:, :, None]
         near &= document.near[:, :, None] == document.queries[..., None]
         near = grid.repeat_queries(near[:, None].to(self.dtype))
-        # The owner's keys are in the state before a chunk's near keys, and no others.
+        # The state before a chunk's near keys has the keys of the owner alone.
         into = (owner[:, :, None] == owner[:, None, :]).tril().to(self.dtype)[:, None]
-        # A kernel makes features of slots without a key all the same, which are not 0.
+        # A kernel returns features other than 0 even for slots without a key.
         if grid.uniform and not span.sinks and self.kernel is None:
             return _LinearMasks(near, None, None, into)
         n = position.queries.shape[1]
@@ -275,9 +276,9 @@ class _LinearScan(Body):
         return _LinearMasks(near, grid.repeat_queries(reads), enters, into)
 
     def decayed(self, block: Block, masks: _LinearMasks) -> _LinearMasks:
-        """The masks with the decays between the step that writes and the step that reads.
+        """Return the masks times the decays between the step that writes and the step that reads.
 
-        Differences of sums are taken in float64, and no exponent is positive where something counts.
+        Differences of sums are computed in float64. No exponent is positive where the mask is not 0.
         """
         if self.sums is None:
             return masks
@@ -285,7 +286,7 @@ class _LinearScan(Body):
         queries = self.sums[block.rows][..., block.start : block.stop].unflatten(2, (-1, chunk))
         rows = self.key_sums[block.rows][..., block.start : block.stop + first + 1]
         n = (block.stop - block.start) // chunk
-        boundary = rows[..., : (n + 1) * chunk : chunk]  # before the near keys of each chunk, and of the one behind
+        boundary = rows[..., : (n + 1) * chunk : chunk]  # before the near keys of each chunk and of the next one
         rows = rows[..., 1:]
         old = rows[..., : n * chunk].unflatten(2, (-1, chunk))
 
@@ -321,13 +322,13 @@ class _LinearScan(Body):
         if kernel is not None:
             g_products.mul_(kernel.slope(x.products))
         g_q, g_keys = g_products @ x.near_k, grid.fold(g_products.mT @ x.q)
-        # Attention transfer trains nothing but the features.
+        # Attention transfer trains the features alone, so values may need no gradient.
         g_values = None if grad_v is None else grid.fold(x.scores.mT @ g_num)
         grad_before = ()
         if given.state:
             n, into = x.q.shape[2], x.masks.into.mT
             S, z = (y[:, :, :-1] for y in x.states(*given.state))
-            # The states' gradient: from a chunk's own reads, and from the slots behind; then that of what they sum.
+            # The gradient of the states, from a chunk's own reads and from later slots; then that of their summands.
             g_S = torch.cat([x.reads.mT @ g_num, grad_after[0][:, :, None]], dim=2)
             g_z = torch.cat([(x.reads * g_den).sum(-2), grad_after[1][:, :, None]], dim=2)
             g_S, g_z = (into @ g_S.flatten(3)).view_as(g_S), into @ g_z
@@ -349,20 +350,20 @@ class _LinearScan(Body):
                 # The sum G_n appears as e^{G_n} phi_q(n) and e^{-G_n} phi_k(n) only.
                 reads = (x.q * g_q).sum(-1).unflatten(3, (grid.group, -1)).sum(3)
                 grad[block.rows][:, :, block.start : block.stop, 0] += reads.flatten(2)
-                # A feature that is 0 in this dtype may have a gradient that no number of it can hold.
+                # The gradient of a feature that underflowed to 0 may overflow this dtype.
                 written = torch.where(x.keys == 0, 0, x.keys * g_keys)
                 grid.add_keys(grad, block, -written.sum(-1, keepdim=True).double())
         return grad_before
 
 
 def _decay(later: Tensor, earlier: Tensor, dtype: torch.dtype) -> Tensor:
-    """e^(later - earlier), of sums of log decays."""
+    """Return e^(later - earlier) of sums of log decays, 0 where it is negligible."""
     exponent = (later - earlier).clamp_max_(0).to(dtype)
     return torch.threshold_(exponent, NEGLIGIBLE[dtype], -torch.inf).exp_()
 
 
 class _LinearBlock:
-    """Compute what forward and backward of a block share."""
+    """Compute the tensors of a block that forward and backward share."""
 
     def __init__(self, scan: _LinearScan, given: Given) -> None:
         (q, k, v, *_), grid, kernel, block = given.inputs, scan.grid, scan.kernel, given.block
@@ -385,11 +386,11 @@ class _LinearBlock:
     def states(
         self, S: Float[Tensor, "b h F D"], z: Float[Tensor, "b h F"]
     ) -> tuple[Float[Tensor, "b h N1 F D"], Float[Tensor, "b h N1 F"]]:
-        """The state before the near keys of each chunk, and of the chunk after the last; S, z is that of the first."""
+        """Return the states before the near keys of each chunk and of the next one after them; S, z is the first."""
         b, h, n = self.old_k.shape[:3]
         all_S, all_z = S.new_empty(b, h, n + 1, *S.shape[2:]), z.new_empty(b, h, n + 1, z.shape[2])
         all_S[:, :, 0], all_z[:, :, 0] = S, z
-        if b * h == 1:  # into its place: memory that is touched once costs as much as the product
+        if b * h == 1:  # written in place: a first write to fresh memory costs as much as the product
             torch.bmm(self.old_k[0, 0].mT, self.old_v[0, 0], out=all_S[0, 0, 1:])
         else:
             all_S[:, :, 1:] = self.old_k.mT @ self.old_v

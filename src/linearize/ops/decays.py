@@ -1,4 +1,4 @@
-"""Log decays: which of a layout's steps decay, their sums, and products of queries and keys with the decay between.
+"""Compute with log decays: the steps that decay, their sums, and products of queries and keys with decays.
 
 The factors of a product are e^{G_n - G_j} for all j < n, where G sums the log decays. e^{G_n} and e^{-G_j} cannot be
 formed apart: one vanishes where the other overflows. So a chunk is chunked again (secondary chunking, as in GLA,
@@ -6,8 +6,7 @@ arXiv:2312.06635), by halves: for j in the first half of a sub-chunk and n in it
 e^{G_mid - G_j} are both at most 1, and the pairs within a half are those of shorter sub-chunks. log2 C levels of matrix
 products hold every pair once. Log decays are only ever added, never subtracted, so that nothing cancels.
 
-Axes of products: N chunks, of whatever rows; C slots of a chunk, a power of 2; g query heads; S sub-chunks; X is F or
-1.
+Axes of products: N chunks of all rows; C slots of a chunk, a power of 2; g query heads; S sub-chunks; X is F or 1.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from linearize.ops.layout import SequenceLayout
 
 
 def ticking(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: SequenceLayout) -> Float[Tensor, "B Hk K X"]:
-    """The log decays, 0 where nothing decays: in slots without a key, and before the first linear key can be there."""
+    """Return the log decays, 0 in slots without a key and in slots of sinks, before the first linear key."""
     ticks = layout.key_position >= span.sinks
     if layout.uniform and not span.sinks:
         return log_decay
@@ -33,14 +32,17 @@ def ticking(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: SequenceL
 
 
 def cumulative(log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: SequenceLayout) -> Float[Tensor, "B Hk K X"]:
-    """G_n, the sum of the log decays of slots 0..n, in float64: what matters are differences of large numbers."""
+    """Return G_n, the sum of the log decays of slots 0..n, in float64: differences of large sums need it."""
     return ticking(log_decay, span, layout).double().cumsum(2)
 
 
 def remaining(
     log_decay: Float[Tensor, "#B Hk K X"], span: Span, layout: SequenceLayout, until: Bool[Tensor, "#B K"] | None
 ) -> tuple[Float[Tensor, "B Hk K X"], Float[Tensor, "B Hk 1 X"]]:
-    """Sums of the log decays of the steps `until` after each slot, and of all of them, in float64. None: all tick."""
+    """Return sums of the log decays of the steps `until` after each slot, and of all these steps, in float64.
+
+    `until` None: all steps decay.
+    """
     steps = log_decay.double()
     if until is not None:
         steps = torch.where(until[:, None, :, None], ticking(log_decay, span, layout).double(), 0)
@@ -54,10 +56,10 @@ def remaining(
 def decayed_scores(
     q: Float[Tensor, "*r C g F"], k: Float[Tensor, "*r C F"], log_decay: Float[Tensor, "*r C X"] | None
 ) -> tuple[Float[Tensor, "*r C g C"], Float[Tensor, "*r C g F"], Float[Tensor, "*r C F"], Tensor]:
-    """Scores sum_f q_nf e^{G_nf - G_jf} k_jf of the keys j <= n of each chunk; and what leads out of the chunk:
+    """Return scores sum_f q_nf e^{G_nf - G_jf} k_jf of the keys j <= n of each chunk, and factors for other chunks.
 
-    q times the decay from before the chunk to its slot n, step n included; k times the decay from its slot j, step j
-    left out, to the end of the chunk; the decay through the whole chunk.
+    These are: q times the decay from before the chunk to its slot n, step n included; k times the decay from its slot
+    j, step j left out, to the end of the chunk; the decay through the whole chunk.
     """
     if log_decay is None:
         causal = torch.ones(k.shape[-2], k.shape[-2], dtype=k.dtype, device=k.device).tril_()[:, None]
@@ -72,10 +74,10 @@ def decayed_scores(
 def decayed_sums(
     scores: Float[Tensor, "*r C g C"], v: Float[Tensor, "*r C D"], log_decay: Float[Tensor, "*r C D"]
 ) -> tuple[Float[Tensor, "*r C g D"], Float[Tensor, "*r C D"], Float[Tensor, "*r C D"], Float[Tensor, "*r D"]]:
-    """Sums over the j <= n of each chunk of scores_nj e^{G_n - G_j} v_j; and what leads out of the chunk:
+    """Return sums over the j <= n of each chunk of scores_nj e^{G_n - G_j} v_j, and factors for other chunks.
 
-    the decay from before the chunk to its slot n, step n included; v times the decay from its slot j, step j left out,
-    to the end of the chunk; the decay through the whole chunk.
+    These are: the decay from before the chunk to its slot n, step n included; v times the decay from its slot j, step j
+    left out, to the end of the chunk; the decay through the whole chunk.
     """
     found = _DecayedSums.apply(scores.flatten(0, -4), v.flatten(0, -3), log_decay.flatten(0, -3))
     sums, into, out, total = (x.unflatten(0, v.shape[:-2]) for x in found)
@@ -83,9 +85,9 @@ def decayed_sums(
 
 
 def decay_factor(log_decay: Float[Tensor, "*r"]) -> Float[Tensor, "*r"]:
-    """e^log_decay, and 0 where the product of two such factors could be denormal.
+    """Return e^log_decay, and 0 where the product of two such factors could be denormal.
 
-    That is far below rounding, but arithmetic with denormal numbers takes a hundred times longer, and so does an
+    Such factors are far below rounding. Arithmetic with denormal numbers takes a hundred times longer, and so does an
     exponential that is denormal or underflows.
     """
     smallest = math.sqrt(torch.finfo(log_decay.dtype).tiny)
@@ -93,7 +95,7 @@ def decay_factor(log_decay: Float[Tensor, "*r"]) -> Float[Tensor, "*r"]:
 
 
 class _Decays:
-    """Factors that the log decays [N, C, X] of each chunk amount to.
+    """The decay factors of each chunk, from its log decays [N, C, X].
 
     Attributes:
         levels: for sub-chunks of 2m slots (m = 1, 2, .. C/2), e^{G_n - G_mid} of the slots n in second halves and
@@ -113,30 +115,30 @@ class _Decays:
         self.into, self.out = decay_factor(since), decay_factor(until)
 
     def grad_log_decay(self, grad_G: Float[Tensor, "N C X"], grad_end: Float[Tensor, "N X"]) -> Float[Tensor, "N C X"]:
-        """Step i is in G_n for all n >= i, and in G at the chunk's end."""
+        """Return the gradient of the log decays: step i is in G_n for all n >= i, and in G at the chunk's end."""
         later = torch.ones(grad_G.shape[1], grad_G.shape[1], dtype=grad_G.dtype, device=grad_G.device).triu_()
         return (later @ grad_G).add_(grad_end[:, None])
 
 
 def halves(x: Float[Tensor, "N C *w"], m: int) -> tuple[Float[Tensor, "N S m *w"], Float[Tensor, "N S m *w"]]:
-    """First and second halves (views) of the sub-chunks of 2m slots."""
+    """Return the first and second halves (views) of the sub-chunks of 2m slots."""
     x = x.unflatten(1, (-1, 2, m))
     return x[:, :, 0], x[:, :, 1]
 
 
 def _corners(scores: Float[Tensor, "N C g C"], m: int) -> Float[Tensor, "N S m g m"]:
-    """A view: of each sub-chunk of 2m slots, the rows of its second half and the columns of its first."""
+    """Return a view: of each sub-chunk of 2m slots, the rows of its second half and the columns of its first."""
     subchunks = scores.unflatten(3, (-1, 2, m)).unflatten(1, (-1, 2, m))
     return subchunks[:, :, 1, :, :, :, 0].diagonal(dim1=1, dim2=4).movedim(-1, 1)
 
 
 def _late(x: Float[Tensor, "N C g X"], since: Float[Tensor, "N S m Y"]) -> Float[Tensor, "N S mg X"]:
-    """The rows of second halves, times their decay since the middle."""
+    """Return the rows of second halves, times their decay since the middle."""
     return (halves(x, since.shape[2])[1] * since[:, :, :, None]).flatten(2, 3)
 
 
 def _early(x: Float[Tensor, "N C X"], until: Float[Tensor, "N S m Y"]) -> Float[Tensor, "N S m X"]:
-    """The rows of first halves, times their decay until the middle."""
+    """Return the rows of first halves, times their decay until the middle."""
     return halves(x, until.shape[2])[0] * until
 
 

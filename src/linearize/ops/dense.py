@@ -1,6 +1,6 @@
-"""Rows of few keys: all of a row's scores at once, masked. Less work than chunks of them, up to a length.
+"""Compute rows of few keys by one masked matrix of all scores, which is less work than chunks for short rows.
 
-The scores are of a bounded number, so memory is still that of the inputs.
+The number of scores is bounded, so memory is still linear in the inputs.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from linearize.ops.reference import visible_keys
 __all__ = ["delta_values", "is_short", "linear_scan", "window_softmax"]
 
 MOST_KEYS = 256
-MOST_SCORES = 2**22  # of all rows and heads
+MOST_SCORES = 2**22  # over all rows and heads
 
 
 def is_short(queries: torch.Size, keys: int) -> bool:
-    """Return whether rows of so many keys, for queries of shape [B, H, T, X], are short enough."""
+    """Return whether rows of `keys` keys, for queries of shape [B, H, T, X], are short enough for this module."""
     return keys <= MOST_KEYS and queries[:3].numel() * keys <= MOST_SCORES
 
 
 def linear_scan(x: LinearInputs) -> Partial:
-    """The linear part (`reference.linear_scan`); decays of more than one number per head, by chunks."""
+    """Return the linear part (`reference.linear_scan`); vector decays are computed by chunks."""
     if x.vector_decays:
         return vector_decay_scan(x)
     span, layout, kernel, state = x.span, x.layout, x.kernel, x.state
     dtype, (batch, heads, length, _), key_heads = accumulation_dtype(x.v.dtype), x.queries().shape, x.phi_k.shape[1]
     phi_q, phi_k, v = (in_dtype(tensor, dtype) for tensor in (x.queries(), x.phi_k, x.v))
     first, keys = 0, v.shape[2]
-    if layout.uniform and state is None:  # nothing is below the first windows, nor in the last one
+    if layout.uniform and state is None:  # no linear keys below the first windows, nor in the last window
         first, keys = min(span.max_softmax_keys, length), max(0, keys - span.linear_delay)
     visible = layout.once(("linear", span, dtype), lambda: visible_keys(span, layout)[1][:, None].to(dtype))
     visible = visible[:, :, first:, :keys]
@@ -64,18 +64,18 @@ def linear_scan(x: LinearInputs) -> Partial:
 
 
 def window_softmax(x: SoftmaxInputs) -> Partial:
-    """The softmax part (`reference.window_softmax`)."""
+    """Return the softmax part (`reference.window_softmax`)."""
     span, layout, scaling, softcap = x.span, x.layout, x.scaling, x.softcap
     dtype, (batch, heads, length, _), groups = accumulation_dtype(x.v.dtype), x.q.shape, x.k.shape[1]
     q, k, v = (in_dtype(tensor, dtype) for tensor in (x.q, x.k, x.v))
-    # In powers of 2, which a CPU has in a quarter of the time; of exp(-inf) it takes more than of any other.
+    # On a CPU, exp2 takes a quarter of the time of exp, and exp(-inf) is slower than other exponentials.
     factor = scaling * LOG2_E if softcap is None else scaling / softcap
     scores = (_grouped(q * factor, groups) @ k.mT).view(batch, heads, length, k.shape[2])
     scores = scores if softcap is None else softcap * LOG2_E * torch.tanh(scores)
     alone, bias = scores.requires_grad, layout.once(("softmax", span, dtype), lambda: _no_scores(span, layout, dtype))
     scores = scores + bias if alone else scores.add_(bias)
     top = scores.amax(-1, keepdim=True)
-    # A query sees its own key, unless it is padding, or there is no window.
+    # A query sees its own key, unless it is padding or there is no window.
     if not (layout.uniform and span.max_softmax_keys):
         top = top.masked_fill(top == -torch.inf, 0)
     weights = (scores - top).exp2() if alone else scores.sub_(top).exp2_()
@@ -90,5 +90,5 @@ def _no_scores(span: Span, layout: SequenceLayout, dtype: torch.dtype) -> Float[
 
 
 def _grouped(x: Float[Tensor, "B H T X"], heads: int) -> Float[Tensor, "B h N X"]:
-    """The rows of heads that share one of `heads` others, one behind the other."""
+    """Concatenate the rows of heads that share one of `heads` other heads."""
     return x.reshape(len(x), heads, x.shape[1] // heads * x.shape[2], x.shape[3])

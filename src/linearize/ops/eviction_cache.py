@@ -1,11 +1,12 @@
-"""A KV cache with eviction below a terraced window: which keys it holds, and softmax over these.
+"""Choose the keys of a KV cache with eviction below a terraced window, and compute softmax over them.
 
-Rows are cut into the blocks of the span. Every key has an eviction score of its own. When a block of queries begins,
-the cache holds the C keys with the highest scores among those that have left the window since their document began.
-Because a score depends on its key alone, this is a running top-C: it is the same in every form, and no choice waits for
-the one before. Where there is a linear state, evicted keys are written to it in the places of the block that leaves the
-window (`written`). Axes, beside those of the package: J blocks of a row, w keys of a block, C size of the cache, P pool
-of keys: the C slots of an earlier call's cache, where there was one, then the K slots.
+Rows are cut into the blocks of the span. Every key has an eviction score. When a block of queries begins, the cache
+holds the C keys with the highest scores among those of the document that have left the window. A score depends on its
+key alone, so this is a running top-C: all forms choose the same keys, and blocks are chosen in parallel. With a linear
+state, evicted keys are written to it in the places of the block that leaves the window (`written`).
+
+Further axes: J blocks of a row, w keys of a block, C size of the cache, P pool of keys (the C slots of an earlier
+call's cache, if there was one, then the K slots).
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from linearize.ops.inputs import Blocks, SoftmaxInputs
 from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import Partial, accumulation_dtype
 
-RANKS_AT_ONCE = 1024  # of one block, in a round of the choice
-SCORES_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # of queries with cached keys
+RANKS_AT_ONCE = 1024  # ranks of one block that a round of `choose` merges
+SCORES_AT_ONCE = {"cpu": 2**22, "cuda": 2**28}  # scores of queries with cached keys that exist at a time
 
 
 def cut(layout: SequenceLayout, span: TerracedSpan) -> Blocks:
-    """The rows of a layout as blocks."""
+    """Return the blocks of a layout's rows."""
     position, document = layout.key_position, layout.key_document
     width, every = span.window_size, torch.arange(position.shape[1], device=position.device)
-    valid = (position >= 0) & (every >= layout.sink_slots)  # these are no part of the row
+    valid = (position >= 0) & (every >= layout.sink_slots)  # sink slots are no part of the row
     number = position.div(width, rounding_mode="floor")
     # A block begins where a valid slot is in another block than the valid slot before it.
     place = torch.where(valid, every, -1).cummax(1).values
@@ -61,9 +62,9 @@ def cut(layout: SequenceLayout, span: TerracedSpan) -> Blocks:
 
 
 def leaving(blocks: Blocks, span: TerracedSpan, layout: SequenceLayout, carried: int) -> Int[Tensor, "B J w"]:
-    """Return the keys that leave the window when each block begins, but for sinks.
+    """Return the keys, without sinks, that leave the window when each block begins.
 
-    They are places in a pool of `carried` slots and the layout's; where there is none, the number of its places.
+    They are places in a pool of `carried` slots followed by the layout's; the size of the pool stands for no key.
     """
     position, count = layout.key_position, blocks.slots.shape[1]
     back = pad(blocks.slots, (0, 0, span.blocks, 0), value=-1)[:, :count]
@@ -83,18 +84,17 @@ def choose(
     fresh: Bool[Tensor, "#B J"] | None = None,
     carried: Int[Tensor, "B G C"] | None = None,
 ) -> Int[Tensor, "B G J C"]:
-    """Return what the cache holds after each block's choice: places in the pool, -1 first, then the oldest.
+    """Return the keys in the cache after each block's choice: places in the pool, sorted, after -1 for empty slots.
 
-    The pool is ranked once; then a key is its rank, 0 for the best. A prefix scan over blocks keeps the C least ranks
-    of ever more blocks: each round merges so many lists as `RANKS_AT_ONCE` allows. Documents lie in order: a later
-    one's ranks are less than all of those before it.
+    The pool is ranked once, 0 for the highest score. Then a prefix scan over blocks keeps the C least ranks: each round
+    merges as many lists as `RANKS_AT_ONCE` allows. Ranks of a later document are less than those of earlier ones.
 
     Args:
-        scores: eviction scores of the pool; the keys with the highest stay, the older of equals.
+        scores: eviction scores of the pool. Keys with the highest scores stay; of equal scores, the older key.
         leaves: places in the pool of the keys that leave the window when each block begins (`leaving`).
         size: C.
         fresh: whether a document begins with the block, so that the cache is empty; None: only with the first.
-        carried: places in the pool of what an earlier cache holds, -1 where a slot is empty; None: there was no cache.
+        carried: places in the pool of an earlier cache's keys, -1 for empty slots; None: there was no cache.
     """
     batch, heads, none = scores.shape
     blocks, width = leaves.shape[-2:]
@@ -119,7 +119,7 @@ def choose(
         before = rank.gather(2, torch.where(carried < 0, none, carried))[:, :, None]
         best = _least(torch.cat([before.expand(-1, -1, blocks, -1), best], dim=3), size)
     if start is not None:
-        best = (best - start).clamp_max(none)  # of documents before
+        best = (best - start).clamp_max(none)  # drops the keys of earlier documents
     held = pad(order, (0, 1), value=-1).gather(2, best.flatten(2)).view_as(best)
     return pad(held, (size - held.shape[3], 0), value=-1).sort(-1).values
 
@@ -134,20 +134,20 @@ def evicted(
 ) -> Int[Tensor, "B G K"]:
     """Return the block of queries at whose beginning each key is evicted from the cache, as `choose` decides.
 
-    A key stays until C keys with higher scores have entered. Takes O(K J) memory: for short rows.
+    A key stays until C keys with higher scores have entered. This takes O(K J) memory: use it for short rows only.
 
     Args:
-        scores: eviction scores; the keys with the highest stay, the older of equals.
+        scores: eviction scores. Keys with the highest scores stay; of equal scores, the older key.
         enters: block of a key's document at whose beginning the key enters the cache; J for keys that never do.
         size: C.
-        blocks: J, of the longest document.
-        document: of each key, in order; None: all are of one.
+        blocks: J, the number of blocks of the longest document.
+        document: the document of each key, in order; None: there is only one.
 
     Returns:
         A block after the one in which the key entered, or that block if the cache does not take the key; J if it stays.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    if document is not None:  # one document after the other
+    if document is not None:
         document = document[:, None].expand_as(order).gather(2, order)
         order = order.gather(2, document.argsort(dim=-1, stable=True))
     entered = enters.expand_as(order).gather(2, order)[..., None] <= torch.arange(blocks, device=scores.device)
@@ -167,7 +167,7 @@ def _least(ranks: Int[Tensor, "*rows M"], size: int) -> Int[Tensor, "*rows m"]:
 def held_before(
     held: Int[Tensor, "B G J C"], carried: Int[Tensor, "B G C"] | None, fresh: Bool[Tensor, "#B J"]
 ) -> Int[Tensor, "B G J C"]:
-    """Return what the cache holds before each block's choice, from what it holds after it (`choose`)."""
+    """Return the keys in the cache before each block's choice, from those after each choice (`choose`)."""
     first = held.new_full(held[:, :, 0].shape, -1) if carried is None else carried.sort(-1).values
     return torch.cat([first[:, :, None], held[:, :, :-1]], dim=2).masked_fill(fresh[:, None, :, None], -1)
 
@@ -178,11 +178,11 @@ def written(
 ) -> Int[Tensor, "*rows w"]:
     """Return the keys that are written to the linear state in the places of a block that leaves the window; -1: none.
 
-    The same, where a cache has two parts, for what the first part passes on to the second.
+    These are the block's own keys, except those that enter the cache. The evicted keys take their places, in order.
+    Evicted keys are no more than entering ones, and older. So the key in a place is never newer than the place, and all
+    rules of the state hold (running maximum, decays).
 
-    Its own, but for those that the cache takes: in their places, in order, the keys that it throws out, which are no
-    more and are older. So what a place is written with is never newer than itself, and every rule of the state, the
-    running maximum's and decays' too, holds as for the keys themselves.
+    In a cache of two parts, these are also the keys that the first part passes on to the second.
     """
     ordered = after.sort(-1).values
     out, taken = (before >= 0) & ~_among(ordered, before), _among(ordered, leaves)
@@ -198,7 +198,7 @@ def _among(ordered: Int[Tensor, "*rows C"], places: Int[Tensor, "*rows M"]) -> B
 
 
 def taken(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Tensor]:
-    """These slots of a pool of `keys`, `values`, their `position` and more; 0 and -1 where a place is none."""
+    """Return these places of a pool of `keys`, `values`, `position` and more; for place -1, zeros and position -1."""
     there = places >= 0
     found, present = gathered(pool, places.clamp_min(0)), there[..., None]
     for name, x in found.items():
@@ -207,20 +207,20 @@ def taken(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Te
 
 
 def gathered(pool: dict[str, Tensor], places: Int[Tensor, "B G M"]) -> dict[str, Tensor]:
-    """Return these slots of a pool, as `taken`, where no place is -1."""
+    """Return these places of a pool, as `taken`; no place may be -1."""
     found = {name: at_places(x, places[..., None]) for name, x in pool.items() if name != "position"}
     return found | {"position": pool["position"].expand(*places.shape[:2], -1).gather(2, places)}
 
 
 def at_places(x: Float[Tensor, "B h P X"], index: Int[Tensor, "B G M 1"]) -> Float[Tensor, "B H M X"]:
-    """Places of each KV head; of what all heads share, or of each of a KV head's own heads."""
+    """Return the numbers of `x` at each KV head's places; `x` has 1, G, or a multiple of G heads."""
     heads = max(x.shape[1], index.shape[1])
     x = x if x.shape[1] == heads else x.expand(-1, heads, -1, -1)
     return x.gather(2, repeat_kv(index, heads).expand(-1, -1, -1, x.shape[3]))
 
 
 def cached_softmax(x: SoftmaxInputs) -> Partial:
-    """Softmax of every query over what its block's cache holds, in O(T C) time and O(T C / w) memory."""
+    """Return softmax of every query over the cached keys of its block, in O(T C) time and O(T C / w) memory."""
     assert x.cached is not None
     q, k, v, blocks, held, layout = x.q, x.cached.keys, x.cached.values, x.cached.blocks, x.cached.held, x.layout
     dtype, (batch, heads), length = accumulation_dtype(v.dtype), q.shape[:2], layout.length
@@ -235,7 +235,7 @@ def cached_softmax(x: SoftmaxInputs) -> Partial:
         given = q, k, v, at[:, some], held[:, :, some], x.scaling, x.softcap, dtype
         wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
         found.append(checkpoint(_of_blocks, *given, use_reentrant=False) if wanted else _of_blocks(*given))
-    # Back to the order of the queries; what no block holds is padding and reads nothing.
+    # Back to the order of the queries. Queries in no block are padding and read nothing.
     place = at.new_full((batch, length + 1), count * width)
     flat = at.flatten(1)
     place = place.scatter(
@@ -257,10 +257,10 @@ def _of_blocks(
     softcap: float | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
-    """num [B, H, j, w, D], den and log_scale [B, H, j, w, 1] of the queries of some blocks."""
+    """Return num [B, H, j, w, D], den and log_scale [B, H, j, w, 1] of the queries of some blocks."""
     heads, groups = q.shape[1], k.shape[1]
     queries = q.gather(2, at.clamp_min(0).flatten(1)[:, None, :, None].expand(-1, heads, -1, q.shape[3])).to(dtype)
-    # Those of a KV head's query heads side by side: [B, G, j, r w, D].
+    # The query heads of a KV head are concatenated: [B, G, j, r w, D].
     queries = queries.unflatten(2, at.shape[1:]).unflatten(1, (groups, -1)).transpose(2, 3).flatten(3, 4)
     index = held.clamp_min(0).flatten(2)[..., None]
     keys, values = (at_places(x, index).unflatten(2, held.shape[2:]).to(dtype) for x in (k, v))
@@ -275,7 +275,7 @@ def _of_blocks(
 
 
 def merged(a: Partial, b: Partial) -> Partial:
-    """Both parts, of different keys, as one softmax."""
+    """Return one softmax over the disjoint keys of both parts (log-sum-exp merge)."""
     top = torch.maximum(_top(a), _top(b))
     top = torch.where(top == -torch.inf, 0, top)
     near, far = ((_top(x) - top).exp() for x in (a, b))

@@ -1,4 +1,4 @@
-"""Softmax over all keys, for heads that keep them all: torch's own attention, by blocks of queries."""
+"""Compute softmax over all keys by torch's own attention in blocks of queries, for heads that keep all keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linearize.ops.heads import repeat_kv
 from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import accumulation_dtype
 
-QUERIES_AT_ONCE = 256  # of which a mask over all keys exists
+QUERIES_AT_ONCE = 256  # queries with a mask over all keys at a time
 
 
 def full_softmax(
@@ -25,16 +25,15 @@ def full_softmax(
     layout: SequenceLayout,
     last_query: Int[Tensor, "#B G K"] | None = None,
 ) -> Float[Tensor, "B H T D"]:
-    """Softmax of softcap * tanh(q.k * scaling / softcap) over the keys of a query's document up to its own; in O(K T)
-    time and O(K) memory, forward and backward. 0 for padding.
+    """Return softmax of softcap * tanh(q.k * scaling / softcap) over the keys of a query's document up to its own.
 
-    A query that is not padding always sees a key: its own.
+    Takes O(K T) time and O(K) memory, forward and backward. Outputs are 0 for padding.
 
     Args:
-        q, k, v: as attention has them after RoPE.
+        q, k, v: queries, keys and values after RoPE.
         scaling, softcap: of the scores.
         layout: of keys and queries.
-        last_query: position of the last query that reads each key; None: every later one of its document.
+        last_query: position of the last query that reads each key; None: every later query of its document reads it.
     """
     whole = k.shape[2] == layout.length
     if last_query is None:
@@ -50,7 +49,7 @@ def full_softmax(
         seen = (layout.key_position[:, None, keys] <= at) & (layout.key_position[:, None, keys] >= 0)
         seen &= layout.key_document[:, None, keys] == of
         padding = at < 0
-        # Padding reads everything, so that nothing is divided by zero, and counts for nothing.
+        # Padding reads everything, which avoids a division by zero. Its output is replaced by 0 below.
         seen = (seen | padding)[:, None]
         if last_query is not None:
             seen = seen & (at[:, None] <= last_query[:, :, None, keys])
@@ -65,7 +64,7 @@ def full_softmax(
 def _attend_by_kv_head(
     q: Tensor, k: Tensor, v: Tensor, seen: Bool[Tensor, "b G t K"], scaling: float, softcap: float | None
 ) -> Float[Tensor, "B H t D"]:
-    """Return `_attend` where each KV head has a mask, which its query heads share without a copy."""
+    """Return `_attend` with one mask per KV head, which its query heads share without a copy."""
     groups = k.shape[1]
     q, k, v = q.unflatten(1, (groups, -1)).flatten(0, 1), k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]
     k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))

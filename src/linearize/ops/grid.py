@@ -1,19 +1,19 @@
-"""Cut rows and slots into blocks, and blocks into chunks; and the scan that computes one block after another.
+"""Cut rows and slots into blocks, and blocks into chunks; and scan: compute one block after another.
 
-Only what one block needs exists at any time, forward and backward, so memory is linear in the sequence.
+Intermediate tensors exist for one block at a time, forward and backward, so memory is linear in the sequence.
 
 The scan is a checkpointed recurrence. Forward keeps the inputs and the state before each segment of chunks. Backward
-goes from the last block to the first and computes each again. What happens within a block is its `Body`. There are
-three: softmax in the window, the linear part with at most one decay per head (`chunked`), and what is left to autograd
-(`chunk_recurrence`: vector decays, the delta rule). The linear part has one of its own, with a backward written out,
-because it is what most recipes run, and as a `chunk_recurrence` takes so many times as long (8 heads, D = F = 64, one
-CPU thread, medians of 15 rounds in turns):
+goes from the last block to the first and recomputes each one. A `Body` defines the computation within a block. There
+are three: softmax in the window, the linear part with at most one decay per head (both in `chunked`), and
+`chunk_recurrence` (vector decays, the delta rule), whose backward pass is autograd's. The linear part has a body with a
+backward pass of its own, because most recipes use it. As a `chunk_recurrence` it would take longer by these factors
+(8 heads, D = F = 64, one CPU thread, medians of 15 interleaved rounds):
 
     at 1,024 and 4,096 tokens      forward        forward and backward
     no decay                       1.35, 1.43     1.43, 1.59
     one decay per head             1.70, 2.17     1.94, 2.36
 
-Stripped of all masks, and for no decay alone, autograd's backward still takes 1.4 to 1.6 times as long.
+Without any masks and decays, autograd's backward pass still takes 1.4 to 1.6 times as long.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from linearize.ops.layout import SequenceLayout
 
 # Scores per block: large enough to fill the device, small enough on a CPU to stay in cache and off fresh pages.
 BLOCK_SCORES = {"cpu": 2**18, "cuda": 2**26}
-BLOCK_FEATURES = {"cpu": 2**20, "cuda": 2**26}  # where a block makes them itself
+BLOCK_FEATURES = {"cpu": 2**20, "cuda": 2**26}  # numbers of features per block, if a kernel makes them in the block
 MAX_CHUNKS_PER_BLOCK = 64  # carrying the state from chunk to chunk costs the square of their number
 
 
 class ChunkLayout:
-    """The K key slots in order, padded to P, a whole number of chunks; queries take the slots of their own keys."""
+    """The K key slots in order, padded to P, a whole number of chunks; queries are in the slots of their own keys."""
 
     def __init__(self, layout: SequenceLayout, chunk: int) -> None:
         self.layout = layout
@@ -57,7 +57,7 @@ class ChunkLayout:
         return self.position.shape[1] // self.chunk
 
     def spread(self, x: Float[Tensor, "B h N X"]) -> Float[Tensor, "B h P X"]:
-        """Keys (N = K) or queries (N = T) on ordered slots, zeros elsewhere."""
+        """Return keys (N = K) or queries (N = T) in ordered slots, zeros elsewhere."""
         before = self.length - x.shape[2]
         if self.layout.compaction is None:
             return F.pad(x, (0, 0, before, self.padding)) if before or self.padding else x
@@ -66,7 +66,7 @@ class ChunkLayout:
         return F.pad(x, (0, 0, 0, self.padding))
 
     def collect(self, x: Float[Tensor, "B H P X"], count: int) -> Float[Tensor, "B H N X"]:
-        """Back from ordered slots: the last `count` ones, K for keys and T for queries (padding's are zero already)."""
+        """Undo `spread`: return the last `count` slots, K for keys and T for queries; padding has zeros already."""
         first = self.length - count
         if self.layout.compaction is None:
             return x[:, :, first : self.length]
@@ -75,14 +75,14 @@ class ChunkLayout:
 
 
 class Block(NamedTuple):
-    """Worked on at once: slots start..stop, segment number `segment`, of some batch entries and key heads."""
+    """A unit of work: slots start..stop, which are segment number `segment`, of some batch entries and key heads."""
 
     segment: int
     batch: slice
     heads: slice
     start: int
     stop: int
-    masks: Any  # made once for all heads of the batch entries
+    masks: Any  # shared by all heads of the batch entries
 
     @property
     def rows(self) -> tuple[slice, slice]:
@@ -98,17 +98,16 @@ class Around(NamedTuple):
 
 
 class Grid:
-    """Chunks of queries, each beside its own chunk of keys and the `first` before it, which are near to it.
+    """Chunks of queries, each with its near keys: its own chunk of keys and the `first` chunks before it.
 
     Axes within a block: b batch entries, h key heads with g query heads each, n chunks of C query slots, m = n + first
     chunks of key slots, W = (first + 1) C near keys.
 
-    Keys may be delayed: they lie `delay` slots behind their own.
+    Keys may be delayed: a key then lies `delay` slots after its own slot.
 
     Attributes:
         query_position, query_document: of the slots.
-        position, document: of the keys where they lie, with `first` chunks in front for the first queries to look back
-            on.
+        position, document: of the delayed keys, after `first` empty chunks, which are near keys of the first queries.
         uniform: every row is one document without padding.
         owner: [B, N + 1], document of the slot before the near keys of each chunk, and of the chunk after the last.
     """
@@ -123,10 +122,10 @@ class Grid:
         first: int = 0,
         delay: int = 0,
     ) -> None:
-        """`rows`: batch entries and key heads; a block has at most `at_once` chunks, `max_chunks` of any row."""
+        """Take numbers of batch entries and key heads (`rows`), and the most chunks of a block, and of a row in it."""
         self.chunk, self.length, self.uniform = slots.chunk, slots.num_chunks * slots.chunk, slots.layout.uniform
         self.rows, self.group, self.first = rows, group, first
-        self.delay = min(delay, self.length)  # behind the last slot no query reads a key anyway
+        self.delay = min(delay, self.length)  # no query reads keys after the last slot
         self.query_position, self.query_document = slots.position.int(), slots.document.int()
         self.position = self.lay_keys(self.query_position, empty=-1)
         self.document = self.lay_keys(self.query_document, empty=0)
@@ -135,7 +134,7 @@ class Grid:
         self.size, self.max_rows = chunks * self.chunk, max(1, at_once // chunks)
 
     def lay_keys(self, x: Shaped[Tensor, "*rows P"], empty: int) -> Shaped[Tensor, "*rows Q"]:
-        """Numbers of the slots, moved to where their keys lie; `empty` in front."""
+        """Return the slots' numbers moved to their delayed keys, with `empty` before them."""
         front = self.first * self.chunk
         return F.pad(x, (front + self.delay, 0), value=empty)[..., : front + self.length]
 
@@ -144,7 +143,7 @@ class Grid:
         return -(-self.length // self.size)
 
     def blocks(self, masks: Callable[[slice, int, int], Any], reverse: bool = False) -> Iterator[Block]:
-        """All blocks, each with the `masks(batch, start, stop)` that its heads share; slots ascend, or descend."""
+        """Yield all blocks in order of slots, or reversed, each with the `masks(batch, start, stop)` of its heads."""
         segments = range(self.num_segments)
         for index in reversed(segments) if reverse else segments:
             start, stop = index * self.size, min((index + 1) * self.size, self.length)
@@ -154,7 +153,7 @@ class Grid:
                     yield Block(index, batch, heads, start, stop, shared)
 
     def around(self, batch: slice, start: int, stop: int) -> tuple[Around, Around, Int[Tensor, "b N1"]]:
-        """Positions, documents and the owners of the chunks start..stop and of the one behind them."""
+        """Return positions and documents of the slots start..stop, and owners of their chunks and of the next one."""
         reach, found = (self.first + 1) * self.chunk, []
         for queries, keys in ((self.query_position, self.position), (self.query_document, self.document)):
             queries, keys = pick(queries, batch)[:, start:stop], pick(keys, batch)[:, start : stop + reach - self.chunk]
@@ -164,11 +163,11 @@ class Grid:
         return found[0], found[1], owner
 
     def repeat_queries(self, x: Shaped[Tensor, "b h n C Y"]) -> Shaped[Tensor, "b h n gC Y"]:
-        """Repeated for each query head that shares a key head, as `queries` orders them."""
+        """Repeat x for each query head that shares a key head, in the order of `queries`."""
         return x if self.group == 1 else x[:, :, :, None].expand(-1, -1, -1, self.group, -1, -1).flatten(3, 4)
 
     def queries(self, x: Float[Tensor, "B H P X"], block: Block) -> Float[Tensor, "b h n gC X"]:
-        """The queries by chunk; those of heads that share a key head side by side."""
+        """Return the queries by chunk; heads that share a key head are concatenated."""
         x = self.query_rows(x, block).unflatten(2, (-1, self.chunk)).unflatten(1, (-1, self.group))
         return x.transpose(2, 3).flatten(3, 4)
 
@@ -185,7 +184,7 @@ class Grid:
         b: Float[Tensor, "b h n Y X"],
         added: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """`put_queries` of a @ b (+ the product of the pair `added`), written in place where a block is one row."""
+        """Write a @ b (+ the product of the pair `added`) as `put_queries`, without a copy if a block is one row."""
         if self.group > 1 or block.batch.stop - block.batch.start > 1 or block.heads.stop - block.heads.start > 1:
             y = a @ b
             self.put_queries(out, block, y if added is None else y.add_(added[0] @ added[1]))
@@ -196,7 +195,7 @@ class Grid:
             y.baddbmm_(added[0][0, 0], added[1][0, 0])
 
     def keys(self, x: Float[Tensor, "B Hk P X"], block: Block) -> Float[Tensor, "b h m C X"]:
-        """The keys by chunk, and the `first` chunks before them: zeros where the sequence has not begun."""
+        """Return the keys by chunk, with the `first` chunks before them: zeros before the sequence."""
         x = self._key_rows(x, block)
         missing = block.stop - block.start + self.first * self.chunk - x.shape[2]
         if missing:  # F.pad would write everything twice
@@ -209,12 +208,12 @@ class Grid:
         rows += x[:, :, x.shape[2] - rows.shape[2] :]
 
     def near(self, keys: Float[Tensor, "b h m C X"]) -> Float[Tensor, "b h n W X"]:
-        """Per query chunk, its near keys side by side."""
+        """Return the near keys of each query chunk."""
         n = keys.shape[2] - self.first
         return keys.flatten(2, 3).unfold(2, (self.first + 1) * self.chunk, self.chunk)[:, :, :n].mT
 
     def fold(self, near: Float[Tensor, "b h n W X"]) -> Float[Tensor, "b h m C X"]:
-        """The adjoint of `near`: each key chunk gets the sum over the query chunks that it is near to."""
+        """Return the adjoint of `near`: for each key chunk, the sum over the query chunks that it is near to."""
         n = near.shape[2]
         out = near.new_zeros(*near.shape[:2], n + self.first, self.chunk, near.shape[4])
         for i, part in enumerate(near.split(self.chunk, dim=3)):
@@ -222,7 +221,7 @@ class Grid:
         return out
 
     def query_rows(self, x: Tensor, block: Block) -> Tensor:
-        """The block's view of a tensor with the queries' heads and slots."""
+        """Return the block's view of a tensor with the queries' heads and slots."""
         heads = slice(block.heads.start * self.group, block.heads.stop * self.group)
         return x[block.batch, heads, block.start : block.stop]
 
@@ -232,14 +231,14 @@ class Grid:
 
 
 def chunks_back(slots: ChunkLayout, distance: int) -> int:
-    """Return how many chunks before its own a query can reach with slots less than `distance` before it."""
+    """Return how many chunks before its own a query needs to reach all slots less than `distance` before it."""
     return -((1 - max(1, distance)) // slots.chunk)
 
 
 def make_grid(slots: ChunkLayout, q: Tensor, k: Tensor, first: int, delay: int = 0, features: int = 0) -> Grid:
-    """Each chunk of queries beside its own chunk of keys and the `first` before it.
+    """Return a grid whose query chunks have `first` near chunks besides their own, with blocks of the device's size.
 
-    `features`: of a query, made by the block itself.
+    `features`: number of features of a query if the block makes them, else 0.
     """
     device, group = kind(q.device), q.shape[1] // k.shape[1]
     at_once = BLOCK_SCORES[device] // (group * (first + 1) * slots.chunk**2)
@@ -249,7 +248,7 @@ def make_grid(slots: ChunkLayout, q: Tensor, k: Tensor, first: int, delay: int =
 
 
 def pick(x: Shaped[Tensor, "#B ..."], batch: slice) -> Shaped[Tensor, "b ..."]:
-    """Batch entries of something that may be the same for all."""
+    """Return some batch entries of a tensor that has one entry for all, or one each."""
     return x[batch] if len(x) > 1 else x
 
 
@@ -265,7 +264,7 @@ Grads = Sequence[Tensor | None]
 
 
 class Given(NamedTuple):
-    """The arguments of a body for one block: `state` before it, [b, h, ...] each; whole inputs, [B, H or Hk, P, X]."""
+    """The arguments of a body for one block: the state before it, [b, h, ...] each; all inputs, [B, H or Hk, P, X]."""
 
     block: Block
     state: Tensors
@@ -279,7 +278,7 @@ class Body(ABC):
 
     @abstractmethod
     def masks(self, batch: slice, start: int, stop: int) -> Any:
-        """Return what the heads of a block share, the block's `masks`."""
+        """Return the masks that all heads of a block share."""
 
     @abstractmethod
     def forward(self, given: Given, outputs: Tensors) -> Tensors:
@@ -287,15 +286,18 @@ class Body(ABC):
 
     @abstractmethod
     def backward(self, given: Given, grad_after: Tensors, grad_outputs: Tensors, grads: Grads) -> Tensors:
-        """The gradient of the state before the block, given that of the state after it.
+        """Return the gradient of the state before the block, given that of the state after it.
 
-        `grads` are those of the inputs, None where not wanted: to be written for the first input, that of the queries,
-        and added to for all others.
+        `grads` are the gradients of the inputs, None if not wanted. Write that of the first input, the queries; add to
+        all others.
         """
 
 
 def scan(body: Body, widths: Sequence[int], state: Tensors, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Outputs [B, H, P, width] of as many heads and slots as the first input; `state` stands before the first slot."""
+    """Return one output [B, H, P, width] for each of `widths`, with the first input's heads and slots.
+
+    `state` is that before the first slot.
+    """
     return _Scan.apply(body, widths, len(state), *state, *inputs)
 
 
@@ -304,7 +306,7 @@ class _Scan(torch.autograd.Function):
     def forward(ctx: Any, body: Body, widths: Sequence[int], num_states: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         state, inputs = tensors[:num_states], tensors[num_states:]
         outputs = tuple(inputs[0].new_empty(*inputs[0].shape[:3], width) for width in widths)
-        # The states before all segments, which backward needs, or before the next.
+        # Backward needs the states before all segments; without it, only the current one is kept.
         kept = body.grid.num_segments if any(ctx.needs_input_grad) else 0
         states = tuple(x.new_empty(kept + 1, *x.shape) for x in state)
         for x, first in zip(states, state, strict=True):
@@ -324,7 +326,7 @@ class _Scan(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         body: Body = ctx.body
-        saved = ctx.saved_tensors  # once: gradient checkpointing makes them again for each time they are asked for
+        saved = ctx.saved_tensors  # read once: gradient checkpointing recomputes them on each access
         states, inputs = saved[: ctx.num_states], saved[ctx.num_states :]
         wanted = ctx.needs_input_grad[3 + ctx.num_states :]
         new = (torch.empty_like, *(torch.zeros_like for _ in inputs[1:]))

@@ -20,12 +20,12 @@ from linearize.ops.partial import Partial
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of each row, in order: [B, J], B being 1 where all rows are alike.
+    """The blocks of each row, in order. B is 1 if all rows have the same.
 
     Attributes:
-        slots: [B, J, w], the slot of each of a block's keys, -1 where there is none.
-        leaves: whether the block `span.blocks` before leaves the window now.
-        fresh: whether a document begins with the block, whose cache is empty.
+        slots: the slot of each key of a block, -1 for none.
+        leaves: whether the block `span.blocks` earlier leaves the window when this one begins.
+        fresh: whether a document begins with the block, so that the cache is empty.
     """
 
     slots: Int[Tensor, "B J w"]
@@ -39,8 +39,8 @@ class CachedPairs:
 
     Attributes:
         keys, values: a pool of P pairs.
-        blocks: which queries each block has.
-        held: places in the pool, -1 where there is none.
+        blocks: the queries of each block.
+        held: places in the pool of the pairs in the cache, -1 for none.
     """
 
     keys: Float[Tensor, "B G P D"]
@@ -51,10 +51,10 @@ class CachedPairs:
 
 @dataclass(frozen=True)
 class SoftmaxInputs:
-    """Softmax of softcap * tanh(q.k * scaling / softcap) over the keys that `span` gives each query to its window.
+    """Softmax of softcap * tanh(q.k * scaling / softcap) over each query's window and sinks, as `span` defines them.
 
     Attributes:
-        cached: pairs that a query reads besides, from a KV cache with eviction.
+        cached: further pairs that queries read, from a KV cache with eviction.
     """
 
     q: Float[Tensor, "B H T D"]
@@ -69,11 +69,10 @@ class SoftmaxInputs:
 
 @dataclass(frozen=True)
 class LinearState:
-    """S and z as of the last key that the last query could read, at lo(n) - 1, with the decays up to that step.
+    """S and z up to lo(n) - 1, the last key that the last query n could read, with the decays up to that step.
 
-    For terraced spans `next_S` and `next_z` are the same recurrence some keys further: they become readable as a whole
-    when the next block of queries begins, and one key is added to them per step, so a step costs the same at any
-    position.
+    For terraced spans `next_S` and `next_z` are the same sums some keys further. They replace S and z when the next
+    block of queries begins. Each step adds one key to them, so all steps cost the same.
     """
 
     S: Float[Tensor, "B Hk F D"]
@@ -82,17 +81,17 @@ class LinearState:
     next_z: Float[Tensor, "B Hk F"] | None = None
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state, by the name of its field."""
+        """Return every tensor of the state, by the name of its field."""
         following = {} if self.next_S is None or self.next_z is None else {"next_S": self.next_S, "next_z": self.next_z}
         return {"S": self.S, "z": self.z} | following
 
 
 @dataclass(frozen=True)
 class LinearInputs:
-    """Linear attention over the keys that `span` gives each query to the linear part (`reference.linear_scan`).
+    """Linear attention over the keys below each query's window, as `span` defines them (`reference.linear_scan`).
 
     Attributes:
-        phi_q: None where only the state after the last token is wanted.
+        phi_q: None if only the state after the last token is wanted.
         beta: of the delta rule (`reference.delta_values`); None: keys are added.
         log_decay_k, log_decay_v: of each step, <= 0, on the axis of features and of values.
         kernel: makes features of phi_q and phi_k; then there are no decays.
@@ -112,21 +111,21 @@ class LinearInputs:
 
     @property
     def vector_decays(self) -> bool:
-        """Return whether features or values decay each at their own rate."""
+        """Return whether each feature or each value decays at a rate of its own."""
         return self.log_decay_v is not None or (self.log_decay_k is not None and self.log_decay_k.shape[-1] > 1)
 
     def queries(self) -> Float[Tensor, "B H T F"]:
-        """phi_q, which there must be."""
+        """Return phi_q, which must not be None."""
         assert self.phi_q is not None
         return self.phi_q
 
     def with_values(self, v: Float[Tensor, "B Hk K D"]) -> LinearInputs:
-        """The inputs with what the delta rule writes in the place of v."""
+        """Return the inputs with the values that the delta rule writes in place of v, and without beta."""
         return replace(self, v=v, beta=None)
 
 
 class Parts(NamedTuple):
-    """The parts of an output, None where there is none, and the state after the last token where it is kept."""
+    """The parts of an output, and the state after the last token; None for a missing part and a state not kept."""
 
     window: Partial | None
     linear: Partial | None
@@ -137,8 +136,8 @@ class Quotient(NamedTuple):
     """An output (g num_w + num_l) / (g den_w + den_l) of window and linear part (LoLCATs eq. 7), or of one alone.
 
     Attributes:
-        factor: g before the sigmoid, where there are both.
-        least: the denominator is no less.
+        factor: g before the sigmoid; None: there is only one part.
+        least: lower bound of the denominator.
     """
 
     factor: Float[Tensor, " H"] | None

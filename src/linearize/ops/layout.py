@@ -1,9 +1,7 @@
-"""Layouts: how the keys 0..n of a query at position n are divided, and which slot holds which token.
+"""Layouts say which slot holds which token of which document: padding, packing and carried context.
 
-A span splits them into softmax keys from ``lo(n)`` to n and linear keys below. One span object, the recipe's own,
-feeds the window and the scan, so the two halves of the split cannot drift apart.
-
-A layout says which slot holds which token of which document: padding, packing and carried context in one place.
+A span splits the keys 0..n of a query at position n into softmax keys from ``lo(n)`` to n and linear keys below. The
+window and the scan read the same span object, the recipe's own, so that both parts always agree on the split.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch import Tensor
 from linearize.configs.spans import Span
 
 Found = TypeVar("Found")
-Tokens = dict[str, Tensor]  # what later calls need of tokens, by name: [B, heads, slots, width]
+Tokens = dict[str, Tensor]  # the tensors of tokens that later calls need, by name: [B, heads, slots, width]
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class SequenceLayout:
         length: T, the number of queries.
         uniform: every row is one document without padding (known from the construction, so no device sync).
         sink_slots: the first slots hold the carried document's sinks, and no other slot does.
-        seen: tokens of the carried document before this call, where there is one.
+        seen: number of tokens of the carried document before this call; None: there is no carried document.
     """
 
     key_position: Int[Tensor, "B K"]
@@ -47,38 +45,38 @@ class SequenceLayout:
 
     @classmethod
     def full(cls, length: int, device: torch.device | str | None = None) -> SequenceLayout:
-        """One full document per row, from its start; the batch axis is 1 and broadcasts.
+        """Return a layout with one full document per row, from its start; the batch axis is 1 and broadcasts.
 
-        The last ones are kept: layers of one model share what they work out of them.
+        The last few layouts are cached, so that the layers of a model share their computed properties.
         """
         device = torch.device("cpu" if device is None else device)
         return _full(length, device) if torch.compiler.is_compiling() else _kept_full(length, device)
 
     def once(self, name: Any, work: Callable[[], Found]) -> Found:
-        """Return what `work` returns, a function of the layout and of `name`, anything with a hash; computed once."""
+        """Return `work()`, which depends only on the layout and `name` (any hashable); it is computed once."""
         if name not in self._known:
-            with torch.inference_mode(False), torch.no_grad():  # others may want gradients of what they do with it
+            with torch.inference_mode(False), torch.no_grad():  # later callers may compute gradients with the result
                 self._known[name] = work()
         return self._known[name]
 
     @classmethod
     def from_positions(cls, position: Int[Tensor, "B T"]) -> SequenceLayout:
-        """A document starts wherever `position` is 0; -1 is padding, anywhere in the row."""
+        """Return a layout in which a document starts wherever `position` is 0; -1 is padding, anywhere in the row."""
         return cls(position, (position == 0).cumsum(-1), position.shape[1])
 
     @classmethod
     def from_valid(cls, valid: Bool[Tensor, "B T"]) -> SequenceLayout:
-        """One document per row, that of a carried state where there is one; False is padding, anywhere in the row."""
+        """Return a layout with one document per row, number 0; `valid` False is padding, anywhere in the row."""
         position = torch.where(valid, valid.cumsum(-1) - 1, -1)
         return cls(position, torch.zeros_like(position), valid.shape[1])
 
     def with_context(self, seen: Int[Tensor, " B"], span: Span) -> SequenceLayout:
-        """These queries behind `span.sinks + span.context` slots with keys of a carried document of `seen` tokens.
+        """Return this layout after `span.sinks + span.context` slots with keys of a carried document of `seen` tokens.
 
-        Tokens of document 0 go on in the carried document: their positions count from `seen`.
+        Tokens of document 0 continue the carried document: their positions count from `seen`.
         """
         context = context_positions(seen, span)
-        # Below lo(seen - 1) no later query looks through its window, and the carried linear state holds the key.
+        # No later query's window reaches below lo(seen - 1), and the carried linear state has the keys there.
         sinks, recent = context[:, : span.sinks], context[:, span.sinks :]
         context = torch.cat([sinks, recent.where(recent >= span.lo(seen[:, None] - 1), -1)], dim=1)
         goes_on = (self.key_document == 0) & (self.key_position >= 0)
@@ -88,7 +86,7 @@ class SequenceLayout:
         return SequenceLayout(position, document, self.length, sink_slots=span.sinks, seen=seen)
 
     def to(self, device: torch.device | str | int | None) -> SequenceLayout:
-        """Moved to another device (None: as it is). accelerate calls it where layers are on several devices."""
+        """Return the layout on another device (None: itself). accelerate calls it if layers are on several devices."""
         if device is None:
             return self
         seen = None if self.seen is None else self.seen.to(device)
@@ -108,7 +106,7 @@ class SequenceLayout:
 
     @property
     def compaction(self) -> Int[Tensor, "B K"] | None:
-        """Slot order that moves keys before padding, or None where each document's keys already lie side by side.
+        """Return the slot order that moves keys before padding; None: each document's keys are adjacent already.
 
         Chunked evaluation needs slot distance = position distance within a document; padding between two tokens of one
         document (a left-padded second turn, say) breaks that.
@@ -126,18 +124,18 @@ class SequenceLayout:
 
     @property
     def count(self) -> Int[Tensor, " B"]:
-        """Tokens of each row's last document so far, that is the position a next token would have."""
+        """Return the number of tokens of each row's last document so far, the position of the next token."""
         return self.once("count", self._count)
 
     def _count(self) -> Tensor:
         last = self.key_document == self.last_document
         count = torch.where(last, self.key_position, -1).amax(1) + 1
-        # A row without tokens in this call stays where it was, whether or not context slots show it.
+        # A row without tokens in this call keeps its count, even if no context slot has a key.
         return count if self.seen is None else count.where(self.last_document[:, 0] > 0, count.maximum(self.seen))
 
     @property
     def last_document(self) -> Int[Tensor, "B 1"]:
-        """Document of each row's last token (0, the carried one, for a row without tokens)."""
+        """Return the document of each row's last token (0, the carried one, for a row without tokens)."""
         return self.once("last_document", self._last_document)
 
     def _last_document(self) -> Tensor:
@@ -151,26 +149,26 @@ def _full(length: int, device: torch.device) -> SequenceLayout:
 
 @lru_cache(maxsize=4)
 def _kept_full(length: int, device: torch.device) -> SequenceLayout:
-    with torch.inference_mode(False):  # others may want gradients of what they do with it
+    with torch.inference_mode(False):  # later callers may compute gradients with it
         return _full(length, device)
 
 
 def forget_layouts() -> None:
-    """Drop the full layouts that are kept, with what was worked out of them."""
+    """Clear the cache of full layouts, with their computed properties."""
     _kept_full.cache_clear()
 
 
 def context_positions(seen: Int[Tensor, " B"], span: Span) -> Int[Tensor, "B S"]:
-    """Return the positions of the keys that are kept after `seen` tokens, in order, -1 where there is none.
+    """Return the positions of the keys that are kept after `seen` tokens, in order, -1 for an empty slot.
 
-    They are the sinks, then the last `span.context` tokens, sinks not among them.
+    They are the sinks, then those of the last `span.context` tokens that are not sinks.
     """
     recent = seen[:, None] - span.context + torch.arange(span.context, device=seen.device)
     return _behind_sinks(recent, seen, span)
 
 
 def slot_positions(seen: Int[Tensor, " B"], span: Span) -> Int[Tensor, "B S"]:
-    """Return the same positions in the order of the state's slots (`slots_of`)."""
+    """Return the positions of `context_positions` in the order of the state's slots (`slots_of`)."""
     last, ring = seen[:, None] - 1, torch.arange(span.context, device=seen.device)
     return _behind_sinks(last - (last - ring) % max(span.context, 1), seen, span)
 
@@ -178,7 +176,7 @@ def slot_positions(seen: Int[Tensor, " B"], span: Span) -> Int[Tensor, "B S"]:
 def slots_of(position: Int[Tensor, "*shape"], span: Span) -> Int[Tensor, "*shape"]:
     """Return the slots in which a state keeps the tokens at these positions: one for each sink, then a ring.
 
-    A token is written where the one `span.context` tokens before it was, and never moves.
+    A token overwrites the one `span.context` tokens before it, and never moves.
     """
     ring = span.sinks + position % max(span.context, 1)
     return torch.where(position < span.sinks, position, ring) if span.sinks else ring

@@ -1,4 +1,4 @@
-"""The linear part's carried state."""
+"""Compute the carried state of the linear part."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from linearize.ops.inputs import LinearInputs, LinearState
 from linearize.ops.kernel import Kernel
 from linearize.ops.partial import accumulation_dtype
 
-SLOTS_AT_ONCE = 256  # of which features are made
+SLOTS_AT_ONCE = 256  # slots whose features exist at a time
 
 
 def linear_state(x: LinearInputs) -> LinearState:
-    """The state after the last token: keys of its document with sinks <= position < lo(its position).
+    """Return the state after the last token, of its document's keys with sinks <= position < lo(last position).
 
-    `x.state` counts only where a row is still in the carried document. For the delta rule, x.v are its `delta_values`.
+    `x.state` counts only in rows that are still in the carried document. For the delta rule, x.v are `delta_values`.
     """
     span, layout, state = x.span, x.layout, x.state
     terraced, following = isinstance(span, TerracedSpan), None
-    if layout.uniform:  # the keys lie side by side, and what is readable later begins where that which is now ends
+    if layout.uniform:  # the keys are adjacent, and the next state's keys follow those of the readable one
         last = layout.length - 1
         lowest = max(span.sinks, int(span.lo(torch.tensor(last, device="cpu"))))
         readable = with_keys(_slots(x, span.sinks, lowest), None)
@@ -45,7 +45,7 @@ def linear_state(x: LinearInputs) -> LinearState:
 
 
 def _slots(x: LinearInputs, start: int, stop: int) -> LinearInputs:
-    """The inputs of some slots of a uniform row."""
+    """Return the inputs of the slots start..stop of a uniform row, without queries."""
     stop = max(start, stop)
     names = "phi_k", "v", "log_decay_k", "log_decay_v"
     tensors = {name: getattr(x, name) for name in names}
@@ -54,9 +54,9 @@ def _slots(x: LinearInputs, start: int, stop: int) -> LinearInputs:
 
 
 def with_keys(x: LinearInputs, which: Bool[Tensor, "#B K"] | None) -> LinearState:
-    """S and z with these of the keys, but for sinks, and the decays of their steps alone.
+    """Return S and z after adding these keys, without sinks, with the decays of their steps alone.
 
-    `which` None: all of them; none is a sink.
+    `which` None: add all keys, none of which is a sink.
     """
     dtype, state = accumulation_dtype(x.v.dtype), x.state
     phi_k, v = x.phi_k.to(dtype), repeat_kv(x.v, x.phi_k.shape[1]).to(dtype)
@@ -84,7 +84,7 @@ def with_keys(x: LinearInputs, which: Bool[Tensor, "#B K"] | None) -> LinearStat
 def _sums_of_features(
     kernel: Kernel, x: Float[Tensor, "B Hk K X"], counts: Bool[Tensor, "#B 1 K 1"] | None, v: Float[Tensor, "B Hk K D"]
 ) -> tuple[Float[Tensor, "B Hk F D"], Float[Tensor, "B Hk F"]]:
-    """The sums over the keys that count of phi(x) v^T and of phi(x); no more than some features exist at a time."""
+    """Return the sums of phi(x) v^T and of phi(x) over the keys that count, a bounded number of features at a time."""
     S = z = None
     for start in range(0, max(1, x.shape[2]), SLOTS_AT_ONCE):
         some = slice(start, start + SLOTS_AT_ONCE)

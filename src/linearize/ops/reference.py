@@ -1,4 +1,4 @@
-"""The definition: the primitives with explicit T x K weights. Quadratic; what every other form is held to."""
+"""Define the primitives with explicit T x K weights, in quadratic time. Tests compare every other form with these."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def visible_keys(span: Span, layout: SequenceLayout) -> tuple[Bool[Tensor, "B T 
 
 
 def linear_scan(x: LinearInputs) -> Partial:
-    """num_n = sum_j (phi_q(n) . D_k(n,j) phi_k(j)) D_v(n,j) v_j over sinks <= j < lo(n) (METHODS, common form).
+    """Return num_n = sum_j (phi_q(n) . D_k(n,j) phi_k(j)) D_v(n,j) v_j over sinks <= j < lo(n), and den_n.
 
     D(n,j) is exp of the sum of the log decays of steps j+1 .. n, elementwise: one number per head (X = 1) or per
-    feature (X = F) on the feature axis, and one per value on the value axis; log decays are <= 0. den_n is the same
-    with 1 for v_j and without D_v. `state` stands before the first slot.
+    feature (X = F) on the feature axis, and one per value on the value axis. Log decays are <= 0. den_n has 1 in place
+    of v_j, and no D_v. `state` is that before the first slot.
 
-    With a `kernel`, phi_q and phi_k are what it makes features of, and there are no decays.
+    With a `kernel`, phi_q and phi_k are its inputs instead of features, and there are no decays.
     """
     (heads, length), span, layout, kernel, state = x.queries().shape[1:3], x.span, x.layout, x.kernel, x.state
     dtype = accumulation_dtype(x.v.dtype)
@@ -65,10 +65,10 @@ def linear_scan(x: LinearInputs) -> Partial:
 
 
 def delta_values(x: LinearInputs) -> Float[Tensor, "B Hk K D"]:
-    """u_j = beta_j (v_j - (D_k S)^T phi_k(j)): what the delta rule adds to S as phi_k(j) u_j^T.
+    """Return u_j = beta_j (v_j - (D_k S)^T phi_k(j)): the delta rule adds phi_k(j) u_j^T to S.
 
-    With u for v, `linear_scan` and `linear_state` are those of the (gated) delta rule. 0 in slots whose keys never
-    enter the state.
+    With u in place of v, `linear_scan` and `linear_state` compute the (gated) delta rule. u is 0 in slots whose keys
+    never enter the state.
     """
     assert x.beta is not None
     dtype, heads, span, layout, state = accumulation_dtype(x.v.dtype), x.phi_k.shape[1], x.span, x.layout, x.state
@@ -93,9 +93,9 @@ def kernel_weights(
     sums: Float[Tensor, "#B H K X"] | None,
     mask: Bool[Tensor, "#B 1 T K"],
 ) -> Float[Tensor, "B H T K"]:
-    """q_n . D(n,j) k_j where `mask` is true, 0 elsewhere; the queries' slots are the last ones of the keys'.
+    """Return q_n . D(n,j) k_j where `mask` is true, 0 elsewhere; the queries' slots are the last T key slots.
 
-    `sums` are the log decays up to each slot (`decays.cumulative`).
+    `sums` are the cumulative log decays up to each slot (`decays.cumulative`).
     """
     if sums is None:
         return (q @ k.mT) * mask
@@ -111,7 +111,7 @@ def _pairwise(sums: Float[Tensor, "B H K X"], length: int, mask: Tensor) -> Floa
 
 
 def window_softmax(x: SoftmaxInputs) -> Partial:
-    """num_n = sum_j e^{s_nj - c_n} v_j over the softmax keys, den_n likewise, c_n the largest of the scores s_nj."""
+    """Return num_n = sum_j e^{s_nj - c_n} v_j over the softmax keys, den_n without v_j, and c_n = max_j s_nj."""
     dtype, heads = accumulation_dtype(x.v.dtype), x.q.shape[1]
     q, k, v = x.q.to(dtype), repeat_kv(x.k, heads).to(dtype), repeat_kv(x.v, heads).to(dtype)
     mask = visible_keys(x.span, x.layout)[0][:, None]
@@ -122,7 +122,7 @@ def window_softmax(x: SoftmaxInputs) -> Partial:
 def softmax_scores(
     q: Float[Tensor, "B H T D"], k: Float[Tensor, "B H K D"], scaling: float, softcap: float | None
 ) -> Float[Tensor, "B H T K"]:
-    """s_nj: q_n.k_j scaled, and soft-capped where there is a cap."""
+    """Return the scores s_nj: q_n.k_j scaled and, unless `softcap` is None, soft-capped."""
     scores = (q * scaling) @ k.mT
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
@@ -130,7 +130,7 @@ def softmax_scores(
 def exponentials(
     scores: Float[Tensor, "B H T K"], mask: Bool[Tensor, "#B #H #T K"]
 ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H T"]]:
-    """e^{s_nj - c_n} where `mask` is true, 0 elsewhere, and c_n, the largest of these s_nj; 0 where there is none."""
+    """Return e^{s_nj - c_n} where `mask` is true, 0 elsewhere; and c_n, the largest of these s_nj, 0 if none is."""
     scores = scores.masked_fill(~mask, -torch.inf)
     top = scores.amax(-1, keepdim=True)
     top = torch.where(top == -torch.inf, 0, top)

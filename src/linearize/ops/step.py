@@ -1,8 +1,8 @@
-"""One token at a time in constant memory and time: fold the key that leaves the window, then read.
+"""Compute one token at a time in constant memory and time: add the key that leaves the window to the state, then read.
 
-A step is short: what it costs is the number of its operations. So heads are one batch axis here, and what follows from
-the number of tokens seen alone (`StepContext`) is worked out once for all layers. A state keeps a token in the slot of
-its position (`layout.slots_of`), so that one more token is written to one slot and nothing moves.
+The number of operations decides the time of a step, since each is short. So heads are one batch axis here, and all
+layers share the tensors that depend only on the number of tokens seen (`StepContext`). A state keeps a token in the
+slot of its position (`layout.slots_of`), so a new token is written to one slot and nothing moves.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def _kept(work: Callable[[Any], Any]) -> property:
     def value(self: Any) -> Any:
         return self._once(name, lambda: work(self))
 
-    return property(value, doc=work.__doc__)  # functools.cached_property has a lock, which no compiler knows
+    return property(value, doc=work.__doc__)  # torch.compile cannot trace the lock of functools.cached_property
 
 
 class StepContext:
-    """Slots, masks and biases of a span for the token at `position` (tokens before it); computed on first use.
+    """Slots, masks and biases of a span for the token at `position`; computed on first use.
 
     Attributes:
-        span, position: as given.
-        slots: how many a state keeps for the span, those of an eviction cache not among them.
+        position: number of tokens before this one in each row.
+        slots: number of slots that a state keeps for the span, without those of an eviction cache.
         width: tokens of a block; 0: the span has no blocks.
     """
 
@@ -55,35 +55,35 @@ class StepContext:
 
     @_kept
     def slot(self) -> Int[Tensor, "B 1 1 1"]:
-        """Return its own slot."""
+        """Return the slot of the new token."""
         return slots_of(self.position, self.span).view(-1, 1, 1, 1)
 
     @_kept
     def entering(self) -> Int[Tensor, "B 1"]:
-        """Return the position of the key that enters the linear state; less than 0 where there is none yet."""
+        """Return the position of the key that enters the linear state; less than 0 if there is none yet."""
         return self.column - self.linear_delay
 
     @_kept
     def entering_slot(self) -> Int[Tensor, "B 1 1 1"]:
-        """Return the slot that holds this key until the new token is written, where that is not the key itself."""
+        """Return the slot that holds the entering key until the new token is written, if it is not the token itself."""
         return slots_of(self.entering.clamp_min(0), self.span).view(-1, 1, 1, 1)
 
     @property
     def all_enter(self) -> bool:
-        """Return whether one enters in every row; False where that is not known without waiting."""
+        """Return whether a key enters in every row; False if this is unknown without a device sync."""
         numbers = self._numbers_at_hand()
         return numbers is not None and all(number - self.linear_delay >= self.span.sinks for number in numbers)
 
     @_kept
     def enters(self) -> Float[Tensor, "B 1 1 1"]:
-        """Return 1 where it does enter, 0 where it is a sink or not there."""
+        """Return 1 where the key enters, 0 where it is a sink or does not exist."""
         return (self.entering >= self.span.sinks).float().view(-1, 1, 1, 1)
 
     @_kept
     def passed(self) -> Bool[Tensor, "B 1 S 1"] | None:
-        """Return slots of sinks, of tokens below its window and of none, after the new one is written.
+        """Return the slots of sinks, of tokens below the window and empty ones, after the new token is written.
 
-        None: no such slots.
+        None: there are no such slots.
         """
         if not self.span.sinks and self._reads_window():
             return None
@@ -92,7 +92,7 @@ class StepContext:
 
     @_kept
     def hidden(self) -> Bool[Tensor, "B S"]:
-        """Return slots, after the new token is written, that its query does not read by softmax."""
+        """Return the slots that the query does not read by softmax, after the new token is written."""
         positions = slot_positions(self.position + 1, self.span)
         below = positions < self.span.lo(self.column)
         if not self.span.sinks:
@@ -101,16 +101,13 @@ class StepContext:
         return below | (positions < 0)
 
     def bias(self, cache_size: int, dtype: torch.dtype) -> Float[Tensor, "B 1 1 S_and_C"] | None:
-        """Return what softmax adds to the scores of these slots and of those of a cache behind them; None: nothing.
-
-        A cache fills from its end.
-        """
+        """Return the bias of the scores of these slots and of a cache's slots after them; None: no slot is hidden."""
         if self._reads_window() and (not cache_size or self._fills(cache_size)):
             return None
         return self._once(f"bias {cache_size} {dtype}", lambda: self._bias(cache_size, dtype))
 
     def _repeats(self, number: int, cache_size: int) -> bool:
-        """Return whether no slot is empty: from here on a bias depends on the token's place in its block alone."""
+        """Return whether no slot is empty: then the bias depends only on the token's place in its block."""
         return number >= self.slots and (not cache_size or self._left(number) >= cache_size)
 
     def _bias(self, cache_size: int, dtype: torch.dtype) -> Tensor:
@@ -128,17 +125,17 @@ class StepContext:
         return no_scores(hidden, zero)
 
     def _left(self, position: Any) -> Any:
-        """Return how many keys, sinks not among them, have left a window of blocks when this query reads, if any."""
+        """Return how many keys, without sinks, have left a window of blocks when this query reads; < 1: none."""
         assert isinstance(self.span, TerracedSpan)
         return (position // self.span.window_size - self.span.blocks + 1) * self.span.window_size - self.span.sinks
 
     def _reads_window(self) -> bool:
-        """Return whether every slot has a key that the query reads; False where that is not known without waiting."""
+        """Return whether the query reads every slot; False if this is unknown without a device sync."""
         numbers, width = self._numbers_at_hand(), self.width or 1
         return numbers is not None and all(n + 1 >= self.slots and (n + 1) % width == 0 for n in numbers)
 
     def _fills(self, cache_size: int) -> bool:
-        """Return whether the keys that left the window fill such a cache in every row."""
+        """Return whether the keys that left the window fill a cache of this size in every row."""
         return self.numbers is not None and all(self._left(number) >= cache_size for number in self.numbers)
 
     def _numbers_at_hand(self) -> list[int] | None:
@@ -146,13 +143,13 @@ class StepContext:
         return None if waits else self.numbers
 
     def _shared_number(self) -> int | None:
-        """Return the position that all rows share; None where they differ, or that is not known without waiting."""
+        """Return the position that all rows share; None if they differ or it is unknown without a device sync."""
         numbers = self._numbers_at_hand()
         return numbers[0] if numbers and len(set(numbers)) == 1 else None
 
     @property
     def numbers(self) -> list[int] | None:
-        """The positions of all rows; None where tensors cannot be looked at."""
+        """Return the positions of all rows; None while compiling and for meta tensors."""
         if torch.compiler.is_compiling() or self.position.is_meta:
             return None
         if self._numbers is None:
@@ -161,28 +158,28 @@ class StepContext:
 
     @property
     def may_flush(self) -> bool:
-        """Return whether a block begins with it in any row, or may, where tensors cannot be looked at."""
+        """Return whether a block begins with this token in any row; True if `numbers` is unknown."""
         return self.width > 0 and (self.numbers is None or any(number % self.width == 0 for number in self.numbers))
 
     @_kept
     def flushes(self) -> Bool[Tensor, "B 1 1"] | None:
-        """Return whether a block begins with it, where there are blocks."""
+        """Return whether a block begins with this token in each row; None: the span has no blocks."""
         return (self.position % self.width == 0)[:, None, None] if self.width else None
 
     @_kept
     def leaving(self) -> Int[Tensor, "B w"]:
-        """Return the positions of the block that leaves the window, -1 where none does, and for sinks."""
+        """Return the positions of the block that leaves the window, -1 for sinks and in rows where none leaves."""
         assert self.flushes is not None
         position = self._block_before()
         return torch.where((position >= self.span.sinks) & self.flushes[:, 0], position, -1)
 
     @_kept
     def leaving_slots(self) -> Int[Tensor, "B w"]:
-        """Return the slots that hold this block until tokens of the next one are written."""
+        """Return the slots that hold the leaving block until tokens of the next one are written."""
         return slots_of(self._block_before().clamp_min(0), self.span)
 
     def pool_slots(self, cache_size: int) -> Int[Tensor, "B C_and_w"]:
-        """Return the slots of such a cache behind the window, then those of the leaving block."""
+        """Return the slots of a cache of this size, which follow the window's, then those of the leaving block."""
         return self._once(f"pool slots {cache_size}", lambda: self._pool_slots(cache_size))
 
     def _pool_slots(self, cache_size: int) -> Tensor:
@@ -190,24 +187,24 @@ class StepContext:
         return torch.cat([cached.expand(len(self.position), -1), self.leaving_slots], dim=1)
 
     def window_slots(self, cache_size: int) -> Int[Tensor, " S"]:
-        """Return the slots of sinks and window, before those of such a cache."""
+        """Return the slots of sinks and window, which precede those of a cache of this size."""
         return self._slot_numbers(self.slots + cache_size)[: self.slots]
 
     def _slot_numbers(self, count: int) -> Int[Tensor, " N"]:
         return self._once(f"slot numbers {count}", lambda: torch.arange(count, device=self.position.device))
 
     def leaving_tokens(self, slots: Float[Tensor, "B h P X"]) -> Float[Tensor, "B h w X"]:
-        """Return what slots have of this block, until tokens of the next one are written."""
+        """Return the leaving block's numbers in these slots, until tokens of the next one are written."""
         number = self._shared_number()
-        if number is not None:  # it lies in one piece
+        if number is not None:  # the block is contiguous
             return slots.narrow(2, self.span.sinks + number % self.context, self.width)
         places = self.leaving_slots[:, None, :, None]
         return slots.gather(2, places.expand(len(slots), slots.shape[1], -1, slots.shape[3]))
 
     def keeps_full(self, size: int) -> bool:
-        """Return whether a block begins in every row that finds a cache of `size` full, and no sink leaves the window.
+        """Return whether a block begins in every row while a cache of `size` is full and no sink leaves the window.
 
-        False where tensors cannot be looked at.
+        False if `numbers` is unknown.
         """
         numbers = self.numbers or ()
         return bool(numbers) and all(n % self.width == 0 and self._left(n - self.width) >= size for n in numbers)
@@ -216,11 +213,11 @@ class StepContext:
         return self.column - self.context + torch.arange(self.width, device=self.position.device)
 
     def zeros(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Zeros like x, not to be written to."""
+        """Return zeros like x, which callers share and must not write to."""
         return self._once(f"zeros {tuple(x.shape)} {x.dtype}", lambda: torch.zeros_like(x))
 
     def written(self, slots: Float[Tensor, "B h P X"], new: Float[Tensor, "B h 1 X"]) -> Float[Tensor, "B h P X"]:
-        """Return slots with the new token in its own."""
+        """Return the slots with the new token written to its slot."""
         if not self.slots:
             return slots
         index = self._once(f"written {tuple(new.shape)}", lambda: self.slot.expand_as(new))
@@ -248,7 +245,7 @@ class StepContext:
 def _biases_of_full_slots(
     span: Span, cache_size: int, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "W 1 1 S_and_C"]:
-    """Return the bias of a token at each place of the ring once no slot is empty; they are not to be written to."""
+    """Return the bias of a token at each place of the ring once no slot is empty; callers must not write to it."""
     with torch.inference_mode(False):
         first = (1 + -(-(span.sinks + cache_size) // span.context)) * span.context
         hidden = StepContext(span, first + torch.arange(span.context, device=device)).hidden
@@ -261,10 +258,11 @@ class LinearStep:
     """The linear part of one more token.
 
     Attributes:
-        phi_q, state: what is read, after what enters.
+        phi_q: features of the query, which reads the state after the key has entered.
+        state: the state before the key enters.
         phi_k, v, beta, log_decay_k, log_decay_v: of the token that enters the state, at position - span.linear_delay,
-            as in `LinearInputs`; phi_k None: nothing enters.
-        skipped_k, skipped_v: log decays of the steps lo(position) .. position, summed.
+            as in `LinearInputs`; phi_k None: no key enters.
+        skipped_k, skipped_v: sums of the log decays of the steps lo(position) .. position.
         kernel: makes features of phi_q and phi_k.
     """
 
@@ -285,11 +283,11 @@ class StepInputs:
     """One more token of every row.
 
     Attributes:
-        new_k, new_v: of the token.
-        k, v: slots of the tokens before, and behind them the C pairs of an eviction cache.
-        at: what its span makes of its position.
+        new_k, new_v: key and value of the token.
+        k, v: slots of earlier tokens, followed by the C pairs of an eviction cache.
+        at: the context of the token's position.
         softmax_alone: whether softmax over the slots is the output.
-        quotient: returns how the output is one quotient of sums, None where it is not; not every backend asks.
+        quotient: returns the parameters of the output as one quotient of sums; None: it is no such quotient.
     """
 
     q: Float[Tensor, "B H 1 D"]
@@ -306,7 +304,7 @@ class StepInputs:
 
 
 class StepOutputs(NamedTuple):
-    """The output, or the parts that it is made of; and the slots and the linear state behind the token."""
+    """The output, or its parts (then y is None), and the slots and the linear state after the token."""
 
     y: Float[Tensor, "B H 1 D"] | None
     window: Partial | None
@@ -317,7 +315,7 @@ class StepOutputs(NamedTuple):
 
 
 def one_token(x: StepInputs) -> StepOutputs:
-    """One more token by torch's operations."""
+    """Compute one more token by torch's operations."""
     at = x.at
     k, v = at.written(x.k, x.new_k), at.written(x.v, x.new_v)
     window = linear = state = None
@@ -337,7 +335,7 @@ def one_token(x: StepInputs) -> StepOutputs:
 
 
 def linear_step(x: LinearStep, at: StepContext) -> tuple[Partial, LinearState]:
-    """Read the linear part for the query of the next token, after what enters the state; and the state behind it."""
+    """Add the entering key to the state; return the linear part of the query, and the new state."""
     assert x.phi_k is not None and x.v is not None
     dtype, heads, state = x.state.z.dtype, x.phi_k.shape[1], x.state
     v = x.v if x.v.dtype == dtype else x.v.to(dtype)
@@ -356,7 +354,7 @@ def linear_step(x: LinearStep, at: StepContext) -> tuple[Partial, LinearState]:
         S = S * x.log_decay_v.exp().to(dtype)
     if x.beta is not None:
         v = x.beta.to(dtype) * (repeat_kv(v, heads) - phi_k @ S)
-    # Heads that share a value lie side by side, and so do their features: one matrix of them all.
+    # Heads that share a value are adjacent, and so are their features: they form one matrix.
     shared = len(v) * v.shape[1]
     one, value = phi_k.reshape(shared, -1, 1), v.reshape(shared, 1, -1)
     S = torch.baddbmm(S.view(shared, -1, v.shape[3]), one, value).view(S.shape)
@@ -366,10 +364,10 @@ def linear_step(x: LinearStep, at: StepContext) -> tuple[Partial, LinearState]:
 
 
 def linear_read(x: LinearStep, state: LinearState, at: StepContext) -> Partial:
-    """Read a state by a query."""
+    """Return the linear part of a query that reads `state`."""
     phi_q = x.phi_q if x.kernel is None else x.kernel.features(x.phi_q)
     (batch, heads, _, features), units = phi_q.shape, state.z.shape[1]
-    # One axis of all states: torch.matmul would take several operations to get there.
+    # torch.bmm on one axis of all states: torch.matmul would launch several operations more.
     q = phi_q.reshape(batch * units, -1, features)
     if x.skipped_k is not None:
         steps = x.skipped_k.exp().to(state.z.dtype).expand(batch, -1, -1, -1)
@@ -390,12 +388,12 @@ def window_step(
     scaling: float,
     softcap: float | None = None,
 ) -> Partial:
-    """Softmax over slots to whose scores `bias` is added, -inf where the query does not read; it reads one at least."""
+    """Return softmax over slots with `bias` added to their scores, -inf for hidden slots; one must not be hidden."""
     dtype, (batch, groups, count, width) = accumulation_dtype(v.dtype), k.shape
     heads, rows = q.shape[1], batch * groups
     if v.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    # One axis of all heads: torch.matmul would take several operations to get there.
+    # torch.bmm on one axis of all heads: torch.matmul would launch several operations more.
     q = q.reshape(rows, -1, width) * scaling
     scores = torch.bmm(q, k.view(rows, count, width).transpose(1, 2))
     if softcap is not None:
@@ -416,11 +414,11 @@ def softmax_step(
     bias: Float[Tensor, "#B 1 1 S"] | None,
     scaling: float,
 ) -> Float[Tensor, "B H 1 D"]:
-    """The output of `window_step` by torch's own attention."""
+    """Return the output of `window_step`, num / den, by torch's own attention."""
     grouped = q.view(*k.shape[:2], -1, q.shape[3])
     return scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scaling).view(q.shape)
 
 
 def no_scores(hidden: Bool[Tensor, "B S"], zero: Float[Tensor, ""]) -> Float[Tensor, "B 1 1 S"]:
-    """Return -inf for what is hidden, else `zero`."""
+    """Return a bias: -inf for hidden slots, else `zero`."""
     return zero.masked_fill(hidden, -torch.inf)[:, None, None]

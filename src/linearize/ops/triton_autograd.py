@@ -1,7 +1,7 @@
 """Autograd functions of Triton kernels: softmax over window and cache, the linear part, and Hedgehog's maps.
 
-Backward passes compute scores again, so that memory is that of inputs and outputs. They have no gradients themselves.
-The gradients of a cache's pairs are sums in any order: two runs can differ in their last digits.
+Backward passes recompute scores, so that memory is linear in inputs and outputs. They are not differentiable. The
+gradients of a cache's pairs are summed in no fixed order: two runs can differ in their last digits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from linearize.ops.layout import SequenceLayout
 from linearize.ops.partial import LOG2_E
 from linearize.ops.triton_launch import CHUNK, HOW, MOST_BYTES, between_rows, power_of_2, strides
 
-QUERIES = 32  # of a program of a backward pass
+QUERIES = 32  # queries of a program of a backward pass
 KEYS = 32
-WIDE_ROW = 256  # bytes of a head's query, above which half as many fit the shared memory
+WIDE_ROW = 256  # bytes of a head's query above which only half as many queries fit the shared memory
 
 
 def lowest_keys(span: Span, layout: SequenceLayout) -> Int[Tensor, "B T"]:
@@ -33,12 +33,14 @@ def lowest_keys(span: Span, layout: SequenceLayout) -> Int[Tensor, "B T"]:
 
 
 class KeysRead(NamedTuple):
-    """Return which keys each query reads, in the form that kernels take.
+    """The keys that each query reads, in the form that kernels take.
 
     Attributes:
-        tensors: `lowest_keys`, positions and documents of queries, and those of keys.
-        slots_of_blocks: [B or 1, J, w], the query in each place of a block, -1 where there is none. None: no cache.
-        held: [B, G, J, C], places in the pool, -1 where there is none.
+        tensors: `lowest_keys`, positions and documents of queries, positions and documents of keys.
+        lag: the most window slots that a query reads, its own among them.
+        carried: whether the first slots hold the sinks of a carried document.
+        slots_of_blocks: [B or 1, J, w], the query in each place of a block, -1 for none; None: there is no cache.
+        held: [B, G, J, C], places in the pool, -1 for none.
     """
 
     tensors: tuple[Tensor, ...]
@@ -52,7 +54,7 @@ class KeysRead(NamedTuple):
 
     @classmethod
     def of(cls, x: SoftmaxInputs) -> KeysRead:
-        """Return what `x` says of keys."""
+        """Return the keys that the queries of `x` read."""
         span, layout, cached = x.span, x.layout, x.cached
         queries, keys = (layout.query_position, layout.query_document), (layout.key_position, layout.key_document)
         slots_of_blocks = held = None
@@ -71,11 +73,11 @@ class KeysRead(NamedTuple):
         return between_rows(lowest), between_rows(queries), between_rows(keys)
 
     def factors(self) -> tuple[float, float]:
-        """Return what products become scores to base 2 by, and the softcap, 1 for none."""
+        """Return the factor from products to scores to base 2, and the softcap (1 for none)."""
         return self.scaling * LOG2_E, 1.0 if self.softcap is None else self.softcap
 
     def grid_of_blocks(self, q: Tensor, k: Tensor, most: int) -> tuple[tuple[int, int, int], int]:
-        """Return the programs that read the cache, and of how many queries, at `most`, each is."""
+        """Return the grid of programs that read the cache, and the number of queries of each, no more than `most`."""
         assert self.slots_of_blocks is not None
         (batch, units), (count, width) = k.shape[:2], self.slots_of_blocks.shape[1:]
         queries = q.shape[1] // units * width
@@ -84,7 +86,7 @@ class KeysRead(NamedTuple):
 
 
 class Softmax(torch.autograd.Function):
-    """num, den and log_scale of softmax over the window and, where there is one, a cache's pool of pairs."""
+    """Compute num, den and log_scale of softmax over the window and, if there is a cache, over its pool of pairs."""
 
     @staticmethod
     def forward(
@@ -102,7 +104,7 @@ class Softmax(torch.autograd.Function):
         batch, heads, length, width = q.shape
         num = q.new_empty(q.shape, dtype=torch.float32)
         den, log_scale = num.new_empty(q.shape[:3]), num.new_empty(q.shape[:3])
-        # Of the key with the largest score, whose gradient includes that of the running max.
+        # The place of the key with the largest score, whose gradient includes that of the running max.
         place = torch.empty_like(den, dtype=torch.int32) if differentiable else den
         common = {"D": width, "BLOCK_D": power_of_2(width), "SOFTCAP": read.softcap is not None, "N": 32} | HOW
         common["PLACE"] = differentiable
@@ -143,10 +145,10 @@ class Softmax(torch.autograd.Function):
         units, slots, sinks = k.shape[1], k.shape[2], read.sinks
         common = {"D": width, "BLOCK_D": power_of_2(width), "SOFTCAP": read.softcap is not None} | HOW
         if q.dtype != torch.float32:
-            common["PRECISION"] = "tf32"  # which holds them
+            common["PRECISION"] = "tf32"  # represents 16-bit inputs exactly
         rows = queries_at_once(power_of_2(width) * q.element_size())
         grad_q, delta, chunks = torch.empty_like(num), torch.empty_like(den), -(-length // rows)
-        # What each chunk of queries adds to the sinks before its window's slots.
+        # The gradients that each chunk of queries adds to the sinks before its window's slots.
         sink_k, sink_v = (num.new_empty(batch, heads, chunks, sinks, width) for _ in range(2))
         sink_slot = place.new_empty(batch, chunks, sinks, dtype=torch.int64)
         window = (*strides(q), *strides(k), *strides(v), *read.window_strides())
@@ -187,17 +189,17 @@ class Softmax(torch.autograd.Function):
 
 
 def queries_at_once(row_bytes: int) -> int:
-    """Return how many queries, of so many bytes each, a program of the backward pass has."""
+    """Return how many queries of `row_bytes` bytes each a program of the backward pass has."""
     return QUERIES if row_bytes <= WIDE_ROW else QUERIES // 2
 
 
 def warps_for(features: int) -> int:
-    """Return how many warps a program of the linear part's backward pass has, so that wide rows fit their registers."""
+    """Return the warps of a program of the linear part's backward pass; wide rows need more for their registers."""
     return 4 if features <= 64 else 8
 
 
 def _add_sinks(grad: Float[Tensor, "B G K D"], added: Float[Tensor, "B H N s D"], slot: Int[Tensor, "B N s"]) -> None:
-    """Add what chunks of queries have for the sinks in these slots, -1 being none; always in the same order."""
+    """Add the gradients `added` by chunks of queries to the sinks in these slots (-1: none), in a fixed order."""
     batch, units = grad.shape[:2]
     added = added.unflatten(1, (units, -1)).sum(2)  # 0 where there is no sink
     row = torch.arange(batch, device=grad.device)[:, None, None, None]
@@ -206,12 +208,14 @@ def _add_sinks(grad: Float[Tensor, "B G K D"], added: Float[Tensor, "B H N s D"]
 
 
 class LinearRead(NamedTuple):
-    """Return which keys each query reads through the linear part, in the form that kernels take.
+    """The keys that each query reads through the linear part, in the form that kernels take.
 
     Attributes:
         lowest: of each query (`lowest_keys`).
         position: of keys.
-        ends: [B or 1, n], positions below which keys are in states behind all queries; n = 0 where none is wanted.
+        ends: [B or 1, n], positions below which keys are in each state after all queries; n = 0: no state is wanted.
+        lag: the most window slots of a query.
+        late: the delay of linear keys (`span.linear_delay`).
     """
 
     lowest: Tensor
@@ -224,7 +228,7 @@ class LinearRead(NamedTuple):
 
     @classmethod
     def of(cls, x: LinearInputs, ends: Tensor | None) -> LinearRead:
-        """Return what `x` says of keys."""
+        """Return the keys that the queries of `x` read."""
         span, layout = x.span, x.layout
         ends = layout.query_position[:, :0] if ends is None else ends
         positions = layout.key_position, layout.query_position
@@ -234,7 +238,7 @@ class LinearRead(NamedTuple):
 def linear_states(
     phi_k: Float[Tensor, "B Hk K F"], v: Float[Tensor, "B G K D"], length: int, read: LinearRead
 ) -> tuple[Float[Tensor, "B Hk N F D"], Float[Tensor, "B Hk N F"]]:
-    """Return what is added to S and z before each chunk of queries, and then by the keys up to each of the ends."""
+    """Return the sums added to S and z before each chunk of queries, and then by the keys up to each of the ends."""
     before, chunks = phi_k.shape[2] - length, -(-length // CHUNK)
     number = chunks + read.ends.shape[1]
     return _added_states(phi_k, v, None, read.position, read.ends, before, chunks, number, read.lag, read.sinks)
@@ -268,7 +272,7 @@ def _added_states(
 
 
 def linear_blocks(features: int, width: int) -> dict[str, Any]:
-    """Return the sizes that the kernels of the linear part have in common."""
+    """Return the sizes and options that the kernels of the linear part share."""
     side = min(64, power_of_2(width))
     return {"F": features, "BLOCK_F": power_of_2(features), "D": width, "BLOCK_D": side, "C": CHUNK} | HOW
 
@@ -287,7 +291,7 @@ def linear_sums(
     num = phi_q.new_empty(batch, heads, length, width, dtype=torch.float32)
     den, blocks = num.new_empty(num.shape[:3]), linear_blocks(features, width)
     if v.dtype != torch.float32:
-        blocks["PRECISION"] = "tf32"  # values are rounded more than that
+        blocks["PRECISION"] = "tf32"  # 16-bit values are rounded more than that
     triton_launch.launch(
         triton_kernels.linear_outputs, (batch * heads, -(-length // CHUNK), -(-width // blocks["BLOCK_D"])),
         *(phi_q, phi_k, v, read.lowest, read.position, *states, num, den),
@@ -300,7 +304,7 @@ def linear_sums(
 
 
 def summed_states(added: tuple[Tensor, Tensor], carried: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-    """Return S and z, the carried ones first, from what is added to them."""
+    """Return the cumulative S and z from the sums added to each (in place), starting from the carried ones."""
     if carried is not None:
         for x, first in zip(added, carried, strict=True):
             x[:, :, 0] += first
@@ -308,7 +312,7 @@ def summed_states(added: tuple[Tensor, Tensor], carried: tuple[Tensor, Tensor] |
 
 
 class LinearScan(torch.autograd.Function):
-    """num and den of the linear part, from a state S, z where there is one."""
+    """Compute num and den of the linear part, from the carried state S, z unless it is None."""
 
     @staticmethod
     def forward(
@@ -354,7 +358,7 @@ class LinearScan(torch.autograd.Function):
                 **blocks,
             )  # fmt: skip
         if wants_k or wants_v or any(wants_state):
-            # The states' gradients: what each chunk of queries adds, and then the sums over it and all later ones.
+            # The gradients of the states: each chunk's own, then the sums over it and all later chunks.
             position = read.query_position
             added = _added_states(phi_q, g_num, g_den, position, position, 0, chunks + 1, chunks + 1, 1, 0)
             of_units = (x.unflatten(1, (units, -1)).sum(2) for x in added)
@@ -383,7 +387,7 @@ class LinearScan(torch.autograd.Function):
 
 
 class HedgehogFeatures(torch.autograd.Function):
-    """Hedgehog's map of x (`triton_backend.hedgehog`)."""
+    """Compute Hedgehog's map of x (`triton_backend.hedgehog`)."""
 
     @staticmethod
     def forward(

@@ -1,12 +1,13 @@
-"""Triton kernels of our own for NVIDIA GPUs: Hedgehog's maps, window, additive linear part, KV caches, one more token.
+"""The backend of our Triton kernels for NVIDIA GPUs.
 
-A GPU works on one operation of a short prompt for less time than it takes to launch it, and the chunked forms make
-hundreds of them per layer. Window, cache, linear part and maps have backward passes (`triton_autograd`); the output of
-sums and one more token are kernels only where no gradient is wanted. The backward kernels are checked by Triton's
-interpreter and compiled for GPUs; they have not been timed on one yet.
+There are kernels for Hedgehog's maps, window, additive linear part, KV caches and one more token. On a short prompt a
+GPU operation takes less time than its launch, and the chunked forms launch hundreds per layer. Window, cache, linear
+part and maps have backward passes (`triton_autograd`). The output and the one-token step use kernels only if no
+gradient is wanted. The backward kernels are tested by Triton's interpreter and compiled for GPUs; they have not been
+timed on one yet.
 
-Torch's operations serve what the kernels do not define: decays, kernels in closed form, the delta rule, float64,
-padding within a document, and more than one document in front of a linear part. Gradients of gradients are an error.
+Torch's operations compute the rest: decays, kernels in closed form, the delta rule, float64, padding within a document,
+and several documents in a row with a linear part. Gradients of gradients are an error.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from linearize.ops.triton_autograd import (
 )
 from linearize.ops.triton_launch import CHUNK, HOW, WIDEST, between_rows, power_of_2, rows_of_numbers, strides
 
-MOST_GROUPED = 64  # query heads of one program of a step
+MOST_GROUPED = 64  # the most query heads of one program of a step
 
 
 class TritonBackend(Backend):
-    """Kernels, where they serve; torch's operations elsewhere."""
+    """Kernels for the inputs that they support, torch's operations for all others."""
 
     splits_prompts = False  # few launches are faster than more
 
@@ -78,7 +79,7 @@ class TritonBackend(Backend):
         S, z = summed_states(linear_states(phi_k, v, phi_q.shape[2], read), carried)
         linear = _unscaled(*linear_sums(phi_q, phi_k, v, (S, z), read))
         count = read.ends.shape[1]
-        behind = [y[:, :, i].clone() for i in range(-count, 0) for y in (S, z)]  # which do not hold on to all states
+        behind = [y[:, :, i].clone() for i in range(-count, 0) for y in (S, z)]  # clones free the other states
         return linear, LinearState(*behind)
 
     def output(
@@ -88,7 +89,10 @@ class TritonBackend(Backend):
         quotient: Callable[[], Quotient | None],
         dtype: torch.dtype,
     ) -> Float[Tensor, "B H T D"] | None:
-        """The output in `dtype`. It lies as it is read next: the heads of a token side by side."""
+        """Return the output in `dtype`, or None if a kernel cannot compute it.
+
+        In memory the heads of a token are adjacent, as the output projection reads them.
+        """
         parts, one = [part for part in (window, linear) if part is not None], quotient()
         if one is None:
             return None
@@ -110,7 +114,7 @@ class TritonBackend(Backend):
         return y.transpose(1, 2)
 
     def step(self, x: StepInputs) -> StepOutputs:
-        """The output of one more token, the slots behind it, and the linear state: in one launch."""
+        """Return the output of one more token, the slots after it, and the linear state, by one launch if possible."""
         quotient = x.quotient()
         return _one_token(x, quotient) if quotient is not None and _serves_step(x) else super().step(x)
 
@@ -122,10 +126,10 @@ def hedgehog(
     activation: str,
     least: float,
 ) -> Float[Tensor, "B H T F"] | None:
-    """Return Hedgehog's map of x, or None where the map has to compute it.
+    """Return Hedgehog's map of x, or None if no kernel can compute it.
 
-    y = x W + b and -y side by side, F = 2 N: `exp` as they are, `softmax_halves` and `softmax` each one's or over both,
-    no less than `least`.
+    The map concatenates y = x W + b and -y, F = 2 N. `exp`: unchanged. `softmax_halves`: softmax over each half.
+    `softmax`: softmax over both together. Softmax is no less than `least`.
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if max(weight.shape[1:]) > WIDEST or any(tensor.dtype == torch.float64 for tensor in tensors):
@@ -145,14 +149,14 @@ def _softmax(x: SoftmaxInputs) -> Partial:
 def _serves_softmax(x: SoftmaxInputs) -> bool:
     """Return whether kernels can compute softmax over window and cache."""
     tensors = (x.q, x.k, x.v) if x.cached is None else (x.q, x.k, x.v, x.cached.keys, x.cached.values)
-    # Kernels add up the gradients of a cache's pairs in any order.
+    # Kernels sum the gradients of a cache's pairs in no fixed order.
     if x.cached is not None and torch.are_deterministic_algorithms_enabled() and wants_gradients(tensors):
         return False
     return bool(x.span.max_softmax_keys) and x.v.shape[3] <= WIDEST and not needs_fallback(tensors, x.layout)
 
 
 def _serves_step(x: StepInputs) -> bool:
-    """Return whether the kernel can compute the step: sizes, no gradients, nothing that decays or is erased."""
+    """Return whether the kernel can compute the step: small sizes, no gradients, no decays, no delta rule."""
     if torch.is_grad_enabled() or x.q.dtype == torch.float64:
         return False
     widest, units, linear = x.q.shape[3], x.new_k.shape[1], x.linear
@@ -165,7 +169,7 @@ def _serves_step(x: StepInputs) -> bool:
 
 
 def _one_token(x: StepInputs, quotient: Quotient) -> StepOutputs:
-    """Softmax over the slots, the token's own and those of a cache among them, and the linear part below them."""
+    """Compute one token by one kernel: softmax over the slots and a cache's, and the linear part."""
     from linearize.ops import triton_outputs
 
     at, linear = x.at, x.linear
@@ -173,7 +177,7 @@ def _one_token(x: StepInputs, quotient: Quotient) -> StepOutputs:
     q, new_k, new_v, k, v = (rows_of_numbers(tensor.to(x.q.dtype)) for tensor in tensors)
     (batch, heads, _, width), units, slots, features = q.shape, k.shape[1], k.shape[2], 16
     bias = at.bias(slots - at.slots, accumulation_dtype(v.dtype)) if at.slots else None
-    unread: Tensor = q  # in the place of what there is none of
+    unread: Tensor = q  # placeholder for arguments that the kernel does not read
     phi_q = phi_k = entering = enters = begins = unread
     before, after, state = [unread] * 4, [unread] * 4, None
     if linear is not None:
@@ -207,7 +211,7 @@ def _one_token(x: StepInputs, quotient: Quotient) -> StepOutputs:
 
 
 def _tensors(x: LinearInputs) -> tuple[Tensor, ...]:
-    """Return what the linear part has gradients for."""
+    """Return the inputs for which the linear part has gradients."""
     state = () if x.state is None else (x.state.S, x.state.z)
     return (x.queries(), x.phi_k, x.v, *state)
 
@@ -223,22 +227,22 @@ def _serves_linear(x: LinearInputs) -> bool:
 
 
 def _unscaled(num: Float[Tensor, "B H T D"], den: Float[Tensor, "B H T"]) -> Partial:
-    """Return the sums as they are."""
+    """Return the sums as a `Partial` with log_scale 0."""
     return Partial(num, den, torch.zeros((), device=den.device).expand_as(den))
 
 
 def wants_gradients(inputs: tuple[Tensor, ...]) -> bool:
-    """Return whether a gradient is wanted of any of these."""
+    """Return whether gradients are enabled and any of these inputs requires one."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
 
 def needs_fallback(inputs: tuple[Tensor, ...], layout: SequenceLayout) -> bool:
-    """Return whether there are numbers of double precision, or padding within a document."""
+    """Return whether kernels cannot be used: inputs of double precision, or padding within a document."""
     return any(x.dtype == torch.float64 for x in inputs) or layout.compaction is not None
 
 
 def _one_document(layout: SequenceLayout, carried: bool) -> bool:
-    """Return whether all tokens of a row are of one document, the carried one where there is a state."""
+    """Return whether all tokens of each row are of one document; with a state, of the carried one."""
     if layout.uniform:
         return True
 
@@ -257,8 +261,9 @@ def _end_together(layout: SequenceLayout) -> bool:
 
 
 def _ends(span: Span, layout: SequenceLayout) -> Int[Tensor, "B n"]:
-    """Below which positions keys are in the state after the last token, and in that of the next block if there is one
-    (`linear_state.linear_state`).
+    """Return the positions below which keys are in the state after the last token and, for blocks, in the next state.
+
+    See `linear_state.linear_state`.
     """
     last = layout.count - 1
     found = [span.lo(last), last - span.linear_delay + 1] if isinstance(span, TerracedSpan) else [span.lo(last)]

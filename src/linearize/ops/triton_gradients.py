@@ -1,7 +1,6 @@
-"""Triton kernels of backward passes: of the window and a KV cache with eviction, the additive linear part, and
-Hedgehog's maps.
+"""Triton kernels of backward passes: window, KV cache with eviction, additive linear part, and Hedgehog's maps.
 
-They compute scores again, as FlashAttention-2 does (Dao 2023, arXiv 2307.08691), from the inputs and the running max.
+They recompute scores from the inputs and the running max, as FlashAttention-2 does (Dao 2023, arXiv 2307.08691).
 All products are of float32. Rows, slots, heads and blocks are as in `triton_kernels`.
 
 This module imports triton, which not every machine has.
@@ -15,7 +14,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 
 from linearize.ops.triton_kernels import capped, far_sinks, sees_near
 
-# What differs between calls of one model, and is not worth a kernel of its own for each kind of number.
+# Arguments that differ between calls of one model: Triton must not compile a kernel for each of their values.
 SIZES = ["q_row", "k_row", "v_row", "lo_row", "queries_row", "keys_row", "at_row", "length", "slots", "before"]
 SIZES += ["chunks", "blocks", "pool", "lag", "late", "sinks", "size"]
 
@@ -28,10 +27,10 @@ def weights_and_gradients(
     x, keys, values, seen, is_largest, g_num, g_den, top, delta, factor, softcap,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights of keys, and the gradients of their products with queries, but for the scaling.
+    """Return the weights of keys, and the gradients of their unscaled products with queries.
 
-    The running max is the largest score, and is taken off all others: `delta`, the gradient that all scores have
-    together less that of the running max, is taken off that score's.
+    The running max, the largest score, is subtracted from all scores. So `delta`, the sum of all scores' gradients less
+    the running max's gradient, is subtracted from the gradient of the largest score.
     """
     scores = tl.dot(x, keys, input_precision=PRECISION) * factor
     if SOFTCAP:
@@ -55,10 +54,10 @@ def window_queries(
     D: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, CARRIED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of M queries, and their `delta`; and what they add to those of the sinks before the window's slots.
+    """Compute gradients of M queries, their `delta`, and gradients of the sinks before the window's slots.
 
-    `sink_k`, `sink_v` [B, H, chunks of M queries, sinks, D] are of the keys in `sink_slot` [B, chunks, sinks], -1 where
-    there is none.
+    `sink_k`, `sink_v` [B, H, chunks of M queries, sinks, D] belong to the keys in `sink_slot` [B, chunks, sinks], -1
+    for no key.
     """
     row, head, start = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1) * M
     t, d = (start + tl.arange(0, M)).to(tl.int64), tl.arange(0, BLOCK_D)
@@ -125,9 +124,9 @@ def window_keys(
     D: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, CHUNK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of N keys and values of a KV head, by all queries in whose chunk's near slots they are, M at a time.
+    """Compute gradients of N keys and values of a KV head, from all queries whose window slots hold them, M at a time.
 
-    CHUNK: queries of a program of `window_queries`, which has the keys before these slots.
+    CHUNK: queries of a program of `window_queries`, which computes the gradients of sinks before these slots.
     """
     row, head, start = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1) * N
     j, d = (start + tl.arange(0, N)).to(tl.int64), tl.arange(0, BLOCK_D)
@@ -177,9 +176,9 @@ def cached_pairs(
     D: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients by what M queries of a block read of the cache: those of the queries, and those of the pool.
+    """Add the gradients of M queries of a block and of the cached pairs that they read.
 
-    A pair of the pool is read by many blocks, whose programs add to it in any order.
+    Many blocks read a pair of the pool, and their programs add to its gradient in no fixed order.
     """
     row, head, block = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)  # KV head
     m, d = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, BLOCK_D)
@@ -214,7 +213,7 @@ def cached_pairs(
         pairs = (tl.program_id(0).to(tl.int64) * pool + j)[:, None] * D + d[None]
         tl.atomic_add(grad_k + pairs, of_keys, inside[:, None] & wide[None], sem="relaxed")
         tl.atomic_add(grad_v + pairs, of_values, inside[:, None] & wide[None], sem="relaxed")
-    # A query is of one block.
+    # A query belongs to one block, so no other program writes its gradient.
     tl.store(grad_q + places, tl.load(grad_q + places, tile, 0.0) + sums * (factor / LOG2_E), tile)
 
 
@@ -227,9 +226,9 @@ def linear_queries(
     F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the features of M queries: of the state before their chunk of C, and of N near keys at a time.
+    """Compute gradients of the features of M queries, from the state before their chunk of C and from near keys.
 
-    BLOCK_D of the values at a time.
+    N near keys and BLOCK_D of the values at a time.
     """
     row, head, start = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1) * M
     t, f = (start + tl.arange(0, M)).to(tl.int64), tl.arange(0, BLOCK_F)
@@ -277,13 +276,13 @@ def linear_keys(
     F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the features of N keys: of S and z, which are sums over the queries of later chunks, and of those
-    near, M at a time, of all query heads that share the keys.
+    """Compute gradients of the features of N keys, from S and z and from near queries of all heads that share the keys.
 
-    S and z [B, Hk, chunks + 1, ...]: of all queries, of those from chunk 0 on, from chunk 1 on, and so on.
+    Near queries are read M at a time. S and z [B, Hk, chunks + 1, ...] are sums over the queries of later chunks: over
+    all queries, over those from chunk 0 on, from chunk 1 on, and so on.
     """
     row, head, f = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.arange(0, BLOCK_F)
-    chunk = tl.program_id(1) * N // C - 1  # which reads these keys one by one; the first chunk of queries is 0
+    chunk = tl.program_id(1) * N // C - 1  # the chunk of queries that reads these keys one by one, from 0
     j = (slots - length - lag + 1 - C + tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
     tall, inside = f < F, (j >= 0) & (j < slots)
     its = tl.load(k_position + row * keys_row + j, inside, -1)
@@ -329,7 +328,7 @@ def linear_values(
     F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of BLOCK_D of the values of N keys, as in `linear_keys`."""
+    """Compute gradients of BLOCK_D of the values of N keys, as in `linear_keys`."""
     row, head, f = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.arange(0, BLOCK_F)
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     chunk = tl.program_id(1) * N // C - 1
@@ -364,9 +363,9 @@ def hedgehog_outputs(
     phi, g_phi, grad_y, length, least,
     N: tl.constexpr, BLOCK_N: tl.constexpr, M: tl.constexpr, SOFTMAX: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of y = x W + b from those of the features of y and -y, M tokens of a head at a time.
+    """Compute gradients of y = x W + b from those of the features of y and -y, M tokens of a head at a time.
 
-    Features that are no more than `least` have none.
+    Features that are no more than `least` have a gradient of 0.
     """
     t, n = (tl.program_id(1) * M + tl.arange(0, M)).to(tl.int64), tl.arange(0, BLOCK_N)
     there, out = (t < length)[:, None] & (n < N)[None], tl.program_id(0).to(tl.int64) * length + t

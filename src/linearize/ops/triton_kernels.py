@@ -1,21 +1,21 @@
 """Triton kernels of forward passes: Hedgehog's maps, window, additive linear part, and a KV cache with eviction.
 
-Each is what its caller in `triton_autograd` says; `triton_gradients` has their backward passes. Rows are slots of keys,
-whose last ones are those of the queries; positions and documents are int64, with a stride of 0 between rows that are
-alike. Logarithms are to base 2. A program is of one head, or one KV head, of one row: `programs` are numbered row by
-row, on the first axis, which alone can have more than 65,535. Blocks are powers of 2, as Triton wants them.
+Callers in `triton_autograd` say what each computes; `triton_gradients` has the backward passes. Rows are slots of keys;
+the last slots are those of the queries. Positions and documents are int64, with a stride of 0 if all rows have the
+same. Logarithms are to base 2. A program computes one head, or one KV head, of one row. The first axis of the grid
+numbers rows and heads, since no other axis can have more than 65,535 programs. Triton needs powers of 2 as blocks.
 
 This module imports triton, which not every machine has.
 """
 
-# No `from __future__ import annotations`: Triton reads `tl.constexpr` from the signatures. And no checks of types, as
-# these would wrap functions that Triton takes for what their source says.
+# No `from __future__ import annotations`: Triton reads `tl.constexpr` from the signatures. No checks of types: Triton
+# compiles the source of a function and would ignore their wrappers.
 from typing import no_type_check
 
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 
-# What differs between calls of one model, and is not worth a kernel of its own for each kind of number.
+# Arguments that differ between calls of one model: Triton must not compile a kernel for each of their values.
 SIZES = ["x_row", "q_row", "k_row", "v_row", "lo_row", "queries_row", "keys_row", "at_row", "fresh_row"]
 SIZES += ["length", "slots", "before", "chunks", "states", "blocks", "pool", "lag", "late", "sinks", "size", "ends_row"]
 
@@ -26,14 +26,14 @@ TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal number
 @triton.jit
 @no_type_check
 def capped(scores, softcap):
-    """softcap tanh(scores / softcap), both in base 2."""
+    """Return softcap tanh(scores / softcap), with scores and result to base 2."""
     return softcap * LOG2_E * (1 - 2 / (tl.exp(2 * scores / (softcap * LOG2_E)) + 1))
 
 
 @triton.jit
 @no_type_check
 def added(scores, seen, values, top, total, num, PRECISION: tl.constexpr):
-    """Online softmax: what was summed so far, and these keys where they are seen."""
+    """Return the running max, den and num of online softmax after adding the keys that are seen."""
     scores = tl.where(seen, scores, -float("inf"))
     larger = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(larger == -float("inf"), 0.0, larger)
@@ -46,7 +46,7 @@ def added(scores, seen, values, top, total, num, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def place_of_largest(place, top, scores, seen, places):
-    """Return where the largest score is: `place`, where `top` is, or one of these."""
+    """Return the place of the largest score: `place`, that of `top`, or one of `places`."""
     scores = tl.where(seen, scores, -float("inf"))
     largest = tl.max(scores, 1)
     own = tl.max(tl.where(seen & (scores == largest[:, None]), places[None], -1), 1)
@@ -68,10 +68,10 @@ def sees_near(k_position, k_document, keys_at, j, inside, lowest, position, docu
 @triton.jit
 @no_type_check
 def far_sinks(k_position, k_document, keys_at, last, n, sinks, CARRIED: tl.constexpr):
-    """Return the slots of sinks `n` up to the slot `last`, and whether there are any.
+    """Return the slots of the sinks `n`, and whether each lies in a slot up to `last`.
 
-    They belong to one document, that of `last`: others of the queries begin behind it. Its tokens lie side by side,
-    but for the sinks that have left a carried document's slots.
+    They belong to the document of `last`: other documents of the queries begin after it. Its tokens are adjacent,
+    except for the sinks of a carried document, which are in the first slots.
     """
     j = n + last - tl.load(k_position + keys_at + last, last >= 0, -1)
     if CARRIED:
@@ -88,7 +88,7 @@ def hedgehog(
     D: tl.constexpr, BLOCK_D: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, M: tl.constexpr,
     BIAS: tl.constexpr, SOFTMAX: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y = x W + b and -y side by side; or softmax of both, each by itself or over both, no less than `least`.
+    """Concatenate y = x W + b and -y; or softmax of each half or over both (no less than `least`).
 
     BLOCK_D rows of W at a time.
     """
@@ -133,11 +133,12 @@ def window(
     D: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, CARRIED: tl.constexpr,
     PLACE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the keys from `lo` on and the first `sinks`: of M queries over the `lag` slots that end with each,
-    N at a time, and over the sinks before these slots.
+    """Compute softmax of M queries over the keys from `lo` on and the first `sinks`.
 
-    SINKS: whether there are any; CARRIED: whether the first slots hold those of document 0 that left the slots behind;
-    PLACE: whether `place`, the slot of the key with the largest score, is wanted; -1 where there is no key.
+    Reads the `lag` slots that end with each query, N at a time, then the sinks before these slots.
+
+    SINKS: whether there are sinks. CARRIED: whether the first slots hold the sinks of document 0. PLACE: whether to
+    write `place`, the slot of the key with the largest score, -1 for no key.
     """
     row, head, start = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1) * M
     t, d = (start + tl.arange(0, M)).to(tl.int64), tl.arange(0, BLOCK_D)  # T H D can be more than 2**31
@@ -200,10 +201,10 @@ def linear_states(
     F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, WEIGHTED: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute what is added to S and z before each chunk of C queries: C keys, up to `lag` slots before it.
+    """Compute the sums added to S and z before each chunk of C queries: those of C keys, `lag` slots before it.
 
-    And then, of `states` in all, by those that are left below each of a row's `ends`, which are positions. BLOCK_D of
-    the values at a time. WEIGHTED: keys have a `weight` each in z, else 1.
+    The last of the `states` are the sums of the remaining keys below each of a row's `ends`, which are positions.
+    BLOCK_D of the values at a time. WEIGHTED: z sums keys times their `weight`, else the keys.
     """
     row, head, c = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
     f, d = tl.arange(0, BLOCK_F), tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -241,9 +242,10 @@ def linear_outputs(
     F: tl.constexpr, BLOCK_F: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Read for C queries: the state before them, and keys below `lo` among those from `lag` - 1 to `late` slots before.
+    """Compute num and den of C queries, from the state before them and from near keys.
 
-    BLOCK_D of the values at a time.
+    Near keys are those below `lo` in the slots from `lag` - 1 to `late` before a query. BLOCK_D of the values at a
+    time.
     """
     row, head, c = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
     t, f = (c * C + tl.arange(0, C)).to(tl.int64), tl.arange(0, BLOCK_F)
@@ -286,10 +288,9 @@ def cached(
     D: tl.constexpr, BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, PLACE: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of a block's queries over the `size` keys that it holds besides those whose sums there are: in place.
+    """Add the `size` cached keys of a block to the softmax sums of its queries, in place.
 
-    M at a time, all query heads of a KV head together. The `place` of the largest score, if it is wanted, is here that
-    in the pool behind the `slots` of the window.
+    M queries at a time, over all query heads of a KV head. A `place` in the pool is counted after the window's `slots`.
     """
     row, head, block = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)  # KV head
     m, d = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, BLOCK_D)

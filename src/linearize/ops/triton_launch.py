@@ -1,4 +1,4 @@
-"""Launch Triton kernels: options that all of them share, and how they read tensors."""
+"""Launch Triton kernels: the options that all kernels share, and the strides of tensors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-WIDEST = 128  # features, and values of a head
-MOST_BYTES = 2**15  # of the queries of a program
+WIDEST = 128  # the most features, and values, of a head
+MOST_BYTES = 2**15  # bytes of the queries of a program
 CHUNK = 64  # queries of a program
-# Products of float32 are three of TF32, which come near to it. No loads ahead: then 99 KiB of shared memory are enough,
-# which GPUs have since Ampere.
+# Products of float32 are computed as three of TF32, with almost the same accuracy. Without prefetching, kernels fit the
+# 99 KiB of shared memory that GPUs have since Ampere.
 HOW = {"PRECISION": "tf32x3", "num_stages": 1}
 
 
@@ -24,7 +24,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *inputs: Any, **options: Any) -> 
 
 
 def rows_of_numbers(x: Tensor) -> Tensor:
-    """Return the tensor with the numbers of its last axis side by side."""
+    """Return the tensor with a contiguous last axis."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -34,7 +34,7 @@ def strides(x: Float[Tensor, "B h K X"]) -> tuple[int, ...]:
 
 
 def between_rows(x: Tensor) -> int:
-    """Return the stride of rows, 0 where all rows are one."""
+    """Return the stride of the first axis; 0 if it has one row, which all rows share."""
     return x.stride(0) if len(x) > 1 else 0
 
 

@@ -1,6 +1,6 @@
-"""Triton kernels that end in a mixer's output: of the sums of a prompt's window and linear part, and of one more token.
+"""Triton kernels that compute a mixer's output: from a prompt's window and linear part, and of one more token.
 
-Forward alone. Logarithms are to base 2. Blocks are powers of 2, as Triton wants them.
+They have no backward passes. Logarithms are to base 2. Triton needs powers of 2 as blocks.
 
 This module imports triton, which not every machine has.
 """
@@ -13,7 +13,7 @@ import triton.language as tl  # type: ignore[import-not-found]
 
 from linearize.ops.triton_kernels import added, capped
 
-# What differs between calls of one model, and is not worth a kernel of its own for each kind of number.
+# Arguments that differ between calls of one model: Triton must not compile a kernel for each of their values.
 SIZES = ["q_row", "new_k_row", "new_v_row", "k_row", "v_row", "phi_k_row", "bias_row", "slots", "length"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -22,7 +22,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 @no_type_check
 def _quotient(window, window_den, linear, linear_den, factor, least, WINDOW: tl.constexpr, LINEAR: tl.constexpr):
-    """(g num_w + num_l) / (g den_w + den_l), g = sigmoid(factor), or of the one part that there is."""
+    """Return (g num_w + num_l) / (g den_w + den_l), g = sigmoid(factor), or num / den of the only part."""
     num, den = window, window_den
     if LINEAR:
         if WINDOW:
@@ -39,7 +39,7 @@ def quotient(
     num_w, den_w, num_l, den_l, window_factor, y, heads, length, least,
     WINDOW: tl.constexpr, LINEAR: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """The output of M tokens of a head, the heads of a token side by side."""
+    """Compute the output of M tokens of a head; the heads of a token are adjacent in memory."""
     row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     t, d = tl.program_id(1) * M + tl.arange(0, M), tl.arange(0, BLOCK_D)
     there, at = t < length, tl.program_id(0).to(tl.int64) * length + t
@@ -68,19 +68,19 @@ def one_token(
     AHEAD: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
     F: tl.constexpr, BLOCK_F: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y = (g num_w + num_l) / (g den_w + den_l), g = sigmoid(window_factor), or of the one part that there is.
+    """Compute y = (g num_w + num_l) / (g den_w + den_l), g = sigmoid(window_factor), or num / den of the only part.
 
-    A program is of one row, of a unit (a head of the state; without a linear part, a KV head), whose `group` of query
-    heads lie side by side, and of SIDE columns of the values. The token is written to its row's `slot`. `bias`, where
-    it HIDES slots, is added to their scores, behind the token. `entering` is the slot whose key, times `enters`, is
-    written to the state before that is read, and before the token is written (without LEAVES, the key is the token's
-    own); of blocks to the state `ahead`, which is read from when one `begins`.
+    A program computes SIDE columns of the values, for one row and one unit (a head of the state; without a linear part,
+    a KV head) with its `group` of adjacent query heads. It writes the token to its row's `slot`. HIDES: slots whose
+    `bias` is not 0 are not read. WRITES: `phi_k` times `enters` is added to the state before it is read, with the value
+    in the slot `entering` (LEAVES) or the token's own value. AHEAD: it is added to the state `ahead` of a terraced
+    span instead, which replaces the state where a block `begins`.
     """
     unit, row = tl.program_id(0) % units, (tl.program_id(0) // units).to(tl.int64)
     head, m, d = unit // shared, tl.arange(0, M), tl.arange(0, BLOCK_D)
     c = tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     own, wide, column, of = m < group, d < D, c < D, unit * group + m
-    writer = unit % shared == 0  # of the slots, which units can share
+    writer = unit % shared == 0  # units can share slots, which one of them writes
     top = tl.full([M], -float("inf"), tl.float32)
     total, sums = tl.zeros([M], tl.float32), tl.zeros([M, SIDE], tl.float32)
     den, num = total, sums
